@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.backend import stage_shapes
 from megatron_rl.backend.packing import PackedMicroBatch
 from megatron_rl.distributed.collectives import gather_json, reduce_on_host
 from megatron_rl.distributed.platform import HOST
@@ -194,13 +195,15 @@ class Schedule:
                 contexts.enter_context(chunk.no_sync())
             if forward_only:
                 contexts.enter_context(torch.no_grad())
+            if self.topology.pipeline_size > 1:
+                contexts.enter_context(self._planned_shapes(microbatches, forward_only))
             self._forwarded, self._forward.marks, _BACKWARD.marks = [], [], []
             kept = self.run_schedule(
                 forward_step_func=partial(self._forward_step, loss=loss),
                 data_iterator=[iter(microbatches) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(microbatches),
-                seq_length=1,  # shapes travel with the tensors (variable_seq_lengths)
+                seq_length=1,  # of each micro-batch its own (variable_seq_lengths, stage_shapes)
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
@@ -208,6 +211,17 @@ class Schedule:
             self._runs.append(_Run(forwarded=self._forwarded, forward=self._forward.marks, backward=_BACKWARD.marks))
         self._forwarded = []
         return kept
+
+    def _planned_shapes(
+        self, microbatches: Sequence[PackedMicroBatch], forward_only: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        config = self.chunks[0].config
+        ranks = self.topology.tensor_size if config.sequence_parallel else 1
+
+        def shape_of(number: int) -> stage_shapes.Shape:
+            return len(microbatches[number].positions) // ranks, 1, config.hidden_size
+
+        return stage_shapes.planned(self.topology, len(microbatches), shape_of, forward_only=forward_only)
 
     def _forward_step(self, iterator, model, *, loss: LossFunction):
         microbatch: PackedMicroBatch = next(iterator)

@@ -157,6 +157,12 @@ def test_an_engine_killed_in_mid_generation_hands_over_what_is_finished(own, dri
     assert driver.produce() == quiet
 
 
+def test_an_engine_says_that_it_computes(own, driver, quiet):
+    """Its word, once a second at most, is the progress from which rollout.request_s counts."""
+    before = time.monotonic()
+    assert until(lambda: driver.produce() == quiet and own.replica.progressed_at >= before)
+
+
 @pytest.mark.parametrize("after", [1, 17])
 def test_a_call_disturbed_by_a_kill_equals_an_undisturbed_one(own, driver, quiet, after):
     """A call disturbed by a kill equals an undisturbed one: none lost, none doubled, bitwise the same tokens.
@@ -179,11 +185,7 @@ def test_a_call_disturbed_twice_equals_an_undisturbed_one(own, driver, quiet):
 
 @pytest.mark.long
 def test_a_call_disturbed_by_a_hang_equals_an_undisturbed_one(own, driver, quiet):
-    """A call disturbed by a hang equals an undisturbed one.
-
-    An engine that works and is late is taken for one that hangs, and restarted; the one that came instead has all the
-    time.
-    """
+    """A stopped engine makes no progress and is restarted; the one that came instead has all the time."""
     pid, restart = own.pid, own.replica.restart
 
     def restart_with_time() -> None:

@@ -1,0 +1,81 @@
+"""Shapes of the tensors between pipeline stages, taken from the plan that every rank holds.
+
+Micro-batches differ in size, so Megatron-Core sends each tensor's shape ahead of it, and waits for the device to read
+it (0.16.1 and 0.19.2 pipeline_parallel/p2p_communication.py ``_communicate_shapes``). A stage receives micro-batches in
+the order in which it runs them, forward and backward: the plan answers instead, and nothing is sent or waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import LockstepError
+from megatron_rl.planning.timeline import rank_order
+
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
+
+Shape = tuple[int, int, int]
+NOTHING = [0, 0, 0]
+_exchange = P2PCommunicator._communicate_shapes
+_under_way: list[_Expected] = []  # that of the run under way, where there is one
+
+
+class _Expected:
+    """Hands out the shapes that a rank is yet to receive, in order.
+
+    shape_of: a micro-batch's number → the shape of its tensor between two stages on this rank.
+    """
+
+    def __init__(self, topology: Topology, num_microbatches: int, shape_of: Callable[[int], Shape]) -> None:
+        last = topology.pipeline_size * topology.virtual_size - 1
+        order = rank_order(topology.pipeline_rank, topology.pipeline_size, topology.virtual_size, num_microbatches)
+        self.shape_of, self.topology = shape_of, topology
+        self.forward = iter([m for stage, m, backward in order if not backward and stage != 0])
+        self.backward = iter([m for stage, m, backward in order if backward and stage != last])
+
+    def next(self, waiting: Iterator[int]) -> list[int]:
+        microbatch = next(waiting, None)
+        if microbatch is None:
+            raise LockstepError(
+                f"{self.topology.who(self.topology.rank)} is to receive a tensor beyond those of its plan: "
+                "Megatron-Core runs another schedule than planning/timeline.py says"
+            )
+        return list(self.shape_of(microbatch))
+
+
+def _from_plan(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+    """Return the shapes to receive from the previous and the next stage, as ``_communicate_shapes`` does."""
+    if not _under_way:
+        return _exchange(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+    expected = _under_way[-1]
+    return (
+        expected.next(expected.forward) if recv_prev else list(NOTHING),
+        expected.next(expected.backward) if recv_next else list(NOTHING),
+    )
+
+
+P2PCommunicator._communicate_shapes = _from_plan
+
+
+@contextlib.contextmanager
+def planned(
+    topology: Topology, num_microbatches: int, shape_of: Callable[[int], Shape], *, forward_only: bool
+) -> Iterator[None]:
+    """Answer for the shapes of one run of the schedule within the block. Not a collective.
+
+    Raises LockstepError where the schedule receives another number of tensors than the plan says.
+    """
+    expected = _Expected(topology, num_microbatches, shape_of)
+    _under_way.append(expected)
+    try:
+        yield
+    finally:
+        _under_way.remove(expected)
+    left = len(list(expected.forward)) + (0 if forward_only else len(list(expected.backward)))
+    if left:
+        raise LockstepError(
+            f"{topology.who(topology.rank)} received {left} tensors less than its plan says: Megatron-Core runs "
+            "another schedule than planning/timeline.py says"
+        )
