@@ -15,13 +15,13 @@ VENV := $(CURDIR)/.venv
 STAMP := .venv/.installed
 PYTHON_LATEST ?= python3.12
 LATEST := .venv-latest
-LATEST_TESTS ?= tests/equality/test_matrix.py tests/equality/test_checkpoint.py tests/equality/test_convert_megatron.py tests/unit/config/test_megatron_fields.py tests/tools/test_verify_topology.py tests/tools/test_verify_topology_naming.py
+LATEST_TESTS ?= tests/equality/test_matrix.py tests/equality/test_checkpoint.py tests/equality/test_convert_megatron.py tests/unit/config/test_megatron_fields.py tests/tools/test_verify_topology.py tests/tools/test_verify_topology_naming.py tests/latest
 VLLM := .venv-vllm
 ORACLES := .venv-oracles
 PYTEST_ARGS ?=
 LANES ?= 3
 VLLM_LANES ?= 2
-FAR = $(foreach room,equality runs faults vllm oracles slurm,--ignore=tests/$(room))
+FAR = $(foreach room,equality latest runs faults vllm oracles slurm,--ignore=tests/$(room))
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
 GPU_REPORT_ARGS ?= --minutes 30

@@ -32,7 +32,7 @@ from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.distributed import topology
 from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.distributed.cuda_environment import prepare_cuda
-from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.platform import HOST, send
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.attention import ContextShard
 from megatron_rl.model.build import build_model
@@ -245,7 +245,7 @@ class TrainableModel:
             chunk.train()
         reported = kept if self.topology.reports_loss else []
         for report in reported:
-            flat[torch.from_numpy(report["flat"]).to(flat.device)] = report["numbers"]
+            flat[send(torch.from_numpy(report["flat"]), flat.device)] = report["numbers"]
         if mini_batch.kind is StepKind.REAL:
             dist.all_reduce(flat)
         return flat.cpu().numpy(), reported

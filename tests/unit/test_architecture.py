@@ -143,9 +143,7 @@ def test_schedules_are_called_only_in_schedule() -> None:
     """backend/stage_shapes.py answers one question of the schedule's communicator and calls nothing of it."""
     seam, within = "megatron.core.pipeline_parallel", ("backend/schedule.py", "backend/stage_shapes.py")
     found = [
-        name_of(p)
-        for p in PACKAGE
-        if any(is_within(name, seam) for name in imports_of(p)) and name_of(p) not in within
+        name_of(p) for p in PACKAGE if any(is_within(name, seam) for name in imports_of(p)) and name_of(p) not in within
     ]
     assert not found, places(found)
 

@@ -1,0 +1,68 @@
+"""Every kind of stage on a CUDA build of torch without a GPU: right devices, and no question beyond the known ones.
+
+fake_passes.py runs the micro-batch loop, forward and backward, on tensors that have a device and no numbers
+(FakeTensorMode). A tensor on the host among those of the device raises, and so does each number that the host reads. A
+wait that raises nothing, such as a blocking copy, is counted by place. Not covered: the optimizer's step, the ends of
+a pass after its last micro-batch, Transformer Engine, kernels' own requirements, what a stream would reorder.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.latest.cases import CASES, MISTAKES
+from tests.patience import patient
+
+MEGATRON = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
+pytestmark = [
+    pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch (and no GPU)"),
+    pytest.mark.skipif(MEGATRON < (0, 19), reason="the known questions are those of megatron-core 0.19"),
+    pytest.mark.long(seconds=60),
+]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> dict[str, dict]:
+    """Run all cases in one process; return what it told of each pass."""
+    results = tmp_path_factory.mktemp("fake_device") / "results.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.latest.fake_passes", str(results)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=patient(600),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(line) for line in results.read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_tensor_is_on_the_device(told, name: str) -> None:
+    for purpose, found in told[name].items():
+        assert found["error"] is None, f"{purpose}: {found['error']}"
+        assert found["devices"] and {place.partition(" on ")[2] for place in found["devices"]} == {"cuda:0"}, purpose
+        has_loss = any(place.startswith("loss") for place in found["devices"])
+        assert has_loss == (name not in ("embedding", "middle")), purpose
+        has_gradient = any(place.startswith("gradient") for place in found["devices"])
+        assert has_gradient == (purpose not in ("logprob", "values")), purpose
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_host_asks_the_device_at_known_places_alone(told, name: str) -> None:
+    assert {purpose: found["questions"] for purpose, found in told[name].items()} == CASES[name].questions
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistake_shows(told, mistake: str) -> None:
+    found = told[f"with {mistake}"]["train"]
+    shown = f"{found['error']} {list(found['questions'])}"
+    assert re.search(MISTAKES[mistake], shown), shown
