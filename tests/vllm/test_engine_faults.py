@@ -264,7 +264,6 @@ def test_an_engine_out_of_memory_too_often_ends_with_advice(own, driver, quiet):
         own.engine._restarts = 0
         with in_mid_generation(own, limit_memory, 4), pytest.raises(EngineError) as ended:
             driver.produce()
-    print(ended.value)
     assert "was lost 1 times in a row, and rollout.max_restarts=0" in str(ended.value)
     advice = (
         "too little memory: lower rollout.gpu_memory_utilization, rollout.max_requests or rollout.vllm.max_num_seqs"
