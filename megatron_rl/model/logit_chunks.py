@@ -142,7 +142,9 @@ class TorchChunks:
             x.add_(at_logprob[:, None]).mul_(e).neg_()
         else:
             x = e.mul_(-at_logprob[:, None])
-        x.scatter_add_(1, column.clamp(min=0)[:, None], (at_logprob * (column >= 0))[:, None])
+        # scatter_add_ over two dimensions raises under run.deterministic on CUDA; each row has one target
+        target = column.clamp(min=0)[:, None]
+        x.scatter_(1, target, x.gather(1, target) + (at_logprob * (column >= 0))[:, None])
         return x if self.product is self.x else self.product[: x.shape[0]].copy_(x)
 
 
