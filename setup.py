@@ -18,7 +18,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.9",
         "megatron-core>=0.16.1,<0.20",
         "pyyaml>=6.0",
         "transformers>=5.0",

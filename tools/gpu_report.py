@@ -141,7 +141,7 @@ def run_step(step: Step, given: argparse.Namespace, machine: dict, left_s: float
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**environment_of(given), **dict(step.environment)},
+                env=environment_of(given),
                 cwd=TOOLS.parent,
                 start_new_session=True,
             )

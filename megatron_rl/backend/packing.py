@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from megatron_rl.distributed.platform import HOST, send
-from megatron_rl.model.attention import WHOLE, ContextShard, PackedSequences, context_positions, pack
+from megatron_rl.model.attention import PackedSequences, pack
+from megatron_rl.model.attention_spans import WHOLE, ContextShard, context_positions
 from megatron_rl.types import BatchFacts, MicroBatch, Sample
 
 

@@ -34,7 +34,7 @@ from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.distributed.cuda_environment import prepare_cuda
 from megatron_rl.distributed.platform import HOST, send
 from megatron_rl.model.adapter import put_adapters
-from megatron_rl.model.attention import ContextShard
+from megatron_rl.model.attention_spans import ContextShard
 from megatron_rl.model.build import build_model
 from megatron_rl.planning.cost import CostFit
 from megatron_rl.planning.plan import plan_rules, plan_steps, split_mini_batches

@@ -54,7 +54,7 @@ def prepare_cuda(config: Config) -> None:
     if os.path.exists(DRIVER):
         set_variables(wanted_variables(config), os.environ, has_started=torch.cuda.is_initialized())
     # cuDNN builds a plan for each shape that it has not seen, in half a second and more under torch 2.11 (reported, not
-    # measured here), and nearly every micro-batch and decoding step has one; flash attention takes any length.
+    # measured here), and every decoding step of the embedded engine has one; flash attention takes any length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)

@@ -26,7 +26,6 @@ class Step:
     limit_s: float
     cpu: str = ""
     needs: str = "needs a GPU"
-    environment: tuple[tuple[str, str], ...] = ()
 
 
 STAGES = {
@@ -89,6 +88,14 @@ STEPS = (
         limit_s=75,
     ),
     Step(
+        name="packed attention",
+        stage=1,
+        measures="attention over packed sequences against a masked softmax, and its FLOP/s",
+        command=RUN + "packed_attention.py --json {out}",
+        cpu=RUN + "packed_attention.py --json {out} --small",
+        limit_s=60,
+    ),
+    Step(
         name="cells, one process",
         stage=1,
         measures="the equalities of tools/acceptance.py on one GPU",
@@ -136,15 +143,6 @@ STEPS = (
         measures="dense and skip updates of Qwen2.5-1.5B's shapes, bfloat16",
         command=SKIP + SKIP_SHAPE,
         cpu=SKIP + SKIP_SMALL,
-        limit_s=140,
-    ),
-    Step(
-        name="skip, cuDNN's attention last",
-        stage=3,
-        measures="the same with TORCH_CUDNN_SDPA_DEPRIORITIZED=1",
-        command=SKIP + SKIP_SHAPE,
-        cpu=SKIP + SKIP_SMALL,
-        environment=(("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1"),),
         limit_s=140,
     ),
     *(

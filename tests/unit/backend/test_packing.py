@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.backend.packing import PackedAhead, pack_microbatch
 from megatron_rl.model import attention
-from megatron_rl.model.attention import ContextShard, PackedSequences, TorchAttention, context_positions, pack
+from megatron_rl.model.attention import PackedSequences, TorchAttention, pack
+from megatron_rl.model.attention_spans import ContextShard, context_positions
 from megatron_rl.types import MicroBatch, Sample
 from tests.reference import make_samples
 from tests.unit.backend.packed import CPU, facts_of, run_pack
@@ -26,34 +27,41 @@ SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=N
 
 
 @SETTINGS
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12))
-def test_pack_equals_naive(lengths: list[int]) -> None:
-    """Scatter undoes the gathering of a pack's rows.
+@given(
+    size=st.sampled_from([1, 2, 4]),
+    chunks=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_spans_are_the_causal_matrix(size: int, chunks: list[int], data: st.DataObject) -> None:
+    """A rank's spans hold each pair of a query and a key that it sees once, and no other pair.
 
-    Each sequence is gathered once, in order; pads repeat its own last token.
+    The first batch holds every query, and no batch holds a query twice.
     """
-    packed = pack(tuple(lengths), CPU)
-    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    assert packed.qkv_format == "thd" and packed.lengths == tuple(lengths) and packed.cu_seqlens_q is None
-    rows = [row for bucket in packed.buckets for row in bucket.queries.tolist()]
-    wanted = {start: list(range(start, start + n)) for start, n in zip(bounds, lengths, strict=False)}
-    assert sorted(row[0] for row in rows) == sorted(wanted)
-    for row in rows:
-        own = wanted[row[0]]
-        assert row == own + [own[-1]] * (len(row) - len(own))
-    gathered = torch.cat([bucket.queries.flatten() for bucket in packed.buckets])
-    assert torch.equal(gathered[packed.scatter], torch.arange(sum(lengths)))
-    for bucket in packed.buckets:
-        true = [len(wanted[row[0]]) for row in bucket.queries.tolist()]
-        # at most a quarter of a row is pad
-        assert bucket.queries.shape[1] == max(true) and min(true) * 4 >= max(true) * 3
+    lengths = tuple(n * 2 * size if size > 1 else n for n in chunks)
+    shard = ContextShard(rank=data.draw(st.integers(0, size - 1)), size=size)
+    packed = pack(lengths, CPU, shard)
+    held = context_positions(lengths, shard.rank, size)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    wanted = (sequence[held][:, None] == sequence[None]) & (held[:, None] >= np.arange(sum(lengths))[None])
+
+    found = np.zeros(wanted.shape, dtype=int)
+    for number, batch in enumerate(packed.spans):
+        queries = np.zeros(len(held), dtype=int)
+        for span in batch.spans:
+            block = np.ones((span.num_queries, span.num_keys), dtype=int)
+            found[span.queries, span.keys] += np.tril(block) if span.causal else block
+            queries[span.queries] += 1
+            assert span.causal == batch.causal
+        assert (queries == 1).all() if number == 0 else (queries <= 1).all()
+    assert np.array_equal(found, wanted.astype(int))
+    assert packed.qkv_format == "thd" and packed.lengths == lengths and packed.cu_seqlens_q is None
 
 
 @pytest.mark.parametrize("context", [ContextShard(), ContextShard(rank=1, size=2)])
 @SETTINGS
 @given(lengths=st.lists(st.integers(1, 10).map(lambda chunks: 4 * chunks), min_size=1, max_size=12))
 def test_bounds_for_transformer_engine_are_those_of_adding_up(context: ContextShard, lengths: list[int]) -> None:
-    """Transformer Engine gets bounds of the whole sequences, and neither buckets nor masks.
+    """Transformer Engine gets bounds of the whole sequences, and no spans.
 
     Under context parallelism the padded bounds are the same tensor: it tells that no pad lies between sequences.
     """
@@ -63,7 +71,7 @@ def test_bounds_for_transformer_engine_are_those_of_adding_up(context: ContextSh
     assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths) and packed.qkv_format == "thd"
     padded = packed.cu_seqlens_q if context.size > 1 else None
     assert packed.cu_seqlens_q_padded is padded and packed.cu_seqlens_kv_padded is padded
-    assert packed.buckets == () and packed.scatter is None and len(packed.position_ids) == sum(lengths) // context.size
+    assert packed.spans == () and packed.key_order is None and len(packed.position_ids) == sum(lengths) // context.size
 
 
 def make_attention(scale: float | None = None) -> TorchAttention:
@@ -89,7 +97,7 @@ def test_packed_attention_equals_each_sequence_alone(
 ) -> None:
     """Output and gradients equal those of each sequence alone, with grouped queries too.
 
-    In double, they differ by the order of additions in SDPA's kernels alone.
+    In double, they differ by the order of additions alone.
     """
     qkv = make_qkv(sum(lengths), torch.float64, groups=groups)
     coefficient = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -106,7 +114,7 @@ def test_packed_attention_equals_each_sequence_alone(
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 
 
-def test_packed_attention_equals_sdpa_bit_by_bit_where_nothing_is_padded() -> None:
+def test_packed_attention_equals_sdpa_bit_by_bit() -> None:
     qkv = make_qkv(12, torch.float32)
     q, k, v = (x.view(2, 6, *x.shape[1:]).transpose(1, 2) for x in qkv)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(12, -1)
