@@ -33,10 +33,18 @@ from megatron_rl.errors import ConfigError
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")  # <<48/2=24>>: a tool call of the dataset's own, not text
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
+LAST_LINE = "#### {answer}"  # the dataset's own
 
 
-def convert(row: dict, where: str) -> dict:
+def calculations(row: dict) -> int:
+    """Return how many steps of a solution calculate, by the marks that the dataset puts there."""
+    return len(CALCULATOR.findall(row["answer"]))
+
+
+def convert(row: dict, where: str, last_line: str = LAST_LINE) -> dict:
     """Return one row of GSM8K as prompt, solution and answer.
+
+    last_line: ends the solution, with the number in place of ``{answer}``.
 
     Example: answer ``"48/2 = <<48/2=24>>24 clips\\n#### 1,024"`` gives solution ``"48/2 = 24 clips\\n#### 1,024"`` and
     answer ``"1024"``. Raises ConfigError, beginning with ``where``, for a row that is not GSM8K's.
@@ -45,16 +53,24 @@ def convert(row: dict, where: str) -> dict:
         if not isinstance(row.get(key), str):
             raise ConfigError(f"{where} has no text column {key!r}; its columns are {', '.join(map(repr, row))}")
     solution = CALCULATOR.sub("", row["answer"])
-    _, mark, last = solution.rpartition("####")
+    text, mark, last = solution.rpartition("####")
     answer = last.strip().replace(",", "")
     if not mark or not NUMBER.fullmatch(answer):
         raise ConfigError(f"{where}: the answer must end in '#### <number>' and ends in {solution[-40:]!r}")
+    if last_line != LAST_LINE:
+        solution = text + last_line.replace("{answer}", answer)
     return {"prompt": row["question"], "solution": solution, "answer": answer}
 
 
-def write_split(source: pathlib.Path, target: pathlib.Path) -> list[dict]:
-    """Convert one file and return its converted rows."""
-    rows = [convert(row, f"row {number} of {source}") for number, row in enumerate(load_rows(source, key="--gsm8k"))]
+def write_split(
+    source: pathlib.Path, target: pathlib.Path, last_line: str = LAST_LINE, max_calculations: int | None = None
+) -> list[dict]:
+    """Convert one file and return its converted rows: all, or those of 1 to ``max_calculations`` calculations."""
+    rows = []
+    for number, row in enumerate(load_rows(source, key="--gsm8k")):
+        converted = convert(row, f"row {number} of {source}", last_line)
+        if max_calculations is None or 0 < calculations(row) <= max_calculations:
+            rows.append(converted)
     target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return rows
 
@@ -63,8 +79,10 @@ def prepare(options: argparse.Namespace) -> dict:
     """Write the data, the tokenizer and the model; return a report as JSON-able values. Raises ConfigError."""
     sizes = sizes_from(options)  # before the slow part, so that a wrong size is reported at once
     options.out.mkdir(parents=True, exist_ok=True)
-    train = write_split(options.gsm8k / "train.jsonl", options.out / "train.jsonl")
-    test = write_split(options.gsm8k / "test.jsonl", options.out / "test.jsonl")
+    train = write_split(
+        options.gsm8k / "train.jsonl", options.out / "train.jsonl", options.last_line, options.max_calculations
+    )
+    test = write_split(options.gsm8k / "test.jsonl", options.out / "test.jsonl", options.last_line)
     if options.data_only:
         return {"train_rows": len(train), "test_rows": len(test)}
     texts = [row[key] for row in train for key in ("prompt", "solution")]
@@ -93,6 +111,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR")
     parser.add_argument("--data-only", action="store_true", help="write train.jsonl and test.jsonl, and no model")
+    parser.add_argument(
+        "--last-line", default=LAST_LINE, metavar="TEXT", help=f"of each solution; default: {LAST_LINE!r}"
+    )
+    parser.add_argument(
+        "--max-calculations",
+        type=int,
+        metavar="N",
+        help="train only on solutions of 1 to N calculations; the test split stays whole",
+    )
     parser.add_argument("--vocab-size", type=int, default=2048, help="default: 2048")
     parser.add_argument("--family", choices=("qwen2", "qwen3", "llama"), default="qwen2")
     add_size_arguments(parser, ModelSizes(hidden=256, intermediate=704))

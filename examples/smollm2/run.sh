@@ -14,7 +14,8 @@ inputs="${INPUTS:-runs/smollm2/inputs}"
 python examples/smollm2/prepare.py --out "$inputs/model"
 if [ -n "${GSM8K:-}" ]; then
   config=examples/smollm2/gsm8k.yaml run_dir="${RUN_DIR:-runs/smollm2-gsm8k}" data="$inputs/gsm8k"
-  python examples/gsm8k/prepare.py --gsm8k "$GSM8K" --data-only --out "$data"
+  python examples/gsm8k/prepare.py --gsm8k "$GSM8K" --data-only --out "$data" \
+    --last-line "The answer is {answer}." ${PREPARE:---max-calculations 2}
 else
   config=examples/smollm2/grpo.yaml run_dir="${RUN_DIR:-runs/smollm2}" data="$inputs/data"
   python examples/smollm2/problems.py --out "$data" ${PROBLEMS:---steps 1}

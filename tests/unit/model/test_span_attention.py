@@ -11,9 +11,12 @@ import types
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_rl.model import attention_spans, span_attention
-from megatron_rl.model.attention_spans import ContextShard, Span, SpanBatch, causal_spans
+from megatron_rl.model.attention import pack
+from megatron_rl.model.attention_spans import ContextShard, Span, SpanBatch, causal_spans, context_positions
 from tests.unit.backend.packed import CPU
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.4
@@ -186,3 +189,34 @@ def test_batches_are_few_and_rows_are_given_only_where_they_differ() -> None:
     assert prompts.query_bounds.tolist() == [0, 7] and prompts.key_bounds.tolist() == [0, 5]
     _, prefixes = batches(*CASES["context"])
     assert np.array_equal(prefixes.key_rows, [0, 1, *range(4), *range(8, 12), *range(8, 16)])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    size=st.sampled_from([1, 2, 4]),
+    chunks=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_spans_are_the_causal_matrix(size: int, chunks: list[int], data: st.DataObject) -> None:
+    """A rank's spans hold each pair of a query and a key that it sees once, and no other pair.
+
+    The first batch holds every query, and no batch holds a query twice.
+    """
+    lengths = tuple(n * 2 * size if size > 1 else n for n in chunks)
+    shard = ContextShard(rank=data.draw(st.integers(0, size - 1)), size=size)
+    packed = pack(lengths, CPU, shard)
+    held = context_positions(lengths, shard.rank, size)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    wanted = (sequence[held][:, None] == sequence[None]) & (held[:, None] >= np.arange(sum(lengths))[None])
+
+    found = np.zeros(wanted.shape, dtype=int)
+    for number, batch in enumerate(packed.spans):
+        queries = np.zeros(len(held), dtype=int)
+        for span in batch.spans:
+            block = np.ones((span.num_queries, span.num_keys), dtype=int)
+            found[span.queries, span.keys] += np.tril(block) if span.causal else block
+            queries[span.queries] += 1
+            assert span.causal == batch.causal
+        assert (queries == 1).all() if number == 0 else (queries <= 1).all()
+    assert np.array_equal(found, wanted.astype(int))
+    assert packed.qkv_format == "thd" and packed.lengths == lengths and packed.cu_seqlens_q is None
