@@ -43,6 +43,7 @@ from megatron_rl.weights.config_json import load_hf_config, transformers_model
 from megatron_rl.weights.export import StageEntries, export_weights, load_weights
 from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.mapping import adapter_entries, stage_entries
+from megatron_rl.weights.model_dtype import settle_dtype
 from megatron_rl.weights.reader import HuggingFaceReader, MemoryReader, WeightReader, check_tensors
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
@@ -79,7 +80,9 @@ class TrainableModel:
         lora: adapters, the other weights being frozen (model/adapter.py); None or a rank of None trains every weight.
         place: an existing grid; None builds one by ``parallel``.
         """
-        self.config = config
+        if hf_config is None:
+            hf_config = load_hf_config(config.model.hf_path)
+        self.config = config = settle_dtype(config, hf_config, on_gpu=HOST.is_cuda)
         prepare_cuda(config)
         refuse_uncounted_losses(config)
         with contextlib.nullcontext() if place else topology.undone_on_failure():
@@ -97,8 +100,6 @@ class TrainableModel:
         """Build model, schedule and optimizer within the grid; the arguments are those of the constructor."""
         config = self.config
         ddp_fields = distributed_fields(config)
-        if hf_config is None:
-            hf_config = load_hf_config(config.model.hf_path)
         self.hf_config = hf_config
         models, self.shape = build_model(config, hf_config, self.topology, value_head=value_head)
         self._fill(models, weights)

@@ -20,18 +20,17 @@ class ModelConfig:
     """Another directory for the tokenizer; null: `model.hf_path`."""
     allow_unread_tensors: bool = False
     """True leaves out tensors of the files that the model is not made of, with a warning; false refuses them."""
-    dtype: str = "float32"
-    """`float32`; or `bfloat16`, with float32 master weights and gradient reduction."""
+    dtype: str = "auto"
+    """`float32`; `bfloat16`, with float32 masters and gradient sums; `auto`: the files' on a GPU, float32 on a CPU."""
     init: str = "pretrained"
     """`pretrained`: the weights of `model.hf_path`; `random`: random ones, of its config's shape only."""
     layer_spec: str = "auto"
     """`transformer_engine`, `torch`, or `auto`: the first if it can be built and dtype is bfloat16, else `torch`."""
-
     logprob_kernel: str = "torch"
     """`torch`'s operations for log-probs of logits, or `triton`'s kernels, which were not yet run on a GPU."""
 
     def __post_init__(self) -> None:
-        choose("model.dtype", self.dtype, ("float32", "bfloat16"))
+        choose("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         choose("model.logprob_kernel", self.logprob_kernel, ("torch", "triton"))
         choose("model.init", self.init, ("pretrained", "random"))
         choose("model.layer_spec", self.layer_spec, ("auto", "transformer_engine", "torch"))

@@ -63,8 +63,11 @@ def simulate_job(
     from megatron_rl.simulator.forecast import Job, forecast, with_critic
     from megatron_rl.simulator.picture import picture
     from megatron_rl.simulator.remedies import needs_of, remedies
+    from megatron_rl.weights.config_json import read_hf_config
+    from megatron_rl.weights.model_dtype import settle_dtype
 
     given = _from_run(given)
+    config = settle_dtype(config, read_hf_config(config.model.hf_path), on_gpu=True)
     gpus = world_size(given.nodes, given.gpus_per_node, os.environ)
     degrees = degrees_of(config, policy_ranks(config, gpus))
     shape = read_shape(config, degrees)

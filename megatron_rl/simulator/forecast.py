@@ -103,6 +103,7 @@ class Forecast:
 class Job:
     """Holds the inputs of one forecast.
 
+    config: one whose `model.dtype` is settled (weights/model_dtype.py).
     critic: the same of PPO's critic, on its own grid; None without one.
     """
 

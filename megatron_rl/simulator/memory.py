@@ -120,13 +120,14 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees) -> float:
     """Return the elements that autograd saves per token of a rank and per layer, with torch's layers.
 
     Transformer Engine's layers fuse some and keep less. Both norms keep input, normalised and output (6 h, split by
-    sequence parallelism); attention keeps q, k, v and its output twice, and the cosines and sines, and under q/k norms
-    their inputs and the normalised too; the MLP keeps gate and up, the activated gate, up, their product. An expert's
+    sequence parallelism); attention keeps the projection of which v is a part, q and k as rotated, its output, and the
+    cosines and sines, and under q/k norms their inputs, of which k's is a part of the projection, and the normalised
+    too; the MLP keeps gate and up, the activated gate, up, their product. An expert's
     tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of the
     choices: a tensor rank of sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
     """
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
-    attention = (3 * heads + 2 * kv_heads) / tensor + 4 + (3 * (heads + kv_heads) / tensor if shape.qk_norm else 0)
+    attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if shape.qk_norm else 0)
     attention *= shape.head_dim
     norms = 6 * hidden / (tensor if config.parallel.sequence_parallel else 1)
     if not shape.num_experts:

@@ -38,7 +38,7 @@ def equal_samples(count: int, tokens: int, dead: int = 0) -> Workload:
 
 
 def tiny_job(workload: Workload, world: int, *overrides: str, costs: Costs | None = None, family: str = "qwen3") -> Job:
-    config = load_config(None, ["plan.max_tokens_per_microbatch=40", *overrides])
+    config = load_config(None, ["model.dtype=float32", "plan.max_tokens_per_microbatch=40", *overrides])
     degrees = degrees_of(config, world)
     shape = model_shape(tiny_config(family, layers=8), config, degrees, layer_spec="torch")
     return job_of(config, shape, degrees, workload, costs)

@@ -16,7 +16,7 @@ BOUND_S = patient(HANG_S)
 # a step of vLLM runs on.
 SRUN = """#!/usr/bin/env bash
 echo "srun $*" >>"$CALLS"
-[[ "$*" == *api_server* ]] && exec sleep 600
+[[ "$*" == *serve_vllm* ]] && exec sleep 600
 if [ -n "${TRAINER_SAVES:-}" ]; then
   mkdir -p "$RUN_DIR/checkpoints"
   echo "$TRAINER_SAVES" >"$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt"
@@ -27,7 +27,9 @@ SCONTROL = """#!/usr/bin/env bash
 [ "$1 $2" = "show hostnames" ] && printf '%s\\n' $SLURM_JOB_NODELIST && exit
 echo "scontrol $*" >>"$CALLS"
 """
+# The step of vLLM is started beside the script: its server answers once it is there.
 CURL = """#!/usr/bin/env bash
+until grep -q serve_vllm "$CALLS"; do sleep 0.05; done
 echo "curl ${*: -1}" >>"$CALLS"
 """
 

@@ -43,7 +43,7 @@ def critic_bytes(rank: int, world: int, family: str, *overrides: str) -> tuple[i
 
 
 def job_with_critic(family: str, world: int, *overrides: str):
-    config = load_config(None, [*DEFAULTS, "advantage.estimator=gae", *overrides])
+    config = load_config(None, [*DEFAULTS, "model.dtype=float32", "advantage.estimator=gae", *overrides])
     hf_config = tiny_config(family, layers=LAYERS)
 
     def read_shape(config, degrees):

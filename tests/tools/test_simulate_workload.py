@@ -189,7 +189,7 @@ def test_a_trace_forecasts_as_its_samples_do(arguments, tmp_path: pathlib.Path, 
 
     A line that is no sample is an error, and so are two sources at once.
     """
-    config = load_config(None, arguments)
+    config = load_config(None, ["model.dtype=float32", *arguments])
     trace, written = tmp_path / "trace.jsonl", tmp_path / "figures.json"
     for rollout, mean in enumerate((40, 80, 60)):
         append_trace(
