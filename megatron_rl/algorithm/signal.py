@@ -42,6 +42,11 @@ COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
     "fp4": (None, False),
 }
 
+# Reasons that a field's name does not give.
+COUPLED_BY = {
+    "fp8": "an FP8 number's scale is the maximum over tokens, dropped ones too, so that others round otherwise"
+}
+
 # Fields that no skip.mode accepts, with their reason; 0, false and null are accepted. Read in Megatron-Core 0.16.1 and
 # 0.19.2, transformer/moe/router.py (under calculate_per_token_loss the router multiplies its losses by the tokens of
 # the micro-batch) and transformer/multi_token_prediction.py.
@@ -139,10 +144,11 @@ def signal_rule(config: Config) -> SignalRule:
     terms = coupling_terms(config)
     if config.skip.mode == "exact" and terms:
         changes = " and ".join(_neutral(term) for term in terms)
+        why = "".join(f" ({COUPLED_BY[name]})" for name in COUPLED_BY if any(f".{name}=" in term for term in terms))
         raise ConfigError(
             f"skip.mode=exact drops samples whose gradient is provably zero, and {', '.join(terms)} makes that "
-            f"untrue; either set {changes}, or choose skip.mode=approximate (drop by advantage alone) or skip.mode=off "
-            "(drop nothing)"
+            f"untrue{why}; either set {changes}, or choose skip.mode=approximate (drop by advantage alone) or "
+            "skip.mode=off (drop nothing)"
         )
     drops = config.skip.mode != "off"
     return SignalRule(

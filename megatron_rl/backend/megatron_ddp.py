@@ -18,7 +18,7 @@ _OWNED_FIELDS = {
     "num_distributed_optimizer_instances": "a silent rank would not know the second reduction",
 }
 _UNSUPPORTED_FIELDS = {
-    **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), "FP8 is not built yet"),
+    **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), "weights in FP8 are not built here"),
     "delay_wgrad_compute": "weight gradients would wait for a call that the schedule here does not make",
 }
 REFUSED_DDP_FIELDS = Refusals(owned=_OWNED_FIELDS, unsupported=_UNSUPPORTED_FIELDS)

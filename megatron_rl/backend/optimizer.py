@@ -54,7 +54,7 @@ _UNSUPPORTED_FIELDS = {
     "16-bit remainders",
     "optimizer_cpu_offload": "rollouts move the optimizer's state off the device and checkpoints read it, and neither "
     "knows the copies that it keeps",
-    "reuse_grad_buf_for_mxfp8_param_ag": "FP8 is not built yet",
+    "reuse_grad_buf_for_mxfp8_param_ag": "weights in FP8 are not built here",
 }
 REFUSED_OPTIMIZER_FIELDS = Refusals(owned=_OWNED_FIELDS, unsupported=_UNSUPPORTED_FIELDS)
 

@@ -17,6 +17,7 @@ import torch
 from megatron_rl.distributed.platform import HOST, send
 from megatron_rl.model.attention import PackedSequences, pack
 from megatron_rl.model.attention_spans import WHOLE, ContextShard, context_positions
+from megatron_rl.planning.plan import microbatch_lengths
 from megatron_rl.types import BatchFacts, MicroBatch, Sample
 
 
@@ -72,6 +73,7 @@ def pack_microbatch(
     inputs: FlatInputs | None,
     *,
     pad_multiple: int,
+    row_multiple: int = 1,
     pad_token: int,
     needs_tokens: bool,
     needs_loss: bool,
@@ -81,8 +83,7 @@ def pack_microbatch(
 ) -> PackedMicroBatch:
     """Pack this rank's part of one micro-batch; the first stage needs its tokens, the last stage its loss fields."""
     samples = microbatch.samples
-    true_lengths = facts.total_tokens[samples]
-    lengths = -(-true_lengths // pad_multiple) * pad_multiple
+    lengths = microbatch_lengths(facts.total_tokens[samples], pad_multiple, row_multiple)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     own_positions = context_positions(tuple(lengths.tolist()), context.rank, context.size)
     packed = pack(tuple(lengths.tolist()), device, context, for_transformer_engine=for_transformer_engine)

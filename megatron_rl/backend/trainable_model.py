@@ -80,11 +80,11 @@ class TrainableModel:
         lora: adapters, the other weights being frozen (model/adapter.py); None or a rank of None trains every weight.
         place: an existing grid; None builds one by ``parallel``.
         """
+        refuse_uncounted_losses(config)
         if hf_config is None:
             hf_config = load_hf_config(config.model.hf_path)
         self.config = config = settle_dtype(config, hf_config, on_gpu=HOST.is_cuda)
         prepare_cuda(config)
-        refuse_uncounted_losses(config)
         with contextlib.nullcontext() if place else topology.undone_on_failure():
             self.topology = place or self._join()
             self._build(hf_config, weights, total_steps, value_head, lora)
@@ -212,6 +212,7 @@ class TrainableModel:
             rows=batch.rows,
             inputs=inputs,
             pad_multiple=self.rules.pad_multiple,
+            row_multiple=self.rules.row_multiple,
             pad_token=max(pad, 0),
             needs_tokens=grid.is_first_stage,
             needs_loss=grid.is_last_stage,

@@ -130,6 +130,12 @@ def build_model(
     # Settings that all chunks share.
     check_kernel(config.model.logprob_kernel)
     layer_spec = choose_layer_spec(config.model.layer_spec, config.model.dtype)
+    if config.megatron.transformer.get("fp8") and layer_spec != "transformer_engine":
+        raise ConfigError(
+            f"megatron.transformer.fp8={config.megatron.transformer['fp8']} needs Transformer Engine's layers, and "
+            f"these are {layer_spec}'s (model.layer_spec={config.model.layer_spec}, model.dtype={config.model.dtype}); "
+            "install Transformer Engine, or remove megatron.transformer.fp8"
+        )
     stages = topology.pipeline_size * topology.virtual_size
     shape = model_shape(hf_config, config, topology, layer_spec=layer_spec)
     if value_head:

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.config.megatron_fields import Refusals, resolve_fields
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.errors import ConfigError
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
@@ -116,16 +117,16 @@ OWNED_FIELDS = {
         if name in _FIELDS
     },  # 0.16.1 and 0.19.2 each have some of these fields
 }
-_FP8 = (
-    "FP8 is not built yet: Transformer Engine reduces the history of maxima over all ranks at the end of every "
-    "micro-batch (delayed scaling, pytorch/quantization.py, 2.3 to 2.20), and ranks run different numbers of "
-    "micro-batches here, silent ones none; its products also want token counts in multiples of 8 to 32"
-)
+_FP8_PARTS = "of FP8 the products of the layers' linears are built here, and no more"
+_FP8_ROUTES = "it routes pads to experts, and Megatron-Core's grouped linears pad by themselves"
 _CUDA_GRAPH = "a CUDA graph replays one shape, and every micro-batch here has its own"
 UNSUPPORTED_FIELDS = {
     name: reason
     for name, reason in {
-        **dict.fromkeys(("fp8", "fp4", "moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), _FP8),
+        "fp4": "it needs a Blackwell GPU, and nothing is built for it here",
+        **dict.fromkeys(("fp8_param", "fp8_output_proj", "fp8_quantizer_factory"), _FP8_PARTS),
+        **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention"), _FP8_PARTS),
+        **dict.fromkeys(("moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), _FP8_ROUTES),
         **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _CUDA_GRAPH),
         "tp_comm_overlap": "it needs Transformer Engine's user buffers (initialize_ub), which have one size, and "
         "every micro-batch here has its own",
@@ -138,8 +139,38 @@ UNSUPPORTED_FIELDS = {
 REFUSED_TRANSFORMER_FIELDS = Refusals(owned=OWNED_FIELDS, unsupported=UNSUPPORTED_FIELDS)
 
 
+FP8_RECIPES = ("tensorwise", "blockwise", "delayed")
+
+
 def transformer_fields(config: Config) -> dict[str, Any]:
     """Return the user's fields, typed as TransformerConfig wants them. Raises ConfigError for one that is refused."""
-    return resolve_fields(
+    fields = resolve_fields(
         config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS
     )
+    return _with_fp8(fields, config) if fields.get("fp8") else fields
+
+
+def _with_fp8(fields: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Return the fields with those that FP8 needs here; raise ConfigError where FP8 cannot work.
+
+    Delayed scaling reduces its history of maxima at the end of every micro-batch (Transformer Engine 2.3 to 2.20,
+    pytorch/quantization.py). Data-parallel ranks run different numbers of micro-batches here, silent ones none, and
+    would wait for each other for ever; tensor and context ranks run the same, and only these take part.
+    """
+    recipe = fields.get("fp8_recipe", "delayed")
+    if recipe not in FP8_RECIPES:
+        raise ConfigError(
+            f"megatron.transformer.fp8_recipe={recipe}: FP8 is built here for {', '.join(FP8_RECIPES)} (of the "
+            "others, mxfp8 needs a Blackwell GPU)"
+        )
+    if recipe == "delayed" and not fields.get("tp_only_amax_red", True):
+        raise ConfigError(
+            "megatron.transformer.tp_only_amax_red=false would have data-parallel ranks wait for each other after "
+            "every micro-batch, and they run different numbers of them; remove it, or take another fp8_recipe"
+        )
+    if config.lora.rank is not None:
+        raise ConfigError(
+            f"lora.rank={config.lora.rank} trains adapters beside torch's layers, and FP8 needs Transformer Engine's; "
+            "remove megatron.transformer.fp8 or lora.rank"
+        )
+    return fields | {"tp_only_amax_red": True}

@@ -5,8 +5,8 @@ Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 1. Every member of a mini-batch is either dropped or runs exactly once; no other sample runs.
 2. With ``drops``, only members without signal are dropped; without it no member is.
 3. With ``repack``, no member without signal runs (unless nothing is dropped).
-4. A micro-batch holds at most ``max_tokens`` padded tokens, or one sample alone; or at most ``samples_per_microbatch``
-   samples.
+4. A micro-batch holds at most ``max_tokens`` tokens, its own pads (``row_multiple``) included, or one sample alone; or
+   at most ``samples_per_microbatch`` samples.
 5. No micro-batch is empty; a mini-batch is a GHOST iff none of its samples runs.
 6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
 7. Without ``repack``, the micro-batches that run are those of the dense plan, on the same ranks, in the same order.
@@ -34,6 +34,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.planning.cost import CostModel, StageCost, prior
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
 
+FP8_ROWS = 16  # rows of a rank that FP8's products divide by (megatron-core 0.19.2, fp8_utils.get_fp8_align_size)
 Cut = list[list[np.ndarray]]
 """Per data-parallel rank, its micro-batches, each an int64 array of sample indices."""
 
@@ -45,6 +46,8 @@ class PlanRules:
     cost: the time of a micro-batch on each pipeline stage; it decides balance and the number of micro-batches.
     max_tokens: the cap on a micro-batch, pads included.
     pad_multiple: each sequence is padded to it (TP under sequence parallelism).
+    row_multiple: a micro-batch is padded to it, by its last sequence; it divides ``max_tokens``, is a multiple of
+        ``pad_multiple``, or is 1 (FP8's products take 16 rows of each rank).
     microbatch_multiple: a rank that runs at all runs a multiple of so many micro-batches (PP under the interleaved
         schedule, whose groups hold PP of them).
     lockstep_ranks: so many neighbouring data-parallel ranks ([0, L), [L, 2L), ...) share experts: every forward holds
@@ -57,6 +60,7 @@ class PlanRules:
     max_tokens: int = 8192
     samples_per_microbatch: int | None = None
     pad_multiple: int = 1
+    row_multiple: int = 1
     repack: bool = True
     microbatch_multiple: int = 1
     lockstep_ranks: int = 1
@@ -68,6 +72,11 @@ class PlanRules:
                 f"{self.data_size} data-parallel ranks do not divide into blocks of "
                 f"lockstep_ranks={self.lockstep_ranks}; lockstep_ranks is Topology.lockstep_replicas, a divisor of "
                 "Topology.data_size"
+            )
+        if self.row_multiple > 1 and (self.max_tokens % self.row_multiple or self.row_multiple % self.pad_multiple):
+            raise ValueError(
+                f"row_multiple={self.row_multiple} must divide max_tokens={self.max_tokens} and be a multiple of "
+                f"pad_multiple={self.pad_multiple}"
             )
 
 
@@ -106,9 +115,20 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
     """Return the rules of a run: its settings, its degrees of parallelism and the prior costs of its micro-batches.
 
     Under context parallelism each sequence splits into two chunks per rank; under sequence parallelism a micro-batch's
-    tokens split over tensor ranks; the interleaved schedule runs groups of PP micro-batches.
+    tokens split over tensor ranks; the interleaved schedule runs groups of PP micro-batches. Under FP8 the cap is
+    lowered to a multiple of what a micro-batch is padded to, so that the pads stay within it.
     """
     chunks = 2 * degrees.context_size if degrees.context_size > 1 else 1
+    tensor_ranks = degrees.tensor_size if config.parallel.sequence_parallel else 1
+    row_multiple, max_tokens = 1, config.plan.max_tokens_per_microbatch
+    if config.megatron.transformer.get("fp8"):
+        row_multiple = FP8_ROWS * tensor_ranks * degrees.context_size
+        max_tokens = max_tokens // row_multiple * row_multiple
+        if not max_tokens:
+            raise ConfigError(
+                f"plan.max_tokens_per_microbatch={config.plan.max_tokens_per_microbatch} is below {row_multiple}, to "
+                "which FP8 pads every micro-batch here; raise it"
+            )
     stages = degrees.pipeline_size
     cost = prior(
         stages=stages,
@@ -121,10 +141,11 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
     return PlanRules(
         data_size=degrees.data_size,
         cost=cost,
-        max_tokens=config.plan.max_tokens_per_microbatch,
+        max_tokens=max_tokens,
         samples_per_microbatch=config.plan.samples_per_microbatch,
         repack=config.plan.repack,
-        pad_multiple=chunks * (degrees.tensor_size if config.parallel.sequence_parallel else 1),
+        pad_multiple=chunks * tensor_ranks,
+        row_multiple=row_multiple,
         microbatch_multiple=stages if degrees.virtual_size > 1 else 1,
         lockstep_ranks=degrees.lockstep_replicas,
         on_long_sample=config.plan.on_long_sample,
@@ -134,6 +155,16 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
     """Return int64: each length rounded up to the multiple."""
     return -(-lengths // pad_multiple) * pad_multiple
+
+
+def microbatch_lengths(lengths: np.ndarray, pad_multiple: int, row_multiple: int = 1) -> np.ndarray:
+    """Return int64, the padded length of each sequence of one micro-batch; the last one takes the pads of the whole.
+
+    Example: lengths [5, 6], multiples 2 and 16: [6, 10].
+    """
+    padded = padded_lengths(lengths, pad_multiple)
+    padded[-1] += -padded.sum() % row_multiple
+    return padded
 
 
 def split_mini_batches(samples: np.ndarray, samples_per_mini_batch: int | None) -> list[np.ndarray]:

@@ -7,12 +7,15 @@ import dataclasses
 import pytest
 import torch
 
+from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
 from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
 from megatron_rl.config import load_config
 from megatron_rl.config.megatron_fields import Refusals, resolve_fields
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.build import build_model
 from megatron_rl.model.transformer_fields import REFUSED_TRANSFORMER_FIELDS, transformer_fields
+from tests.reference import tiny_config
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
@@ -76,7 +79,8 @@ def test_refused_fields_exist_and_say_why(cls, refused):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("megatron.transformer.fp8=hybrid", ["megatron.transformer.fp8='hybrid'", "FP8 is not built yet", "silent"]),
+        ("megatron.transformer.fp4=e2m1", ["megatron.transformer.fp4='e2m1'", "Blackwell"]),
+        ("megatron.transformer.fp8_dot_product_attention=true", ["the products of the layers' linears", "no more"]),
         ("megatron.transformer.tp_comm_overlap=true", ["tp_comm_overlap=True", "initialize_ub"]),
         ("megatron.transformer.cuda_graph_impl=local", ["cuda_graph_impl='local'", "one shape"]),
         ("megatron.transformer.moe_pad_expert_input_to_capacity=true", ["capacity"]),
@@ -87,3 +91,44 @@ def test_features_that_cannot_work_here_are_refused_in_every_mode(override, word
     with pytest.raises(ConfigError) as error:
         transformer_fields(load_config(None, [override, f"skip.mode={mode}"]))
     assert all(word in str(error.value) for word in [*words, "remove it"]), str(error.value)
+
+
+FP8 = "megatron.transformer.fp8=hybrid"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["megatron.transformer.fp8_recipe=mxfp8"],
+            ["fp8_recipe=mxfp8", "tensorwise, blockwise, delayed", "Blackwell"],
+        ),
+        (["megatron.transformer.tp_only_amax_red=false"], ["tp_only_amax_red=false", "different numbers of them"]),
+        (["lora.rank=4"], ["lora.rank=4", "Transformer Engine's"]),
+    ],
+)
+def test_fp8_says_what_it_cannot_be_combined_with(overrides, words):
+    with pytest.raises(ConfigError) as error:
+        transformer_fields(load_config(None, [FP8, "skip.mode=off", *overrides]))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "blockwise", "delayed"])
+def test_fp8_maxima_are_never_reduced_over_data_parallel_ranks(recipe):
+    """Those ranks run different numbers of micro-batches; tensor and context ranks run the same."""
+    overrides = [FP8] if recipe is None else [FP8, f"megatron.transformer.fp8_recipe={recipe}"]
+    fields = transformer_fields(load_config(None, overrides))
+    assert fields["fp8"] == "hybrid" and fields["tp_only_amax_red"] is True
+    assert "tp_only_amax_red" not in transformer_fields(load_config(None, []))
+
+
+def test_fp8_without_transformer_engine_is_refused():
+    config = load_config(None, [FP8, "skip.mode=off", "model.dtype=bfloat16"])
+    with pytest.raises(ConfigError, match="fp8=hybrid needs Transformer Engine's layers, and these are torch's"):
+        build_model(config, tiny_config("qwen2_untied"), topology=None)
+
+
+def test_fp8_refuses_the_exact_skip_and_says_why():
+    config = load_config(None, [FP8, "skip.mode=exact"])
+    with pytest.raises(ConfigError, match="fp8=hybrid makes that untrue .an FP8 number's scale is the maximum"):
+        signal_rule(config)

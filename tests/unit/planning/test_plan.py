@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.planning.plan import PlanRules, _balance, padded_lengths, plan_rules, plan_steps, split_mini_batches
+from megatron_rl.planning.plan import (
+    PlanRules,
+    _balance,
+    microbatch_lengths,
+    padded_lengths,
+    plan_steps,
+    split_mini_batches,
+)
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
 from tests.unit.planning.lockstep import assert_lockstep, microbatches_of
 from tests.unit.planning.pipeline_cost import pipeline
@@ -53,12 +58,14 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
         signal = np.arange(count) == random.integers(count)  # one survivor
     sizes = st.sampled_from([1, 3] if static else [None] if static is False else [None, 1, 3])
     data_size = draw(st.integers(1, 8))
+    max_tokens = draw(st.sampled_from([1, 33, 64, 257, 8192]))
     rules = PlanRules(
         data_size=data_size,
         lockstep_ranks=draw(st.sampled_from([d for d in range(1, 9) if data_size % d == 0])),
         samples_per_microbatch=draw(sizes),
-        max_tokens=draw(st.sampled_from([1, 33, 64, 257, 8192])),
+        max_tokens=max_tokens,
         pad_multiple=draw(st.sampled_from([1, 2, 8])),
+        row_multiple=draw(st.sampled_from([1, 16, 64] if max_tokens % 64 == 0 else [1])),
         cost=pipeline(
             draw(st.integers(1, 8)),
             overhead=draw(st.sampled_from([0.0, 1.0, 20.0, 256.0])),
@@ -100,7 +107,8 @@ def assert_invariants(plan: BatchPlan, case: Case) -> None:
             if rules.samples_per_microbatch is not None:
                 assert len(m) <= rules.samples_per_microbatch
             else:
-                assert len(m) == 1 or padded[m].sum() <= rules.max_tokens
+                tokens = microbatch_lengths(case.lengths[m], rules.pad_multiple, rules.row_multiple).sum()
+                assert (len(m) == 1 or tokens <= rules.max_tokens) and tokens % rules.row_multiple == 0
         assert all(flat) and (planned.kind is StepKind.GHOST) == (not ran)  # 5
         dense_per_rank = microbatches_of(dense_one, rules.data_size)
         if not rules.repack:  # 7
@@ -260,42 +268,6 @@ def test_padded_lengths_equal_a_loop() -> None:
     for multiple in (1, 2, 8):
         wanted = [next(padded for padded in range(n, n + multiple) if padded % multiple == 0) for n in range(40)]
         assert padded_lengths(np.arange(40), multiple).tolist() == wanted
-
-
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "virtual", "context", "sequence_parallel", "pads", "multiple"),
-    [
-        (1, 1, 1, 1, False, 1, 1),
-        (4, 2, 1, 1, True, 4, 1),
-        (4, 2, 1, 1, False, 1, 1),
-        (2, 4, 3, 2, True, 8, 4),
-        (1, 2, 2, 2, False, 4, 2),
-    ],
-)
-def test_rules_of_a_run_are_its_settings(
-    tensor: int, pipeline: int, virtual: int, context: int, sequence_parallel: bool, pads: int, multiple: int
-) -> None:
-    """The rules of a run are its settings, the cap as it is set.
-
-    The LM head, worth 3 layers here, is counted over the layers of the last stage alone.
-    """
-    split = f"parallel.tensor={tensor}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"
-    given = ["plan.max_tokens_per_microbatch=4096", "plan.microbatch_overhead_tokens=100", *split]
-    degrees = SimpleNamespace(
-        tensor_size=tensor,
-        pipeline_size=pipeline,
-        virtual_size=virtual,
-        context_size=context,
-        data_size=6,
-        lockstep_replicas=3,
-    )
-    rules = plan_rules(
-        load_config(None, given), degrees, SimpleNamespace(num_layers=12, square_share=1e-3, head_layers=3.0)
-    )
-    assert (rules.max_tokens, rules.data_size, rules.lockstep_ranks) == (4096, 6, 3)
-    assert (rules.pad_multiple, rules.microbatch_multiple) == (pads, multiple)
-    assert [x.token for x in rules.cost.stages] == [1.0] * (pipeline - 1) + [1.0 + 3.0 * pipeline / 12]
-    assert {(x.overhead, x.square) for x in rules.cost.stages} == {(100.0, 1e-3)} and rules.cost.virtual == virtual
 
 
 def test_fingerprint_sees_every_field() -> None:
