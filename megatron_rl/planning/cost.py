@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_rl.planning.tokens import SampleTokens
 from megatron_rl.types import StepPlan
 
 MOST_MICROBATCHES = 4096  # the most that ``best_count`` returns; a token cap may ask for more
@@ -64,10 +65,17 @@ class CostModel:
     stages: tuple[StageCost, ...]
     virtual: int = 1
 
-    def sample_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """Return float64 [S]: the cost of each sample, for balance, on the stage that takes longest for all."""
-        slowest = self._slowest(float(lengths.sum()), float((lengths.astype(np.float64) ** 2).sum()), 0)
-        return slowest.token * lengths + slowest.square * lengths.astype(np.float64) ** 2
+    def sample_costs(self, tokens: SampleTokens) -> tuple[np.ndarray, np.ndarray]:
+        """Return float64 [S] twice: the cost of each sample's own tokens and of its prompt, for balance.
+
+        It is that of the stage that takes longest for all samples.
+        """
+        slowest = self._slowest(*tokens.total(np.arange(len(tokens.own))), 0)
+        own_squares, prompt_squares = tokens.squares()
+        return (
+            slowest.token * tokens.own + slowest.square * own_squares,
+            slowest.token * tokens.prompt + slowest.square * prompt_squares,
+        )
 
     def best_count(self, tokens: float, squares: float, longest: float = 0.0, most: int = MOST_MICROBATCHES) -> int:
         """Return the number of micro-batches of least predicted time for a rank's share, at most ``most``.
@@ -110,16 +118,14 @@ class CostModel:
         return max(self.stages, key=lambda s: s.overhead * count + s.token * tokens + s.square * squares)
 
 
-def plan_seconds(model: CostModel, mini_batch: StepPlan, padded: np.ndarray) -> float:
+def plan_seconds(model: CostModel, mini_batch: StepPlan, padded: SampleTokens) -> float:
     """Predict forward and backward of a mini-batch: the seconds of the slowest data-parallel rank.
 
-    padded: int64 [S], tokens with pads.
+    padded: the samples' tokens with pads.
     """
     if len(mini_batch.order) == 0:
         return 0.0
-    lengths = padded[mini_batch.order].astype(np.float64)
-    tokens = np.add.reduceat(lengths, mini_batch.microbatch_offsets[:-1])
-    squares = np.add.reduceat(lengths**2, mini_batch.microbatch_offsets[:-1])
+    tokens, squares = padded.sums(mini_batch.order, mini_batch.microbatch_offsets)
     bounds = mini_batch.rank_offsets
     return max(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
 

@@ -22,7 +22,6 @@ Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,6 +31,8 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.cost import CostModel, StageCost, prior
+from megatron_rl.planning.spread import SampleCosts, split_to, spread
+from megatron_rl.planning.tokens import SampleTokens
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
 
 FP8_ROWS = 16  # rows of a rank that FP8's products divide by (megatron-core 0.19.2, fp8_utils.get_fp8_align_size)
@@ -78,18 +79,6 @@ class PlanRules:
                 f"row_multiple={self.row_multiple} must divide max_tokens={self.max_tokens} and be a multiple of "
                 f"pad_multiple={self.pad_multiple}"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Lengths:
-    """Holds the padded length and the cost of every sample.
-
-    tokens: int64 [S], with pads; the cap counts them.
-    cost: float64 [S], the costs that are balanced.
-    """
-
-    tokens: np.ndarray
-    cost: np.ndarray
 
 
 class Degrees(Protocol):
@@ -176,7 +165,7 @@ def split_mini_batches(samples: np.ndarray, samples_per_mini_batch: int | None) 
 def plan_steps(
     purpose: str,
     mini_batches: list[np.ndarray],
-    lengths: np.ndarray,
+    tokens: SampleTokens | np.ndarray,
     signal: np.ndarray,
     rules: PlanRules,
     *,
@@ -187,7 +176,7 @@ def plan_steps(
     """Plan one optimizer step per mini-batch (one for all of them under ``merge``).
 
     purpose: "train" or "logprob", part of the fingerprint.
-    lengths: int64 [S], tokens of prompt and response.
+    tokens: of each sample; int64 [S], prompt and response, where no prompt is shared.
     signal: bool [S], True where a sample has signal.
     sample_ids: S names, for messages alone.
 
@@ -196,10 +185,10 @@ def plan_steps(
     """
     if merge and mini_batches:
         mini_batches = [np.concatenate(mini_batches)]
-    padded = padded_lengths(lengths, rules.pad_multiple)
-    _refuse_long_samples(mini_batches, padded, rules, sample_ids)
-    sample_lengths = _Lengths(tokens=padded, cost=rules.cost.sample_costs(padded))
-    planned = tuple(_plan_mini_batch(members, sample_lengths, signal, rules, drops=drops) for members in mini_batches)
+    padded = (tokens if isinstance(tokens, SampleTokens) else SampleTokens.alone(tokens)).padded(rules.pad_multiple)
+    _refuse_long_samples(mini_batches, padded.whole, rules, sample_ids)
+    costs = SampleCosts.of(padded, rules.cost)
+    planned = tuple(_plan_mini_batch(members, costs, signal, rules, drops=drops) for members in mini_batches)
     return BatchPlan(purpose=purpose, mini_batches=planned)
 
 
@@ -222,17 +211,17 @@ def _refuse_long_samples(
 
 
 def _plan_mini_batch(
-    members: np.ndarray, lengths: _Lengths, signal: np.ndarray, rules: PlanRules, *, drops: bool
+    members: np.ndarray, costs: SampleCosts, signal: np.ndarray, rules: PlanRules, *, drops: bool
 ) -> StepPlan:
     live = members[signal[members]] if drops else members
-    dense = cut(members, lengths, rules)
+    dense = cut(members, costs, rules)
     if len(live) == len(members):
         kept = dense
     elif rules.repack:
-        kept = cut(live, lengths, rules)
+        kept = cut(live, costs, rules)
     else:
         kept = [[m for m in rank if signal[m].any()] for rank in dense]
-    return _assemble(members, kept, lengths.tokens, rules, num_dense=int(_lockstep_counts(dense, rules).sum()))
+    return _assemble(members, kept, costs.tokens.whole, rules, num_dense=int(_lockstep_counts(dense, rules).sum()))
 
 
 def _rounded_up(microbatches: int, rules: PlanRules) -> int:
@@ -271,50 +260,35 @@ def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: Pla
     )
 
 
-def cut(samples: np.ndarray, lengths: _Lengths, rules: PlanRules) -> Cut:
+def cut(samples: np.ndarray, costs: SampleCosts, rules: PlanRules) -> Cut:
     """Spread samples over data-parallel ranks and cut each rank's share into micro-batches."""
     if rules.samples_per_microbatch is not None:
         size = rules.samples_per_microbatch
         pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
         return [pieces[rank :: rules.data_size] for rank in range(rules.data_size)]
-    shares = _balance(samples, lengths.cost, rules.data_size)
+    shares = spread(samples, costs, rules.data_size)
     blocks = [shares[i : i + rules.lockstep_ranks] for i in range(0, rules.data_size, rules.lockstep_ranks)]
-    return [microbatches for block in blocks for microbatches in _pack_block(block, lengths, rules)]
+    return [microbatches for block in blocks for microbatches in _pack_block(block, costs, rules)]
 
 
-def _balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray]:
-    """Distribute samples greedily, costliest first (LPT), over ``bins`` of near-equal cost, each in index order."""
-    if bins == 1:
-        return [np.sort(samples)]
-    by_cost = samples[np.lexsort((samples, -cost[samples]))]
-    loads = [(0.0, b) for b in range(bins)]
-    chosen = np.empty(len(by_cost), dtype=np.int64)
-    for i, sample_cost in enumerate(cost[by_cost].tolist()):
-        load, b = loads[0]
-        chosen[i] = b
-        heapq.heapreplace(loads, (load + sample_cost, b))
-    order = np.lexsort((by_cost, chosen))
-    return np.split(by_cost[order], np.searchsorted(chosen[order], np.arange(1, bins)))
-
-
-def _pack_block(shares: list[np.ndarray], lengths: _Lengths, rules: PlanRules) -> Cut:
+def _pack_block(shares: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> Cut:
     """Pack each rank's share into as many micro-batches as the block runs, so far as it has samples for them.
 
     A filler trains nothing, so ranks split their samples first. A share that does not fit the cap in that count takes
     more, and the others follow: the count grows up to one sample each, no further.
     """
-    count = _rounded_up(max(_wanted_microbatches(share, lengths.tokens, rules) for share in shares), rules)
-    packed = [_pack(share, lengths, rules, count) for share in shares]
+    count = _rounded_up(max(_wanted_microbatches(share, costs, rules) for share in shares), rules)
+    packed = [_pack(share, costs, rules, count) for share in shares]
     while (reached := _rounded_up(max(len(microbatches) for microbatches in packed), rules)) > count:
         count = reached
         packed = [
-            microbatches if len(microbatches) == min(count, len(samples)) else _pack(samples, lengths, rules, count)
+            microbatches if len(microbatches) == min(count, len(samples)) else _pack(samples, costs, rules, count)
             for microbatches, samples in zip(packed, shares, strict=True)
         ]
     return packed
 
 
-def _wanted_microbatches(share: np.ndarray, tokens: np.ndarray, rules: PlanRules) -> int:
+def _wanted_microbatches(share: np.ndarray, costs: SampleCosts, rules: PlanRules) -> int:
     """Return the number of micro-batches that the cap or the pipeline asks for; 0 for an empty share.
 
     It is a multiple of ``microbatch_multiple`` if the share has enough samples. Under the cap alone, the fewer, larger
@@ -322,13 +296,20 @@ def _wanted_microbatches(share: np.ndarray, tokens: np.ndarray, rules: PlanRules
     """
     if len(share) == 0:
         return 0
-    total, squares = float(tokens[share].sum()), float((tokens[share].astype(np.float64) ** 2).sum())
+    tokens = costs.tokens
+    (total, squares), longest = tokens.total(share), float(tokens.whole[share].max())
     low = max(1, -(-int(total) // rules.max_tokens))
-    best = rules.cost.best_count(total, squares, float(tokens[share].max()), most=len(share))
+    best = rules.cost.best_count(total, squares, longest, most=len(share))
+    if tokens.shares and (groups := len(costs.groups(share))) < best:
+        # More micro-batches than groups run some prompts twice.
+        twice = (best - groups) * np.array([tokens.prompt[share].mean(), (tokens.prompt[share] ** 2.0).mean()])
+        apart = rules.cost.count_seconds(np.array([best]), total + twice[0], squares + twice[1], longest)
+        whole = rules.cost.count_seconds(np.array([groups]), total, squares, longest)
+        best = groups if whole[0] <= apart[0] else best
     return min(_rounded_up(max(low, best), rules), len(share))
 
 
-def _pack(share: np.ndarray, lengths: _Lengths, rules: PlanRules, count: int) -> list[np.ndarray]:
+def _pack(share: np.ndarray, costs: SampleCosts, rules: PlanRules, count: int) -> list[np.ndarray]:
     """Pack one rank's samples into ``count`` micro-batches under the token cap, or into more where they do not fit.
 
     The number is at most one per sample.
@@ -337,13 +318,13 @@ def _pack(share: np.ndarray, lengths: _Lengths, rules: PlanRules, count: int) ->
         return []
     count = min(count, len(share))
     while True:
-        bins = [b for b in _balance(share, lengths.cost, count) if len(b)]
-        if all(len(b) == 1 or lengths.tokens[b].sum() <= rules.max_tokens for b in bins):
-            return _in_order(bins, lengths.cost, rules)
+        bins = split_to(spread(share, costs, count, rules.max_tokens), count, costs)
+        if all(len(b) == 1 or costs.tokens.total(b)[0] <= rules.max_tokens for b in bins):
+            return _in_order(bins, costs, rules)
         count = min(_rounded_up(count + max(1, count // 16), rules), len(share))
 
 
-def _in_order(bins: list[np.ndarray], cost: np.ndarray, rules: PlanRules) -> list[np.ndarray]:
+def _in_order(bins: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> list[np.ndarray]:
     """Order micro-batches by their first samples; on a pipeline put the costliest in the middle.
 
     In the middle no stage fills, drains or waits for them in vain. Against the order of the samples that saves a few
@@ -353,5 +334,5 @@ def _in_order(bins: list[np.ndarray], cost: np.ndarray, rules: PlanRules) -> lis
     bins = sorted(bins, key=lambda b: int(b[0]))
     if len(rules.cost.stages) == 1:
         return bins
-    rising = np.argsort([cost[b].sum() for b in bins], kind="stable").tolist()
+    rising = np.argsort([costs.total(b) for b in bins], kind="stable").tolist()
     return [bins[i] for i in (*rising[::2], *rising[1::2][::-1])]

@@ -25,6 +25,7 @@ from megatron_rl.planning.cost import (
 )
 from megatron_rl.planning.plan import PlanRules, plan_steps
 from megatron_rl.planning.timeline import simulate
+from megatron_rl.planning.tokens import SampleTokens
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 PRIOR = prior(stages=2, virtual=1, overhead_tokens=256, square_share=1e-3, head_layers=1.5, layers_per_stage=6.0)
@@ -244,10 +245,12 @@ def test_a_mini_batch_takes_as_long_as_its_slowest_rank(stages) -> None:
             squares = [float((lengths[m.samples] ** 2).sum()) for m in one.microbatches(rank)]
             tokens = [float(lengths[m.samples].sum()) for m in one.microbatches(rank)]
             each.append(model.rank_seconds(np.array(tokens), np.array(squares)))
-        assert min(each) < max(each) and plan_seconds(model, one, lengths) == pytest.approx(max(each), rel=1e-12)
+        assert min(each) < max(each) and plan_seconds(model, one, SampleTokens.alone(lengths)) == pytest.approx(
+            max(each), rel=1e-12
+        )
         assert (min(each) == 0.0) == drops
     (ghost,) = plan_steps("train", [np.arange(6)], lengths, np.zeros(6, dtype=bool), rules, drops=True).mini_batches
-    assert plan_seconds(model, ghost, lengths) == 0.0
+    assert plan_seconds(model, ghost, SampleTokens.alone(lengths)) == 0.0
 
 
 # ---- the closed form against the clock ------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.plan import (
     PlanRules,
-    _balance,
-    microbatch_lengths,
     padded_lengths,
     plan_steps,
     split_mini_batches,
 )
+from megatron_rl.planning.spread import SampleCosts, balance
+from megatron_rl.planning.tokens import SampleTokens
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
 from tests.unit.planning.lockstep import assert_lockstep, microbatches_of
 from tests.unit.planning.pipeline_cost import pipeline
@@ -28,19 +28,32 @@ SETTINGS = settings(max_examples=120, deadline=None, derandomize=True, database=
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """The arguments of one call of ``plan_steps``."""
+    """The arguments of one call of ``plan_steps``.
+
+    prompt: [S], tokens of ``lengths`` that each sample's group shares.
+    """
 
     mini_batches: list[np.ndarray]
     lengths: np.ndarray
+    prompt: np.ndarray
+    group: np.ndarray
     signal: np.ndarray
     rules: PlanRules
     drops: bool
     merge: bool
 
+    @property
+    def tokens(self) -> SampleTokens:
+        return SampleTokens(own=self.lengths - self.prompt, prompt=self.prompt, group=self.group)
+
+    @property
+    def padded(self) -> SampleTokens:
+        return self.tokens.padded(self.rules.pad_multiple)
+
     def plan(self, **changed) -> BatchPlan:
         case = dataclasses.replace(self, **changed)
         return plan_steps(
-            "train", case.mini_batches, case.lengths, case.signal, case.rules, drops=case.drops, merge=case.merge
+            "train", case.mini_batches, case.tokens, case.signal, case.rules, drops=case.drops, merge=case.merge
         )
 
 
@@ -53,6 +66,11 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(0, 40))
     lengths = random.integers(1, draw(st.sampled_from([2, 70])), count)
+    group = np.sort(random.integers(0, max(1, count // draw(st.sampled_from([1, 3, 8]))), count))
+    prompt = np.zeros(count, dtype=np.int64)
+    if draw(st.booleans()):  # prompts are shared
+        prompt = random.integers(1, draw(st.sampled_from([2, 90])), count)[group]
+        lengths = lengths + prompt
     signal = random.random(count) < draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
     if count and draw(st.integers(0, 5)) == 0:
         signal = np.arange(count) == random.integers(count)  # one survivor
@@ -79,6 +97,8 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
     return Case(
         mini_batches=split_mini_batches(samples, draw(st.sampled_from([None, 1, 4, 7, 16]))),
         lengths=lengths,
+        prompt=prompt,
+        group=group,
         signal=signal,
         rules=rules,
         drops=draw(st.sampled_from([True, True, False])),
@@ -93,7 +113,7 @@ def assert_invariants(plan: BatchPlan, case: Case) -> None:
         mini_batches = [np.concatenate(mini_batches)]
     assert len(plan.mini_batches) == len(mini_batches)
     dense = case.plan(drops=False)
-    padded = padded_lengths(case.lengths, rules.pad_multiple)
+    padded, costs = case.padded, SampleCosts.of(case.padded, rules.cost)
     for planned, members, dense_one in zip(plan.mini_batches, mini_batches, dense.mini_batches, strict=True):
         per_rank = microbatches_of(planned, rules.data_size)
         flat = [m for rank in per_rank for m in rank]
@@ -107,32 +127,43 @@ def assert_invariants(plan: BatchPlan, case: Case) -> None:
             if rules.samples_per_microbatch is not None:
                 assert len(m) <= rules.samples_per_microbatch
             else:
-                tokens = microbatch_lengths(case.lengths[m], rules.pad_multiple, rules.row_multiple).sum()
-                assert (len(m) == 1 or tokens <= rules.max_tokens) and tokens % rules.row_multiple == 0
+                tokens = naive_tokens(padded, m)
+                assert len(m) == 1 or -(-tokens // rules.row_multiple) * rules.row_multiple <= rules.max_tokens
         assert all(flat) and (planned.kind is StepKind.GHOST) == (not ran)  # 5
         dense_per_rank = microbatches_of(dense_one, rules.data_size)
         if not rules.repack:  # 7
             live = [[m for m in rank if case.signal[m].any()] for rank in dense_per_rank]
             assert per_rank == (live if case.drops else dense_per_rank)
         if rules.samples_per_microbatch is None and (rules.repack or len(ran) == len(members)):  # 8
-            each = rules.cost.sample_costs(padded)
-            loads = [sum(float(each[i]) for m in rank for i in m) for rank in per_rank]
-            assert max(loads) - min(loads) <= max((float(each[i]) for i in ran), default=0.0) * (1 + 1e-9)
+            shares = [np.array([i for m in rank for i in m], dtype=np.int64) for rank in per_rank]
+            loads = [costs.total(share) for share in shares]
+            each = costs.alone()
+            if padded.shares:
+                plain = balance(np.sort(np.concatenate(shares)), each, rules.data_size)
+                assert max(loads) <= max(map(costs.total, plain)) * (1 + 1e-9)
+            else:
+                assert max(loads) - min(loads) <= max((float(each[i]) for i in ran), default=0.0) * (1 + 1e-9)
         if rules.samples_per_microbatch is None and len(rules.cost.stages) > 1:
-            assert_costliest_in_the_middle(planned, rules, rules.cost.sample_costs(padded))  # 12
+            assert_costliest_in_the_middle(planned, costs)  # 12
         assert planned.microbatches_dropped == dense_one.num_microbatches.sum() - planned.num_microbatches.sum()
-        assert_lockstep(planned, rules, padded)
+        assert_lockstep(planned, rules, padded.whole)
     assert_fingerprint_invariant(plan, case)  # 6
     assert_long_samples_fail_alike(case)  # 11
 
 
-def assert_costliest_in_the_middle(planned: StepPlan, rules: PlanRules, each: np.ndarray) -> None:
+def naive_tokens(tokens: SampleTokens, samples: list[int]) -> int:
+    """Return the tokens of a micro-batch, each group's prompt counted once."""
+    prompts = {int(tokens.group[i]): int(tokens.prompt[i]) for i in samples}
+    return sum(int(tokens.own[i]) for i in samples) + sum(prompts.values())
+
+
+def assert_costliest_in_the_middle(planned: StepPlan, costs: SampleCosts) -> None:
     samples = np.split(planned.order, planned.microbatch_offsets[1:-1])
     for a, b in zip(planned.rank_offsets[:-1], planned.rank_offsets[1:], strict=True):
-        costs = np.array([each[samples[m]].sum() for m in range(a, b) if not planned.filler_microbatches[m]])
-        top = int(costs.argmax()) if len(costs) else 0
-        slack = 1e-9 * costs.max(initial=0.0)
-        assert (np.diff(costs[: top + 1]) >= -slack).all() and (np.diff(costs[top:]) <= slack).all()
+        run = np.array([costs.total(samples[m]) for m in range(a, b) if not planned.filler_microbatches[m]])
+        top = int(run.argmax()) if len(run) else 0
+        slack = 1e-9 * run.max(initial=0.0)
+        assert (np.diff(run[: top + 1]) >= -slack).all() and (np.diff(run[top:]) <= slack).all()
 
 
 def assert_fingerprint_invariant(plan: BatchPlan, case: Case) -> None:
@@ -144,7 +175,12 @@ def assert_fingerprint_invariant(plan: BatchPlan, case: Case) -> None:
         lengths=case.lengths.copy(), signal=case.signal.copy(), mini_batches=[x.copy() for x in case.mini_batches]
     )
     assert plan.fingerprints() == again.fingerprints()
-    more = case.plan(lengths=np.append(case.lengths, 999), signal=np.append(case.signal, True))
+    more = case.plan(
+        lengths=np.append(case.lengths, 999),
+        prompt=np.append(case.prompt, 0),
+        group=np.append(case.group, -1),
+        signal=np.append(case.signal, True),
+    )
     assert plan.fingerprints() == more.fingerprints()
     copy = BatchPlan.from_json(json.dumps(json.loads(plan.to_json())))
     assert plan.fingerprints() == copy.fingerprints() and copy.to_json() == plan.to_json()
@@ -156,7 +192,7 @@ def assert_long_samples_fail_alike(case: Case) -> None:
     Else the plan is that of ``own_microbatch``; a static cut has no cap.
     """
     failing = dataclasses.replace(case.rules, on_long_sample="fail")
-    above = padded_lengths(case.lengths, failing.pad_multiple) > failing.max_tokens
+    above = case.padded.whole > failing.max_tokens
     for drops in (False, True):
         if failing.samples_per_microbatch is None and above.any():
             with pytest.raises(ConfigError, match="on_long_sample=fail"):
@@ -204,7 +240,7 @@ def test_balance_equals_greedy_longest_first(case: Case, bins: int) -> None:
         for i in sorted(members.tolist(), key=lambda i: (-case.lengths[i], i)):
             loads = [sum(case.lengths[j] for j in x) for x in wanted]
             wanted[loads.index(min(loads))].append(i)
-        assert [x.tolist() for x in _balance(members, case.lengths, bins)] == [sorted(x) for x in wanted]
+        assert [x.tolist() for x in balance(members, case.lengths, bins)] == [sorted(x) for x in wanted]
 
 
 def test_ghost_stands_at_its_own_position() -> None:

@@ -1,0 +1,143 @@
+"""Spreads samples over bins of near-equal cost: data-parallel ranks, then micro-batches. Pure numpy.
+
+Samples of one group share their prompt within a bin (planning/tokens.py). Groups stay whole until the costliest bin
+gets cheaper by cutting them, the prompts that then run twice counted; the spread without any thought of prompts is
+among those compared, so that sharing never makes the costliest bin costlier (``assert_spread`` in
+tests/unit/planning/test_spread.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.planning.cost import CostModel
+from megatron_rl.planning.tokens import SampleTokens
+
+LEAST_GAIN = 1e-6  # of the costliest bin: a finer cut that gains no more is not taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleCosts:
+    """Holds the tokens, pads included, and the costs of samples.
+
+    own, prompt: float64 [S], the cost of a sample's own tokens, and of its prompt.
+    """
+
+    tokens: SampleTokens
+    own: np.ndarray
+    prompt: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: SampleTokens, model: CostModel) -> SampleCosts:
+        own, prompt = model.sample_costs(tokens)
+        return cls(tokens=tokens, own=own, prompt=prompt)
+
+    def total(self, samples: np.ndarray) -> float:
+        """Return the cost of samples in one bin."""
+        cost = float(self.own[samples].sum())
+        if self.tokens.shares:
+            cost += float(self.prompt[samples[self._first_of_group(samples)]].sum())
+        return cost
+
+    def alone(self) -> np.ndarray:
+        """Return float64 [S], the cost of each sample by itself."""
+        return self.own + self.prompt
+
+    def groups(self, samples: np.ndarray) -> list[np.ndarray]:
+        """Return the samples of each group, in index order."""
+        ordered = samples[np.lexsort((samples, self.tokens.group[samples]))]
+        return np.split(ordered, np.flatnonzero(np.diff(self.tokens.group[ordered])) + 1)
+
+    def _first_of_group(self, samples: np.ndarray) -> np.ndarray:
+        return np.unique(self.tokens.group[samples], return_index=True)[1]
+
+
+def balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray]:
+    """Distribute samples greedily, costliest first (LPT), over ``bins`` of near-equal cost, each in index order."""
+    if bins == 1:
+        return [np.sort(samples)]
+    by_cost = samples[np.lexsort((samples, -cost[samples]))]
+    loads = [(0.0, b) for b in range(bins)]
+    chosen = np.empty(len(by_cost), dtype=np.int64)
+    for i, sample_cost in enumerate(cost[by_cost].tolist()):
+        load, b = loads[0]
+        chosen[i] = b
+        heapq.heapreplace(loads, (load + sample_cost, b))
+    order = np.lexsort((by_cost, chosen))
+    return np.split(by_cost[order], np.searchsorted(chosen[order], np.arange(1, bins)))
+
+
+def spread(samples: np.ndarray, costs: SampleCosts, bins: int, max_tokens: float = np.inf) -> list[np.ndarray]:
+    """Return ``bins`` arrays of samples, in index order, of near-equal cost; some are empty where samples are few.
+
+    max_tokens: groups of more tokens are cut; a bin may still hold more.
+    """
+    if bins == 1 or len(samples) == 0 or not costs.tokens.shares:
+        return balance(samples, costs.alone(), bins)
+    plain = balance(samples, costs.alone(), bins)
+    best, least = plain, _costliest(plain, costs)
+    groups, last = costs.groups(samples), np.inf
+    grain = max(costs.total(group) for group in groups)
+    for _ in range(int(np.ceil(np.log2(max(map(len, groups))))) + 1):
+        found = _place([x for group in groups for x in _cut(group, costs, grain, max_tokens)], costs, bins)
+        most = _costliest(found, costs)
+        if most < least * (1 - LEAST_GAIN) or (best is plain and most <= least):
+            best, least = found, most
+        if most > last * (1 - LEAST_GAIN):
+            break
+        last, grain = most, grain / 2
+    return best
+
+
+def split_to(bins: list[np.ndarray], count: int, costs: SampleCosts) -> list[np.ndarray]:
+    """Return at least ``count`` bins, as far as there are samples, none empty; those of most samples are cut in two."""
+    found = [x for x in bins if len(x)]
+    while len(found) < count and max(map(len, found), default=0) > 1:
+        number = max(range(len(found)), key=lambda i: (len(found[i]), -i))
+        found[number : number + 1] = [x for x in spread(found[number], costs, 2) if len(x)]
+    return found
+
+
+def _costliest(bins: list[np.ndarray], costs: SampleCosts) -> float:
+    return max(costs.total(samples) for samples in bins)
+
+
+def _cut(group: np.ndarray, costs: SampleCosts, grain: float, max_tokens: float) -> list[np.ndarray]:
+    """Cut a group in the fewest near-equal parts that cost no more than ``grain`` and fit ``max_tokens``.
+
+    A part of one sample may be above both.
+    """
+    prompt, own = float(costs.prompt[group[0]]), float(costs.own[group].sum())
+    room, tokens = grain - prompt, costs.tokens
+    pieces = len(group) if room <= 0 else int(np.ceil(own / room * (1 - LEAST_GAIN)))
+    left = max_tokens - float(tokens.prompt[group[0]])
+    if np.isfinite(left):
+        pieces = max(pieces, len(group) if left <= 0 else int(np.ceil(tokens.own[group].sum() / left)))
+    while True:
+        pieces = min(max(pieces, 1), len(group))
+        parts = balance(group, costs.own, pieces)
+        if pieces == len(group) or all(len(x) == 1 or tokens.own[x].sum() <= left for x in parts):
+            return [x for x in parts if len(x)]
+        pieces += 1
+
+
+def _place(parts: list[np.ndarray], costs: SampleCosts, bins: int) -> list[np.ndarray]:
+    """Place parts of groups greedily, costliest first, each where its bin is then cheapest."""
+    own = np.array([costs.own[part].sum() for part in parts])
+    prompt = np.array([costs.prompt[part[0]] for part in parts])
+    group = [int(costs.tokens.group[part[0]]) for part in parts]
+    loads, homes = np.zeros(bins), {}
+    chosen: list[list[np.ndarray]] = [[] for _ in range(bins)]
+    for i in np.lexsort(([int(part[0]) for part in parts], -(own + prompt))).tolist():
+        after = loads + own[i] + prompt[i]
+        home = homes.setdefault(group[i], [])
+        after[home] -= prompt[i]
+        b = int(after.argmin())
+        loads[b] = after[b]
+        if b not in home:
+            home.append(b)
+        chosen[b].append(parts[i])
+    return [np.sort(np.concatenate(x)) if x else np.empty(0, dtype=np.int64) for x in chosen]
