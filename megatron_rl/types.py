@@ -157,6 +157,7 @@ class BatchFacts:
     places:          int64, each sample's place in the batch, ascending; None in batches that were not gathered.
     weight_versions: int64, the oldest weights that any of the sample's tokens comes from; None with ``places``.
     routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, or (0, 0); None if no row has any.
+    prompt_keys:     int64, equal where samples have the same prompt, token for token; None where that is not known.
 
     Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1], owner_rows=[0,1,0,1]``.
     """
@@ -171,6 +172,7 @@ class BatchFacts:
     routed_shapes: np.ndarray | None = None
     places: np.ndarray | None = None
     weight_versions: np.ndarray | None = None
+    prompt_keys: np.ndarray | None = None
 
     @property
     def num_samples(self) -> int:

@@ -7,6 +7,7 @@ announced and nothing is unpickled from a peer.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,6 +20,8 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import NonFiniteAdvantage
 from megatron_rl.types import BatchFacts, BatchPlan, Sample, Score
+
+PROMPT_BYTES = 7  # of a prompt's digest, which fits int64; packing compares the tokens themselves
 
 
 def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> BatchFacts:
@@ -33,7 +36,9 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
         fault = _routed_fault(s)
         layers_top_k = (0, 0) if s.routed_experts is None or fault else s.routed_experts.shape[1:]
         lengths = (s.prompt_tokens, len(s.token_ids) - s.prompt_tokens, int(s.loss_mask.sum()))
-        columns.append([order[i], groups[i], *lengths, s.sample_id, *layers_top_k, fault, s.weight_version])
+        prompt = np.ascontiguousarray(s.token_ids[: s.prompt_tokens], dtype=np.int64).tobytes()
+        digest = int.from_bytes(hashlib.blake2b(prompt, digest_size=PROMPT_BYTES).digest(), "little")
+        columns.append([order[i], groups[i], *lengths, s.sample_id, *layers_top_k, fault, s.weight_version, digest])
     rows = [(*column, rank, i) for rank, part in enumerate(gather_json(columns)) for i, column in enumerate(part)]
     rows.sort(key=lambda row: row[0])
     # every rank checks all rows, so that all raise together
@@ -48,7 +53,7 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
                 "token is predicted from the one before it"
             )
     numbers = np.array([[*row[1:5], *row[6:8], *row[9:], row[0]] for row in rows], dtype=np.int64).reshape(
-        len(rows), 10
+        len(rows), 11
     )
     shapes = numbers[:, 4:6]
     return BatchFacts(
@@ -58,10 +63,11 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
         response_tokens=numbers[:, 2],
         loss_tokens=numbers[:, 3],
         weight_versions=numbers[:, 6],
-        owners=numbers[:, 7],
-        owner_rows=numbers[:, 8],
-        places=numbers[:, 9],
+        owners=numbers[:, 8],
+        owner_rows=numbers[:, 9],
+        places=numbers[:, 10],
         routed_shapes=shapes if shapes.any() else None,
+        prompt_keys=np.unique(numbers[:, 7], return_inverse=True)[1],
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from megatron_rl.distributed.platform import HOST, send
 from megatron_rl.model.attention import PackedSequences, pack
 from megatron_rl.model.attention_spans import WHOLE, ContextShard, context_positions
-from megatron_rl.planning.plan import microbatch_lengths
+from megatron_rl.model.layout import Layout, lay_out
 from megatron_rl.types import BatchFacts, MicroBatch, Sample
 
 
@@ -74,6 +74,7 @@ def pack_microbatch(
     *,
     pad_multiple: int,
     row_multiple: int = 1,
+    share_prompts: bool = False,
     pad_token: int,
     needs_tokens: bool,
     needs_loss: bool,
@@ -83,20 +84,23 @@ def pack_microbatch(
 ) -> PackedMicroBatch:
     """Pack this rank's part of one micro-batch; the first stage needs its tokens, the last stage its loss fields."""
     samples = microbatch.samples
-    lengths = microbatch_lengths(facts.total_tokens[samples], pad_multiple, row_multiple)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    own_positions = context_positions(tuple(lengths.tolist()), context.rank, context.size)
-    packed = pack(tuple(lengths.tolist()), device, context, for_transformer_engine=for_transformer_engine)
+    layout = lay_out(
+        facts.prompt_tokens[samples],
+        facts.response_tokens[samples],
+        facts.prompt_keys[samples] if share_prompts else None,
+        pad_multiple,
+        row_multiple,
+    )
+    own_positions = context_positions(layout.lengths, context.rank, context.size)
+    packed = pack(layout, device, context, for_transformer_engine=for_transformer_engine)
     fields: dict[str, object] = {"tokens": None}
     if needs_tokens:
-        tokens = np.full(starts[-1], pad_token, dtype=np.int64)
-        for start, i in zip(starts[:-1], samples.tolist(), strict=True):
-            tokens[start : start + len(rows[i].token_ids)] = rows[i].token_ids
+        tokens = _lay_tokens(layout, [rows[i] for i in samples.tolist()], pad_token)
         fields["tokens"] = send(torch.from_numpy(tokens[own_positions])[None], device)
     if needs_loss:
-        local = np.full(starts[-1], -1)
+        local = np.full(layout.num_tokens, -1)
         local[own_positions] = np.arange(len(own_positions))
-        fields.update(_loss_fields(microbatch, facts, rows, inputs, starts, local, device))
+        fields.update(_loss_fields(microbatch, facts, rows, inputs, layout, local, device))
     return PackedMicroBatch(
         packed=packed,
         positions=own_positions,
@@ -105,12 +109,29 @@ def pack_microbatch(
     )
 
 
+def _lay_tokens(layout: Layout, rows: Sequence[Sample], pad_token: int) -> np.ndarray:
+    """Return int64 [T], the token ids at their places; raise ValueError where samples of one group differ in prompt."""
+    tokens = np.full(layout.num_tokens, pad_token, dtype=np.int64)
+    laid: dict[int, Sample] = {}
+    for row, prompt, response in zip(rows, layout.prompts.tolist(), layout.responses.tolist(), strict=True):
+        first = laid.setdefault(prompt, row)
+        prompt_ids = row.token_ids[: row.prompt_tokens]
+        if not np.array_equal(prompt_ids, first.token_ids[: first.prompt_tokens]):
+            raise ValueError(
+                f"samples {first.sample_id} and {row.sample_id} are of one group and their prompts differ, so that the "
+                "prompt cannot be shared; give them groups of their own, or set plan.share_prompts=false"
+            )
+        tokens[prompt : prompt + row.prompt_tokens] = prompt_ids
+        tokens[response : response + len(row.token_ids) - row.prompt_tokens] = row.token_ids[row.prompt_tokens :]
+    return tokens
+
+
 def _loss_fields(
     microbatch: MicroBatch,
     facts: BatchFacts,
     rows: Mapping[int, Sample],
     inputs: FlatInputs | None,
-    starts: np.ndarray,
+    layout: Layout,
     local: np.ndarray,
     device: torch.device,
 ) -> dict[str, object]:
@@ -125,7 +146,9 @@ def _loss_fields(
         row = rows[i]
         # a filler trains nothing and is measured in nothing: no loss token, yet a graph whose gradient is zero
         chosen = np.flatnonzero(row.loss_mask if not microbatch.filler else np.zeros_like(row.loss_mask))
-        places = local[starts[slot] + row.prompt_tokens - 1 + chosen]
+        # a token is predicted at the place before it: the first of a response at the prompt's end
+        before = np.where(chosen == 0, layout.prompts[slot] + row.prompt_tokens, layout.responses[slot] + chosen) - 1
+        places = local[before]
         chosen, places = chosen[places >= 0], places[places >= 0]
         positions.append(places)
         targets.append(row.token_ids[row.prompt_tokens + chosen])

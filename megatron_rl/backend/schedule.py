@@ -147,12 +147,11 @@ class _Run:
         order = rank_order(topology.pipeline_rank, topology.pipeline_size, topology.virtual_size, len(packed))
         backwards = [(stage // topology.pipeline_size, microbatch) for stage, microbatch, backward in order if backward]
         backward_s[tuple(np.array(backwards).T)] = _seconds(self.backward)
-        lengths = [np.array(x.packed.lengths, dtype=np.float64) for x in packed]
         return StageLaps(
             forward_s=forward_s,
             backward_s=backward_s,
-            tokens=np.array([x.sum() for x in lengths]),
-            squares=np.array([(x**2).sum() for x in lengths]),
+            tokens=np.array([float(x.packed.layout.num_tokens) for x in packed]),
+            squares=np.array([x.packed.layout.squares for x in packed]),
         )
 
 

@@ -38,6 +38,7 @@ from megatron_rl.model.attention_spans import ContextShard
 from megatron_rl.model.build import build_model
 from megatron_rl.planning.cost import CostFit
 from megatron_rl.planning.plan import plan_rules, plan_steps, split_mini_batches
+from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.types import BatchPlan, Sample, StepKind, StepPlan, StepResult
 from megatron_rl.weights.config_json import load_hf_config, transformers_model
 from megatron_rl.weights.export import StageEntries, export_weights, load_weights
@@ -181,7 +182,7 @@ class TrainableModel:
         return plan_steps(
             purpose,
             mini_batches,
-            facts.total_tokens,
+            tokens_of(facts, share_prompts=self.rules.share_prompts),
             signal,
             self.rules,
             drops=drops,
@@ -213,6 +214,7 @@ class TrainableModel:
             inputs=inputs,
             pad_multiple=self.rules.pad_multiple,
             row_multiple=self.rules.row_multiple,
+            share_prompts=self.rules.share_prompts,
             pad_token=max(pad, 0),
             needs_tokens=grid.is_first_stage,
             needs_loss=grid.is_last_stage,

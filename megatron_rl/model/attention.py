@@ -19,9 +19,9 @@ from megatron_rl.model.attention_spans import (
     ContextShard,
     SpanBatch,
     batch_spans,
-    causal_spans,
     context_positions,
 )
+from megatron_rl.model.layout import Layout
 from megatron_rl.model.span_attention import span_attention
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -31,8 +31,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 class PackedSequences(PackedSeqParams):
     """Adds host-side lengths to Megatron-Core's packed-sequence parameters, so that attention asks the device nothing.
 
-    lengths: padded tokens of each whole sequence, in order; they sum to the micro-batch's tokens over all context
-             ranks.
+    layout: the places of all sequences, over all context ranks.
 
     For ``TorchAttention``, and empty where Transformer Engine attends:
     position_ids: int64 [T], the position of each of this rank's tokens in its own sequence, for the rotary embedding.
@@ -42,7 +41,7 @@ class PackedSequences(PackedSeqParams):
     context: this rank among those that share the sequences.
     """
 
-    lengths: tuple[int, ...] = ()
+    layout: Layout | None = None
     position_ids: torch.Tensor | None = None
     spans: tuple[SpanBatch, ...] = ()
     key_order: torch.Tensor | None = None
@@ -50,7 +49,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def pack(
-    lengths: tuple[int, ...],
+    layout: Layout,
     device: torch.device,
     context: ContextShard = WHOLE,
     *,
@@ -58,22 +57,26 @@ def pack(
 ) -> PackedSequences:
     """Return packed-sequence parameters for sequences laid one after the other.
 
+    layout: where the sequences lie; Transformer Engine takes none with shared prompts.
     for_transformer_engine: gives the bounds (cu_seqlens) that its kernels read, in place of the spans. With bounds
         Megatron-Core asks the device for the lengths, twice in every layer; without them it applies rotary angles token
         by token (model/rotary.py).
 
-    Example: lengths (2, 3) make cu_seqlens [0, 2, 5], or one batch of two triangles.
+    Example: sequences of 2 and 3 tokens make cu_seqlens [0, 2, 5], or one batch of two triangles.
     """
-    positions = np.concatenate([np.arange(n) for n in lengths])[context_positions(lengths, context.rank, context.size)]
+    lengths = layout.lengths
+    positions = layout.positions()[context_positions(lengths, context.rank, context.size)]
     shared = dict(
         qkv_format="thd",
-        lengths=lengths,
+        layout=layout,
         position_ids=send(torch.from_numpy(positions), device),
         context=context,
     )
     if for_transformer_engine:
+        if layout.shared:
+            raise ValueError("Transformer Engine's attention takes no shared prompts here; plan.share_prompts=false")
         return PackedSequences(**shared, **_bounds(lengths, device, context))
-    batches = batch_spans(causal_spans(lengths, context), len(positions), sum(lengths), device)
+    batches = batch_spans(layout.spans(context), len(positions), layout.num_tokens, device)
     return PackedSequences(**shared, spans=batches, key_order=_key_order(lengths, context, device))
 
 

@@ -31,6 +31,7 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.cost import CostModel, StageCost, prior
+from megatron_rl.planning.sharing import shares_prompts
 from megatron_rl.planning.spread import SampleCosts, split_to, spread
 from megatron_rl.planning.tokens import SampleTokens
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
@@ -49,6 +50,7 @@ class PlanRules:
     pad_multiple: each sequence is padded to it (TP under sequence parallelism).
     row_multiple: a micro-batch is padded to it, by its last sequence; it divides ``max_tokens``, is a multiple of
         ``pad_multiple``, or is 1 (FP8's products take 16 rows of each rank).
+    share_prompts: samples of a micro-batch that have the same prompt run it once.
     microbatch_multiple: a rank that runs at all runs a multiple of so many micro-batches (PP under the interleaved
         schedule, whose groups hold PP of them).
     lockstep_ranks: so many neighbouring data-parallel ranks ([0, L), [L, 2L), ...) share experts: every forward holds
@@ -62,6 +64,7 @@ class PlanRules:
     samples_per_microbatch: int | None = None
     pad_multiple: int = 1
     row_multiple: int = 1
+    share_prompts: bool = False
     repack: bool = True
     microbatch_multiple: int = 1
     lockstep_ranks: int = 1
@@ -95,6 +98,7 @@ class Degrees(Protocol):
 class Sizes(Protocol):
     """Describes the fields of a ModelShape that plan_rules reads."""
 
+    layer_spec: str
     num_layers: int
     square_share: float
     head_layers: float
@@ -135,6 +139,7 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
         repack=config.plan.repack,
         pad_multiple=chunks * tensor_ranks,
         row_multiple=row_multiple,
+        share_prompts=shares_prompts(config, sizes.layer_spec),
         microbatch_multiple=stages if degrees.virtual_size > 1 else 1,
         lockstep_ranks=degrees.lockstep_replicas,
         on_long_sample=config.plan.on_long_sample,
@@ -144,16 +149,6 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
     """Return int64: each length rounded up to the multiple."""
     return -(-lengths // pad_multiple) * pad_multiple
-
-
-def microbatch_lengths(lengths: np.ndarray, pad_multiple: int, row_multiple: int = 1) -> np.ndarray:
-    """Return int64, the padded length of each sequence of one micro-batch; the last one takes the pads of the whole.
-
-    Example: lengths [5, 6], multiples 2 and 16: [6, 10].
-    """
-    padded = padded_lengths(lengths, pad_multiple)
-    padded[-1] += -padded.sum() % row_multiple
-    return padded
 
 
 def split_mini_batches(samples: np.ndarray, samples_per_mini_batch: int | None) -> list[np.ndarray]:

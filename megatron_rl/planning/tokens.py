@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.types import BatchFacts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleTokens:
@@ -73,3 +75,10 @@ class SampleTokens:
         """Return the tokens and the squared tokens of samples in one micro-batch."""
         tokens, squares = self.sums(samples, np.array([0, len(samples)]))
         return (float(tokens[0]), float(squares[0])) if len(samples) else (0.0, 0.0)
+
+
+def tokens_of(facts: BatchFacts, *, share_prompts: bool) -> SampleTokens:
+    """Return the tokens of a batch's samples, without pads."""
+    if not share_prompts or facts.prompt_keys is None:
+        return SampleTokens.alone(facts.total_tokens)
+    return SampleTokens(own=facts.response_tokens, prompt=facts.prompt_tokens, group=facts.prompt_keys)

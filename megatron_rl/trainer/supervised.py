@@ -17,6 +17,7 @@ from megatron_rl.data.rows import load_rows
 from megatron_rl.errors import ConfigError
 from megatron_rl.observability.throughput import performance
 from megatron_rl.planning.plan import plan_steps
+from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import LossInputs, Rollout, StepResult
@@ -79,7 +80,8 @@ def supervised_step(trainer: Trainer, batch: Batch) -> tuple[StepResult, dict[st
     """Take one optimizer step on a batch of solutions; return its result, and its times. A collective."""
     backend, facts = trainer.backend, batch.facts
     members = np.arange(facts.num_samples)
-    plan = plan_steps("warmup", [members], facts.total_tokens, facts.loss_tokens > 0, backend.rules, drops=False)
+    tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)
+    plan = plan_steps("warmup", [members], tokens, facts.loss_tokens > 0, backend.rules, drops=False)
     batch = backend.fetch_rows(batch, plan)
     (step,) = plan.mini_batches
     weights = reduction_weights("token_mean", facts, step.members, max_response_tokens=1)

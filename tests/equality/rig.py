@@ -215,7 +215,7 @@ class ForwardedLengths:
         layer.register_forward_pre_hook(self._record, with_kwargs=True)
 
     def _record(self, module, positional, named) -> None:
-        self.lengths += list(named["packed_seq_params"].lengths)
+        self.lengths += list(named["packed_seq_params"].layout.lengths)
 
     def take(self) -> list[int]:
         taken, self.lengths = sorted(self.lengths), []

@@ -19,6 +19,7 @@ from megatron_rl.backend.packing import PackedAhead, pack_microbatch
 from megatron_rl.model import attention
 from megatron_rl.model.attention import PackedSequences, TorchAttention, pack
 from megatron_rl.model.attention_spans import ContextShard, context_positions
+from megatron_rl.model.layout import Layout
 from megatron_rl.types import MicroBatch, Sample
 from tests.reference import make_samples
 from tests.unit.backend.packed import CPU, facts_of, run_pack
@@ -34,7 +35,7 @@ def test_bounds_for_transformer_engine_are_those_of_adding_up(context: ContextSh
 
     Under context parallelism the padded bounds are the same tensor: it tells that no pad lies between sequences.
     """
-    packed = pack(tuple(lengths), CPU, context, for_transformer_engine=True)
+    packed = pack(Layout.of(tuple(lengths)), CPU, context, for_transformer_engine=True)
     assert packed.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert packed.cu_seqlens_q is packed.cu_seqlens_kv and packed.cu_seqlens_q.dtype == torch.int32
     assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths) and packed.qkv_format == "thd"
@@ -55,7 +56,7 @@ def make_qkv(tokens: int, dtype: torch.dtype, heads: int = 4, groups: int = 2) -
 
 
 def attend(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], scale: float | None = None) -> torch.Tensor:
-    return make_attention(scale)(*qkv, None, packed_seq_params=pack(lengths, CPU))
+    return make_attention(scale)(*qkv, None, packed_seq_params=pack(Layout.of(lengths), CPU))
 
 
 @pytest.mark.parametrize("lengths", [(7,), (1, 1), (5, 9, 4, 9, 1), (16, 12, 13, 3)])
@@ -103,7 +104,7 @@ def attend_split(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], size: 
         everyone = torch.stack([key, value], dim=1)[np.concatenate(held)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention._GatherContext, "apply", lambda local, group, everyone=everyone: everyone)
-            packed = pack(lengths, CPU, ContextShard(rank=rank, size=size))
+            packed = pack(Layout.of(lengths), CPU, ContextShard(rank=rank, size=size))
             output[mine] = make_attention()(query[mine], key[mine], value[mine], None, packed_seq_params=packed)
     return output
 
@@ -164,7 +165,7 @@ def test_context_ranks_share_out_the_micro_batch(seed: int, size: int, count: in
     for part in parts:
         tokens[part.positions], places[part.positions] = part.tokens[0], part.packed.position_ids
         # of whole sequences: Transformer Engine divides by CP itself
-        assert part.packed.lengths == whole.packed.lengths
+        assert part.packed.layout.lengths == whole.packed.layout.lengths
     assert torch.equal(tokens, whole.tokens[0]) and torch.equal(places, whole.packed.position_ids)
     at = np.concatenate([part.positions[part.loss_positions.numpy()] for part in parts])
     order = np.concatenate([part.flat for part in parts]).argsort()
@@ -213,7 +214,7 @@ def test_microbatch_equals_naive(seed: int, pad_multiple: int, count: int) -> No
                 wanted.append(
                     (place - 1, tokens[place], flat, slot, i + 0.5, i + 1.0, -flat, -1000 - flat, s.logprobs[t].item())
                 )
-    assert found.packed.lengths == tuple(lengths) and isinstance(found.packed, PackedSequences)
+    assert found.packed.layout.lengths == tuple(lengths) and isinstance(found.packed, PackedSequences)
     assert (
         found.tokens.tolist() == [tokens]
         and found.packed.position_ids.tolist() == position_ids
@@ -240,7 +241,7 @@ def test_pads_carry_no_loss() -> None:
     samples = make_samples(12, seed=5)
     found = run_pack(samples, list(range(12)), pad_multiple=8)
     is_pad = np.concatenate(
-        [np.arange(n) >= len(s.token_ids) for n, s in zip(found.packed.lengths, samples, strict=True)]
+        [np.arange(n) >= len(s.token_ids) for n, s in zip(found.packed.layout.lengths, samples, strict=True)]
     )
     assert is_pad.sum() > 12
     assert not is_pad[found.loss_positions].any() and not is_pad[found.loss_positions + 1].any()
@@ -310,7 +311,7 @@ def test_a_stage_gets_what_it_needs(first: bool, last: bool) -> None:
         )
     assert (
         torch.equal(found.packed.position_ids, whole.packed.position_ids)
-        and found.packed.lengths == whole.packed.lengths
+        and found.packed.layout.lengths == whole.packed.layout.lengths
     )
     assert (found.tokens is not None) == first
     for name in (

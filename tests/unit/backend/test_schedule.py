@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_rl.backend.packing import PackedMicroBatch
 from megatron_rl.backend.schedule import StageLaps, _Run, measured_sums
+from megatron_rl.model.layout import Layout
 from megatron_rl.planning.cost import NUM_SUMS
 
 
@@ -15,7 +16,10 @@ def microbatch(*lengths: int) -> PackedMicroBatch:
     """Make a micro-batch of sequences of these lengths; nothing else of them is read."""
     total = sum(lengths)
     return PackedMicroBatch(
-        packed=SimpleNamespace(lengths=lengths), positions=np.arange(total), num_sequences=len(lengths), tokens=None
+        packed=SimpleNamespace(layout=Layout.of(lengths)),
+        positions=np.arange(total),
+        num_sequences=len(lengths),
+        tokens=None,
     )
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron_rl.model import attention_spans, span_attention
 from megatron_rl.model.attention import pack
 from megatron_rl.model.attention_spans import ContextShard, Span, SpanBatch, causal_spans, context_positions
+from megatron_rl.model.layout import Layout
 from tests.unit.backend.packed import CPU
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.4
@@ -204,7 +205,7 @@ def test_spans_are_the_causal_matrix(size: int, chunks: list[int], data: st.Data
     """
     lengths = tuple(n * 2 * size if size > 1 else n for n in chunks)
     shard = ContextShard(rank=data.draw(st.integers(0, size - 1)), size=size)
-    packed = pack(lengths, CPU, shard)
+    packed = pack(Layout.of(lengths), CPU, shard)
     held = context_positions(lengths, shard.rank, size)
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     wanted = (sequence[held][:, None] == sequence[None]) & (held[:, None] >= np.arange(sum(lengths))[None])
@@ -219,4 +220,4 @@ def test_spans_are_the_causal_matrix(size: int, chunks: list[int], data: st.Data
             assert span.causal == batch.causal
         assert (queries == 1).all() if number == 0 else (queries <= 1).all()
     assert np.array_equal(found, wanted.astype(int))
-    assert packed.qkv_format == "thd" and packed.lengths == lengths and packed.cu_seqlens_q is None
+    assert packed.qkv_format == "thd" and packed.layout.lengths == lengths and packed.cu_seqlens_q is None

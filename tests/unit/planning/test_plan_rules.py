@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention_spans import ContextShard
-from megatron_rl.planning.plan import PlanRules, microbatch_lengths, plan_rules
+from megatron_rl.planning.plan import PlanRules, plan_rules
 from tests.reference import make_samples
 from tests.unit.backend.packed import run_pack
 
@@ -44,7 +43,9 @@ def test_rules_of_a_run_are_its_settings(
         lockstep_replicas=3,
     )
     rules = plan_rules(
-        load_config(None, given), degrees, SimpleNamespace(num_layers=12, square_share=1e-3, head_layers=3.0)
+        load_config(None, given),
+        degrees,
+        SimpleNamespace(layer_spec="torch", num_layers=12, square_share=1e-3, head_layers=3.0),
     )
     assert (rules.max_tokens, rules.data_size, rules.lockstep_ranks) == (4096, 6, 3)
     assert (rules.pad_multiple, rules.microbatch_multiple, rules.row_multiple) == (pads, multiple, 1)
@@ -61,7 +62,7 @@ def test_fp8_pads_micro_batches_to_16_rows_a_rank_within_the_cap(context: int, s
     degrees = SimpleNamespace(
         tensor_size=2, pipeline_size=1, virtual_size=1, context_size=context, data_size=1, lockstep_replicas=1
     )
-    sizes = SimpleNamespace(num_layers=2, square_share=0.0, head_layers=1.0)
+    sizes = SimpleNamespace(layer_spec="torch", num_layers=2, square_share=0.0, head_layers=1.0)
 
     def rules_of(cap: int) -> PlanRules:
         return plan_rules(load_config(None, [*given, f"plan.max_tokens_per_microbatch={cap}"]), degrees, sizes)
@@ -91,10 +92,11 @@ def test_the_last_sequence_takes_a_micro_batch_s_pads(context: int) -> None:
         [run_pack(samples, chosen, pad_multiple=pads, context=shard, **more) for shard in shards]
         for more in ({}, {"row_multiple": rows, "pad_token": 98})
     )
-    lengths = padded[0].packed.lengths
-    assert lengths[:-1] == plain[0].packed.lengths[:-1] and sum(lengths) % rows == 0
-    assert 0 <= lengths[-1] - plain[0].packed.lengths[-1] < rows
-    assert lengths == tuple(microbatch_lengths(np.array([len(samples[i].token_ids) for i in chosen]), pads, rows))
+    lengths = padded[0].packed.layout.lengths
+    assert lengths[:-1] == plain[0].packed.layout.lengths[:-1] and sum(lengths) % rows == 0
+    assert 0 <= lengths[-1] - plain[0].packed.layout.lengths[-1] < rows
+    alone = [-(-len(samples[i].token_ids) // pads) * pads for i in chosen]
+    assert lengths == (*alone[:-1], alone[-1] + -sum(alone) % rows)
     for name in ("targets", "flat", "advantages", "rollout_logprobs"):
         found, wanted = (
             torch.cat([torch.as_tensor(getattr(part, name)) for part in parts]).sort().values

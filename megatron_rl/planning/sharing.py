@@ -1,0 +1,36 @@
+"""Whether samples may share their prompt: only where every number stays that of the sample alone."""
+
+from __future__ import annotations
+
+from megatron_rl.algorithm.signal import COUPLING_FIELDS
+from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError
+
+
+def sharing_refusal(config: Config, layer_spec: str) -> str | None:
+    """Return why prompts cannot be shared under these settings; None where they can.
+
+    layer_spec: "torch" or "transformer_engine", as the model's layers are.
+    """
+    fields = config.megatron.transformer
+    for name, harmless in COUPLING_FIELDS.items():
+        if name in fields and fields[name] not in harmless:
+            return (
+                f"megatron.transformer.{name}={fields[name]} makes a token's numbers depend on the others that run, "
+                "and a shared prompt runs once"
+            )
+    if layer_spec == "transformer_engine":
+        return "Transformer Engine's attention is not built for shared prompts here"
+    return None
+
+
+def shares_prompts(config: Config, layer_spec: str) -> bool:
+    """Return whether samples of a micro-batch share their prompt.
+
+    Raises ConfigError where `plan.share_prompts` asks for it and it cannot be.
+    """
+    asked = config.plan.share_prompts
+    refusal = None if asked is False else sharing_refusal(config, layer_spec)
+    if asked and refusal:
+        raise ConfigError(f"plan.share_prompts=true: {refusal}; set plan.share_prompts=null or false")
+    return asked is not False and refusal is None
