@@ -149,11 +149,9 @@ class BatchFacts:
 
     sample_ids:      identities, for messages and metrics.
     groups:          int64, index of the prompt whose group the sample belongs to.
-    prompt_tokens:   int64.
-    response_tokens: int64, all response tokens, masked or not.
+    prompt_tokens, response_tokens: int64, the latter masked or not.
     loss_tokens:     int64, response tokens that carry loss (mask 1); 0 takes the sample out of every denominator.
-    owners:          int64, global rank that holds the sample's row.
-    owner_rows:      int64, the row's position in the owner's local list.
+    owners, owner_rows: int64, global rank that holds the sample's row, and its position in that rank's local list.
     places:          int64, each sample's place in the batch, ascending; None in batches that were not gathered.
     weight_versions: int64, the oldest weights that any of the sample's tokens comes from; None with ``places``.
     routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, or (0, 0); None if no row has any.

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithm.sharing import shares_prompts
 from megatron_rl.algorithm.signal import refuse_uncounted_losses
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.batch import Batch
@@ -111,7 +112,8 @@ class TrainableModel:
         self.chunks = [DistributedDataParallel(m.config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
         self.schedule = Schedule(self.chunks, self.topology)
         self.optimizer = Optimizer(self.chunks, config, self.topology, total_steps=total_steps)
-        self.rules = plan_rules(config, self.topology, self.shape)
+        shares = shares_prompts(config, self.shape.layer_spec)
+        self.rules = plan_rules(config, self.topology, self.shape, share_prompts=shares)
         self.fit = CostFit(self.rules.cost)
         self.weight_version = 0
         self.step_index = 0

@@ -31,7 +31,6 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.cost import CostModel, StageCost, prior
-from megatron_rl.planning.sharing import shares_prompts
 from megatron_rl.planning.spread import SampleCosts, split_to, spread
 from megatron_rl.planning.tokens import SampleTokens
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
@@ -98,13 +97,12 @@ class Degrees(Protocol):
 class Sizes(Protocol):
     """Describes the fields of a ModelShape that plan_rules reads."""
 
-    layer_spec: str
     num_layers: int
     square_share: float
     head_layers: float
 
 
-def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
+def plan_rules(config: Config, degrees: Degrees, sizes: Sizes, *, share_prompts: bool = False) -> PlanRules:
     """Return the rules of a run: its settings, its degrees of parallelism and the prior costs of its micro-batches.
 
     Under context parallelism each sequence splits into two chunks per rank; under sequence parallelism a micro-batch's
@@ -139,7 +137,7 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes) -> PlanRules:
         repack=config.plan.repack,
         pad_multiple=chunks * tensor_ranks,
         row_multiple=row_multiple,
-        share_prompts=shares_prompts(config, sizes.layer_spec),
+        share_prompts=share_prompts,
         microbatch_multiple=stages if degrees.virtual_size > 1 else 1,
         lockstep_ranks=degrees.lockstep_replicas,
         on_long_sample=config.plan.on_long_sample,

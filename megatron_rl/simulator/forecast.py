@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.algorithm.sharing import shares_prompts
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, critic_config
-from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_rules, plan_steps, split_mini_batches
+from megatron_rl.planning.plan import PlanRules, plan_rules, plan_steps, split_mini_batches
 from megatron_rl.planning.timeline import Timeline, simulate
+from megatron_rl.planning.tokens import SampleTokens
 from megatron_rl.simulator.degrees import Degrees, degrees_of
 from megatron_rl.simulator.machine import Costs
 from megatron_rl.simulator.memory import StageMemory, beside_critic, stage_memory
@@ -116,7 +118,8 @@ class Job:
 
     def rules(self) -> PlanRules:
         """Return the backend's plan rules: prior costs, or a run's own if given and ``plan.calibrate`` is on."""
-        rules = plan_rules(self.config, self.degrees, self.shape)
+        shares = shares_prompts(self.config, self.shape.layer_spec)
+        rules = plan_rules(self.config, self.degrees, self.shape, share_prompts=shares)
         calibrated = self.costs.from_run and self.config.plan.calibrate
         return dataclasses.replace(rules, cost=self.costs.model) if calibrated else rules
 
@@ -125,7 +128,12 @@ class Job:
         config = self.config
         members = split_mini_batches(np.arange(len(signal)), config.train.samples_per_mini_batch)
         merge = config.skip.steps == "merge" and drops
-        return plan_steps("train", members, self.workload.lengths, signal, rules, drops=drops, merge=merge)
+        tokens = self.workload.tokens(share_prompts=rules.share_prompts)
+        return plan_steps("train", members, tokens, signal, rules, drops=drops, merge=merge)
+
+    def padded(self, rules: PlanRules) -> SampleTokens:
+        """Return the tokens that each sample runs, pads included."""
+        return self.workload.tokens(share_prompts=rules.share_prompts).padded(rules.pad_multiple)
 
 
 def forecast(job: Job) -> Forecast:
@@ -171,7 +179,7 @@ def critic_memory(critic: Job) -> tuple[StageMemory, ...]:
 
 def memory_of(job: Job, plan: BatchPlan) -> tuple[StageMemory, ...]:
     """Return the memory of every pipeline stage of the policy under a plan, with a critic that shares its GPUs."""
-    padded = padded_lengths(job.workload.lengths, job.rules().pad_multiple).astype(np.float64)
+    padded = job.padded(job.rules())
     real = [step for step in plan.mini_batches if step.kind is not StepKind.GHOST]
     tokens, loss_tokens = max((_largest(step, padded, job.workload.loss_tokens) for step in real), default=(0, 0))
     microbatches = max((int(step.num_microbatches.max()) for step in real), default=0)
@@ -199,8 +207,9 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
     plan: the result of ``job.plan`` with the same arguments, if already made; the job's costs are not in it.
     """
     plan = plan or job.plan(rules, signal, drops=drops)
+    own = job.workload.tokens(share_prompts=rules.share_prompts)
     # Put the mini-batches on the clock, one after the other.
-    padded = padded_lengths(job.workload.lengths, rules.pad_multiple).astype(np.float64)
+    padded = job.padded(rules)
     epochs = job.config.train.epochs_per_rollout
     pipeline_s = busiest_s = mean_s = optimizer_s = 0.0
     idle, works, counts, drawn, largest = np.zeros(job.degrees.pipeline_size), [], [], None, 0
@@ -217,7 +226,7 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
         idle += timeline.bubble_share * timeline.makespan * epochs
         works.append(work.max() / work.mean() - 1)
         counts += mini_batch.num_microbatches.tolist()
-        largest = max(largest, int(_sums(mini_batch, padded).max()))
+        largest = max(largest, int(padded.sums(mini_batch.order, mini_batch.microbatch_offsets)[0].max()))
         if drawn is None:
             drawn = _drawn(rank, timeline, mini_batch, job.workload.lengths, signal)
     return Outcome(
@@ -230,7 +239,7 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
         imbalance=float(np.mean(works)) if works else 0.0,
         microbatches=(min(counts, default=0), max(counts, default=0)),
         largest_tokens=largest,
-        tokens=int(sum(job.workload.lengths[x.order].sum() for x in plan.mini_batches)) * epochs,
+        tokens=int(sum(own.sums(x.order, x.microbatch_offsets)[0].sum() for x in plan.mini_batches)) * epochs,
         drawn=drawn,
     )
 
@@ -240,19 +249,21 @@ def _sums(mini_batch: StepPlan, values: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values[mini_batch.order], mini_batch.microbatch_offsets[:-1])
 
 
-def _largest(mini_batch: StepPlan, padded: np.ndarray, loss_tokens: np.ndarray) -> tuple[int, int]:
-    tokens = _sums(mini_batch, padded)
+def _largest(mini_batch: StepPlan, padded: SampleTokens, loss_tokens: np.ndarray) -> tuple[int, int]:
+    tokens, _ = padded.sums(mini_batch.order, mini_batch.microbatch_offsets)
     return int(tokens.max()), int(_sums(mini_batch, loss_tokens)[tokens.argmax()])
 
 
-def _slowest(job: Job, rules: PlanRules, mini_batch: StepPlan, padded: np.ndarray) -> tuple[int, Timeline, np.ndarray]:
+def _slowest(
+    job: Job, rules: PlanRules, mini_batch: StepPlan, padded: SampleTokens
+) -> tuple[int, Timeline, np.ndarray]:
     """Return the rank whose pipeline ends last, its timeline, and [D] the work on each rank's busiest stage.
 
     Ranks that share experts wait for one another in every layer: each micro-batch takes as long as the longest of its
         block.
     """
     # Each rank's own work, which names the busiest rank of every block in lockstep.
-    forward_s, backward_s = job.costs.chunk_seconds(_sums(mini_batch, padded), _sums(mini_batch, padded**2))
+    forward_s, backward_s = job.costs.chunk_seconds(*padded.sums(mini_batch.order, mini_batch.microbatch_offsets))
     starts, pipeline = mini_batch.rank_offsets, job.degrees.pipeline_size
     spent = (forward_s + backward_s).reshape(-1, pipeline, forward_s.shape[1]).sum(0)
     cumulated = np.concatenate([np.zeros((pipeline, 1)), np.cumsum(spent, axis=1)], axis=1)
@@ -296,7 +307,7 @@ def _constraints(
     job: Job, rules: PlanRules, signal: np.ndarray, found: Outcome, *, drops: bool
 ) -> tuple[Constraint, ...]:
     """Return the constraints, most binding first, from plans without one rule each, on the same clock."""
-    epochs_s, longest = found.update_s, int(padded_lengths(job.workload.lengths, rules.pad_multiple).max(initial=0))
+    epochs_s, longest = found.update_s, int(job.padded(rules).whole.max(initial=0))
 
     def saved(**changed) -> float:
         return epochs_s - run_plan(job, dataclasses.replace(rules, **changed), signal, drops=drops).update_s

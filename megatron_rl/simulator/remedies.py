@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron_rl.config import Config, critic_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.planning.plan import padded_lengths
 from megatron_rl.simulator.degrees import Degrees, degrees_of
 from megatron_rl.simulator.engine_memory import GpuNeeds, engine_memory, gib, gpu_needs, shortfalls
 from megatron_rl.simulator.forecast import Job, critic_memory, memory_of, with_critic
@@ -54,8 +53,7 @@ def remedies(
     One setting of each kind is tried by itself, and if none is enough together with full recompute, with bfloat16, and
     with both; the mildest value of each kind that fits is returned.
     """
-    padded = padded_lengths(job.workload.lengths, job.rules().pad_multiple)
-    families = list(_families(job.config, int(padded.max(initial=1)), gpus_per_node))
+    families = list(_families(job.config, int(job.padded(job.rules()).whole.max(initial=1)), gpus_per_node))
     bases: list[Change] = [{}]
     if not full_recompute(job.config):
         bases.append(RECOMPUTE)

@@ -27,6 +27,7 @@ from megatron_rl.algorithm.advantage import GroupRewards, advantages
 from megatron_rl.algorithm.signal import has_signal, signal_rule
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
+from megatron_rl.planning.tokens import SampleTokens
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,12 @@ class Workload:
     def lengths(self) -> np.ndarray:
         """Return [S] int64 tokens of prompt and response."""
         return self.prompt_tokens + self.response_tokens
+
+    def tokens(self, *, share_prompts: bool) -> SampleTokens:
+        """Return the samples' tokens, without pads; a group's samples have one prompt."""
+        if not share_prompts:
+            return SampleTokens.alone(self.lengths)
+        return SampleTokens(own=self.response_tokens, prompt=self.prompt_tokens, group=self.groups)
 
     def signal(self, config: Config) -> np.ndarray:
         """Return [S] bool, True for a sample with signal, by the run's own advantages and rule.

@@ -22,7 +22,8 @@ from megatron_rl.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.planning.cost import plan_seconds
-from megatron_rl.planning.plan import PlanRules, padded_lengths
+from megatron_rl.planning.plan import PlanRules
+from megatron_rl.planning.tokens import SampleTokens
 from megatron_rl.types import BatchPlan, LossInputs, StepKind
 
 REDUCTION = "token_mean"
@@ -101,7 +102,7 @@ def costs(
     slowest = np.array(gather_json([[list(x) for x in timed] for timed in seconds.values()])).max(0)
     medians = dict(zip(plans, np.median(slowest, axis=1).tolist(), strict=True))
     step_s = statistics.median(medians["dense", cap][1] for cap in caps) / len(rollout.mini_batches)
-    padded = padded_lengths(rollout.batch.facts.total_tokens, rules.pad_multiple)
+    padded = SampleTokens.alone(rollout.batch.facts.total_tokens).padded(rules.pad_multiple)
     model = backend.fit.model()
     rows: dict[str, list[dict]] = {name: [] for name in POLICIES}
     for (name, cap), plan in plans.items():

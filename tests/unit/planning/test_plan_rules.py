@@ -45,7 +45,7 @@ def test_rules_of_a_run_are_its_settings(
     rules = plan_rules(
         load_config(None, given),
         degrees,
-        SimpleNamespace(layer_spec="torch", num_layers=12, square_share=1e-3, head_layers=3.0),
+        SimpleNamespace(num_layers=12, square_share=1e-3, head_layers=3.0),
     )
     assert (rules.max_tokens, rules.data_size, rules.lockstep_ranks) == (4096, 6, 3)
     assert (rules.pad_multiple, rules.microbatch_multiple, rules.row_multiple) == (pads, multiple, 1)
@@ -62,7 +62,7 @@ def test_fp8_pads_micro_batches_to_16_rows_a_rank_within_the_cap(context: int, s
     degrees = SimpleNamespace(
         tensor_size=2, pipeline_size=1, virtual_size=1, context_size=context, data_size=1, lockstep_replicas=1
     )
-    sizes = SimpleNamespace(layer_spec="torch", num_layers=2, square_share=0.0, head_layers=1.0)
+    sizes = SimpleNamespace(num_layers=2, square_share=0.0, head_layers=1.0)
 
     def rules_of(cap: int) -> PlanRules:
         return plan_rules(load_config(None, [*given, f"plan.max_tokens_per_microbatch={cap}"]), degrees, sizes)
