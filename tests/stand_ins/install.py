@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import sys
 
+from megatron_rl.distributed import platform
+from tests.stand_ins.transformer_engine import names
+
 assert "megatron.core" not in sys.modules, "import tests.stand_ins.install before Megatron-Core"
-
-from megatron_rl.distributed import platform  # isort: skip
-from tests.stand_ins.transformer_engine import names  # isort: skip
-
 names.register()
 platform.transformer_engine_importable = lambda: True

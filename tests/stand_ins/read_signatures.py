@@ -140,7 +140,7 @@ def facts(source: Source, wanted: dict[str, set[str]]) -> dict:
 
 
 def main(arguments: list[str]) -> None:
-    """Add the wheels' facts to the file. Beside wheels, the arguments may name folders of other releases' megatron-core."""
+    """Add the wheels' facts to the file. Beside wheels, arguments may name other releases' folders of megatron-core."""
     (core,) = importlib.util.find_spec("megatron.core").submodule_search_locations
     wanted: dict[str, set[str]] = {}
     for folder in (core, *(x for x in arguments if not x.endswith(".whl"))):

@@ -16,13 +16,15 @@ MODES = (None, "column", "row")
 class _Product(torch.autograd.Function):
     """Computes x Wᵀ. Backward adds the weight's gradient to main_grad where that is fused, and to no other place.
 
-    Autograd then gets memory of any content (``get_dummy_wgrad``), here NaN, so that a reader of it shows; nothing
+    The first micro-batch, where the module is told that it is that, is written over main_grad and not added. Autograd
+    then gets memory of any content (``get_dummy_wgrad``), here NaN, so that a reader of it shows; nothing
     where the weight lacks ``grad_added_to_main_grad`` (module/linear.py, 2.3 to 2.20).
     """
 
     @staticmethod
-    def forward(ctx, x, weight, fuse: bool):
+    def forward(ctx, x, weight, fuse: bool, is_first: bool | None):
         ctx.save_for_backward(x, weight)
+        ctx.overwrites = bool(is_first)
         ctx.parameter = weight if fuse and weight.requires_grad else None
         if ctx.parameter is not None:
             require(hasattr(weight, "main_grad"), "fuse_wgrad_accumulation reads weight.main_grad")
@@ -33,18 +35,20 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_x = gradient @ weight if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
-            return for_x, None, None
+            return for_x, None, None, None
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         if ctx.parameter is None:
-            return for_x, rows.t() @ inputs, None
+            return for_x, rows.t() @ inputs, None, None
         parameter = ctx.parameter
+        if ctx.overwrites:
+            parameter.main_grad.zero_()
         parameter.main_grad.add_((rows.float().t() @ inputs.float()).to(parameter.main_grad.dtype))
         CALLS["added to main_grad"] += 1
         if not hasattr(parameter, "grad_added_to_main_grad"):
-            return for_x, None, None
+            return for_x, None, None, None
         parameter.grad_added_to_main_grad = True
         content = 0.0 if getattr(parameter, "zero_out_wgrad", False) else math.nan
-        return for_x, torch.full_like(parameter, content), None
+        return for_x, torch.full_like(parameter, content), None, None
 
 
 def _mark(parameter: torch.nn.Parameter, dimension: int) -> None:
@@ -99,10 +103,10 @@ class _Base(torch.nn.Module):
         else:
             self.bias = torch.empty(0)
 
-    def _linear(self, x: torch.Tensor):
+    def _linear(self, x: torch.Tensor, is_first: bool | None):
         require(x.dtype == self.weight.dtype, f"an input of {x.dtype} for weights of {self.weight.dtype}")
         require(x.shape[-1] == self.in_features, f"an input of {x.shape[-1]} features for {self.in_features}")
-        out = self._give_out(_Product.apply(self._take_in(x), self.weight, self.fuse_wgrad_accumulation))
+        out = self._give_out(_Product.apply(self._take_in(x), self.weight, self.fuse_wgrad_accumulation, is_first))
         if self.return_bias:
             return out, self.bias
         return out + self.bias if self.use_bias else out
@@ -135,7 +139,7 @@ class Linear(_Base):
     @contract("Linear.forward")
     def forward(self, *, inp, is_first_microbatch=None, **unused):
         refuse("Linear.forward", unused)
-        return self._linear(inp)
+        return self._linear(inp, is_first_microbatch)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -177,7 +181,7 @@ class LayerNormLinear(_Base):
     @contract("LayerNormLinear.forward")
     def forward(self, *, inp, is_first_microbatch=None, **unused):
         refuse("LayerNormLinear.forward", unused)
-        return self._linear(_rms_norm(inp, self.layer_norm_weight, self.eps))
+        return self._linear(_rms_norm(inp, self.layer_norm_weight, self.eps), is_first_microbatch)
 
 
 class GroupedLinear(_Base):
@@ -220,7 +224,7 @@ class GroupedLinear(_Base):
         require(len(m_splits) == self.num_gemms, "Number of splits should match number of GEMMs.")
         require(sum(m_splits) == inp.shape[0], f"splits of {sum(m_splits)} rows and an input of {inp.shape[0]}")
         parts = [
-            _Product.apply(x, getattr(self, f"weight{i}"), self.fuse_wgrad_accumulation)
+            _Product.apply(x, getattr(self, f"weight{i}"), self.fuse_wgrad_accumulation, is_first_microbatch)
             for i, x in enumerate(inp.split(m_splits))
         ]
         return torch.cat(parts)
