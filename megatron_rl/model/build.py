@@ -124,7 +124,7 @@ def _fusions(shape: ModelShape, extra: dict[str, Any]) -> dict[str, bool]:
     layer (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``); the kernel does not, and rounds neither cos
     nor sin. SwiGLU: compiled by torch, keeps its input alone for backward; Megatron-Core refuses it beside Transformer
     Engine's own activation. The weights' gradients are fused by ``layer_spec.fuse_weight_gradients``: this field would
-    want Apex, for the output layer's sake. docs/support-matrix.md says why the others are off.
+    want Apex, for the output layer's sake. docs/status.md says why the others are off.
     """
     engine = shape.layer_spec == "transformer_engine"
     return dict(

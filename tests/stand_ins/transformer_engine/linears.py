@@ -25,7 +25,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x, weight, fuse: bool, is_first: bool | None):
         ctx.save_for_backward(x, weight)
         ctx.overwrites = bool(is_first)
-        ctx.parameter = weight if fuse and weight.requires_grad else None
+        ctx.parameter = weight if fuse and weight.requires_grad else None  # fuse: and autograd records
         if ctx.parameter is not None:
             require(hasattr(weight, "main_grad"), "fuse_wgrad_accumulation reads weight.main_grad")
         return x @ weight.t()
@@ -103,10 +103,13 @@ class _Base(torch.nn.Module):
         else:
             self.bias = torch.empty(0)
 
+    def _fuses(self) -> bool:
+        return self.fuse_wgrad_accumulation and torch.is_grad_enabled()
+
     def _linear(self, x: torch.Tensor, is_first: bool | None):
         require(x.dtype == self.weight.dtype, f"an input of {x.dtype} for weights of {self.weight.dtype}")
         require(x.shape[-1] == self.in_features, f"an input of {x.shape[-1]} features for {self.in_features}")
-        out = self._give_out(_Product.apply(self._take_in(x), self.weight, self.fuse_wgrad_accumulation, is_first))
+        out = self._give_out(_Product.apply(self._take_in(x), self.weight, self._fuses(), is_first))
         if self.return_bias:
             return out, self.bias
         return out + self.bias if self.use_bias else out
@@ -224,7 +227,7 @@ class GroupedLinear(_Base):
         require(len(m_splits) == self.num_gemms, "Number of splits should match number of GEMMs.")
         require(sum(m_splits) == inp.shape[0], f"splits of {sum(m_splits)} rows and an input of {inp.shape[0]}")
         parts = [
-            _Product.apply(x, getattr(self, f"weight{i}"), self.fuse_wgrad_accumulation, is_first_microbatch)
+            _Product.apply(x, getattr(self, f"weight{i}"), self._fuses(), is_first_microbatch)
             for i, x in enumerate(inp.split(m_splits))
         ]
         return torch.cat(parts)
