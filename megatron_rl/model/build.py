@@ -19,7 +19,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape
-from megatron_rl.model.layer_spec import block_spec, choose_layer_spec
+from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.model.transformer_fields import transformer_fields
@@ -71,10 +71,6 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         hidden_dropout=0.0,
         use_cpu_initialization=not HOST.is_cuda,
         perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
         calculate_per_token_loss=True,
         deterministic_mode=config.run.deterministic,
         variable_seq_lengths=True,
@@ -84,6 +80,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         overlap_p2p_comm=topology.virtual_size > 1,
         batch_p2p_comm=topology.virtual_size == 1,
         **_mixture_fields(shape),
+        **_fusions(shape, extra),
     )
     return _build_config({**fields, **extra}, extra, shape)
 
@@ -117,6 +114,25 @@ def _mixture_fields(shape: ModelShape) -> dict[str, Any]:
         moe_aux_loss_coeff=0.0,
         moe_z_loss_coeff=None,
         moe_grouped_gemm=shape.layer_spec == "transformer_engine",
+    )
+
+
+def _fusions(shape: ModelShape, extra: dict[str, Any]) -> dict[str, bool]:
+    """Return which fused functions run: none on torch's layers, whose numbers are the reference. extra: the user's.
+
+    Rotary angles: over packed sequences Megatron-Core's plain way asks the device for the lengths four times in every
+    layer (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``); the kernel does not, and rounds neither cos
+    nor sin. SwiGLU: compiled by torch, keeps its input alone for backward; Megatron-Core refuses it beside Transformer
+    Engine's own activation. The weights' gradients are fused by ``layer_spec.fuse_weight_gradients``: this field would
+    want Apex, for the output layer's sake. docs/status.md says why the others are off.
+    """
+    engine = shape.layer_spec == "transformer_engine"
+    return dict(
+        apply_rope_fusion=engine,
+        bias_activation_fusion=engine and not extra.get("use_te_activation_func"),
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
     )
 
 
@@ -168,6 +184,8 @@ def build_model(
         _mark_tensor_parallel(model)
         if shape.num_experts and topology.expert_tensor_size != topology.tensor_size:
             _mark_experts(model)
+        if layer_spec == "transformer_engine" and "gradient_accumulation_fusion" not in config.megatron.transformer:
+            fuse_weight_gradients(model)
         chunks.append(model.to(HOST.device))
     return chunks, shape
 

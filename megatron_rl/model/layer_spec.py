@@ -56,8 +56,8 @@ def choose_layer_spec(asked: str, dtype: str) -> str:
 def block_spec(config: TransformerConfig, kind: str, num_layers: int) -> TransformerBlockSubmodules:
     """Return the submodules of this stage's block of ``num_layers`` layers, all dense or all mixtures of experts.
 
-    Transformer Engine's experts are grouped linears, and its norm before a mixture stands alone; neither has been run
-    (no GPU).
+    Transformer Engine's experts are grouped linears, and its norm before a mixture stands alone; both have run on a
+    stand-in of its modules (tests/equality/test_transformer_engine.py), not on a GPU.
     """
     mixture = dict(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     if kind == "transformer_engine":
@@ -73,3 +73,18 @@ def block_spec(config: TransformerConfig, kind: str, num_layers: int) -> Transfo
     if config.qk_layernorm:  # 0.19 raises on q/k norms that the config does not ask for
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def fuse_weight_gradients(model: torch.nn.Module) -> None:
+    """Have Transformer Engine's linears add their weights' gradients to main_grad within the product itself.
+
+    Read in 2.3 and 2.20 (pytorch/module/linear.py, layernorm_linear.py, grouped_linear.py): the field is read at each
+    forward, and a weight with ``grad_added_to_main_grad``, which Megatron-Core's DistributedDataParallel gives it, then
+    hands autograd memory of any content, as model/logprob.py does for the output weight. Each micro-batch's gradient
+    reaches a float32 main_grad without a rounding to bfloat16. A module's very first micro-batch is written over
+    main_grad, which holds zeros then, and not added (``is_first_microbatch``; Megatron-Core sets it again for FP8
+    alone).
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True

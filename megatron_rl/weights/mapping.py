@@ -132,7 +132,7 @@ def expert_entries(shape: ModelShape, expert: int) -> tuple[Entry, ...]:
     """Return the table of one of this rank's experts, with names as in ``layer_entries``.
 
     The torch spec makes an MLP of each (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP), Transformer Engine's makes
-    one grouped linear of all, with a weight per expert (TEGroupedMLP; read, not run: the tests have no GPU).
+    one grouped linear of all, with a weight per expert (TEGroupedMLP; run on a stand-in, not on a GPU).
     """
     names = EXPERT_NAMES[shape.family]
     within = f"{names.block}.experts.{{expert}}"

@@ -11,46 +11,11 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint import model_state
-from megatron_rl.checkpoint.folder import verify, whole_checkpoints
+from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.errors import CheckpointError
 from tests.equality.rig import sizes
-from tests.equality.saved_steps import BF16, PLAIN, SHARDED, open_like, take_steps, tensors_of
-from tests.reference import relative_error
+from tests.equality.saved_steps import BF16, PLAIN, SHARDED, open_like, save_and_load, take_steps, tensors_of
 from tests.workers.pool import Pool
-
-
-def save_and_load(
-    rank: int, world: int, root: str, first: tuple[str, ...], second: tuple[str, ...], family: str, steps: int
-) -> dict[str, object]:
-    """Return the first backend's exports at its save and two steps later, and those of a second one that loaded it."""
-    folder = pathlib.Path(root)
-    with open_like(first, family) as rig:
-        rig.backend.keep_reference()
-        if steps:
-            take_steps(rig, steps)
-        pending = model_state.save(rig.backend, folder, 7, {"state.json": "{}"})
-        kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
-        saved = rig.weights()
-        take_steps(rig, 2, seed=3)  # goes on while the thread writes
-        later, rate = rig.weights(), rig.backend.optimizer.learning_rate
-        path = pending.finish()
-    verify(path)
-    with open_like(second, family) as rig:
-        model_state.load(rig.backend, path, kept, model)
-        again = model_state.numbers(rig.backend)
-        loaded = rig.weights()
-        with rig.backend.reference_weights():
-            reference = rig.weights()
-        take_steps(rig, 2, seed=3)
-        return {
-            "numbers": again | {"distributed_optimizer": None} == kept | {"distributed_optimizer": None},
-            "loaded": all(torch.equal(loaded[k], x) for k, x in saved.items()),
-            "moved": relative_error(reference, saved),
-            "next": all(torch.equal(rig.weights()[k], x) for k, x in later.items()),
-            "error": relative_error(rig.weights(), later),
-            "rate": rig.backend.optimizer.learning_rate == rate,
-        }
-
 
 SAME = {
     "DP2": (2, (*sizes(1, 1), *PLAIN), "qwen2_tied", 3),

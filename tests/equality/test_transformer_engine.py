@@ -1,0 +1,368 @@
+"""Transformer Engine's layer spec, on a stand-in of its modules, equals the torch spec over the same weights.
+
+The stand-in (tests/stand_ins/) computes in plain torch and refuses each call that the real modules' signatures and
+checks would refuse; its processes are its own, as Megatron-Core decides at import what is installed. Not covered:
+kernels, their rounding, what a stream would reorder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.backend import optimizer, packing
+from megatron_rl.model import attention
+from tests.equality.layouts import TOLERANCE
+from tests.equality.rig import equal_by_name, open_rig, ragged_advantages, sizes
+from tests.equality.saved_steps import SHARDED, save_and_load
+from tests.reference import file_weights, relative_error
+from tests.stand_ins.transformer_engine import linears
+from tests.workers.nursery import Nursery
+from tests.workers.pool import Pool
+
+pytestmark = pytest.mark.distributed
+NUM_SAMPLES, STEPS = 7, 2
+SETTINGS = (
+    "optimizer.lr=0.0003",
+    "optimizer.weight_decay=0.1",
+    "optimizer.clip_grad=0.5",
+    "plan.max_tokens_per_microbatch=48",
+)
+# As on a GPU: Transformer Engine's modules make their parameters on the device by themselves.
+ENGINE = ("model.layer_spec=transformer_engine", "megatron.transformer.use_cpu_initialization=false")
+# What the rigs use of tests/workers/nursery.py's list. The stand-in comes first.
+IMPORTED = (
+    "tests.stand_ins.install",
+    "tests.equality.rig",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "llama", "qwen3_moe")),
+)
+
+
+@contextlib.contextmanager
+def engine_workers(version: str) -> Iterator[Pool]:
+    """Start gloo workers that find the stand-in for that Transformer Engine installed.
+
+    torch.compile is off in them: Megatron-Core's fused SwiGLU runs as written, and its C++ is not waited for.
+    """
+    variables = dict(STAND_IN_TRANSFORMER_ENGINE=version, STAND_IN_ANY_DTYPE="1", TORCHDYNAMO_DISABLE="1")
+    with (
+        mock.patch.dict(os.environ, variables),
+        Nursery(imported=IMPORTED) as nursery,
+        Pool(max_world=2, nursery=nursery) as workers,
+    ):
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def engine_pool() -> Iterator[Pool]:
+    """Start workers with the newest Transformer Engine."""
+    with engine_workers("2.20.2") as workers:
+        yield workers
+
+
+def measured(family: str, *overrides: str) -> dict:
+    """Return log-probs, gradient, weights before and after two steps and their norms, by one layer spec."""
+    advantages = ragged_advantages(NUM_SAMPLES)
+    with open_rig(family, *SETTINGS, *overrides, samples=NUM_SAMPLES, total_steps=STEPS) as rig:
+        found = {"weights": rig.weights(), "files": {k: v.clone() for k, v in file_weights(rig.model).items()}}
+        plan = rig.plan(advantages, drops=True)
+        found["gradient"] = rig.gradient(advantages, plan)
+        rig.accumulate(advantages, plan)
+        found["twice"] = rig.gradient(advantages, plan)
+        found["logprobs"] = rig.backend.logprobs(rig.batch, np.ones(NUM_SAMPLES, dtype=bool)).flat
+        found["norms"] = [x.grad_norm for _ in range(STEPS) for x in rig.step(advantages, drops=True)]
+        found["later weights"] = rig.weights()
+    return found
+
+
+def gaps(engine: dict, torch_layers: dict) -> dict[str, float]:
+    """Return the largest gap of each of ``measured``'s values."""
+    twice = {name: 2 * x for name, x in torch_layers["gradient"].items()}
+    return {
+        "log-probs": float(np.abs(engine["logprobs"] - torch_layers["logprobs"]).max()),
+        "gradient": relative_error(engine["gradient"], torch_layers["gradient"]),
+        "gradient of two calls": relative_error(engine["twice"], twice),
+        "norms": float(np.abs(np.array(engine["norms"]) / torch_layers["norms"] - 1).max()),
+        "later weights": relative_error(engine["later weights"], torch_layers["later weights"]),
+    }
+
+
+def both(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict:
+    """Return the largest gaps between the two specs, whether files' weights came back, and the stand-in's calls."""
+    from tests.stand_ins.transformer_engine.contract import CALLS
+
+    torch_layers = measured(family, *overrides, "model.layer_spec=torch")
+    CALLS.clear()
+    engine = measured(family, *overrides, *ENGINE)
+    return {
+        "exported": equal_by_name(engine["weights"], torch_layers["weights"])
+        and all(torch.equal(engine["files"][name], x) for name, x in engine["weights"].items()),
+        "gaps": gaps(engine, torch_layers),
+        "calls": set(CALLS),
+    }
+
+
+TP2 = ("parallel.tensor=2", "parallel.sequence_parallel=true")
+CASES = {
+    "qwen2": (1, "qwen2_untied", ()),
+    "qwen3": (1, "qwen3", ()),
+    "llama": (1, "llama3_rope", ()),
+    "mixture": (1, "qwen3_moe", ()),
+    "TP2-SP": (2, "qwen2_untied", TP2),
+    "TP2": (2, "qwen3", ("parallel.tensor=2",)),
+    "PP2": (2, "qwen2_tied", ("parallel.pipeline=2",)),
+    "CP2": (2, "qwen3", ("parallel.context=2",)),
+    "DP2-overlap": (
+        2,
+        "qwen2_tied",
+        ("optimizer.distributed=true", "megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=1000"),
+    ),
+    "recomputation": (
+        1,
+        "qwen3",
+        tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1")),
+    ),
+    "EP2": (2, "qwen3_moe", ("parallel.expert=2",)),
+    "EP2-permutation": (2, "qwen3_moe", ("parallel.expert=2", "megatron.transformer.moe_permute_fusion=true")),
+    "TP2-SP-ETP2": (2, "qwen3_moe", TP2),
+    "TP2-SP-EP2-ETP1": (2, "qwen3_moe", (*TP2, "parallel.expert=2", "parallel.expert_tensor=1")),
+    "TP2-SP-ETP1": (2, "qwen3_moe", (*TP2, "parallel.expert_tensor=1")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_engine_spec_equals_torch_spec(engine_pool: Pool, name: str) -> None:
+    """Weights go in and out to the bit; everything else is equal but for the order of float32 sums."""
+    world, family, overrides = CASES[name]
+    for found in engine_pool.run(world, both, family, overrides):
+        print(name, {k: f"{v:.1e}" for k, v in found["gaps"].items()}, sorted(found["calls"]))
+        assert found["exported"]
+        assert max(found["gaps"].values()) < TOLERANCE, found["gaps"]
+        reached = {
+            "LayerNormLinear.forward",
+            "DotProductAttention.forward",
+            "apply_rotary_pos_emb",
+            "added to main_grad",
+        }
+        assert found["calls"] >= reached | ({"GroupedLinear.forward"} if family == "qwen3_moe" else set())
+        assert ("moe_permute_with_probs" in found["calls"]) == (name == "EP2-permutation")
+
+
+@pytest.mark.long(seconds=20)
+def test_oldest_engine_equals_torch_spec() -> None:
+    """Transformer Engine 2.3 has other names and signatures, and takes other ways through Megatron-Core."""
+    with engine_workers("2.3.0") as workers:
+        for name in ("qwen2", "mixture", "TP2-SP", "CP2", "EP2-permutation"):
+            world, family, overrides = CASES[name]
+            for found in workers.run(world, both, family, overrides):
+                assert found["exported"] and max(found["gaps"].values()) < TOLERANCE, (name, found["gaps"])
+
+
+# Each fused function, switched off by its own field.
+OFF = tuple(
+    f"megatron.transformer.{name}=false"
+    for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+)
+
+
+def fused(rank: int, world: int) -> dict[str, dict]:
+    """Return what is fused under each layer spec, and what the user's fields make of it."""
+    found = {}
+    for name, overrides in (("torch", ("model.layer_spec=torch",)), ("engine", ENGINE), ("off", (*ENGINE, *OFF))):
+        with open_rig("qwen2_tied", *overrides) as rig:
+            model = rig.backend.chunks[0].module
+            linears = [x for x in model.modules() if hasattr(x, "fuse_wgrad_accumulation")]
+            found[name] = {
+                "rotary": model.config.apply_rope_fusion,
+                "SwiGLU": model.config.bias_activation_fusion,
+                "weight gradients": [x.fuse_wgrad_accumulation for x in linears],
+                "others": (model.config.bias_dropout_fusion, model.config.moe_permute_fusion),
+            }
+    return found
+
+
+def test_fusions_are_on_under_the_engine_unless_switched_off(engine_pool: Pool) -> None:
+    (found,) = engine_pool.run(1, fused)
+    off = {"rotary": False, "SwiGLU": False, "weight gradients": [False] * 8, "others": (False, False)}
+    assert found["torch"] == {**off, "weight gradients": []}
+    assert found["engine"] == {**off, "rotary": True, "SwiGLU": True, "weight gradients": [True] * 8}
+    assert found["off"] == off
+
+
+def unfused(rank: int, world: int) -> dict[str, float]:
+    return gaps(measured("qwen3", *ENGINE), measured("qwen3", *ENGINE, *OFF))
+
+
+def test_fused_equals_unfused(engine_pool: Pool) -> None:
+    (found,) = engine_pool.run(1, unfused)
+    assert max(found.values()) < TOLERANCE, found
+
+
+def by_engine_adam(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, float]:
+    """Return the gaps between steps by the stand-in's FusedAdam and by torch's AdamW."""
+    from tests.stand_ins.transformer_engine.optimizers import FusedAdam
+
+    plain = measured("qwen2_tied", *overrides)
+    with mock.patch.object(optimizer, "_adam_class", lambda name: FusedAdam):
+        return gaps(measured("qwen2_tied", *overrides, "optimizer.kernel=transformer_engine"), plain)
+
+
+@pytest.mark.parametrize("distributed", ["false", "true"])
+def test_engine_adam_takes_the_same_steps(engine_pool: Pool, distributed: str) -> None:
+    for found in engine_pool.run(2, by_engine_adam, (f"optimizer.distributed={distributed}",)):
+        assert max(found.values()) < TOLERANCE, found
+
+
+TORCH = ("model.layer_spec=torch",)
+RESUMED = {
+    "engine": (1, "qwen3", (), ENGINE, ENGINE),
+    "torch-to-engine": (1, "qwen2_tied", (), TORCH, ENGINE),
+    "engine-to-torch": (1, "qwen2_tied", (), ENGINE, TORCH),
+    "EP2-mixture": (2, "qwen3_moe", ("parallel.expert=2",), ENGINE, ENGINE),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_checkpoint_goes_on_under_the_engine(engine_pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
+    """Weights come back to the bit, from the other layer spec too; with the same spec so do the next steps."""
+    world, family, overrides, first, second = RESUMED[name]
+    given = [(*sizes(1, 1), *SHARDED, *overrides, *spec) for spec in (first, second)]
+    for found in engine_pool.run(world, save_and_load, str(tmp_path), *given, family, 3):
+        assert found["loaded"] and found["error"] < TOLERANCE, found
+        assert found["next"] or first != second, found
+
+
+def resumed_by_engine_adam(rank: int, world: int, root: str, topology: tuple[str, ...]) -> dict[str, object]:
+    from tests.stand_ins.transformer_engine.optimizers import FusedAdam
+
+    with mock.patch.object(optimizer, "_adam_class", lambda name: FusedAdam):
+        return save_and_load(rank, world, root, topology, topology, "qwen2_tied", 3)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_checkpoint_goes_on_under_the_engines_adam(engine_pool: Pool, tmp_path: pathlib.Path, sharded: bool) -> None:
+    """Its count of steps, one per group and none per parameter, comes back: the next steps are equal to the bit."""
+    topology = (*sizes(1, 1), f"optimizer.distributed={str(sharded).lower()}", "optimizer.kernel=transformer_engine")
+    for found in engine_pool.run(2, resumed_by_engine_adam, str(tmp_path), topology):
+        assert found["loaded"] and found["next"] and found["rate"], found
+
+
+def half_precision(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, float]:
+    """Return the gaps between the two specs in bfloat16, under all that attention checks."""
+    with mock.patch.dict(os.environ, STAND_IN_ANY_DTYPE="0"):
+        half = (*overrides, "model.dtype=bfloat16")
+        return gaps(measured(family, *half, *ENGINE), measured(family, *half, "model.layer_spec=torch"))
+
+
+@pytest.mark.parametrize("name", ["TP2-SP", "CP2", "EP2"])
+def test_bfloat16_is_as_close_as_its_rounding(engine_pool: Pool, name: str) -> None:
+    world, family, overrides = CASES[name]
+    for found in engine_pool.run(world, half_precision, family, overrides):
+        print(name, {k: f"{v:.1e}" for k, v in found.items()})
+        assert found["log-probs"] < 0.1  # seen 8e-3 to 4e-2
+        assert max(found["gradient"], found["gradient of two calls"], found["norms"]) < 0.05  # seen 3e-3 to 2e-2
+        assert found["later weights"] < 5e-3, found  # an ulp of bfloat16, 2^-8; seen 5e-4 to 1e-3
+
+
+def _bounds_with(change: Callable[[dict], dict]) -> contextlib.AbstractContextManager:
+    plain = attention._bounds
+    return mock.patch.object(attention, "_bounds", lambda *given: change(plain(*given)))
+
+
+def _without_padded(fields: dict) -> dict:
+    return {name: x for name, x in fields.items() if "padded" not in name}
+
+
+def _contiguous(lengths, rank: int, size: int) -> np.ndarray:
+    """Cut sequences among context ranks in their order, where Transformer Engine's ranks hold a chunk of either end."""
+    starts = np.cumsum([0, *lengths])
+    return np.concatenate([np.split(np.arange(a, b), size)[rank] for a, b in itertools.pairwise(starts)])
+
+
+def _keeping(name: str) -> contextlib.AbstractContextManager:
+    """Have Megatron-Core hand on a field of the packed sequences that attention does not take."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    forward = TEDotProductAttention.forward
+
+    def keeping(module, *given, **named):
+        module.kept_packed_seq_params.add(name)
+        return forward(module, *given, **named)
+
+    return mock.patch.object(TEDotProductAttention, "forward", keeping)
+
+
+FAULTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager], tuple[str, ...], str]] = {
+    "unknown keyword": (lambda: _keeping("lengths"), (), "unexpected keyword argument 'lengths'"),
+    "int64 bounds": (
+        lambda: _bounds_with(lambda x: {**x, "cu_seqlens_q": x["cu_seqlens_q"].long()}),
+        (),
+        "must be in dtype torch.int32",
+    ),
+    "no bounds": (lambda: _bounds_with(lambda x: {**x, "cu_seqlens_kv": None}), (), "over [T, h, d] only"),
+    "longest on the device": (
+        lambda: _bounds_with(lambda x: {**x, "max_seqlen_kv": torch.tensor(x["max_seqlen_kv"])}),
+        (),
+        "must be an int",
+    ),
+    "no padded bounds": (
+        lambda: _bounds_with(_without_padded),
+        ("parallel.context=2",),
+        "padded can not be None for context parallelism",
+    ),
+    "float32": (lambda: mock.patch.dict(os.environ, STAND_IN_ANY_DTYPE="0"), (), "no attention backend"),
+}
+
+
+def with_fault(rank: int, world: int, name: str) -> str | None:
+    """Return what a run with a planted fault was refused with."""
+    plant, overrides, _ = FAULTS[name]
+    try:
+        with plant():
+            measured("qwen2_untied", *overrides, *ENGINE)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_refused(engine_pool: Pool, name: str) -> None:
+    _, overrides, wanted = FAULTS[name]
+    for found in engine_pool.run(2 if overrides else 1, with_fault, name):
+        assert found is not None and wanted in found
+
+
+def in_order(rank: int, world: int) -> dict[str, float]:
+    """Return the gaps to the torch spec where context ranks hold sequences in their order, which no check sees."""
+    context = ("parallel.context=2",)
+    plain = measured("qwen2_untied", *context, "model.layer_spec=torch")
+    with mock.patch.object(packing, "context_positions", _contiguous):
+        return gaps(measured("qwen2_untied", *context, *ENGINE), plain)
+
+
+def test_context_ranks_in_another_order_show(engine_pool: Pool) -> None:
+    for found in engine_pool.run(2, in_order):
+        assert found["log-probs"] > 0.01 and found["gradient"] > 0.01, found
+
+
+def test_signatures_refuse_what_the_real_ones_refuse() -> None:
+    """Both versions' facts bind a call as Python would: an argument too many and one too few raise."""
+    sizes = dict(in_features=4, out_features=4, device="cpu", params_dtype=torch.float32)
+    x = torch.zeros(2, 4)
+    assert linears.Linear(**sizes)(x).shape == (2, 4)
+    with pytest.raises(TypeError, match="'in_features'"):
+        linears.Linear(out_features=4, device="cpu", params_dtype=torch.float32)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'hidden_size'"):
+        linears.Linear(**sizes, hidden_size=4)
+    with pytest.raises(TypeError, match="missing a required argument: 'm_splits'"):
+        linears.GroupedLinear(num_gemms=1, bias=False, **sizes)(x)
+    with pytest.raises(TypeError, match="beyond the stand-in"):
+        linears.Linear(**sizes, ub_overlap_ag=True)
