@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import mmap
 import os
 import sys
@@ -18,7 +17,7 @@ from datetime import timedelta
 import torch
 
 from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive
-from megatron_rl.weights.checksum import Checksum
+from megatron_rl.weights.bucket_digest import bucket_checksum
 
 
 class Worker:
@@ -49,12 +48,9 @@ class Worker:
         packed = self.packed(message)[: message["num_bytes"]].to(self.device, copy=True)
         if message.get("flip"):
             packed[0] ^= 1
-        seen = Checksum()
-        for name, dtype, shape, start in message["tensors"]:
-            kind = getattr(torch, dtype)
-            seen.update(name, packed[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape))
-        if str(seen.value()) != message["checksum"]:
-            raise ValueError(f"a bucket arrived with checksum {seen.value()}, the trainer sent {message['checksum']}")
+        seen = bucket_checksum(message["tensors"], packed)
+        if seen != message["checksum"]:
+            raise ValueError(f"a bucket arrived with checksum {seen}, the trainer sent {message['checksum']}")
         self.tally.add(message["checksum"], len(message["tensors"]))
 
     def packed(self, message: dict) -> torch.Tensor:

@@ -36,8 +36,9 @@ from megatron_rl.rollout.weight_sync.transport import (
     open_storage,
     receive,
     segment_folders,
+    view_of,
 )
-from megatron_rl.weights.checksum import Checksum
+from megatron_rl.weights.bucket_digest import bucket_checksum
 
 BACKEND = "megatron_rl"
 
@@ -66,7 +67,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     kind: ``bucket`` (the tensors listed, packed one after the other), ``end`` (the totals of the whole sync) or
         ``abort``.
     tensors: [name, dtype, shape, first byte] of each tensor.
-    checksum: of the bucket's tensors (weights/checksum.py), or, at the end, over all buckets (transport.Tally).
+    checksum: of the bucket (weights/bucket_digest.py), or, at the end, over all buckets (transport.Tally).
     """
 
     kind: str
@@ -175,21 +176,12 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
                 raise ValueError(f"a weight update of kind {other!r}; this receiver knows bucket, end and abort")
 
     def _take(self, bucket: BucketInfo) -> None:
-        # Copy the tensors: vLLM keeps them until a layer is complete, after the bucket's memory is used again.
         packed = self._packed(bucket)
-        checksum, weights = Checksum(), []
-        for name, dtype, shape, start in bucket.tensors:
-            kind = getattr(torch, dtype)
-            size = torch.Size(shape)
-            view = packed[start : start + size.numel() * kind.itemsize].view(kind).view(size)
-            tensor = view.to(self.device, copy=True)
-            checksum.update(name, tensor)
-            weights.append((name, tensor))
-        if str(checksum.value()) != bucket.checksum:
+        checksum = bucket_checksum(bucket.tensors, packed)
+        if checksum != bucket.checksum:
             names = f"{bucket.tensors[0][0]} ... {bucket.tensors[-1][0]}"
-            raise ValueError(
-                f"the bucket {names} arrived with checksum {checksum.value()}, the trainer sent {bucket.checksum}"
-            )
+            raise ValueError(f"the bucket {names} arrived with checksum {checksum}, the trainer sent {bucket.checksum}")
+        weights = [(name, view_of(packed, dtype, shape, start)) for name, dtype, shape, start in bucket.tensors]
         # Count them, and let vLLM load them.
         self._tally.add(bucket.checksum, len(weights))
         for name, tensor in weights:
@@ -204,19 +196,23 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             raise
 
     def _packed(self, bucket: BucketInfo) -> torch.Tensor:
-        """Return the bucket's bytes, uint8, from the channel."""
+        """Return the bucket's bytes, uint8, in memory of this device that nobody else writes.
+
+        vLLM keeps tensors until their layer is complete, after the sender uses the bucket's memory again.
+        """
         if self._group is not None:
             return receive(self._group, bucket.num_bytes, self.device)
         if bucket.storage:  # the trainer's GPU is the first that this engine sees
-            return open_storage(bucket.storage, 0)
-        if bucket.segment not in self._maps:
-            self._maps[bucket.segment] = self._mapped(pathlib.Path(bucket.segment))
-        mapped = self._maps[bucket.segment]
-        if len(mapped) < bucket.num_bytes:
+            shared = open_storage(bucket.storage, 0)
+        else:
+            if bucket.segment not in self._maps:
+                self._maps[bucket.segment] = self._mapped(pathlib.Path(bucket.segment))
+            shared = self._maps[bucket.segment]
+        if len(shared) < bucket.num_bytes:
             raise ValueError(
-                f"the segment {bucket.segment} holds {len(mapped):,} bytes and the bucket {bucket.num_bytes:,}"
+                f"the segment {bucket.segment} holds {len(shared):,} bytes and the bucket {bucket.num_bytes:,}"
             )
-        return mapped
+        return shared[: bucket.num_bytes].to(self.device, copy=True)
 
     def _mapped(self, path: pathlib.Path) -> torch.Tensor:
         """Map a segment's memory, once in a sync: its buckets use the same two segments in turn."""

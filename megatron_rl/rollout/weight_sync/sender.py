@@ -24,7 +24,7 @@ from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
 from megatron_rl.rollout.vllm.replica import UPDATING, Replica, ReplicaLost, RequestRefused, WeightReceipt
 from megatron_rl.rollout.weight_sync.transport import Segment, Tally, broadcast, listen, open_group, share_storage
-from megatron_rl.weights.checksum import Checksum
+from megatron_rl.weights.bucket_digest import bucket_checksum
 
 BACKEND = "megatron_rl"  # the receiver's name in vLLM's registry; see rollout/weight_sync/receiver.py
 # vLLM's words (0.32.0, gpu_worker.py) for an update that broke off, by this trainer or an earlier one
@@ -43,24 +43,25 @@ class _Half:
         self.clear()
 
     def clear(self) -> None:
-        self.used, self.tensors, self.checksum = 0, [], Checksum()
+        self.used, self.tensors = 0, []
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        return self.used + tensor.numel() * tensor.element_size() <= len(self.bytes)
+        return self.used + _room(tensor) <= len(self.bytes)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        self.bytes[self.used : self.used + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        self.checksum.update(name, tensor)
+        end = self.used + tensor.numel() * tensor.element_size()
+        self.bytes[self.used : end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         self.tensors.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used])
-        self.used += -(-size // ALIGNMENT) * ALIGNMENT
+        self.used += _room(tensor)
+        if end < self.used:
+            self.bytes[end : self.used].zero_()  # so that equal weights have equal checksums
 
     def message(self) -> dict[str, object]:
         content = {
             "kind": "bucket",
             "tensors": self.tensors,
             "num_bytes": self.used,
-            "checksum": str(self.checksum.value()),
+            "checksum": bucket_checksum(self.tensors, self.bytes[: self.used]),
         }
         if self.segment:
             return {**content, "segment": str(self.segment.path)}
@@ -70,6 +71,11 @@ class _Half:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         if self.segment:
             self.segment.close()
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes of a bucket, from one aligned place to the next."""
+    return max(1, -(-tensor.numel() * tensor.element_size() // ALIGNMENT)) * ALIGNMENT
 
 
 class WeightSender:
@@ -262,7 +268,7 @@ class _Delivery:
         if half is None or not half.fits(tensor):
             if half is not None:
                 half.close()
-            size = max(self.sync.bucket_bytes // 2, tensor.numel() * tensor.element_size())
+            size = max(self.sync.bucket_bytes // 2, _room(tensor))
             half = self.halves[turn] = _Half(size, self.sync.channel, self.sync.device)
         return half
 

@@ -6,7 +6,6 @@ The engines read each bucket late.
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 import time
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ import torch
 from megatron_rl.rollout.engine import NO_WEIGHTS
 from megatron_rl.rollout.vllm.replica import WeightReceipt
 from megatron_rl.rollout.weight_sync.sender import WeightSender
-from megatron_rl.rollout.weight_sync.transport import Tally
-from megatron_rl.weights.checksum import Checksum
+from megatron_rl.rollout.weight_sync.transport import Tally, view_of
+from megatron_rl.weights.bucket_digest import bucket_checksum
 
 VERSION = 7
 
@@ -50,24 +49,19 @@ class Engine:
         return None
 
     def take(self, bucket: dict) -> None:
-        packed, seen = (
-            torch.frombuffer(bytearray(pathlib.Path(bucket["segment"]).read_bytes()), dtype=torch.uint8),
-            Checksum(),
-        )
+        packed = torch.frombuffer(bytearray(pathlib.Path(bucket["segment"]).read_bytes()), dtype=torch.uint8)
+        assert len(packed) >= bucket["num_bytes"]
         for name, dtype, shape, start in bucket["tensors"]:
-            kind = getattr(torch, dtype)
-            tensor = packed[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
             assert name not in self.held, f"{name} came twice"
-            self.held[name] = tensor
-            seen.update(name, tensor)
-        assert seen.value() == bucket["checksum"]
+            self.held[name] = view_of(packed, dtype, shape, start)
+        assert bucket_checksum(bucket["tensors"], packed[: bucket["num_bytes"]]) == bucket["checksum"]
         self.tally.add(bucket["checksum"], len(bucket["tensors"]))
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Make tensors of two dtypes and odd sizes, several to a bucket, one larger than a bucket."""
+    """Make tensors of two dtypes and odd sizes, several to a bucket, one larger than a bucket, two empty."""
     random = torch.Generator().manual_seed(0)
-    sizes = [(3,), (5, 7), (1,), (64, 9), (2, 2), (11,), (4, 4), (13,), (6,), (1,)]
+    sizes = [(3,), (5, 7), (1,), (65, 9), (2, 2), (0, 4), (4, 4), (13,), (6,), (1,), (63,), (0,)]
     kinds = [torch.float32, torch.bfloat16]
     return {f"weight.{i}": torch.randn(size, generator=random).to(kinds[i % 2]) for i, size in enumerate(sizes)}
 
