@@ -35,8 +35,13 @@ def bucket_checksum(tensors: Sequence, packed: torch.Tensor) -> str:
     tensors: [name, dtype, shape, first byte] of each tensor, as the message has them.
     packed: [bytes] uint8, the tensors and what lies between them.
     """
+    return checksum_of(tensors, digest(packed))
+
+
+def checksum_of(tensors: Sequence, seen: torch.Tensor) -> str:
+    """Return the checksum of a bucket whose digest is under way, and wait for that."""
     total = hashlib.blake2b(json.dumps(tensors).encode(), digest_size=8)
-    total.update((int(digest(packed)) & (2**64 - 1)).to_bytes(8, "little"))
+    total.update((int(seen) & (2**64 - 1)).to_bytes(8, "little"))
     return total.hexdigest()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import sys
 import threading
@@ -16,6 +15,7 @@ from datetime import timedelta
 
 import torch
 
+from megatron_rl.rollout.weight_sync.mapped import MappedSegments
 from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive
 from megatron_rl.weights.bucket_digest import bucket_checksum
 
@@ -25,8 +25,8 @@ class Worker:
 
     def __init__(self) -> None:
         self.group, self.tally, self.end = None, Tally(), {}
-        self.maps: dict[str, torch.Tensor] = {}
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.maps = MappedSegments(self.device)
 
     def init_weight_transfer(self, info: dict) -> None:
         if info["channel"] == "broadcast":
@@ -45,7 +45,7 @@ class Worker:
         if message["kind"] == "end":
             self.end = message
             return
-        packed = self.packed(message)[: message["num_bytes"]].to(self.device, copy=True)
+        packed = self.packed(message)[: message["num_bytes"]].to(self.device, non_blocking=True, copy=True)
         if message.get("flip"):
             packed[0] ^= 1
         seen = bucket_checksum(message["tensors"], packed)
@@ -56,13 +56,7 @@ class Worker:
     def packed(self, message: dict) -> torch.Tensor:
         """Return the bucket's bytes, uint8, from the channel that it names."""
         if "segment" in message:
-            if message["segment"] not in self.maps:
-                file = os.open(message["segment"], os.O_RDWR)
-                try:
-                    self.maps[message["segment"]] = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-                finally:
-                    os.close(file)
-            return self.maps[message["segment"]]
+            return self.maps.bytes_of(message["segment"])
         if "storage" in message:
             return open_storage(message["storage"], 0)
         return receive(self.group, message["num_bytes"], self.device)

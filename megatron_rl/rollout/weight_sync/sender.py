@@ -23,59 +23,12 @@ import torch
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
 from megatron_rl.rollout.vllm.replica import UPDATING, Replica, ReplicaLost, RequestRefused, WeightReceipt
-from megatron_rl.rollout.weight_sync.transport import Segment, Tally, broadcast, listen, open_group, share_storage
-from megatron_rl.weights.bucket_digest import bucket_checksum
+from megatron_rl.rollout.weight_sync.half import Half, room_of
+from megatron_rl.rollout.weight_sync.transport import Tally, broadcast, listen, open_group
 
 BACKEND = "megatron_rl"  # the receiver's name in vLLM's registry; see rollout/weight_sync/receiver.py
 # vLLM's words (0.32.0, gpu_worker.py) for an update that broke off, by this trainer or an earlier one
 OPEN = "already active"
-ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
-
-
-class _Half:
-    """Holds half a bucket's memory, filled with tensors while the engines load the other half."""
-
-    def __init__(self, num_bytes: int, channel: str, device: torch.device) -> None:
-        self.channel = channel
-        self.segment = Segment(num_bytes) if channel == "shared_memory" else None
-        self.bytes = self.segment.bytes if self.segment else torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.under_way: list[tuple[Replica, Future]] = []
-        self.clear()
-
-    def clear(self) -> None:
-        self.used, self.tensors = 0, []
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        return self.used + _room(tensor) <= len(self.bytes)
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        end = self.used + tensor.numel() * tensor.element_size()
-        self.bytes[self.used : end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        self.tensors.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used])
-        self.used += _room(tensor)
-        if end < self.used:
-            self.bytes[end : self.used].zero_()  # so that equal weights have equal checksums
-
-    def message(self) -> dict[str, object]:
-        content = {
-            "kind": "bucket",
-            "tensors": self.tensors,
-            "num_bytes": self.used,
-            "checksum": bucket_checksum(self.tensors, self.bytes[: self.used]),
-        }
-        if self.segment:
-            return {**content, "segment": str(self.segment.path)}
-        return {**content, "storage": share_storage(self.bytes)} if self.channel == "cuda_ipc" else content
-
-    def close(self) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        if self.segment:
-            self.segment.close()
-
-
-def _room(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes of a bucket, from one aligned place to the next."""
-    return max(1, -(-tensor.numel() * tensor.element_size() // ALIGNMENT)) * ALIGNMENT
 
 
 class WeightSender:
@@ -99,7 +52,7 @@ class WeightSender:
             address,
         )
         self.groups: dict[int, object] = {}
-        self.halves: list[_Half | None] = [None, None]
+        self.halves: list[Half | None] = [None, None]
         self._joined: set[int] = set()
 
     def forget(self, replica: Replica) -> None:
@@ -108,6 +61,12 @@ class WeightSender:
         group = self.groups.pop(id(replica), None)
         if group is not None:
             group.shutdown()
+
+    def free_device(self) -> None:
+        """Give the buckets' memory on the device back, and keep the shared memory."""
+        for half in self.halves:
+            if half is not None:
+                half.free_device()
 
     def free(self) -> None:
         """Give the buckets' memory back; the next sync takes new memory."""
@@ -186,6 +145,8 @@ class _Delivery:
                 threads.shutdown(wait=True, cancel_futures=True)
             if not came_through or self.sync.channel != "shared_memory":
                 self.sync.free()
+            elif self.sync.device.type != "cpu":
+                self.sync.free_device()
         return SyncReport(
             version=self.version,
             num_tensors=self.tally.count,
@@ -261,18 +222,18 @@ class _Delivery:
         for half in self.halves:
             self._await(half)
 
-    def _with_room(self, turn: int, tensor: torch.Tensor) -> _Half:
+    def _with_room(self, turn: int, tensor: torch.Tensor) -> Half:
         half = self.halves[turn]
         if half is not None and half.under_way:
             self._await(half)
         if half is None or not half.fits(tensor):
             if half is not None:
                 half.close()
-            size = max(self.sync.bucket_bytes // 2, _room(tensor))
-            half = self.halves[turn] = _Half(size, self.sync.channel, self.sync.device)
+            size = max(self.sync.bucket_bytes // 2, room_of(tensor))
+            half = self.halves[turn] = Half(size, self.sync.channel, self.sync.device)
         return half
 
-    def _flush(self, half: _Half) -> None:
+    def _flush(self, half: Half) -> None:
         """Send a half's message to every replica; the half is under way until ``_await``."""
         message, deadline_s = half.message(), self.sync.deadline_s
         self.tally.add(message["checksum"], len(half.tensors))
@@ -285,7 +246,7 @@ class _Delivery:
             except RuntimeError as error:
                 self._drop(replica, error)
 
-    def _await(self, half: _Half | None) -> None:
+    def _await(self, half: Half | None) -> None:
         """Wait for every replica's answer to a half, whose memory is free again then."""
         if half is not None and half.under_way:
             for replica, future in half.under_way:

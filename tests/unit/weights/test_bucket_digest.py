@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.rollout.weight_sync.sender import _Half
+from megatron_rl.rollout.weight_sync.half import Half
 from megatron_rl.rollout.weight_sync.transport import view_of
 from megatron_rl.weights import bucket_digest as stage
 from megatron_rl.weights.bucket_digest import ROW_BYTES, ROW_WORDS, bucket_checksum, digest, factors_on
@@ -56,9 +56,9 @@ def value(packed: torch.Tensor) -> int:
     return int(digest(packed)) & MASK
 
 
-def bucket_of(tensors: dict[str, torch.Tensor], num_bytes: int = 2**17) -> _Half:
-    half = _Half(num_bytes, "broadcast", CPU)
-    half.bytes.copy_(random_bytes(num_bytes, 5))  # what an earlier bucket left
+def bucket_of(tensors: dict[str, torch.Tensor], num_bytes: int = 2**17) -> Half:
+    half = Half(num_bytes, "broadcast", CPU)
+    half.bytes = random_bytes(num_bytes, 5)  # what an earlier bucket left
     for name, tensor in tensors.items():
         assert half.fits(tensor)
         half.add(name, tensor)
