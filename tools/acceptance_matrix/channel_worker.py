@@ -34,9 +34,9 @@ class Worker:
                 self.device = torch.device("cuda", torch.cuda.device_count() - 1)
                 torch.cuda.set_device(self.device)
             deadline = timedelta(seconds=info["deadline_s"])
-            self.group = join_group(
-                info["address"], info["port"], 1, info["world_size"], info["group_backend"], deadline
-            )
+            rank, world = info["first_rank"], info["world_size"]
+            self.group = None  # an earlier one ends with its last reference
+            self.group = join_group(info["address"], info["port"], rank, world, info["group_backend"], deadline)
 
     def start_weight_update(self, _: dict) -> None:
         self.tally, self.end = Tally(), {}

@@ -37,8 +37,8 @@ BACKEND = "megatron_rl"
 class ChannelInfo(WeightTransferInitInfo):
     """Describes the channel by which buckets arrive.
 
-    channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group with the trainer) or
-        ``cuda_ipc`` (the trainer's memory on the same GPU).
+    channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group of the trainer and all
+        engines) or ``cuda_ipc`` (the trainer's memory on the same GPU).
     """
 
     channel: str
@@ -283,7 +283,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
     def shutdown(self) -> None:
         self._maps.release()
         if self._group is not None:
-            self._group.shutdown()
+            self._group.abort()  # of a group that broke off, NCCL's kernels still wait
         self._group = None
 
 
