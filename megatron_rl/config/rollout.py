@@ -162,11 +162,12 @@ class RolloutConfig:
 class WeightSyncConfig:
     """Sends the policy's weights to the engines.
 
-    Under `cuda_ipc` an engine of the run's own opens the bucket in the memory of the GPU that it shares with its rank.
+    Under `cuda_ipc` an engine of the run's own opens the bucket in the memory of the GPU that it shares with its rank,
+    and the trainer then does without expandable segments. It was not yet run on a GPU.
     """
 
     channel: str = "auto"
-    """`auto`: `shared_memory` on one host, `broadcast` (NCCL, gloo) across hosts; or `cuda_ipc`, on a shared GPU."""
+    """`auto`: `cuda_ipc` on a shared GPU, else `shared_memory` on one host, `broadcast` (NCCL, gloo) across hosts."""
     interval_steps: Annotated[int, Range(1)] = 1
     """Optimizer steps that the engines' weights may lag behind before they are sent again."""
     in_flight: bool = False

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.distributed.weight_channel import ALLOCATOR, opens_device_memory
 from megatron_rl.errors import ConfigError
 
 DRIVER = "/proc/driver/nvidia/version"
@@ -22,7 +23,6 @@ DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain"),
 }
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the older name, which every version reads, first
 _added: dict[str, str] = {}  # the variables that this process added, which its engines shall not inherit
 
 
@@ -38,7 +38,7 @@ def wanted_variables(config: Config) -> dict[str, tuple[str, ...]]:
         # One hardware queue keeps the order in which Megatron-Core launches a collective and the product that shall
         # hide it (0.16.1 tensor_parallel/layers.py warns without it).
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1",)
-    if config.weight_sync.channel != "cuda_ipc" and not config.megatron.ddp.get("nccl_ub"):
+    if not opens_device_memory(config) and not config.megatron.ddp.get("nccl_ub"):
         # Micro-batches differ in size, and blocks of fixed size fragment; a handle on a segment that grows would ask
         # the engine's process for more rights, and NCCL registers fixed buffers.
         wanted[ALLOCATOR[0]] = ("expandable_segments:True",)

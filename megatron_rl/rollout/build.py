@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
+from megatron_rl.distributed.weight_channel import LOOPBACK, choose_channel
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.transformers_engine import TransformersEngine, stop_tokens
@@ -20,7 +22,7 @@ from megatron_rl.rollout.vllm.process_replica import ProcessReplica, engine_envi
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,7 @@ def build_engine(
     replicas = _servers(config) if rollout.servers else [_process(config, location, device)] if role.starts else []
     settings = config.weight_sync
     sender = WeightSender(
-        channel=weight_channel(config, device),
+        channel=weight_channel(config, device, os.environ),
         bucket_bytes=settings.bucket_bytes // 2,
         deadline_s=settings.deadline_s,
         device=device,
@@ -241,23 +243,15 @@ def _servers(config: Config) -> list[ServerReplica]:
     return [ServerReplica(url, api_key_env=rollout.api_key_env, model=config.model.hf_path) for url in rollout.servers]
 
 
-def weight_channel(config: Config, device: torch.device) -> str:
-    """Return the channel of the weights; raise ConfigError for one that the engines cannot use."""
-    channel = config.weight_sync.channel
-    if channel == "cuda_ipc" and (device.type != "cuda" or config.rollout.servers):
-        raise ConfigError(
-            "weight_sync.channel=cuda_ipc needs engines of the run's own on the trainer's GPUs, and this run is on "
-            f"{device.type} with rollout.servers={list(config.rollout.servers)}; use shared_memory or broadcast"
-        )
-    if channel == "broadcast" and device.type == "cuda" and not config.rollout.servers:
-        raise ConfigError(
-            "weight_sync.channel=broadcast would put a rank and its engine, both on one GPU, into one NCCL group, and "
-            'NCCL refuses that ("Duplicate GPU detected"); use weight_sync.channel=auto for engines of the run\'s own'
-        )
-    if channel != "auto":
-        return channel
-    hosts = [urlsplit(server).hostname for server in config.rollout.servers]
-    return "shared_memory" if all(host in LOOPBACK for host in hosts) else "broadcast"
+def weight_channel(config: Config, device: torch.device, environment: Mapping[str, str]) -> str:
+    """Return the channel of the weights; raise ConfigError for one that the engines cannot use.
+
+    environment: that of the trainer's process.
+    """
+    channel, reason = choose_channel(config, on_gpu=device.type == "cuda", environment=environment)
+    if reason:
+        log.warning("weight_sync.channel=auto takes %s, and cuda_ipc would be faster: %s", channel, reason)
+    return channel
 
 
 def _own_address(servers: Sequence[str]) -> str:

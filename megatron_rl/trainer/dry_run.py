@@ -91,7 +91,7 @@ def check_engine(config: Config, num_ranks: int, on_node: int, *, elsewhere: boo
     location = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=min(on_node, ranks))
     role_of(config, location)
     refuse_sharing(config, shares_device(config, device))
-    weight_channel(config, device)
+    weight_channel(config, device, {} if elsewhere else os.environ)
     own_engines = config.rollout.engine == "vllm" and not config.rollout.servers
     if own_engines and importlib.util.find_spec("vllm") is None:
         missing = "rollout.engine=vllm starts vLLM in the job's environment, and this one has none"

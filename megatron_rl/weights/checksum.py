@@ -87,10 +87,10 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
             words = words.view(torch.int64)
             rows[row] = words.sum()
             columns[: len(words)] += words
-    return _mix(vector).sum()
+    return mix_words(vector).sum()
 
 
-def _mix(values: torch.Tensor) -> torch.Tensor:
+def mix_words(values: torch.Tensor) -> torch.Tensor:
     """Return splitmix64 (Steele, Lea, Flood 2014) of each value and its index, in wrapping int64."""
     z = torch.arange(1, len(values) + 1, device=values.device).mul_(_signed(0x9E3779B97F4A7C15)).add_(values)
     z = (z ^ _shifted(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))

@@ -51,13 +51,17 @@ def test_a_run_on_two_servers_and_two_clients(pool, arithmetic, two_servers, tmp
     assert KEY not in (tmp_path / "config.yaml").read_text() and KEY not in "".join(said for _, said in results)
 
 
-def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(pool, arithmetic, two_servers, tmp_path):
+@pytest.mark.parametrize("channel", ["shared_memory", "broadcast"])
+def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(
+    pool, arithmetic, two_servers, tmp_path, channel
+):
     """A server killed in the run comes back with the current weights.
 
     kill -9 of an engine after the second rollout: the other goes on alone, the restarted one is sent weights and asked
     again.
     """
     extra = ("parallel.pipeline=1", "train.num_rollouts=90", "run.deadline_s=300", "optimizer.lr=1e-5")
+    extra += (f"weight_sync.channel={channel}",)
     starts, killed = len(two_servers.starts(1)), threading.Event()
 
     def kill() -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import mmap
 import os
 import sys
 import threading
@@ -17,8 +15,9 @@ from datetime import timedelta
 
 import torch
 
+from megatron_rl.rollout.weight_sync.mapped import MappedSegments
 from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive
-from megatron_rl.weights.checksum import Checksum
+from megatron_rl.weights.bucket_digest import bucket_checksum
 
 
 class Worker:
@@ -26,8 +25,8 @@ class Worker:
 
     def __init__(self) -> None:
         self.group, self.tally, self.end = None, Tally(), {}
-        self.maps: dict[str, torch.Tensor] = {}
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.maps = MappedSegments(self.device)
 
     def init_weight_transfer(self, info: dict) -> None:
         if info["channel"] == "broadcast":
@@ -35,9 +34,9 @@ class Worker:
                 self.device = torch.device("cuda", torch.cuda.device_count() - 1)
                 torch.cuda.set_device(self.device)
             deadline = timedelta(seconds=info["deadline_s"])
-            self.group = join_group(
-                info["address"], info["port"], 1, info["world_size"], info["group_backend"], deadline
-            )
+            rank, world = info["first_rank"], info["world_size"]
+            self.group = None  # an earlier one ends with its last reference
+            self.group = join_group(info["address"], info["port"], rank, world, info["group_backend"], deadline)
 
     def start_weight_update(self, _: dict) -> None:
         self.tally, self.end = Tally(), {}
@@ -46,27 +45,18 @@ class Worker:
         if message["kind"] == "end":
             self.end = message
             return
-        packed = self.packed(message)[: message["num_bytes"]].to(self.device, copy=True)
+        packed = self.packed(message)[: message["num_bytes"]].to(self.device, non_blocking=True, copy=True)
         if message.get("flip"):
             packed[0] ^= 1
-        seen = Checksum()
-        for name, dtype, shape, start in message["tensors"]:
-            kind = getattr(torch, dtype)
-            seen.update(name, packed[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape))
-        if str(seen.value()) != message["checksum"]:
-            raise ValueError(f"a bucket arrived with checksum {seen.value()}, the trainer sent {message['checksum']}")
+        seen = bucket_checksum(message["tensors"], packed)
+        if seen != message["checksum"]:
+            raise ValueError(f"a bucket arrived with checksum {seen}, the trainer sent {message['checksum']}")
         self.tally.add(message["checksum"], len(message["tensors"]))
 
     def packed(self, message: dict) -> torch.Tensor:
         """Return the bucket's bytes, uint8, from the channel that it names."""
         if "segment" in message:
-            if message["segment"] not in self.maps:
-                file = os.open(message["segment"], os.O_RDWR)
-                try:
-                    self.maps[message["segment"]] = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-                finally:
-                    os.close(file)
-            return self.maps[message["segment"]]
+            return self.maps.bytes_of(message["segment"])
         if "storage" in message:
             return open_storage(message["storage"], 0)
         return receive(self.group, message["num_bytes"], self.device)

@@ -11,9 +11,6 @@ version until a later sync comes through whole.
 
 from __future__ import annotations
 
-import mmap
-import os
-import pathlib
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -29,15 +26,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from megatron_rl.rollout.weight_sync.transport import (
-    SEGMENT_PREFIX,
-    Tally,
-    join_group,
-    open_storage,
-    receive,
-    segment_folders,
-)
-from megatron_rl.weights.checksum import Checksum
+from megatron_rl.rollout.weight_sync.mapped import MappedSegments
+from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive, view_of
+from megatron_rl.weights.bucket_digest import bucket_checksum
 
 BACKEND = "megatron_rl"
 
@@ -46,8 +37,8 @@ BACKEND = "megatron_rl"
 class ChannelInfo(WeightTransferInitInfo):
     """Describes the channel by which buckets arrive.
 
-    channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group with the trainer) or
-        ``cuda_ipc`` (the trainer's memory on the same GPU).
+    channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group of the trainer and all
+        engines) or ``cuda_ipc`` (the trainer's memory on the same GPU).
     """
 
     channel: str
@@ -66,7 +57,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     kind: ``bucket`` (the tensors listed, packed one after the other), ``end`` (the totals of the whole sync) or
         ``abort``.
     tensors: [name, dtype, shape, first byte] of each tensor.
-    checksum: of the bucket's tensors (weights/checksum.py), or, at the end, over all buckets (transport.Tally).
+    checksum: of the bucket (weights/bucket_digest.py), or, at the end, over all buckets (transport.Tally).
     """
 
     kind: str
@@ -91,7 +82,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._group = None
         self._open = False
         self._broken = ""
-        self._maps: dict[str, torch.Tensor] = {}
+        self._maps = MappedSegments(self.device)
         self._ended: BucketInfo | None = None
         self._tally = Tally()
         self._arrived: dict[str, int] = {}  # number of values by the trainer's name
@@ -126,7 +117,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             self._drop_half_loaded()
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
         self._ended, self._tally, self._arrived, self._loaded = None, Tally(), {}, set()
-        self._maps.clear()
+        self._maps.release()
         if self.device.type == "cpu":
             self._forget_packed_experts()
         # A tied parameter is listed once here, and under both names after the next line.
@@ -159,7 +150,11 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     def update_weights(self, update_info: dict) -> None:
         # the base class synchronises an accelerator, which a CPU host lacks
-        self.receive_weights(self.parse_update_info(update_info))
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except Exception:
+            self._maps.release()  # the sender gives its segments back after a failure
+            raise
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -175,21 +170,12 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
                 raise ValueError(f"a weight update of kind {other!r}; this receiver knows bucket, end and abort")
 
     def _take(self, bucket: BucketInfo) -> None:
-        # Copy the tensors: vLLM keeps them until a layer is complete, after the bucket's memory is used again.
         packed = self._packed(bucket)
-        checksum, weights = Checksum(), []
-        for name, dtype, shape, start in bucket.tensors:
-            kind = getattr(torch, dtype)
-            size = torch.Size(shape)
-            view = packed[start : start + size.numel() * kind.itemsize].view(kind).view(size)
-            tensor = view.to(self.device, copy=True)
-            checksum.update(name, tensor)
-            weights.append((name, tensor))
-        if str(checksum.value()) != bucket.checksum:
+        checksum = bucket_checksum(bucket.tensors, packed)
+        if checksum != bucket.checksum:
             names = f"{bucket.tensors[0][0]} ... {bucket.tensors[-1][0]}"
-            raise ValueError(
-                f"the bucket {names} arrived with checksum {checksum.value()}, the trainer sent {bucket.checksum}"
-            )
+            raise ValueError(f"the bucket {names} arrived with checksum {checksum}, the trainer sent {bucket.checksum}")
+        weights = [(name, view_of(packed, dtype, shape, start)) for name, dtype, shape, start in bucket.tensors]
         # Count them, and let vLLM load them.
         self._tally.add(bucket.checksum, len(weights))
         for name, tensor in weights:
@@ -204,37 +190,19 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             raise
 
     def _packed(self, bucket: BucketInfo) -> torch.Tensor:
-        """Return the bucket's bytes, uint8, from the channel."""
+        """Return the bucket's bytes, uint8, in memory of this device that nobody else writes.
+
+        vLLM keeps tensors until their layer is complete, after the sender uses the bucket's memory again.
+        """
         if self._group is not None:
             return receive(self._group, bucket.num_bytes, self.device)
-        if bucket.storage:  # the trainer's GPU is the first that this engine sees
-            return open_storage(bucket.storage, 0)
-        if bucket.segment not in self._maps:
-            self._maps[bucket.segment] = self._mapped(pathlib.Path(bucket.segment))
-        mapped = self._maps[bucket.segment]
-        if len(mapped) < bucket.num_bytes:
+        # The trainer's GPU is the first that this engine sees.
+        shared = open_storage(bucket.storage, 0) if bucket.storage else self._maps.bytes_of(bucket.segment)
+        if len(shared) < bucket.num_bytes:
             raise ValueError(
-                f"the segment {bucket.segment} holds {len(mapped):,} bytes and the bucket {bucket.num_bytes:,}"
+                f"the segment {bucket.segment} holds {len(shared):,} bytes and the bucket {bucket.num_bytes:,}"
             )
-        return mapped
-
-    def _mapped(self, path: pathlib.Path) -> torch.Tensor:
-        """Map a segment's memory, once in a sync: its buckets use the same two segments in turn."""
-        if path.parent not in segment_folders() or not path.name.startswith(SEGMENT_PREFIX):
-            raise ValueError(
-                f"{path} is not a weight segment: {SEGMENT_PREFIX}* in one of {[str(x) for x in segment_folders()]}"
-            )
-        try:
-            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # torch wants writable memory, even to read it
-        except OSError as error:
-            raise ValueError(
-                f"the trainer's segment {path} cannot be opened here ({error.strerror}); an engine on another host or "
-                "in a container without the host's /dev/shm needs weight_sync.channel=broadcast"
-            ) from error
-        try:
-            return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-        finally:
-            os.close(file)
+        return shared[: bucket.num_bytes].to(self.device, non_blocking=True, copy=True)
 
     def _check_end(self, end: BucketInfo) -> None:
         # Compare all that was sent with all that arrived.
@@ -284,7 +252,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             )
         finalize_layerwise_reload(self.model, self.model_config)
         self._open = False
-        self._maps.clear()
+        self._maps.release()
         self._process_tied()
         end = self._ended
         self.receipt = {"version": end.version, "checksum": end.checksum, "num_tensors": end.num_tensors}
@@ -313,8 +281,9 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             seen |= {id(p) for p in module.parameters(recurse=False)}
 
     def shutdown(self) -> None:
+        self._maps.release()
         if self._group is not None:
-            self._group.shutdown()
+            self._group.abort()  # of a group that broke off, NCCL's kernels still wait
         self._group = None
 
 

@@ -16,66 +16,25 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 
 import torch
 
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
 from megatron_rl.rollout.vllm.replica import UPDATING, Replica, ReplicaLost, RequestRefused, WeightReceipt
-from megatron_rl.rollout.weight_sync.transport import Segment, Tally, broadcast, listen, open_group, share_storage
-from megatron_rl.weights.checksum import Checksum
+from megatron_rl.rollout.weight_sync.group import BroadcastGroup
+from megatron_rl.rollout.weight_sync.half import Half, room_of
+from megatron_rl.rollout.weight_sync.transport import Tally
 
 BACKEND = "megatron_rl"  # the receiver's name in vLLM's registry; see rollout/weight_sync/receiver.py
 # vLLM's words (0.32.0, gpu_worker.py) for an update that broke off, by this trainer or an earlier one
 OPEN = "already active"
-ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
-
-
-class _Half:
-    """Holds half a bucket's memory, filled with tensors while the engines load the other half."""
-
-    def __init__(self, num_bytes: int, channel: str, device: torch.device) -> None:
-        self.channel = channel
-        self.segment = Segment(num_bytes) if channel == "shared_memory" else None
-        self.bytes = self.segment.bytes if self.segment else torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.under_way: list[tuple[Replica, Future]] = []
-        self.clear()
-
-    def clear(self) -> None:
-        self.used, self.tensors, self.checksum = 0, [], Checksum()
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        return self.used + tensor.numel() * tensor.element_size() <= len(self.bytes)
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        self.bytes[self.used : self.used + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        self.checksum.update(name, tensor)
-        self.tensors.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used])
-        self.used += -(-size // ALIGNMENT) * ALIGNMENT
-
-    def message(self) -> dict[str, object]:
-        content = {
-            "kind": "bucket",
-            "tensors": self.tensors,
-            "num_bytes": self.used,
-            "checksum": str(self.checksum.value()),
-        }
-        if self.segment:
-            return {**content, "segment": str(self.segment.path)}
-        return {**content, "storage": share_storage(self.bytes)} if self.channel == "cuda_ipc" else content
-
-    def close(self) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        if self.segment:
-            self.segment.close()
 
 
 class WeightSender:
     """Sends one rank's weights to the replicas that it drives.
 
-    channel: ``shared_memory`` (one host), ``broadcast`` (a process group with each engine: NCCL on GPUs, gloo on CPUs),
+    channel: ``shared_memory`` (one host), ``broadcast`` (a process group with all engines: NCCL on GPUs, gloo on CPUs),
         or ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's memory).
     bucket_bytes: memory of the two halves together; a tensor above a half enlarges it to its size. Shared memory is
         kept from one sync to the next, since fresh pages cost more than the copy; memory of a device is not.
@@ -85,23 +44,22 @@ class WeightSender:
     def __init__(
         self, *, channel: str, bucket_bytes: int, deadline_s: float, device: torch.device, address: str = "127.0.0.1"
     ) -> None:
-        self.channel, self.bucket_bytes, self.deadline_s, self.device, self.address = (
-            channel,
-            bucket_bytes,
-            deadline_s,
-            device,
-            address,
-        )
-        self.groups: dict[int, object] = {}
-        self.halves: list[_Half | None] = [None, None]
+        self.channel, self.bucket_bytes, self.deadline_s, self.device = channel, bucket_bytes, deadline_s, device
+        self.group = BroadcastGroup(device, address, deadline_s)
+        self.halves: list[Half | None] = [None, None]
         self._joined: set[int] = set()
 
     def forget(self, replica: Replica) -> None:
         """Close the channel to a replica whose engine is another one now; `join` opens it again."""
         self._joined.discard(id(replica))
-        group = self.groups.pop(id(replica), None)
-        if group is not None:
-            group.shutdown()
+        if self.group.holds(replica):
+            self.group.close()
+
+    def free_device(self) -> None:
+        """Give the buckets' memory on the device back, and keep the shared memory."""
+        for half in self.halves:
+            if half is not None:
+                half.free_device()
 
     def free(self) -> None:
         """Give the buckets' memory back; the next sync takes new memory."""
@@ -125,28 +83,11 @@ class WeightSender:
         return _Delivery(self, version, replicas, in_flight).run(tensors)
 
     def join(self, replica: Replica) -> None:
-        """Open the channel to a replica, once in its life."""
-        if id(replica) in self._joined:
-            return
-        info: dict[str, object] = {"channel": self.channel, "deadline_s": self.deadline_s}
-        if self.channel == "broadcast":
-            self.groups[id(replica)] = self._open_group(replica, info)
-        else:
+        """Open a channel that each replica has for itself, once in its life."""
+        if id(replica) not in self._joined:
+            info = {"channel": self.channel, "deadline_s": self.deadline_s}
             replica.control("init_weight_transfer", info, self.deadline_s)
-        self._joined.add(id(replica))
-
-    def _open_group(self, replica: Replica, info: dict[str, object]):
-        receipts = replica.control("weights_received", {}, self.deadline_s)
-        world = 1 + len(receipts)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        listener = listen(self.address)
-        address, port = listener.getsockname()[:2]
-        info |= {"address": address, "port": port, "world_size": world, "group_backend": backend}
-        with ThreadPoolExecutor(max_workers=1) as waiting:
-            answer = waiting.submit(replica.control, "init_weight_transfer", info, self.deadline_s)
-            group = open_group(listener, world, backend, timedelta(seconds=self.deadline_s))
-            answer.result()
-        return group
+            self._joined.add(id(replica))
 
 
 class _Delivery:
@@ -162,11 +103,18 @@ class _Delivery:
         self.tally = Tally()
         self.num_bytes = 0
         self.halves = sync.halves
+        self.broken = ""  # why the group of a broadcast is gone, and with it this sync for all of its engines
+        # a bucket's broadcast has one deadline, and its answer another
+        self.bucket_s = sync.deadline_s * (2 if sync.channel == "broadcast" else 1)
 
     def run(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> SyncReport:
         started, came_through = time.perf_counter(), False
+        for replica in self.replicas:
+            replica.weight_version = UPDATING if self.in_flight else NO_WEIGHTS
         try:
+            self._meet()
             self._everywhere(self._begin)
+            self._drop_rest()
             self._send(tensors)
             self._everywhere(self._end)
             came_through = not self.failed
@@ -180,6 +128,8 @@ class _Delivery:
                 threads.shutdown(wait=True, cancel_futures=True)
             if not came_through or self.sync.channel != "shared_memory":
                 self.sync.free()
+            elif self.sync.device.type != "cpu":
+                self.sync.free_device()
         return SyncReport(
             version=self.version,
             num_tensors=self.tally.count,
@@ -211,16 +161,50 @@ class _Delivery:
         if self.in_flight and any(x is replica for x in self.living):
             self._give_up(replica, f"a weight update in flight failed: {error}")
         self.living = [x for x in self.living if x is not replica]
+        if self.sync.group.holds(replica):
+            self.broken = self.broken or f"{replica.name}: {error}"
         self.sync.forget(replica)
+
+    def _drop_rest(self) -> None:
+        """Drop all engines of a broadcast where one was dropped: what the others wait for in the group never comes."""
+        for replica in self.living if self.broken else ():
+            self._drop(replica, EngineError(f"this sync's broadcast broke off; {self.broken}"))
 
     def _give_up(self, replica: Replica, cause: str) -> None:
         """Make a replica give up its requests, in its own thread, after the messages on their way to it."""
         replica.weight_version = NO_WEIGHTS
         self.given_up.append(self._submit(replica, replica.give_up, cause))
 
+    def _meet(self) -> None:
+        """Open the channel to every replica; one that is gone is dropped before the others meet in a group."""
+        if self.sync.channel != "broadcast":
+            self._everywhere(self.sync.join)
+            return
+        if self.sync.group.spans(self.living):
+            return
+        counts: dict[int, int] = {}
+
+        def count(replica: Replica) -> None:
+            counts[id(replica)] = len(replica.control("weights_received", {}, self.sync.deadline_s))
+
+        self._everywhere(count)
+        if not self.living:
+            return
+        answers: list[tuple[Replica, Future]] = []
+
+        def invite(replica: Replica, info: dict[str, object]) -> None:
+            call = self._submit(replica, replica.control, "init_weight_transfer", info, self.bucket_s)
+            answers.append((replica, call))
+
+        try:
+            self.sync.group.open([(x, counts[id(x)]) for x in self.living], invite)
+        except (RuntimeError, OSError) as error:
+            self.broken = f"{error}"
+        for replica, future in answers:
+            self._settle(replica, future)
+        self._drop_rest()
+
     def _begin(self, replica: Replica) -> None:
-        replica.weight_version = UPDATING if self.in_flight else NO_WEIGHTS
-        self.sync.join(replica)
         call, deadline_s = replica.control, self.sync.deadline_s
         if self.in_flight:
             call("pause", {}, deadline_s)
@@ -255,37 +239,41 @@ class _Delivery:
         for half in self.halves:
             self._await(half)
 
-    def _with_room(self, turn: int, tensor: torch.Tensor) -> _Half:
+    def _with_room(self, turn: int, tensor: torch.Tensor) -> Half:
         half = self.halves[turn]
         if half is not None and half.under_way:
             self._await(half)
         if half is None or not half.fits(tensor):
             if half is not None:
                 half.close()
-            size = max(self.sync.bucket_bytes // 2, tensor.numel() * tensor.element_size())
-            half = self.halves[turn] = _Half(size, self.sync.channel, self.sync.device)
+            size = max(self.sync.bucket_bytes // 2, room_of(tensor))
+            half = self.halves[turn] = Half(size, self.sync.channel, self.sync.device)
         return half
 
-    def _flush(self, half: _Half) -> None:
+    def _flush(self, half: Half) -> None:
         """Send a half's message to every replica; the half is under way until ``_await``."""
-        message, deadline_s = half.message(), self.sync.deadline_s
+        message = half.message()
         self.tally.add(message["checksum"], len(half.tensors))
-        half.under_way = [(x, self._submit(x, x.control, "update_weights", message, deadline_s)) for x in self.living]
-        if self.sync.channel != "broadcast":
+        call, living = "update_weights", self.living
+        half.under_way = [(x, self._submit(x, x.control, call, message, self.bucket_s)) for x in living]
+        if self.sync.channel != "broadcast" or not living:
             return
-        for replica, _ in half.under_way:
-            try:
-                broadcast(self.sync.groups[id(replica)], half.bytes[: half.used])
-            except RuntimeError as error:
-                self._drop(replica, error)
+        try:
+            self.sync.group.broadcast(half.bytes[: half.used])
+        except RuntimeError as error:
+            self.broken = f"{error}"
+        if self.broken:
+            self.sync.group.close()  # here, since the error above holds the group as long as it lives
+            self._await(half)
 
-    def _await(self, half: _Half | None) -> None:
+    def _await(self, half: Half | None) -> None:
         """Wait for every replica's answer to a half, whose memory is free again then."""
         if half is not None and half.under_way:
             for replica, future in half.under_way:
                 self._settle(replica, future)
             half.under_way = []
             half.clear()
+        self._drop_rest()
 
     def _end(self, replica: Replica) -> None:
         call, deadline_s = replica.control, self.sync.deadline_s

@@ -16,6 +16,7 @@ import pathlib
 import secrets
 import socket
 import tempfile
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -100,6 +101,15 @@ def open_storage(shared: dict, device_index: int) -> torch.Tensor:
         shared["waits"],
     )
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def view_of(packed: torch.Tensor, dtype: str, shape: Sequence[int], start: int) -> torch.Tensor:
+    """Return the tensor that a bucket holds from byte ``start`` on, without a copy.
+
+    dtype: its name in torch, as messages have it.
+    """
+    kind, size = getattr(torch, dtype), torch.Size(shape)
+    return packed[start : start + size.numel() * kind.itemsize].view(kind).view(size)
 
 
 class Tally:

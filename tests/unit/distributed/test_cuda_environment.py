@@ -26,6 +26,9 @@ def nothing_added(monkeypatch):
         ([], EXPANDABLE),
         (["parallel.tensor=2"], ONE_QUEUE | EXPANDABLE),
         (["weight_sync.channel=cuda_ipc"], {}),
+        (["rollout.engine=vllm"], {}),  # auto opens the trainer's memory
+        (["rollout.engine=vllm", "weight_sync.channel=shared_memory"], EXPANDABLE),
+        (["rollout.engine=vllm", "rollout.servers=[http://127.0.0.1:8000]"], EXPANDABLE),
         (["megatron.ddp.nccl_ub=true"], {}),
         (["run.deterministic=true"], EXPANDABLE | DETERMINISTIC),
     ],

@@ -14,7 +14,7 @@ from megatron_rl.rollout import build
 from megatron_rl.rollout.build import EngineRole, RankLocation, engine_arguments, role_of, shares_device
 from megatron_rl.rollout.vllm.process_replica import engine_environment
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def config_of(*overrides: str) -> Config:
@@ -185,28 +185,52 @@ def test_a_setting_that_cannot_work_is_refused(overrides, words):
     assert all(word in str(refused.value) for word in words), refused.value
 
 
+def channel_of(*overrides: str, device: torch.device = CPU, **environment: str) -> str:
+    return build.weight_channel(config_of(*overrides), device, environment)
+
+
 def test_cuda_ipc_needs_a_gpu_and_engines_of_the_runs_own():
     with pytest.raises(
         ConfigError, match="weight_sync.channel=cuda_ipc needs engines of the run's own.*this run is on cpu"
     ):
-        build.weight_channel(config_of("weight_sync.channel=cuda_ipc"), CPU)
-    assert build.weight_channel(config_of("weight_sync.channel=cuda_ipc"), torch.device("cuda", 0)) == "cuda_ipc"
-    assert build.weight_channel(config_of(), torch.device("cuda", 0)) == "shared_memory"
+        channel_of("weight_sync.channel=cuda_ipc")
+    with pytest.raises(ConfigError, match="this run is on cuda with rollout.servers=..http://a:1"):
+        channel_of("weight_sync.channel=cuda_ipc", "rollout.servers=[http://a:1]", device=GPU)
+    assert channel_of("weight_sync.channel=cuda_ipc", device=GPU) == "cuda_ipc"
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_auto_takes_handles_on_a_shared_gpu_alone(device, caplog):
+    assert channel_of(device=device) == {"cpu": "shared_memory", "cuda": "cuda_ipc"}[device.type]
+    assert channel_of("rollout.sleep=never", device=device) == channel_of(device=device)
     here, elsewhere = (
         'rollout.servers=["http://127.0.0.1:8000","http://' + host + '"]' for host in ("[::1]:8001", "10.0.0.7:8000")
     )
-    assert (
-        build.weight_channel(config_of(here), CPU) == "shared_memory"
-        and build.weight_channel(config_of(elsewhere), CPU) == "broadcast"
-    )
+    assert channel_of(here, device=device) == "shared_memory" and channel_of(elsewhere, device=device) == "broadcast"
+    assert channel_of("weight_sync.channel=shared_memory", device=device) == "shared_memory"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_users_expandable_segments_keep_auto_from_handles(name, caplog):
+    given = {name: "backend:native,expandable_segments:True"}
+    assert channel_of(device=GPU, **given) == "shared_memory"
+    assert f"takes shared_memory, and cuda_ipc would be faster: {name}={given[name]} asks" in caplog.text
+    assert channel_of(device=GPU, **{name: "expandable_segments:False"}) == "cuda_ipc"
+    assert channel_of("weight_sync.channel=shared_memory", device=GPU, **given) == "shared_memory"
+    with pytest.raises(
+        ConfigError, match=f"cuda_ipc cannot open memory in expandable segments, and {name} is 'backend"
+    ):
+        channel_of("weight_sync.channel=cuda_ipc", device=GPU, **given)
+    caplog.clear()
+    assert channel_of(**given) == "shared_memory" and not caplog.records
 
 
 def test_broadcast_to_engines_on_the_trainers_own_gpus_is_refused():
     with pytest.raises(ConfigError, match="weight_sync.channel=broadcast .* NCCL refuses that .*channel=auto"):
-        build.weight_channel(config_of("weight_sync.channel=broadcast"), torch.device("cuda", 0))
-    assert build.weight_channel(config_of("weight_sync.channel=broadcast"), CPU) == "broadcast"
-    servers = "rollout.servers=[http://10.0.0.7:8000]"
-    assert build.weight_channel(config_of("weight_sync.channel=broadcast", servers), torch.device("cuda", 0))
+        channel_of("weight_sync.channel=broadcast", device=GPU)
+    assert channel_of("weight_sync.channel=broadcast") == "broadcast"
+    assert channel_of("weight_sync.channel=broadcast", "rollout.servers=[http://10.0.0.7:8000]", device=GPU)
 
 
 @pytest.mark.parametrize(

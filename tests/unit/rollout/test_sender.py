@@ -6,7 +6,6 @@ The engines read each bucket late.
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 import time
 from collections.abc import Iterator
@@ -14,11 +13,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS
 from megatron_rl.rollout.vllm.replica import WeightReceipt
+from megatron_rl.rollout.weight_sync import half, mapped
+from megatron_rl.rollout.weight_sync.mapped import MappedSegments
 from megatron_rl.rollout.weight_sync.sender import WeightSender
-from megatron_rl.rollout.weight_sync.transport import Tally
-from megatron_rl.weights.checksum import Checksum
+from megatron_rl.rollout.weight_sync.transport import Segment, Tally, view_of
+from megatron_rl.weights.bucket_digest import bucket_checksum
 
 VERSION = 7
 
@@ -50,24 +52,19 @@ class Engine:
         return None
 
     def take(self, bucket: dict) -> None:
-        packed, seen = (
-            torch.frombuffer(bytearray(pathlib.Path(bucket["segment"]).read_bytes()), dtype=torch.uint8),
-            Checksum(),
-        )
+        packed = torch.frombuffer(bytearray(pathlib.Path(bucket["segment"]).read_bytes()), dtype=torch.uint8)
+        assert len(packed) >= bucket["num_bytes"]
         for name, dtype, shape, start in bucket["tensors"]:
-            kind = getattr(torch, dtype)
-            tensor = packed[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
             assert name not in self.held, f"{name} came twice"
-            self.held[name] = tensor
-            seen.update(name, tensor)
-        assert seen.value() == bucket["checksum"]
+            self.held[name] = view_of(packed, dtype, shape, start)
+        assert bucket_checksum(bucket["tensors"], packed[: bucket["num_bytes"]]) == bucket["checksum"]
         self.tally.add(bucket["checksum"], len(bucket["tensors"]))
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Make tensors of two dtypes and odd sizes, several to a bucket, one larger than a bucket."""
+    """Make tensors of two dtypes and odd sizes, several to a bucket, one larger than a bucket, two empty."""
     random = torch.Generator().manual_seed(0)
-    sizes = [(3,), (5, 7), (1,), (64, 9), (2, 2), (11,), (4, 4), (13,), (6,), (1,)]
+    sizes = [(3,), (5, 7), (1,), (65, 9), (2, 2), (0, 4), (4, 4), (13,), (6,), (1,), (63,), (0,)]
     kinds = [torch.float32, torch.bfloat16]
     return {f"weight.{i}": torch.randn(size, generator=random).to(kinds[i % 2]) for i, size in enumerate(sizes)}
 
@@ -114,3 +111,105 @@ def test_an_engine_whose_receipt_differs_has_no_version(sync: WeightSender, lie:
     report = sync.deliver(exported(weights()), VERSION, [liar, honest])
     assert set(report.failed) == {"liar"} and "worker 0 of liar says that it holds" in report.failed["liar"]
     assert liar.weight_version == NO_WEIGHTS and honest.weight_version == VERSION
+
+
+class Cudart:
+    """Stands for CUDA's runtime: keeps what is registered, in calls' order, and refuses where told to."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.held, self.calls = code, {}, []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert address not in self.held and num_bytes > 0 and flags == 1
+        self.calls.append("register")
+        if not self.code:
+            self.held[address] = num_bytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.held[address]
+        self.calls.append("unregister")
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    """Make a sender for "cuda" pack in memory of the host, and register by the stand-in."""
+    runtime = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(half, "memory_on", lambda device, num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    monkeypatch.setattr(mapped, "_forget_last_error", lambda: None)
+    monkeypatch.setattr(mapped, "_warned", set())
+    return runtime
+
+
+@pytest.fixture
+def gpu_sync(cudart: Cudart) -> Iterator[WeightSender]:
+    sender = WeightSender(channel="shared_memory", bucket_bytes=256, deadline_s=30.0, device=torch.device("cuda", 0))
+    yield sender
+    sender.free()
+    assert not cudart.held
+
+
+def test_on_a_gpu_segments_are_registered_once_and_packed_on_the_device(gpu_sync: WeightSender, cudart: Cudart) -> None:
+    """Two syncs register each segment once, every byte arrives, and the device's memory is given back after each."""
+    engine, tensors = Engine("one"), weights()
+    for version in (VERSION, VERSION + 1):
+        assert gpu_sync.deliver(exported(tensors), version, [engine]).failed == {}
+        assert all(torch.equal(x, tensors[name]) for name, x in engine.held.items()) and len(engine.held) == 12
+        assert len(cudart.held) == 2 and all(not len(x.bytes) and len(x.segment.bytes) for x in gpu_sync.halves)
+        assert {x.segment.bytes.data_ptr() for x in gpu_sync.halves} == set(cudart.held)
+    assert sorted(cudart.held.values()) == [128, 65 * 9 * 2 + 14]  # one was enlarged, to a multiple of 16
+    gpu_sync.free()
+    assert not cudart.held and cudart.calls.count("register") == cudart.calls.count("unregister") == 2
+
+
+def test_segments_are_unregistered_after_errors(gpu_sync: WeightSender, cudart: Cudart) -> None:
+    """Nothing stays registered after an exporter that raises, an engine that fails, or a want of memory."""
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(weights().items())[:5]
+        raise EngineError("the exporter broke")
+
+    with pytest.raises(EngineError, match="the exporter broke"):
+        gpu_sync.deliver(broken(), VERSION, [Engine("one")])
+    assert not cudart.held and cudart.calls.count("register") >= 1
+    assert gpu_sync.deliver(exported(weights()), VERSION, [Engine("liar", num_tensors=3)]).failed
+    assert not cudart.held
+    assert not gpu_sync.deliver(exported(weights()), VERSION, [Engine("one")]).failed
+    assert len(cudart.held) == 2
+
+
+def test_without_registration_copies_are_pageable_and_one_warning_says_so(
+    gpu_sync: WeightSender, cudart: Cudart, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart.code = 2
+    engine, tensors = Engine("one"), weights()
+    for version in (VERSION, VERSION + 1):
+        assert gpu_sync.deliver(exported(tensors), version, [engine]).failed == {}
+    assert all(torch.equal(x, tensors[name]) for name, x in engine.held.items())
+    gpu_sync.free()
+    assert [x.message for x in caplog.records] == [
+        "CUDA does not register shared memory (cudaHostRegister: error 2); weights are copied slower"
+    ]
+    assert "unregister" not in cudart.calls
+
+
+def test_an_engine_registers_each_segment_that_it_maps_once(cudart: Cudart) -> None:
+    segments = [Segment(64), Segment(96)]
+    try:
+        maps = MappedSegments(torch.device("cuda", 0))
+        for number in (0, 1, 0, 1):
+            segments[number].bytes.fill_(number + 7)
+            assert maps.bytes_of(str(segments[number].path)).tolist() == [number + 7] * (64 + 32 * number)
+        assert list(cudart.held.values()) == [64, 96]
+        with pytest.raises(ValueError, match="is not a weight segment"):
+            maps.bytes_of("/dev/shm/another")
+        maps.release()
+        maps.release()
+        assert not cudart.held and cudart.calls == ["register"] * 2 + ["unregister"] * 2
+        MappedSegments(torch.device("cpu")).bytes_of(str(segments[0].path))
+        assert not cudart.held
+    finally:
+        for segment in segments:
+            segment.close()

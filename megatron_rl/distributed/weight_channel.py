@@ -1,0 +1,62 @@
+"""Choice of the channel by which the policy's weights reach the engines.
+
+It lies below the rollouts because the trainer's allocator depends on it: no other process may open memory in expandable
+segments without more rights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the older name, which every version reads, first
+EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+
+
+def opens_device_memory(config: Config) -> bool:
+    """Tell whether engines on the trainer's GPUs are to open its memory, where its allocator lets them."""
+    channel = config.weight_sync.channel
+    return channel == "cuda_ipc" or (
+        channel == "auto" and config.rollout.engine == "vllm" and not config.rollout.servers
+    )
+
+
+def choose_channel(config: Config, *, on_gpu: bool, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Return the weights' channel, and why it is no direct one where the devices would allow that, else "".
+
+    environment: that of the trainer's process, whose variables settle how torch allocates.
+
+    Raises ConfigError for a channel that the engines cannot use.
+    """
+    channel, rollout = config.weight_sync.channel, config.rollout
+    expandable = next((name for name in ALLOCATOR if EXPANDABLE.search(environment.get(name, ""))), "")
+    if channel == "cuda_ipc" and (not on_gpu or rollout.servers):
+        raise ConfigError(
+            "weight_sync.channel=cuda_ipc needs engines of the run's own on the trainer's GPUs, and this run is on "
+            f"{'cuda' if on_gpu else 'cpu'} with rollout.servers={list(rollout.servers)}; use shared_memory or "
+            "broadcast"
+        )
+    if channel == "cuda_ipc" and expandable:
+        raise ConfigError(
+            f"weight_sync.channel=cuda_ipc cannot open memory in expandable segments, and {expandable} is "
+            f"{environment[expandable]!r}; take expandable_segments out of it, or use weight_sync.channel=auto"
+        )
+    if channel == "broadcast" and on_gpu and not rollout.servers:
+        raise ConfigError(
+            "weight_sync.channel=broadcast would put a rank and its engine, both on one GPU, into one NCCL group, and "
+            'NCCL refuses that ("Duplicate GPU detected"); use weight_sync.channel=auto for engines of the run\'s own'
+        )
+    if channel != "auto":
+        return channel, ""
+    if on_gpu and opens_device_memory(config):
+        if not expandable:
+            return "cuda_ipc", ""
+        reason = f"{expandable}={environment[expandable]} asks for expandable segments, which no engine can open"
+        return "shared_memory", reason
+    hosts = [urlsplit(server).hostname for server in rollout.servers]
+    return ("shared_memory" if all(host in LOOPBACK for host in hosts) else "broadcast"), ""

@@ -1,0 +1,85 @@
+"""Half of the sender's bucket: memory that is filled with tensors while the engines load the other half."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+
+from megatron_rl.rollout.vllm.replica import Replica
+from megatron_rl.rollout.weight_sync.mapped import Registration
+from megatron_rl.rollout.weight_sync.transport import Segment, share_storage
+from megatron_rl.weights.bucket_digest import checksum_of, digest
+
+ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
+
+
+class Half:
+    """Holds a half's tensors, packed, and says what an engine needs to find them.
+
+    On a GPU tensors are packed and digested there; for shared memory they then go to the host in one copy, which the
+    wait for the digest waits for too.
+    """
+
+    def __init__(self, num_bytes: int, channel: str, device: torch.device) -> None:
+        """Take the memory. Raises OSError where shared memory is short."""
+        self.channel, self.num_bytes, self._device = channel, num_bytes, device
+        self.segment = Segment(num_bytes) if channel == "shared_memory" else None
+        self._staged = self.segment is not None and device.type != "cpu"
+        self._registration = Registration(self.segment.bytes) if self._staged and device.type == "cuda" else None
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.under_way: list[tuple[Replica, Future]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.used, self.tensors = 0, []
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return self.used + room_of(tensor) <= self.num_bytes
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if not len(self.bytes):
+            host = self.segment is not None and not self._staged
+            self.bytes = self.segment.bytes if host else memory_on(self._device, self.num_bytes)
+        end = self.used + tensor.numel() * tensor.element_size()
+        self.bytes[self.used : end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self.tensors.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used])
+        self.used += room_of(tensor)
+        if end < self.used:
+            self.bytes[end : self.used].zero_()  # so that equal weights have equal checksums
+
+    def message(self) -> dict[str, object]:
+        """Return the message that brings the half to an engine, once its bytes are where the engine looks."""
+        packed = self.bytes[: self.used]
+        seen = digest(packed)
+        if self._staged:
+            self.segment.bytes[: self.used].copy_(packed, non_blocking=True)
+        content = {
+            "kind": "bucket",
+            "tensors": self.tensors,
+            "num_bytes": self.used,
+            "checksum": checksum_of(self.tensors, seen),  # waits for the device, and so for the copy
+        }
+        if self.segment:
+            return {**content, "segment": str(self.segment.path)}
+        return {**content, "storage": share_storage(self.bytes)} if self.channel == "cuda_ipc" else content
+
+    def free_device(self) -> None:
+        """Give memory of a device back; shared memory stays, since fresh pages cost more than the copy."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def close(self) -> None:
+        self.free_device()
+        if self._registration:
+            self._registration.release()
+        if self.segment:
+            self.segment.close()
+
+
+def room_of(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes of a bucket, from one aligned place to the next."""
+    return max(1, -(-tensor.numel() * tensor.element_size() // ALIGNMENT)) * ALIGNMENT
+
+
+def memory_on(device: torch.device, num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -1,0 +1,176 @@
+"""Checks rollout/weight_sync/group.py: one broadcast per bucket reaches every server, and a lost one harms no other.
+
+Each server's workers are processes, which compare every bucket's checksum as vLLM's workers do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.vllm.replica import ReplicaLost
+from megatron_rl.rollout.weight_sync import group
+from megatron_rl.rollout.weight_sync.sender import WeightSender
+from tests.patience import HANG_S, patient
+
+pytestmark = pytest.mark.process
+
+WORKER = pathlib.Path(__file__).parents[3] / "tools" / "acceptance_matrix" / "channel_worker.py"
+DEADLINE_S = patient(4.0)
+
+
+class Server:
+    """Stands for a server as far as WeightSender knows it: some workers, each a process that takes every call."""
+
+    def __init__(self, name: str, num_workers: int) -> None:
+        self.name, self.weight_version = name, NO_WEIGHTS
+        self.before_bucket, self.num_buckets = {}, 0
+        command = [sys.executable, str(WORKER), str(patient(10 * HANG_S))]
+        self.workers = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(num_workers)
+        ]
+
+    def control(self, method: str, arguments: dict, timeout_s: float) -> object:
+        if arguments.get("kind") == "bucket":
+            self.num_buckets += 1
+            self.before_bucket.pop(self.num_buckets, lambda: None)()
+        for rank, worker in enumerate(self.workers):
+            own = dict(arguments)
+            if "first_rank" in own:
+                own["first_rank"] += rank
+            try:
+                worker.stdin.write(json.dumps({"method": method, "arguments": own}) + "\n")
+                worker.stdin.flush()
+            except BrokenPipeError:
+                raise ReplicaLost(f"{self.name} is gone") from None
+        answers = [self._answer(worker, method, timeout_s) for worker in self.workers]
+        return [receipt for answer in answers for receipt in answer] if method == "weights_received" else None
+
+    def _answer(self, worker: subprocess.Popen, method: str, timeout_s: float) -> object:
+        if not select.select([worker.stdout], [], [], timeout_s)[0]:
+            raise ReplicaLost(f"{self.name} did not answer {method}")
+        line = worker.stdout.readline()
+        if not line:
+            raise ReplicaLost(f"{self.name} is gone")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"{self.name}: {answer['error']}")
+        return answer["value"]
+
+    def signal(self, number: int) -> None:
+        os.kill(self.workers[-1].pid, number)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.communicate()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    made = [Server("one", 1), Server("two", 2), Server("three", 1)]
+    for server in made:
+        server.control("weights_received", {}, patient(HANG_S))  # torch is imported
+    yield made
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+def sync() -> Iterator[WeightSender]:
+    sender = WeightSender(channel="broadcast", bucket_bytes=2**12, deadline_s=DEADLINE_S, device=torch.device("cpu"))
+    yield sender
+    sender.group.close()
+    sender.free()
+
+
+@pytest.fixture
+def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the bytes of each broadcast that the sender starts."""
+    found, real = [], group.broadcast
+
+    def watched(process_group, packed: torch.Tensor) -> None:
+        found.append(len(packed))
+        real(process_group, packed)
+
+    monkeypatch.setattr(group, "broadcast", watched)
+    return found
+
+
+def weights() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    sizes = [(3,), (5, 7), (300,), (0,), (130, 9), (511,), (64, 5), (1,), (7, 7, 7)]
+    kinds = [torch.float32, torch.bfloat16]
+    return {f"weight.{i}": torch.randn(size, generator=random).to(kinds[i % 2]) for i, size in enumerate(sizes)}
+
+
+def deliver(sync: WeightSender, version: int, servers: list[Server]):
+    return sync.deliver(iter(weights().items()), version, servers)
+
+
+def whole(sync: WeightSender, version: int, servers: list[Server]) -> None:
+    """Run a sync that all servers come out of with the version, as their workers' receipts say."""
+    report = deliver(sync, version, servers)
+    assert report.failed == {} and [x.weight_version for x in servers] == [version] * len(servers)
+    assert sync.group.spans(servers)
+
+
+def test_each_bucket_is_broadcast_once_to_all_servers(sync, servers, broadcasts):
+    whole(sync, 1, servers)
+    first = sync.group._group
+    num_buckets = servers[0].num_buckets
+    assert num_buckets > 3 and len(broadcasts) == num_buckets
+    assert [x.num_buckets for x in servers] == [num_buckets] * 3
+    whole(sync, 2, servers)
+    assert sync.group._group is first and len(broadcasts) == 2 * num_buckets
+    whole(sync, 3, servers[1:])  # the first has the version already: a group of those that have not
+    whole(sync, 4, servers)
+    assert len(broadcasts) == 4 * num_buckets
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_lost_in_mid_sync_ends_it_in_bounded_time_and_the_rest_go_on(sync, servers, number):
+    """The server's second worker is killed or stopped at its third bucket; the next sync goes to the others, whole."""
+    whole(sync, 1, servers)
+    victim, rest = servers[1], [servers[0], servers[2]]
+    victim.before_bucket[servers[0].num_buckets + 3] = lambda: victim.signal(number)
+    drawn = []
+
+    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights().items():
+            drawn.append(name)
+            yield name, tensor
+
+    report = sync.deliver(counted(), 2, servers)
+    assert victim.name in report.failed and victim.name in report.lost
+    assert set(report.failed) == {x.name for x in servers} and drawn == list(weights())
+    assert all(x.weight_version == NO_WEIGHTS for x in servers) and not sync.group.spans(servers)
+    whole(sync, 2, rest)
+    whole(sync, 3, rest)
+
+
+def test_a_server_that_is_gone_before_the_group_opens_keeps_no_other_from_its_weights(sync, servers):
+    servers[1].signal(signal.SIGKILL)
+    report = deliver(sync, 1, servers)
+    assert set(report.failed) == {"two"} == set(report.lost)
+    assert [x.weight_version for x in servers] == [1, NO_WEIGHTS, 1] and sync.group.spans([servers[0], servers[2]])
+    whole(sync, 2, [servers[0], servers[2]])
+
+
+def test_an_engine_that_is_forgotten_leaves_a_group_to_be_made_anew(sync, servers):
+    whole(sync, 1, servers)
+    sync.forget(servers[2])
+    assert not sync.group.holds(servers[0])
+    whole(sync, 2, servers)
