@@ -119,6 +119,7 @@ CASES = {
     "TP2-SP": (2, "qwen2_untied", TP2),
     "TP2": (2, "qwen3", ("parallel.tensor=2",)),
     "PP2": (2, "qwen2_tied", ("parallel.pipeline=2",)),
+    "PP2-VPP2": (2, "qwen2_untied", ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
     "CP2": (2, "qwen3", ("parallel.context=2",)),
     "DP2-overlap": (
         2,
