@@ -302,7 +302,7 @@ def _keeping(name: str) -> contextlib.AbstractContextManager:
 
 
 FAULTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager], tuple[str, ...], str]] = {
-    "unknown keyword": (lambda: _keeping("lengths"), (), "unexpected keyword argument 'lengths'"),
+    "unknown keyword": (lambda: _keeping("layout"), (), "unexpected keyword argument 'layout'"),
     "int64 bounds": (
         lambda: _bounds_with(lambda x: {**x, "cu_seqlens_q": x["cu_seqlens_q"].long()}),
         (),
