@@ -184,7 +184,8 @@ def build_model(
         _mark_tensor_parallel(model)
         if shape.num_experts and topology.expert_tensor_size != topology.tensor_size:
             _mark_experts(model)
-        if layer_spec == "transformer_engine" and "gradient_accumulation_fusion" not in config.megatron.transformer:
+        given = config.megatron.transformer
+        if layer_spec == "transformer_engine" and "gradient_accumulation_fusion" not in given and not given.get("fp8"):
             fuse_weight_gradients(model)
         chunks.append(model.to(HOST.device))
     return chunks, shape

@@ -82,8 +82,9 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
     forward, and a weight with ``grad_added_to_main_grad``, which Megatron-Core's DistributedDataParallel gives it, then
     hands autograd memory of any content, as model/logprob.py does for the output weight. Each micro-batch's gradient
     reaches a float32 main_grad without a rounding to bfloat16. A module's very first micro-batch is written over
-    main_grad, which holds zeros then, and not added (``is_first_microbatch``; Megatron-Core sets it again for FP8
-    alone).
+    main_grad, which holds zeros then, and not added (``is_first_microbatch``). Under FP8 Megatron-Core sets that again
+    at every call of the schedule, so that a second call before the optimizer's step would lose the first one's
+    gradients: nothing is fused there.
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
