@@ -62,12 +62,13 @@ def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(
     """
     extra = ("parallel.pipeline=1", "train.num_rollouts=90", "run.deadline_s=300", "optimizer.lr=1e-5")
     extra += (f"weight_sync.channel={channel}",)
-    starts, killed = len(two_servers.starts(1)), threading.Event()
+    starts, killed = [], threading.Event()
 
     def kill() -> None:
         wait_for(
             "the second rollout", lambda: (tmp_path / "metrics.jsonl").exists() and len(rows_of(tmp_path)) > 4, START_S
         )
+        starts.extend(two_servers.starts(1))
         two_servers.kill(1, "engine")
         killed.set()
 
@@ -79,7 +80,7 @@ def test_a_server_killed_in_the_run_comes_back_with_the_current_weights(
     rows = rows_of(tmp_path)
     assert max(row["rollout"] for row in rows) == 90
     assert max(row.get("train/logprob_gap_max", 0.0) for row in rows) < GAP
-    assert len(two_servers.starts(1)) == starts + 1
+    assert len(two_servers.starts(1)) == len(starts) + 1
     said = "".join(text for _, text in results)
     assert (
         f"{two_servers.urls[1]} is left out until it serves again" in said
