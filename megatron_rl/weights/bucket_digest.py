@@ -3,7 +3,7 @@
 The bucket's bytes are read as signed 32-bit words in rows of ROW_WORDS, zeros after the last. Row r has the sum
 hᵣ = Σ_c f_c · word[r, c] modulo 2⁶⁴, where the factors f are odd, pseudorandom, and differ in their lower 32 bits; the
 digest is Σᵢ mix(i, hᵢ) over the rows' sums and the number of bytes, with splitmix64 as mix. It takes two kernels per
-slab, some twenty for a bucket, whatever the number of tensors in it, and one question to the device.
+slab, some forty for a bucket of 128 MiB, whatever the number of tensors in it, and one question to the device.
 
 A change of one word, or a swap of two that differ, always changes a row's sum. Any other change within a row is missed
 for 2⁻⁶⁴ of the possible factors, and for 2⁻³³ where it is in the words' top bits alone; rows do not cancel each other
