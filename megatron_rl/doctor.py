@@ -23,7 +23,7 @@ from megatron_rl.distributed.versions import MEGATRON_BELOW, MEGATRON_LEAST, old
 
 # The least version of each package that setup.py asks for; tests/unit/test_doctor.py compares the two.
 REQUIRED = {
-    "torch": "2.6",
+    "torch": "2.9",
     "megatron-core": MEGATRON_LEAST,
     "pyyaml": "6.0",
     "transformers": "5.0",

@@ -147,8 +147,8 @@ def _loss_fields(
         # a filler trains nothing and is measured in nothing: no loss token, yet a graph whose gradient is zero
         chosen = np.flatnonzero(row.loss_mask if not microbatch.filler else np.zeros_like(row.loss_mask))
         # a token is predicted at the place before it: the first of a response at the prompt's end
-        before = np.where(chosen == 0, layout.prompts[slot] + row.prompt_tokens, layout.responses[slot] + chosen) - 1
-        places = local[before]
+        own = np.where(chosen == 0, layout.prompts[slot] + row.prompt_tokens, layout.responses[slot] + chosen)
+        places = local[own - 1]
         chosen, places = chosen[places >= 0], places[places >= 0]
         positions.append(places)
         targets.append(row.token_ids[row.prompt_tokens + chosen])

@@ -144,11 +144,6 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes, *, share_prompts:
     )
 
 
-def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
-    """Return int64: each length rounded up to the multiple."""
-    return -(-lengths // pad_multiple) * pad_multiple
-
-
 def split_mini_batches(samples: np.ndarray, samples_per_mini_batch: int | None) -> list[np.ndarray]:
     """Split the batch into mini-batches, in order, as the dense run would; the last takes the rest."""
     size = samples_per_mini_batch or max(len(samples), 1)

@@ -44,7 +44,7 @@ class SampleTokens:
 
     def padded(self, multiple: int) -> SampleTokens:
         """Return the same with each part rounded up to the multiple."""
-        own, prompt = (-(-part // multiple) * multiple for part in (self.own, self.prompt))
+        own, prompt = (padded_lengths(part, multiple) for part in (self.own, self.prompt))
         return SampleTokens(own=own, prompt=prompt, group=self.group)
 
     def squares(self) -> tuple[np.ndarray, np.ndarray]:
@@ -75,6 +75,11 @@ class SampleTokens:
         """Return the tokens and the squared tokens of samples in one micro-batch."""
         tokens, squares = self.sums(samples, np.array([0, len(samples)]))
         return (float(tokens[0]), float(squares[0])) if len(samples) else (0.0, 0.0)
+
+
+def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
+    """Return int64: each length rounded up to the multiple."""
+    return -(-lengths // pad_multiple) * pad_multiple
 
 
 def tokens_of(facts: BatchFacts, *, share_prompts: bool) -> SampleTokens:

@@ -104,7 +104,7 @@ def every_cut(rank: int, world: int, topology: tuple) -> dict[str, float]:
     """Return the relative error of gradients and the largest of log-probs, by cut, sharing and skip."""
     (tensor, pipeline, _), family, extra = topology
     found: dict[str, float] = {}
-    with open_rig(family, *sizes(tensor, pipeline), *extra) as rig:
+    with open_rig(family, *sizes(tensor, pipeline), "plan.share_prompts=true", *extra) as rig:
         samples, wanted, logprobs = plain(family, rig.model.config.num_hidden_layers)
         _, groups = group_samples()
         rig.take(samples, groups)

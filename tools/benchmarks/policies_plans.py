@@ -42,7 +42,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_steps
+from megatron_rl.planning.plan import PlanRules, plan_steps
+from megatron_rl.planning.tokens import padded_lengths
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
 
 Policy = Callable[[list[np.ndarray], np.ndarray, np.ndarray, PlanRules], BatchPlan]

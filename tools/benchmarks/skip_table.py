@@ -16,8 +16,8 @@ import torch
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.flops import flops_per_token
 from megatron_rl.planning.cost import CostModel
-from megatron_rl.planning.plan import padded_lengths
 from megatron_rl.planning.timeline import simulate
+from megatron_rl.planning.tokens import padded_lengths
 from megatron_rl.types import StepPlan
 
 

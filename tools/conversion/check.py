@@ -16,6 +16,7 @@ from megatron_rl.distributed import platform, topology
 from megatron_rl.model import attention
 from megatron_rl.model.build import build_model
 from megatron_rl.model.head import head_weight
+from megatron_rl.model.layout import Layout
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import HuggingFaceReader
 from megatron_rl.weights.side_files import side_files
@@ -92,7 +93,7 @@ def megatron_logprobs(checkpoint: MegatronFolder, hf_config, tokens: torch.Tenso
         model.load_state_dict(loaded["model"])
         model.eval()
         rows = tokens[:, :-1].to(platform.HOST.device)
-        packed = attention.pack((rows.shape[1],) * len(rows), platform.HOST.device)
+        packed = attention.pack(Layout.of((rows.shape[1],) * len(rows)), platform.HOST.device)
         hidden = model(rows.reshape(1, -1), packed.position_ids[None], None, packed_seq_params=packed)
         logits = hidden.reshape(*rows.shape, -1) @ head_weight(model).T
         return logits[..., : shape.vocab_size].float().log_softmax(-1).cpu()

@@ -8,18 +8,18 @@ PLAN = (
     Mutant(
         name="plan-cap-one-too-large",
         file="megatron_rl/planning/plan.py",
-        line="if all(len(b) == 1 or lengths.tokens[b].sum() <= rules.max_tokens for b in bins):",
-        becomes="if all(len(b) == 1 or lengths.tokens[b].sum() <= rules.max_tokens + 1 for b in bins):",
+        line="if all(len(b) == 1 or costs.tokens.total(b)[0] <= rules.max_tokens for b in bins):",
+        becomes="if all(len(b) == 1 or costs.tokens.total(b)[0] <= rules.max_tokens + 1 for b in bins):",
         fault="a micro-batch may hold one token above the cap",
         tests=("tests/unit/planning/test_plan.py::test_no_microbatch_exceeds_the_token_cap",),
     ),
     Mutant(
         name="cap-of-the-rules-one-too-large",
         file="megatron_rl/planning/plan.py",
-        line="max_tokens=config.plan.max_tokens_per_microbatch,",
-        becomes="max_tokens=config.plan.max_tokens_per_microbatch + 1,",
+        line="row_multiple, max_tokens = 1, config.plan.max_tokens_per_microbatch",
+        becomes="row_multiple, max_tokens = 1, config.plan.max_tokens_per_microbatch + 1",
         fault="the planner is given one token more than `plan.max_tokens_per_microbatch`",
-        tests=("tests/unit/planning/test_plan.py::test_rules_of_a_run_are_its_settings",),
+        tests=("tests/unit/planning/test_plan_rules.py::test_rules_of_a_run_are_its_settings",),
     ),
     Mutant(
         name="long-sample-at-the-cap",
@@ -31,7 +31,7 @@ PLAN = (
     ),
     Mutant(
         name="pads-one-multiple-too-many",
-        file="megatron_rl/planning/plan.py",
+        file="megatron_rl/planning/tokens.py",
         line="return -(-lengths // pad_multiple) * pad_multiple",
         becomes="return (lengths // pad_multiple + 1) * pad_multiple",
         fault="a length that is a multiple already is padded by another",
@@ -78,7 +78,7 @@ PLAN = (
         line="layers_per_stage=sizes.num_layers / stages,",
         becomes="layers_per_stage=sizes.num_layers,",
         fault="the LM head's cost is weighed against the layers of every stage",
-        tests=("tests/unit/planning/test_plan.py::test_rules_of_a_run_are_its_settings",),
+        tests=("tests/unit/planning/test_plan_rules.py::test_rules_of_a_run_are_its_settings",),
     ),
 )
 
@@ -122,7 +122,7 @@ COST = (
         "square=square_share)",
         becomes="last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers, square=square_share)",
         fault="the prior of the LM head's cost is not over the layers of its stage",
-        tests=("tests/unit/planning/test_plan.py::test_rules_of_a_run_are_its_settings",),
+        tests=("tests/unit/planning/test_plan_rules.py::test_rules_of_a_run_are_its_settings",),
     ),
     Mutant(
         name="seconds-of-the-quickest-rank",

@@ -26,9 +26,9 @@ SCHEDULE = (
     ),
     Mutant(
         name="square-of-the-sum",
-        file="megatron_rl/backend/schedule.py",
-        line="squares=np.array([(x**2).sum() for x in lengths]),",
-        becomes="squares=np.array([x.sum() ** 2 for x in lengths]),",
+        file="megatron_rl/model/layout.py",
+        line="return float((lengths**2).sum() + seen)",
+        becomes="return float(lengths.sum() ** 2 + seen)",
         fault="a micro-batch's Σ l² is measured as (Σ l)²",
         tests=("tests/unit/backend/test_schedule.py::test_squares_of_a_micro_batch_equal_a_loop_over_its_sequences",),
     ),
@@ -106,8 +106,8 @@ PACKING = (
     Mutant(
         name="predicted-from-itself",
         file="megatron_rl/backend/packing.py",
-        line="places = local[starts[slot] + row.prompt_tokens - 1 + chosen]",
-        becomes="places = local[starts[slot] + row.prompt_tokens + chosen]",
+        line="places = local[own - 1]",
+        becomes="places = local[own]",
         fault="a token's log-prob is read at its own position",
         tests=("tests/unit/backend/test_packing.py::test_microbatch_equals_naive",),
     ),

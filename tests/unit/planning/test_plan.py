@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.plan import (
     PlanRules,
-    padded_lengths,
     plan_steps,
     split_mini_batches,
 )
 from megatron_rl.planning.spread import SampleCosts, balance
-from megatron_rl.planning.tokens import SampleTokens
+from megatron_rl.planning.tokens import SampleTokens, padded_lengths
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
 from tests.unit.planning.lockstep import assert_lockstep, microbatches_of
 from tests.unit.planning.pipeline_cost import pipeline

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rl.planning.plan import PlanRules, padded_lengths, plan_steps
+from megatron_rl.planning.plan import PlanRules, plan_steps
+from megatron_rl.planning.tokens import padded_lengths
 from megatron_rl.types import StepKind, StepPlan
 from tests.unit.planning.lockstep import assert_lockstep
 
