@@ -21,11 +21,11 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "signal": ("algorithm/signal.py",),
     "noise": ("algorithm/noise.py",),
-    "plan": ("planning/plan.py",),
+    "plan": ("planning/plan.py", "planning/tokens.py", "planning/spread.py"),
     "cost": ("planning/cost.py",),
     "schedule": ("backend/schedule.py",),
     "optimizer": ("backend/optimizer.py",),
-    "packing": ("backend/packing.py",),
+    "packing": ("backend/packing.py", "model/layout.py"),
     "log-probs": ("model/logprob.py", "model/logit_chunks.py", "model/logprob_kernels.py"),
     "feed": (
         "rollout/queue.py",
