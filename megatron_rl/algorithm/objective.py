@@ -37,8 +37,8 @@ class LossTokens(Protocol):
 class Objective:
     """Computes the loss of a micro-batch, for the policy or for supervised rows.
 
-    ``policy`` and ``supervised``: (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [6]: loss, tokens,
-    entropy, kl, clipped, ratio).
+    ``policy`` and ``supervised``: (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [8]: loss, tokens,
+    entropy, kl, clipped, ratio, and the gap to the engine's log-probs, |log π − log μ| and its k3).
 
     whole: adds per-sequence sums over the ranks that hold parts of the sequences (context parallelism).
     enter_own: entered, with the name "loss", around each call of a user's policy loss; bounds its time.
@@ -70,7 +70,9 @@ class Objective:
                 loss = loss + coefficient * (tokens.weights * per_token).sum()
         if self.trains_entropy:
             loss = loss - config.entropy_coefficient * (tokens.weights * entropy).sum()
-        return loss, _sums(loss, tokens.measured, logprobs, entropy, kl, term.clipped, term.ratio)
+        gap = logprobs.detach() - tokens.rollout_logprobs
+        gaps = gap.abs(), (-gap).exp() + gap - 1
+        return loss, _sums(loss, tokens.measured, logprobs, entropy, kl, term.clipped, term.ratio, *gaps)
 
     def _policy_term(self, tokens: LossTokens, logprobs: torch.Tensor, old: torch.Tensor) -> PolicyTerm:
         if self._own is not None:
@@ -104,11 +106,11 @@ class Objective:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         loss = cross_entropy(logprobs, tokens.weights)
         zero = logprobs.new_zeros(())
-        return loss, _sums(loss, None, logprobs, entropy, zero, zero, zero)
+        return loss, _sums(loss, None, logprobs, entropy, *(zero,) * 5)
 
 
 def _sums(loss: torch.Tensor, measured: torch.Tensor | None, logprobs: torch.Tensor, *per_token) -> torch.Tensor:
-    """Return float64 [6]: the loss, and over the measured tokens their count and the sums of entropy, kl, ... [N]."""
+    """Return float64 [8]: the loss, and over the measured tokens their count and the sums of entropy, kl, ... [N]."""
     tokens = torch.full((), logprobs.shape[0], device=logprobs.device)
     per_token = [x.detach() for x in per_token]
     if measured is not None:

@@ -27,10 +27,14 @@ class CorrectionConfig:
     The importance weight π_old/μ multiplies the advantage. It is a token's, a sequence's (the product over its tokens)
     or a sequence's geometric mean. Outside of [`correction.floor`, `correction.cap`] it is moved to the bound
     (`truncate`) or set to 0 (`mask`); a sample whose weights are all 0 is dropped before the forward pass.
+
+    The weights of a rollout's first optimizer step are those of its log-prob pass: π_old is the step's own log-prob,
+    detached. Under `correction.old_logprobs: auto` that pass leaves the step's samples out, unless a setting needs the
+    numbers before the step (the log names it). `rollout` takes the engine's log-probs for π_old and corrects nothing.
     """
 
-    old_logprobs: str = "recompute"
-    """`recompute`: by the trainer, over the survivors; `rollout`: the engine's own, one pass saved, no correction."""
+    old_logprobs: str = "auto"
+    """`recompute`: by a pass over the survivors; `auto`: without those of the first optimizer step; `rollout`: μ's."""
     mode: str = "none"
     """`none`, or the weight and its bounding as above: `{token,sequence,geometric}_{truncate,mask}`."""
     cap: Annotated[float, Range(1)] = 2.0
@@ -41,7 +45,7 @@ class CorrectionConfig:
     """δ in nats: samples with A < 0, mean log μ − log π_old > δ are dropped (DeepSeek-V3.2, eq. 9); null: none."""
 
     def __post_init__(self) -> None:
-        choose("correction.old_logprobs", self.old_logprobs, ("recompute", "rollout"))
+        choose("correction.old_logprobs", self.old_logprobs, ("auto", "recompute", "rollout"))
         choose("correction.mode", self.mode, CORRECTIONS)
         if self.floor is not None and self.mode == "none":
             raise ConfigError(

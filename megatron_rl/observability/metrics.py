@@ -41,6 +41,7 @@ _PER_TOKEN = {
     "logprob_gap_abs": "train/logprob_gap_mean",
     "logprob_gap_k3": "train/logprob_gap_k3",
 }
+GAPS = ("logprob_gap_abs", "logprob_gap_k3")  # of a step's sums; they mean something where its weights are the engine's
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -88,7 +89,7 @@ def step_metrics(result: StepResult) -> dict[str, float]:
     ``train/applied`` is 0 if the step moved no weight.
     """
     return {
-        **divide(result.sums),
+        **divide({name: value for name, value in result.sums.items() if name not in GAPS}),
         "train/grad_norm": float(result.grad_norm),
         "train/lr": float(result.learning_rate),
         "train/applied": float(result.applied),

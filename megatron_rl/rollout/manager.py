@@ -327,10 +327,10 @@ def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: 
     """
     if not sums.get("tokens"):
         return
-    mean, highest = sums["logprob_gap_abs"] / sums["tokens"], sums["logprob_gap_max"]
-    summary = (
-        f"the engine's log-probs are {mean:.3g} nats per token from the trainer's in the mean, {highest:.3g} at most"
-    )
+    mean = sums["logprob_gap_abs"] / sums["tokens"]
+    summary = f"the engine's log-probs are {mean:.3g} nats per token from the trainer's in the mean"
+    if "logprob_gap_max" in sums:
+        summary += f", {sums['logprob_gap_max']:.3g} at most"
     if fresh and not mean <= (math.inf if rollout.max_logprob_gap is None else rollout.max_logprob_gap):
         raise EngineError(
             f"{summary}, above rollout.max_logprob_gap={rollout.max_logprob_gap}: it samples from other weights, "

@@ -52,7 +52,7 @@ from megatron_rl.trainer.run_folder import (
 )
 from megatron_rl.trainer.supervised import held_out_solutions, start_supervised_optimizer
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.trainer.update import UpdatePlanner
+from megatron_rl.trainer.update import UpdatePlanner, needs_old_logprobs
 from megatron_rl.types import Rollout, Score
 from megatron_rl.validate import check_critic_model, check_lengths
 from megatron_rl.weights.config_json import check_served, ignored_fields, load_hf_config
@@ -225,7 +225,8 @@ def _assemble(
         manager,
         prompts,
         timer,
-        passes_parts=config.correction.old_logprobs == "recompute",
+        passes_parts=config.correction.old_logprobs != "rollout"
+        and (needs_old_logprobs(config, rule) is not None or steps_per_rollout(config) > 1),
         passes_all=not rule.drops_logprob_passes,
         steps_per_rollout=steps_per_rollout(config),
     )
@@ -356,6 +357,8 @@ def announce(trainer: Trainer) -> None:
             "reference.kl_in=reward makes advantages of log-probs: skip.logprob_passes turns itself off, every sample "
             "is passed"
         )
+    if (needed := trainer.planner.needs_old_logprobs) and config.correction.old_logprobs == "auto":
+        log.info("every sample that is trained is passed for its old log-probs, the first step's too: %s", needed)
     if config.correction.old_logprobs == "rollout":
         log.warning("correction.old_logprobs=rollout: the trainer-engine gap is measured on the dense samples alone")
     if config.rollout.producer.ahead or config.weight_sync.interval_steps > 1:

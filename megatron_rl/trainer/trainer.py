@@ -17,7 +17,7 @@ from megatron_rl.critic import Critic, RemoteCritic
 from megatron_rl.data.prompt_dataset import PromptDataset, Solution
 from megatron_rl.distributed.watchdog import Watchdog
 from megatron_rl.observability.completions import Completion
-from megatron_rl.observability.metrics import MetricsWriter, read_metrics, skip_metrics, step_metrics
+from megatron_rl.observability.metrics import GAPS, MetricsWriter, add_sums, read_metrics, skip_metrics, step_metrics
 from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.throughput import performance
 from megatron_rl.observability.timer import StepTimer
@@ -135,7 +135,8 @@ class Trainer:
         """Pass every sample under policy and reference, and return β times their KL."""
         everything = np.ones(taken.facts.num_samples, dtype=bool)
         with self.timer.measure("logprob"):
-            old, metrics = self.planner.old_logprobs(taken, everything, index)
+            old, gaps, metrics = self.planner.old_logprobs(taken, everything, index)
+            metrics |= self.planner.judge_gaps(gaps, fresh=taken.is_fresh)
             reference = self.reference.logprobs(taken.batch, everything)
         penalty = kl_penalty(
             old,
@@ -227,6 +228,9 @@ class Trainer:
         step, _ = update.steps[number]
         self.reference.measure(result)
         facts = update.batch.facts
+        if step is update.own:
+            own = {name: result.sums[name] for name in ("tokens", *GAPS)}
+            self.next_row |= self.planner.judge_gaps(add_sums(update.gaps, own), fresh=update.is_fresh)
         values = {**skip_metrics(step, facts, update.signal, share_prompts=self.backend.rules.share_prompts)}
         values |= performance(self.backend, facts, step, self.timer.seconds["update"]) | self.timer.take()
         is_last = number == len(update.steps) - 1
