@@ -23,6 +23,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.observability import completions
 from megatron_rl.observability.completions import Completion
 from megatron_rl.observability.sinks import Sink, open_sinks, set_aside
+from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -94,11 +95,16 @@ def step_metrics(result: StepResult) -> dict[str, float]:
     }
 
 
-def skip_metrics(mini_batch: StepPlan, facts: BatchFacts, signal_S: np.ndarray) -> dict[str, float]:
+def skip_metrics(
+    mini_batch: StepPlan, facts: BatchFacts, signal_S: np.ndarray, *, share_prompts: bool = False
+) -> dict[str, float]:
     """Return the savings of the skip in one optimizer step, as ``skip/*`` metrics.
 
     signal_S: bool [S], True for each sample of the batch with signal, dropped or not: with ``skip.mode=off`` the ratio
         is still that of the mini-batch's members without signal.
+
+    share_prompts: whether a micro-batch runs a prompt once for all of its samples; ``tokens/shared`` are then the
+        prompt tokens that did not run again.
 
     Tokens are prompt and response without pads. ``tokens_executed`` counts fillers, which run too; ``speedup_ideal`` is
     dense over surviving tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
@@ -110,6 +116,8 @@ def skip_metrics(mini_batch: StepPlan, facts: BatchFacts, signal_S: np.ndarray) 
         )
     tokens_S = facts.total_tokens
     members = mini_batch.members
+    run = tokens_of(facts, share_prompts=share_prompts)
+    executed = int(run.sums(mini_batch.order, mini_batch.microbatch_offsets)[0].sum())
     tokens_dense = int(tokens_S[members].sum())
     tokens_dropped = int(tokens_S[mini_batch.dropped].sum())
     metrics = {
@@ -118,9 +126,11 @@ def skip_metrics(mini_batch: StepPlan, facts: BatchFacts, signal_S: np.ndarray) 
         "skip/microbatches_dropped": int(mini_batch.microbatches_dropped),
         "skip/silent_ranks": mini_batch.silent_ranks,
         "skip/filler_microbatches": mini_batch.num_fillers,
-        "skip/tokens_executed": int(tokens_S[mini_batch.order].sum()),
+        "skip/tokens_executed": executed,
         "skip/tokens_dense": tokens_dense,
     }
+    if share_prompts:
+        metrics["tokens/shared"] = int(tokens_S[mini_batch.order].sum()) - executed
     if len(members):
         metrics["skip/zero_advantage_ratio"] = float(np.count_nonzero(~signal_S.astype(bool)[members]) / len(members))
     if mini_batch.kind is StepKind.REAL and tokens_dense > tokens_dropped:

@@ -227,7 +227,7 @@ class Trainer:
         step, _ = update.steps[number]
         self.reference.measure(result)
         facts = update.batch.facts
-        values = {**skip_metrics(step, facts, update.signal)}
+        values = {**skip_metrics(step, facts, update.signal, share_prompts=self.backend.rules.share_prompts)}
         values |= performance(self.backend, facts, step, self.timer.seconds["update"]) | self.timer.take()
         is_last = number == len(update.steps) - 1
         if is_last and self.evaluation.due(index + 1, last=not self.rollouts.has(index + 1)):

@@ -5,6 +5,7 @@ Nothing of an earlier run is lost.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -136,6 +137,16 @@ def test_skip_metrics_of_a_real_step():
         "skip/tokens_dense": 100,
         "skip/speedup_ideal": 2.5,
     }
+
+
+def test_a_shared_prompt_is_counted_once():
+    """Samples 0 and 2 have one prompt of 4 tokens, sample 3 another; three of them run in one micro-batch."""
+    given = dataclasses.replace(facts(), prompt_keys=np.array([7, 8, 7, 9, 9, 9]))
+    step = mini_batch(StepKind.REAL, [0, 1, 2, 3], [1], [2, 0, 3])
+    metrics = skip_metrics(step, given, np.arange(6) != 1, share_prompts=True)
+    assert (metrics["skip/tokens_executed"], metrics["tokens/shared"]) == (10 + 30 + 40 - 4, 4)
+    apart = skip_metrics(step, given, np.arange(6) != 1)
+    assert apart["skip/tokens_executed"] == 80 and "tokens/shared" not in apart
 
 
 def test_skip_off_still_reports_the_ratio():
