@@ -110,7 +110,7 @@ def pack_microbatch(
 
 
 def _lay_tokens(layout: Layout, rows: Sequence[Sample], pad_token: int) -> np.ndarray:
-    """Return int64 [T], the token ids at their places; raise ValueError where samples of one group differ in prompt."""
+    """Return int64 [T], the token ids at their places; raise ValueError where a shared prompt is not the same."""
     tokens = np.full(layout.num_tokens, pad_token, dtype=np.int64)
     laid: dict[int, Sample] = {}
     for row, prompt, response in zip(rows, layout.prompts.tolist(), layout.responses.tolist(), strict=True):
@@ -118,8 +118,8 @@ def _lay_tokens(layout: Layout, rows: Sequence[Sample], pad_token: int) -> np.nd
         prompt_ids = row.token_ids[: row.prompt_tokens]
         if not np.array_equal(prompt_ids, first.token_ids[: first.prompt_tokens]):
             raise ValueError(
-                f"samples {first.sample_id} and {row.sample_id} are of one group and their prompts differ, so that the "
-                "prompt cannot be shared; give them groups of their own, or set plan.share_prompts=false"
+                f"samples {first.sample_id} and {row.sample_id} have prompts of one digest that differ, so that they "
+                "cannot share one; set plan.share_prompts=false"
             )
         tokens[prompt : prompt + row.prompt_tokens] = prompt_ids
         tokens[response : response + len(row.token_ids) - row.prompt_tokens] = row.token_ids[row.prompt_tokens :]

@@ -39,8 +39,9 @@ class SampleCosts:
     def total(self, samples: np.ndarray) -> float:
         """Return the cost of samples in one bin."""
         cost = float(self.own[samples].sum())
-        if self.tokens.shares:
-            cost += float(self.prompt[samples[self._first_of_group(samples)]].sum())
+        if self.tokens.prompt[samples].any():
+            first = np.unique(self.tokens.group[samples], return_index=True)[1]
+            cost += float(self.prompt[samples[first]].sum())
         return cost
 
     def alone(self) -> np.ndarray:
@@ -51,9 +52,6 @@ class SampleCosts:
         """Return the samples of each group, in index order."""
         ordered = samples[np.lexsort((samples, self.tokens.group[samples]))]
         return np.split(ordered, np.flatnonzero(np.diff(self.tokens.group[ordered])) + 1)
-
-    def _first_of_group(self, samples: np.ndarray) -> np.ndarray:
-        return np.unique(self.tokens.group[samples], return_index=True)[1]
 
 
 def balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray]:

@@ -61,14 +61,15 @@ class SampleTokens:
         """
         if len(order) == 0:
             return np.zeros(0), np.zeros(0)
-        own_squares, prompt_squares = self.squares()
-        tokens = np.add.reduceat(self.own[order].astype(np.float64), offsets[:-1])
-        squares = np.add.reduceat(own_squares[order], offsets[:-1])
-        if self.shares:
+        run = SampleTokens(own=self.own[order], prompt=self.prompt[order], group=self.group[order])
+        own_squares, prompt_squares = run.squares()
+        tokens = np.add.reduceat(run.own.astype(np.float64), offsets[:-1])
+        squares = np.add.reduceat(own_squares, offsets[:-1])
+        if run.shares:
             microbatch = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-            first = np.unique(np.stack([microbatch, self.group[order]]), axis=1, return_index=True)[1]
-            np.add.at(tokens, microbatch[first], self.prompt[order[first]].astype(np.float64))
-            np.add.at(squares, microbatch[first], prompt_squares[order[first]])
+            first = np.unique(np.stack([microbatch, run.group]), axis=1, return_index=True)[1]
+            np.add.at(tokens, microbatch[first], run.prompt[first].astype(np.float64))
+            np.add.at(squares, microbatch[first], prompt_squares[first])
         return tokens, squares
 
     def total(self, samples: np.ndarray) -> tuple[float, float]:

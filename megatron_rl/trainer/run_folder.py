@@ -24,6 +24,7 @@ from megatron_rl.observability.metrics import METRICS_FILE, Row, read_metrics
 from megatron_rl.observability.report import write_report
 
 log = logging.getLogger(__name__)
+AUTO_DTYPE = ("model.dtype", "auto")  # of a dry run, which does not know the device that the run's record knew
 # settings that may differ between a finished run and the command that starts it again
 OF_THE_RECORD = ("run.dir", "run.name", "run.deadline_s", "metrics.", "checkpoint.")
 
@@ -189,7 +190,7 @@ def refuse_finished(config: Config, prompts: PromptDataset, folder: pathlib.Path
     changes = {
         key: values
         for key, values in changed_settings(state["config"], config_to_dict(config)).items()
-        if not key.startswith(OF_THE_RECORD)
+        if not key.startswith(OF_THE_RECORD) and (key, values[1]) != AUTO_DTYPE
     }
     if changes:
         said = [f"{key}={quoted(now)} (it was {quoted(before)})" for key, (before, now) in changes.items()]
