@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -37,8 +37,8 @@ class LossTokens(Protocol):
 class Objective:
     """Computes the loss of a micro-batch, for the policy or for supervised rows.
 
-    ``policy`` and ``supervised``: (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [8]: loss, tokens,
-    entropy, kl, clipped, ratio, and the gap to the engine's log-probs, |log π − log μ| and its k3).
+    ``policy`` and ``supervised``: (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [9]: loss, tokens,
+    entropy, kl, clipped, ratio, and of the gap to the engine's log-probs |log π − log μ|, its k3 and its maximum).
 
     whole: adds per-sequence sums over the ranks that hold parts of the sequences (context parallelism).
     enter_own: entered, with the name "loss", around each call of a user's policy loss; bounds its time.
@@ -70,9 +70,8 @@ class Objective:
                 loss = loss + coefficient * (tokens.weights * per_token).sum()
         if self.trains_entropy:
             loss = loss - config.entropy_coefficient * (tokens.weights * entropy).sum()
-        gap = logprobs.detach() - tokens.rollout_logprobs
-        gaps = gap.abs(), (-gap).exp() + gap - 1
-        return loss, _sums(loss, tokens.measured, logprobs, entropy, kl, term.clipped, term.ratio, *gaps)
+        per_token = entropy, kl, term.clipped, term.ratio
+        return loss, _sums(loss, tokens.measured, logprobs, per_token, gap=logprobs.detach() - tokens.rollout_logprobs)
 
     def _policy_term(self, tokens: LossTokens, logprobs: torch.Tensor, old: torch.Tensor) -> PolicyTerm:
         if self._own is not None:
@@ -106,15 +105,29 @@ class Objective:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         loss = cross_entropy(logprobs, tokens.weights)
         zero = logprobs.new_zeros(())
-        return loss, _sums(loss, None, logprobs, entropy, *(zero,) * 5)
+        return loss, _sums(loss, None, logprobs, (entropy, zero, zero, zero), gap=zero)
 
 
-def _sums(loss: torch.Tensor, measured: torch.Tensor | None, logprobs: torch.Tensor, *per_token) -> torch.Tensor:
-    """Return float64 [8]: the loss, and over the measured tokens their count and the sums of entropy, kl, ... [N]."""
+def _sums(
+    loss: torch.Tensor,
+    measured: torch.Tensor | None,
+    logprobs: torch.Tensor,
+    per_token: Sequence[torch.Tensor],
+    *,
+    gap: torch.Tensor,
+) -> torch.Tensor:
+    """Return float64 [9]: the loss, and over the measured tokens their count, the sums of ``per_token`` and the gap's.
+
+    per_token: entropy, kl, clipped and ratio, each [N] or [].
+    gap: [N] or [], log π − log μ in nats: the sums of its absolute value and of its k3, and the largest absolute value.
+    """
     tokens = torch.full((), logprobs.shape[0], device=logprobs.device)
-    per_token = [x.detach() for x in per_token]
+    gap = gap.double()
+    summed = [*(x.detach() for x in per_token), gap.abs(), (-gap).exp() + gap - 1]
     if measured is not None:
         counted = measured > 0  # a token that is not measured may be NaN or infinite
-        per_token = [torch.where(counted, x, 0) for x in per_token]
+        summed = [torch.where(counted, x, 0) for x in summed]
         tokens = counted.sum()
-    return torch.stack([x.detach().double() for x in (loss, tokens, *(x.sum() for x in per_token))])
+    absolute = summed[-2]
+    highest = absolute.max() if absolute.numel() else absolute.sum()
+    return torch.stack([x.detach().double() for x in (loss, tokens, *(x.sum() for x in summed), highest)])

@@ -58,7 +58,11 @@ class LogProbs:
 class MegatronBackend(TrainableModel):
     """Trains and reads the policy on this rank. Every method is a collective unless it says otherwise."""
 
-    sum_names = ("loss", "tokens", "entropy", "kl", "clipped", "ratio", "logprob_gap_abs", "logprob_gap_k3")
+    sum_names = (
+        *("loss", "tokens", "entropy", "kl", "clipped", "ratio"),
+        *("logprob_gap_abs", "logprob_gap_k3", "logprob_gap_max"),
+    )
+    num_maxima = 1
 
     def __init__(
         self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1

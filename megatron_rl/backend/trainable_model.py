@@ -28,6 +28,7 @@ from megatron_rl.backend.offload import OffloadedBytes
 from megatron_rl.backend.optimizer import Optimizer
 from megatron_rl.backend.packing import FlatInputs, PackedAhead, PackedMicroBatch, pack_microbatch
 from megatron_rl.backend.schedule import Schedule, check_lockstep, measured_sums
+from megatron_rl.backend.step_sums import StepSums
 from megatron_rl.config import Config, LoraConfig
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.distributed import topology
@@ -57,10 +58,12 @@ class TrainableModel:
     """Trains a model on this rank. Every method is a collective unless it says otherwise.
 
     sum_names: keys of ``StepResult.sums``, for the sums (float64 [len(sum_names)]) of every micro-batch's loss.
+    num_maxima: how many of them, the last ones, are maxima, of values that are not negative.
     reference: keeps the weights of a policy's reference (backend/reference_weights.py); None for a critic.
     """
 
     sum_names: tuple[str, ...]
+    num_maxima: int = 0
     reference = None
 
     def __init__(
@@ -115,10 +118,9 @@ class TrainableModel:
         shares = shares_prompts(config, self.shape.layer_spec)
         self.rules = plan_rules(config, self.topology, self.shape, share_prompts=shares)
         self.fit = CostFit(self.rules.cost)
-        self.weight_version = 0
-        self.step_index = 0
+        self.weight_version = self.step_index = 0
         self.optimizer_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        self._sums = torch.zeros(len(self.sum_names), dtype=torch.float64)
+        self._sums = StepSums(self.sum_names, self.num_maxima)
         self._accumulated = False
         self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
         self._copies = torch.cuda.Stream() if HOST.is_cuda else None
@@ -201,9 +203,8 @@ class TrainableModel:
         whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
         check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
         needed = batch_exchange.needed_rows(plan, self.topology)
-        return dataclasses.replace(
-            batch, rows=batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.topology)
-        )
+        rows = batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.topology)
+        return dataclasses.replace(batch, rows=rows)
 
     def _pack(self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs | None) -> PackedAhead:
         grid = self.topology
@@ -278,13 +279,13 @@ class TrainableModel:
 
         kept = self.schedule.run(mini_batch, self._pack(batch, mini_batch, inputs), with_sums, forward_only=False)
         if kept and self.topology.reports_loss:
-            self._sums += torch.stack([each["sums"] for each in kept]).sum(0).cpu()  # one copy to the host per step
+            self._sums.add([each["sums"] for each in kept])
 
     def zero_grad(self) -> None:
         """Discard the accumulated gradient; ``optim_step`` ends with this call. Not a collective."""
         self.optimizer.zero_grad()
         self.schedule.forget_measured()
-        self._sums.zero_()
+        self._sums.zero()
         self._accumulated = False
 
     def optim_step(self, kind: StepKind) -> StepResult:
@@ -310,7 +311,7 @@ class TrainableModel:
         if kind is StepKind.REAL:
             sums = self._reduce_sums()
             self._time_step(started)
-        self._sums.zero_()
+        self._sums.zero()
         self.step_index += 1
         self.weight_version += int(outcome.applied)
         return StepResult(
@@ -325,9 +326,9 @@ class TrainableModel:
         """Add the step's sums, and its micro-batches' measured times, over all ranks; return the sums."""
         measured = np.zeros_like(self.fit.sums)
         measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())
-        reduced = reduce_on_host(torch.cat([self._sums.cpu(), torch.from_numpy(measured).flatten()]))
-        self._calibrate(reduced[len(self.sum_names) :].view(measured.shape).numpy())
-        return dict(zip(self.sum_names, reduced[: len(self.sum_names)].tolist(), strict=True))
+        sums, reduced = self._sums.reduce(torch.from_numpy(measured))
+        self._calibrate(reduced.numpy())
+        return sums
 
     def _time_step(self, started: float) -> None:
         """Record the seconds of an optimizer step, on the rank that waited least for the others."""

@@ -28,13 +28,13 @@ class CorrectionConfig:
     or a sequence's geometric mean. Outside of [`correction.floor`, `correction.cap`] it is moved to the bound
     (`truncate`) or set to 0 (`mask`); a sample whose weights are all 0 is dropped before the forward pass.
 
-    The weights of a rollout's first optimizer step are those of its log-prob pass: π_old is the step's own log-prob,
-    detached. Under `correction.old_logprobs: auto` that pass leaves the step's samples out, unless a setting needs the
-    numbers before the step (the log names it). `rollout` takes the engine's log-probs for π_old and corrects nothing.
+    A rollout's first optimizer step has the weights that a log-prob pass before it would have. Its own log-probs,
+    detached, are its π_old, and under `correction.old_logprobs: auto` its samples are not passed, unless a setting
+    needs the numbers before the step (the log names it). `rollout`: π_old is the engine's μ, and nothing is corrected.
     """
 
     old_logprobs: str = "auto"
-    """`recompute`: by a pass over the survivors; `auto`: without those of the first optimizer step; `rollout`: μ's."""
+    """`recompute`: by a pass over the survivors; `auto`: without the first step's; `rollout`: the engine's."""
     mode: str = "none"
     """`none`, or the weight and its bounding as above: `{token,sequence,geometric}_{truncate,mask}`."""
     cap: Annotated[float, Range(1)] = 2.0

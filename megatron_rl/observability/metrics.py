@@ -41,7 +41,7 @@ _PER_TOKEN = {
     "logprob_gap_abs": "train/logprob_gap_mean",
     "logprob_gap_k3": "train/logprob_gap_k3",
 }
-GAPS = ("logprob_gap_abs", "logprob_gap_k3")  # of a step's sums; they mean something where its weights are the engine's
+GAPS = ("logprob_gap_abs", "logprob_gap_k3", "logprob_gap_max")  # of a pass, or of a step that nothing preceded
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

@@ -319,18 +319,18 @@ class RolloutManager:
 def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: str, *, fresh: bool = True) -> None:
     """Warn, or raise EngineError, if trainer and engine give different log-probs to the same tokens.
 
-    sums: of a log-prob pass, over all ranks (MegatronBackend.forward), in nats; their mean per token is compared. A
-        pass over no token is not judged.
+    sums: of a log-prob pass (MegatronBackend.forward) or of an optimizer step, over all ranks, in nats; their mean per
+        token is compared. A pass over no token is not judged.
     dtype: model.dtype.
     fresh: whether both had the same weights. If not, training explains a gap, and only a ``warn_logprob_gap`` that is
         set is compared.
     """
     if not sums.get("tokens"):
         return
-    mean = sums["logprob_gap_abs"] / sums["tokens"]
-    summary = f"the engine's log-probs are {mean:.3g} nats per token from the trainer's in the mean"
-    if "logprob_gap_max" in sums:
-        summary += f", {sums['logprob_gap_max']:.3g} at most"
+    mean, highest = sums["logprob_gap_abs"] / sums["tokens"], sums["logprob_gap_max"]
+    summary = (
+        f"the engine's log-probs are {mean:.3g} nats per token from the trainer's in the mean, {highest:.3g} at most"
+    )
     if fresh and not mean <= (math.inf if rollout.max_logprob_gap is None else rollout.max_logprob_gap):
         raise EngineError(
             f"{summary}, above rollout.max_logprob_gap={rollout.max_logprob_gap}: it samples from other weights, "

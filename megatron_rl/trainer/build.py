@@ -52,7 +52,7 @@ from megatron_rl.trainer.run_folder import (
 )
 from megatron_rl.trainer.supervised import held_out_solutions, start_supervised_optimizer
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.trainer.update import UpdatePlanner, needs_old_logprobs
+from megatron_rl.trainer.update import UpdatePlanner, passes_parts
 from megatron_rl.types import Rollout, Score
 from megatron_rl.validate import check_critic_model, check_lengths
 from megatron_rl.weights.config_json import check_served, ignored_fields, load_hf_config
@@ -225,8 +225,7 @@ def _assemble(
         manager,
         prompts,
         timer,
-        passes_parts=config.correction.old_logprobs != "rollout"
-        and (needs_old_logprobs(config, rule) is not None or steps_per_rollout(config) > 1),
+        passes_parts=passes_parts(config),
         passes_all=not rule.drops_logprob_passes,
         steps_per_rollout=steps_per_rollout(config),
     )

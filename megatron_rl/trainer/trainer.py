@@ -17,7 +17,7 @@ from megatron_rl.critic import Critic, RemoteCritic
 from megatron_rl.data.prompt_dataset import PromptDataset, Solution
 from megatron_rl.distributed.watchdog import Watchdog
 from megatron_rl.observability.completions import Completion
-from megatron_rl.observability.metrics import GAPS, MetricsWriter, add_sums, read_metrics, skip_metrics, step_metrics
+from megatron_rl.observability.metrics import MetricsWriter, read_metrics, skip_metrics, step_metrics
 from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.throughput import performance
 from megatron_rl.observability.timer import StepTimer
@@ -135,17 +135,16 @@ class Trainer:
         """Pass every sample under policy and reference, and return β times their KL."""
         everything = np.ones(taken.facts.num_samples, dtype=bool)
         with self.timer.measure("logprob"):
-            old, gaps, metrics = self.planner.old_logprobs(taken, everything, index)
-            metrics |= self.planner.judge_gaps(gaps, fresh=taken.is_fresh)
+            old = self.planner.old_logprobs(taken, everything, index)
             reference = self.reference.logprobs(taken.batch, everything)
         penalty = kl_penalty(
-            old,
+            old.flat,
             reference,
             mask,
             estimator=self.config.loss.kl_estimator,
             coefficient=self.reference.coefficient,
             num_samples=len(everything),
-            metrics=metrics,
+            metrics=old.metrics,
         )
         if not self.holds_policy(index):  # β moves by rollouts that train the policy
             self.reference.count(penalty.kl, penalty.tokens)
@@ -228,9 +227,7 @@ class Trainer:
         step, _ = update.steps[number]
         self.reference.measure(result)
         facts = update.batch.facts
-        if step is update.own:
-            own = {name: result.sums[name] for name in ("tokens", *GAPS)}
-            self.next_row |= self.planner.judge_gaps(add_sums(update.gaps, own), fresh=update.is_fresh)
+        self.next_row |= self.planner.own_gap_metrics(update, step, result)
         values = {**skip_metrics(step, facts, update.signal, share_prompts=self.backend.rules.share_prompts)}
         values |= performance(self.backend, facts, step, self.timer.seconds["update"]) | self.timer.take()
         is_last = number == len(update.steps) - 1

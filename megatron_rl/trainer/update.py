@@ -17,14 +17,31 @@ from megatron_rl.algorithm.signal import SignalRule, has_signal
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.config import Config
-from megatron_rl.observability.metrics import add_sums, divide
+from megatron_rl.config.num_steps import steps_per_rollout
+from megatron_rl.observability.metrics import GAPS, add_sums, divide
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout.manager import guard_logprob_gap
 from megatron_rl.rollout.training_batch import TrainingBatch
 from megatron_rl.trainer.advantages import AdvantageResult
 from megatron_rl.trainer.corrections import apply_corrections
 from megatron_rl.trainer.reference_policy import ReferencePolicy
-from megatron_rl.types import Advantages, BatchPlan, LossInputs, StepKind, StepPlan
+from megatron_rl.types import Advantages, BatchPlan, LossInputs, StepKind, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OldLogProbs:
+    """Holds log π_old of a rollout, and its gap to the engine's.
+
+    flat:    float32 [T] over response tokens; 0 where it was not passed.
+    own:     the optimizer step whose π_old is its own log-prob, detached, so that no pass gives it; None: no step.
+    sums:    of the gap over the samples passed; those of the ``own`` step join them once it has run.
+    metrics: of the pass.
+    """
+
+    flat: np.ndarray
+    own: StepPlan | None
+    sums: Mapping[str, float]
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,9 +52,7 @@ class Update:
     steps:      each optimizer step's plan and fingerprint: mini-batches in order, epoch after epoch.
     signal:     bool [S], by advantages and importance weights; in a critic's warm-up too, which trains none of it.
     trained:    bool [S], the samples whose gradient is asked for: ``signal``, or none while the policy is held.
-    old:        float32 [T] flat, log π_old.
-    own:        the optimizer step whose π_old is its own log-prob, which ``old`` need not hold; None: no step.
-    gaps:       sums of the gap to the engine's log-probs over the pass that gave ``old``.
+    old:        log π_old.
     is_fresh:   whether the engine sampled by the weights of the first step.
     reference:  float32 [T] flat, log π_ref; None where the loss does not read it.
     importance: float64 [T] flat, the correction's weights; None: all are 1.
@@ -51,9 +66,7 @@ class Update:
     advantages: Advantages
     signal: np.ndarray
     trained: np.ndarray
-    old: np.ndarray
-    own: StepPlan | None
-    gaps: Mapping[str, float]
+    old: OldLogProbs
     is_fresh: bool
     reference: np.ndarray | None
     importance: np.ndarray | None
@@ -68,7 +81,7 @@ class Update:
             step,
             self.advantages,
             self.trained,
-            old=None if step is self.own else self.old,
+            old=None if step is self.old.own else self.old.flat,
             reference=self.reference,
             importance=self.importance,
             kl_coefficient=self.kl_coefficient,
@@ -82,7 +95,7 @@ class UpdatePlanner:
         self, config: Config, backend: MegatronBackend, rule: SignalRule, reference: ReferencePolicy, timer: StepTimer
     ) -> None:
         self.config, self.backend, self.rule, self.reference, self.timer = config, backend, rule, reference, timer
-        self.needs_old_logprobs = needs_old_logprobs(config, rule)
+        self.needs_old_logprobs = needs_old_logprobs(config)
 
     def prepare(self, taken: TrainingBatch, result: AdvantageResult, *, index: int, holds: bool) -> Update:
         """Prepare the update of rollout ``index``. ``holds``: the policy does not move, while a critic warms up."""
@@ -100,15 +113,10 @@ class UpdatePlanner:
             plan = self._plan(batch, trained, holds=holds)
         with self.timer.measure("logprob"):
             runs = runs_S(plan, facts.num_samples)
-            own = None if holds else self._own_step(plan, taken)
             if penalty:
-                old, gaps, metrics = penalty.old, {}, penalty.metrics
+                old = OldLogProbs(flat=penalty.old, own=None, sums={}, metrics=penalty.metrics)
             else:
-                left_out = np.zeros_like(runs)
-                left_out[[] if own is None else own.order] = True
-                old, gaps, metrics = self.old_logprobs(taken, runs & ~left_out, index, left_out=left_out)
-                if own is None:
-                    metrics |= self.judge_gaps(gaps, fresh=taken.is_fresh)
+                old = self.old_logprobs(taken, runs, index, own=self._own_step(plan, taken))
             corrected = apply_corrections(
                 self.config.correction,
                 self.backend,
@@ -116,7 +124,7 @@ class UpdatePlanner:
                 advantages=result.advantages,
                 signal=trained,
                 passed=runs,
-                old_logprobs=old,
+                old_logprobs=old.flat,
                 advantage_epsilon=self.rule.advantage_epsilon,
             )
             # Where masks took samples away, plan anew: fewer run, and none that was not passed.
@@ -137,50 +145,38 @@ class UpdatePlanner:
             signal=signal,
             trained=trained,
             old=old,
-            own=own,
-            gaps=gaps,
             is_fresh=taken.is_fresh,
             reference=reference,
             importance=corrected.weights,
             kl_coefficient=self.reference.loss_coefficient,
-            metrics={**metrics, **corrected.metrics},
+            metrics={**old.metrics, **corrected.metrics},
         )
 
     def _plan(self, batch: Batch, trained: np.ndarray, *, holds: bool) -> BatchPlan:
         plan = self.backend.plan("train", batch, trained, drops=self.rule.drops or holds)
         return plan.held() if holds else plan
 
-    def judge_gaps(self, sums: Mapping[str, float], *, fresh: bool) -> dict[str, float]:
-        """Return the metrics of the gap to the engine's log-probs; warn or raise where it is too large. No collective.
-
-        sums: over all ranks. fresh: whether engine and trainer had the same weights.
-        """
-        guard_logprob_gap(sums, self.config.rollout, self.config.model.dtype, fresh=fresh)
-        return divide(sums)
-
     def _own_step(self, plan: BatchPlan, taken: TrainingBatch) -> StepPlan | None:
         """Return the rollout's first optimizer step where its own log-probs, detached, can be its π_old.
 
-        Its weights are those that a pass before it would have: it is the first, so that nothing has moved them. A
-        replayed sample whose π_old is the engine's keeps the pass.
+        Its weights are those that a pass before it would have: it is the first, so that nothing has moved them. There
+        is none where a sample's π_old is known already, of a part that was passed while the next one was sampled, or is
+        the engine's own, of a replayed group.
         """
         first = plan.mini_batches[0] if plan.mini_batches else None
         if self.needs_old_logprobs or first is None or first.kind is not StepKind.REAL:
             return None
-        if not self.config.replay.recompute_logprobs and taken.replayed[first.order].any():
-            return None
-        return first
+        given = taken.known.covered if self.config.replay.recompute_logprobs else taken.known.covered | taken.replayed
+        return None if given[first.order].any() else first
 
     def old_logprobs(
-        self, taken: TrainingBatch, trained: np.ndarray, index: int, *, left_out: np.ndarray | None = None
-    ) -> tuple[np.ndarray, dict[str, float], dict[str, float]]:
-        """Return log π_old, float32 [T] flat, after a pass over the samples whose log-probs are unknown.
+        self, taken: TrainingBatch, trained: np.ndarray, index: int, *, own: StepPlan | None = None
+    ) -> OldLogProbs:
+        """Return log π_old after a pass over the samples whose log-probs are unknown.
 
         trained: bool [S], the samples that the training plan runs. All samples are passed where the skip does not cover
             these passes.
-        left_out: bool [S], samples that are not passed, since their step reads no π_old; None: none.
-
-        The second value holds the sums of the gap to the engine's log-probs, the third metrics.
+        own: the optimizer step whose samples are left out, since it reads no π_old.
 
         Every ``metrics.dense_every_rollouts`` rollouts a few dropped samples are passed too, for the metrics alone.
         Under ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own; so it is for
@@ -191,21 +187,40 @@ class UpdatePlanner:
         from_engine = np.full_like(trained, config.correction.old_logprobs == "rollout")
         if not config.replay.recompute_logprobs:
             from_engine |= taken.replayed
-        wanted = (trained if self.rule.drops_logprob_passes else np.ones_like(trained)) & ~from_engine
+        runs_own = np.zeros_like(trained)
+        if own is not None:
+            runs_own[own.order] = True
+        wanted = (trained if self.rule.drops_logprob_passes else np.ones_like(trained)) & ~from_engine & ~runs_own
         every = config.metrics.dense_every_rollouts
         if every and index % every == 0:
-            others = ~wanted if left_out is None else ~wanted & ~left_out
-            wanted[np.flatnonzero(others)[: config.metrics.dense_samples]] = True
+            wanted[np.flatnonzero(~wanted & ~runs_own)[: config.metrics.dense_samples]] = True
         # Pass those that are not known yet, and join their log-probs with the known and the engine's own.
-        covered = wanted | known.covered
         computed = self.backend.logprobs(batch, wanted & ~known.covered)
-        sums = add_sums(known.sums, computed.sums)
         response_tokens = batch.facts.response_tokens
-        old = np.where(np.repeat(known.covered, response_tokens), known.values, computed.flat)
+        flat = np.where(np.repeat(known.covered, response_tokens), known.values, computed.flat)
         if from_engine.any():
             engine = self.backend.gather_rollout_logprobs(batch)
-            old = np.where(np.repeat(from_engine, response_tokens), engine, old)
-        return old, sums, {"logprob/coverage": float(covered.mean())}
+            flat = np.where(np.repeat(from_engine, response_tokens), engine, flat)
+        sums = add_sums(known.sums, computed.sums)
+        metrics = {"logprob/coverage": float((wanted | known.covered | runs_own).mean())}
+        if own is None:
+            metrics |= self.gap_metrics(sums, fresh=taken.is_fresh)
+        return OldLogProbs(flat=flat, own=own, sums=sums, metrics=metrics)
+
+    def gap_metrics(self, sums: Mapping[str, float], *, fresh: bool) -> dict[str, float]:
+        """Return the metrics of the gap to the engine's log-probs; warn or raise where it is too large. No collective.
+
+        sums: over all ranks. fresh: whether engine and trainer had the same weights.
+        """
+        guard_logprob_gap(sums, self.config.rollout, self.config.model.dtype, fresh=fresh)
+        return divide({name: sums[name] for name in ("tokens", *GAPS) if name in sums})
+
+    def own_gap_metrics(self, update: Update, step: StepPlan, result: StepResult) -> dict[str, float]:
+        """Return the gap's metrics of a rollout whose ``step`` has measured it; {} for any other step."""
+        if step is not update.old.own:
+            return {}
+        own = {name: result.sums[name] for name in ("tokens", *GAPS)}
+        return self.gap_metrics(add_sums(update.old.sums, own), fresh=update.is_fresh)
 
     def _reference_logprobs(self, batch: Batch, trained: np.ndarray) -> np.ndarray | None:
         """Return log π_ref, flat, of the samples that the training plan runs; None without a KL."""
@@ -214,19 +229,31 @@ class UpdatePlanner:
         return self.reference.logprobs(batch, trained if self.rule.drops_logprob_passes else np.ones_like(trained))
 
 
-def needs_old_logprobs(config: Config, rule: SignalRule) -> str | None:
+def needs_old_logprobs(config: Config) -> str | None:
     """Return the setting that needs every π_old before the first optimizer step; None where none does."""
     if config.correction.old_logprobs != "auto":
         return f"correction.old_logprobs={config.correction.old_logprobs}"
-    if config.correction.is_on:
-        return "a correction of the engine's log-probs"
+    if config.correction.mode != "none":
+        return f"correction.mode={config.correction.mode}"
+    if config.correction.off_policy_delta is not None:
+        return f"correction.off_policy_delta={config.correction.off_policy_delta}"
     if config.kl_in_reward:
         return "reference.kl_in=reward"
     if config.train.epochs_per_rollout > 1:
         return f"train.epochs_per_rollout={config.train.epochs_per_rollout}"
-    if not rule.drops_logprob_passes:
+    if not config.skip.logprob_passes:
         return "skip.logprob_passes=false"
     return None
+
+
+def passes_parts(config: Config) -> bool:
+    """Return whether the parts of a rollout are worth a log-prob pass each, as they come.
+
+    They are not where the engine's log-probs are π_old, or where the one optimizer step needs no pass.
+    """
+    if config.correction.old_logprobs == "rollout":
+        return False
+    return needs_old_logprobs(config) is not None or steps_per_rollout(config) > 1
 
 
 def runs_S(plan: BatchPlan, num_samples: int) -> np.ndarray:

@@ -123,7 +123,7 @@ def one_gradient(critic: Critic, batch, returns: np.ndarray, old: np.ndarray) ->
     own = critic.fetch_rows(own, plan)
     (mini_batch,) = plan.mini_batches
     critic.accumulate(own, mini_batch, returns, old, plan.fingerprints()[0])
-    sums = critic._sums.clone()
+    sums = critic._sums.values.clone()
     torch.distributed.all_reduce(sums)
     gradient = critic.gradient()
     critic.zero_grad()

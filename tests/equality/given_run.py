@@ -22,7 +22,7 @@ from megatron_rl.train import train_on_rollout
 from megatron_rl.trainer.advantages import AdvantageResult
 from megatron_rl.trainer.reference_policy import ReferencePolicy
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.trainer.update import Update, UpdatePlanner
+from megatron_rl.trainer.update import OldLogProbs, Update, UpdatePlanner
 from megatron_rl.types import Advantages, BatchPlan, StepResult
 from tests.equality.rig import DEFAULTS, Rig
 
@@ -30,10 +30,11 @@ from tests.equality.rig import DEFAULTS, Rig
 class GivenRun(Trainer):
     """A trainer over a rig's batch.
 
-    ``results`` and ``plan`` are what the loop did, ``passes`` how often it asked for old log-probs.
+    ``results``, ``rows`` and ``plan`` are what the loop did, ``passes`` how often it asked for old log-probs.
+    fresh: whether the engine is said to have sampled by the trainer's weights.
     """
 
-    def __init__(self, rig: Rig, config: Config, advantages: np.ndarray) -> None:
+    def __init__(self, rig: Rig, config: Config, advantages: np.ndarray, *, fresh: bool = False) -> None:
         self.config, self.backend, self.rule = config, rig.backend, signal_rule(config)
         self.timer, self.next_row = StepTimer(lambda stage: contextlib.nullcontext()), {}
         self.critic, self.reference = None, ReferencePolicy(config, rig.backend)
@@ -45,7 +46,7 @@ class GivenRun(Trainer):
             scored=scored_batch(config, rig.batch, np.zeros(count), np.zeros((count, 1))),
             known=known,
             replayed=np.zeros(count, dtype=bool),
-            trained_version=-1,  # so that the gap to the engine's log-probs, which is meant, is no error
+            trained_version=0 if fresh else -1,  # the gap to the engine's log-probs, which is meant, is no error
         )
         self.rollouts = SimpleNamespace(
             take=lambda index: taken, start_ahead=lambda index: None, has=lambda index: False
@@ -54,6 +55,7 @@ class GivenRun(Trainer):
         self.evaluation = SimpleNamespace(due=lambda *given, **named: False)
         self.manager = SimpleNamespace(take_metrics=dict)
         self.results: list[StepResult] = []
+        self.rows: list[dict[str, float]] = []
         self.plan: BatchPlan | None = None
 
     @property
@@ -70,6 +72,8 @@ class GivenRun(Trainer):
 
     def write(self, phase: str, result: StepResult, values: Mapping[str, float]) -> None:
         self.results.append(result)
+        self.rows.append({**self.next_row, **values})
+        self.next_row = {}
 
 
 class CountingPlanner(UpdatePlanner):
@@ -77,12 +81,12 @@ class CountingPlanner(UpdatePlanner):
 
     passes = 0
 
-    def old_logprobs(self, *given) -> tuple[np.ndarray, dict[str, float]]:
+    def old_logprobs(self, *given, **named) -> OldLogProbs:
         self.passes += 1
-        return super().old_logprobs(*given)
+        return super().old_logprobs(*given, **named)
 
 
-def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str) -> GivenRun:
+def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str, fresh: bool = False) -> GivenRun:
     """Return a run on the rig's backend under another loss, skip and optimizer, at the weights it was built with.
 
     The first call keeps those weights; layout, dtype and plan rules stay the backend's own.
@@ -94,7 +98,7 @@ def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str) -> GivenRun:
         overwrite(backend.parameters(), backend.reference.tensors)
     backend.config, backend.objective = config, Objective(config.loss, backend._sum_over_context)
     backend.reset_optimizer(total_steps=1)
-    return GivenRun(rig, config, advantages)
+    return GivenRun(rig, config, advantages, fresh=fresh)
 
 
 def train_once(run: GivenRun) -> GivenRun:

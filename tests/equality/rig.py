@@ -107,7 +107,7 @@ class Rig:
         self.accumulate(advantages, plan, position, **given)
         gradient = self.backend.gradient()
         self.backend.zero_grad()
-        self.backend._sums.zero_()
+        self.backend._sums.zero()
         return gradient
 
     def step(self, advantages: np.ndarray, *, drops: bool, **given: object) -> list[StepResult]:

@@ -156,7 +156,7 @@ def several_calls(rank: int, world: int, topology: tuple, ddp: tuple[str, ...]) 
                 rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
             found[f"gradient {again}"] = error_of(rig, family, "token_mean", 0, NUM_SAMPLES, rig.backend.gradient())
             rig.backend.zero_grad()
-            rig.backend._sums.zero_()
+            rig.backend._sums.zero()
         for position, mini_batch in enumerate(plan.mini_batches):
             rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
         result = rig.backend.optim_step(mini_batch.kind)

@@ -24,6 +24,7 @@ from tests.equality.given_samples import (
     PER_MINI_BATCH,
     drawn,
 )
+from tests.equality.policy_terms import TERMS
 from tests.equality.rig import DEFAULTS, open_rig
 from tests.reference import file_weights, reference_logprobs, relative_error
 from tests.unit.algorithm.naive_policy import token_loss
@@ -37,26 +38,6 @@ SETTINGS = (
     f"optimizer.weight_decay={DECAY}",
     f"optimizer.clip_grad={CLIP}",
 )
-# Clips so near to 1 that they bind by the second step. What trains at zero advantage is dropped all the same under
-# `approximate`.
-APPROXIMATE = "skip.mode=approximate"
-TERMS = {
-    "ppo": ("loss.clip_low=0.02", "loss.clip_high=0.03"),
-    "ppo, dual clip": ("loss.clip_low=0.02", "loss.clip_high=0.03", "loss.dual_clip=1.05"),
-    "ppo, KL and entropy": (
-        "loss.clip_low=0.02",
-        "loss.clip_high=0.03",
-        "loss.kl_coefficient=0.3",
-        "loss.kl_estimator=unbiased",
-        "loss.entropy_coefficient=0.02",
-        APPROXIMATE,
-    ),
-    "gspo": ("loss.policy=gspo", "loss.clip_low=0.005", "loss.clip_high=0.008"),
-    "cispo": ("loss.policy=cispo", "loss.clip_low=0.02", "loss.clip_high=0.03"),
-    "importance_sampling": ("loss.policy=importance_sampling",),
-    "dro": ("loss.policy=dro", "loss.dro_beta=0.3", APPROXIMATE),
-    "reinforce": ("loss.policy=reinforce",),
-}
 CLIPPED = {"ppo", "ppo, dual clip", "ppo, KL and entropy", "gspo", "cispo"}
 
 

@@ -285,6 +285,14 @@ SIGNAL = (
         tests=("tests/unit/algorithm/test_signal.py::test_invariants",),
     ),
     Mutant(
+        name="own-logprobs-in-every-epoch",
+        file="megatron_rl/trainer/update.py",
+        line="if self.needs_old_logprobs or first is None or first.kind is not StepKind.REAL:",
+        becomes="if first is None or first.kind is not StepKind.REAL:",
+        fault="a later epoch takes its own log-probs for π_old, whose weights have moved",
+        tests=("tests/equality/test_policies.py::test_two_epochs_of_every_policy_term_equal_the_plain_loop",),
+    ),
+    Mutant(
         name="skip-passes-under-kl-in-reward",
         file="megatron_rl/algorithm/signal.py",
         line="drops_logprob_passes=drops and config.skip.logprob_passes and not config.kl_in_reward,",

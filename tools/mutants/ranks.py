@@ -193,9 +193,9 @@ TRAINED = (
     ),
     Mutant(
         name="sums-of-the-last-call",
-        file="megatron_rl/backend/trainable_model.py",
-        line='self._sums += torch.stack([each["sums"] for each in kept]).sum(0).cpu()  # one copy to the host per step',
-        becomes='self._sums = torch.stack([each["sums"] for each in kept]).sum(0).cpu()',
+        file="megatron_rl/backend/step_sums.py",
+        line="self.values[:summed] += found[:, :summed].sum(0)",
+        becomes="self.values[:summed] = found[:, :summed].sum(0)",
         fault="a step's loss is that of its last call alone",
         tests=("tests/equality/test_gradient.py::test_several_calls_before_one_step_add",),
     ),

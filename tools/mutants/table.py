@@ -32,12 +32,13 @@ AREAS: dict[str, tuple[str, ...]] = {
         "rollout/training_batch.py",
         "trainer/corrections.py",
         "trainer/advantages.py",
+        "trainer/update.py",
         "rollout/replay_buffer.py",
         "rollout/reroll_buffer.py",
         "rollout/staleness.py",
     ),
     "exchange": ("backend/batch_exchange.py",),
-    "trained model": ("backend/trainable_model.py",),
+    "trained model": ("backend/trainable_model.py", "backend/step_sums.py"),
     "weights": ("weights/", "rollout/weight_sync/"),
 }
 

@@ -230,7 +230,7 @@ def run_objective(config: LossConfig, tokens: SimpleNamespace, entropy: torch.Te
 
 @pytest.mark.parametrize("policy", ["ppo", "dro"])
 def test_objective_is_the_sum_of_its_terms(policy: str) -> None:
-    """The objective is L = Σ policy + Σ w·(β·kl − c·entropy), and gives the six sums that metrics read.
+    """The objective is L = Σ policy + Σ w·(β·kl − c·entropy), and gives the sums that metrics read.
 
     dro's quadratic is against the engine's μ.
     """
@@ -245,6 +245,8 @@ def test_objective_is_the_sum_of_its_terms(policy: str) -> None:
     torch.testing.assert_close(gradient, term_gradient + 0.3 * tokens.weights * gap, **DOUBLE)
     torch.testing.assert_close(entropy_gradient, -0.02 * tokens.weights, **DOUBLE)
     listed = [loss.item(), 60.0, entropy.sum(), (gap**2 / 2).sum(), term.clipped.sum(), term.ratio.detach().sum()]
+    to_engine = tokens.logprobs - tokens.rollout_logprobs
+    listed += [to_engine.abs().sum(), ((-to_engine).exp() + to_engine - 1).sum(), to_engine.abs().max()]
     torch.testing.assert_close(sums, torch.tensor([float(x) for x in listed], dtype=torch.float64), **DOUBLE)
 
 
@@ -278,7 +280,7 @@ def test_objective_without_old_logprobs_is_on_policy() -> None:
     loss, sums, (gradient, entropy_gradient) = run_objective(LossConfig(), tokens, torch.zeros(60, dtype=torch.float64))
     torch.testing.assert_close(loss, -tokens.advantages.sum(), **DOUBLE)
     torch.testing.assert_close(gradient, -tokens.advantages, **DOUBLE)
-    assert entropy_gradient is None and sums.tolist()[4:] == [0.0, 60.0]
+    assert entropy_gradient is None and sums.tolist()[4:6] == [0.0, 60.0]
 
 
 def test_zero_weights_take_kl_and_entropy_along() -> None:

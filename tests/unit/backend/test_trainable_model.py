@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.optimizer import StepOutcome
 from megatron_rl.backend.schedule import StageLaps
+from megatron_rl.backend.step_sums import StepSums
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.config import load_config
 from megatron_rl.planning.cost import NUM_SUMS, CostFit, CostModel, StageCost
@@ -48,16 +49,22 @@ def test_a_plan_has_one_step_where_it_merges_and_one_per_mini_batch_elsewhere(
     assert [x.members.tolist() for x in plan.mini_batches] == ([[0, 1, 2, 3, 4]] if whole else [[0, 1], [2, 3], [4]])
 
 
+def sums_of(*values: float) -> StepSums:
+    sums = StepSums(("loss", "tokens")[: len(values)], 0)
+    sums.add([torch.tensor(values, dtype=torch.float64)])
+    return sums
+
+
 def test_a_gradient_that_is_thrown_away_is_measured_nowhere() -> None:
     told = []
     model = model_of(
         optimizer=SimpleNamespace(zero_grad=lambda: told.append("gradient")),
         schedule=SimpleNamespace(forget_measured=lambda: told.append("laps")),
-        _sums=torch.ones(2, dtype=torch.float64),
+        _sums=sums_of(1.0, 1.0),
         _accumulated=True,
     )
     model.zero_grad()
-    assert sorted(told) == ["gradient", "laps"] and not model._sums.any() and not model._accumulated
+    assert sorted(told) == ["gradient", "laps"] and not model._sums.values.any() and not model._accumulated
 
 
 @pytest.fixture
@@ -84,7 +91,7 @@ def test_a_stages_laps_are_fitted_as_its_own(alone: None, stage: int) -> None:
         topology=SimpleNamespace(pipeline_rank=stage),
         schedule=SimpleNamespace(take_laps=lambda: [laps]),
         optimizer=SimpleNamespace(step=lambda kind: outcome),
-        _sums=torch.tensor([0.5], dtype=torch.float64),
+        _sums=sums_of(0.5),
         optimizer_s=[],
     )
     assert model.optim_step(StepKind.REAL).sums == {"loss": 0.5}
