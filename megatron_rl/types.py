@@ -59,8 +59,7 @@ class Rollout:
     response_ids:   [T] the tokens, a turn's stop token included where one was produced.
     logprobs:       [T] float32, log-probs under the engine's policy at the sampling temperature; 0.0 where not sampled.
     text:           the whole response as text, without special tokens.
-    finish_reason:  "stop" (a stop token or the episode's own end) or "length" (``rollout.max_response_tokens``
-                    reached).
+    finish_reason:  "stop" (a stop token or the episode's own end) or "length" (``rollout.max_response_tokens``).
     weight_versions: (version, tokens) in order: so many tokens came from these weights of the trainer; several pairs if
                     the engine took new weights midway. The environment's tokens count to the turn before them.
     loss_mask:      [T] True where a token carries loss: the policy's own, never the environment's; None: all do.
@@ -156,6 +155,7 @@ class BatchFacts:
     weight_versions: int64, the oldest weights that any of the sample's tokens comes from; None with ``places``.
     routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, or (0, 0); None if no row has any.
     prompt_keys:     int64, equal where samples have the same prompt, token for token; None where that is not known.
+    response_inputs: int64, response tokens that run: those before the last loss token (or 0); None: all of them.
 
     Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1], owner_rows=[0,1,0,1]``.
     """
@@ -171,6 +171,7 @@ class BatchFacts:
     places: np.ndarray | None = None
     weight_versions: np.ndarray | None = None
     prompt_keys: np.ndarray | None = None
+    response_inputs: np.ndarray | None = None
 
     @property
     def num_samples(self) -> int:
@@ -286,8 +287,7 @@ class StepPlan:
     order:               int64 [K], the samples that run, rank by rank and micro-batch by micro-batch.
     microbatch_offsets:  int64 [M + 1] into ``order``.
     rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: rank d runs rank_offsets[d]:rank_offsets[d+1].
-    filler_microbatches: bool [M], True where a micro-batch only keeps its rank in step; its sample is in
-                         ``order`` again.
+    filler_microbatches: bool [M], True where one only keeps its rank in step; its sample is in ``order`` again.
     microbatches_dropped: the dense plan's number of micro-batches less this plan's, fillers counted in both.
 
     Example: two ranks, rank 0 runs [3, 1] and [4], rank 1 is silent:

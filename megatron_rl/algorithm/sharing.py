@@ -1,4 +1,4 @@
-"""Whether samples may share their prompt: only where every number stays that of the sample alone."""
+"""Whether tokens may be left out: only where every number stays that of the sample alone, run whole."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 
 
+def token_coupling(config: Config) -> str | None:
+    """Return the setting under which a token's numbers depend on the others that run; None where none does."""
+    fields = config.megatron.transformer
+    for name, harmless in COUPLING_FIELDS.items():
+        if name in fields and fields[name] not in harmless:
+            return f"megatron.transformer.{name}={fields[name]}"
+    return None
+
+
 def sharing_refusal(config: Config, layer_spec: str) -> str | None:
     """Return why prompts cannot be shared under these settings; None where they can.
 
     layer_spec: "torch" or "transformer_engine", as the model's layers are.
     """
-    fields = config.megatron.transformer
-    for name, harmless in COUPLING_FIELDS.items():
-        if name in fields and fields[name] not in harmless:
-            return (
-                f"megatron.transformer.{name}={fields[name]} makes a token's numbers depend on the others that run, "
-                "and a shared prompt runs once"
-            )
+    if setting := token_coupling(config):
+        return f"{setting} makes a token's numbers depend on the others that run, and a shared prompt runs once"
     if layer_spec == "transformer_engine":
         return "Transformer Engine's attention is not built for shared prompts here"
     return None

@@ -30,45 +30,69 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
     groups: the prompt of each local sample, as a position in the batch's list of prompts.
     order: the place of each local sample in the batch, unique over ranks.
     """
-    # one row per sample, with its rank and its number on that rank
-    columns = []
-    for i, s in enumerate(samples):
-        fault = _routed_fault(s)
-        layers_top_k = (0, 0) if s.routed_experts is None or fault else s.routed_experts.shape[1:]
-        lengths = (s.prompt_tokens, len(s.token_ids) - s.prompt_tokens, int(s.loss_mask.sum()))
-        prompt = np.ascontiguousarray(s.token_ids[: s.prompt_tokens], dtype=np.int64).tobytes()
-        digest = int.from_bytes(hashlib.blake2b(prompt, digest_size=PROMPT_BYTES).digest(), "little")
-        columns.append([order[i], groups[i], *lengths, s.sample_id, *layers_top_k, fault, s.weight_version, digest])
-    rows = [(*column, rank, i) for rank, part in enumerate(gather_json(columns)) for i, column in enumerate(part)]
-    rows.sort(key=lambda row: row[0])
-    # every rank checks all rows, so that all raise together
-    if len({row[0] for row in rows}) != len(rows):
+    parts = gather_json(_own_facts(samples, groups, order))
+    columns = {name: [x for part in parts for x in part[name]] for name in parts[0]}
+    columns["owners"] = [rank for rank, part in enumerate(parts) for _ in part["places"]]
+    columns["owner_rows"] = [i for part in parts for i in range(len(part["places"]))]
+    order_by_place = np.argsort(np.array(columns["places"], dtype=np.int64), kind="stable").tolist()
+    columns = {name: [values[i] for i in order_by_place] for name, values in columns.items()}
+    _check_facts(columns)
+    sample_ids, routed_shapes = columns.pop("sample_ids"), columns.pop("routed_shapes")
+    del columns["faults"]
+    arrays = {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
+    shapes = np.array(routed_shapes, dtype=np.int64).reshape(len(sample_ids), 2)
+    arrays["prompt_keys"] = np.unique(arrays["prompt_keys"], return_inverse=True)[1]
+    return BatchFacts(sample_ids=tuple(sample_ids), routed_shapes=shapes if shapes.any() else None, **arrays)
+
+
+def _own_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> dict[str, list]:
+    """Return the facts of this rank's samples by name, and each one's fault, None where it has none."""
+    chosen = [np.flatnonzero(s.loss_mask) for s in samples]
+    faults = [_routed_fault(s) for s in samples]
+    return {
+        "places": [int(place) for _, place in zip(samples, order, strict=False)],
+        "groups": [int(group) for _, group in zip(samples, groups, strict=False)],
+        "sample_ids": [s.sample_id for s in samples],
+        "prompt_tokens": [int(s.prompt_tokens) for s in samples],
+        "response_tokens": [len(s.token_ids) - int(s.prompt_tokens) for s in samples],
+        "loss_tokens": [len(tokens) for tokens in chosen],
+        "response_inputs": [int(tokens[-1]) if len(tokens) else 0 for tokens in chosen],
+        "weight_versions": [int(s.weight_version) for s in samples],
+        "prompt_keys": [_prompt_digest(s) for s in samples],
+        "routed_shapes": [
+            (0, 0) if s.routed_experts is None or fault else s.routed_experts.shape[1:]
+            for s, fault in zip(samples, faults, strict=True)
+        ],
+        "faults": faults,
+    }
+
+
+def _prompt_digest(sample: Sample) -> int:
+    prompt = np.ascontiguousarray(sample.token_ids[: sample.prompt_tokens], dtype=np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(prompt, digest_size=PROMPT_BYTES).digest(), "little")
+
+
+def _check_facts(columns: Mapping[str, Sequence]) -> None:
+    """Raise ValueError for the first faulty sample. Every rank checks all of them, so that all raise together."""
+    if len(set(columns["places"])) != len(columns["places"]):
         raise ValueError("two samples claim the same place in the batch; ranks do not agree on who produces what")
-    for row in rows:
-        if row[8] is not None:
-            raise ValueError(row[8])
-        if row[2] < 1 or row[3] < 1:
+    names = ("sample_ids", "prompt_tokens", "response_tokens", "faults")
+    for name, prompt, response, fault in zip(*(columns[x] for x in names), strict=True):
+        if fault is not None:
+            raise ValueError(fault)
+        if prompt < 1 or response < 1:
             raise ValueError(
-                f"sample {row[5]} has {row[2]} prompt and {row[3]} response tokens; both must be at least 1, since a "
+                f"sample {name} has {prompt} prompt and {response} response tokens; both must be at least 1, since a "
                 "token is predicted from the one before it"
             )
-    numbers = np.array([[*row[1:5], *row[6:8], *row[9:], row[0]] for row in rows], dtype=np.int64).reshape(
-        len(rows), 11
-    )
-    shapes = numbers[:, 4:6]
-    return BatchFacts(
-        sample_ids=tuple(row[5] for row in rows),
-        groups=numbers[:, 0],
-        prompt_tokens=numbers[:, 1],
-        response_tokens=numbers[:, 2],
-        loss_tokens=numbers[:, 3],
-        weight_versions=numbers[:, 6],
-        owners=numbers[:, 8],
-        owner_rows=numbers[:, 9],
-        places=numbers[:, 10],
-        routed_shapes=shapes if shapes.any() else None,
-        prompt_keys=np.unique(numbers[:, 7], return_inverse=True)[1],
-    )
+
+
+def refuse_too_long(facts: BatchFacts, context_tokens: int) -> None:
+    """Raise ValueError for a sample of more tokens than the model's context."""
+    longest = int(facts.total_tokens.max(initial=0))
+    if longest > context_tokens:
+        name = facts.sample_ids[int(facts.total_tokens.argmax())]
+        raise ValueError(f"sample {name} has {longest} tokens and the model's context is {context_tokens}")
 
 
 def needed_rows(plan: BatchPlan, topology: Topology) -> list[np.ndarray]:

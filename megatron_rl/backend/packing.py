@@ -18,6 +18,7 @@ from megatron_rl.distributed.platform import HOST, send
 from megatron_rl.model.attention import PackedSequences, pack
 from megatron_rl.model.attention_spans import WHOLE, ContextShard, context_positions
 from megatron_rl.model.layout import Layout, lay_out
+from megatron_rl.planning.tokens import read_tokens
 from megatron_rl.types import BatchFacts, MicroBatch, Sample
 
 
@@ -84,9 +85,10 @@ def pack_microbatch(
 ) -> PackedMicroBatch:
     """Pack this rank's part of one micro-batch; the first stage needs its tokens, the last stage its loss fields."""
     samples = microbatch.samples
+    read = read_tokens(facts)[samples]
     layout = lay_out(
         facts.prompt_tokens[samples],
-        facts.response_tokens[samples],
+        read,
         facts.prompt_keys[samples] if share_prompts else None,
         pad_multiple,
         row_multiple,
@@ -95,7 +97,7 @@ def pack_microbatch(
     packed = pack(layout, device, context, for_transformer_engine=for_transformer_engine)
     fields: dict[str, object] = {"tokens": None}
     if needs_tokens:
-        tokens = _lay_tokens(layout, [rows[i] for i in samples.tolist()], pad_token)
+        tokens = _lay_tokens(layout, [rows[i] for i in samples.tolist()], read, pad_token)
         fields["tokens"] = send(torch.from_numpy(tokens[own_positions])[None], device)
     if needs_loss:
         local = np.full(layout.num_tokens, -1)
@@ -109,11 +111,15 @@ def pack_microbatch(
     )
 
 
-def _lay_tokens(layout: Layout, rows: Sequence[Sample], pad_token: int) -> np.ndarray:
-    """Return int64 [T], the token ids at their places; raise ValueError where a shared prompt is not the same."""
+def _lay_tokens(layout: Layout, rows: Sequence[Sample], read: np.ndarray, pad_token: int) -> np.ndarray:
+    """Return int64 [T], the token ids at their places; raise ValueError where a shared prompt is not the same.
+
+    read: int64 [K], the response tokens that the model reads, of each of the K rows.
+    """
     tokens = np.full(layout.num_tokens, pad_token, dtype=np.int64)
     laid: dict[int, Sample] = {}
-    for row, prompt, response in zip(rows, layout.prompts.tolist(), layout.responses.tolist(), strict=True):
+    places = zip(rows, layout.prompts.tolist(), layout.responses.tolist(), read.tolist(), strict=True)
+    for row, prompt, response, length in places:
         first = laid.setdefault(prompt, row)
         prompt_ids = row.token_ids[: row.prompt_tokens]
         if not np.array_equal(prompt_ids, first.token_ids[: first.prompt_tokens]):
@@ -122,7 +128,7 @@ def _lay_tokens(layout: Layout, rows: Sequence[Sample], pad_token: int) -> np.nd
                 "cannot share one; set plan.share_prompts=false"
             )
         tokens[prompt : prompt + row.prompt_tokens] = prompt_ids
-        tokens[response : response + len(row.token_ids) - row.prompt_tokens] = row.token_ids[row.prompt_tokens :]
+        tokens[response : response + length] = row.token_ids[row.prompt_tokens : row.prompt_tokens + length]
     return tokens
 
 

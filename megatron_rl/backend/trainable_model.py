@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithm.sharing import shares_prompts
+from megatron_rl.algorithm.sharing import shares_prompts, token_coupling
 from megatron_rl.algorithm.signal import refuse_uncounted_losses
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.batch import Batch
@@ -168,12 +168,9 @@ class TrainableModel:
     def gather(self, samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> Batch:
         """Make a batch of every rank's samples; see batch_exchange.gather_facts."""
         facts = batch_exchange.gather_facts(samples, groups, order)
-        longest = int(facts.total_tokens.max(initial=0))
-        if longest > self.shape.context_tokens:
-            name = facts.sample_ids[int(facts.total_tokens.argmax())]
-            raise ValueError(
-                f"sample {name} has {longest} tokens and the model's context is {self.shape.context_tokens}"
-            )
+        batch_exchange.refuse_too_long(facts, self.shape.context_tokens)
+        if token_coupling(self.config):  # a token without a use changes the numbers of the others
+            facts = dataclasses.replace(facts, response_inputs=None)
         return Batch(facts=facts, local=samples)
 
     def plan(self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool) -> BatchPlan:

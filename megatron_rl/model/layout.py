@@ -3,7 +3,8 @@
 A sample alone is one segment, prompt and response. Samples of one group, where prompts are shared, are a segment of the
 prompt and one for each response, which follow it: a response's queries see the prompt's keys and their own, at
 positions that go on from the prompt, and its first token is predicted by the prompt's last hidden state. So each number
-is that of the sample alone, and everything but attention is computed token by token.
+is that of the sample alone, and everything but attention is computed token by token. Of a response only the tokens
+before its last loss token are laid; one without any has no segment of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Layout:
     lengths:   padded tokens of each segment.
     offsets:   position of each segment's first token in its own sequence: 0, or a shared prompt's tokens.
     prompts:   int64 [K], the place of each sample's first prompt token.
-    responses: int64 [K], the place of each sample's first response token.
+    responses: int64 [K], the place of each sample's first response token, where one is laid.
     shared:    the prompts that several samples share.
     """
 
@@ -95,7 +96,7 @@ def lay_out(
 ) -> Layout:
     """Lay out K samples, in their order but for those that share a prompt, which come together.
 
-    prompt_tokens, response_tokens: int64 [K].
+    prompt_tokens, response_tokens: int64 [K], the tokens to lay; a response may have none.
     groups: int64 [K], equal where samples share their prompt, which is laid once; None shares none.
     pad_multiple: each segment is padded to it. row_multiple: all tokens are, by the last segment.
 
@@ -124,9 +125,12 @@ def lay_out(
             prompts[slots] = lay(tokens + int(response_tokens[slots[0]]), 0)
             responses[slots] = prompts[slots] + tokens
             continue
-        shared.append(SharedPrompt(segment=len(lengths), tokens=tokens, num_responses=len(slots)))
+        with_own = slots[response_tokens[slots] > 0]
+        if len(with_own):
+            shared.append(SharedPrompt(segment=len(lengths), tokens=tokens, num_responses=len(with_own)))
         prompts[slots] = lay(tokens, 0)
-        for slot in slots:
+        responses[slots] = start
+        for slot in with_own:
             responses[slot] = lay(int(response_tokens[slot]), tokens)
     lengths[-1] += -start % row_multiple
     return Layout(

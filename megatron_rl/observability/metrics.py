@@ -23,7 +23,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.observability import completions
 from megatron_rl.observability.completions import Completion
 from megatron_rl.observability.sinks import Sink, open_sinks, set_aside
-from megatron_rl.planning.tokens import tokens_of
+from megatron_rl.planning.tokens import read_tokens, tokens_of
 from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -107,15 +107,17 @@ def skip_metrics(
     share_prompts: whether a micro-batch runs a prompt once for all of its samples; ``tokens/shared`` are then the
         prompt tokens that did not run again.
 
-    Tokens are prompt and response without pads. ``tokens_executed`` counts fillers, which run too; ``speedup_ideal`` is
-    dense over surviving tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
+    Tokens are those that a dense run reads, without pads: of a prompt, and of a response those before its last loss
+    token. ``tokens/trailing`` are the later ones of the samples that run. ``tokens_executed`` counts fillers, which run
+    too; ``speedup_ideal`` is dense over surviving tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by
+    MetricsWriter.
     """
     if signal_S.shape != (facts.num_samples,):
         raise ValueError(
             f"signal_S has shape {signal_S.shape} and the batch {facts.num_samples} samples; pass one boolean per "
             "sample"
         )
-    tokens_S = facts.total_tokens
+    tokens_S = facts.prompt_tokens + read_tokens(facts)
     members = mini_batch.members
     run = tokens_of(facts, share_prompts=share_prompts)
     executed = int(run.sums(mini_batch.order, mini_batch.microbatch_offsets)[0].sum())
@@ -130,6 +132,7 @@ def skip_metrics(
         "skip/tokens_executed": executed,
         "skip/tokens_dense": tokens_dense,
     }
+    metrics["tokens/trailing"] = int((facts.total_tokens - tokens_S)[mini_batch.order].sum())
     if share_prompts:
         metrics["tokens/shared"] = int(tokens_S[mini_batch.order].sum()) - executed
     if len(members):

@@ -55,16 +55,20 @@ class SampleCosts:
 
 
 def balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray]:
-    """Distribute samples greedily, costliest first (LPT), over ``bins`` of near-equal cost, each in index order."""
+    """Distribute samples greedily, costliest first (LPT), over ``bins`` of near-equal cost, each in index order.
+
+    Of bins that cost the same, the one of fewer samples takes the next: none is empty where samples suffice, whatever
+    they cost. The responses of one token to a shared prompt cost nothing by themselves.
+    """
     if bins == 1:
         return [np.sort(samples)]
     by_cost = samples[np.lexsort((samples, -cost[samples]))]
-    loads = [(0.0, b) for b in range(bins)]
+    loads = [(0.0, 0, b) for b in range(bins)]
     chosen = np.empty(len(by_cost), dtype=np.int64)
     for i, sample_cost in enumerate(cost[by_cost].tolist()):
-        load, b = loads[0]
+        load, count, b = loads[0]
         chosen[i] = b
-        heapq.heapreplace(loads, (load + sample_cost, b))
+        heapq.heapreplace(loads, (load + sample_cost, count + 1, b))
     order = np.lexsort((by_cost, chosen))
     return np.split(by_cost[order], np.searchsorted(chosen[order], np.arange(1, bins)))
 

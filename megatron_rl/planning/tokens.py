@@ -83,8 +83,14 @@ def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
     return -(-lengths // pad_multiple) * pad_multiple
 
 
+def read_tokens(facts: BatchFacts) -> np.ndarray:
+    """Return int64 [S], the response tokens that run. No number depends on those from the last loss token on."""
+    return facts.response_tokens if facts.response_inputs is None else facts.response_inputs
+
+
 def tokens_of(facts: BatchFacts, *, share_prompts: bool) -> SampleTokens:
-    """Return the tokens of a batch's samples, without pads."""
+    """Return the tokens that a batch's samples run, without pads: none after the last that a loss token needs."""
+    responses = read_tokens(facts)
     if not share_prompts or facts.prompt_keys is None:
-        return SampleTokens.alone(facts.total_tokens)
-    return SampleTokens(own=facts.response_tokens, prompt=facts.prompt_tokens, group=facts.prompt_keys)
+        return SampleTokens.alone(facts.prompt_tokens + responses)
+    return SampleTokens(own=responses, prompt=facts.prompt_tokens, group=facts.prompt_keys)

@@ -20,6 +20,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.observability.metrics import set_aside
+from megatron_rl.planning.tokens import read_tokens
 from megatron_rl.simulator.machine import fitted_with
 from megatron_rl.simulator.workload import Workload, append_trace
 from megatron_rl.types import BatchFacts
@@ -56,6 +57,7 @@ class Recorder:
             prompt_tokens=facts.prompt_tokens,
             response_tokens=facts.response_tokens,
             loss_tokens=facts.loss_tokens,
+            response_inputs=read_tokens(facts),
             rewards=rewards,
             groups=facts.groups,
             by_function=dict(zip(names, by_function.T, strict=True)) if len(names) > 1 else {},

@@ -4,10 +4,11 @@ A trace is JSON lines. A run writes one rollout a line, a list over its samples 
 simulator/record.py):
 
     {"rollout": 3, "group": [17, 17], "prompt_tokens": [90, 90], "response_tokens": [41, 97],
-     "loss_tokens": [41, 97], "reward": [1, null]}
+     "loss_tokens": [41, 97], "response_inputs": [40, 96], "reward": [1, null]}
 
 A line may also be one sample, with a number each; ``rollout`` tells batches apart (one batch without it).
-``loss_tokens`` (response tokens with loss) may be left out: all have loss. ``reward: null`` is a sample that was taken
+``loss_tokens`` (response tokens with loss) may be left out: all have loss. So may ``response_inputs`` (response tokens
+that the model reads, those before the last loss token): all but the last. ``reward: null`` is a sample that was taken
 out of its group. ``reward_functions``, a list for each function by name, is needed by ``advantage.estimator=gdpo`` if
 there are several functions. Other keys are ignored.
 """
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.algorithm.advantage import GroupRewards, advantages
+from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import has_signal, signal_rule
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
@@ -38,6 +40,7 @@ TOKENS = ("group", "prompt_tokens", "response_tokens", "loss_tokens")
 class Workload:
     """Holds one rollout's samples as arrays [S]: int64 tokens and groups, float64 rewards (NaN: not included).
 
+    response_inputs: int64 [S], the response tokens that the model reads, those before the last loss token; None: all.
     by_function: float64 [S] of each reward function by name, NaN if it did not apply; {} if only their weighted sum is
         known.
 
@@ -51,17 +54,23 @@ class Workload:
     rewards: np.ndarray
     groups: np.ndarray
     by_function: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    response_inputs: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return [S] int64 tokens of prompt and response."""
-        return self.prompt_tokens + self.response_tokens
+        """Return [S] int64 tokens that run: of the prompt, and of the response those that the model reads."""
+        return self.prompt_tokens + self.read_response_tokens
+
+    @property
+    def read_response_tokens(self) -> np.ndarray:
+        """Return [S] int64: the response tokens that the model reads."""
+        return self.response_tokens if self.response_inputs is None else self.response_inputs
 
     def tokens(self, *, share_prompts: bool) -> SampleTokens:
         """Return the samples' tokens, without pads; a group's samples have one prompt."""
         if not share_prompts:
             return SampleTokens.alone(self.lengths)
-        return SampleTokens(own=self.response_tokens, prompt=self.prompt_tokens, group=self.groups)
+        return SampleTokens(own=self.read_response_tokens, prompt=self.prompt_tokens, group=self.groups)
 
     def signal(self, config: Config) -> np.ndarray:
         """Return [S] bool, True for a sample with signal, by the run's own advantages and rule.
@@ -141,6 +150,11 @@ def _add(rollouts: dict[int, list[dict]], line: str, where: str) -> None:
             "reward": _column(row["reward"], np.float64)
         }
         columns |= {f"of {name}": _column(x, np.float64) for name, x in row.get("reward_functions", {}).items()}
+        if "response_inputs" in row:
+            columns["response_inputs"] = _column(row["response_inputs"], np.int64)
+        else:
+            response, loss = columns["response_tokens"], columns["loss_tokens"]
+            columns["response_inputs"] = np.where(loss > 0, response - 1, 0)
         sizes = {name: len(x) for name, x in columns.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"lists of different lengths: {sizes}")
@@ -167,7 +181,7 @@ def _column(given: object, kind: type) -> np.ndarray:
 def _workload(parts: list[dict]) -> Workload:
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     by_function = {name.removeprefix("of "): x for name, x in columns.items() if name.startswith("of ")}
-    tokens = {name: columns[name] for name in TOKENS[1:]}
+    tokens = {name: columns[name] for name in (*TOKENS[1:], "response_inputs")}
     return Workload(**tokens, groups=columns["group"], rewards=columns["reward"], by_function=by_function)
 
 
@@ -187,6 +201,7 @@ def append_trace(path: str | pathlib.Path, rollout: int, given: Workload, prompt
         "prompt_tokens": given.prompt_tokens.tolist(),
         "response_tokens": given.response_tokens.tolist(),
         "loss_tokens": given.loss_tokens.tolist(),
+        "response_inputs": given.read_response_tokens.tolist(),
         "reward": plain(given.rewards),
     }
     if given.by_function:
@@ -242,6 +257,7 @@ def draw(
         prompt_tokens=np.repeat(tokens, size),
         response_tokens=response,
         loss_tokens=response,
+        response_inputs=None if token_coupling(config) else response - 1,
         rewards=passes.reshape(-1).astype(np.float64),
         groups=np.repeat(np.arange(prompts), size),
     )

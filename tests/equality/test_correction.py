@@ -16,6 +16,7 @@ import torch
 
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import CorrectionConfig
+from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.trainer.corrections import CorrectedSignal, apply_corrections
 from megatron_rl.trainer.update import runs_S
@@ -110,7 +111,11 @@ def every_correction(rank: int, world: int, tensor: int, pipeline: int, cut: dic
     with open_rig(FAMILY, *sizes(tensor, pipeline)) as rig:
         rig.take(drawn()[1])
         rig.rules(**cut)
-        seen, place, lengths = ForwardedLengths(rig), rig.backend.topology, rig.batch.facts.total_tokens
+        seen, place, lengths = (
+            ForwardedLengths(rig),
+            rig.backend.topology,
+            tokens_of(rig.batch.facts, share_prompts=False).whole,
+        )
         for name, correction in CORRECTIONS.items():
             for drops in (False, True):
                 plan, old, verdict = corrected(rig, correction, drops=drops)

@@ -68,6 +68,8 @@ def group_samples(vocab_size: int = 99) -> tuple[list[Sample], list[int]]:
             mask = np.ones(response, dtype=bool)
             if response > 3:
                 mask[random.integers(0, response - 1)] = False
+            if response > 7:
+                mask[-2:] = False
             samples.append(
                 Sample(
                     sample_id=f"g{number}s{len(samples)}",

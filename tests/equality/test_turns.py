@@ -18,7 +18,7 @@ from megatron_rl.rollout.worker import to_sample
 from megatron_rl.trainer.corrections import apply_corrections
 from megatron_rl.types import Advantages, Prompt, Rollout, Sample
 from tests.equality.layouts import CP, SP, TOLERANCE
-from tests.equality.rig import MAX_RESPONSE_TOKENS, open_rig, sizes
+from tests.equality.rig import MAX_RESPONSE_TOKENS, ForwardedLengths, open_rig, sizes
 from tests.reference import reference_logprobs, relative_error, tiny_model, token_weight
 from tests.unit.algorithm.naive_importance import naive
 from tests.workers.pool import Pool
@@ -122,6 +122,28 @@ def test_gradient_equals_the_loop_over_loss_tokens(pool: Pool, topology: tuple) 
     found = pool.run(tensor * pipeline * data, every_reduction, topology, timeout_s=90)[0]
     print(f"worst {max(found.values()):.1e}")
     assert max(found.values()) < TOLERANCE, found
+
+
+def run_lengths(rank: int, world: int, topology: tuple) -> tuple[list[int], int, int]:
+    """Return the lengths of the sequences that this rank's dense plan ran, its data rank and the pad multiple."""
+    (tensor, pipeline, _), extra = topology
+    with open_rig(FAMILY, *sizes(tensor, pipeline), *extra) as rig:
+        rig.take(drawn()[1], GROUPS)
+        seen = ForwardedLengths(rig)
+        rig.gradient(ADVANTAGES, rig.plan(ADVANTAGES, drops=False))
+        return seen.take(), rig.backend.topology.data_rank, rig.backend.rules.pad_multiple
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
+def test_no_token_runs_that_no_loss_token_is_predicted_from(pool: Pool, topology: tuple) -> None:
+    (tensor, pipeline, data), _ = topology
+    found = pool.run(tensor * pipeline * data, run_lengths, topology, timeout_s=60)
+    multiple = found[0][2]
+    read = [s.prompt_tokens + mask.rindex("T") for s, mask in zip(drawn()[1], MASKS, strict=True)]
+    by_replica = {data_rank: lengths for lengths, data_rank, _ in found}
+    ran = sorted(length for lengths in by_replica.values() for length in lengths)
+    assert ran == sorted(-(-length // multiple) * multiple for length in read)
+    assert sum(read) < sum(len(s.token_ids) for s in drawn()[1]) - len(MASKS)
 
 
 def passed_and_corrected(

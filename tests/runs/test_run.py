@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.types import StepKind
 from tests.equality.rig import ForwardedLengths, equal_by_name, open_rig, sizes
 from tests.pairwise import quick
@@ -48,7 +49,7 @@ def one_run(drops: bool, pipeline: int, extra: tuple[str, ...]) -> dict[str, obj
         "qwen2_tied", *sizes(1, pipeline), *SETTINGS, *extra, samples=NUM_SAMPLES, unique_lengths=True
     ) as rig:
         seen, place = ForwardedLengths(rig), rig.backend.topology
-        lengths = rig.batch.facts.total_tokens
+        lengths = tokens_of(rig.batch.facts, share_prompts=False).whole
         assert len(set(lengths.tolist())) == NUM_SAMPLES  # a length names its sample
         for rollout in range(ROLLOUTS):
             advantages = run_advantages(rollout)

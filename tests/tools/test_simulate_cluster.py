@@ -12,6 +12,7 @@ import torch
 from megatron_rl.config import load_config
 from megatron_rl.model.hf_config import model_shape
 from megatron_rl.planning.plan import plan_rules
+from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.forecast import forecast
 from megatron_rl.simulator.memory import kept_elements, stage_memory
@@ -74,6 +75,7 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
             "signal": values != 0,
             "prompt": facts.prompt_tokens,
             "response": facts.response_tokens,
+            "response_inputs": facts.response_inputs,
         }
 
 
@@ -101,6 +103,7 @@ def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
         prompt_tokens=first["prompt"],
         response_tokens=first["response"],
         loss_tokens=first["response"],
+        response_inputs=first["response_inputs"],
         rewards=np.zeros(24),
         groups=np.zeros(24, dtype=np.int64),
     )
@@ -124,7 +127,7 @@ def saved_bytes(rank: int, world: int, family: str, layers: int, *overrides: str
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             rig.accumulate(values, plan)
         return sum(size for pointer, size in kept.items() if pointer not in weights), int(
-            rig.batch.facts.total_tokens.sum()
+            tokens_of(rig.batch.facts, share_prompts=False).whole.sum()
         )
 
 

@@ -188,7 +188,7 @@ def describe(rollouts: list, rules, best: dict[str, dict]) -> dict[str, dict]:
     sums = {}
     for policy, cost in best.items():
         cut = run.with_cap(rules, cost["max_tokens"])
-        descriptions = [run.describe(x.plan(policy, cut), x.batch.facts.total_tokens) for x in rollouts]
+        descriptions = [run.describe(x.plan(policy, cut), x.lengths) for x in rollouts]
         sums[policy] = {key: sum(x[key] for x in descriptions) for key in descriptions[0]}
     return sums
 

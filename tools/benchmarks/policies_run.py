@@ -23,7 +23,7 @@ from megatron_rl.backend.batch import Batch
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.planning.cost import plan_seconds
 from megatron_rl.planning.plan import PlanRules
-from megatron_rl.planning.tokens import SampleTokens
+from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.types import BatchPlan, LossInputs, StepKind
 
 REDUCTION = "token_mean"
@@ -53,8 +53,13 @@ class Rollout:
     def _weights(self, counted: np.ndarray) -> np.ndarray:
         return reduction_weights(REDUCTION, self.batch.facts, counted, max_response_tokens=1)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return int64 [S], the tokens that each sample runs."""
+        return tokens_of(self.batch.facts, share_prompts=False).whole
+
     def plan(self, policy: str, rules: PlanRules) -> BatchPlan:
-        return POLICIES[policy](self.mini_batches, self.batch.facts.total_tokens, self.signal, rules)
+        return POLICIES[policy](self.mini_batches, self.lengths, self.signal, rules)
 
     def inputs(
         self, plan: BatchPlan, old_logprobs: np.ndarray | None, *, renormalised: bool = False
@@ -102,12 +107,12 @@ def costs(
     slowest = np.array(gather_json([[list(x) for x in timed] for timed in seconds.values()])).max(0)
     medians = dict(zip(plans, np.median(slowest, axis=1).tolist(), strict=True))
     step_s = statistics.median(medians["dense", cap][1] for cap in caps) / len(rollout.mini_batches)
-    padded = SampleTokens.alone(rollout.batch.facts.total_tokens).padded(rules.pad_multiple)
+    padded = tokens_of(rollout.batch.facts, share_prompts=False).padded(rules.pad_multiple)
     model = backend.fit.model()
     rows: dict[str, list[dict]] = {name: [] for name in POLICIES}
     for (name, cap), plan in plans.items():
         whole, step = medians[name, cap]
-        sizes = describe(plan, rollout.batch.facts.total_tokens)
+        sizes = describe(plan, rollout.lengths)
         predicted = sum(plan_seconds(model, x, padded) for x in plan.mini_batches) + step_s * len(plan.mini_batches)
         rows[name].append({"max_tokens": cap, "seconds": whole, "optimizer_s": step, "predicted_s": predicted, **sizes})
     return rows

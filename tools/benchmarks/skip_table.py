@@ -17,7 +17,7 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.flops import flops_per_token
 from megatron_rl.planning.cost import CostModel
 from megatron_rl.planning.timeline import simulate
-from megatron_rl.planning.tokens import padded_lengths
+from megatron_rl.planning.tokens import padded_lengths, tokens_of
 from megatron_rl.types import StepPlan
 
 
@@ -95,7 +95,7 @@ def _spread(factors: list[float]) -> float | None:
 
 def _of_case(case, backend) -> dict:
     plans = {name: case.plans["train", name].mini_batches[0] for name in ("dense", "skip")}
-    tokens = case.batch.facts.total_tokens
+    tokens = tokens_of(case.batch.facts, share_prompts=False).whole
     padded = padded_lengths(tokens, backend.rules.pad_multiple)
     survivors, dense_tokens = int(tokens[plans["skip"].order].sum()), int(tokens.sum())
     row = {

@@ -136,7 +136,20 @@ def test_skip_metrics_of_a_real_step():
         "skip/tokens_executed": 40,
         "skip/tokens_dense": 100,
         "skip/speedup_ideal": 2.5,
+        "tokens/trailing": 0,
     }
+
+
+def test_tokens_that_no_loss_token_needs_are_counted_apart():
+    """Of samples of 10, 20, ... 60 tokens, numbers 0 and 2 read 3 and 9 response tokens, the others all."""
+    whole = facts()
+    read = whole.response_tokens.copy()
+    read[[0, 2]] = 3, 9
+    given = dataclasses.replace(whole, response_inputs=read)
+    metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [1, 3], [2, 0]), given, np.arange(6) % 2 == 0)
+    trailing = int((whole.response_tokens - read).sum())
+    assert metrics["tokens/trailing"] == trailing > 0
+    assert (metrics["skip/tokens_executed"], metrics["skip/tokens_dense"]) == (40 - trailing, 100 - trailing)
 
 
 def test_a_shared_prompt_is_counted_once():

@@ -18,12 +18,13 @@ LINEAR = CostModel(stages=(StageCost(overhead=0.0, token=1.0, square=0.0),))
 
 @st.composite
 def tokens(draw) -> SampleTokens:
-    """Draw up to 30 samples in groups with one prompt each."""
+    """Draw up to 30 samples in groups with one prompt each; some may have no token of their own."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(1, 30))
     group = random.integers(0, draw(st.sampled_from([1, 3, 30])), count)
     prompt = random.integers(1, draw(st.sampled_from([2, 200])), 30)[group]
-    return SampleTokens(own=random.integers(1, draw(st.sampled_from([2, 60])), count), prompt=prompt, group=group)
+    own = random.integers(draw(st.sampled_from([0, 1])), draw(st.sampled_from([2, 60])), count)
+    return SampleTokens(own=own, prompt=prompt, group=group)
 
 
 def naive_cost(sample_tokens: SampleTokens, samples: np.ndarray) -> float:
@@ -39,15 +40,15 @@ def naive_cost(sample_tokens: SampleTokens, samples: np.ndarray) -> float:
 
 
 @SETTINGS
-@given(lengths=st.lists(st.integers(1, 70), max_size=40), bins=st.integers(1, 9))
+@given(lengths=st.lists(st.integers(0, 70) | st.integers(0, 2), max_size=40), bins=st.integers(1, 9))
 def test_balance_equals_greedy_longest_first(lengths: list[int], bins: int) -> None:
     """Balancing gives each sample, longest first, to the least loaded bin.
 
-    Of equal samples and of equal bins the first is taken.
+    Of equal samples the first is taken; of equal bins that of the fewest samples, and of these the first.
     """
     wanted: list[list[int]] = [[] for _ in range(bins)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        loads = [sum(lengths[j] for j in x) for x in wanted]
+        loads = [(sum(lengths[j] for j in x), len(x)) for x in wanted]
         wanted[loads.index(min(loads))].append(i)
     found = balance(np.arange(len(lengths)), np.array(lengths, dtype=np.int64), bins)
     assert [x.tolist() for x in found] == [sorted(x) for x in wanted]
