@@ -24,7 +24,18 @@ def sharing_refusal(config: Config, layer_spec: str) -> str | None:
     if setting := token_coupling(config):
         return f"{setting} makes a token's numbers depend on the others that run, and a shared prompt runs once"
     if layer_spec == "transformer_engine":
-        return "Transformer Engine's attention is not built for shared prompts here"
+        return _engine_refusal(config)
+    return None
+
+
+def _engine_refusal(config: Config) -> str | None:
+    if config.parallel.context > 1:
+        return (
+            f"parallel.context={config.parallel.context}: Transformer Engine splits whole sequences over context "
+            "ranks, and a response to a shared prompt is a part of one"
+        )
+    if config.megatron.transformer.get("apply_rope_fusion"):
+        return "megatron.transformer.apply_rope_fusion=true: its kernel has the positions of every segment start at 0"
     return None
 
 

@@ -94,7 +94,7 @@ def pack_microbatch(
         row_multiple,
     )
     own_positions = context_positions(layout.lengths, context.rank, context.size)
-    packed = pack(layout, device, context, for_transformer_engine=for_transformer_engine)
+    packed = pack(layout, device, context, for_transformer_engine=for_transformer_engine, share_prompts=share_prompts)
     fields: dict[str, object] = {"tokens": None}
     if needs_tokens:
         tokens = _lay_tokens(layout, [rows[i] for i in samples.tolist()], read, pad_token)

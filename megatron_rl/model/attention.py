@@ -7,6 +7,7 @@ The sequences are whole or split over context-parallel ranks. Megatron-Core's ow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,61 @@ from megatron_rl.model.span_attention import span_attention
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeySegments:
+    """Says which keys each segment's queries see, for a kernel that aligns both at their ends.
+
+    pieces: the lengths into which this micro-batch's keys are cut: segments, a shared prompt's pads apart.
+    order:  the pieces that are gathered, segment after segment; None where each segment sees its own alone.
+    query_bounds, key_bounds: int32 [segments + 1], of the queries and of the gathered keys.
+    """
+
+    pieces: tuple[int, ...]
+    order: tuple[int, ...] | None
+    query_bounds: torch.Tensor
+    key_bounds: torch.Tensor
+    longest_query: int
+    longest_key: int
+
+    @classmethod
+    def of(cls, layout: Layout, device: torch.device) -> KeySegments:
+        """Return the segments of a layout.
+
+        Example: a prompt of 3 tokens with answers of 2 and 1: pieces 3, 2, 1 in the order 0, 0, 1, 0, 2; queries end at
+        3, 5, 6, and their keys at 3, 8, 12.
+        """
+        pieces: list[int] = []
+        own: list[list[int]] = []  # of each segment
+        tokens = {prompt.segment: prompt.tokens for prompt in layout.shared}
+        for segment, length in enumerate(layout.lengths):
+            parts = [x for x in (tokens.get(segment, length), length - tokens.get(segment, length)) if x]
+            own.append(list(range(len(pieces), len(pieces) + len(parts))))
+            pieces += parts
+        seen = [list(x) for x in own]
+        for prompt in layout.shared:
+            for segment in layout.responses_of(prompt):
+                seen[segment] = [own[prompt.segment][0], *own[segment]]
+        lengths = [sum(pieces[i] for i in x) for x in seen]
+        return cls(
+            pieces=tuple(pieces),
+            order=tuple(i for x in seen for i in x) if layout.shared else None,
+            query_bounds=send(_bounds_of(layout.lengths), device),
+            key_bounds=send(_bounds_of(lengths), device),
+            longest_query=max(layout.lengths),
+            longest_key=max(lengths),
+        )
+
+    def gather(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the keys (or values) [T, g, d] of all segments, one after the other.
+
+        The gradient of a piece that several segments see is their sum, added up in one order.
+        """
+        if self.order is None:
+            return keys
+        pieces = torch.split(keys, self.pieces)
+        return torch.cat([pieces[i] for i in self.order])
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Adds host-side lengths to Megatron-Core's packed-sequence parameters, so that attention asks the device nothing.
@@ -39,6 +95,7 @@ class PackedSequences(PackedSeqParams):
     key_order: int64 [CP·T], the row of each of the micro-batch's tokens among those gathered from all context ranks;
                None without them.
     context: this rank among those that share the sequences.
+    segments: for Transformer Engine where prompts may be shared, in place of the bounds.
     """
 
     layout: Layout | None = None
@@ -46,6 +103,7 @@ class PackedSequences(PackedSeqParams):
     spans: tuple[SpanBatch, ...] = ()
     key_order: torch.Tensor | None = None
     context: ContextShard = WHOLE
+    segments: KeySegments | None = None
 
 
 def pack(
@@ -54,13 +112,16 @@ def pack(
     context: ContextShard = WHOLE,
     *,
     for_transformer_engine: bool = False,
+    share_prompts: bool = False,
 ) -> PackedSequences:
     """Return packed-sequence parameters for sequences laid one after the other.
 
-    layout: where the sequences lie; Transformer Engine takes none with shared prompts.
-    for_transformer_engine: gives the bounds (cu_seqlens) that its kernels read, in place of the spans. With bounds
-        Megatron-Core asks the device for the lengths, twice in every layer; without them it applies rotary angles token
-        by token (model/rotary.py).
+    layout: where the sequences lie.
+    for_transformer_engine: gives the bounds (cu_seqlens) that its kernels read, in place of the spans. Without a fused
+        kernel Megatron-Core asks the device for the lengths then, twice in every layer; without bounds it applies
+        rotary angles token by token (model/rotary.py).
+    share_prompts: prompts may be shared, so that Transformer Engine gets segments in place of the bounds, whose
+        positions all begin at 0.
 
     Example: sequences of 2 and 3 tokens make cu_seqlens [0, 2, 5], or one batch of two triangles.
     """
@@ -73,8 +134,8 @@ def pack(
         context=context,
     )
     if for_transformer_engine:
-        if layout.shared:
-            raise ValueError("Transformer Engine's attention takes no shared prompts here; plan.share_prompts=false")
+        if share_prompts:
+            return PackedSequences(**shared, segments=KeySegments.of(layout, device))
         return PackedSequences(**shared, **_bounds(lengths, device, context))
     batches = batch_spans(layout.spans(context), len(positions), layout.num_tokens, device)
     return PackedSequences(**shared, spans=batches, key_order=_key_order(lengths, context, device))
@@ -94,9 +155,7 @@ def _bounds(lengths: tuple[int, ...], device: torch.device, context: ContextShar
     (2.3 to 2.20, context_parallel.py and backends.py). No pad lies between sequences here, and the very same tensor
     says so without a question to the device.
     """
-    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    cu_seqlens = send(bounds, device)
+    cu_seqlens = send(_bounds_of(lengths), device)
     fields: dict[str, object] = dict(
         cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
     )
@@ -105,6 +164,13 @@ def _bounds(lengths: tuple[int, ...], device: torch.device, context: ContextShar
         if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__:  # 0.19.2
             fields["pad_between_seqs"] = False
     return fields
+
+
+def _bounds_of(lengths: Sequence[int]) -> torch.Tensor:
+    """Return int32 [S + 1], where each of S sequences begins, and the end."""
+    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+    return bounds
 
 
 class _GatherContext(torch.autograd.Function):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.algorithm.sharing import shares_prompts
 from megatron_rl.algorithm.signal import UNCOUNTED_FIELDS
 from megatron_rl.config import Config
 from megatron_rl.distributed.platform import HOST
@@ -80,7 +81,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         overlap_p2p_comm=topology.virtual_size > 1,
         batch_p2p_comm=topology.virtual_size == 1,
         **_mixture_fields(shape),
-        **_fusions(shape, extra),
+        **_fusions(shape, extra, shares=shares_prompts(config, shape.layer_spec)),
     )
     return _build_config({**fields, **extra}, extra, shape)
 
@@ -117,8 +118,10 @@ def _mixture_fields(shape: ModelShape) -> dict[str, Any]:
     )
 
 
-def _fusions(shape: ModelShape, extra: dict[str, Any]) -> dict[str, bool]:
+def _fusions(shape: ModelShape, extra: dict[str, Any], *, shares: bool) -> dict[str, bool]:
     """Return which fused functions run: none on torch's layers, whose numbers are the reference. extra: the user's.
+
+    shares: whether prompts may be shared; positions then come with the tokens, and not from the fused kernel.
 
     Rotary angles: over packed sequences Megatron-Core's plain way asks the device for the lengths four times in every
     layer (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``); the kernel does not, and rounds neither cos
@@ -128,7 +131,7 @@ def _fusions(shape: ModelShape, extra: dict[str, Any]) -> dict[str, bool]:
     """
     engine = shape.layer_spec == "transformer_engine"
     return dict(
-        apply_rope_fusion=engine,
+        apply_rope_fusion=engine and not shares,
         bias_activation_fusion=engine and not extra.get("use_te_activation_func"),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -157,7 +160,8 @@ def build_model(
     if value_head:
         shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     transformer = transformer_config(shape, hf_config, config, topology)
-    spec = block_spec(transformer, layer_spec, shape.num_layers // stages)
+    shares = shares_prompts(config, layer_spec)
+    spec = block_spec(transformer, layer_spec, shape.num_layers // stages, share_prompts=shares)
     frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
@@ -175,7 +179,7 @@ def build_model(
             vp_stage=chunk if topology.virtual_size > 1 else None,
         )
         model.model_type = ModelType.encoder_or_decoder
-        if layer_spec == "torch":
+        if layer_spec == "torch" or shares:
             model.rotary_pos_emb = PackedRotary(frequencies)
         else:
             model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants

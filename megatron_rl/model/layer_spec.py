@@ -53,9 +53,12 @@ def choose_layer_spec(asked: str, dtype: str) -> str:
     return "torch"
 
 
-def block_spec(config: TransformerConfig, kind: str, num_layers: int) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, kind: str, num_layers: int, *, share_prompts: bool = False
+) -> TransformerBlockSubmodules:
     """Return the submodules of this stage's block of ``num_layers`` layers, all dense or all mixtures of experts.
 
+    share_prompts: whether samples of a micro-batch may share their prompt, which torch's layers always can.
     Transformer Engine's experts are grouped linears, and its norm before a mixture stands alone; both have run on a
     stand-in of its modules (tests/equality/test_transformer_engine.py), not on a GPU.
     """
@@ -65,6 +68,10 @@ def block_spec(config: TransformerConfig, kind: str, num_layers: int) -> Transfo
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **mixture)
+        if share_prompts:
+            from megatron_rl.model.engine_attention import SharedPromptAttention
+
+            layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, **mixture)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm

@@ -64,7 +64,7 @@ class Layout:
     def squares(self) -> float:
         """Return the squared tokens of attention: Σ l² of the segments, and 2·p·r where r tokens see a prompt of p."""
         lengths = np.array(self.lengths, dtype=np.float64)
-        seen = sum(2.0 * x.tokens * lengths[self._responses(x)].sum() for x in self.shared)
+        seen = sum(2.0 * x.tokens * lengths[x.segment + 1 :][: x.num_responses].sum() for x in self.shared)
         return float((lengths**2).sum() + seen)
 
     def positions(self) -> np.ndarray:
@@ -75,7 +75,7 @@ class Layout:
         """Return which queries of this rank see which keys; the triangles, which hold every query once, come first."""
         starts, found = self.starts, causal_spans(self.lengths, context)
         for prompt in self.shared:
-            responses = self._responses(prompt)
+            responses = self.responses_of(prompt)
             first = int(starts[responses.start]) // context.size
             stop = int(starts[responses.stop]) // context.size
             if stop > first:
@@ -83,8 +83,9 @@ class Layout:
         return found
 
     @staticmethod
-    def _responses(prompt: SharedPrompt) -> slice:
-        return slice(prompt.segment + 1, prompt.segment + 1 + prompt.num_responses)
+    def responses_of(prompt: SharedPrompt) -> range:
+        """Return the segments of the responses to a shared prompt."""
+        return range(prompt.segment + 1, prompt.segment + 1 + prompt.num_responses)
 
 
 def lay_out(

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from megatron_rl.algorithm.sharing import sharing_refusal
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.trainable_model import TrainableModel
@@ -337,6 +338,8 @@ def announce(trainer: Trainer) -> None:
             "model.dtype=float32: matrix products run on an H100 at a tenth and less of bfloat16's speed, and without "
             "Transformer Engine; set model.dtype=bfloat16 unless you compare numbers"
         )
+    if config.plan.share_prompts is None and (reason := sharing_refusal(config, shape.layer_spec)):
+        log.info("plan.share_prompts=null: prompts are not shared, since %s", reason)
     if HOST.is_cuda and (added := added_variables()):
         log.info("added to the environment: %s", " ".join(f"{name}={value}" for name, value in added.items()))
     asked, rows = config.train.prompts_per_rollout, len(trainer.prompts)

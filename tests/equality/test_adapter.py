@@ -115,7 +115,7 @@ def three_steps(
         results = rig.step(advantages, drops=True, old=old)
         found = {name: x.clone() for name, x in rig.backend.export_adapters()}
         after = adapters_of(rig.model)
-        whole = merged({**file_weights(without_adapters(rig.model)), **after}, rank=RANK, alpha=ALPHA)
+        whole = merged({**file_weights(without_adapters(rig.model)), **found}, rank=RANK, alpha=ALPHA)
         exported = rig.weights()
         with adapters_off([chunk.module for chunk in rig.backend.chunks]):
             frozen = rig.weights()

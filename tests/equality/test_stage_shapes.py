@@ -47,7 +47,7 @@ def both_ways(rank: int, world: int, family: str, parallel: tuple[str, ...]) -> 
     """Return the shapes by the plan and by exchange, and whether gradients and log-probs are the same to the bit."""
     advantages = ragged_advantages(SAMPLES)
     layers = ("plan.max_tokens_per_microbatch=24",)
-    with open_rig(family, *parallel, *layers, samples=SAMPLES) as rig:
+    with open_rig(family, *parallel, *layers, samples=SAMPLES, unique_lengths=True) as rig:
         plan = rig.plan(advantages, drops=True)
         signal = advantages != 0
         found = []

@@ -23,7 +23,8 @@ from megatron_rl.model import attention
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages, sizes
 from tests.equality.saved_steps import SHARDED, save_and_load
-from tests.reference import file_weights, relative_error
+from tests.equality.shared_samples import advantages_of, group_samples
+from tests.reference import file_weights, near_policy, relative_error
 from tests.stand_ins.transformer_engine import linears
 from tests.workers.nursery import Nursery
 from tests.workers.pool import Pool
@@ -68,16 +69,22 @@ def engine_pool() -> Iterator[Pool]:
         yield workers
 
 
-def measured(family: str, *overrides: str) -> dict:
-    """Return log-probs, gradient, weights before and after two steps and their norms, by one layer spec."""
-    advantages = ragged_advantages(NUM_SAMPLES)
+def measured(family: str, *overrides: str, grouped: bool = False) -> dict:
+    """Return log-probs, gradient, weights before and after two steps and their norms, by one layer spec.
+
+    grouped: over groups that have one prompt each.
+    """
+    samples, groups = group_samples()
+    advantages = advantages_of(len(samples)) if grouped else ragged_advantages(NUM_SAMPLES)
     with open_rig(family, *SETTINGS, *overrides, samples=NUM_SAMPLES, total_steps=STEPS) as rig:
+        if grouped:
+            rig.take(near_policy(rig.model, samples), groups)
         found = {"weights": rig.weights(), "files": {k: v.clone() for k, v in file_weights(rig.model).items()}}
         plan = rig.plan(advantages, drops=True)
         found["gradient"] = rig.gradient(advantages, plan)
         rig.accumulate(advantages, plan)
         found["twice"] = rig.gradient(advantages, plan)
-        found["logprobs"] = rig.backend.logprobs(rig.batch, np.ones(NUM_SAMPLES, dtype=bool)).flat
+        found["logprobs"] = rig.backend.logprobs(rig.batch, np.ones(len(rig.samples), dtype=bool)).flat
         found["norms"] = [x.grad_norm for _ in range(STEPS) for x in rig.step(advantages, drops=True)]
         found["later weights"] = rig.weights()
     return found
@@ -165,6 +172,25 @@ def test_oldest_engine_equals_torch_spec() -> None:
             world, family, overrides = CASES[name]
             for found in workers.run(world, both, family, overrides):
                 assert found["exported"] and max(found["gaps"].values()) < TOLERANCE, (name, found["gaps"])
+
+
+def with_shared_prompts(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> tuple[dict, set[str]]:
+    """Return the gaps of the engine's layers over prompts that run once to torch's over prompts that do not."""
+    from tests.stand_ins.transformer_engine.contract import CALLS
+
+    plain = measured(family, *overrides, "model.layer_spec=torch", grouped=True)
+    CALLS.clear()
+    return gaps(measured(family, *overrides, *ENGINE, "plan.share_prompts=true", grouped=True), plain), set(CALLS)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixture", "TP2-SP", "PP2", "recomputation", "DP2-overlap"])
+def test_shared_prompts_equal_torch_without(engine_pool: Pool, name: str) -> None:
+    """A response's keys are the prompt's and its own, and its angles go on from the prompt's, pads or none between."""
+    world, family, overrides = CASES[name]
+    for found, calls in engine_pool.run(world, with_shared_prompts, family, overrides):
+        print(name, {k: f"{v:.1e}" for k, v in found.items()})
+        assert max(found.values()) < TOLERANCE, found
+        assert "DotProductAttention.forward" in calls and "apply_rotary_pos_emb" not in calls
 
 
 # Each fused function, switched off by its own field.

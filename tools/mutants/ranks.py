@@ -25,6 +25,14 @@ SCHEDULE = (
         tests=("tests/equality/test_lockstep.py::test_every_rank_names_the_odd_one[1-3-0-step index]",),
     ),
     Mutant(
+        name="responses-see-the-prompts-pads",
+        file="megatron_rl/model/attention.py",
+        line="seen[segment] = [own[prompt.segment][0], *own[segment]]",
+        becomes="seen[segment] = [*own[prompt.segment], *own[segment]]",
+        fault="under Transformer Engine's layers a response sees the pads of a shared prompt",
+        tests=("tests/unit/model/test_key_segments.py::test_each_query_sees_the_keys_of_its_own_sample",),
+    ),
+    Mutant(
         name="square-of-the-sum",
         file="megatron_rl/model/layout.py",
         line="return float((lengths**2).sum() + seen)",

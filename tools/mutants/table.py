@@ -25,7 +25,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "cost": ("planning/cost.py",),
     "schedule": ("backend/schedule.py",),
     "optimizer": ("backend/optimizer.py",),
-    "packing": ("backend/packing.py", "model/layout.py"),
+    "packing": ("backend/packing.py", "model/layout.py", "model/attention.py"),
     "log-probs": ("model/logprob.py", "model/logit_chunks.py", "model/logprob_kernels.py"),
     "feed": (
         "rollout/queue.py",

@@ -12,7 +12,8 @@ from tests.stand_ins.transformer_engine.tensor_ranks import Gather
 ANY_DTYPE = "STAND_IN_ANY_DTYPE"
 """Variable; "1" lets float32 attend too, which no kernel for packed sequences has, so that sums can be compared."""
 
-FORMAT = ("causal", "padding", "padding_causal", "no_mask", "arbitrary")
+BOTTOM_RIGHT = "padding_causal_bottom_right"
+MASKS = ("padding_causal", BOTTOM_RIGHT)
 
 
 def _lengths(bounds: torch.Tensor, what: str) -> list[int]:
@@ -88,15 +89,21 @@ class DotProductAttention(torch.nn.Module):
         require(qkv_format == "thd", f"the stand-in attends over packed sequences only, not qkv_format={qkv_format}")
         mask = attn_mask_type or self.attn_mask_type
         require("padding" in mask, "Attention mask type must be padding or padding_causal for qkv_format=thd!")
-        require(mask == "padding_causal" and attention_mask is None, "the stand-in has the causal mask only")
+        require(mask in MASKS and attention_mask is None, f"the stand-in has the masks {MASKS}, not {mask}")
         require(not pad_between_seqs, "the stand-in has no pads between sequences")
         self._check_states(query_layer, key_layer, value_layer)
-        lengths = _lengths(cu_seqlens_q, "cu_seqlens_q")
-        require(lengths == _lengths(cu_seqlens_kv, "cu_seqlens_kv"), "self-attention has bounds alike")
-        for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
+        lengths, seen = _lengths(cu_seqlens_q, "cu_seqlens_q"), _lengths(cu_seqlens_kv, "cu_seqlens_kv")
+        for name, longest, of in (("max_seqlen_q", max_seqlen_q, lengths), ("max_seqlen_kv", max_seqlen_kv, seen)):
             require(type(longest) is int, f"{name} must be an int, or the host waits for the device's: {longest!r}")
-            require(longest >= max(lengths), f"{name}={longest} is below the longest sequence of {max(lengths)}")
+            require(longest >= max(of), f"{name}={longest} is below the longest sequence of {max(of)}")
         size = 1 if self.cp_group is None else self.cp_group.size()
+        if mask == BOTTOM_RIGHT:
+            require(size == 1, "no backend has a bottom-right mask and context parallelism")
+            require(len(lengths) == len(seen) and all(q <= k for q, k in zip(lengths, seen, strict=True)), "q above kv")
+            for states, of in ((query_layer, lengths), (key_layer, seen), (value_layer, seen)):
+                require(states.shape[0] == sum(of) and states.is_contiguous(), f"bounds of {of} for {states.shape}")
+            return self._attend_at_ends(query_layer, key_layer, value_layer, lengths, seen)
+        require(lengths == seen, "bounds differ, and padding_causal then turns FlashAttention off")
         if size > 1:
             for name, bounds in (("q", cu_seqlens_q_padded), ("kv", cu_seqlens_kv_padded)):
                 require(
@@ -121,6 +128,22 @@ class DotProductAttention(torch.nn.Module):
                 f"{name} of {tuple(states.shape)} is not [tokens, {heads}, {self.kv_channels}]",
             )
 
+    def _attend_at_ends(self, query, key, value, lengths: list[int], seen: list[int]) -> torch.Tensor:
+        """Attend sequence by sequence; a sequence's last query is aligned with its last key."""
+        ends = []
+        for q, k, v in zip(query.split(lengths), key.split(seen), value.split(seen), strict=True):
+            places = torch.arange(len(q)) + len(k) - len(q)
+            ends.append(self._softmax(q, k, v, places))
+        return torch.cat(ends).to(query.dtype)
+
+    def _softmax(self, q, k, v, places: torch.Tensor) -> torch.Tensor:
+        """Attend with queries [Q, h, d], which see the keys up to their ``places`` [Q], to keys [K, g, d]."""
+        q = q.transpose(0, 1).float()
+        k, v = (x.transpose(0, 1).repeat_interleave(self.heads // self.groups, 0).float() for x in (k, v))
+        scores = q @ k.transpose(1, 2) * self.softmax_scale
+        future = torch.arange(k.shape[1])[None, :] > places[:, None]
+        return (scores.masked_fill(future, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
     def _attend(self, query, key, value, lengths: list[int], size: int) -> torch.Tensor:
         """Attend sequence by sequence, to keys that are gathered from all context ranks and put in order."""
         mine, start, ends = 0, 0, []
@@ -130,14 +153,8 @@ class DotProductAttention(torch.nn.Module):
             both = Gather.apply(torch.stack([key, value], 1), self.cp_group)
             key, value = both[_order(lengths, size)].unbind(1)
         for positions, length in zip(zigzag(lengths, rank, size), lengths, strict=True):
-            q = query[mine : mine + len(positions)].transpose(0, 1).float()
-            k, v = (
-                x[start : start + length].transpose(0, 1).repeat_interleave(self.heads // self.groups, 0).float()
-                for x in (key, value)
-            )
-            scores = q @ k.transpose(1, 2) * self.softmax_scale
-            future = torch.arange(length)[None, :] > positions[:, None]
-            ends.append((scores.masked_fill(future, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1))
+            k, v = (x[start : start + length] for x in (key, value))
+            ends.append(self._softmax(query[mine : mine + len(positions)], k, v, positions))
             mine, start = mine + len(positions), start + length
         return torch.cat(ends).to(query.dtype)
 
