@@ -12,6 +12,7 @@ from megatron_rl.weights.reader import MemoryReader
 from tests.adapted import PROJECTIONS, adapt, adapters_of
 from tests.equality.matrix import CP2, EP2, PP2, RECOMPUTE, SP, TP2, VPP2
 from tests.equality.rig import Rig, config_of, layers_of, open_rig
+from tests.equality.shared_samples import SHARED, group_samples
 from tests.reference import LAYERS, make_samples, near_policy, tiny_model
 
 NUM_SAMPLES, PER_MINI_BATCH, LR, DECAY, CLIP = 11, 4, 1e-2, 0.1, 0.5
@@ -62,7 +63,10 @@ def adapted_model(family: str, extra: tuple[str, ...] = (), layers: int = LAYERS
 def open_adapted(
     family: str, parallel: tuple[str, ...], extra: tuple[str, ...] = (), *, samples: int = NUM_SAMPLES
 ) -> Iterator[Rig]:
-    """Open a rig whose adapters, and ``rig.model``'s, are those of ``adapted_model``."""
+    """Open a rig whose adapters, and ``rig.model``'s, are those of ``adapted_model``.
+
+    Under ``plan.share_prompts=true`` its samples are those of shared_samples.py.
+    """
     model = adapted_model(family, extra, layers_of(config_of(*overrides_of(parallel, extra))))
     with open_rig(family, *overrides_of(parallel, extra), total_steps=20) as rig:
         backend = rig.backend
@@ -74,6 +78,9 @@ def open_adapted(
         )
         backend.optimizer.megatron.reload_model_params()
         rig.model = model
-        if samples:
+        if SHARED in extra:
+            given, groups = group_samples()
+            rig.take(near_policy(model, given), groups)
+        elif samples:
             rig.take(near_policy(model, make_samples(samples)))
         yield rig

@@ -17,6 +17,7 @@ from megatron_rl.critic import Critic
 from megatron_rl.distributed import topology
 from megatron_rl.types import Sample
 from tests.equality.rig import DEFAULTS, MAX_RESPONSE_TOKENS
+from tests.equality.shared_samples import SHARED, group_samples
 from tests.reference import LAYERS, file_weights, make_samples, near_policy, tiny_config, tiny_model, token_weight
 
 CLIP = 0.2
@@ -92,7 +93,10 @@ class Pair:
 
 @contextlib.contextmanager
 def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
-    """Open a policy, a critic beside it and a batch, whose samples are spread over the ranks."""
+    """Open a policy, a critic beside it and a batch, whose samples are spread over the ranks.
+
+    Under ``plan.share_prompts=true`` they are those of shared_samples.py.
+    """
     layers = 4 if VPP in overrides else LAYERS
     hf_config, model = tiny_model(family, layers=layers)
     critic_hf, judge = reward_model(family, layers)
@@ -103,7 +107,10 @@ def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
         held.callback(topology.destroy)
         backend = MegatronBackend(config, hf_config=hf_config, weights=file_weights(model))
         critic = Critic(config, hf_config=critic_hf, weights=dict(judge.state_dict()))
-        samples, groups = near_policy(model, make_samples(NUM_SAMPLES)), [i // 2 for i in range(NUM_SAMPLES)]
+        samples, groups = make_samples(NUM_SAMPLES), [i // 2 for i in range(NUM_SAMPLES)]
+        if SHARED in overrides:
+            samples, groups = group_samples()
+        samples = near_policy(model, samples)
         empty = samples[3]
         samples[3] = dataclasses.replace(empty, loss_mask=np.zeros_like(empty.loss_mask))  # excluded: it trains nothing
         mine = range(backend.topology.rank, len(samples), backend.topology.world_size)

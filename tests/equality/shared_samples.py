@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_rl.types import Sample
 
+SHARED = "plan.share_prompts=true"
 # Samples by group: prompts of one token, of many, and a group of one; no two of these groups share a prompt.
 GROUPS = ((7, (3, 5, 1, 9)), (1, (4, 2, 6)), (5, (8,)), (11, (1, 1, 2, 12, 3)))
 

@@ -35,6 +35,7 @@ from tests.equality.adapter_rig import (
 )
 from tests.equality.matrix import EP2, GATHER, PP2, SP, TP2, VPP2
 from tests.equality.rig import DEFAULTS, Rig, equal, equal_by_name, open_rig, ragged_advantages
+from tests.equality.shared_samples import SHARED, advantages_of
 from tests.pairwise import quick
 from tests.reference import (
     file_weights,
@@ -52,8 +53,10 @@ def gradients(
     rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
 ) -> dict[str, float]:
     """Return relative errors of the dense and of the skip run's gradient; log-probs are where the gradient is taken."""
-    advantages, found = ragged_advantages(NUM_SAMPLES), {}
+    found = {}
     with open_adapted(family, parallel, extra) as rig:
+        count = len(rig.samples)
+        advantages = advantages_of(count) if SHARED in extra else ragged_advantages(count)
         want, _ = reference_gradient(rig.model, rig.samples, rig.groups, list(advantages))
         for drops in (False, True):
             gradient = rig.gradient(advantages, rig.plan(advantages, drops=drops))
@@ -69,6 +72,14 @@ def gradients(
 def test_skip_and_dense_gradients_of_adapters_equal_reference(pool: Pool, name: str) -> None:
     world, family, parallel, extra = TOPOLOGIES[name]
     found = pool.run(world, gradients, family, parallel, extra, timeout_s=90)
+    print(name, found)
+    assert all(max(x.values()) < TOLERANCE for x in found), found
+
+
+@pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-tied", "CP2", "DP2"])
+def test_gradients_of_adapters_over_shared_prompts_equal_reference(pool: Pool, name: str) -> None:
+    world, family, parallel, extra = TOPOLOGIES[name]
+    found = pool.run(world, gradients, family, parallel, (*extra, SHARED), timeout_s=90)
     print(name, found)
     assert all(max(x.values()) < TOLERANCE for x in found), found
 

@@ -15,6 +15,7 @@ from megatron_rl.algorithm.advantage import loss_inputs
 from megatron_rl.rollout.training_batch import scored_batch
 from megatron_rl.trainer.advantages import KLPenalty, critic_advantages
 from tests.equality.critic_rig import VPP, Pair, naive, one_gradient, open_critic, targets, values_of
+from tests.equality.shared_samples import SHARED
 from tests.reference import reference_logprobs, relative_error
 from tests.workers.pool import Pool
 
@@ -56,6 +57,9 @@ GRIDS = [
     (2, "qwen2_untied", (CP,)),
     (4, "qwen2_tied", (POLICY_TP, POLICY_PP, "critic.parallel.tensor=1")),
     (4, "llama", (POLICY_TP, "critic.parallel.pipeline=2")),
+    (1, "qwen3", (SHARED,)),
+    (2, "llama3_rope", (PP, VPP, SHARED)),
+    (2, "qwen2_untied", (CP, SHARED)),
 ]
 
 
@@ -133,6 +137,7 @@ def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...])
         (2, "qwen2_untied", ()),
         (2, "llama", (POLICY_PP, "critic.parallel.pipeline=1")),
         (4, "qwen3", (POLICY_TP, POLICY_PP)),
+        (2, "qwen2_untied", (SHARED,)),
     ],
 )
 def test_a_ppo_step_equals_a_loop_over_tokens(pool: Pool, world: int, family: str, overrides: tuple[str, ...]) -> None:

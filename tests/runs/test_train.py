@@ -79,6 +79,26 @@ def test_another_layout_trains_the_same_run(pool, arithmetic, tmp_path):
         assert (other - weights[0]).norm() / weights[0].norm() < 1e-5
 
 
+def test_shared_prompts_and_passes_left_out_train_the_same_run(pool, arithmetic, tmp_path):
+    """A run whose prompts run once, without a needless pass, is the run that does without either, rounding apart."""
+    ways = {
+        "before": ("plan.share_prompts=false", "correction.old_logprobs=recompute"),
+        "after": ("plan.share_prompts=true", "correction.old_logprobs=auto"),
+    }
+    weights, rows = {}, {}
+    for name, settings in ways.items():
+        given = arguments(arithmetic, tmp_path / name, "parallel.pipeline=2", *settings)
+        results = pool.run(2, command_line, given, timeout_s=120)
+        assert [code for code, _ in results] == [0, 0], results
+        weights[name] = torch.cat([x.flatten() for x in weights_of(tmp_path / name).values()])
+        rows[name] = rows_of(tmp_path / name)
+    assert (weights["after"] - weights["before"]).norm() / weights["before"].norm() < 1e-5
+    assert [row["step_kind"] for row in rows["after"]] == [row["step_kind"] for row in rows["before"]]
+    assert sum(row["tokens/shared"] for row in rows["after"]) > 0
+    first = [rows[name][0]["train/logprob_gap_mean"] for name in ways]
+    assert first[1] == pytest.approx(first[0], rel=1e-2) and first[0] < 1e-4
+
+
 @pytest.mark.parametrize("layout", ["parallel.expert=2", pytest.param("parallel.context=2", marks=pytest.mark.long)])
 def test_a_mixture_trains_the_same_run(pool, mixture, tmp_path, layout):
     """A mixture split over two processes trains the same run as on one.
