@@ -122,7 +122,7 @@ $(ORACLES)/.installed: setup.py $(CONSTRAINTS)
 	  "$(PYTHON)" -m venv $(ORACLES); }
 	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev,oracles]'
 	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) --no-deps verl
-	$(ORACLES)/bin/python -c 'import peft, trl, verl.trainer.ppo.rollout_corr_helper'
+	$(ORACLES)/bin/python -c 'import peft, prefix_grouper, trl, verl.trainer.ppo.rollout_corr_helper'
 	@touch $@
 
 test-extras: $(STAMP)  ## what asks the package index: that each installation of docs/installation.md resolves, three rollouts of a real model

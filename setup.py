@@ -56,6 +56,7 @@ setup(
             "codetiming==1.4.0",
             "omegaconf==2.4.0",
             "peft==0.21.2",
+            "prefix-grouper==0.0.1.post1",
             # its interpreter runs model/logprob_kernels.py without a GPU; 0.2 GB to fetch, 0.7 GB on disk
             "triton==3.7.1; sys_platform == 'linux'",
         ],
