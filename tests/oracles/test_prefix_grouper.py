@@ -1,8 +1,8 @@
 """Shared prompts against PrefixGrouper (Liu et al. 2025, arXiv:2506.05433), which verl calls: its gradient, and ours.
 
 It lays a group as one padded row, [prompt, answer, answer, ...], and attends twice: prompts, then answers, whose keys
-follow a copy of their prompt's. Its own kernel is FlashAttention, which a CPU lacks; a dense one stands for it. Where the
-suffix mask holds every token of the answers its gradient is the plain loop's. verl hands it the loss mask instead
+follow a copy of their prompt's. Its own kernel is FlashAttention, which a CPU lacks; a dense one stands for it. Where
+the suffix mask holds every token of the answers its gradient is the plain loop's. verl hands it the loss mask instead
 (verl/trainer/ppo/prefix_grouper_utils.py): tokens without loss within an answer, an environment's messages, are not
 among the inputs then, and the answer's later tokens are computed without them.
 """
