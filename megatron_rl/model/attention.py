@@ -7,7 +7,7 @@ The sequences are whole or split over context-parallel ranks. Megatron-Core's ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +81,29 @@ class KeySegments:
             return keys
         pieces = torch.split(keys, self.pieces)
         return torch.cat([pieces[i] for i in self.order])
+
+    def attend(
+        self, key: torch.Tensor, value: torch.Tensor, attention: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return ``attention`` of the gathered keys and values, whose backward gathers them anew.
+
+        A prompt of p tokens with n answers has n·p rows in each gathered tensor: kept for the backward in every layer,
+        they would outgrow all other activations. What is kept are key and value themselves.
+        """
+        gathered = self.gather(key), self.gather(value)
+        if self.order is None:
+            return attention(*gathered)
+        places = {(x.data_ptr(), x.shape, x.stride()): i for i, x in enumerate(gathered)}
+        sources = key.detach(), value.detach()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | int:
+            return places.get((tensor.data_ptr(), tensor.shape, tensor.stride()), tensor)
+
+        def unpack(kept: torch.Tensor | int) -> torch.Tensor:
+            return self.gather(sources[kept]) if isinstance(kept, int) else kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return attention(*gathered)
 
 
 @dataclass

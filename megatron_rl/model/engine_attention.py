@@ -28,16 +28,20 @@ class SharedPromptAttention(TEDotProductAttention):
         if not isinstance(packed_seq_params, PackedSequences) or packed_seq_params.segments is None:
             raise TypeError("SharedPromptAttention takes PackedSequences with segments as packed_seq_params")
         segments = packed_seq_params.segments
-        # Megatron-Core's own forward knows no name of this mask.
-        return super(TEDotProductAttention, self).forward(
-            query,
-            segments.gather(key),
-            segments.gather(value),
-            None,
-            qkv_format="thd",
-            cu_seqlens_q=segments.query_bounds,
-            cu_seqlens_kv=segments.key_bounds,
-            max_seqlen_q=segments.longest_query,
-            max_seqlen_kv=segments.longest_key,
-            attn_mask_type=MASK,
-        )
+        whole = super(TEDotProductAttention, self).forward  # Megatron-Core's own knows no name of this mask
+
+        def attention(keys, values):
+            return whole(
+                query,
+                keys,
+                values,
+                None,
+                qkv_format="thd",
+                cu_seqlens_q=segments.query_bounds,
+                cu_seqlens_kv=segments.key_bounds,
+                max_seqlen_q=segments.longest_query,
+                max_seqlen_kv=segments.longest_key,
+                attn_mask_type=MASK,
+            )
+
+        return segments.attend(key, value, attention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,38 @@ def test_the_gradient_of_a_shared_key_is_the_sum_over_its_segments() -> None:
     for row, place in enumerate(origin.tolist()):
         wanted[place] += weights[row]
     torch.testing.assert_close(keys.grad, wanted, rtol=1e-12, atol=1e-12)
+
+
+class Kept(torch.autograd.Function):
+    """Keeps keys and values for its backward, as a kernel of attention does: (Σ over keys of k ∘ v ∘ v)."""
+
+    @staticmethod
+    def forward(ctx, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(keys, values)
+        return (keys * values * values).sum()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = ctx.saved_tensors
+        return gradient * values * values, gradient * 2 * keys * values
+
+
+def test_gathered_keys_are_not_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are gathered once more there; gradients are those of gathered keys that are kept, to the bit."""
+    layout = lay_out(np.array([3, 3, 2]), np.array([2, 1, 4]), np.array([5, 5, 6]), pad_multiple=2)
+    segments = KeySegments.of(layout, CPU)
+    keys, values = (torch.randn(layout.num_tokens, 2, 3, requires_grad=True) for _ in range(2))
+    wanted = torch.autograd.grad(Kept.apply(segments.gather(keys), segments.gather(values)), (keys, values))
+    gathered: list[torch.Tensor] = []
+    plain = KeySegments.gather
+    monkeypatch.setattr(KeySegments, "gather", lambda self, x: gathered.append(x) or plain(self, x))
+    total = segments.attend(keys, values, Kept.apply)
+    assert len(gathered) == 2
+    found = torch.autograd.grad(total, (keys, values))
+    assert len(gathered) == 4 and all(
+        x.data_ptr() == y.data_ptr() for x, y in zip(gathered[2:], (keys, values), strict=True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_nothing_is_copied_where_nothing_is_shared() -> None:
