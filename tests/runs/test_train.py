@@ -17,6 +17,7 @@ def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
     extra = ["parallel.pipeline=2", "sft.steps=3", "train.epochs_per_rollout=2", *evaluation]
     results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=120)
     assert [code for code, _ in results] == [0, 0], results
+    assert "passed for its old log-probs, the first step's too: train.epochs_per_rollout=2" in results[0][1]
     rows = rows_of(tmp_path)
     # warm-up, then rollouts x epochs x mini-batches
     assert [row["step"] for row in rows] == list(range(1, 3 + 2 * 2 * 2 + 1))
@@ -87,7 +88,7 @@ def test_shared_prompts_and_passes_left_out_train_the_same_run(pool, arithmetic,
     }
     weights, rows = {}, {}
     for name, settings in ways.items():
-        given = arguments(arithmetic, tmp_path / name, "parallel.pipeline=2", *settings)
+        given = arguments(arithmetic, tmp_path / name, "parallel.pipeline=2", "train.epochs_per_rollout=1", *settings)
         results = pool.run(2, command_line, given, timeout_s=120)
         assert [code for code, _ in results] == [0, 0], results
         weights[name] = torch.cat([x.flatten() for x in weights_of(tmp_path / name).values()])
