@@ -10,7 +10,8 @@ own log-probs). Seconds are those of the pass and the update, medians over the r
 run's FLOPs before over its own, attention counted; the share is the measured ratio over it. With one optimizer step to
 a rollout, as here, no pass is left after.
 
-`kept` is what autograd keeps for the backward of a micro-batch, weights not counted, in the mean over micro-batches.
+`memory` is what autograd keeps for the backward of a micro-batch, weights not counted, in the mean over micro-batches;
+on a GPU the update's peak.
 With --virtual-clock processes may outnumber cores: each stage's own CPU seconds per micro-batch are laid on
 planning/timeline.py's clock; the pass then counts as a third of its plan's time, and no optimizer step runs.
 """
@@ -56,6 +57,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3, help="rounds of all four ways, after one to warm up")
     parser.add_argument("--virtual-clock", action="store_true", help="lay measured CPU seconds on a clock of its own")
+    parser.add_argument(
+        "--hf-path", help="a Hugging Face directory whose config is used (random weights); default: a small Qwen2"
+    )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=2048)
@@ -76,20 +80,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def build_backend(given: argparse.Namespace):
-    from transformers import Qwen2Config
+    from transformers import AutoConfig, Qwen2Config
 
     from megatron_rl.backend import MegatronBackend
     from megatron_rl.config import load_config
 
-    hf_config = Qwen2Config(
-        vocab_size=given.vocab,
-        hidden_size=given.hidden,
-        num_hidden_layers=given.layers,
-        num_attention_heads=given.hidden // 64,
-        num_key_value_heads=given.hidden // 64,
-        intermediate_size=given.hidden * 3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
+    hf_config = (
+        AutoConfig.from_pretrained(given.hf_path)
+        if given.hf_path
+        else Qwen2Config(
+            vocab_size=given.vocab,
+            hidden_size=given.hidden,
+            num_hidden_layers=given.layers,
+            num_attention_heads=given.hidden // 64,
+            num_key_value_heads=given.hidden // 64,
+            intermediate_size=given.hidden * 3,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        )
     )
     overrides = [
         f"parallel.pipeline={given.pp}",
@@ -182,7 +190,7 @@ class Way:
     logprob: tuple | None
     flops: float
     tokens: int
-    kept_bytes: int = 0
+    memory_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
 
 
@@ -229,11 +237,20 @@ def run_once(backend, way: Way, inputs, given: argparse.Namespace) -> float:
     return seconds + update(backend, batch, plan.mini_batches[0], plan.fingerprints()[0], inputs)[0]
 
 
-def kept_bytes(backend, way: Way, inputs) -> int:
-    """Return the bytes that autograd keeps of a micro-batch on this rank, in the mean."""
+def memory_bytes(backend, way: Way, inputs) -> int:
+    """Return the peak of an update without its optimizer step; on a CPU what autograd keeps of a micro-batch."""
     import torch
 
+    from megatron_rl.distributed.platform import HOST
+
     backend.rules = dataclasses.replace(backend.rules, share_prompts=way.shares)
+    batch, plan = way.train
+    step, fingerprint = plan.mini_batches[0], plan.fingerprints()[0]
+    if HOST.is_cuda:
+        HOST.take_peak_memory_bytes()
+        backend.forward_backward(batch, step, inputs, fingerprint=fingerprint)
+        backend.zero_grad()
+        return HOST.take_peak_memory_bytes()
     weights = {p.untyped_storage().data_ptr() for chunk in backend.chunks for p in chunk.parameters()}
     kept: dict[int, object] = {}  # storages stay alive, so that no address comes twice
 
@@ -243,10 +260,8 @@ def kept_bytes(backend, way: Way, inputs) -> int:
             kept[storage.data_ptr()] = storage
         return tensor
 
-    batch, plan = way.train
-    step = plan.mini_batches[0]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        backend.forward_backward(batch, step, inputs, fingerprint=plan.fingerprints()[0])
+        backend.forward_backward(batch, step, inputs, fingerprint=fingerprint)
     backend.zero_grad()
     total = sum(storage.nbytes() for storage in kept.values())
     return total // max(int(step.num_microbatches[backend.topology.data_rank]), 1)
@@ -264,7 +279,7 @@ def measure(backend, lengths: Lengths, given: argparse.Namespace) -> dict:
     inputs = LossInputs(advantages=advantages * weights, weights=weights)
     ways = {name: make_way(backend, batch, lengths.signal, name) for name in WAYS}
     for way in ways.values():
-        way.kept_bytes = kept_bytes(backend, way, inputs)
+        way.memory_bytes = memory_bytes(backend, way, inputs)
     for repeat in range(given.repeats + 1):
         for way in ways.values():
             seconds = run_once(backend, way, inputs, given)
@@ -281,9 +296,16 @@ def measure(backend, lengths: Lengths, given: argparse.Namespace) -> dict:
             "ratio": ratio,
             "ideal": ideal,
             "share_of_ideal": ratio / ideal,
-            "kept_bytes": way.kept_bytes,
+            "memory_bytes": way.memory_bytes,
         }
     return row
+
+
+def headline(row: dict) -> str:
+    """Return a row in words: each way's speed against the dense update before, and its share of the ideal."""
+    ways = [f"{kind} {when}" for kind, when in WAYS[1:]]
+    said = [f"{way} {row[way]['ratio']:.2f} ({row[way]['share_of_ideal']:.2f})" for way in ways]
+    return f"{row['batch']}: times as fast as the dense update before, share of the ideal: {', '.join(said)}"
 
 
 def show(rows: list[dict], given: argparse.Namespace, machine: str) -> None:
@@ -294,7 +316,7 @@ def show(rows: list[dict], given: argparse.Namespace, machine: str) -> None:
     table = Table(
         title=f"prompts once, no needless pass: DP {given.dp}, PP {given.pp}, CP {given.cp}; {clock}; {machine}"
     )
-    for name in ("prompt:response × group", "way", "s", "tokens", "ratio", "ideal", "share", "kept MB"):
+    for name in ("prompt:response × group", "way", "s", "tokens", "ratio", "ideal", "share", "memory MB"):
         table.add_column(name, justify="right")
     for row in rows:
         for kind, when in WAYS:
@@ -308,7 +330,7 @@ def show(rows: list[dict], given: argparse.Namespace, machine: str) -> None:
                 f"{x['ratio']:.2f}",
                 f"{x['ideal']:.2f}",
                 f"{x['share_of_ideal']:.2f}",
-                f"{x['kept_bytes'] / 1e6:.1f}",
+                f"{x['memory_bytes'] / 1e6:.1f}",
             )
     Console(width=150).print(table)
 
@@ -325,7 +347,8 @@ def main(arguments: list[str] | None = None) -> int:
     for lengths in batches:
         rows.append(measure(backend, lengths, given))
         if backend.topology.is_main:
-            write_json(given, machine, rows=rows)  # after each batch, so that a kill leaves what was measured
+            # after each batch, so that a kill leaves what was measured
+            write_json(given, machine, rows=rows, headline=[headline(row) for row in rows])
     if backend.topology.is_main:
         show(rows, given, machine)
     backend.close()

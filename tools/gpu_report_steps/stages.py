@@ -42,6 +42,12 @@ SKIP_SHAPE = (
     "--hf-path {tools}/gpu_report_steps/qwen2.5-1.5b --dtype bfloat16 --groups 8 --group-size 4 --mean-tokens 2048 "
     "--max-tokens-per-microbatch 8192 --dead-share 0 0.75 1 --repeats 2"
 )
+SHARED = "{python} {tools}/benchmarks/shared_prompts.py --json {out} "
+SHARED_SHAPE = (
+    "--hf-path {tools}/gpu_report_steps/qwen2.5-1.5b --dtype bfloat16 --groups 8 --group-size 8 --ratio 1:1 16:1 "
+    "--response-tokens 128 --max-tokens-per-microbatch 16384 --repeats 2"
+)
+SHARED_SMALL = "--hidden 64 --layers 2 --vocab 512 --groups 2 --group-size 4 --ratio 4:1 --response-tokens 8"
 SKIP_SMALL = "--hidden 64 --layers 2 --vocab 512 --groups 8 --mean-tokens 32 --dead-share 0 0.75 1 --repeats 1"
 LOGPROB_SMALL = "--tokens 1024 --vocab 16000 --hidden 64 --threads 1 --repeats 1"
 LOGPROB_SHAPE = "--tokens 8192 --vocab 151936 --dtype bfloat16 --plain-limit-gb 12 --repeats 3"
@@ -144,6 +150,14 @@ STEPS = (
         command=SKIP + SKIP_SHAPE,
         cpu=SKIP + SKIP_SMALL,
         limit_s=140,
+    ),
+    Step(
+        name="shared prompts",
+        stage=3,
+        measures="updates with prompts run once and no needless pass, against before; Qwen2.5-1.5B's shapes, bfloat16",
+        command=SHARED + SHARED_SHAPE,
+        cpu=SHARED + SHARED_SMALL,
+        limit_s=120,
     ),
     *(
         Step(
