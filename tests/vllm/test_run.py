@@ -94,5 +94,5 @@ def test_the_quickstart_learns(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     reward = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    assert len(reward) == 60 and sum(reward[:10]) / 10 < 0.5 and sum(reward[-10:]) / 10 > 0.65
+    assert len(reward) == 60 and sum(reward[:10]) / 10 < 0.6 and sum(reward[-10:]) / 10 > 0.65
     assert max(row.get("train/logprob_gap_max", 0.0) for row in rows) < GAP

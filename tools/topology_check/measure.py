@@ -17,6 +17,7 @@ from topology_check.faults import Fault
 from topology_check.thin import Work
 
 from megatron_rl.algorithm.advantage import reduction_weights
+from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
@@ -136,7 +137,7 @@ def measure_topology(bench: Bench, watch: Watchdog, *, skips: bool) -> Measured:
     with watch.stage("dense gradient"):
         gradient, dense = bench.gradient(drops=False)
     facts = {"microbatches": dense.num_microbatches.tolist(), "layer_spec": bench.backend.shape.layer_spec}
-    facts |= {"holders": token_holders(bench.backend, len(bench.work.traced.token_ids))}
+    facts |= {"holders": token_holders(bench.backend, run_tokens(bench.backend, bench.work.traced))}
     skip_gradient = None
     if skips:
         with watch.stage("skip gradient"):
@@ -189,7 +190,14 @@ def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, l
     with record(backend) as taken:
         backend.logprobs(batch, np.ones(ranks.data_size, dtype=bool))
     backend.rules = rules
-    return assemble(backend, taken, len(sample.token_ids))
+    return assemble(backend, taken, run_tokens(backend, sample))
+
+
+def run_tokens(backend: MegatronBackend, sample: Sample) -> int:
+    """Return the number of a sample's tokens that run: those before its last loss token, or all of them."""
+    if token_coupling(backend.config):
+        return len(sample.token_ids)
+    return sample.prompt_tokens + int(np.flatnonzero(sample.loss_mask)[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
