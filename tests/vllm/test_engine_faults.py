@@ -52,15 +52,15 @@ SEED = 21
 def own(inputs, tmp_path_factory) -> Iterator[Bench]:
     """Start an engine for these tests alone, whose calls last for some seconds.
 
-    Its answers are long, few at a time, by layers so wide that each step needs a block of a megabyte, which the system
-    is asked for and not the heap.
+    Its answers come few at a time, by layers so wide that each prompt needs a block of some ten megabytes: the heap
+    never has so much that is free, so that the system is asked for it.
     """
     root = tmp_path_factory.mktemp("faults")
-    folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True, intermediate=8192)
+    folder = model_folder(inputs / "model", root / "model", "qwen2", tied=True, intermediate=65536)
     with pytest.MonkeyPatch.context() as patch:
-        # glibc asks the system for larger blocks, so that a limit is met at once
+        # glibc asks the system for every larger block, so that a limit is met at once
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "16384")
-        started = start_bench(folder, root / "run", "rollout.max_response_tokens=60", "rollout.vllm={max_num_seqs: 16}")
+        started = start_bench(folder, root / "run", "rollout.max_response_tokens=12", "rollout.vllm={max_num_seqs: 16}")
     started.engine._stop_ids = ()  # all answers have their full length
     try:
         started.engine.recover(())
@@ -115,8 +115,10 @@ def quiet(driver) -> list[tuple]:
 def settings(bench: Bench, **changes) -> Iterator[None]:
     before = bench.engine._rollout
     bench.engine._rollout = replace(before, **changes)
-    yield
-    bench.engine._rollout = before
+    try:
+        yield
+    finally:
+        bench.engine._rollout = before
 
 
 @contextlib.contextmanager
@@ -248,8 +250,9 @@ def test_a_send_to_an_engine_that_hangs_ends(own, driver, quiet, monkeypatch):
 
 
 def limit_memory(pid: int) -> None:
-    """Let no further allocation of the running engine succeed."""
-    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    """Let the running engine have no further memory of the system; its heap may hold some that is free."""
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        resource.prlimit(pid, limit, (1 << 20, 1 << 20))
 
 
 def test_an_engine_out_of_memory_is_replaced(own, driver, quiet):
@@ -268,8 +271,9 @@ def test_an_engine_out_of_memory_too_often_ends_with_advice(own, driver, quiet):
     advice = (
         "too little memory: lower rollout.gpu_memory_utilization, rollout.max_requests or rollout.vllm.max_num_seqs"
     )
-    # native code that is refused memory may crash before it can say why; then vLLM's own last word stands there
-    assert advice in str(ended.value) or "Segfault encountered" in str(ended.value)
+    # native code that is refused memory may crash before it can say why, or name what it wanted the memory for
+    others = ("Segfault encountered", "could not create a primitive")
+    assert any(words in str(ended.value) for words in (advice, *others)), ended.value
     own.engine._lost = [own.replica]
     assert driver.produce() == quiet
 
