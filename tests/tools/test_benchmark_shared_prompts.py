@@ -47,8 +47,9 @@ def test_the_figures_follow_from_one_another(tmp_path: pathlib.Path, layout: tup
     for way in ("dense before", "dense after", "skip before", "skip after"):
         assert row[way]["ratio"] == pytest.approx(row["dense before"]["seconds"] / row[way]["seconds"])
         assert row[way]["share_of_ideal"] == pytest.approx(row[way]["ratio"] / row[way]["ideal"])
+        assert row[way]["share_of_planned"] == pytest.approx(row[way]["ratio"] / row[way]["planned_ideal"])
         assert row[way]["memory_bytes"] > 0
-    assert row["dense before"]["ideal"] == 1.0
+    assert row["dense before"]["ideal"] == row["dense before"]["planned_ideal"] == 1.0
     # a pass costs a third of an update, and one that is gone nothing
     assert row["skip after"]["ideal"] > row["skip before"]["ideal"] * 4 / 3
     assert row["dense after"]["ideal"] > apart / row["dense after"]["tokens"]

@@ -7,8 +7,10 @@
 Four ways take turns over the same samples in one process group: dense and skip, each before (every sample runs its own
 prompt, and a pass takes the old log-probs of the first optimizer step) and after (`plan.share_prompts`, and the step's
 own log-probs). Seconds are those of the pass and the update, medians over the repeats. The ideal of a way is the dense
-run's FLOPs before over its own, attention counted; the share is the measured ratio over it. With one optimizer step to
-a rollout, as here, no pass is left after.
+run's FLOPs before over its own, attention counted; the planned ideal the time of its plans over the way's on the
+pipeline's own clock, if a micro-batch costs nothing but its tokens (planning/cost.py): the bubble and uneven ranks are
+in it. The shares are the measured ratio over each. With one optimizer step to a rollout, as here, no pass is left
+after.
 
 `memory` is what autograd keeps for the backward of a micro-batch, weights not counted, in the mean over micro-batches;
 on a GPU the update's peak.
@@ -25,12 +27,14 @@ import pathlib
 import statistics
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 from skip import logprob_pass, update
-from skip_table import machine_name, replay, write_json
+from skip_table import machine_name, replay, without_overhead, write_json
 
+COLUMNS = ["prompt:response × group", "way", "s", "tokens", "ratio", "ideal", "share", "planned", "share", "memory MB"]
 WAYS = (("dense", "before"), ("dense", "after"), ("skip", "before"), ("skip", "after"))
 
 
@@ -189,6 +193,7 @@ class Way:
     train: tuple
     logprob: tuple | None
     flops: float
+    planned: float
     tokens: int
     memory_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -196,6 +201,7 @@ class Way:
 
 def make_way(backend, batch, signal: np.ndarray, name: tuple[str, str]) -> Way:
     from megatron_rl.model.flops import flops_per_token
+    from megatron_rl.planning.cost import plan_seconds
     from megatron_rl.planning.tokens import tokens_of
 
     kind, when = name
@@ -203,18 +209,21 @@ def make_way(backend, batch, signal: np.ndarray, name: tuple[str, str]) -> Way:
     chosen = signal if drops else np.ones_like(signal)
     backend.rules = dataclasses.replace(backend.rules, share_prompts=shares)
     plans = {purpose: backend.plan(purpose, batch, chosen, drops=drops) for purpose in ("train", "logprob")}
-    flops = {}
+    flops, planned = {}, {}
+    sample_tokens, bare = tokens_of(batch.facts, share_prompts=shares), without_overhead(backend.fit.prior)
     for purpose, plan in plans.items():
         step = plan.mini_batches[0]
-        run, squares = tokens_of(batch.facts, share_prompts=shares).sums(step.order, step.microbatch_offsets)
+        run, squares = sample_tokens.sums(step.order, step.microbatch_offsets)
         tokens = float(run.sum())
         flops[purpose] = tokens * flops_per_token(backend.shape, float(squares.sum()) / tokens / 2), int(tokens)
+        planned[purpose] = plan_seconds(bare, step, sample_tokens.padded(backend.rules.pad_multiple))
     passes = when == "before"
     return Way(
         shares=shares,
         train=(backend.fetch_rows(batch, plans["train"]), plans["train"]),
         logprob=(backend.fetch_rows(batch, plans["logprob"]), plans["logprob"]) if passes else None,
         flops=flops["train"][0] + (flops["logprob"][0] / 3 if passes else 0.0),
+        planned=planned["train"] + (planned["logprob"] / 3 if passes else 0.0),
         tokens=flops["train"][1],
     )
 
@@ -252,18 +261,25 @@ def memory_bytes(backend, way: Way, inputs) -> int:
         backend.zero_grad()
         return HOST.take_peak_memory_bytes()
     weights = {p.untyped_storage().data_ptr() for chunk in backend.chunks for p in chunk.parameters()}
-    kept: dict[int, object] = {}  # storages stay alive, so that no address comes twice
+    holders: Counter[int] = Counter()  # by the address of a storage that autograd keeps
+    total = 0
 
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
-        return tensor
+    class Kept:
+        """Holds a tensor for the backward; its address is another's once the last holder is gone."""
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        def __init__(self, tensor):
+            nonlocal total
+            self.tensor, storage = tensor, tensor.untyped_storage()
+            self.address = storage.data_ptr()
+            total += storage.nbytes() if not holders[self.address] and self.address not in weights else 0
+            holders[self.address] += 1
+
+        def __del__(self):
+            holders[self.address] -= 1
+
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
         backend.forward_backward(batch, step, inputs, fingerprint=fingerprint)
     backend.zero_grad()
-    total = sum(storage.nbytes() for storage in kept.values())
     return total // max(int(step.num_microbatches[backend.topology.data_rank]), 1)
 
 
@@ -296,6 +312,8 @@ def measure(backend, lengths: Lengths, given: argparse.Namespace) -> dict:
             "ratio": ratio,
             "ideal": ideal,
             "share_of_ideal": ratio / ideal,
+            "planned_ideal": before.planned / way.planned,
+            "share_of_planned": ratio / (before.planned / way.planned),
             "memory_bytes": way.memory_bytes,
         }
     return row
@@ -316,7 +334,7 @@ def show(rows: list[dict], given: argparse.Namespace, machine: str) -> None:
     table = Table(
         title=f"prompts once, no needless pass: DP {given.dp}, PP {given.pp}, CP {given.cp}; {clock}; {machine}"
     )
-    for name in ("prompt:response × group", "way", "s", "tokens", "ratio", "ideal", "share", "memory MB"):
+    for name in COLUMNS:
         table.add_column(name, justify="right")
     for row in rows:
         for kind, when in WAYS:
@@ -330,6 +348,8 @@ def show(rows: list[dict], given: argparse.Namespace, machine: str) -> None:
                 f"{x['ratio']:.2f}",
                 f"{x['ideal']:.2f}",
                 f"{x['share_of_ideal']:.2f}",
+                f"{x['planned_ideal']:.2f}",
+                f"{x['share_of_planned']:.2f}",
                 f"{x['memory_bytes'] / 1e6:.1f}",
             )
     Console(width=150).print(table)
