@@ -21,7 +21,7 @@ class PlanConfig:
     """Tokens of a micro-batch at most, pads included."""
     samples_per_microbatch: Annotated[int, Range(1)] | None = None
     """Fixed number of samples of a micro-batch instead of the token cap; null: the token cap."""
-    share_prompts: bool | None = False
+    share_prompts: bool | None = None
     """Whether samples of a micro-batch that have one prompt run it once; null: where that is exact and can be done."""
     repack: bool = True
     """true: cut after the drop; false: cut before it, remove whole micro-batches only, bitwise the dense gradient."""

@@ -8,6 +8,8 @@ import sys
 
 import torch
 
+from megatron_rl.distributed.collectives import num_gathers
+
 TORCH = os.path.dirname(torch.__file__) + os.sep
 TORCH_DISTRIBUTED = os.path.join(TORCH, "distributed") + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -35,18 +37,19 @@ def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
 class LongWait:
     """Finds the wait of a thread that lasts ``after_s`` seconds: the same call, at every look.
 
-    A loop that waits often begins each wait in another frame or at another instruction; looks are ``look_s`` apart.
+    A loop that waits often begins each wait in another frame, at another instruction or after another gather; looks
+    are ``look_s`` apart.
     """
 
     def __init__(self, thread: int, after_s: float) -> None:
         self.thread, self.after_s, self.look_s = thread, after_s, after_s / LOOKS
-        self._call: tuple[int, int] | None = None  # the frame's id (the frame itself would keep its tensors alive)
+        self._call: tuple[int, int, int] | None = None  # the frame's id (the frame itself would keep its tensors alive)
         self._since = 0.0
 
     def look(self, now: float, *, in_own_code: bool = False) -> str | None:
         """Return the position of a wait that has lasted ``after_s`` at ``now``, monotonic seconds; None elsewhere."""
         frame = sys._current_frames().get(self.thread)
-        call = None if frame is None else (id(frame), frame.f_lasti)
+        call = None if frame is None else (id(frame), frame.f_lasti, num_gathers())
         del frame
         position, waits = where_is(self.thread, in_own_code=in_own_code)
         if not waits or call != self._call:

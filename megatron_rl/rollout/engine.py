@@ -55,6 +55,8 @@ class Engine(Protocol):
 
     weight_version: int
     lost: Sequence[str]  # engines of this rank that are known to be gone, by name
+    is_elsewhere: bool  # samples in other processes, so that ``generate`` only waits, and may do so in any thread
+    progressed_at: float  # time.monotonic() when one of them last said that it computes; −inf where none says so
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Wait until the engine serves, after its start or a loss; its weights must be loaded afterwards.

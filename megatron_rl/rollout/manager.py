@@ -7,6 +7,7 @@ the trainer's state returns.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -25,6 +26,7 @@ from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt, Rollout, Score
 
 log = logging.getLogger(__name__)
+PARTS = 4  # of run.deadline_s: ranks that wait for engines meet after each
 # Nats per token in the mean; float32's is a hundred times the gap between two correct implementations.
 WARN_GAP = {"float32": 1e-3, "bfloat16": 0.05}
 
@@ -154,6 +156,19 @@ class RolloutManager:
             error = caught
         collectives.raise_on_all_ranks(error)
 
+    def _patiently(self, wait: Callable[..., bool]) -> None:
+        """Wait until every rank's ``wait`` has ended, in parts between which all ranks meet.
+
+        No rank waits for another for run.deadline_s then, however long engines take that compute.
+
+        wait: takes ``since`` and ``most_s`` as ``RolloutWorker.wait`` does.
+        """
+        since, part_s, ended = time.monotonic(), self.config.run.deadline_s / PARTS, [False]
+        while not all(ended):
+            mine: list[bool] = []
+            self._together(lambda mine=mine: mine.append(wait(since=since, most_s=part_s)))
+            ended = collectives.gather_json(mine[0])
+
     # ---- rollouts --------------------------------------------------------------------------------------------------
 
     def job(
@@ -203,7 +218,7 @@ class RolloutManager:
         while True:
             if not self.in_background and any(collectives.gather_json(bool(job.missing))):
                 self._generate_here(job)
-            self._together(lambda: self.worker.wait(job, mine))
+            self._patiently(functools.partial(self.worker.wait, job, mine))
             lost = self._owed()
             if not any(lost):
                 return
@@ -235,7 +250,11 @@ class RolloutManager:
 
     def _generate_here(self, job: RolloutJob) -> None:
         self.device.to_engine()
-        self.worker.generate(job)
+        if self.engine.is_elsewhere:
+            self.worker.start(job)
+            self._patiently(functools.partial(self.worker.wait_generated, job))
+        else:
+            self.worker.generate(job)
         if not any(collectives.gather_json(job.lost is not None)):
             self.device.to_trainer()
 
@@ -253,7 +272,7 @@ class RolloutManager:
         return collectives.gather_json([job.lost for job in self.jobs if job.lost is not None])
 
     def _drain(self) -> None:
-        self._together(lambda: [self.worker.drain(job) for job in self.jobs])
+        self._patiently(lambda **part: all(self.worker.wait_generated(job, **part) for job in self.jobs))
 
     def _mend(self, lost: Sequence[Sequence[str]]) -> None:
         """Give the engines weights again and restart the jobs that they owe. ``lost``: the reasons of each rank."""

@@ -144,6 +144,14 @@ class MultiTurnEngine:
     def lost(self) -> Sequence[str]:
         return self.engine.lost
 
+    @property
+    def is_elsewhere(self) -> bool:
+        return self.engine.is_elsewhere
+
+    @property
+    def progressed_at(self) -> float:
+        return self.engine.progressed_at
+
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         return self.engine.recover(lost)
 

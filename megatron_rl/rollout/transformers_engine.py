@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 
@@ -58,6 +59,7 @@ class TransformersEngine:
         self._stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
 
     lost = ()
+    is_elsewhere, progressed_at = False, -math.inf
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Do nothing: the engine is in this process, and lives and dies with it."""

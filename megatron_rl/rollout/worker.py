@@ -7,12 +7,14 @@ while the rest is generated. Functions of the rank's own process are called in i
 1. Every place of a job ends in ``rollouts`` and then in ``scores`` exactly once, whatever engines are lost in between.
 2. A reward function is called on groups of one job, on at least this rank's share of ``min_groups`` of them but for the
    last call.
-3. ``wait`` ends: by scored places, by a thread's error, by a lost engine once nothing is under way, or by its deadline.
+3. ``wait`` ends: by scored places, by a thread's error, by a lost engine once nothing is under way, or where nothing
+   has progressed for its deadline: no group was generated or scored, and no engine has said that it computes.
 4. Only jobs that the caller has started are generated or scored, so they bound the memory.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -27,6 +29,8 @@ from megatron_rl.rollout.engine import Engine, EngineLost
 from megatron_rl.types import Prompt, Rollout, Sample, Score
 
 CLOSE_S = 10.0  # for threads to see that the engine is closed
+LOOK_S = 1.0  # between two looks at an engine's progress
+INF = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -172,6 +176,7 @@ class RolloutWorker:
         self._to_score: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closed = False
+        self._progressed_at = time.monotonic()  # when a group was last generated or scored
         self.scored_here_s = 0.0  # seconds of scoring in the main thread, in all
 
     def places(self, num_prompts: int) -> range:
@@ -209,6 +214,7 @@ class RolloutWorker:
         def keep(index: int, rollouts: list[Rollout]) -> None:
             with job.change:
                 job.rollouts[places[index]] = rollouts
+                self._progressed_at = time.monotonic()
                 job.change.notify_all()
             if self._apart and self.config.mode == "streaming":
                 self._to_score.put(job)
@@ -224,6 +230,7 @@ class RolloutWorker:
         with job.change:
             job.lost, job.error, job.generating = lost, job.error or error, False
             job.generation_s += time.perf_counter() - started
+            self._progressed_at = time.monotonic()
             job.change.notify_all()
         if self._apart:
             self._to_score.put(job)
@@ -252,18 +259,22 @@ class RolloutWorker:
             error = caught
         with job.change:
             job.error, job.scoring = job.error or error, False
+            self._progressed_at = time.monotonic()
             self.scored_here_s += 0.0 if self._apart else time.perf_counter() - started
             for number, place in enumerate(ready if error is None else []):
                 job.scores[place] = scores[number * job.samples_per_prompt : (number + 1) * job.samples_per_prompt]
             job.change.notify_all()
         return True
 
-    def wait(self, job: RolloutJob, places: Sequence[int]) -> None:
+    def wait(self, job: RolloutJob, places: Sequence[int], *, since: float | None = None, most_s: float = INF) -> bool:
         """Wait until the places, all of them this rank's, are scored, or the engine is lost, which ``job.lost`` says.
 
-        Raises the job's error, and EngineError at ``run.deadline_s``.
+        since: time.monotonic() of the wait's beginning, where it is waited for in parts; None: now.
+        most_s: seconds of this part; False is returned where they do not suffice.
+
+        Raises the job's error, and EngineError where nothing has progressed for ``run.deadline_s``.
         """
-        ends_at = time.monotonic() + self.deadline_s
+        began, part_ends_at = since or time.monotonic(), time.monotonic() + most_s
         while True:
             if not self._apart and self._score_ready(job):
                 continue
@@ -271,23 +282,36 @@ class RolloutWorker:
                 if job.error:
                     raise job.error
                 if all(place in job.scores for place in places) or (job.lost is not None and not job.generating):
-                    return
-                if not job.change.wait(ends_at - time.monotonic()) and time.monotonic() >= ends_at:
+                    return True
+                if time.monotonic() >= part_ends_at:
+                    return False
+                if not self._waits_on(job, began, part_ends_at):
                     generated = all(place in job.rollouts for place in places) and (job.scoring or not job.generating)
                     raise EngineError(self._late(job, "scored" if generated else "generated"))
 
-    def drain(self, job: RolloutJob) -> None:
-        """Wait until no group of a job is being generated. Raises EngineError at ``run.deadline_s``."""
+    def wait_generated(self, job: RolloutJob, *, since: float | None = None, most_s: float = INF) -> bool:
+        """Wait, as ``wait`` does, until no group of a job is being generated."""
+        began, part_ends_at = since or time.monotonic(), time.monotonic() + most_s
         with job.change:
-            if not job.change.wait_for(lambda: not job.generating, self.deadline_s):
-                raise EngineError(self._late(job, "generated"))
+            while job.generating:
+                if time.monotonic() >= part_ends_at:
+                    return False
+                if not self._waits_on(job, began, part_ends_at):
+                    raise EngineError(self._late(job, "generated"))
+        return True
+
+    def _waits_on(self, job: RolloutJob, began: float, part_ends_at: float) -> bool:
+        """Wait for a change of the job, under its lock; return False where nothing has progressed for the deadline."""
+        ends_at = max(began, self._progressed_at, self.engine.progressed_at) + self.deadline_s
+        left_s = min(ends_at, part_ends_at, time.monotonic() + LOOK_S) - time.monotonic()
+        return job.change.wait(max(0.0, left_s)) or time.monotonic() < ends_at
 
     def _late(self, job: RolloutJob, stage: str) -> str:
         owed = job.missing if stage == "generated" else sorted(job.unscored)
         first = f" ({len(owed)} of {len(job.mine)}, the first is prompt {job.prompts[owed[0]].name})" if owed else ""
         return (
-            f"groups of a rollout were not {stage} in run.deadline_s={self.deadline_s:g} s{first}; raise it, or look "
-            "at the engine's log"
+            f"groups of a rollout were not {stage} in run.deadline_s={self.deadline_s:g} s, in which no engine said "
+            f"that it computes{first}; raise it, or look at the engine's log"
         )
 
     def close(self) -> None:

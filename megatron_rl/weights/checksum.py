@@ -90,9 +90,9 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     return mix_words(vector).sum()
 
 
-def mix_words(values: torch.Tensor) -> torch.Tensor:
-    """Return splitmix64 (Steele, Lea, Flood 2014) of each value and its index, in wrapping int64."""
-    z = torch.arange(1, len(values) + 1, device=values.device).mul_(_signed(0x9E3779B97F4A7C15)).add_(values)
+def mix_words(values: torch.Tensor, first: int = 1) -> torch.Tensor:
+    """Return splitmix64 (Steele, Lea, Flood 2014) of each value and its index from ``first`` on, in wrapping int64."""
+    z = torch.arange(first, first + len(values), device=values.device).mul_(_signed(0x9E3779B97F4A7C15)).add_(values)
     z = (z ^ _shifted(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     z = (z ^ _shifted(z, 27)).mul_(_signed(0x94D049BB133111EB))
     return z ^ _shifted(z, 31)

@@ -188,10 +188,10 @@ class Bench:
         )
 
 
-def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> Bench:
-    """Start the engine as a run of one rank does; it has no weights yet."""
+def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str, ranks: int = 1) -> Bench:
+    """Start the engine as the first rank of a run of ``ranks`` on one host does; it has no weights yet."""
     config = config_of(folder, run_dir, *overrides)
-    seat = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    seat = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks)
     model = hugging_face(folder)
     engine = build_engine(
         config,

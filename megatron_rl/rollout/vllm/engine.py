@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -50,6 +51,8 @@ class VllmEngine:
     With ``in_flight`` one thread may generate while another one (the main thread) does all the rest. A call then takes
     tokens of the version that was whole when it began, and of newer ones; both threads write under a lock.
     """
+
+    is_elsewhere = True
 
     def __init__(
         self,
@@ -118,6 +121,10 @@ class VllmEngine:
     def lost(self) -> list[str]:
         return [x.name for x in self._lost]
 
+    @property
+    def progressed_at(self) -> float:
+        return max((x.progressed_at for x in self._replicas), default=-math.inf)
+
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Wait for engines that start, restart our lost ones, and return the names of the servers left out.
 
@@ -127,7 +134,6 @@ class VllmEngine:
         mended = [x for x in self._lost if x.name in lost or not self._in_flight]  # none lost meanwhile
         self._start()
         self._await()
-        # Look for the lost servers, until at least one replica serves.
         servers = [x for x in self._replicas if not x.ours and (x.name in lost or x.name in self._absent)]
         for server in servers:
             self._lives[id(server)] += 1
@@ -144,7 +150,6 @@ class VllmEngine:
                     f"{self._why_lost}"
                 )
         self._absent -= {x.name for x in servers if x not in unreached}
-        # Restart the lost processes.
         self._restart([x for x in self._replicas if x.ours and x.name in lost])
         with self._lock:
             self._lost = [x for x in self._lost if x not in mended]

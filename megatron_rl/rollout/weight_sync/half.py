@@ -9,7 +9,7 @@ import torch
 from megatron_rl.rollout.vllm.replica import Replica
 from megatron_rl.rollout.weight_sync.mapped import Registration
 from megatron_rl.rollout.weight_sync.transport import Segment, share_storage
-from megatron_rl.weights.bucket_digest import checksum_of, digest
+from megatron_rl.weights.bucket_digest import NUM_PARTS, checksum_of, part_digests
 
 ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
 
@@ -51,14 +51,16 @@ class Half:
     def message(self) -> dict[str, object]:
         """Return the message that brings the half to an engine, once its bytes are where the engine looks."""
         packed = self.bytes[: self.used]
-        seen = digest(packed)
+        seen = part_digests(packed, range(NUM_PARTS))
         if self._staged:
             self.segment.bytes[: self.used].copy_(packed, non_blocking=True)
+        digests = seen.tolist()  # waits for the device, and so for the copy
         content = {
             "kind": "bucket",
             "tensors": self.tensors,
             "num_bytes": self.used,
-            "checksum": checksum_of(self.tensors, seen),  # waits for the device, and so for the copy
+            "digests": digests,
+            "checksum": checksum_of(self.tensors, self.used, digests),
         }
         if self.segment:
             return {**content, "segment": str(self.segment.path)}

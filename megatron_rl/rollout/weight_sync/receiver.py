@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from megatron_rl.rollout.weight_sync.mapped import MappedSegments
 from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive, view_of
-from megatron_rl.weights.bucket_digest import bucket_checksum
+from megatron_rl.weights.bucket_digest import NUM_PARTS, checksum_of, part_digests, parts_of
 
 BACKEND = "megatron_rl"
 
@@ -57,12 +57,14 @@ class BucketInfo(WeightTransferUpdateInfo):
     kind: ``bucket`` (the tensors listed, packed one after the other), ``end`` (the totals of the whole sync) or
         ``abort``.
     tensors: [name, dtype, shape, first byte] of each tensor.
-    checksum: of the bucket (weights/bucket_digest.py), or, at the end, over all buckets (transport.Tally).
+    digests: of the bucket's parts (weights/bucket_digest.py).
+    checksum: of the bucket, or, at the end, over all buckets (transport.Tally).
     """
 
     kind: str
     tensors: list = field(default_factory=list)
     num_bytes: int = 0
+    digests: list = field(default_factory=list)
     checksum: str = ""
     segment: str = ""
     storage: dict = field(default_factory=dict)
@@ -171,10 +173,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     def _take(self, bucket: BucketInfo) -> None:
         packed = self._packed(bucket)
-        checksum = bucket_checksum(bucket.tensors, packed)
-        if checksum != bucket.checksum:
-            names = f"{bucket.tensors[0][0]} ... {bucket.tensors[-1][0]}"
-            raise ValueError(f"the bucket {names} arrived with checksum {checksum}, the trainer sent {bucket.checksum}")
+        self._check_bytes(bucket, packed)
         weights = [(name, view_of(packed, dtype, shape, start)) for name, dtype, shape, start in bucket.tensors]
         # Count them, and let vLLM load them.
         self._tally.add(bucket.checksum, len(weights))
@@ -188,9 +187,35 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             # Half a layer is processed: a later sync could seem to come through.
             self._broken = f"{type(error).__name__}: {error}"
             raise
+        if self._in_place:
+            keep_waiting(self.model, packed, self.device)
+
+    @property
+    def _in_place(self) -> bool:
+        """Tell whether tensors are loaded from the sender's memory, of which each worker then copies its slices only.
+
+        A worker that needs them whole copies the bucket at once, and a broadcast has brought it already.
+        """
+        return self._group is None and self.parallel_config.world_size > 1
+
+    def _check_bytes(self, bucket: BucketInfo, packed: torch.Tensor) -> None:
+        """Raise ValueError where the bytes are not those that were sent.
+
+        The workers of one engine read a part each, and together all of them; a broadcast is read whole by each.
+        """
+        parallel = self.parallel_config
+        parts = parts_of(parallel.rank, parallel.world_size) if self._in_place else range(NUM_PARTS)
+        found = part_digests(packed, parts, self.device).tolist()
+        wrong = [part for part, seen in zip(parts, found, strict=True) if seen != bucket.digests[part]]
+        if wrong or checksum_of(bucket.tensors, len(packed), bucket.digests) != bucket.checksum:
+            names = f"{bucket.tensors[0][0]} ... {bucket.tensors[-1][0]}"
+            raise ValueError(
+                f"the bucket {names} of checksum {bucket.checksum} did not arrive as it was sent: "
+                + (f"its part {wrong[0]} of {NUM_PARTS} has another digest" if wrong else "its digests are others")
+            )
 
     def _packed(self, bucket: BucketInfo) -> torch.Tensor:
-        """Return the bucket's bytes, uint8, in memory of this device that nobody else writes.
+        """Return the bucket's bytes, uint8: the sender's own, or in memory of this device that nobody else writes.
 
         vLLM keeps tensors until their layer is complete, after the sender uses the bucket's memory again.
         """
@@ -202,7 +227,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             raise ValueError(
                 f"the segment {bucket.segment} holds {len(shared):,} bytes and the bucket {bucket.num_bytes:,}"
             )
-        return shared[: bucket.num_bytes].to(self.device, non_blocking=True, copy=True)
+        sent = shared[: bucket.num_bytes]
+        return sent if self._in_place else sent.to(self.device, non_blocking=True, copy=True)
 
     def _check_end(self, end: BucketInfo) -> None:
         # Compare all that was sent with all that arrived.
@@ -285,6 +311,20 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         if self._group is not None:
             self._group.abort()  # of a group that broke off, NCCL's kernels still wait
         self._group = None
+
+
+def keep_waiting(model: torch.nn.Module, packed: torch.Tensor, device: torch.device) -> None:
+    """Copy those of a bucket's tensors that vLLM keeps for layers which are not complete yet.
+
+    packed: the bucket, whose memory the sender uses again. A mixture's experts are one layer: with buckets that hold
+        them all, a worker copies their slices too.
+    """
+    memory = packed.untyped_storage().data_ptr()
+    for layer in model.modules():
+        for _, arguments in get_layerwise_info(layer).loaded_weights:
+            for name, value in arguments.arguments.items():
+                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == memory:
+                    arguments.arguments[name] = value.to(device, copy=True)
 
 
 class Receiver:

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
+from megatron_rl.distributed import thread_position
 from megatron_rl.distributed import time_limit as time_limit_module
 from megatron_rl.distributed import watchdog as watch_module
 from megatron_rl.distributed import watchdog_server as server_module
@@ -264,8 +265,11 @@ def test_a_users_own_line_waits_for_no_rank_though_it_looks_like_it() -> None:
     thread.join()
 
 
-def test_a_wait_is_long_once_every_look_of_that_time_found_it() -> None:
-    """A wait counts from the first look that finds it, and a look that finds the thread elsewhere begins anew."""
+def test_a_wait_is_long_once_every_look_of_that_time_found_it(monkeypatch) -> None:
+    """A wait counts from the first look that finds it, and a look that finds the thread elsewhere begins anew.
+
+    So does one after another gather: a rank that waits there for engines meets the others again and again.
+    """
     locks, number = [threading.Lock() for _ in range(3)], np.float32(1.0)
     [lock.acquire() for lock in locks]
 
@@ -289,6 +293,8 @@ def test_a_wait_is_long_once_every_look_of_that_time_found_it() -> None:
     assert until(lambda: where_is(thread.ident)[0].endswith(" waits"))
     assert [long_wait.look(now) for now in (12.0, 21.9)] == [None] * 2
     assert long_wait.look(22.0).endswith(" waits")
+    monkeypatch.setattr(thread_position, "num_gathers", lambda: 10**6)
+    assert [long_wait.look(now) for now in (22.1, 32.0)] == [None] * 2 and long_wait.look(32.2).endswith(" waits")
     locks[2].release()
     thread.join()
 

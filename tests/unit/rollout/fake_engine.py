@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ class FakeEngine:
     ) -> None:
         self.random, self.losses, self.group_s, self.holds = random.Random(seed), list(losses), group_s, holds
         self.weight_version, self.lost = NO_WEIGHTS, []
+        self.is_elsewhere, self.progressed_at = True, -math.inf
         self.calls: list[list[str]] = []
         self.finished: list[str] = []
         self.held, self.closed = threading.Event(), threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import math
 import multiprocessing
 import time
 
@@ -30,6 +31,7 @@ class RecordingEngine:
         self.events: list[str] = []
         self.awake: set[str] = set()
         self.weight_version, self.lost, self.losses = NO_WEIGHTS, [], losses
+        self.is_elsewhere, self.progressed_at = True, -math.inf
 
     def recover(self, lost) -> None:
         self.events.append("recover")

@@ -56,6 +56,7 @@ class FakeEngine:
     ) -> None:
         self.answers, self.syncs, self.refusal = list(answers), list(syncs), refusal
         self.weight_version, self.lost = NO_WEIGHTS, []
+        self.is_elsewhere, self.progressed_at = False, -math.inf
         self.calls: list[list[str]] = []
         self.sent: list[int] = []
         self.recovered: list[tuple[str, ...]] = []

@@ -6,6 +6,7 @@ The loop asks an engine for one turn of one sample at a time.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import threading
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ class LetterEngine:
         self, *, room: int = 40, seed: int = 0, losses: Sequence[int | None] = (), newer_every: int | None = None
     ) -> None:
         self.room, self.random, self.losses, self.newer_every = room, random.Random(seed), list(losses), newer_every
-        self.weight_version, self.lost = 3, []
+        self.weight_version, self.lost, self.is_elsewhere, self.progressed_at = 3, [], True, -math.inf
         self.calls: list[list[str]] = []
 
     def generate(

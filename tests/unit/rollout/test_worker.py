@@ -44,7 +44,7 @@ def collect(producer: RolloutWorker, under_way: Sequence[RolloutJob], job: Rollo
             return times
         times += 1
         for other in under_way:
-            producer.drain(other)
+            producer.wait_generated(other)
             if other.lost is not None and producer.config.mode != "sync":
                 producer.start(other)
 
@@ -182,7 +182,7 @@ def test_a_wait_for_an_engine_that_hangs_ends_by_its_deadline(mode, apart):
     producer.start(job)
     assert until(lambda: len(job.rollouts) == 3)
     assert_late(lambda: producer.wait(job, [2, 3, 4]), "were not generated", "the first is prompt 3@0")
-    assert_late(lambda: producer.drain(job), "were not generated", "the first is prompt 3@0")
+    assert_late(lambda: producer.wait_generated(job), "were not generated", "the first is prompt 3@0")
     go_on(producer, job, engine.held)
     assert_invariants(producer, [job], engine, score)
     end(producer)
@@ -198,7 +198,7 @@ def test_a_wait_for_a_reward_that_hangs_ends_by_its_deadline(mode):
     assert until(lambda: score.calls)
     assert_late(lambda: producer.wait(job, [1, 2]), "were not scored", "4 of 4, the first is prompt 0@0")
     assert until(lambda: not job.generating)
-    producer.drain(job)  # this does not wait for rewards
+    producer.wait_generated(job)  # this does not wait for rewards
     go_on(producer, job, hold)
     end(producer)
 
@@ -215,7 +215,7 @@ def test_a_reward_that_hangs_is_named_while_the_rest_is_generated():
     producer.start(job)
     assert until(lambda: score.calls)
     assert_late(lambda: producer.wait(job, [0, 1]), "were not scored", "the first is prompt 0@0")
-    assert_late(lambda: producer.drain(job), "were not generated", "the first is prompt 2@0")
+    assert_late(lambda: producer.wait_generated(job), "were not generated", "the first is prompt 2@0")
     go_on(producer, job, hold, engine.held)
     end(producer)
 

@@ -8,12 +8,21 @@ import sys
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from megatron_rl.rollout.weight_sync.half import Half
 from megatron_rl.rollout.weight_sync.transport import view_of
 from megatron_rl.weights import bucket_digest as stage
-from megatron_rl.weights.bucket_digest import ROW_BYTES, ROW_WORDS, bucket_checksum, digest, factors_on
+from megatron_rl.weights.bucket_digest import (
+    NUM_PARTS,
+    ROW_BYTES,
+    ROW_WORDS,
+    bucket_checksum,
+    factors_on,
+    part_bounds,
+    part_digests,
+    parts_of,
+)
 from tests.patience import patient
 
 CPU = torch.device("cpu")
@@ -41,19 +50,22 @@ def mix(i: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
-def naive_digest(data: bytes) -> int:
-    """Compute the digest by its docstring, in Python's integers."""
+def naive_digests(data: bytes) -> list[int]:
+    """Compute the parts' digests by the module's docstring, in Python's integers."""
     factors = [mix(c, 0) | 1 for c in range(1, ROW_WORDS + 1)]
     data_and_zeros = data + bytes(-len(data) % 4)
     words = [int.from_bytes(data_and_zeros[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]
     sums = []
     for start in range(0, len(words), ROW_WORDS):
         sums.append(sum(f * word for f, word in zip(factors, words[start : start + ROW_WORDS], strict=False)))
-    return sum(mix(i, h) for i, h in enumerate([*sums, len(data)], start=1)) & MASK
+    rows = -(-len(sums) // NUM_PARTS)
+    mixed = [mix(i, h) for i, h in enumerate(sums, start=1)]
+    return [sum(mixed[part * rows : (part + 1) * rows]) & MASK for part in range(NUM_PARTS)]
 
 
-def value(packed: torch.Tensor) -> int:
-    return int(digest(packed)) & MASK
+def value(packed: torch.Tensor) -> tuple[int, ...]:
+    """Return what a bucket's checksum is made of."""
+    return len(packed), *(x & MASK for x in part_digests(packed, range(NUM_PARTS)).tolist())
 
 
 def bucket_of(tensors: dict[str, torch.Tensor], num_bytes: int = 2**17) -> Half:
@@ -76,11 +88,26 @@ def mixture() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_digest_equals_naive_sum(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data = random_bytes(length)
-    wanted = naive_digest(data.numpy().tobytes())
+    wanted = length, *naive_digests(data.numpy().tobytes())
     assert value(data) == wanted
     for rows in (1, 3, 64):
         monkeypatch.setattr(stage, "SLAB_ROWS", {"cpu": rows})
         assert value(data) == wanted
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 11])
+def test_the_parts_are_the_bucket_and_each_is_somebodys(length: int, workers: int) -> None:
+    """The parts' digests are those of their bytes, and the parts of an engine's workers are all of them."""
+    data, bounds = random_bytes(length), part_bounds(length)
+    assert bounds[0] == 0 and bounds[-1] == length and bounds == sorted(bounds)
+    assert all(bound % ROW_BYTES == 0 or bound == length for bound in bounds)
+    seen: dict[int, int] = {}
+    for worker in range(workers):
+        parts = parts_of(worker, workers)
+        assert parts
+        seen |= {i: x & MASK for i, x in zip(parts, part_digests(data, parts).tolist(), strict=True)}
+    assert [seen[i] for i in range(NUM_PARTS)] == naive_digests(data.numpy().tobytes())
 
 
 def test_factors_are_odd_and_differ_in_their_lower_half() -> None:
@@ -94,7 +121,7 @@ def test_bucket_of_any_dtypes_equals_naive_sum_and_forgets_earlier_buckets() -> 
     tensors = mixture()
     half = bucket_of(tensors, 2**19)
     packed = half.bytes[: half.used]
-    assert value(packed) == naive_digest(packed.numpy().tobytes())
+    assert value(packed) == (half.used, *naive_digests(packed.numpy().tobytes()))
     data, at = b"", 0
     for (name, tensor), (named, dtype, shape, start) in zip(tensors.items(), half.tensors, strict=True):
         assert (name, start) == (named, at)
@@ -173,16 +200,19 @@ def test_checksum_sees_order_name_dtype_shape_and_place() -> None:
     assert len(bucket_checksum([], packed)) == 16 and int(bucket_checksum([], packed), 16) >= 0
 
 
-class Watch(TorchDispatchMode):
-    """Counts the operations, and among them the questions: those by which the host reads a number off the device."""
+QUESTIONS = ("tolist", "item", "__int__", "__bool__", "__float__", "cpu", "numpy", "equal", "nonzero", "is_nonzero")
+
+
+class Watch(TorchFunctionMode):
+    """Counts the operations, and among them the questions: those by which the host reads numbers off the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations = self.questions = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         self.operations += 1
-        self.questions += function.overloadpacket.__name__ in ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
+        self.questions += function.__name__ in QUESTIONS
         return function(*args, **(kwargs or {}))
 
 
@@ -197,7 +227,7 @@ def test_a_bucket_asks_its_device_once_however_many_tensors_it_holds() -> None:
         with Watch() as seen:
             assert bucket_checksum(half.tensors, half.bytes[: half.used]) == sent
         counts.append((seen.operations, seen.questions))
-    assert len(set(counts)) == 1 and counts[0][1] == 1, counts
+    assert counts[:2] == counts[2:] and {questions for _, questions in counts} == {1}, counts
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
