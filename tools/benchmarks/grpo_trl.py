@@ -3,7 +3,8 @@
     python tools/benchmarks/grpo_trl.py --config examples/smollm2/grpo.yaml --out runs/trl --steps 40 \\
         model.hf_path=runs/smollm2/inputs/model data.train=runs/smollm2/inputs/data/train.jsonl
 
-One process and --threads threads. DIR/metrics.jsonl gets a row for each step, under megatron_rl's names where both mean
+One process and --threads threads, or, under torchrun, TRL's own data parallelism over processes of so many threads
+each. DIR/metrics.jsonl gets a row for each step, under megatron_rl's names where both mean
 the same: rollout and step, seconds of the rollout, of the rewards and of the whole step, mean reward, share of the
 samples whose group has equal rewards. The first prompts' token ids are held against megatron_rl's before anything is
 timed. --save-every writes Hugging Face directories, outside of the times; an evaluation of one is
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import sys
 import time
@@ -82,6 +84,11 @@ def refuse_unlike(config: Config) -> None:
             raise ConfigError(f"{key}={value} is not carried over to TRL here; set {key}={json.dumps(needed)}")
 
 
+def num_processes() -> int:
+    """Return the processes that torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def draw_prompts(config: Config, steps: int) -> list:
     """Return the prompts that a run of ``steps`` rollouts of megatron_rl draws, in its order."""
     from transformers import AutoConfig
@@ -117,14 +124,17 @@ def score(prompts, completions, completion_ids, answer, **_) -> list[float]:
 
 def trl_settings(config: Config, given: argparse.Namespace) -> dict:
     """Return GRPOConfig's arguments for what the config says."""
-    samples = config.train.prompts_per_rollout * config.rollout.samples_per_prompt
-    if samples % given.microbatch_samples:
-        raise ConfigError(f"--microbatch-samples {given.microbatch_samples} must divide the {samples} samples a step")
+    samples, processes = config.train.prompts_per_rollout * config.rollout.samples_per_prompt, num_processes()
+    if samples % (given.microbatch_samples * processes):
+        raise ConfigError(
+            f"--microbatch-samples {given.microbatch_samples} times {processes} processes must divide the {samples} "
+            "samples a step"
+        )
     return {
         "output_dir": str(given.out / "trl"),
         "max_steps": given.steps,
         "per_device_train_batch_size": given.microbatch_samples,
-        "gradient_accumulation_steps": samples // given.microbatch_samples,
+        "gradient_accumulation_steps": samples // given.microbatch_samples // processes,
         "num_generations": config.rollout.samples_per_prompt,
         "max_completion_length": config.rollout.max_response_tokens,
         "temperature": config.rollout.temperature,
@@ -198,6 +208,13 @@ class Recorder:
 
     def end_step(self, step: int) -> None:
         """Write the step's row, save the model where it is due, and start the next step's clock."""
+        if self.trainer.accelerator.is_main_process:
+            self._record(step)
+        self.trainer.accelerator.wait_for_everyone()
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self.began = time.perf_counter()
+
+    def _record(self, step: int) -> None:
         size = self.trainer.num_generations
         groups = [self.rewards[i : i + size] for i in range(0, len(self.rewards), size)]
         row = {
@@ -216,10 +233,8 @@ class Recorder:
         )
         if self.save_every and step % self.save_every == 0:
             folder = self.out / f"step_{step}"
-            self.trainer.model.save_pretrained(folder)
+            self.trainer.accelerator.unwrap_model(self.trainer.model).save_pretrained(folder)
             self.trainer.processing_class.save_pretrained(folder)
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self.began = time.perf_counter()
 
 
 def check_prompts(trainer, prompts: Sequence, rows: Sequence[dict]) -> None:
@@ -243,7 +258,7 @@ def run(given: argparse.Namespace) -> None:
     config = load_config(given.config, given.overrides)
     refuse_unlike(config)
     settings = trl_settings(config, given)
-    if given.out.exists() and any(given.out.iterdir()):
+    if os.environ.get("RANK", "0") == "0" and given.out.exists() and any(given.out.iterdir()):
         raise ConfigError(f"--out {given.out} is not empty; name another folder")
     given.out.mkdir(parents=True, exist_ok=True)
     prompts = draw_prompts(config, given.steps)
