@@ -23,7 +23,7 @@ class RunConfig:
     deterministic: bool = False
     """Whether a GPU's kernels add in one order, so that a run repeats to the bit, slower; a CPU's do so anyway."""
     deadline_s: Annotated[float, Range(1, 10**6)] = 1800.0
-    """Seconds of every collective, of every wait for an engine, and of a user's function in a rank's own process."""
+    """Seconds of a collective, of a wait for an engine without progress, and of a user's function in a rank."""
     slow_stage_s: Annotated[float, Range(0, 10**6)] = 60.0
     """Seconds in one stage after which the log names each rank's stage, and again at twice the time; 0: never."""
 

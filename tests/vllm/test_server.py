@@ -117,7 +117,9 @@ def test_facts(replica, model_folder):
     facts = replica.wait_ready(30.0)
     assert (facts.vocab_size, facts.max_model_tokens, facts.dtype) == (17, MAX_TOKENS, "float32")
     assert facts.logprobs_mode == "processed_logprobs" and facts.vllm_version
-    assert replica.control("weights_received", {}, 30.0) == [{"version": -1, "checksum": "", "num_tensors": 0}]
+    assert replica.control("weights_received", {}, 30.0) == [
+        {"version": -1, "checksum": "", "num_tensors": 0, "failure": ""}
+    ]
 
 
 def test_seeds_repeat_and_samples_count_up(replica):

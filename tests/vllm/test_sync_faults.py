@@ -53,7 +53,7 @@ def holds_nothing(bench: Bench) -> None:
         bench.engine.generate(PROMPTS, 1)
     if bench.pid:
         assert bench.replica.control("weights_received", {}, DEADLINE_S) == [
-            {"version": -1, "checksum": "", "num_tensors": 0}
+            {"version": -1, "checksum": "", "num_tensors": 0, "failure": ""}
         ]
 
 

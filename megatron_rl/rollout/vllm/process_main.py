@@ -146,8 +146,8 @@ class EngineProcess:
                 # device (asynchronous scheduling) is lost, tokens and all (v1/core/sched/scheduler.py, 0.32.0).
                 if not engine.reset_prefix_cache(reset_running_requests=arguments.get("running", False)):
                     raise RuntimeError("the prefix cache could not be reset: requests are still under way")
-            case "weights_received":
-                return engine.collective_rpc("weights_received")
+            case "weights_received" | "abandon_weight_update":
+                return engine.collective_rpc(method)
             case "pause":
                 self.paused = True
             case "resume":

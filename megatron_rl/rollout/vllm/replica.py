@@ -96,11 +96,12 @@ def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """Describes the weights that each worker of an engine says it holds after a sync."""
+    """Describes the weights that each worker of an engine says it holds after a sync, or why it holds none."""
 
     version: int
     checksum: str
     num_tensors: int
+    failure: str = ""
 
 
 class ReplicaLost(RuntimeError):

@@ -263,8 +263,8 @@ class ServerReplica:
                 )
             case "reset_prefix_cache":
                 return self._reset_prefix_cache(bool(arguments.get("running")), timeout_s)
-            case "weights_received":
-                return self._ask_workers("weights_received", timeout_s)
+            case "weights_received" | "abandon_weight_update":
+                return self._ask_workers(method, timeout_s)
             case "pause":
                 self._post("/pause?mode=keep&clear_cache=false", None, timeout_s)
                 return self._post(*UNLABEL, timeout_s)

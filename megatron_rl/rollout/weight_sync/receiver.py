@@ -5,12 +5,17 @@
 
 vLLM 0.29 and newer (distributed/weight_transfer/base.py; run with 0.32.0). It lives in the engine's process, so it
 imports neither Megatron-Core nor a stage of the trainer. A sync is a start, one update per bucket, an ``end`` that
-states the tensors that must have arrived, and a finish; any difference from the statement raises, and the engine has no
-version until a later sync comes through whole.
+states the tensors that must have arrived, and a finish; any difference from the statement is a failure, and the engine
+has no version until a later sync comes through whole.
+
+A failure raises where the engine has one worker. Of several workers vLLM (0.32.0, multiproc_executor.py) takes the
+answers up to the first that raised, and the next call would read the rest of them as its own: so none raises, and each
+says its failure when it is asked for its receipt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -54,8 +59,7 @@ class ChannelInfo(WeightTransferInitInfo):
 class BucketInfo(WeightTransferUpdateInfo):
     """Describes one message of a sync.
 
-    kind: ``bucket`` (the tensors listed, packed one after the other), ``end`` (the totals of the whole sync) or
-        ``abort``.
+    kind: ``bucket`` (the tensors listed, packed one after the other) or ``end`` (the totals of the whole sync).
     tensors: [name, dtype, shape, first byte] of each tensor.
     digests: of the bucket's parts (weights/bucket_digest.py).
     checksum: of the bucket, or, at the end, over all buckets (transport.Tally).
@@ -80,10 +84,11 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
-        self._info: ChannelInfo | None = None
+        self._has_channel = False
         self._group = None
         self._open = False
-        self._broken = ""
+        self._broken = ""  # vLLM itself failed to load: only a new engine helps
+        self._failure = ""  # of the sync under way, or of the channel
         self._maps = MappedSegments(self.device)
         self._ended: BucketInfo | None = None
         self._tally = Tally()
@@ -94,8 +99,23 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
 
     def init_transfer_engine(self, init_info: ChannelInfo) -> None:
+        self._failure, self._has_channel = "", False
+        self._attempt(self._open_channel, init_info)
+
+    def _attempt(self, step: Callable[..., None], *arguments: object) -> None:
+        """Take a step, unless one has failed, and note its failure; with one worker raise it."""
+        if self._failure:
+            return
+        try:
+            step(*arguments)
+        except Exception as error:
+            self._maps.release()  # the sender gives its segments back after a failure
+            if self.parallel_config.world_size == 1:
+                raise
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def _open_channel(self, init_info: ChannelInfo) -> None:
         self.shutdown()
-        self._info = init_info
         if init_info.channel == "broadcast":
             self._group = join_group(
                 init_info.address,
@@ -105,12 +125,18 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
                 init_info.group_backend,
                 timedelta(seconds=init_info.deadline_s),
             )
+        self._has_channel = True
 
     def _worker_rank(self) -> int:
         parallel = self.parallel_config
         return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
     def start_weight_update(self) -> None:
+        if self._has_channel:
+            self._failure = ""
+        self._attempt(self._start)
+
+    def _start(self) -> None:
         if self._broken:
             raise RuntimeError(
                 f"vLLM could not load an earlier sync's weights ({self._broken}); start this engine anew"
@@ -152,11 +178,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     def update_weights(self, update_info: dict) -> None:
         # the base class synchronises an accelerator, which a CPU host lacks
-        try:
-            self.receive_weights(self.parse_update_info(update_info))
-        except Exception:
-            self._maps.release()  # the sender gives its segments back after a failure
-            raise
+        self._attempt(lambda: self.receive_weights(self.parse_update_info(update_info)))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -166,10 +188,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
                 self._take(update_info)
             case "end":
                 self._check_end(update_info)
-            case "abort":
-                raise RuntimeError("the trainer broke this sync off")
             case other:
-                raise ValueError(f"a weight update of kind {other!r}; this receiver knows bucket, end and abort")
+                raise ValueError(f"a weight update of kind {other!r}; this receiver knows bucket and end")
 
     def _take(self, bucket: BucketInfo) -> None:
         packed = self._packed(bucket)
@@ -189,6 +209,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             raise
         if self._in_place:
             keep_waiting(self.model, packed, self.device)
+
+    @property
+    def failure(self) -> str:
+        return self._failure
 
     @property
     def _in_place(self) -> bool:
@@ -272,6 +296,9 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         return partial
 
     def finish_weight_update(self) -> None:
+        self._attempt(self._finish)
+
+    def _finish(self) -> None:
         if self._ended is None:
             raise RuntimeError(
                 "finish_weight_update without the sync's end: what arrived may be part of the weights only"
@@ -331,8 +358,19 @@ class Receiver:
     """Extends vLLM's workers (``worker_extension_cls``) by the methods that ``collective_rpc`` calls."""
 
     def weights_received(self) -> dict:
-        """Return version, checksum and number of tensors of the last whole sync; version −1 where there is none."""
-        return self.weight_transfer_engine.receipt
+        """Return version, checksum and number of tensors of the last whole sync, and the failure of a later one.
+
+        The version is −1 where there is none.
+        """
+        return self.weight_transfer_engine.receipt | {"failure": self.weight_transfer_engine.failure}
+
+    def abandon_weight_update(self) -> None:
+        """End a weight update that broke off, by this trainer or an earlier one, so that another may start.
+
+        vLLM (0.32.0, gpu_worker.py) ends one by an error alone.
+        """
+        self._weight_update_active = False
+        self.weight_transfer_engine.reset_weight_update_target()
 
     def describe(self) -> dict:
         model = self.vllm_config.model_config

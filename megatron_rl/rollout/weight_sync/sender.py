@@ -12,7 +12,6 @@ up its running requests.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,14 +20,12 @@ import torch
 
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
-from megatron_rl.rollout.vllm.replica import UPDATING, Replica, ReplicaLost, RequestRefused, WeightReceipt
+from megatron_rl.rollout.vllm.replica import UPDATING, Replica, ReplicaLost, WeightReceipt
 from megatron_rl.rollout.weight_sync.group import BroadcastGroup
 from megatron_rl.rollout.weight_sync.half import Half, room_of
 from megatron_rl.rollout.weight_sync.transport import Tally
 
 BACKEND = "megatron_rl"  # the receiver's name in vLLM's registry; see rollout/weight_sync/receiver.py
-# vLLM's words (0.32.0, gpu_worker.py) for an update that broke off, by this trainer or an earlier one
-OPEN = "already active"
 
 
 class WeightSender:
@@ -208,14 +205,8 @@ class _Delivery:
         call, deadline_s = replica.control, self.sync.deadline_s
         if self.in_flight:
             call("pause", {}, deadline_s)
-        try:
-            call("start_weight_update", {}, deadline_s)
-        except (RequestRefused, ReplicaLost) as error:  # a server answers 500
-            if OPEN not in str(error):
-                raise
-            with contextlib.suppress(RequestRefused, ReplicaLost):  # its answer to every abort
-                call("update_weights", {"kind": "abort"}, deadline_s)
-            call("start_weight_update", {}, deadline_s)
+        call("abandon_weight_update", {}, deadline_s)
+        call("start_weight_update", {}, deadline_s)
 
     def _send(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         turn = 0
@@ -280,6 +271,9 @@ class _Delivery:
         wanted = WeightReceipt(version=self.version, checksum=self.tally.value(), num_tensors=self.tally.count)
         end = {"kind": "end", "version": self.version, "checksum": wanted.checksum, "num_tensors": wanted.num_tensors}
         call("update_weights", end, deadline_s)
+        for worker, receipt in enumerate(call("weights_received", {}, deadline_s)):
+            if failure := WeightReceipt(**receipt).failure:
+                raise EngineError(f"worker {worker} of {replica.name}: {failure}")
         call("finish_weight_update", {"weight_version": str(self.version)}, deadline_s)
         call("reset_prefix_cache", {"running": True} if self.in_flight else {}, deadline_s)
         for worker, receipt in enumerate(call("weights_received", {}, deadline_s)):
