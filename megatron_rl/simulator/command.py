@@ -130,6 +130,11 @@ def _from_run(given: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**vars(given) | {"trace": given.from_run, "coefficients": given.from_run})
 
 
+def _layer_spec(config: Config) -> str:
+    """Return the layers that are forecast: torch's, unless Transformer Engine's are asked for by name."""
+    return "transformer_engine" if config.model.layer_spec == "transformer_engine" else "torch"
+
+
 def read_shape(config: Config, degrees):
     """Return the ModelShape of ``model.hf_path``'s config.json; no weights are read."""
     from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
@@ -140,7 +145,7 @@ def read_shape(config: Config, degrees):
     from megatron_rl.validate import check_lengths
     from megatron_rl.weights.config_json import read_hf_config
 
-    shape = model_shape(read_hf_config(config.model.hf_path), config, degrees, layer_spec="torch")
+    shape = model_shape(read_hf_config(config.model.hf_path), config, degrees, layer_spec=_layer_spec(config))
     check_lengths(config, shape.context_tokens)
     transformer_fields(config)
     resolve_fields(config.megatron.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)

@@ -125,7 +125,7 @@ def test_a_folder_without_weights_cannot_start(arithmetic, tmp_path, capsys) -> 
     ("extra", "named"),
     [
         (["--gpu-memory-gib=0.02"], "parallel.tensor=2"),
-        ([*SEPARATE, "critic.ranks=2", "--gpu-memory-gib=0.031"], "critic.parallel.tensor=2"),
+        ([*SEPARATE, "critic.ranks=2", "--gpu-memory-gib=0.0325"], "critic.parallel.tensor=2"),
     ],
     ids=["policy", "separate critic"],
 )

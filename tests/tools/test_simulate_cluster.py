@@ -71,7 +71,8 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
             "reference": second,
             "stage": rig.backend.topology.pipeline_rank,
             "fingerprints": plan.fingerprints(),
-            "prior": plan_rules(rig.backend.config, rig.backend.topology, rig.backend.shape),
+            "prior": plan_rules(rig.backend.config, rig.backend.topology, rig.backend.shape, share_prompts=True),
+            "groups": facts.prompt_keys,
             "signal": values != 0,
             "prompt": facts.prompt_tokens,
             "response": facts.response_tokens,
@@ -105,7 +106,7 @@ def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
         loss_tokens=first["response"],
         response_inputs=first["response_inputs"],
         rewards=np.zeros(24),
-        groups=np.zeros(24, dtype=np.int64),
+        groups=first["groups"],
     )
     job = job_of(config, shape, degrees, workload)
     assert job.rules() == first["prior"]
