@@ -266,9 +266,7 @@ def test_an_engine_out_of_memory_too_often_ends_with_advice(own, driver, quiet):
         with in_mid_generation(own, limit_memory, 4), pytest.raises(EngineError) as ended:
             driver.produce()
     assert "was lost 1 times in a row, and rollout.max_restarts=0" in str(ended.value)
-    advice = (
-        "too little memory: lower rollout.gpu_memory_utilization, rollout.max_requests or rollout.vllm.max_num_seqs"
-    )
+    advice = "little memory: lower rollout.gpu_memory_utilization, rollout.max_requests or rollout.vllm.max_num_seqs"
     # native code that is refused memory may crash before it can say why; then vLLM's own last word stands there
     assert advice in str(ended.value) or "Segfault encountered" in str(ended.value)
     own.engine._lost = [own.replica]
