@@ -6,6 +6,7 @@ import dataclasses
 import os
 
 from megatron_rl.algorithm import own_estimator
+from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, CriticConfig, critic_config
 from megatron_rl.config.import_path import is_own
@@ -23,6 +24,7 @@ def validate_config(config: Config) -> None:
     check_own_parts(config)
     signal_rule(config)
     check_reference(config)
+    check_preference(config)
     if not config.model.hf_path:
         raise ConfigError(
             "model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors"
@@ -221,6 +223,37 @@ def check_critic_model(config: Config, policy) -> None:
             f"model.hf_path={quoted(config.model.hf_path, 300)} one of {policy.vocab_size}: it could not read the "
             "policy's tokens; give a model of the same tokenizer"
         )
+
+
+def check_preference(config: Config) -> None:
+    """Raise ConfigError where pairs cannot be trained, or their linear loss would not have the pairs' gradient."""
+    pairs, steps = config.preference, config.sft.steps
+    if not pairs.is_on:
+        return
+    if not steps:
+        raise ConfigError(f"preference.loss={pairs.loss} is trained by the steps of sft, and sft.steps=0; say how many")
+    if config.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"rollout.temperature={config.rollout.temperature:g} divides the logits of every log-prob, and "
+            f"preference.loss={pairs.loss} is defined at 1; set it to 1"
+        )
+    if setting := token_coupling(config):
+        raise ConfigError(
+            f"{setting} gives a sample other log-probs in each pass, and preference.loss={pairs.loss} takes its "
+            "coefficients from one pass and its gradient from another; set it to its neutral value"
+        )
+    if config.trains_reward_model:
+        for setting, value, neutral in (
+            ("train.num_rollouts", config.train.num_rollouts, 0),
+            ("lora.rank", config.lora.rank, None),
+            ("eval.path", config.eval.path, None),
+            ("eval.sets", config.eval.sets or None, None),
+        ):
+            if value != neutral:
+                raise ConfigError(
+                    f"preference.loss=bradley_terry trains a reward model, which has no policy, and {setting}={value}; "
+                    f"set it to {'null' if neutral is None else neutral}"
+                )
 
 
 def check_reference(config: Config) -> None:

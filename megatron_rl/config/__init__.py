@@ -23,6 +23,7 @@ from megatron_rl.config.objective import (
 )
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.config.plan import PlanConfig
+from megatron_rl.config.preference import PAIR_LOSSES, PreferenceConfig
 from megatron_rl.config.reference import ReferenceConfig
 from megatron_rl.config.replay import ReplayConfig, RerollConfig
 from megatron_rl.config.reward import RewardConfig
@@ -35,6 +36,7 @@ __all__ = [
     "CORRECTIONS",
     "ESTIMATORS",
     "GROUP_ESTIMATORS",
+    "PAIR_LOSSES",
     "POLICIES",
     "REDUCTIONS",
     "AdvantageConfig",
@@ -54,6 +56,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PlanConfig",
+    "PreferenceConfig",
     "ProducerConfig",
     "ReferenceConfig",
     "ReplayConfig",

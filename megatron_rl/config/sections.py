@@ -18,6 +18,7 @@ from megatron_rl.config.model import MegatronConfig, ModelConfig, ParallelConfig
 from megatron_rl.config.objective import AdvantageConfig, LossConfig, SkipConfig
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.config.plan import PlanConfig
+from megatron_rl.config.preference import PreferenceConfig
 from megatron_rl.config.ranges import check_ranges
 from megatron_rl.config.reference import ReferenceConfig
 from megatron_rl.config.replay import ReplayConfig, RerollConfig
@@ -51,6 +52,7 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -71,6 +73,16 @@ class Config:
     @property
     def kl_in_reward(self) -> bool:
         return self.loss.kl_coefficient != 0 and self.reference.kl_in == "reward"
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Return whether the run's one model is a reward model: a value head in the vocabulary's place."""
+        return self.preference.loss == "bradley_terry"
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the run ever asks an engine for a completion: for RL, or for an evaluation with rewards."""
+        return self.train.num_rollouts != 0 or bool(self.eval.named_sets and self.reward.functions)
 
     @property
     def saves_checkpoints(self) -> bool:

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.run_state import ResumePoint
 from megatron_rl.config import Config, config_to_dict, config_to_yaml
 from megatron_rl.config.json_text import quoted
 from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
-from megatron_rl.critic import Critic, RemoteCritic, build_critic
+from megatron_rl.critic import Critic, RemoteCritic, RewardModel, build_critic
 from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
 from megatron_rl.data.columns import RequiredColumn
 from megatron_rl.data.prompt_dataset import PromptDataset
@@ -36,6 +36,8 @@ from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.reward import Reward, opened_reward
 from megatron_rl.rollout.build import RankLocation, build_engine, refuse_sharing, role_of, shares_device
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.idle_engine import IdleEngine
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.multi_turn import with_environment
 from megatron_rl.rollout.queue import RolloutQueue
@@ -51,7 +53,7 @@ from megatron_rl.trainer.run_folder import (
     report_run,
     written_rows,
 )
-from megatron_rl.trainer.supervised import held_out_solutions, start_supervised_optimizer
+from megatron_rl.trainer.supervised import held_out_responses, response_columns, start_supervised_optimizer
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.update import UpdatePlanner, passes_parts
 from megatron_rl.types import Rollout, Score
@@ -73,11 +75,17 @@ def load_prompts(config: Config, tokenizer, hf_config, required: Sequence[Requir
         tokenizer,
         config.data,
         config.run.seed,
-        context_tokens=hf_config.max_position_embeddings,
+        context_tokens=context_tokens(config, hf_config),
         vocab_size=hf_config.vocab_size,
         required=required,
         held_out_share=config.sft.eval_share if config.sft.steps else 0.0,
+        responses=response_columns(config),
     )
+
+
+def context_tokens(config: Config, hf_config) -> int:
+    """Return the most tokens of a row: the model's context, less the place that a reward model's score is read at."""
+    return hf_config.max_position_embeddings - int(config.trains_reward_model)
 
 
 @contextlib.contextmanager
@@ -109,7 +117,8 @@ def _built(
     prompts = load_prompts(config, tokenizer, hf_config, reward.required_columns if reward else ())
     rl_steps = total_rl_steps(config, len(prompts))
     this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
-    backend = MegatronBackend(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
+    model = RewardModel if config.trains_reward_model else MegatronBackend
+    backend = model(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
     is_main, folder = backend.topology.is_main, config.run.path
     critic = build_critic(config, rl_steps // steps_per_rollout(config) * critic_steps_per_rollout(config), critic_link)
     checkpoints = CheckpointManager(config, backend, critic)
@@ -149,7 +158,7 @@ def _built(
 def _read_model(config: Config):
     """Return the policy's Hugging Face config, checked against the engine and the lengths. Raises ConfigError."""
     hf_config = load_hf_config(config.model.hf_path)
-    if config.rollout.engine == "vllm":
+    if config.rollout.engine == "vllm" and config.generates:
         check_served(config.model.hf_path)
     check_lengths(config, hf_config.max_position_embeddings)
     check_critic_model(config, hf_config)
@@ -214,7 +223,8 @@ def _assemble(
     timer = StepTimer(watchdog.stage)
     with watchdog.own_call("loss"):  # which the rule tries at a zero advantage
         rule = signal_rule(config)
-    backend.objective.enter_own = watchdog.own_call
+    if isinstance(backend, MegatronBackend):
+        backend.objective.enter_own = watchdog.own_call
     reference = ReferencePolicy(config, backend)
     shape = backend.shape
     required = reward.required_columns if reward else ()
@@ -243,7 +253,9 @@ def _assemble(
         reference=reference,
         planner=UpdatePlanner(config, backend, rule, reference, timer),
         evaluation=evaluation,
-        held_out=held_out_solutions(config, prompts, tokenizer, shape.context_tokens, shape.vocab_size),
+        held_out=held_out_responses(
+            config, prompts, tokenizer, context_tokens(config, backend.hf_config), shape.vocab_size
+        ),
         checkpoints=checkpoints,
         recorder=Recorder(config, backend, resumed=checkpoints.resumes),
         watchdog=watchdog,
@@ -272,18 +284,7 @@ def _build_manager(
         local_rank=local_rank,
         local_world_size=local_policy_ranks(config, rank, local_rank, on_node),
     )
-    role = role_of(config, location)
-    shared = shares_device(config, HOST.device)
-    refuse_sharing(config, shared)
-    engine = build_engine(
-        config,
-        tokenizer,
-        location=location,
-        role=role,
-        device=HOST.device,
-        dtype=DTYPES[config.model.dtype],
-        vocab_size=backend.shape.vocab_size,
-    )
+    engine, share, shared = _build_engine(config, location, tokenizer, backend.shape.vocab_size)
     with watchdog.own_call("environment"):  # is imported
         engine = with_environment(engine, config, tokenizer)
     on_device: list[TrainableModel] = [backend, critic] if isinstance(critic, Critic) else [backend]
@@ -294,11 +295,32 @@ def _build_manager(
         config,
         export=lambda: backend.export(bucket_bytes=bucket_bytes),
         version=lambda: backend.weight_version,
-        share=role.share,
+        share=share,
         offload=(lambda: [model.offload() for model in on_device]) if shared else None,
         restore=(lambda: [model.restore() for model in on_device]) if shared else None,
         score_apart=reward is not None and reward.runs_apart,
     )
+
+
+def _build_engine(
+    config: Config, location: RankLocation, tokenizer, vocab_size: int
+) -> tuple[Engine, tuple[int, int] | None, bool]:
+    """Return this rank's engine, its share of the prompts, and whether trainer and engine take turns on one GPU."""
+    if not config.generates:
+        return IdleEngine(), None, False
+    role = role_of(config, location)
+    shared = shares_device(config, HOST.device)
+    refuse_sharing(config, shared)
+    engine = build_engine(
+        config,
+        tokenizer,
+        location=location,
+        role=role,
+        device=HOST.device,
+        dtype=DTYPES[config.model.dtype],
+        vocab_size=vocab_size,
+    )
+    return engine, role.share, shared
 
 
 def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:

@@ -25,7 +25,7 @@ from megatron_rl.simulator.degrees import world_size
 from megatron_rl.trainer.build import load_prompts
 from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.run_folder import look_at_checkpoints, look_at_run_folder
-from megatron_rl.trainer.supervised import held_out_solutions
+from megatron_rl.trainer.supervised import held_out_responses, next_responses
 from megatron_rl.validate import check_critic_model, check_lengths
 from megatron_rl.weights.config_json import check_served, load_hf_config
 from megatron_rl.weights.reader import HuggingFaceReader
@@ -70,8 +70,8 @@ def check_inputs(config: Config) -> list[int]:
     moving_rl_steps(config, len(prompts))
     limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
     Evaluation(config, tokenizer, *limits, required=required)
-    held_out_solutions(config, prompts, tokenizer, *limits)
-    prompts.next_solutions(min(len(prompts), config.sft.steps * config.sft.samples_per_step))
+    held_out_responses(config, prompts, tokenizer, *limits)
+    next_responses(config, prompts, min(len(prompts), config.sft.steps * config.sft.samples_per_step))
     if config.environment.name is not None:
         with time_limit("the import of environment.name", config.run.deadline_s):
             environment_parts(config, tokenizer)

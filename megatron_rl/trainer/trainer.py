@@ -44,7 +44,7 @@ class Trainer:
     rollouts_done: rollouts that a checkpoint has trained; None where the run did not resume, or within the supervised
                    start.
     supervised_steps_done: supervised steps that a checkpoint within the supervised start has taken; else 0.
-    held_out:      solutions whose loss the supervised start evaluates.
+    held_out:      responses that the supervised start evaluates: solutions, or chosen and rejected ones in turns.
     total_steps:   optimizer steps of RL that may move the policy; its learning rate's schedule ends after them.
     next_row:      metrics that join the next row of metrics.jsonl.
     sampled:       completions that are recorded with that row; none but on the main rank.
@@ -242,9 +242,7 @@ class Trainer:
         sampled, self.next_row, self.sampled = self.sampled, {}, []
         if self.reference.is_needed:
             row["train/kl_coefficient"] = self.reference.coefficient
-        unmeasured = (
-            {"train/clip_ratio", "train/ratio", "train/kl", "train/kl_coefficient"} if phase == "warmup" else set()
-        )
+        unmeasured = {"train/clip_ratio", "train/ratio", "train/kl", "train/kl_coefficient"} if phase != "rl" else set()
         if not self.reference.is_needed:
             unmeasured.add("train/kl")
         row = {name: value for name, value in row.items() if name not in unmeasured}
