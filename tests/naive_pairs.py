@@ -1,10 +1,15 @@
-"""The losses of preference pairs, each written out by its paper's equation for one pair, in plain torch."""
+"""Pairs of samples, and the losses of pairs, each written out by its paper's equation for one pair, in plain torch."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import torch
 
 from megatron_rl.config import PreferenceConfig
+from megatron_rl.types import Sample
+from tests.reference import make_samples
 
 
 def naive_loss(
@@ -33,3 +38,13 @@ def naive_loss(
             return (h - 1 / (2 * beta)) ** 2
     right, wrong = torch.sigmoid(difference), torch.sigmoid(-difference)
     return -(1 - smoothing) * torch.log(right) - smoothing * torch.log(wrong)
+
+
+def pairs_of_one_prompt(count: int) -> list[Sample]:
+    """Return ragged samples of which two in a row have one prompt, as the halves of a pair do."""
+    samples = make_samples(count)
+    for i in range(1, count, 2):
+        first, own = samples[i - 1], samples[i]
+        tokens = np.concatenate([first.token_ids[: first.prompt_tokens], own.token_ids[own.prompt_tokens :]])
+        samples[i] = dataclasses.replace(own, prompt_tokens=first.prompt_tokens, token_ids=tokens)
+    return samples

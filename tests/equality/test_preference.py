@@ -7,9 +7,7 @@ rank i mod world and a micro-batch takes 40 tokens, so that the halves of a pair
 from __future__ import annotations
 
 import copy
-import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,8 +19,8 @@ from megatron_rl.types import Sample
 from tests.equality.adapter_rig import LORA, open_adapted
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import Rig, open_rig, ragged_advantages
-from tests.naive_pairs import naive_loss
-from tests.reference import make_samples, reference_logprobs, relative_error
+from tests.naive_pairs import naive_loss, pairs_of_one_prompt
+from tests.reference import reference_logprobs, relative_error
 from tests.workers.pool import Pool
 
 SAMPLES, LR = 10, "optimizer.lr=0.003"
@@ -47,16 +45,6 @@ LAYOUTS = {
     "LoRA-PP2": (2, "qwen2_tied", ("parallel.pipeline=2", *LORA)),
     "LoRA-TP2": (2, "qwen2_tied", ("parallel.tensor=2", *LORA)),
 }
-
-
-def pairs_of_one_prompt(count: int) -> list[Sample]:
-    """Return ragged samples of which two in a row have one prompt, as the halves of a pair do."""
-    samples = make_samples(count)
-    for i in range(1, count, 2):
-        first, own = samples[i - 1], samples[i]
-        tokens = np.concatenate([first.token_ids[: first.prompt_tokens], own.token_ids[own.prompt_tokens :]])
-        samples[i] = dataclasses.replace(own, prompt_tokens=first.prompt_tokens, token_ids=tokens)
-    return samples
 
 
 def naive(model, reference, samples: list[Sample], config: PreferenceConfig) -> tuple[dict[str, torch.Tensor], float]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.cli import EXIT_CONFIG, EXIT_PREEMPTED
-from tests.runs.command import arguments, command_line, rows_of, timeless, weights_of_last
+from tests.runs.command import PPO, arguments, command_line, rows_of, timeless, weights_of_last
 from tests.runs.pairs import write_pairs
 from tests.runs.test_supervised import told_to_leave
 
@@ -89,4 +91,63 @@ def test_pairs_beyond_the_hinge_are_dropped_and_the_run_is_the_dense_ones(pool, 
 def test_settings_that_contradict_are_named(pool, arithmetic, tmp_path, pairs, given, message) -> None:
     more = ("reward.functions=[arithmetic]",) if "train.num_rollouts=2" in given else ()
     ((code, said),) = run(pool, 1, arithmetic, tmp_path, pairs, *given, *more)
+    assert code == EXIT_CONFIG and message in said, said
+
+
+def test_a_reward_model_serves_transformers_a_reward_function_and_a_critic(pool, arithmetic, tmp_path, pairs) -> None:
+    """The exported directory is a sequence classifier; rollouts are scored by it, and PPO's critic begins with it."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from megatron_rl.reward.reward_model import RewardModelScore
+
+    given = ("preference.loss=bradley_terry", "parallel.tensor=2", "sft.lr=3e-3")
+    ((code, said), _) = run(pool, 2, arithmetic, tmp_path / "judge", pairs, *given)
+    assert code == 0, said
+    first, last = rows_of(tmp_path / "judge")[0], rows_of(tmp_path / "judge")[-1]
+    assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-9)  # the head begins at 0: every score is 0
+    assert last["preference/eval_chosen_reward"] != 0 and last["preference/eval_loss"] < 1
+    exported = tmp_path / "judge" / "checkpoints" / f"step_{STEPS}" / "hf"
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    classifier = AutoModelForSequenceClassification.from_pretrained(exported)
+    assert classifier.config.num_labels == 1 and classifier.config.pad_token_id != tokenizer.eos_token_id
+
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()][:20]
+    texts = [(row["prompt"], row[side]) for row in rows for side in ("chosen", "rejected")]
+    ids = [[*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for _, answer in texts]
+    found = RewardModelScore(exported)(
+        prompts=[prompt for prompt, _ in texts], completions=[answer for _, answer in texts], completion_ids=ids
+    )
+    with torch.no_grad():
+        wanted = [
+            float(classifier(torch.tensor([[*tokenizer(prompt, add_special_tokens=False).input_ids, *own]])).logits)
+            for (prompt, _), own in zip(texts, ids, strict=True)
+        ]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)  # float32 in passes of other lengths
+    assert len({round(x, 4) for x in found}) > 20
+
+    scored = ("reward.functions=[reward_model]", f"reward.model_path={exported}", "train.num_rollouts=1")
+    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path / "rl", *scored), timeout_s=120)
+    assert code == 0, said
+    assert rows_of(tmp_path / "rl")[0]["reward/std"] > 0
+    ppo = (*PPO, f"critic.hf_path={exported}", "train.num_rollouts=1")
+    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path / "ppo", *ppo), timeout_s=120)
+    assert code == 0, said
+    assert rows_of(tmp_path / "ppo")[0]["critic/value_mean"] != 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("reward.functions=[reward_model]",), "give both, or neither"),
+        (("reward.functions=[reward_model]", "reward.model_path=nowhere"), "reward.model_path='nowhere' holds no"),
+        (("reward.functions=[reward_model]", "reward.model_path={policy}"), "is no reward model"),
+        (
+            ("reward.functions=[reward_model,arithmetic]", "reward.model_path={policy}", "reward.num_workers=1"),
+            "reward.in_process=[reward_model]",
+        ),
+    ],
+)
+def test_reward_models_that_cannot_score_are_named(pool, arithmetic, tmp_path, given, message) -> None:
+    given = [part.format(policy=arithmetic / "model") for part in given]
+    ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *given), timeout_s=60)
     assert code == EXIT_CONFIG and message in said, said
