@@ -9,8 +9,6 @@ like a zero advantage; the mean counts every pair, dropped or not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from megatron_rl.algorithm.flat import sum_per_sample
@@ -25,28 +23,19 @@ from megatron_rl.observability.metrics import skip_metrics
 from megatron_rl.observability.throughput import performance
 from megatron_rl.planning.plan import plan_steps
 from megatron_rl.planning.tokens import tokens_of
-from megatron_rl.trainer.supervised import Imitation, SupervisedTask, next_responses, response_batch, response_batches
+from megatron_rl.trainer.supervised import (
+    Imitation,
+    ResponseUpdate,
+    SupervisedTask,
+    next_responses,
+    response_batch,
+    response_batches,
+)
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.types import LossInputs, StepPlan, StepResult
+from megatron_rl.types import LossInputs, StepResult
 
 PHASE = "preference"  # of its rows in metrics.jsonl, and the purpose of its plans
 HALVES = 2  # responses of a pair: chosen and rejected, in turns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PairUpdate:
-    """Holds all values that the optimizer step on P pairs reads.
-
-    batch: with the rows that this rank's micro-batches need.
-    signal: bool [2P], the responses whose coefficient is not 0.
-    inputs: of the linear loss.
-    """
-
-    batch: Batch
-    step: StepPlan
-    fingerprint: bytes
-    signal: np.ndarray
-    inputs: LossInputs
 
 
 def compare_pairs(
@@ -72,7 +61,7 @@ def _sums(backend: MegatronBackend | RewardModel, batch: Batch) -> np.ndarray:
 
 def prepare_pairs(
     backend: MegatronBackend | RewardModel, batch: Batch, outcome: PairOutcome, rule: SignalRule
-) -> PairUpdate:
+) -> ResponseUpdate:
     """Decide the signal of a batch's responses and plan their one optimizer step. A collective.
 
     The mean is over all P pairs, counted before the drop.
@@ -86,7 +75,7 @@ def prepare_pairs(
     tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)
     plan = plan_steps(PHASE, [np.arange(facts.num_samples)], tokens, signal, backend.rules, drops=rule.drops)
     weights = coefficients / (facts.num_samples // HALVES)
-    return PairUpdate(
+    return ResponseUpdate(
         batch=backend.fetch_rows(batch, plan),
         step=plan.mini_batches[0],
         fingerprint=plan.fingerprints()[0],
@@ -113,9 +102,7 @@ class Comparison:
         with timer.measure("plan"):
             update = prepare_pairs(backend, batch, outcome, trainer.rule)
         with timer.measure("update"):
-            backend.forward_backward(
-                update.batch, update.step, update.inputs, fingerprint=update.fingerprint, supervised=True
-            )
+            update.accumulate(backend)
             result = backend.optim_step(update.step.kind)
         metrics = pair_metrics(outcome, scores)
         metrics |= skip_metrics(update.step, batch.facts, update.signal, share_prompts=backend.rules.share_prompts)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -27,9 +28,29 @@ from megatron_rl.planning.plan import plan_steps
 from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.types import LossInputs, Rollout, StepResult
+from megatron_rl.types import LossInputs, Rollout, StepPlan, StepResult
 
 PHASE = "warmup"  # of the rows of steps that imitate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResponseUpdate:
+    """Holds all values that the optimizer step on a batch of S responses reads.
+
+    batch: with the rows that this rank's micro-batches need.
+    signal: bool [S], the responses that the loss reads with a coefficient other than 0.
+    inputs: of the linear loss −Σ_i w_i Σ_t log π(t): its weights [S], of any sign.
+    """
+
+    batch: Batch
+    step: StepPlan
+    fingerprint: bytes
+    signal: np.ndarray
+    inputs: LossInputs
+
+    def accumulate(self, backend: TrainableModel) -> None:
+        """Add the gradient of the linear loss. A collective."""
+        backend.forward_backward(self.batch, self.step, self.inputs, fingerprint=self.fingerprint, supervised=True)
 
 
 class SupervisedTask(Protocol):
@@ -144,19 +165,12 @@ class Imitation:
         trainer = self.trainer
         backend: MegatronBackend = trainer.backend
         solutions = next_responses(trainer.config, trainer.prompts, trainer.config.sft.samples_per_step)
-        batch = response_batch(backend, solutions)
-        facts = batch.facts
-        tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)
-        members = np.arange(facts.num_samples)
-        plan = plan_steps(PHASE, [members], tokens, facts.loss_tokens > 0, backend.rules, drops=False)
-        batch = backend.fetch_rows(batch, plan)
-        (step,) = plan.mini_batches
-        weights = reduction_weights("token_mean", facts, step.members, max_response_tokens=1)
-        inputs = LossInputs(advantages=weights, weights=weights)
+        update = imitate(backend, response_batch(backend, solutions))
         with trainer.timer.measure("update"):
-            backend.forward_backward(batch, step, inputs, fingerprint=plan.fingerprints()[0], supervised=True)
-            result = backend.optim_step(step.kind)
-        return result, performance(backend, facts, step, trainer.timer.seconds["update"]) | trainer.timer.take()
+            update.accumulate(backend)
+            result = backend.optim_step(update.step.kind)
+        seconds = trainer.timer.seconds["update"]
+        return result, performance(backend, update.batch.facts, update.step, seconds) | trainer.timer.take()
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
         """Return the held-out solutions' loss, −log π per loss token, as ``sft/eval_loss``."""
@@ -172,7 +186,25 @@ class Imitation:
         return {f"sft/eval_loss{suffix}": loss, f"sft/eval_tokens{suffix}": num_tokens}
 
 
-def response_batches(backend: TrainableModel, responses: Sequence[Solution], size: int, *, of_row: int = 1):
+def imitate(backend: MegatronBackend, batch: Batch) -> ResponseUpdate:
+    """Plan the one optimizer step on a batch of solutions: w = 1/N over its N loss tokens. A collective."""
+    facts = batch.facts
+    signal, members = facts.loss_tokens > 0, np.arange(facts.num_samples)
+    tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)
+    plan = plan_steps(PHASE, [members], tokens, signal, backend.rules, drops=False)
+    weights = reduction_weights("token_mean", facts, members, max_response_tokens=1)
+    return ResponseUpdate(
+        batch=backend.fetch_rows(batch, plan),
+        step=plan.mini_batches[0],
+        fingerprint=plan.fingerprints()[0],
+        signal=signal,
+        inputs=LossInputs(advantages=weights, weights=weights),
+    )
+
+
+def response_batches(
+    backend: TrainableModel, responses: Sequence[Solution], size: int, *, of_row: int = 1
+) -> Iterator[Batch]:
     """Yield batches of ``size`` rows, ``of_row`` responses each. Collectives."""
     for first in range(0, len(responses), size * of_row):
         yield response_batch(backend, responses[first : first + size * of_row], of_row=of_row)

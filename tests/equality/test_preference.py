@@ -103,9 +103,7 @@ def gradients_of_pairs(
             config = SETTINGS[name] if name != "hinge" else beyond_some(rig)
             _, outcome = compare_pairs(backend, rig.batch, config)
             update = prepare_pairs(backend, rig.batch, outcome, RULE)
-            backend.forward_backward(
-                update.batch, update.step, update.inputs, fingerprint=update.fingerprint, supervised=True
-            )
+            update.accumulate(backend)
             gradient = backend.gradient()
             backend.zero_grad()
             wanted, loss = naive(model, rig.model, rig.samples, config)

@@ -80,7 +80,7 @@ def against_classifier(rank: int, world: int, family: str, overrides: tuple[str,
         batch = model.gather([samples[i] for i in mine], [i // 2 for i in mine], mine)
         scores, outcome = compare_pairs(model, batch, PAIRS)
         update = prepare_pairs(model, batch, outcome, RULE)
-        model.forward_backward(update.batch, update.step, update.inputs, fingerprint=update.fingerprint)
+        update.accumulate(model)
         gradient = model.gradient()
         model.zero_grad()
         wanted, loss = naive(judge, samples)
