@@ -25,6 +25,7 @@ from megatron_rl.config.replay import ReplayConfig, RerollConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.config.run import CheckpointConfig, MetricsConfig, RunConfig
+from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.config.train import SftConfig, TrainConfig
 
 
@@ -48,6 +49,7 @@ class Config:
     skip: SkipConfig = field(default_factory=SkipConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -65,6 +67,10 @@ class Config:
     @property
     def has_critic(self) -> bool:
         return self.advantage.estimator == "gae"
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.advantage.estimator == "distillation"
 
     @property
     def kl_in_loss(self) -> bool:

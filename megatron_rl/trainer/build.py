@@ -20,9 +20,7 @@ from megatron_rl.config.json_text import quoted
 from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
 from megatron_rl.critic import Critic, RemoteCritic, RewardModel, build_critic
 from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
-from megatron_rl.data.columns import RequiredColumn
 from megatron_rl.data.prompt_dataset import PromptDataset
-from megatron_rl.data.rows import load_rows
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.atomic_file import replace_text
@@ -53,8 +51,10 @@ from megatron_rl.trainer.run_folder import (
     report_run,
     written_rows,
 )
-from megatron_rl.trainer.supervised import held_out_responses, response_columns, start_supervised_optimizer
+from megatron_rl.trainer.supervised import held_out_responses, start_supervised_optimizer
+from megatron_rl.trainer.teacher import build_teacher
 from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.training_data import context_tokens, load_prompts
 from megatron_rl.trainer.update import UpdatePlanner, passes_parts
 from megatron_rl.types import Rollout, Score
 from megatron_rl.validate import check_critic_model, check_lengths
@@ -62,30 +62,6 @@ from megatron_rl.weights.config_json import check_served, ignored_fields, load_h
 from megatron_rl.weights.model_dtype import settle_dtype
 
 log = logging.getLogger(__name__)
-
-
-def load_prompts(config: Config, tokenizer, hf_config, required: Sequence[RequiredColumn]) -> PromptDataset:
-    """Return the training data, read and tokenized; raise ConfigError for the first row that cannot be trained.
-
-    hf_config: the policy's Hugging Face config.
-    required: the columns that every row must have (``Reward.required_columns``).
-    """
-    return PromptDataset(
-        load_rows(config.data.train),
-        tokenizer,
-        config.data,
-        config.run.seed,
-        context_tokens=context_tokens(config, hf_config),
-        vocab_size=hf_config.vocab_size,
-        required=required,
-        held_out_share=config.sft.eval_share if config.sft.steps else 0.0,
-        responses=response_columns(config),
-    )
-
-
-def context_tokens(config: Config, hf_config) -> int:
-    """Return the most tokens of a row: the model's context, less the place that a reward model's score is read at."""
-    return hf_config.max_position_embeddings - int(config.trains_reward_model)
 
 
 @contextlib.contextmanager
@@ -251,6 +227,7 @@ def _assemble(
         rollouts=rollouts,
         rule=rule,
         reference=reference,
+        teacher=build_teacher(config, backend),
         planner=UpdatePlanner(config, backend, rule, reference, timer),
         evaluation=evaluation,
         held_out=held_out_responses(
@@ -291,7 +268,7 @@ def _build_manager(
     bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
     return RolloutManager(
         engine,
-        _scorer(reward, watchdog) if reward else None,
+        _scorer(reward, watchdog) if reward else unscored,
         config,
         export=lambda: backend.export(bucket_bytes=bucket_bytes),
         version=lambda: backend.weight_version,
@@ -321,6 +298,11 @@ def _build_engine(
         vocab_size=vocab_size,
     )
     return engine, role.share, shared
+
+
+def unscored(rollouts: Sequence[Rollout]) -> list[Score]:
+    """Return a total of 0 for each rollout of a run without rewards; none for one that its environment gave up."""
+    return [Score(total=None if rollout.excluded else 0.0, by_function=()) for rollout in rollouts]
 
 
 def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:

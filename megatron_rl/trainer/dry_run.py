@@ -11,6 +11,7 @@ import sys
 import torch
 
 from megatron_rl.backend.optimizer import megatron_config
+from megatron_rl.backend.teacher_weights import look_at_teacher
 from megatron_rl.config import Config, policy_ranks
 from megatron_rl.config.num_steps import moving_rl_steps
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -22,10 +23,10 @@ from megatron_rl.rollout.multi_turn import environment_parts
 from megatron_rl.rollout.transformers_engine import check_embedded, stop_tokens
 from megatron_rl.simulator.command import simulate_job
 from megatron_rl.simulator.degrees import world_size
-from megatron_rl.trainer.build import load_prompts
 from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.run_folder import look_at_checkpoints, look_at_run_folder
 from megatron_rl.trainer.supervised import held_out_responses, next_responses
+from megatron_rl.trainer.training_data import context_tokens, load_prompts
 from megatron_rl.validate import check_critic_model, check_lengths
 from megatron_rl.weights.config_json import check_served, load_hf_config
 from megatron_rl.weights.reader import HuggingFaceReader
@@ -54,6 +55,8 @@ def check_inputs(config: Config) -> list[int]:
     hf_config = load_hf_config(config.model.hf_path)
     check_lengths(config, hf_config.max_position_embeddings)
     check_critic_model(config, hf_config)
+    if config.has_teacher and config.teacher.hf_path:
+        look_at_teacher(config, hf_config.vocab_size)
     if config.model.init == "pretrained":
         HuggingFaceReader(config.model.hf_path)
     megatron_config(config, config.optimizer)
@@ -70,7 +73,7 @@ def check_inputs(config: Config) -> list[int]:
     moving_rl_steps(config, len(prompts))
     limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
     Evaluation(config, tokenizer, *limits, required=required)
-    held_out_responses(config, prompts, tokenizer, *limits)
+    held_out_responses(config, prompts, tokenizer, context_tokens(config, hf_config), hf_config.vocab_size)
     next_responses(config, prompts, min(len(prompts), config.sft.steps * config.sft.samples_per_step))
     if config.environment.name is not None:
         with time_limit("the import of environment.name", config.run.deadline_s):

@@ -16,9 +16,9 @@ from megatron_rl.config import load_config
 from megatron_rl.critic import RewardModel
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed import topology
-from megatron_rl.trainer.build import load_prompts
 from megatron_rl.trainer.preference import HALVES, compare_pairs, prepare_pairs
 from megatron_rl.trainer.supervised import imitate, next_responses, response_batch
+from megatron_rl.trainer.training_data import load_prompts
 from megatron_rl.weights.config_json import load_hf_config
 from megatron_rl.weights.export import load_weights
 from megatron_rl.weights.reader import HuggingFaceReader

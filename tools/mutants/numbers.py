@@ -40,7 +40,7 @@ ADVANTAGE = (
     Mutant(
         name="gae-dead-by-its-group",
         file="megatron_rl/algorithm/advantage.py",
-        line='if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", '
+        line='if estimator in BY_A_MODEL or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", '
         '"gdpo")):',
         becomes='if whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo"):',
         fault="under `gae` a group of equal rewards is taken for one without signal",
