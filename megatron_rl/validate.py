@@ -229,11 +229,13 @@ def check_critic_model(config: Config, policy) -> None:
 
 def check_preference(config: Config) -> None:
     """Raise ConfigError where pairs cannot be trained, or their linear loss would not have the pairs' gradient."""
-    pairs, steps = config.preference, config.sft.steps
+    pairs = config.preference
     if not pairs.is_on:
         return
-    if not steps:
-        raise ConfigError(f"preference.loss={pairs.loss} is trained by the steps of sft, and sft.steps=0; say how many")
+    if not config.sft.is_on:
+        raise ConfigError(
+            f"preference.loss={pairs.loss} is trained by the steps of sft, and there are none; set sft.steps"
+        )
     if config.rollout.temperature != 1.0:
         raise ConfigError(
             f"rollout.temperature={config.rollout.temperature:g} divides the logits of every log-prob, and "

@@ -93,4 +93,4 @@ class Config:
     @property
     def saves_checkpoints(self) -> bool:
         """Return whether the run saves checkpoints, and catches the signals that ask it to leave."""
-        return self.checkpoint.save_every_rollouts > 0 or (self.sft.steps > 0 and self.sft.save_every_steps > 0)
+        return self.checkpoint.save_every_rollouts > 0 or (self.sft.is_on and self.sft.save_every_steps > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -91,6 +92,7 @@ def _built(
 ) -> Iterator[Trainer]:
     """Do the work of ``build_trainer`` within the run's folder, with the reward's workers started."""
     prompts = load_prompts(config, tokenizer, hf_config, reward.required_columns if reward else ())
+    config = dataclasses.replace(config, sft=config.sft.settled(len(prompts)))
     rl_steps = total_rl_steps(config, len(prompts))
     this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
     model = RewardModel if config.trains_reward_model else MegatronBackend
@@ -355,6 +357,12 @@ def announce(trainer: Trainer) -> None:
             rows,
             asked / rows,
             rows,
+        )
+    if config.sft.steps and config.rollout.temperature != 1.0:
+        log.warning(
+            "rollout.temperature=%g divides the logits of supervised steps too, since log-probs are at the sampling "
+            "temperature; set it to 1 to imitate the data as they are",
+            config.rollout.temperature,
         )
     for term in trainer.rule.approximated:
         log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)

@@ -42,7 +42,8 @@ def dry_run(config: Config, given: argparse.Namespace) -> None:
     """
     num_ranks = world_size(given.nodes, given.gpus_per_node, os.environ)
     on_node = given.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", min(8, num_ranks)))
-    check_engine(config, num_ranks, on_node, elsewhere=given.nodes is not None)
+    if config.generates:
+        check_engine(config, num_ranks, on_node, elsewhere=given.nodes is not None)
     prompt_lengths = check_inputs(config)
     shortfall = simulate_job(config, given, prompt_lengths=prompt_lengths)
     if shortfall is not None:
@@ -62,7 +63,9 @@ def check_inputs(config: Config) -> list[int]:
     megatron_config(config, config.optimizer)
     tokenizer = load_tokenizer(config, hf_config.vocab_size)
     stop_tokens(config.model.hf_path, tokenizer, hf_config.vocab_size)
-    if config.rollout.engine == "transformers":
+    if not config.generates:
+        pass  # no engine is started
+    elif config.rollout.engine == "transformers":
         check_embedded(config.model.hf_path, config.rollout)
     else:
         check_served(config.model.hf_path)
@@ -70,6 +73,7 @@ def check_inputs(config: Config) -> list[int]:
     with opened_reward(one_worker, config.run.deadline_s) as reward:
         required = reward.required_columns if reward else ()
     prompts = load_prompts(config, tokenizer, hf_config, required)
+    config = dataclasses.replace(config, sft=config.sft.settled(len(prompts)))
     moving_rl_steps(config, len(prompts))
     limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
     Evaluation(config, tokenizer, *limits, required=required)

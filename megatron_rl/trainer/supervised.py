@@ -72,7 +72,7 @@ class SupervisedTask(Protocol):
 
 def response_columns(config: Config) -> tuple[tuple[str, str], ...]:
     """Return the (column, setting) of each response that the supervised steps read; () without such steps."""
-    if not config.sft.steps:
+    if not config.sft.is_on:
         return ()
     pairs = config.preference
     if pairs.is_on:
@@ -98,7 +98,7 @@ def held_out_responses(
     Raises ConfigError for a row that cannot be evaluated.
     """
     path, pairs = config.sft.eval_path, config.preference
-    if not config.sft.steps or not config.sft.has_evaluation:
+    if not config.sft.is_on or not config.sft.has_evaluation:
         return []
     if path is None:
         if not pairs.is_on:

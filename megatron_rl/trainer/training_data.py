@@ -25,7 +25,7 @@ def load_prompts(config: Config, tokenizer, hf_config, required: Sequence[Requir
         context_tokens=context_tokens(config, hf_config),
         vocab_size=hf_config.vocab_size,
         required=required,
-        held_out_share=config.sft.eval_share if config.sft.steps else 0.0,
+        held_out_share=config.sft.eval_share if config.sft.is_on else 0.0,
         responses=response_columns(config),
     )
 
