@@ -136,9 +136,10 @@ def _built(
 def _read_model(config: Config):
     """Return the policy's Hugging Face config, checked against the engine and the lengths. Raises ConfigError."""
     hf_config = load_hf_config(config.model.hf_path)
-    if config.rollout.engine == "vllm" and config.generates:
-        check_served(config.model.hf_path)
-    check_lengths(config, hf_config.max_position_embeddings)
+    if config.generates:
+        if config.rollout.engine == "vllm":
+            check_served(config.model.hf_path)
+        check_lengths(config, hf_config.max_position_embeddings)
     check_critic_model(config, hf_config)
     return hf_config
 

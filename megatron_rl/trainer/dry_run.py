@@ -54,7 +54,8 @@ def check_inputs(config: Config) -> list[int]:
     """Check folder, model, tokenizer, data, rewards and environment as a run does; return its first prompts' tokens."""
     look_at_run_folder(config)
     hf_config = load_hf_config(config.model.hf_path)
-    check_lengths(config, hf_config.max_position_embeddings)
+    if config.generates:
+        check_lengths(config, hf_config.max_position_embeddings)
     check_critic_model(config, hf_config)
     if config.has_teacher and config.teacher.hf_path:
         look_at_teacher(config, hf_config.vocab_size)

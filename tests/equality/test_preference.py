@@ -19,6 +19,7 @@ from megatron_rl.types import Sample
 from tests.equality.adapter_rig import LORA, open_adapted
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import Rig, open_rig, ragged_advantages
+from tests.equality.shared_samples import SHARED
 from tests.naive_pairs import naive_loss, pairs_of_one_prompt
 from tests.reference import reference_logprobs, relative_error
 from tests.workers.pool import Pool
@@ -37,6 +38,8 @@ LAYOUTS = {
     "TP2": (2, "qwen2_tied", ("parallel.tensor=2",)),
     "TP2-SP": (2, "qwen3", ("parallel.tensor=2", "parallel.sequence_parallel=true")),
     "PP2-VPP2": (2, "qwen2_untied", ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
+    "DP2-shared": (2, "qwen2_tied", (SHARED,)),
+    "PP2-shared": (2, "qwen2_untied", ("parallel.pipeline=2", SHARED)),
     "CP2": (2, "llama3_rope", ("parallel.context=2",)),
     "TP2-PP2": (4, "qwen2_untied", ("parallel.tensor=2", "parallel.pipeline=2")),
     "DP2-PP2": (4, "qwen2_tied", ("parallel.pipeline=2",)),
