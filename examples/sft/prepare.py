@@ -4,7 +4,7 @@ Example:
   python examples/sft/prepare.py --inputs runs/sft/inputs --conversations 600
 
 Written into the folder of examples/quickstart/prepare.py:
-  chats.jsonl   ``{"messages": [{"role": "user", "content": "7+5="}, {"role": "assistant", "content": "12"}, ...]}``, two turns each
+  chats.jsonl   conversations of two turns: ``{"messages": [{"role": "user", "content": "7+5="}, ...]}``
   model/        its tokenizer gets the template: a turn's text, and the end of sequence behind the assistant's
 """
 

@@ -13,7 +13,7 @@ from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import RestoredRun, RunState
 from megatron_rl.config import Config
-from megatron_rl.critic import Critic, RemoteCritic
+from megatron_rl.critic import Critic, RemoteCritic, RewardModel
 from megatron_rl.data.prompt_dataset import PromptDataset, Solution
 from megatron_rl.distributed.watchdog import Watchdog
 from megatron_rl.observability.completions import Completion
@@ -59,7 +59,7 @@ class Trainer:
     """
 
     config: Config
-    backend: MegatronBackend
+    backend: MegatronBackend | RewardModel
     critic: Critic | RemoteCritic | None
     tokenizer: object
     prompts: PromptDataset
