@@ -91,7 +91,10 @@ class PromptDataset:
         self._seed = seed
         self._limits = TokenLimits(tokenizer, context_tokens, vocab_size)
         self._responses = Responses(rows, tokenizer, data, self._limits)
-        check_columns(rows, required, data.messages_key or data.prompt_key, data.answer_key)
+        if data.messages_key is None:
+            check_columns(rows, required, data.prompt_key, data.answer_key)
+        else:
+            check_columns(rows, required, data.messages_key, data.answer_key, prompt_setting="data.messages_key")
         # int32 arrays, not tuples: a dataset of a million prompts stays well under a gigabyte.
         self._token_ids: dict[int, np.ndarray] = {}
         for start in range(0, len(rows), _ROWS_PER_TOKENIZER_CALL):
