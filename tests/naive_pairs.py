@@ -7,9 +7,12 @@ import dataclasses
 import numpy as np
 import torch
 
+from megatron_rl.algorithm.signal import SignalRule
 from megatron_rl.config import PreferenceConfig
 from megatron_rl.types import Sample
 from tests.reference import make_samples
+
+RULE = SignalRule(drops=True, advantage_epsilon=0.0, drops_logprob_passes=True, approximated=(), kl_in_reward=False)
 
 
 def naive_loss(

@@ -11,7 +11,6 @@ import copy
 import pytest
 import torch
 
-from megatron_rl.algorithm.signal import SignalRule
 from megatron_rl.config import PreferenceConfig
 from megatron_rl.config.preference import OF_A_POLICY
 from megatron_rl.trainer.preference import compare_pairs, prepare_pairs
@@ -20,7 +19,7 @@ from tests.equality.adapter_rig import LORA, open_adapted
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import Rig, open_rig, ragged_advantages
 from tests.equality.shared_samples import SHARED
-from tests.naive_pairs import naive_loss, pairs_of_one_prompt
+from tests.naive_pairs import RULE, naive_loss, pairs_of_one_prompt
 from tests.reference import reference_logprobs, relative_error
 from tests.workers.pool import Pool
 
@@ -30,7 +29,6 @@ SETTINGS = {
     "ipo": PreferenceConfig(loss="ipo", beta=0.3),
     "simpo": PreferenceConfig(loss="simpo", beta=2.0, margin=0.5),
 }
-RULE = SignalRule(drops=True, advantage_epsilon=0.0, drops_logprob_passes=True, approximated=(), kl_in_reward=False)
 LAYOUTS = {
     "1 process": (1, "qwen2_tied", ()),
     "DP2": (2, "llama3_rope", ()),

@@ -20,8 +20,7 @@ from megatron_rl.types import Sample
 from tests.equality.critic_rig import reward_model
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import DEFAULTS, any_tokenizer, layers_of
-from tests.equality.test_preference import RULE
-from tests.naive_pairs import naive_loss, pairs_of_one_prompt
+from tests.naive_pairs import RULE, naive_loss, pairs_of_one_prompt
 from tests.reference import relative_error
 from tests.workers.pool import Pool
 

@@ -11,9 +11,8 @@ import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.cli import EXIT_CONFIG, EXIT_PREEMPTED
-from tests.runs.command import PPO, arguments, command_line, rows_of, timeless, weights_of_last
+from tests.runs.command import PPO, arguments, command_line, rows_of, timeless, told_to_leave, weights_of_last
 from tests.runs.pairs import write_pairs
-from tests.runs.test_supervised import told_to_leave
 
 STEPS = 6
 GIVEN = (

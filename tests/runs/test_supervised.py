@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import signal
 
 import pytest
 import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.cli import EXIT_CONFIG, EXIT_PREEMPTED
-from tests.runs.command import arguments, command_line, rows_of, timeless, weights_of_last
+from tests.runs.command import arguments, command_line, rows_of, timeless, told_to_leave, weights_of_last
 
 STEPS, WARMUP, LR, MIN_LR = 6, 1, 2e-3, 2e-4
 GIVEN = (
@@ -25,25 +24,6 @@ GIVEN = (
     "sft.save_every_steps=2",
     "optimizer.schedule=constant",
 )
-
-
-def told_to_leave(rank: int, world: int, given: list[str], after_step: int) -> tuple[int, str]:
-    """Run the command line; rank 1 gets SIGTERM when the row of ``after_step`` is written."""
-    from megatron_rl.observability.metrics import MetricsWriter
-
-    write = MetricsWriter.write
-
-    def write_and_signal(self, row, *rest):
-        written = write(self, row, *rest)
-        if rank == 1 and row["step"] == after_step:
-            signal.raise_signal(signal.SIGTERM)
-        return written
-
-    MetricsWriter.write = write_and_signal
-    try:
-        return command_line(rank, world, given)
-    finally:
-        MetricsWriter.write = write
 
 
 def test_a_start_that_a_signal_ends_goes_on_bitwise(pool, arithmetic, tmp_path) -> None:
