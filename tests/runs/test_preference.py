@@ -37,10 +37,11 @@ def run(pool, world, arithmetic, run_dir, pairs, *given, function=command_line, 
     return pool.run(world, function, every, *more, timeout_s=120)
 
 
-def test_dpo_begins_at_ln_2_and_a_signal_changes_no_bit(pool, arithmetic, tmp_path, pairs) -> None:
-    """Policy and reference are one at first; the same command goes on from a signal to the whole run's bits."""
+@pytest.mark.parametrize("loss", ["dpo", "bradley_terry"])
+def test_a_run_begins_at_ln_2_and_a_signal_changes_no_bit(pool, arithmetic, tmp_path, pairs, loss: str) -> None:
+    """Policy and reference are one at first, a reward model's head is 0; a signal's end is gone on from to the bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    given = ("preference.loss=dpo", "sft.save_every_steps=2", "parallel.pipeline=2")
+    given = (f"preference.loss={loss}", "sft.save_every_steps=2", "parallel.pipeline=2")
     results = run(pool, 2, arithmetic, whole, pairs, *given)
     assert [code for code, _ in results] == [0, 0], results
     rows = rows_of(whole)
