@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Purpose: see a reward model once: it learns to tell right answers from wrong ones, on problems that it was not shown too, on this machine.
+# Purpose: see a reward model once: it learns to tell right answers from wrong ones, in pairs that it was not shown too, on this machine.
 # Cost:    two minutes on 2 CPU cores, under 2 GB of memory.
 # Launch:  [RUN_DIR=folder] bash examples/preference/reward_model.sh [section.key=value ...]
 set -euo pipefail

@@ -154,7 +154,7 @@ def signal_rule(config: Config) -> SignalRule:
     return SignalRule(
         drops=drops,
         advantage_epsilon=config.skip.advantage_epsilon,
-        drops_logprob_passes=drops and config.skip.logprob_passes and not (config.kl_in_reward or config.has_teacher),
+        drops_logprob_passes=drops and config.skip.logprob_passes and not config.logprobs_make_advantages,
         approximated=terms if drops else (),
         kl_in_reward=config.kl_in_reward,
     )

@@ -81,6 +81,11 @@ class Config:
         return self.loss.kl_coefficient != 0 and self.reference.kl_in == "reward"
 
     @property
+    def logprobs_make_advantages(self) -> bool:
+        """Return whether advantages are made of log-probs, so that every sample is passed before any is dropped."""
+        return self.kl_in_reward or self.has_teacher
+
+    @property
     def trains_reward_model(self) -> bool:
         """Return whether the run's one model is a reward model: a value head in the vocabulary's place."""
         return self.preference.loss == "bradley_terry"

@@ -295,7 +295,7 @@ SIGNAL = (
     Mutant(
         name="skip-passes-under-kl-in-reward",
         file="megatron_rl/algorithm/signal.py",
-        line="drops_logprob_passes=drops and config.skip.logprob_passes and not config.kl_in_reward,",
+        line="drops_logprob_passes=drops and config.skip.logprob_passes and not config.logprobs_make_advantages,",
         becomes="drops_logprob_passes=drops and config.skip.logprob_passes,",
         fault="log-prob passes drop samples whose advantages are made of these log-probs",
         tests=(
