@@ -24,12 +24,13 @@ def train(config: Config) -> bool:
     from megatron_rl.critic.link import holds_critic, joined  # Megatron-Core is imported from here on
     from megatron_rl.critic.server import serve
     from megatron_rl.trainer.build import build_trainer
+    from megatron_rl.trainer.preference import supervised_task
     from megatron_rl.trainer.supervised import supervised_start
 
     if holds_critic(config):
         return serve(config)
     with joined(config, of_critic=False) as critic_link, build_trainer(config, critic_link) as trainer:
-        if trainer.rollouts_done is None and supervised_start(trainer):
+        if trainer.rollouts_done is None and supervised_start(trainer, supervised_task(trainer)):
             return False
         trainer.evaluate_at_start()
         if trainer.rollouts_done is None:

@@ -6,8 +6,9 @@ import dataclasses
 import os
 
 from megatron_rl.algorithm import own_estimator
+from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import signal_rule
-from megatron_rl.config import Config, CriticConfig, critic_config
+from megatron_rl.config import Config, CriticConfig, TeacherConfig, critic_config
 from megatron_rl.config.import_path import is_own
 from megatron_rl.config.json_text import quoted, shortened
 from megatron_rl.errors import ConfigError
@@ -23,6 +24,8 @@ def validate_config(config: Config) -> None:
     check_own_parts(config)
     signal_rule(config)
     check_reference(config)
+    check_preference(config)
+    check_teacher(config)
     if not config.model.hf_path:
         raise ConfigError(
             "model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors"
@@ -32,11 +35,11 @@ def validate_config(config: Config) -> None:
             f"model.hf_path={quoted(config.model.hf_path, 300)} holds no config.json; give a local Hugging Face "
             "directory"
         )
-    if config.train.num_rollouts != 0 and not config.reward.functions:
+    if config.train.num_rollouts != 0 and not config.reward.functions and not config.has_teacher:
         raise ConfigError(
             "reward.functions is empty and train.num_rollouts > 0; name one, as in reward.functions=[math_verify]"
         )
-    baseline = config.has_critic or config.advantage.moves_equal_rewards
+    baseline = config.has_critic or config.has_teacher or config.advantage.moves_equal_rewards
     if config.train.num_rollouts != 0 and config.rollout.samples_per_prompt < 2 and not baseline:
         raise ConfigError(
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} gives "
@@ -175,6 +178,7 @@ def _check_dead_groups(config: Config) -> None:
     """Raise ConfigError for settings about groups without signal where no such groups exist."""
     causes = {
         "advantage.estimator=gae": config.has_critic,
+        "advantage.estimator=distillation": config.has_teacher,
         "reference.kl_in=reward": config.kl_in_reward,
         "advantage.moves_equal_rewards=true": config.advantage.moves_equal_rewards,
     }
@@ -220,6 +224,82 @@ def check_critic_model(config: Config, policy) -> None:
             f"critic.hf_path={quoted(config.critic.hf_path, 300)} has a vocabulary of {critic.vocab_size} and "
             f"model.hf_path={quoted(config.model.hf_path, 300)} one of {policy.vocab_size}: it could not read the "
             "policy's tokens; give a model of the same tokenizer"
+        )
+
+
+def check_preference(config: Config) -> None:
+    """Raise ConfigError where pairs cannot be trained, or their linear loss would not have the pairs' gradient."""
+    pairs = config.preference
+    if not pairs.is_on:
+        return
+    if not config.sft.is_on:
+        raise ConfigError(
+            f"preference.loss={pairs.loss} is trained by the steps of sft, and there are none; set sft.steps"
+        )
+    if config.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"rollout.temperature={config.rollout.temperature:g} divides the logits of every log-prob, and "
+            f"preference.loss={pairs.loss} is defined at 1; set it to 1"
+        )
+    if setting := token_coupling(config):
+        raise ConfigError(
+            f"{setting} gives a sample other log-probs in each pass, and preference.loss={pairs.loss} takes its "
+            "coefficients from one pass and its gradient from another; set it to its neutral value"
+        )
+    if config.trains_reward_model:
+        for setting, value, neutral in (
+            ("train.num_rollouts", config.train.num_rollouts, 0),
+            ("lora.rank", config.lora.rank, None),
+            ("eval.path", config.eval.path, None),
+            ("eval.sets", config.eval.sets or None, None),
+        ):
+            if value != neutral:
+                raise ConfigError(
+                    f"preference.loss=bradley_terry trains a reward model, which has no policy, and {setting}={value}; "
+                    f"set it to {'null' if neutral is None else neutral}"
+                )
+
+
+def check_teacher(config: Config) -> None:
+    """Raise ConfigError for a teacher's settings without a teacher, or for settings that a teacher rules out."""
+    teacher = config.teacher
+    if not config.has_teacher:
+        for name, neutral in dataclasses.asdict(TeacherConfig()).items():
+            if (value := dataclasses.asdict(teacher)[name]) != neutral:
+                raise ConfigError(
+                    f"teacher.{name}={shortened(str(value))} and advantage.estimator="
+                    f"{shortened(config.advantage.estimator)} has no teacher; set advantage.estimator=distillation, or "
+                    f"leave it at {neutral}"
+                )
+        return
+    if teacher.hf_path is None and not teacher.servers:
+        raise ConfigError(
+            "advantage.estimator=distillation has no teacher: name its directory by teacher.hf_path, or servers that "
+            "hold it by teacher.servers"
+        )
+    if teacher.hf_path is not None and not os.path.isfile(os.path.join(teacher.hf_path, "config.json")):
+        raise ConfigError(
+            f"teacher.hf_path={quoted(teacher.hf_path, 300)} holds no config.json; give a local Hugging Face directory"
+        )
+    if config.kl_in_reward:
+        raise ConfigError(
+            "reference.kl_in=reward takes the KL off a reward, and advantage.estimator=distillation reads none; set "
+            "reference.kl_in=loss, or loss.kl_coefficient=0"
+        )
+    if config.correction.off_policy_delta is not None:
+        raise ConfigError(
+            f"correction.off_policy_delta={config.correction.off_policy_delta} drops samples by their one advantage, "
+            "and under advantage.estimator=distillation each token has its own; set it to null"
+        )
+    if teacher.servers and config.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"rollout.temperature={config.rollout.temperature:g} and teacher.servers, which give log-probs at 1; set "
+            "it to 1, or name the teacher by teacher.hf_path"
+        )
+    if teacher.servers and teacher.request_s >= config.run.deadline_s:
+        raise ConfigError(
+            f"teacher.request_s={teacher.request_s:g} must be below run.deadline_s={config.run.deadline_s:g}, for "
+            "which the other ranks wait; raise that"
         )
 
 

@@ -37,6 +37,8 @@ from megatron_rl.config import Config
 from megatron_rl.config.import_path import is_own
 from megatron_rl.types import Advantages, BatchFacts, LossInputs, StepPlan
 
+BY_A_MODEL = ("gae", "distillation")  # estimators that measure each sample against another model, and not its group
+
 _REWARD = (
     "mend the reward function, or look at the settings that make its total: reward.weights, reward.overlong_penalty, a "
     "KL in the reward"
@@ -124,13 +126,13 @@ def may_have_advantage(
     """Return [S] bool: whether a sample's advantage can be other than 0, whatever batch its group is in.
 
     An estimator divides by statistics of the batch and uses them in no other way, so a part of a batch decides this
-    like the whole. Two exceptions: ``center_and_scale`` moves every sample, and ``gae`` (algorithm/gae.py) measures
-    each against a critic. An estimator of the user's own may move every sample of a group of unequal rewards, and under
-    ``moves_equal_rewards`` every sample.
+    like the whole. Three exceptions: ``center_and_scale`` moves every sample, ``gae`` (algorithm/gae.py) measures
+    each against a critic, and ``distillation`` against a teacher. An estimator of the user's own may move every sample
+    of a group of unequal rewards, and under ``moves_equal_rewards`` every sample.
     """
     if is_own(estimator):
         return rewards.included & (moves_equal_rewards | in_unequal_groups(rewards))
-    if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):
+    if estimator in BY_A_MODEL or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo")):
         return rewards.included.copy()
     if estimator == "gdpo":  # under another ε than the run's, its functions could cancel where the run's do not
         return advantages(rewards, estimator="gdpo", epsilon=epsilon, whiten="none") != 0

@@ -69,8 +69,8 @@ UNCOUNTED_FIELDS: dict[str, str] = {
 class SignalRule:
     """Holds the rule by which a run drops samples.
 
-    drops_logprob_passes: False where log-probs make the advantages (``kl_in_reward``): those passes come before
-                          anything is dropped.
+    drops_logprob_passes: False where log-probs make the advantages (``kl_in_reward``, a teacher): those passes come
+                          before anything is dropped.
     approximated: the terms that dropping leaves out (``skip.mode=approximate``).
     """
 
@@ -154,7 +154,7 @@ def signal_rule(config: Config) -> SignalRule:
     return SignalRule(
         drops=drops,
         advantage_epsilon=config.skip.advantage_epsilon,
-        drops_logprob_passes=drops and config.skip.logprob_passes and not config.kl_in_reward,
+        drops_logprob_passes=drops and config.skip.logprob_passes and not config.logprobs_make_advantages,
         approximated=terms if drops else (),
         kl_in_reward=config.kl_in_reward,
     )

@@ -149,6 +149,8 @@ class MegatronBackend(TrainableModel):
     ) -> None:
         """Add the mini-batch's gradient to the accumulated one; several calls may precede one ``optim_step``.
 
+        supervised: whether the loss is −Σ w · log π under ``inputs.weights``, of any sign (algorithm/linear_loss.py).
+
         Raises ValueError within ``reference_weights`` under ``reference.placement=device``, whose model has no
         gradient.
         """

@@ -95,7 +95,7 @@ class DeviceCopy:
         """Copy the model's current weights; a collective."""
         model = self.model
         if self.chunks is None:
-            self.chunks = build_frozen(model.config, model.hf_config, model.topology)
+            self.chunks, _ = build_frozen(model.config, model.hf_config, model.topology)
             self.schedule = Schedule(self.chunks, model.topology)
         model.schedule.gather_parameters()
         overwrite(self._parameters(), model.parameters())

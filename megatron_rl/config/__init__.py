@@ -23,18 +23,21 @@ from megatron_rl.config.objective import (
 )
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.config.plan import PlanConfig
+from megatron_rl.config.preference import PAIR_LOSSES, PreferenceConfig
 from megatron_rl.config.reference import ReferenceConfig
 from megatron_rl.config.replay import ReplayConfig, RerollConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.run import CheckpointConfig, MetricsConfig, RunConfig
 from megatron_rl.config.sections import Config
+from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.config.train import SftConfig, TrainConfig
 
 __all__ = [
     "CORRECTIONS",
     "ESTIMATORS",
     "GROUP_ESTIMATORS",
+    "PAIR_LOSSES",
     "POLICIES",
     "REDUCTIONS",
     "AdvantageConfig",
@@ -54,6 +57,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PlanConfig",
+    "PreferenceConfig",
     "ProducerConfig",
     "ReferenceConfig",
     "ReplayConfig",
@@ -62,6 +66,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SkipConfig",
+    "TeacherConfig",
     "TrainConfig",
     "SftConfig",
     "WeightSyncConfig",

@@ -25,6 +25,8 @@ class DataConfig:
     """Column of the answer, which reward functions are given as `answer`."""
     solution_key: str = "solution"
     """Column that supervised steps imitate: a text, or an episode as a list of messages."""
+    messages_key: str | None = None
+    """Column of a whole conversation, in place of prompt and solution (`data.template=chat`); null: none."""
     template: str = "{prompt}"
     """Text around the prompt, with `{prompt}` in it; or `chat`: the tokenizer's chat template."""
     system_prompt: str = ""
@@ -32,7 +34,7 @@ class DataConfig:
     max_prompt_tokens: Annotated[int, Range(1, 10**8)] = 512
     """Tokens of a prompt at most."""
     on_long_prompt: str = "fail"
-    """For a prompt of more tokens: `fail` ends the run with an error that names it; `drop` leaves it out."""
+    """For a row over the limit (a response beyond the context too): `fail` ends the run, naming it; `drop` goes on."""
     shuffle: bool = True
     """Whether each epoch has an order of its own, drawn from `run.seed`."""
 
@@ -47,6 +49,11 @@ class DataConfig:
             raise ConfigError(
                 f"data.system_prompt={quoted(self.system_prompt)} is a chat message, and data.template="
                 f"{quoted(self.template)} is a text; write it in that, or set data.template=chat"
+            )
+        if self.messages_key is not None and self.template != "chat":
+            raise ConfigError(
+                f"data.messages_key={quoted(self.messages_key)} names conversations, and data.template="
+                f"{quoted(self.template)} is a text; set data.template=chat"
             )
         choose("data.on_long_prompt", self.on_long_prompt, ("fail", "drop"))
         if self.template != "chat" and "{prompt}" not in self.template:

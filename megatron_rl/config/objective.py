@@ -12,20 +12,21 @@ from megatron_rl.errors import ConfigError
 
 REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "batch_std", "rloo", "reinforce_plus_plus", "gdpo")
-ESTIMATORS = (*GROUP_ESTIMATORS, "gae")
+ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "distillation")
 POLICIES = ("ppo", "gspo", "cispo", "importance_sampling", "dro", "reinforce")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """Turns rewards into advantages (docs/semantics.md#6-advantages).
+    """Turns rewards into advantages (docs/semantics.md#6-advantages), or under `distillation` a teacher's log-probs.
 
-    Only `reinforce_plus_plus`, `gdpo` and `gae` whiten. The noise is Gaussian, on advantages of samples with signal; it
-    serves comparisons, not training (docs/zero-loss.md).
+    `gae` has a critic (docs/ppo.md), `distillation` a teacher (docs/distillation.md). Only `reinforce_plus_plus`,
+    `gdpo` and `gae` whiten. The noise is Gaussian, on advantages of samples with signal; it serves comparisons, not
+    training (docs/zero-loss.md).
     """
 
     estimator: str = "grpo"
-    """`grpo`, `dr_grpo`, `batch_std`, `rloo`, `reinforce_plus_plus`, `gdpo`, `gae` (docs/ppo.md), `module:function`."""
+    """`grpo`, `dr_grpo`, `batch_std`, `rloo`, `reinforce_plus_plus`, `gdpo`, `gae`, `distillation`, or your own."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of an estimator of your own, by name (docs/your-own.md)."""
     moves_equal_rewards: bool = False

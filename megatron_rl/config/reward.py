@@ -9,6 +9,8 @@ from megatron_rl.config.checks import choose
 from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
+REWARD_MODEL = "reward_model"  # of reward.functions: the model of reward.model_path
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
@@ -20,7 +22,9 @@ class RewardConfig:
     """
 
     functions: tuple[str, ...] = ()
-    """`arithmetic`, `math_verify`, `environment` (its environment's), `module:function`, `./file.py:function`."""
+    """`arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function` or `./file.py:function`."""
+    model_path: str | None = None
+    """`reward_model`: directory of a sequence classifier of one label (docs/reward-model.md); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()
     """Weight of each function in the total; `[]`: 1 each."""
     on_error: str = "fail"
@@ -44,6 +48,16 @@ class RewardConfig:
             raise ConfigError(
                 f"reward.weights has {len(self.weights)} numbers and reward.functions {len(self.functions)} names; "
                 "give one weight each"
+            )
+        if (REWARD_MODEL in self.functions) != (self.model_path is not None):
+            raise ConfigError(
+                f"reward.model_path={self.model_path!r} and reward.functions={list(self.functions)}: the function "
+                f"{REWARD_MODEL} scores by the model of that path; give both, or neither"
+            )
+        if REWARD_MODEL in self.functions and self.num_workers and REWARD_MODEL not in self.in_process:
+            raise ConfigError(
+                f"reward.num_workers={self.num_workers} would load a reward model in each worker, which has no device; "
+                f"name it in reward.in_process=[{REWARD_MODEL}]"
             )
         for name in self.in_process:
             choose("reward.in_process", name, self.functions)

@@ -18,12 +18,14 @@ from megatron_rl.config.model import MegatronConfig, ModelConfig, ParallelConfig
 from megatron_rl.config.objective import AdvantageConfig, LossConfig, SkipConfig
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.config.plan import PlanConfig
+from megatron_rl.config.preference import PreferenceConfig
 from megatron_rl.config.ranges import check_ranges
 from megatron_rl.config.reference import ReferenceConfig
 from megatron_rl.config.replay import ReplayConfig, RerollConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.config.run import CheckpointConfig, MetricsConfig, RunConfig
+from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.config.train import SftConfig, TrainConfig
 
 
@@ -47,10 +49,12 @@ class Config:
     skip: SkipConfig = field(default_factory=SkipConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -65,6 +69,10 @@ class Config:
         return self.advantage.estimator == "gae"
 
     @property
+    def has_teacher(self) -> bool:
+        return self.advantage.estimator == "distillation"
+
+    @property
     def kl_in_loss(self) -> bool:
         return self.loss.kl_coefficient != 0 and self.reference.kl_in == "loss"
 
@@ -73,6 +81,21 @@ class Config:
         return self.loss.kl_coefficient != 0 and self.reference.kl_in == "reward"
 
     @property
+    def logprobs_make_advantages(self) -> bool:
+        """Return whether advantages are made of log-probs, so that every sample is passed before any is dropped."""
+        return self.kl_in_reward or self.has_teacher
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Return whether the run's one model is a reward model: a value head in the vocabulary's place."""
+        return self.preference.loss == "bradley_terry"
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the run ever asks an engine for a completion: for RL, or for an evaluation with rewards."""
+        return self.train.num_rollouts != 0 or bool(self.eval.named_sets and self.reward.functions)
+
+    @property
     def saves_checkpoints(self) -> bool:
         """Return whether the run saves checkpoints, and catches the signals that ask it to leave."""
-        return self.checkpoint.save_every_rollouts > 0 or (self.sft.steps > 0 and self.sft.save_every_steps > 0)
+        return self.checkpoint.save_every_rollouts > 0 or (self.sft.is_on and self.sft.save_every_steps > 0)

@@ -14,15 +14,18 @@ from megatron_rl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig:
-    """Takes supervised steps on `data.solution_key` before RL; the optimizer starts anew after them.
+    """Takes supervised steps on the data's own responses before RL; the optimizer starts anew after them.
 
-    Held-out solutions are evaluated before the first of these steps, every `sft.eval_every_steps` and after the last.
+    A sample is a row: a solution or conversation that is imitated, or under `preference.loss` a pair of responses.
+    Held-out rows are evaluated before the first of these steps, every `sft.eval_every_steps` and after the last.
     """
 
     steps: Annotated[int, Range(0)] = 0
     """Supervised optimizer steps; 0: none."""
+    epochs: Annotated[int, Range(1)] | None = None
+    """With `sft.steps=0`: as many steps as it takes to train every row so often; null: `sft.steps` says how many."""
     samples_per_step: Annotated[int, Range(1, 10**6)] = 64
-    """Samples of each supervised step."""
+    """Rows of each supervised step."""
     lr: Annotated[float, Range(0, 10)] = 1e-3
     """Learning rate of the supervised steps, after their warm-up."""
     min_lr: Annotated[float, Range(0, 10)] = 0.0
@@ -54,11 +57,27 @@ class SftConfig:
                 f"sft.eval_every_steps={self.eval_every_steps} and nothing is held out; name a file by sft.eval_path, "
                 "a share of data.train by sft.eval_share, or set sft.eval_every_steps=null"
             )
+        if self.steps and self.epochs:
+            raise ConfigError(
+                f"sft.steps={self.steps} and sft.epochs={self.epochs}: one of the two says how many steps there are; "
+                "set sft.steps=0, or sft.epochs=null"
+            )
         if 0 < self.steps <= self.warmup_steps:
             raise ConfigError(
                 f"sft.warmup_steps={self.warmup_steps} must be below sft.steps={self.steps}: the rate would never "
                 "reach sft.lr"
             )
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether there are supervised steps."""
+        return self.steps > 0 or self.epochs is not None
+
+    def settled(self, num_rows: int) -> SftConfig:
+        """Return the section with ``epochs`` turned into ``steps``, for so many rows that are trained."""
+        if self.epochs is None:
+            return self
+        return dataclasses.replace(self, steps=-(-self.epochs * num_rows // self.samples_per_step), epochs=None)
 
     @property
     def has_evaluation(self) -> bool:

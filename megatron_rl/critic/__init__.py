@@ -1,4 +1,6 @@
-"""PPO's critic: critic.py trains it; client.py and server.py link one on ranks of its own (``critic.placement``)."""
+"""Models with a value head: PPO's critic (critic.py), linked to ranks of its own by client.py and server.py
+(``critic.placement``), and a reward model (reward_model.py).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,9 @@ from megatron_rl.config import Config
 from megatron_rl.critic.client import RemoteCritic
 from megatron_rl.critic.critic import Critic
 from megatron_rl.critic.link import PolicyCriticLink
+from megatron_rl.critic.reward_model import RewardModel
 
-__all__ = ["Critic", "RemoteCritic", "build_critic"]
+__all__ = ["Critic", "RemoteCritic", "RewardModel", "build_critic"]
 
 
 def build_critic(config: Config, total_steps: int, link: PolicyCriticLink | None) -> Critic | RemoteCritic | None:

@@ -27,32 +27,12 @@ from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint
 from megatron_rl.checkpoint.state_file import read_model_state
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config, critic_config
+from megatron_rl.critic.fresh_head import FreshHead
 from megatron_rl.distributed import topology
 from megatron_rl.model.head import values_of
 from megatron_rl.types import StepPlan, StepResult, ValueInputs
 from megatron_rl.weights.export import load_weights
-from megatron_rl.weights.mapping import VALUE_HEAD
 from megatron_rl.weights.reader import MemoryReader, WeightReader
-
-HEAD = VALUE_HEAD.hf[0]
-
-
-class FreshHead:
-    """Reads weights and adds a value head of zeros where they have none: every value is 0 at first."""
-
-    def __init__(self, reader: WeightReader, hidden_size: int) -> None:
-        self.reader, self.zeros = reader, torch.zeros(1, hidden_size)
-
-    def has(self, name: str) -> bool:
-        return name == HEAD or self.reader.has(name)
-
-    def size(self, name: str) -> tuple[int, ...]:
-        return self.reader.size(name) if self.reader.has(name) or name != HEAD else tuple(self.zeros.shape)
-
-    def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
-        if name == HEAD and not self.reader.has(name):
-            return self.zeros.narrow(dimension, start, stop - start)
-        return self.reader.read(name, dimension, start, stop)
 
 
 class Critic(TrainableModel):

@@ -36,14 +36,20 @@ def names_of(columns: Mapping[str, object]) -> str:
 
 
 def check_columns(
-    rows: Sequence[Mapping[str, object]], required: Sequence[RequiredColumn], prompt_key: str, answer_key: str
+    rows: Sequence[Mapping[str, object]],
+    required: Sequence[RequiredColumn],
+    prompt_key: str,
+    answer_key: str,
+    *,
+    prompt_setting: str = "data.prompt_key",
 ) -> None:
     """Raise ConfigError for the first row that lacks a required column, or the answer where its file has answers.
 
-    prompt_key: ``data.prompt_key``, which every row must have.
+    prompt_key: the column of the prompt, or of the conversation, which every row must have.
     answer_key: ``data.answer_key``; under another name than "answer", every row must have it.
+    prompt_setting: the setting that names ``prompt_key``.
     """
-    prompt = RequiredColumn(name=prompt_key, needed_by="data.prompt_key", null=False)
+    prompt = RequiredColumn(name=prompt_key, needed_by=prompt_setting, null=False)
     wanted = {prompt_key: prompt} | {column.name: column for column in required if column.name != prompt_key}
     if ANSWER in wanted and answer_key != ANSWER:
         column = wanted.pop(ANSWER)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
 
 import numpy as np
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.chat import Message, check_messages, render_chat
-from megatron_rl.data.columns import ANSWER, RequiredColumn, check_columns, name_of_row, names_of
+from megatron_rl.data.chat import render_chat
+from megatron_rl.data.columns import ANSWER, RequiredColumn, check_columns, name_of_row
 from megatron_rl.data.order import Order, shares
+from megatron_rl.data.responses import Responses, TooLong, cut_conversation, text_or_messages
 from megatron_rl.data.rows import Rows
-from megatron_rl.data.solution import Solution, tokenize_solution
+from megatron_rl.data.solution import Solution
+from megatron_rl.data.token_limits import TokenLimits
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
 
 # The fast tokenizers are parallel over a list, and a list of this length stays small in memory.
 _ROWS_PER_TOKENIZER_CALL = 1024
-
-_FEW_CHARACTERS = 32  # per token; a prompt with no more is tokenized, whatever the tokenizer's longest token
 
 _POSITIONS = ("prompts", "solutions", "returned")  # of a saved cursor; its other fields fix the order
 
@@ -56,12 +55,14 @@ class PromptDataset:
     vocab_size:     the number of tokens that the model knows, None for no limit.
     required:       the columns that every row must have beside the prompt.
     held_out_share: the share of the rows, drawn by the seed, that are never drawn; see ``held_out_solutions``.
+    responses:      (column, setting) of each response that supervised steps read: all rows' are checked at once.
 
     Every row is tokenized here, so that a bad row ends the run before its first step and not in the middle of it.
     Raises ConfigError for a row without ``data.prompt_key`` or another column that it must have (data/columns.py), a
     prompt that is neither text nor, under ``data.template=chat``, a list of messages ``{"role": ..., "content": ...}``,
     an empty prompt, a token that the model does not know, a prompt over the limit (``data.on_long_prompt=fail``), or
-    when no row is left (``drop``; see ``num_dropped``).
+    when no row is left (``drop``; see ``num_dropped``). A response that does not fit in the context behind its prompt
+    is over the limit too.
 
     ``Prompt.columns`` is the row. Where ``data.answer_key`` is not "answer", the column it names is also given as
     "answer", the name that the built-in reward functions read.
@@ -77,6 +78,7 @@ class PromptDataset:
         vocab_size: int | None = None,
         required: Sequence[RequiredColumn] = (),
         held_out_share: float = 0.0,
+        responses: Sequence[tuple[str, str]] = (),
     ) -> None:
         if data.template == "chat" and tokenizer.chat_template is None:
             raise ConfigError(
@@ -87,14 +89,18 @@ class PromptDataset:
         self._tokenizer = tokenizer
         self._data = data
         self._seed = seed
-        self._context_tokens = context_tokens
-        self._vocab_size = vocab_size
-        self._longest_token: int | None = None
-        check_columns(rows, required, data.prompt_key, data.answer_key)
+        self._limits = TokenLimits(tokenizer, context_tokens, vocab_size)
+        self._responses = Responses(rows, tokenizer, data, self._limits)
+        if data.messages_key is None:
+            check_columns(rows, required, data.prompt_key, data.answer_key)
+        else:
+            check_columns(rows, required, data.messages_key, data.answer_key, prompt_setting="data.messages_key")
         # int32 arrays, not tuples: a dataset of a million prompts stays well under a gigabyte.
         self._token_ids: dict[int, np.ndarray] = {}
         for start in range(0, len(rows), _ROWS_PER_TOKENIZER_CALL):
             self._admit(range(start, min(start + _ROWS_PER_TOKENIZER_CALL, len(rows))))
+        for key, setting in responses:
+            self._admit_responses(key, setting)
         if not self._token_ids:
             raise ConfigError(
                 f"no prompt is left: all {len(rows)} rows are longer than {self._limit()[0]} tokens "
@@ -107,7 +113,7 @@ class PromptDataset:
         self._cursors = {"prompts": 0, "solutions": 0}
         # (row, epoch, attempt), in the order in which they were put back
         self._returned: deque[tuple[int, int, int]] = deque()
-        self._solutions_checked = False
+        self._checked_keys = {key for key, _ in responses}
 
     def __len__(self) -> int:
         """Return the prompts per epoch: the number of rows that were neither dropped nor held out."""
@@ -164,26 +170,32 @@ class PromptDataset:
         self._check_solutions()
         return self._solutions((int(row), 0) for row in self._held_out)
 
-    def _solutions(self, drawn: Iterable[tuple[int, int]]) -> list[Solution]:
-        solutions = []
-        for row, epoch in drawn:
-            prompt, given = self._prompt(row, epoch), self._rows[row][self._data.solution_key]
-            length = len(given) if isinstance(given, str) else sum(len(message["content"]) for message in given)
-            if self._context_tokens is not None and self._is_endless(length, self._context_tokens):
-                self._refuse_solution(row, f"more than {length} characters")
-            solution = tokenize_solution(prompt, given, self._tokenizer, self._data.template)
-            self._check_vocabulary(row, self._data.solution_key, solution.response_ids)
-            total = len(prompt.token_ids) + len(solution.response_ids)
-            if self._context_tokens is not None and total > self._context_tokens:
-                self._refuse_solution(row, f"{total} tokens (end-of-sequence included)")
-            solutions.append(solution)
-        return solutions
+    def next_pairs(self, count: int, chosen_key: str, rejected_key: str) -> list[tuple[Solution, Solution]]:
+        """Return the next ``count`` (chosen, rejected) responses, on the cursor of ``next_solutions``.
 
-    def _refuse_solution(self, row: int, size: str) -> NoReturn:
-        raise ConfigError(
-            f"{self._name(row)}: prompt and {self._data.solution_key} have {size} and the model's context "
-            f"{self._context_tokens}; remove the row, or take a model with a longer context"
-        )
+        Raises ConfigError as that does, naming ``preference.chosen_key`` or ``preference.rejected_key``.
+        """
+        return self._pairs(self._draw("solutions", count), chosen_key, rejected_key)
+
+    def held_out_pairs(self, chosen_key: str, rejected_key: str) -> list[tuple[Solution, Solution]]:
+        """Return the (chosen, rejected) responses of the rows that are held out."""
+        return self._pairs(((int(row), 0) for row in self._held_out), chosen_key, rejected_key)
+
+    def _solutions(self, drawn: Iterable[tuple[int, int]]) -> list[Solution]:
+        key = self._data.solution_key
+        return [
+            self._responses.tokenized(self._prompt(row, epoch), row, key, "data.solution_key") for row, epoch in drawn
+        ]
+
+    def _pairs(
+        self, drawn: Iterable[tuple[int, int]], chosen_key: str, rejected_key: str
+    ) -> list[tuple[Solution, Solution]]:
+        read, found = self._responses.tokenized, []
+        for row, epoch in drawn:
+            prompt = self._prompt(row, epoch)
+            chosen = read(prompt, row, chosen_key, "preference.chosen_key")
+            found.append((chosen, read(prompt, row, rejected_key, "preference.rejected_key")))
+        return found
 
     def state(self) -> dict:
         """Return the cursors as JSON-able values, with the order that they count in and the prompts put back."""
@@ -245,30 +257,15 @@ class PromptDataset:
             prompt_id=f"{row}@{epoch}", text=self._render(row), token_ids=token_ids, columns=columns, attempt=attempt
         )
 
-    def _column(self, row: int, key: str, setting: str, *, messages: bool) -> str | list[Message]:
-        """Return a column that holds text or, where ``messages`` allows it, messages; raise ConfigError otherwise."""
-        columns = self._rows[row]
-        if key not in columns:
-            raise ConfigError(
-                f"{self._name(row)} has no column {key!r} ({setting}); its columns are {names_of(columns)}"
-            )
-        value = columns[key]
-        if messages and isinstance(value, list):
-            return check_messages(value, f"{self._name(row)}: column {key!r} ({setting})")
-        if not isinstance(value, str):
-            kind = type(value).__name__
-            wanted = "text; a list of messages needs data.template=chat" if isinstance(value, list) else "text"
-            raise ConfigError(
-                f"{self._name(row)}: column {key!r} ({setting}) is a {kind}, {value!r:.80}; it must be {wanted}"
-            )
-        return value
-
     def _render(self, row: int) -> str:
-        chat = self._data.template == "chat"
-        content = self._column(row, self._data.prompt_key, "data.prompt_key", messages=chat)
+        chat, conversation = self._data.template == "chat", self._data.messages_key is not None
+        key = self._data.messages_key if conversation else self._data.prompt_key
+        setting = "data.messages_key" if conversation else "data.prompt_key"
+        content = text_or_messages(self._rows, row, key, setting, messages=chat)
         if chat:
+            where = f"{self._name(row)}: column {key!r} ({setting})"
             messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-            where = f"{self._name(row)}: column {self._data.prompt_key!r} (data.prompt_key)"
+            messages = cut_conversation(messages, where)[0] if conversation else messages
             if messages[-1]["role"] == "assistant":
                 raise ConfigError(
                     f"{where} ends in an assistant's message, and the response is what the assistant says; end it "
@@ -282,8 +279,9 @@ class PromptDataset:
 
     def _limit(self) -> tuple[int, str]:
         """Return the most tokens that a prompt may have, and the name of the limit."""
-        if self._context_tokens is not None and self._context_tokens - 1 < self._data.max_prompt_tokens:
-            return self._context_tokens - 1, f"the model's context of {self._context_tokens}, less one for a response"
+        context = self._limits.context_tokens
+        if context is not None and context - 1 < self._data.max_prompt_tokens:
+            return context - 1, f"the model's context of {context}, less one for a response"
         return self._data.max_prompt_tokens, "data.max_prompt_tokens"
 
     def _name(self, row: int) -> str:
@@ -294,7 +292,7 @@ class PromptDataset:
         texts = {row: self._render(row) for row in row_numbers}
         limit, limit_name = self._limit()
         for row, text in [*texts.items()]:
-            if self._is_endless(len(text), limit):
+            if self._limits.is_endless(len(text), limit):
                 self._refuse_long(row, f"{len(text)} characters", f"{limit} tokens", limit_name)
                 del texts[row]
         # No special tokens of the tokenizer's own: the template writes those it wants (a chat template writes them
@@ -313,18 +311,10 @@ class PromptDataset:
                     )
                 )
             if len(token_ids) <= limit:
-                self._check_vocabulary(row, "the prompt", token_ids)
+                self._limits.check_vocabulary(self._name(row), "the prompt", token_ids)
                 self._token_ids[row] = np.asarray(token_ids, dtype=np.int32)
             else:
                 self._refuse_long(row, f"{len(token_ids)} tokens", str(limit), limit_name)
-
-    def _is_endless(self, length: int, limit: int) -> bool:
-        """Tell whether a text of so many characters holds more than the limit's tokens can, before it is tokenized."""
-        if length <= _FEW_CHARACTERS * limit:
-            return False
-        if self._longest_token is None:
-            self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=0)
-        return length > max(self._longest_token, _FEW_CHARACTERS) * limit
 
     def _refuse_long(self, row: int, size: str, limit: str, limit_name: str) -> None:
         if self._data.on_long_prompt == "drop":
@@ -335,29 +325,24 @@ class PromptDataset:
             "limit, shorten the prompt, or set data.on_long_prompt=drop"
         )
 
-    def _check_vocabulary(self, row: int, text: str, token_ids: Sequence[int]) -> None:
-        """Raise ConfigError for a token that the model's embedding has no row for."""
-        if self._vocab_size is not None and (largest := max(token_ids, default=0)) >= self._vocab_size:
-            raise ConfigError(
-                f"{self._name(row)}: {text} has the token {largest}, and the model's vocabulary ends at "
-                f"{self._vocab_size - 1}: the tokenizer of {self._tokenizer.name_or_path!r} is not the model's; name "
-                "the right one by model.tokenizer_path"
-            )
+    def _admit_responses(self, key: str, setting: str) -> None:
+        """Tokenize every row's response in a column, so that a bad one is named; drop long ones if asked for."""
+        self._responses.require_end()
+        for row in [*self._token_ids]:
+            try:
+                self._responses.tokenized(self._prompt(row, 0), row, key, setting)
+            except TooLong:
+                if self._data.on_long_prompt != "drop":
+                    raise
+                self.num_dropped += 1
+                del self._token_ids[row]
 
     def _check_solutions(self) -> None:
-        """Check all rows once, on first use: a run without warm-up needs no solutions."""
-        if self._solutions_checked:
+        """Check all rows once, on first use, where the constructor was not asked to: RL alone needs no solutions."""
+        key = self._data.solution_key
+        if key in self._checked_keys:
             return
-        if self._tokenizer.eos_token_id is None:
-            raise ConfigError(
-                "the tokenizer has no eos_token and a solution must end in one; set it in tokenizer_config.json"
-            )
+        self._responses.require_end()
         for row in (*self._kept, *self._held_out):
-            key = self._data.solution_key
-            value = self._column(int(row), key, "data.solution_key", messages=True)
-            if isinstance(value, list) and (value[0]["role"] != "assistant" or value[-1]["role"] != "assistant"):
-                raise ConfigError(
-                    f"{self._name(row)}: column {key!r} (data.solution_key) has messages of the roles "
-                    f"{', '.join(m['role'] for m in value)}; it begins and ends with the assistant's"
-                )
-        self._solutions_checked = True
+            self._responses.given(int(row), key, "data.solution_key")
+        self._checked_keys.add(key)

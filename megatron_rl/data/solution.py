@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,3 +50,15 @@ def tokenize_solution(prompt: Prompt, given: str | Sequence[Message], tokenizer,
         said = turn(message["content"])
         token_ids, mask = [*token_ids, *said], [*mask, *[True] * len(said)]
     return Solution(prompt=prompt, response_ids=tuple(token_ids), loss_mask=tuple(mask))
+
+
+def read_at_end(solution: Solution) -> Solution:
+    """Return a response with one more token, which alone is counted and never runs.
+
+    A value head's number of a token is read from the state before it (critic/critic.py), so that of the added token is
+    read from the response's last one, as transformers' sequence classifiers do.
+
+    Example: response (7, 2) → (7, 2, 2) with mask (F, F, T).
+    """
+    ids = solution.response_ids
+    return dataclasses.replace(solution, response_ids=(*ids, ids[-1]), loss_mask=(*(False for _ in ids), True))

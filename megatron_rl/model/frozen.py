@@ -1,4 +1,4 @@
-"""A second, frozen model of the policy's shape: the reference policy under ``reference.placement=device``."""
+"""A second, frozen model: the reference policy under ``reference.placement=device``, or a teacher."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.build import build_model
+from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 
 
-def build_frozen(config: Config, hf_config: Any, topology: Topology) -> list[DistributedDataParallel]:
-    """Build this rank's frozen chunks in evaluation mode, to be run under ``torch.no_grad``. A collective.
+def build_frozen(
+    config: Config, hf_config: Any, topology: Topology
+) -> tuple[list[DistributedDataParallel], ModelShape]:
+    """Build this rank's frozen chunks in evaluation mode, to be run under ``torch.no_grad``; return their shape too.
+
+    A collective.
 
     Their weights hold no meaning yet. The chunks are wrapped as the schedule needs them: over frozen parameters
     DistributedDataParallel (0.16.1) makes no buffer, no bucket and no hook, whatever the policy's ``megatron.ddp``
@@ -33,4 +38,4 @@ def build_frozen(config: Config, hf_config: Any, topology: Topology) -> list[Dis
         for parameter in trained:
             parameter.requires_grad_(True)
         chunks.append(chunk.eval())
-    return chunks
+    return chunks, shape

@@ -71,7 +71,7 @@ class ProgressBar:
         self._num_ghosts += row["step_kind"] not in (StepKind.REAL, StepKind.REAL.value)
         self._recent_s.append(now_s)
         # A rollout's reward stands in its first mini-batch's row; later rows of the same rollout keep showing it.
-        for key in ("reward/mean", "skip/zero_advantage_ratio", "time/step_s"):
+        for key in ("reward/mean", "preference/accuracy", "skip/zero_advantage_ratio", "time/step_s"):
             if key in row:
                 self._latest[key] = row[key]
         if self._bar is not None:
@@ -94,6 +94,8 @@ class ProgressBar:
         facts = []
         if "reward/mean" in self._latest:
             facts.append(f"reward {self._latest['reward/mean']:.3f}")
+        if "preference/accuracy" in self._latest:
+            facts.append(f"pairs right {100 * self._latest['preference/accuracy']:.0f} %")
         if "skip/zero_advantage_ratio" in self._latest:
             facts.append(f"zero-adv {100 * self._latest['skip/zero_advantage_ratio']:.0f} %")
         facts.append(f"ghosts {self._num_ghosts}")
@@ -138,9 +140,7 @@ def summary_table(summary: RunSummary, elapsed_s: float, untrained_steps: Untrai
     first_last = f"first {summary.window} → last {summary.window} steps"
     if summary.reward is not None:
         table.add_row("reward", f"{summary.reward[0]:.3f} → {summary.reward[1]:.3f}  ({first_last})")
-    evaluations = {f"eval {name}": points for name, points in summary.evaluations.items()}
-    if summary.supervised_loss is not None:
-        evaluations = {"held-out supervised loss": summary.supervised_loss, **evaluations}
+    evaluations = {**summary.held_out, **{f"eval {name}": points for name, points in summary.evaluations.items()}}
     for name, ((first_step, first), (last_step, last)) in evaluations.items():
         when = f"steps {first_step} → {last_step}" if last_step > first_step else f"step {last_step}"
         errors = summary.evaluation_errors.get(name.removeprefix("eval "), {})

@@ -80,6 +80,26 @@ FIGURES = (
         required=False,
     ),
     Figure(
+        title="Pairs told apart",
+        lines=(("preference/accuracy", "trained"), ("preference/eval_accuracy", "held out")),
+        subtitle="share of pairs whose chosen response has the greater reward",
+        share=True,
+        required=False,
+    ),
+    Figure(
+        title="Margin of pairs",
+        lines=(("preference/margin", "trained"), ("preference/eval_margin", "held out")),
+        subtitle="mean of the chosen response's reward over the rejected one's",
+        required=False,
+    ),
+    Figure(
+        title="Reverse KL to the teacher",
+        lines=(("distillation/reverse_kl", "reverse KL"),),
+        subtitle="mean of log π − log π_T over the rollout's loss tokens, in nats",
+        unit="nats",
+        required=False,
+    ),
+    Figure(
         title="Entropy",
         lines=(("train/entropy", "entropy"),),
         subtitle="of the policy, per trained token, in nats",

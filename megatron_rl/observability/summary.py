@@ -12,6 +12,11 @@ from megatron_rl.observability.metrics import Row
 from megatron_rl.types import StepKind
 
 WARMUP_PHASE = "warmup"
+HELD_OUT = {  # the table's words for a metric of held-out rows
+    "held-out supervised loss": "sft/eval_loss",
+    "held-out pairs, loss": "preference/eval_loss",
+    "held-out pairs, accuracy": "preference/eval_accuracy",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +30,7 @@ class RunSummary:
     total_s: seconds, the sum over all steps, warm-up included.
     evaluations: of each set's mean@k, as "<set> mean@k": (step, value) of the first and of the last evaluation.
     truncated_share: of the last window's mean, the share of samples that were cut off.
-    supervised_loss: of the held-out solutions: (step, value) of the first and of the last evaluation.
+    held_out: of held-out solutions or pairs, by the table's words: (step, value) of the first and the last evaluation.
     """
 
     window: int
@@ -41,7 +46,7 @@ class RunSummary:
     evaluations: Mapping[str, tuple[tuple[int, float], tuple[int, float]]] = field(default_factory=dict)
     evaluation_errors: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     truncated_share: float | None = None
-    supervised_loss: tuple[tuple[int, float], tuple[int, float]] | None = None
+    held_out: Mapping[str, tuple[tuple[int, float], tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def executed_ratio(self) -> float | None:
@@ -82,12 +87,12 @@ def eval_errors(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     return found
 
 
-def supervised_points(rows: Sequence[Row]) -> list[tuple[int, float]]:
-    """Return the (step, value) of each evaluation of held-out solutions; a ``_before`` stands at the step before."""
+def held_out_points(rows: Sequence[Row], metric: str) -> list[tuple[int, float]]:
+    """Return the (step, value) of each evaluation of held-out rows; a ``_before`` stands at the step before."""
     return [
         (row["step"] - before, row[key])
         for row in rows
-        for before, key in ((1, "sft/eval_loss_before"), (0, "sft/eval_loss"))
+        for before, key in ((1, f"{metric}_before"), (0, metric))
         if key in row
     ]
 
@@ -122,7 +127,11 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
             if metric.startswith("mean@")
         },
         evaluation_errors=eval_errors(rows),
-        supervised_loss=(points[0], points[-1]) if (points := supervised_points(rows)) else None,
+        held_out={
+            name: (points[0], points[-1])
+            for name, metric in HELD_OUT.items()
+            if (points := held_out_points(rows, metric))
+        },
         truncated_share=truncated[1] if (truncated := ends("rollout/truncated_share")) else None,
     )
 

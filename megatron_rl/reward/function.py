@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_rl.config import import_path
 from megatron_rl.config.no_exit import exit_is_an_error
+from megatron_rl.config.reward import REWARD_MODEL
 from megatron_rl.data.columns import ANSWER, RequiredColumn
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Rollout
@@ -26,6 +27,7 @@ BUILT_IN = {
     "math_verify": "megatron_rl.reward.math:math_verify",
 }
 
+MODELS = (REWARD_MODEL,)  # built-in functions that hold a model, which reward.model_path names
 ENVIRONMENT = "environment"  # names no function: the reward that the rollout's environment gave (reward.py)
 
 _RESERVED = ("prompts", "completions", "completion_ids")
@@ -48,10 +50,17 @@ class _WrongReturn(Exception):
     """Raised where a reward function does not return one value per sample."""
 
 
-def resolve(name: str) -> RewardFunction:
-    """Return the callable of a built-in name or ``module:function``; raise ConfigError with the nearest way out."""
+def resolve(name: str, model_path: str | None = None) -> RewardFunction:
+    """Return the callable of a built-in name or ``module:function``; raise ConfigError with the nearest way out.
+
+    model_path: ``reward.model_path``, for the function ``reward_model``.
+    """
+    if name in MODELS:
+        from megatron_rl.reward.reward_model import RewardModelScore  # brings torch along
+
+        return RewardModelScore(model_path)
     function = import_path.resolve(
-        name, BUILT_IN, what=f"reward function {name!r}", form="module:function", also=(ENVIRONMENT,)
+        name, BUILT_IN, what=f"reward function {name!r}", form="module:function", also=(*MODELS, ENVIRONMENT)
     )
     _check_callable(name, function)
     return function
@@ -99,6 +108,8 @@ def required_columns(parameters: Mapping[str, Sequence[str]]) -> list[RequiredCo
     """
     needed = {}
     for name, columns in parameters.items():
+        if name in MODELS:
+            continue
         if name in BUILT_IN:
             needed[ANSWER] = RequiredColumn(name=ANSWER, needed_by=f"read by reward function {name!r}", null=False)
             continue

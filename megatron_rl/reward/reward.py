@@ -95,7 +95,7 @@ class Reward:
         in_workers = [name for name in called if config.num_workers and name not in config.in_process]
         with time_limit("the import of reward.functions", import_s):
             here = [name for name in called if name not in in_workers]
-            self._functions: dict[str, RewardFunction] = {name: resolve(name) for name in here}
+            self._functions: dict[str, RewardFunction] = {name: resolve(name, config.model_path) for name in here}
         self.pool = None
         if in_workers:
             self.pool = Pool(in_workers, config.num_workers, config.deadline_s, config.worker_environment)

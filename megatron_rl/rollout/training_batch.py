@@ -201,7 +201,7 @@ def reward_metrics(config: Config, scored: ScoredBatch) -> dict[str, float]:
         "rollout/response_tokens_mean": float(facts.response_tokens.mean()),
         "rollout/weight_version_min": float(facts.weight_versions.min()),
     }
-    if included.any():
+    if included.any() and config.reward.functions:
         metrics |= {f"reward/{name}": value for name, value in spread(rewards.totals[included]).items()}
     if included.any() and config.reward.overlong_buffer_tokens:
         metrics["reward/overlong_penalty"] = config.reward.overlong_penalty * float(scored.overlong[included].mean())

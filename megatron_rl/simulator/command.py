@@ -60,7 +60,7 @@ def simulate_job(
     """
     from megatron_rl.simulator.degrees import degrees_of, world_size
     from megatron_rl.simulator.engine_memory import GIB
-    from megatron_rl.simulator.forecast import Job, forecast, with_critic
+    from megatron_rl.simulator.forecast import Job, forecast, with_critic, with_teacher
     from megatron_rl.simulator.picture import picture
     from megatron_rl.simulator.remedies import needs_of, remedies
     from megatron_rl.weights.config_json import read_hf_config
@@ -74,15 +74,15 @@ def simulate_job(
     workloads, source = _workloads(config, given, prompt_lengths)
     loss_share = sum(int(w.loss_tokens.sum()) for w in workloads) / sum(int(w.lengths.sum()) for w in workloads)
     costs = _costs(config, given, shape, degrees, loss_share)
-    jobs = [
-        with_critic(Job(config=config, shape=shape, degrees=degrees, workload=w, costs=costs), read_shape)
-        for w in workloads
-    ]
+    jobs = [Job(config=config, shape=shape, degrees=degrees, workload=w, costs=costs) for w in workloads]
+    jobs = [with_teacher(with_critic(job, read_shape), read_shape) for job in jobs]
     forecasts = [forecast(job) for job in jobs]
     # The rollout of median length is shown.
     shown = forecasts[int(np.argsort([f.dense.update_s for f in forecasts])[len(forecasts) // 2])]
     if config.has_critic:
         print("critic: its memory is in this forecast, and its time is not", file=sys.stderr)
+    if config.has_teacher:
+        print("teacher: its weights are in this forecast, and its passes' time is not", file=sys.stderr)
     title = f"{config.run.name} on {degrees.world_size} GPUs: {degrees.named}"
     from megatron_rl.simulator.table import figures, show
 

@@ -19,7 +19,7 @@ from megatron_rl.planning.timeline import Timeline, simulate
 from megatron_rl.planning.tokens import SampleTokens
 from megatron_rl.simulator.degrees import Degrees, degrees_of
 from megatron_rl.simulator.machine import Costs
-from megatron_rl.simulator.memory import StageMemory, beside_critic, stage_memory
+from megatron_rl.simulator.memory import StageMemory, beside_critic, beside_teacher, stage_memory
 from megatron_rl.simulator.workload import Workload
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
 from megatron_rl.weights.model_shape import ModelShape
@@ -107,6 +107,7 @@ class Job:
 
     config: one whose `model.dtype` is settled (weights/model_dtype.py).
     critic: the same of PPO's critic, on its own grid; None without one.
+    teacher: the shape of a teacher whose weights lie beside the policy's; None without one.
     """
 
     config: Config
@@ -115,6 +116,7 @@ class Job:
     workload: Workload
     costs: Costs
     critic: Job | None = None
+    teacher: ModelShape | None = None
 
     def rules(self) -> PlanRules:
         """Return the backend's plan rules: prior costs, or a run's own if given and ``plan.calibrate`` is on."""
@@ -172,6 +174,15 @@ def with_critic(job: Job, read_shape: Callable[[Config, Degrees], ModelShape]) -
     return dataclasses.replace(job, critic=critic)
 
 
+def with_teacher(job: Job, read_shape: Callable[[Config, Degrees], ModelShape]) -> Job:
+    """Return the job with the shape of the teacher that its ranks hold, if any; its passes are not forecast."""
+    path = job.config.teacher.hf_path
+    if path is None:
+        return job
+    config = dataclasses.replace(job.config, model=dataclasses.replace(job.config.model, hf_path=path))
+    return dataclasses.replace(job, teacher=read_shape(config, job.degrees))
+
+
 def critic_memory(critic: Job) -> tuple[StageMemory, ...]:
     """Return the memory of each stage of a critic, which trains every sample that has a loss token."""
     return memory_of(critic, critic.plan(critic.rules(), critic.workload.loss_tokens > 0, drops=True))
@@ -195,6 +206,8 @@ def memory_of(job: Job, plan: BatchPlan) -> tuple[StageMemory, ...]:
         )
         for stage in range(job.degrees.pipeline_size)
     )
+    if job.teacher is not None:
+        stages = tuple(beside_teacher(stage, job.teacher, job.config, job.degrees) for stage in stages)
     if job.critic is None or job.config.critic.placement == "separate":
         return stages
     return beside_critic(stages, critic_memory(job.critic), job.degrees.world_size)

@@ -30,7 +30,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 class StageMemory:
     """Holds the bytes on a GPU of one pipeline stage.
 
-    reference: weights again if a KL is measured under ``reference.placement=device``.
+    reference: weights again if a reference is kept under ``reference.placement=device``, and a teacher's weights.
     optimizer: as the config shards it; the two after it with and without ``optimizer.distributed``.
     activations: as the config recomputes them; the two after it without and with full recompute.
     critic_weights, critic_state, critic_working: of a critic on the same GPU: its weights, its gradients and optimizer
@@ -171,7 +171,8 @@ def stage_memory(
     boundary = own_tokens * shape.hidden_size * size / (degrees.tensor_size if config.parallel.sequence_parallel else 1)
     at_once = config.megatron.transformer.get("recompute_num_layers") or 1
     kept, recomputed = flying * layers * layer, flying * layers * boundary / at_once + at_once * layer
-    second = config.loss.kl_coefficient != 0 and config.reference.placement == "device" and not shape.value_head
+    has_reference = config.loss.kl_coefficient != 0 or config.preference.needs_reference
+    second = has_reference and config.reference.placement == "device" and not shape.value_head
     logits = 0.0
     if stage == degrees.pipeline_size - 1 and microbatches:
         columns = 1 if shape.value_head else shape.padded_vocab_size // degrees.tensor_size
@@ -192,6 +193,12 @@ def stage_memory(
         activations_recomputed=round(recomputed),
         logits=round(logits),
     )
+
+
+def beside_teacher(stage: StageMemory, teacher: ModelShape, config: Config, degrees: Degrees) -> StageMemory:
+    """Return a stage's memory with a frozen teacher's weights of the same stage, in the policy's dtype."""
+    held = sum(stage_parameters(teacher, degrees, stage.stage)) * ELEMENT_BYTES[config.model.dtype]
+    return dataclasses.replace(stage, reference=stage.reference + held)
 
 
 def beside_critic(

@@ -9,7 +9,7 @@ from megatron_rl.config import Config, critic_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.simulator.degrees import Degrees, degrees_of
 from megatron_rl.simulator.engine_memory import GpuNeeds, engine_memory, gib, gpu_needs, shortfalls
-from megatron_rl.simulator.forecast import Job, critic_memory, memory_of, with_critic
+from megatron_rl.simulator.forecast import Job, critic_memory, memory_of, with_critic, with_teacher
 from megatron_rl.simulator.memory import full_recompute
 from megatron_rl.validate import validate_config
 from megatron_rl.weights.model_shape import ModelShape
@@ -116,7 +116,7 @@ def _mildest(
                 shape=read_shape(config, degrees),
                 costs=dataclasses.replace(job.costs, from_run=False),
             )
-            needs = needs_of(with_critic(other, read_shape), gpu_bytes)
+            needs = needs_of(with_teacher(with_critic(other, read_shape), read_shape), gpu_bytes)
         except ConfigError:  # a degree that does not divide, a cap below a sample: no way out
             continue
         if not shortfalls(needs, config, gpu_bytes):

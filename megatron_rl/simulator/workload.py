@@ -75,11 +75,11 @@ class Workload:
     def signal(self, config: Config) -> np.ndarray:
         """Return [S] bool, True for a sample with signal, by the run's own advantages and rule.
 
-        Under GAE or a KL in the reward, advantages need values or log-probs, which a trace lacks: every sample with a
-        loss token then counts as one with signal.
+        Under GAE, a teacher or a KL in the reward, advantages need values or log-probs, which a trace lacks: every
+        sample with a loss token then counts as one with signal.
         """
         advantage, rewards = config.advantage, self.rewards
-        if advantage.estimator == "gae" or config.kl_in_reward:
+        if config.has_critic or config.has_teacher or config.kl_in_reward:
             return self.loss_tokens > 0
         columns, weights = rewards[:, None], ()
         if advantage.estimator == "gdpo" and self.by_function:

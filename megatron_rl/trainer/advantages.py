@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.algorithm.advantage import advantages
+from megatron_rl.algorithm.distillation import distillation_advantages
 from megatron_rl.algorithm.finite import require_finite
 from megatron_rl.algorithm.flat import sum_per_sample
 from megatron_rl.algorithm.gae import generalised_advantages, token_rewards, whiten_tokens
@@ -52,6 +53,18 @@ class KLPenalty:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TeacherGap:
+    """Holds the student's log-probs that a teacher's were taken against (``advantage.estimator=distillation``).
+
+    old:     float32 [T] flat, log π_old of every sample.
+    metrics: of the pass that gave ``old``, and ``distillation/reverse_kl``.
+    """
+
+    old: np.ndarray
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdvantageResult:
     """Holds the advantages of a rollout, and all values that were computed for them.
 
@@ -61,6 +74,7 @@ class AdvantageResult:
     values:     float32 [T] flat, the critic's; None without a critic.
     returns:    float64 [T] flat, the critic's targets; None without a critic.
     penalty:    None where no KL is in the reward.
+    teacher:    None without a teacher.
     """
 
     advantages: Advantages
@@ -68,6 +82,7 @@ class AdvantageResult:
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
     penalty: KLPenalty | None = None
+    teacher: TeacherGap | None = None
 
 
 def kl_penalty(
@@ -162,4 +177,40 @@ def critic_advantages(
         values=values,
         returns=collectives.broadcast_from_rank0(returns),
         penalty=penalty,
+    )
+
+
+def teacher_advantages(
+    config: Config,
+    scored: ScoredBatch,
+    old: np.ndarray,
+    teacher: np.ndarray,
+    loss_mask: np.ndarray,
+    metrics: Mapping[str, float],
+) -> AdvantageResult:
+    """Return the advantages of ``distillation``. A collective.
+
+    old, teacher: float32 [T] flat, the student's and the teacher's log-probs of every sample.
+    loss_mask: bool [T] flat.
+    metrics: of the pass that gave ``old``.
+    """
+    facts = scored.facts
+    plain = distillation_advantages(
+        old,
+        teacher,
+        loss_mask,
+        facts.response_tokens,
+        discount=config.teacher.discount,
+        sample_ids=facts.sample_ids,
+    )
+    of_token = collectives.broadcast_from_rank0(plain)
+    gap = np.where(loss_mask, old.astype(np.float64) - teacher, 0.0)
+    tokens = max(int(loss_mask.sum()), 1)
+    return AdvantageResult(
+        advantages=Advantages(
+            of_sample=sum_per_sample(of_token, facts.response_tokens) / np.maximum(facts.loss_tokens, 1),
+            of_token=of_token,
+        ),
+        plain=np.zeros(facts.num_samples),
+        teacher=TeacherGap(old=old, metrics={**metrics, "distillation/reverse_kl": float(gap.sum()) / tokens}),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -18,11 +19,9 @@ from megatron_rl.checkpoint.run_state import ResumePoint
 from megatron_rl.config import Config, config_to_dict, config_to_yaml
 from megatron_rl.config.json_text import quoted
 from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
-from megatron_rl.critic import Critic, RemoteCritic, build_critic
+from megatron_rl.critic import Critic, RemoteCritic, RewardModel, build_critic
 from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
-from megatron_rl.data.columns import RequiredColumn
 from megatron_rl.data.prompt_dataset import PromptDataset
-from megatron_rl.data.rows import load_rows
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.atomic_file import replace_text
@@ -36,6 +35,8 @@ from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.reward import Reward, opened_reward
 from megatron_rl.rollout.build import RankLocation, build_engine, refuse_sharing, role_of, shares_device
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.idle_engine import IdleEngine
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.multi_turn import with_environment
 from megatron_rl.rollout.queue import RolloutQueue
@@ -51,8 +52,10 @@ from megatron_rl.trainer.run_folder import (
     report_run,
     written_rows,
 )
-from megatron_rl.trainer.supervised import held_out_solutions, start_supervised_optimizer
+from megatron_rl.trainer.supervised import held_out_responses, start_supervised_optimizer
+from megatron_rl.trainer.teacher import build_teacher
 from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.training_data import context_tokens, load_prompts
 from megatron_rl.trainer.update import UpdatePlanner, passes_parts
 from megatron_rl.types import Rollout, Score
 from megatron_rl.validate import check_critic_model, check_lengths
@@ -60,24 +63,6 @@ from megatron_rl.weights.config_json import check_served, ignored_fields, load_h
 from megatron_rl.weights.model_dtype import settle_dtype
 
 log = logging.getLogger(__name__)
-
-
-def load_prompts(config: Config, tokenizer, hf_config, required: Sequence[RequiredColumn]) -> PromptDataset:
-    """Return the training data, read and tokenized; raise ConfigError for the first row that cannot be trained.
-
-    hf_config: the policy's Hugging Face config.
-    required: the columns that every row must have (``Reward.required_columns``).
-    """
-    return PromptDataset(
-        load_rows(config.data.train),
-        tokenizer,
-        config.data,
-        config.run.seed,
-        context_tokens=hf_config.max_position_embeddings,
-        vocab_size=hf_config.vocab_size,
-        required=required,
-        held_out_share=config.sft.eval_share if config.sft.steps else 0.0,
-    )
 
 
 @contextlib.contextmanager
@@ -107,9 +92,11 @@ def _built(
 ) -> Iterator[Trainer]:
     """Do the work of ``build_trainer`` within the run's folder, with the reward's workers started."""
     prompts = load_prompts(config, tokenizer, hf_config, reward.required_columns if reward else ())
+    config = dataclasses.replace(config, sft=config.sft.settled(len(prompts)))
     rl_steps = total_rl_steps(config, len(prompts))
     this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
-    backend = MegatronBackend(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
+    model = RewardModel if config.trains_reward_model else MegatronBackend
+    backend = model(config, hf_config=hf_config, total_steps=moving_rl_steps(config, len(prompts)))
     is_main, folder = backend.topology.is_main, config.run.path
     critic = build_critic(config, rl_steps // steps_per_rollout(config) * critic_steps_per_rollout(config), critic_link)
     checkpoints = CheckpointManager(config, backend, critic)
@@ -149,9 +136,10 @@ def _built(
 def _read_model(config: Config):
     """Return the policy's Hugging Face config, checked against the engine and the lengths. Raises ConfigError."""
     hf_config = load_hf_config(config.model.hf_path)
-    if config.rollout.engine == "vllm":
-        check_served(config.model.hf_path)
-    check_lengths(config, hf_config.max_position_embeddings)
+    if config.generates:
+        if config.rollout.engine == "vllm":
+            check_served(config.model.hf_path)
+        check_lengths(config, hf_config.max_position_embeddings)
     check_critic_model(config, hf_config)
     return hf_config
 
@@ -214,7 +202,8 @@ def _assemble(
     timer = StepTimer(watchdog.stage)
     with watchdog.own_call("loss"):  # which the rule tries at a zero advantage
         rule = signal_rule(config)
-    backend.objective.enter_own = watchdog.own_call
+    if isinstance(backend, MegatronBackend):
+        backend.objective.enter_own = watchdog.own_call
     reference = ReferencePolicy(config, backend)
     shape = backend.shape
     required = reward.required_columns if reward else ()
@@ -241,9 +230,12 @@ def _assemble(
         rollouts=rollouts,
         rule=rule,
         reference=reference,
+        teacher=build_teacher(config, backend),
         planner=UpdatePlanner(config, backend, rule, reference, timer),
         evaluation=evaluation,
-        held_out=held_out_solutions(config, prompts, tokenizer, shape.context_tokens, shape.vocab_size),
+        held_out=held_out_responses(
+            config, prompts, tokenizer, context_tokens(config, backend.hf_config), shape.vocab_size
+        ),
         checkpoints=checkpoints,
         recorder=Recorder(config, backend, resumed=checkpoints.resumes),
         watchdog=watchdog,
@@ -272,6 +264,30 @@ def _build_manager(
         local_rank=local_rank,
         local_world_size=local_policy_ranks(config, rank, local_rank, on_node),
     )
+    engine, share, shared = _build_engine(config, location, tokenizer, backend.shape.vocab_size)
+    with watchdog.own_call("environment"):  # is imported
+        engine = with_environment(engine, config, tokenizer)
+    on_device: list[TrainableModel] = [backend, critic] if isinstance(critic, Critic) else [backend]
+    bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
+    return RolloutManager(
+        engine,
+        _scorer(reward, watchdog) if reward else unscored,
+        config,
+        export=lambda: backend.export(bucket_bytes=bucket_bytes),
+        version=lambda: backend.weight_version,
+        share=share,
+        offload=(lambda: [model.offload() for model in on_device]) if shared else None,
+        restore=(lambda: [model.restore() for model in on_device]) if shared else None,
+        score_apart=reward is not None and reward.runs_apart,
+    )
+
+
+def _build_engine(
+    config: Config, location: RankLocation, tokenizer, vocab_size: int
+) -> tuple[Engine, tuple[int, int] | None, bool]:
+    """Return this rank's engine, its share of the prompts, and whether trainer and engine take turns on one GPU."""
+    if not config.generates:
+        return IdleEngine(), None, False
     role = role_of(config, location)
     shared = shares_device(config, HOST.device)
     refuse_sharing(config, shared)
@@ -282,23 +298,14 @@ def _build_manager(
         role=role,
         device=HOST.device,
         dtype=DTYPES[config.model.dtype],
-        vocab_size=backend.shape.vocab_size,
+        vocab_size=vocab_size,
     )
-    with watchdog.own_call("environment"):  # is imported
-        engine = with_environment(engine, config, tokenizer)
-    on_device: list[TrainableModel] = [backend, critic] if isinstance(critic, Critic) else [backend]
-    bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
-    return RolloutManager(
-        engine,
-        _scorer(reward, watchdog) if reward else None,
-        config,
-        export=lambda: backend.export(bucket_bytes=bucket_bytes),
-        version=lambda: backend.weight_version,
-        share=role.share,
-        offload=(lambda: [model.offload() for model in on_device]) if shared else None,
-        restore=(lambda: [model.restore() for model in on_device]) if shared else None,
-        score_apart=reward is not None and reward.runs_apart,
-    )
+    return engine, role.share, shared
+
+
+def unscored(rollouts: Sequence[Rollout]) -> list[Score]:
+    """Return a total of 0 for each rollout of a run without rewards; none for one that its environment gave up."""
+    return [Score(total=None if rollout.excluded else 0.0, by_function=()) for rollout in rollouts]
 
 
 def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:
@@ -351,6 +358,12 @@ def announce(trainer: Trainer) -> None:
             rows,
             asked / rows,
             rows,
+        )
+    if config.sft.steps and config.rollout.temperature != 1.0:
+        log.warning(
+            "rollout.temperature=%g divides the logits of supervised steps too, since log-probs are at the sampling "
+            "temperature; set it to 1 to imitate the data as they are",
+            config.rollout.temperature,
         )
     for term in trainer.rule.approximated:
         log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)

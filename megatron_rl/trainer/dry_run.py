@@ -11,6 +11,7 @@ import sys
 import torch
 
 from megatron_rl.backend.optimizer import megatron_config
+from megatron_rl.backend.teacher_weights import look_at_teacher
 from megatron_rl.config import Config, policy_ranks
 from megatron_rl.config.num_steps import moving_rl_steps
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -22,10 +23,10 @@ from megatron_rl.rollout.multi_turn import environment_parts
 from megatron_rl.rollout.transformers_engine import check_embedded, stop_tokens
 from megatron_rl.simulator.command import simulate_job
 from megatron_rl.simulator.degrees import world_size
-from megatron_rl.trainer.build import load_prompts
 from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.run_folder import look_at_checkpoints, look_at_run_folder
-from megatron_rl.trainer.supervised import held_out_solutions
+from megatron_rl.trainer.supervised import held_out_responses, next_responses
+from megatron_rl.trainer.training_data import context_tokens, load_prompts
 from megatron_rl.validate import check_critic_model, check_lengths
 from megatron_rl.weights.config_json import check_served, load_hf_config
 from megatron_rl.weights.reader import HuggingFaceReader
@@ -41,7 +42,8 @@ def dry_run(config: Config, given: argparse.Namespace) -> None:
     """
     num_ranks = world_size(given.nodes, given.gpus_per_node, os.environ)
     on_node = given.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", min(8, num_ranks)))
-    check_engine(config, num_ranks, on_node, elsewhere=given.nodes is not None)
+    if config.generates:
+        check_engine(config, num_ranks, on_node, elsewhere=given.nodes is not None)
     prompt_lengths = check_inputs(config)
     shortfall = simulate_job(config, given, prompt_lengths=prompt_lengths)
     if shortfall is not None:
@@ -52,14 +54,19 @@ def check_inputs(config: Config) -> list[int]:
     """Check folder, model, tokenizer, data, rewards and environment as a run does; return its first prompts' tokens."""
     look_at_run_folder(config)
     hf_config = load_hf_config(config.model.hf_path)
-    check_lengths(config, hf_config.max_position_embeddings)
+    if config.generates:
+        check_lengths(config, hf_config.max_position_embeddings)
     check_critic_model(config, hf_config)
+    if config.has_teacher and config.teacher.hf_path:
+        look_at_teacher(config, hf_config.vocab_size)
     if config.model.init == "pretrained":
         HuggingFaceReader(config.model.hf_path)
     megatron_config(config, config.optimizer)
     tokenizer = load_tokenizer(config, hf_config.vocab_size)
     stop_tokens(config.model.hf_path, tokenizer, hf_config.vocab_size)
-    if config.rollout.engine == "transformers":
+    if not config.generates:
+        pass  # no engine is started
+    elif config.rollout.engine == "transformers":
         check_embedded(config.model.hf_path, config.rollout)
     else:
         check_served(config.model.hf_path)
@@ -67,11 +74,12 @@ def check_inputs(config: Config) -> list[int]:
     with opened_reward(one_worker, config.run.deadline_s) as reward:
         required = reward.required_columns if reward else ()
     prompts = load_prompts(config, tokenizer, hf_config, required)
+    config = dataclasses.replace(config, sft=config.sft.settled(len(prompts)))
     moving_rl_steps(config, len(prompts))
     limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
     Evaluation(config, tokenizer, *limits, required=required)
-    held_out_solutions(config, prompts, tokenizer, *limits)
-    prompts.next_solutions(min(len(prompts), config.sft.steps * config.sft.samples_per_step))
+    held_out_responses(config, prompts, tokenizer, context_tokens(config, hf_config), hf_config.vocab_size)
+    next_responses(config, prompts, min(len(prompts), config.sft.steps * config.sft.samples_per_step))
     if config.environment.name is not None:
         with time_limit("the import of environment.name", config.run.deadline_s):
             environment_parts(config, tokenizer)

@@ -13,7 +13,7 @@ from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import RestoredRun, RunState
 from megatron_rl.config import Config
-from megatron_rl.critic import Critic, RemoteCritic
+from megatron_rl.critic import Critic, RemoteCritic, RewardModel
 from megatron_rl.data.prompt_dataset import PromptDataset, Solution
 from megatron_rl.distributed.watchdog import Watchdog
 from megatron_rl.observability.completions import Completion
@@ -27,10 +27,18 @@ from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.queue import RolloutQueue
 from megatron_rl.rollout.training_batch import TrainingBatch
 from megatron_rl.simulator.record import Recorder
-from megatron_rl.trainer.advantages import AdvantageResult, KLPenalty, critic_advantages, group_advantages, kl_penalty
+from megatron_rl.trainer.advantages import (
+    AdvantageResult,
+    KLPenalty,
+    critic_advantages,
+    group_advantages,
+    kl_penalty,
+    teacher_advantages,
+)
 from megatron_rl.trainer.completions import of_training
 from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.reference_policy import ReferencePolicy
+from megatron_rl.trainer.teacher import Teacher
 from megatron_rl.trainer.update import Update, UpdatePlanner
 from megatron_rl.types import StepResult
 
@@ -44,14 +52,14 @@ class Trainer:
     rollouts_done: rollouts that a checkpoint has trained; None where the run did not resume, or within the supervised
                    start.
     supervised_steps_done: supervised steps that a checkpoint within the supervised start has taken; else 0.
-    held_out:      solutions whose loss the supervised start evaluates.
+    held_out:      responses that the supervised start evaluates: solutions, or chosen and rejected ones in turns.
     total_steps:   optimizer steps of RL that may move the policy; its learning rate's schedule ends after them.
     next_row:      metrics that join the next row of metrics.jsonl.
     sampled:       completions that are recorded with that row; none but on the main rank.
     """
 
     config: Config
-    backend: MegatronBackend
+    backend: MegatronBackend | RewardModel
     critic: Critic | RemoteCritic | None
     tokenizer: object
     prompts: PromptDataset
@@ -60,6 +68,7 @@ class Trainer:
     rollouts: RolloutQueue
     rule: SignalRule
     reference: ReferencePolicy
+    teacher: Teacher | None
     planner: UpdatePlanner
     evaluation: Evaluation
     held_out: Sequence[Solution]
@@ -114,7 +123,7 @@ class Trainer:
     def compute_advantages(self, taken: TrainingBatch, index: int) -> AdvantageResult:
         """Return a rollout's advantages, by an estimator or GAE, with a KL in the reward and noise where configured."""
         penalty, mask = None, None
-        if self.critic is not None or self.config.kl_in_reward:
+        if self.critic is not None or self.teacher is not None or self.config.kl_in_reward:
             mask = self.backend.gather_loss_mask(taken.batch)
         if self.config.kl_in_reward:
             penalty = self._kl_penalty(taken, mask, index)
@@ -122,6 +131,8 @@ class Trainer:
             with self.timer.measure("critic"):
                 values = self.critic.values(taken.batch)
             result = critic_advantages(self.config, taken.scored, values, penalty, mask)
+        elif self.teacher is not None:
+            result = self._against_teacher(taken, mask, index)
         else:
             rl_step = self.backend.step_index - self.config.sft.steps
             with self.watchdog.own_code("advantage"):
@@ -130,6 +141,14 @@ class Trainer:
         if self.backend.topology.is_main:
             self.sampled += of_training(self.config, taken, result.advantages.of_sample, index)
         return result
+
+    def _against_teacher(self, taken: TrainingBatch, mask: np.ndarray, index: int) -> AdvantageResult:
+        """Pass every sample under policy and teacher, and return the gaps as advantages."""
+        with self.timer.measure("logprob"):
+            old = self.planner.old_logprobs(taken, np.ones(taken.facts.num_samples, dtype=bool), index)
+        with self.timer.measure("teacher"):
+            teacher = self.teacher.logprobs(taken.batch)
+        return teacher_advantages(self.config, taken.scored, old.flat, teacher, mask, old.metrics)
 
     def _kl_penalty(self, taken: TrainingBatch, mask: np.ndarray, index: int) -> KLPenalty:
         """Pass every sample under policy and reference, and return β times their KL."""
@@ -242,9 +261,7 @@ class Trainer:
         sampled, self.next_row, self.sampled = self.sampled, {}, []
         if self.reference.is_needed:
             row["train/kl_coefficient"] = self.reference.coefficient
-        unmeasured = (
-            {"train/clip_ratio", "train/ratio", "train/kl", "train/kl_coefficient"} if phase == "warmup" else set()
-        )
+        unmeasured = {"train/clip_ratio", "train/ratio", "train/kl", "train/kl_coefficient"} if phase != "rl" else set()
         if not self.reference.is_needed:
             unmeasured.add("train/kl")
         row = {name: value for name, value in row.items() if name not in unmeasured}

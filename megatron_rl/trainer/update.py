@@ -101,6 +101,7 @@ class UpdatePlanner:
         """Prepare the update of rollout ``index``. ``holds``: the policy does not move, while a critic warms up."""
         # Signal by advantage alone decides the samples of the log-prob pass.
         batch, facts, penalty = taken.batch, taken.facts, result.penalty
+        passed = penalty or result.teacher
         signal = has_signal(
             result.advantages.largest(facts.response_tokens),
             facts.loss_tokens,
@@ -113,8 +114,8 @@ class UpdatePlanner:
             plan = self._plan(batch, trained, holds=holds)
         with self.timer.measure("logprob"):
             runs = runs_S(plan, facts.num_samples)
-            if penalty:
-                old = OldLogProbs(flat=penalty.old, own=None, sums={}, metrics=penalty.metrics)
+            if passed:
+                old = OldLogProbs(flat=passed.old, own=None, sums={}, metrics=passed.metrics)
             else:
                 old = self.old_logprobs(taken, runs, index, own=self._own_step(plan, taken))
             corrected = apply_corrections(
@@ -239,6 +240,8 @@ def needs_old_logprobs(config: Config) -> str | None:
         return f"correction.off_policy_delta={config.correction.off_policy_delta}"
     if config.kl_in_reward:
         return "reference.kl_in=reward"
+    if config.has_teacher:
+        return "advantage.estimator=distillation"
     if config.train.epochs_per_rollout > 1:
         return f"train.epochs_per_rollout={config.train.epochs_per_rollout}"
     if not config.skip.logprob_passes:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -43,6 +44,25 @@ def command_line(rank: int, world: int, arguments: list[str]) -> tuple[int, str]
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         code = main(arguments)
     return code, said.getvalue()
+
+
+def told_to_leave(rank: int, world: int, given: list[str], after_step: int) -> tuple[int, str]:
+    """Run the command line; rank 1 gets SIGTERM when the row of ``after_step`` is written."""
+    from megatron_rl.observability.metrics import MetricsWriter
+
+    write = MetricsWriter.write
+
+    def write_and_signal(self, row, *rest):
+        written = write(self, row, *rest)
+        if rank == 1 and row["step"] == after_step:
+            signal.raise_signal(signal.SIGTERM)
+        return written
+
+    MetricsWriter.write = write_and_signal
+    try:
+        return command_line(rank, world, given)
+    finally:
+        MetricsWriter.write = write
 
 
 def arguments(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import load_config
 from tests.runs.command import command_line, rows_of
+from tests.runs.pairs import write_pairs
 
 RECIPES = pathlib.Path(__file__).parents[2] / "examples" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -40,7 +41,13 @@ OWN = {
         "train.samples_per_mini_batch=null",
     ),
     "sft": ("sft.steps=3", "sft.samples_per_step=8"),
+    **dict.fromkeys(
+        ("dpo", "ipo", "simpo", "reward_model"),
+        ("sft.steps=3", "sft.epochs=null", "sft.warmup_steps=0", "sft.samples_per_step=8"),
+    ),
+    "distillation": ("train.num_rollouts=2",),
 }
+PAIRS = ("dpo", "ipo", "simpo", "reward_model")
 IN_HALVES = ("gspo", "cispo", "reinforce_plus_plus")
 
 
@@ -50,33 +57,47 @@ def overrides_of(name: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_trains_two_rollouts_with_finite_losses(pool, arithmetic, tmp_path, name):
+    rows = arithmetic / "train.jsonl"
+    if name in PAIRS:
+        rows = write_pairs(rows, tmp_path / "pairs.jsonl")
     given = [
         "--config",
         str(RECIPES / f"{name}.yaml"),
         "--run-dir",
         str(tmp_path),
         f"model.hf_path={arithmetic / 'model'}",
-        f"data.train={arithmetic / 'train.jsonl'}",
+        f"data.train={rows}",
         *overrides_of(name),
+        *([f"teacher.hf_path={teacher_of(arithmetic, tmp_path)}"] if name == "distillation" else []),
     ]
     ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
     assert code == 0, said
     rows = rows_of(tmp_path)
     real = [row for row in rows if row["step_kind"] == "REAL"]
     assert real and all(math.isfinite(row["train/loss"]) and 0 < row["train/grad_norm"] < math.inf for row in real)
-    if name == "sft":
-        assert [row["phase"] for row in rows] == ["warmup"] * 3 and (
-            tmp_path / "checkpoints" / "step_3" / "hf"
-        ).is_dir()
+    if name == "sft" or name in PAIRS:
+        assert [row["phase"] for row in rows] == ["warmup" if name == "sft" else "preference"] * 3
+        assert (tmp_path / "checkpoints" / "step_3" / "hf").is_dir()
+        assert name == "sft" or rows[-1]["tokens/shared"] > 0  # a pair's prompt runs once
         return
     halves = "train.samples_per_mini_batch=16" in overrides_of(name)
     assert [row["rollout"] for row in rows] == ([1, 1, 2, 2] if halves else [1, 2])
     assert_acts(name, rows)
 
 
+def teacher_of(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Write a teacher of the policy's shape and other weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arithmetic / "model"))
+    model.save_pretrained(folder / "teacher")
+    AutoTokenizer.from_pretrained(arithmetic / "model").save_pretrained(folder / "teacher")
+    return folder / "teacher"
+
+
 def assert_acts(name: str, rows: list[dict]) -> None:
     """Assert that the setting that a method is about left its mark in the metrics."""
-    firsts = [row for row in rows if "reward/mean" in row]
+    firsts = [row for row in rows if ("distillation/reverse_kl" if name == "distillation" else "reward/mean") in row]
     assert len(firsts) == 2
     match name:
         case "grpo":
@@ -100,7 +121,8 @@ def assert_acts(name: str, rows: list[dict]) -> None:
 
 
 def test_there_is_a_recipe_for_each_method_and_a_row_for_each_recipe():
-    assert NAMES == ["cispo", "dapo", "dr_grpo", "gdpo", "grpo", "gspo", "ppo", "reinforce_plus_plus", "rloo", "sft"]
+    of_rl = ["cispo", "dapo", "dr_grpo", "gdpo", "grpo", "gspo", "ppo", "reinforce_plus_plus", "rloo", "distillation"]
+    assert sorted([*of_rl, "sft", *PAIRS]) == NAMES
     table = (RECIPES / "README.md").read_text()
     assert all(f"[`{name}.yaml`]({name}.yaml)" in table for name in NAMES)
     assert all((RECIPES / f"{name}.yaml").read_text().startswith("# ") for name in NAMES)

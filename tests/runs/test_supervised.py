@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import signal
 
 import pytest
 import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.cli import EXIT_CONFIG, EXIT_PREEMPTED
-from tests.runs.command import arguments, command_line, rows_of, timeless, weights_of_last
+from tests.runs.command import arguments, command_line, rows_of, timeless, told_to_leave, weights_of_last
 
 STEPS, WARMUP, LR, MIN_LR = 6, 1, 2e-3, 2e-4
 GIVEN = (
@@ -25,25 +24,6 @@ GIVEN = (
     "sft.save_every_steps=2",
     "optimizer.schedule=constant",
 )
-
-
-def told_to_leave(rank: int, world: int, given: list[str], after_step: int) -> tuple[int, str]:
-    """Run the command line; rank 1 gets SIGTERM when the row of ``after_step`` is written."""
-    from megatron_rl.observability.metrics import MetricsWriter
-
-    write = MetricsWriter.write
-
-    def write_and_signal(self, row, *rest):
-        written = write(self, row, *rest)
-        if rank == 1 and row["step"] == after_step:
-            signal.raise_signal(signal.SIGTERM)
-        return written
-
-    MetricsWriter.write = write_and_signal
-    try:
-        return command_line(rank, world, given)
-    finally:
-        MetricsWriter.write = write
 
 
 def test_a_start_that_a_signal_ends_goes_on_bitwise(pool, arithmetic, tmp_path) -> None:
@@ -117,8 +97,71 @@ def transformers_loss(model_path, rows_path) -> tuple[float, int]:
         (("sft.eval_share=0.1", "sft.eval_path=x.jsonl"), "give one of them"),
         (("sft.warmup_steps=3",), "sft.warmup_steps=3 must be below sft.steps=3"),
         (("sft.schedule=cosin",), "sft.schedule='cosin'"),
+        (("sft.epochs=2",), "sft.steps=3 and sft.epochs=2: one of the two says how many steps there are"),
+        (("data.messages_key=messages",), "data.messages_key='messages' names conversations"),
     ],
 )
 def test_settings_that_contradict_are_named(pool, arithmetic, tmp_path, given, message) -> None:
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, "sft.steps=3", *given), timeout_s=60)
     assert code == EXIT_CONFIG and message in said, said
+
+
+def test_an_epoch_trains_every_row_once_and_starts_no_engine(pool, arithmetic, tmp_path) -> None:
+    """180 rows less the 18 held out, 32 a step: two epochs are 11 steps; vLLM, which is not here, is not asked."""
+    given = ("sft.steps=0", "sft.epochs=2", "sft.samples_per_step=32", "sft.eval_share=0.1", "train.num_rollouts=0")
+    ((code, said),) = pool.run(
+        1,
+        command_line,
+        arguments(arithmetic, tmp_path, *given, "rollout.engine=vllm", "run.deadline_s=700"),
+        timeout_s=120,
+    )
+    assert code == 0, said
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 12))
+
+
+def test_conversations_train_and_their_held_out_loss_is_transformers(pool, arithmetic, tmp_path) -> None:
+    """A conversation's loss is on the assistant's tokens alone, of every turn; the file has no other column."""
+    import json
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = tmp_path / "model"
+    source = AutoModelForCausalLM.from_pretrained(arithmetic / "model")
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
+    end = tokenizer.eos_token
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}" + end + "{% else %}{{ m.content }}="
+        "{% endif %}{% endfor %}"
+    )
+    source.save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    rows = [
+        [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(a + b)}]
+        + [{"role": "user", "content": f"{b}+{a}"}, {"role": "assistant", "content": str(b + a)}]
+        for a in range(8)
+        for b in range(8)
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    given = ("sft.steps=6", "sft.samples_per_step=16", "sft.lr=3e-3", "train.num_rollouts=0", "parallel.pipeline=2")
+    chat = ("data.template=chat", "data.messages_key=messages", f"sft.eval_path={path}", f"data.train={path}")
+    every = arguments(arithmetic, tmp_path / "run", *given, *chat, f"model.hf_path={model}", "reward.functions=[]")
+    results = pool.run(2, command_line, every, timeout_s=120)
+    assert [code for code, _ in results] == [0, 0], results
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step_6" / "hf")
+    total = count = 0
+    for row in rows:
+        ids, own = [], []
+        for message in row:
+            tokens = tokenizer(message["content"], add_special_tokens=False).input_ids
+            is_own = message["role"] == "assistant"
+            ids += [*tokens, *([tokenizer.eos_token_id] if is_own else tokenizer("=").input_ids[:1])]
+            own += [is_own] * (len(tokens) + 1)
+        with torch.no_grad():
+            logprobs = trained(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        for place in range(1, len(ids)):
+            if own[place]:
+                total, count = total - float(logprobs[place - 1, ids[place]]), count + 1
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["sft/eval_tokens"] == count and last["sft/eval_loss"] == pytest.approx(total / count, abs=1e-5)
+    assert last["sft/eval_loss"] < rows_of(tmp_path / "run")[0]["sft/eval_loss_before"]

@@ -40,7 +40,7 @@ ADVANTAGE = (
     Mutant(
         name="gae-dead-by-its-group",
         file="megatron_rl/algorithm/advantage.py",
-        line='if estimator == "gae" or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", '
+        line='if estimator in BY_A_MODEL or (whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", '
         '"gdpo")):',
         becomes='if whiten == "center_and_scale" and estimator in ("reinforce_plus_plus", "gdpo"):',
         fault="under `gae` a group of equal rewards is taken for one without signal",
@@ -295,7 +295,7 @@ SIGNAL = (
     Mutant(
         name="skip-passes-under-kl-in-reward",
         file="megatron_rl/algorithm/signal.py",
-        line="drops_logprob_passes=drops and config.skip.logprob_passes and not config.kl_in_reward,",
+        line="drops_logprob_passes=drops and config.skip.logprob_passes and not config.logprobs_make_advantages,",
         becomes="drops_logprob_passes=drops and config.skip.logprob_passes,",
         fault="log-prob passes drop samples whose advantages are made of these log-probs",
         tests=(

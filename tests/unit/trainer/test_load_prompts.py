@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward import opened_reward
-from megatron_rl.trainer.build import load_prompts
+from megatron_rl.trainer.training_data import load_prompts
 from tests.unit.data.letters import CountingTokenizer
 
 

@@ -1,0 +1,136 @@
+"""Losses of preference pairs as functions of both responses' summed log-probs, or of a reward model's two scores.
+
+Every one is a function ℓ of a margin m = r_w − r_l between the rewards of the chosen response w and the rejected one l:
+
+    loss            reward r of a response y                       ℓ(m)
+    dpo             β · (log π(y) − log π_ref(y))                  −(1 − ε) log σ(m − γ) − ε log σ(γ − m)
+    hinge           β · (log π(y) − log π_ref(y))                  max(0, 1 − m)
+    ipo             (log π(y) − log π_ref(y)) / |y|                (m − 1/(2τ))²
+    simpo           β · log π(y) / |y|                             −(1 − ε) log σ(m − γ) − ε log σ(γ − m)
+    bradley_terry   the value head's number                        −log σ(m − γ)
+
+log π(y) is the sum over the response's loss tokens, |y| their number. dpo: Rafailov et al. 2023, arXiv:2305.18290,
+eq. 7 (ε: Mitchell 2023, "A note on DPO with noisy preferences"; γ: Amini et al. 2024, arXiv:2402.10571). hinge: SLiC's,
+Zhao et al. 2023, arXiv:2305.10425, on DPO's rewards. ipo: Azar et al. 2023, arXiv:2310.12036, eq. 17, per token. simpo:
+Meng et al. 2024, arXiv:2405.14734, eq. 6. bradley_terry: Ouyang et al. 2022, arXiv:2203.02155, eq. 1.
+
+Invariants (``assert_invariants`` in tests/unit/algorithm/test_preference_loss.py):
+
+1. The coefficients of a pair are those of the pair alone: no other pair moves them.
+2. The chosen response's coefficient is ≥ 0 and the rejected one's ≤ 0 wherever ε = 0 and the loss is not ipo's.
+3. Under ``hinge`` both are exactly 0 where the margin is at least 1: such a pair has no signal.
+4. Swapping every pair negates every margin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import logsigmoid
+
+from megatron_rl.algorithm.linear_loss import LinearLoss, linearised
+from megatron_rl.config import PreferenceConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PairScores:
+    """Holds the numbers of 2·P responses, chosen and rejected in turns, that a pair loss reads.
+
+    sums: float64 [2P], summed log-probs in nats, or a reward model's scores.
+    reference: float64 [2P], summed log-probs of the reference policy; None where the loss reads none.
+    loss_tokens: int64 [2P], the number of loss tokens of each response.
+    sample_ids: 2P names, for messages alone.
+
+    Example: one pair whose chosen response has 3 tokens: ``sums=[-4.0, -9.0], reference=[-5.0, -8.0], loss_tokens=[3,
+    4]``; under ``dpo`` with β = 0.1 the rewards are (0.1, −0.1), the margin 0.2, the loss 0.598.
+    """
+
+    sums: np.ndarray
+    reference: np.ndarray | None
+    loss_tokens: np.ndarray
+    sample_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PairOutcome:
+    """Holds the outcome of a loss on P pairs.
+
+    losses: float64 [P].
+    rewards: float64 [2P], r of each response, chosen and rejected in turns.
+    coefficients: float64 [2P], c_i = −∂(Σ losses)/∂sums_i (algorithm/linear_loss.py).
+    """
+
+    losses: np.ndarray
+    rewards: np.ndarray
+    coefficients: np.ndarray
+
+    @property
+    def margins(self) -> np.ndarray:
+        """Return [P], by how much each chosen response's reward is above the rejected one's."""
+        return self.rewards[0::2] - self.rewards[1::2]
+
+
+def compare(scores: PairScores, config: PreferenceConfig) -> PairOutcome:
+    """Return the losses, rewards and coefficients of pairs by ``preference.loss``. No mean is taken.
+
+    Raises NonFiniteAdvantage for a coefficient that is not finite, naming the sample, and ValueError for an odd number
+    of responses or a missing reference.
+    """
+    if len(scores.sums) % 2:
+        raise ValueError(f"{len(scores.sums)} responses are no pairs; give the chosen and the rejected one in turns")
+    if config.needs_reference and scores.reference is None:
+        raise ValueError(f"preference.loss={config.loss} reads the reference policy's log-probs, and none are given")
+    found: LinearLoss = linearised(
+        lambda sums: _losses(_rewards(sums, scores, config), config), scores.sums, sample_ids=scores.sample_ids
+    )
+    rewards = _rewards(torch.from_numpy(np.asarray(scores.sums, dtype=np.float64)), scores, config)
+    return PairOutcome(losses=found.terms, rewards=rewards.numpy(), coefficients=found.coefficients)
+
+
+def _rewards(sums: torch.Tensor, scores: PairScores, config: PreferenceConfig) -> torch.Tensor:
+    """Return r [2P]."""
+    ratio = sums - torch.from_numpy(scores.reference) if config.needs_reference else sums
+    tokens = torch.from_numpy(np.maximum(scores.loss_tokens, 1))
+    match config.loss:
+        case "dpo" | "hinge":
+            return config.beta * ratio
+        case "ipo":
+            return ratio / tokens
+        case "simpo":
+            return config.beta * ratio / tokens
+        case "bradley_terry":
+            return ratio
+    raise ValueError(f"preference.loss={config.loss!r} is not known")
+
+
+def _losses(rewards: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
+    """Return ℓ [P] of rewards [2P]."""
+    margins = rewards[0::2] - rewards[1::2]
+    match config.loss:
+        case "hinge":
+            return torch.relu(1.0 - margins)
+        case "ipo":
+            return (margins - 1.0 / (2.0 * config.beta)) ** 2
+    over, smoothing = margins - config.margin, config.label_smoothing
+    return -(1.0 - smoothing) * logsigmoid(over) - smoothing * logsigmoid(-over)
+
+
+def pair_metrics(outcome: PairOutcome, scores: PairScores, *, prefix: str = "preference/", suffix: str = "") -> dict:
+    """Return the means over the pairs: loss, accuracy, margin, both rewards and both summed log-probs (or scores).
+
+    prefix, suffix: around each metric's name. A tie counts as wrong.
+
+    Example: margins (0.2, −0.1) → accuracy 0.5, margin 0.05.
+    """
+    values = {
+        "loss": outcome.losses,
+        "accuracy": outcome.margins > 0,
+        "margin": outcome.margins,
+        "chosen_reward": outcome.rewards[0::2],
+        "rejected_reward": outcome.rewards[1::2],
+        "chosen_logprob": scores.sums[0::2],
+        "rejected_logprob": scores.sums[1::2],
+    }
+    return {f"{prefix}{name}{suffix}": float(np.mean(value)) for name, value in values.items()}

@@ -1,0 +1,70 @@
+"""A teacher's weights on the policy's ranks: a second, frozen model, of another size and under the policy's degrees."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from megatron_rl.backend.schedule import Schedule
+from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.config import Config, LoraConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.frozen import build_frozen
+from megatron_rl.validate import check_lengths
+from megatron_rl.weights.config_json import load_hf_config
+from megatron_rl.weights.export import load_weights
+from megatron_rl.weights.reader import HuggingFaceReader, check_tensors
+
+SETTING = "teacher.hf_path"
+
+
+class TeacherWeights:
+    """Holds a frozen model that a policy's passes can read.
+
+    It takes its weights' bytes of device memory for good, in the policy's dtype, and has no gradient and no optimizer.
+    """
+
+    def __init__(self, model: TrainableModel) -> None:
+        """Build the model of ``teacher.hf_path`` and load its weights; a collective.
+
+        model: the policy. Raises ConfigError for a teacher that cannot read its samples.
+        """
+        self.model, path = model, model.config.teacher.hf_path
+        hf_config = look_at_teacher(model.config, model.hf_config.vocab_size)
+        config = dataclasses.replace(
+            model.config, model=dataclasses.replace(model.config.model, hf_path=path), lora=LoraConfig()
+        )
+        self.chunks, self.shape = build_frozen(config, hf_config, model.topology)
+        reader = HuggingFaceReader(path)
+        check_tensors(reader, self.shape, allow_unread=config.model.allow_unread_tensors)
+        load_weights([chunk.module for chunk in self.chunks], self.shape, model.topology, reader)
+        reader.close()
+        self.schedule = Schedule(self.chunks, model.topology)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Make the teacher's chunks the model's within the block; no gradient can be accumulated in them."""
+        model = self.model
+        own = model.chunks, model.schedule, model.shape
+        model.chunks, model.schedule, model.shape = self.chunks, self.schedule, self.shape
+        try:
+            yield
+        finally:
+            model.chunks, model.schedule, model.shape = own
+
+
+def look_at_teacher(config: Config, vocab_size: int):
+    """Return the teacher's Hugging Face config; raise ConfigError where it cannot read the policy's samples.
+
+    vocab_size: the policy's.
+    """
+    path = config.teacher.hf_path
+    teacher, name = load_hf_config(path, SETTING), f"{SETTING}={path!r}"
+    check_lengths(config, teacher.max_position_embeddings, of=name)
+    if teacher.vocab_size < vocab_size:
+        raise ConfigError(
+            f"{name} has a vocabulary of {teacher.vocab_size} and the policy one of {vocab_size}: it could not read "
+            "the policy's tokens; give a teacher of the same tokenizer"
+        )
+    return teacher

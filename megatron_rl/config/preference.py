@@ -1,0 +1,59 @@
+"""The section of preference pairs: the loss over chosen and rejected responses, and their columns."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated
+
+from megatron_rl.config.checks import choose
+from megatron_rl.config.ranges import Range
+from megatron_rl.errors import ConfigError
+
+OF_A_POLICY = ("dpo", "hinge", "ipo", "simpo")
+PAIR_LOSSES = (*OF_A_POLICY, "bradley_terry")
+WITH_REFERENCE = ("dpo", "hinge", "ipo")
+WITH_MARGIN = ("dpo", "simpo", "bradley_terry")
+WITH_SMOOTHING = ("dpo", "simpo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    """Has the steps of `sft` train on pairs, a chosen response against a rejected one (docs/preference.md).
+
+    `bradley_terry` trains a reward model, a value head in the vocabulary's place (docs/reward-model.md).
+    """
+
+    loss: str = "none"
+    """`none`: steps imitate `data.solution_key`; `dpo`, `hinge`, `ipo`, `simpo`; `bradley_terry`: a reward model."""
+    beta: Annotated[float, Range(0, 1000, open_low=True)] = 0.1
+    """β of `dpo`, `hinge` and `simpo`, τ of `ipo`."""
+    margin: Annotated[float, Range(-1000, 1000)] = 0.0
+    """Margin γ that a chosen response is to win by: of `simpo`, `dpo` and `bradley_terry`."""
+    label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0
+    """Share of pairs that are taken to be labelled the wrong way round: of `dpo` and `simpo`."""
+    chosen_key: str = "chosen"
+    """Column of the chosen response: a text, or messages, which may begin with the prompt's."""
+    rejected_key: str = "rejected"
+    """Column of the rejected response, as that of the chosen one."""
+
+    def __post_init__(self) -> None:
+        choose("preference.loss", self.loss, ("none", *PAIR_LOSSES))
+        readers = {"margin": WITH_MARGIN, "label_smoothing": WITH_SMOOTHING, "beta": OF_A_POLICY}
+        for name, losses in readers.items():
+            value, neutral = vars(self)[name], {f.name: f.default for f in dataclasses.fields(self)}[name]
+            if value != neutral and self.loss not in losses:
+                raise ConfigError(
+                    f"preference.{name}={value:g} is read by preference.loss={', '.join(losses)}, and the loss is "
+                    f"{self.loss}; leave it at {neutral:g}, or choose another loss"
+                )
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the steps of ``sft`` train on pairs."""
+        return self.loss != "none"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the loss reads a reference policy's log-probs."""
+        return self.loss in WITH_REFERENCE

@@ -1,0 +1,116 @@
+"""A reward model on this rank: a model with a value head, whose number at a response's end is the response's score.
+
+It is trained on preference pairs (trainer/preference.py) and written as transformers' sequence classifier of one label,
+which a reward function (reward/reward_model.py) and a critic (``critic.hf_path``) read.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pathlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+from megatron_rl.backend.batch import Batch
+from megatron_rl.backend.packing import PackedMicroBatch
+from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.config import Config
+from megatron_rl.critic.fresh_head import FreshHead
+from megatron_rl.distributed import topology
+from megatron_rl.model.head import values_of
+from megatron_rl.types import LossInputs, StepPlan
+from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
+from megatron_rl.weights.reader import WeightReader
+
+log = logging.getLogger(__name__)
+
+
+class RewardModel(TrainableModel):
+    """Trains and reads a reward model. Every method is a collective unless it says otherwise."""
+
+    sum_names = ("loss", "tokens")
+
+    def __init__(
+        self, config: Config, *, hf_config=None, weights: Mapping[str, torch.Tensor] | None = None, total_steps: int = 1
+    ) -> None:
+        """Build the model with a value head; a ``score.weight`` among its weights is the head, else it starts at 0.
+
+        The arguments are those of TrainableModel.
+        """
+        super().__init__(config, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True)
+
+    def _reader(self, weights: Mapping[str, torch.Tensor] | None) -> WeightReader:
+        return FreshHead(super()._reader(weights), self.hf_config.hidden_size)
+
+    def scores(self, batch: Batch, chosen: np.ndarray) -> np.ndarray:
+        """Return the value head's number before each loss token, 0 elsewhere: float32 [T] flat, on every rank.
+
+        chosen: bool [S], the samples that are passed.
+        """
+        plan = self.plan("values", batch, chosen, drops=True)
+        return self._read(
+            self.fetch_rows(batch, plan),
+            plan,
+            lambda _, hidden: (values_of(hidden, self.chunks[-1].module), {}),
+        )[0]
+
+    def forward_backward(
+        self, batch: Batch, mini_batch: StepPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = True
+    ) -> None:
+        """Add the gradient of the linear loss −Σ_t w_t · V_t over loss tokens; ``supervised`` is the only kind."""
+        self._accumulate(batch, mini_batch, inputs, fingerprint, self._loss)
+
+    def _loss(self, tokens: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = values_of(hidden, self.chunks[-1].module)
+        loss = -(tokens.weights * values).sum()
+        return loss, torch.stack([loss.detach().double(), torch.ones_like(values).sum().double()])
+
+    def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight whole under its Hugging Face name, ``score.weight`` too, as ``MegatronBackend.export``."""
+        self.schedule.gather_parameters()
+        parameters = [dict(chunk.module.named_parameters()) for chunk in self.chunks]
+        yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
+
+    def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
+        """Write a directory that ``AutoModelForSequenceClassification`` loads; the main rank writes, all take part."""
+        if not self.topology.is_main:
+            for _ in self.export():
+                pass
+            return
+        save_hugging_face(
+            self.export(),
+            classifier_config(self.hf_config, tokenizer),
+            tokenizer,
+            path,
+            source=self.config.model.hf_path,
+            tokenizer_source=self.config.model.tokenizer_path,
+        )
+
+    def close(self, *, leave_world: bool = True) -> None:
+        """Take all groups down; the process may build another model afterwards."""
+        self.retire()
+        topology.destroy(leave_world=leave_world)
+
+
+def classifier_config(hf_config, tokenizer):
+    """Return transformers' config of a sequence classifier of one label over the same model.
+
+    Such a classifier reads a row's score at its last token that is no pad, so its pad must not be the token that ends a
+    response; where the tokenizer has no other, ``pad_token_id`` is null, and rows are scored one at a time.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+
+    found = copy.deepcopy(hf_config)
+    found.architectures = [CLASSES[hf_config.model_type]]
+    found.num_labels = 1
+    pads = [pad for pad in (hf_config.pad_token_id, tokenizer.pad_token_id) if isinstance(pad, int) and pad >= 0]
+    found.pad_token_id = next((pad for pad in pads if pad != tokenizer.eos_token_id), None)
+    if found.pad_token_id is None:
+        log.warning(
+            "the reward model's tokenizer has no pad token beside the end of sequence: config.json has "
+            "pad_token_id=null, and transformers scores one row at a time"
+        )
+    return found

@@ -1,0 +1,79 @@
+"""A trained reward model as a reward function: a sequence classifier of one label scores prompt and response."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.errors import ConfigError
+
+ROWS_PER_PASS = 16
+
+
+class RewardModelScore:
+    """Scores responses by the reward model in a directory, which every rank holds whole, by transformers.
+
+    The score is the model's number at a response's last token. Tokens are the policy's own, so the reward model must be
+    of its tokenizer; a prompt's text is tokenized by the directory's, without special tokens, as prompts are.
+
+    Example: ``RewardModelScore("runs/judge/checkpoints/step_200/hf")(prompts=["2+2="], completions=["4"],
+    completion_ids=[[7, 2]])`` → ``[1.3]``.
+    """
+
+    def __init__(self, path: str | pathlib.Path, device: torch.device | None = None) -> None:
+        """Load the model. Raises ConfigError for a directory without one, or one of several labels."""
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+        setting, self._device = f"reward.model_path={str(path)!r}", device or HOST.device
+        if not (pathlib.Path(path) / "config.json").is_file():
+            raise ConfigError(f"{setting} holds no config.json; give a reward model's directory")
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+        except Exception as error:  # transformers and its readers raise errors of many classes
+            raise ConfigError(f"{setting} cannot be loaded ({type(error).__name__}: {error!s:.300})") from error
+        if config.num_labels != 1 or "score.weight" in report["missing_keys"]:
+            raise ConfigError(
+                f"{setting} is no reward model: it has num_labels={config.num_labels}"
+                f"{', and no score.weight' if report['missing_keys'] else ''}; train one by "
+                "preference.loss=bradley_terry"
+            )
+        self._model = model.to(self._device).eval()
+        self._longest, self._vocabulary = config.max_position_embeddings, config.vocab_size
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: object
+    ) -> list[float]:
+        """Return each response's score."""
+        asked = self._tokenizer(list(prompts), add_special_tokens=False).input_ids
+        rows = [[*prompt, *response] for prompt, response in zip(asked, completion_ids, strict=True)]
+        for row in rows:
+            if not 0 < len(row) <= self._longest or max(row) >= self._vocabulary:
+                raise ValueError(
+                    f"a sample of {len(row)} tokens, up to {max(row, default=0)}, does not fit in the reward model's "
+                    f"context of {self._longest} and vocabulary of {self._vocabulary}"
+                )
+        scores = np.zeros(len(rows))
+        by_length = np.argsort([len(row) for row in rows], kind="stable")
+        for first in range(0, len(rows), ROWS_PER_PASS):
+            part = by_length[first : first + ROWS_PER_PASS]
+            scores[part] = self._scores([rows[i] for i in part])
+        return scores.tolist()
+
+    def _scores(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        longest = max(map(len, rows))
+        tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self._device)
+        lengths = torch.tensor([len(row) for row in rows], device=self._device)
+        inside = torch.arange(longest, device=self._device) < lengths[:, None]
+        # the layers alone: the classifier's own pooling takes a response's end for a pad where the two are one token
+        hidden = self._model.base_model(input_ids=tokens, attention_mask=inside.long()).last_hidden_state
+        last = hidden[torch.arange(len(rows), device=self._device), lengths - 1]
+        return self._model.score(last)[:, 0].float().cpu().numpy()

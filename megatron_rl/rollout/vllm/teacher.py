@@ -1,0 +1,94 @@
+"""A teacher that vLLM servers hold: the log-probs of given tokens, as ``prompt_logprobs`` of a request.
+
+Read in vLLM 0.32.0 (entrypoints/openai/completion): /v1/completions takes a prompt of token ids and
+``prompt_logprobs=0``, and answers with one entry for each prompt token: null for the first, then the token's own id and
+log-prob, at temperature 1 whatever the request's is, in the server's default logprobs mode.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from megatron_rl.config import TeacherConfig
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout.vllm.http import Server
+from megatron_rl.rollout.vllm.replica import ReplicaLost, RequestRefused
+from megatron_rl.rollout.vllm.server_replica import api_key_of
+from megatron_rl.types import Sample
+
+KEY_SETTING = "teacher.api_key_env"
+ATTEMPTS = 2  # of a sample's request, each at another server where there are several
+
+
+class TeacherServers:
+    """Asks servers for log-probs, in threads. Not a collective."""
+
+    def __init__(self, settings: TeacherConfig) -> None:
+        """Take the addresses. Raises ConfigError for one that is none."""
+        key = api_key_of(settings.api_key_env)
+        self._servers = [Server(url, api_key=key, key_setting=KEY_SETTING) for url in settings.servers]
+        self._settings = settings
+        self._models: dict[str, str] = {}
+        self._turn = itertools.count()
+
+    def logprobs(self, samples: Sequence[Sample], deadline_s: float) -> list[np.ndarray]:
+        """Return the teacher's log-probs of each sample's response, float32 [response] each.
+
+        deadline_s: seconds for all of them.
+        Raises EngineError where a sample's requests fail, or at the deadline.
+        """
+        if not samples:
+            return []
+        ends_at = time.monotonic() + deadline_s
+        with ThreadPoolExecutor(self._settings.requests_at_once, thread_name_prefix="teacher") as threads:
+            coming = [threads.submit(self._of_sample, sample, ends_at) for sample in samples]
+            try:
+                return [future.result() for future in coming]
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _of_sample(self, sample: Sample, ends_at: float) -> np.ndarray:
+        errors = []
+        for _ in range(ATTEMPTS):
+            server = self._servers[next(self._turn) % len(self._servers)]
+            timeout_s = min(self._settings.request_s, ends_at - time.monotonic())
+            if timeout_s <= 0:
+                errors.append("run.deadline_s is over")
+                break
+            try:
+                return self._ask(server, sample, timeout_s)
+            except (ReplicaLost, RequestRefused) as error:
+                errors.append(str(error))
+        raise EngineError(f"no teacher scored sample {sample.sample_id}: {'; '.join(errors)}")
+
+    def _ask(self, server: Server, sample: Sample, timeout_s: float) -> np.ndarray:
+        ids = sample.token_ids.tolist()
+        body = {"model": self._model_of(server, timeout_s), "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+        answer = server.call("POST", "/v1/completions", body, timeout_s=timeout_s)
+        try:
+            entries = answer["choices"][0]["prompt_logprobs"]
+            found = [
+                float(entries[place][str(ids[place])]["logprob"]) for place in range(sample.prompt_tokens, len(ids))
+            ]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RequestRefused(
+                f"{server.url}: an answer without the log-prob of each of {len(ids)} prompt tokens "
+                f"({type(error).__name__}: {error}); is it a vLLM server of the policy's tokenizer?"
+            ) from error
+        return np.array(found, dtype=np.float32)
+
+    def _model_of(self, server: Server, timeout_s: float) -> str:
+        """Return the name of the server's first model."""
+        if server.url not in self._models:
+            answer = server.call("GET", "/v1/models", timeout_s=timeout_s)
+            try:
+                self._models[server.url] = str(answer["data"][0]["id"])
+            except (KeyError, IndexError, TypeError) as error:
+                raise RequestRefused(f"{server.url}: /v1/models names no model; is it a vLLM server?") from error
+        return self._models[server.url]

@@ -1,0 +1,138 @@
+"""Steps on preference pairs: two forward-only passes, a loss of all pairs at once, and the linear loss that follows.
+
+The policy's log-probs, or a reward model's scores, come from a pass at the weights of the step; ``preference.loss``
+makes of them a coefficient for each response (algorithm/preference_loss.py), and the schedule runs the token sum
+−Σ c_i · log π with the same gradient (algorithm/linear_loss.py). The halves of a pair lie on any ranks and in any
+micro-batches. A response whose coefficient is 0, as under ``hinge`` beyond the margin, has no signal and is dropped
+like a zero advantage; the mean counts every pair, dropped or not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rl.algorithm.flat import sum_per_sample
+from megatron_rl.algorithm.preference_loss import PairOutcome, PairScores, compare, pair_metrics
+from megatron_rl.algorithm.signal import SignalRule, has_signal
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.batch import Batch
+from megatron_rl.config import PreferenceConfig
+from megatron_rl.critic import RewardModel
+from megatron_rl.distributed import collectives
+from megatron_rl.observability.metrics import skip_metrics
+from megatron_rl.observability.throughput import performance
+from megatron_rl.planning.plan import plan_steps
+from megatron_rl.planning.tokens import tokens_of
+from megatron_rl.trainer.supervised import (
+    Imitation,
+    ResponseUpdate,
+    SupervisedTask,
+    next_responses,
+    response_batch,
+    response_batches,
+)
+from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.types import LossInputs, StepResult
+
+PHASE = "preference"  # of its rows in metrics.jsonl, and the purpose of its plans
+HALVES = 2  # responses of a pair: chosen and rejected, in turns
+
+
+def compare_pairs(
+    backend: MegatronBackend | RewardModel, batch: Batch, config: PreferenceConfig
+) -> tuple[PairScores, PairOutcome]:
+    """Return the scores of a batch's pairs under the current weights, and the loss of each pair. A collective."""
+    facts, reference = batch.facts, None
+    if config.needs_reference:
+        with backend.reference_weights():
+            reference = _sums(backend, batch)
+    sums = _sums(backend, batch)
+    scores = PairScores(sums=sums, reference=reference, loss_tokens=facts.loss_tokens, sample_ids=facts.sample_ids)
+    return scores, compare(scores, config)
+
+
+def _sums(backend: MegatronBackend | RewardModel, batch: Batch) -> np.ndarray:
+    """Return float64 [S]: each response's summed log-probs, or its score, under the weights that are in place."""
+    everything = np.ones(batch.facts.num_samples, dtype=bool)
+    is_judge = isinstance(backend, RewardModel)
+    flat = backend.scores(batch, everything) if is_judge else backend.logprobs(batch, everything).flat
+    return sum_per_sample(flat.astype(np.float64), batch.facts.response_tokens)
+
+
+def prepare_pairs(
+    backend: MegatronBackend | RewardModel, batch: Batch, outcome: PairOutcome, rule: SignalRule
+) -> ResponseUpdate:
+    """Decide the signal of a batch's responses and plan their one optimizer step. A collective.
+
+    The mean is over all P pairs, counted before the drop.
+    """
+    facts = batch.facts
+    # Every rank holds the same numbers; where exp or log took part, all take rank 0's.
+    coefficients = collectives.broadcast_from_rank0(outcome.coefficients)
+    signal = has_signal(
+        coefficients, facts.loss_tokens, advantage_epsilon=rule.advantage_epsilon, sample_ids=facts.sample_ids
+    )
+    tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)
+    plan = plan_steps(PHASE, [np.arange(facts.num_samples)], tokens, signal, backend.rules, drops=rule.drops)
+    weights = coefficients / (facts.num_samples // HALVES)
+    return ResponseUpdate(
+        batch=backend.fetch_rows(batch, plan),
+        step=plan.mini_batches[0],
+        fingerprint=plan.fingerprints()[0],
+        signal=signal,
+        inputs=LossInputs(advantages=weights, weights=weights),
+    )
+
+
+class Comparison:
+    """Trains the run's model on pairs: the policy, or a reward model. Methods are collectives."""
+
+    phase = PHASE
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.config = trainer, trainer.config
+
+    def step(self) -> tuple[StepResult, dict[str, float]]:
+        """Take one optimizer step on the next ``sft.samples_per_step`` pairs."""
+        trainer, backend, timer = self.trainer, self.trainer.backend, self.trainer.timer
+        responses = next_responses(self.config, trainer.prompts, self.config.sft.samples_per_step)
+        batch = response_batch(backend, responses, of_row=HALVES)
+        with timer.measure("logprob"):
+            scores, outcome = compare_pairs(backend, batch, self.config.preference)
+        with timer.measure("plan"):
+            update = prepare_pairs(backend, batch, outcome, trainer.rule)
+        with timer.measure("update"):
+            update.accumulate(backend)
+            result = backend.optim_step(update.step.kind)
+        metrics = pair_metrics(outcome, scores)
+        metrics |= skip_metrics(update.step, batch.facts, update.signal, share_prompts=backend.rules.share_prompts)
+        metrics |= performance(backend, batch.facts, update.step, timer.seconds["update"]) | timer.take()
+        return result, {**metrics, "train/loss": metrics["preference/loss"]}
+
+    def evaluate(self, *, suffix: str = "") -> dict[str, float]:
+        """Return ``preference/eval_*``: the means over the held-out pairs; {} where none are held out."""
+        trainer = self.trainer
+        if not trainer.held_out:
+            return {}
+        size = self.config.sft.samples_per_step
+        with trainer.watchdog.stage("eval"):
+            parts = [
+                compare_pairs(trainer.backend, batch, self.config.preference)
+                for batch in response_batches(trainer.backend, trainer.held_out, size, of_row=HALVES)
+            ]
+        outcome = PairOutcome(
+            losses=np.concatenate([part.losses for _, part in parts]),
+            rewards=np.concatenate([part.rewards for _, part in parts]),
+            coefficients=np.concatenate([part.coefficients for _, part in parts]),
+        )
+        scores = PairScores(
+            sums=np.concatenate([part.sums for part, _ in parts]),
+            reference=None,
+            loss_tokens=np.concatenate([part.loss_tokens for part, _ in parts]),
+        )
+        return pair_metrics(outcome, scores, prefix="preference/eval_", suffix=suffix)
+
+
+def supervised_task(trainer: Trainer) -> SupervisedTask:
+    """Return the task of the run's supervised steps."""
+    return Comparison(trainer) if trainer.config.preference.is_on else Imitation(trainer)

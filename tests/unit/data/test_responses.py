@@ -1,0 +1,101 @@
+"""Checks the responses that supervised steps train: conversations, pairs, and rows that do not fit."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+
+from megatron_rl.config import DataConfig
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.data.solution import read_at_end
+from megatron_rl.errors import ConfigError
+from tests.unit.data.templates import CHATML, tokenizer_of
+
+CHAT = DataConfig(template="chat", messages_key="messages", shuffle=False)
+
+
+def say(*turns: str) -> list[dict]:
+    """Return messages of the roles that stand before each text, as in ``u:hello``."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+
+
+def source(rows, data=CHAT, **given) -> PromptDataset:
+    return PromptDataset(rows, tokenizer_of(CHATML), data, 0, **given)
+
+
+def text_of(ids) -> str:
+    return tokenizer_of(CHATML).decode(ids)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        ("u:hi", "a:hello"),
+        ("s:be kind", "u:hi", "a:hello", "u:and?", "a:bye"),
+        ("u:go", "a:call", "t:7", "t:8", "a:done"),
+    ],
+)
+def test_a_conversations_tokens_are_the_templates_and_its_loss_is_the_assistants(turns) -> None:
+    """Its tokens are those of the whole conversation by the template, up to the end of the last turn."""
+    tokenizer = tokenizer_of(CHATML)
+    (found,) = source([{"messages": say(*turns)}]).next_solutions(1)
+    ids = [*found.prompt.token_ids, *found.response_ids]
+    whole = tokenizer.apply_chat_template(say(*turns), tokenize=False)
+    assert text_of(ids) + "\n" == whole
+    mask = [False] * len(found.prompt.token_ids) + list(found.loss_mask)
+    runs = [[token for token, _ in run] for own, run in groupby(zip(ids, mask, strict=True), lambda x: x[1]) if own]
+    assert [text_of(run) for run in runs] == [turn[2:] + "<|im_end|>" for turn in turns if turn[0] == "a"]
+
+
+def test_messages_behind_the_assistants_last_are_left_out() -> None:
+    (found,) = source([{"messages": say("u:hi", "a:hello", "u:thanks")}]).next_solutions(1)
+    assert text_of(found.response_ids) == "hello<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (say("u:hi"), "has messages of the roles user; a conversation begins"),
+        (say("a:hi", "u:yes"), "has messages of the roles assistant, user; a conversation begins"),
+        (say("u:hi", "a:one", "a:two"), "two messages of the assistant's in a row"),
+        ([{"role": "user"}], "message 0 is"),
+    ],
+)
+def test_conversations_without_a_turn_to_train_are_named(messages, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        source([{"messages": messages}], responses=(("solution", "data.solution_key"),))
+
+
+def test_pairs_take_texts_and_messages_that_may_repeat_the_prompt() -> None:
+    rows = [
+        {"prompt": "hi", "chosen": "good", "rejected": "bad"},
+        {"prompt": "hi", "chosen": say("u:hi", "a:good"), "rejected": say("u:hi", "a:bad")},
+        {"prompt": say("u:hi"), "chosen": say("a:good"), "rejected": say("u:hi", "a:bad")},
+    ]
+    data = DataConfig(template="chat", shuffle=False)
+    pairs = source(rows, data).next_pairs(3, "chosen", "rejected")
+    assert {text_of(chosen.response_ids) for chosen, _ in pairs} == {"good<|im_end|>"}
+    assert {text_of(rejected.response_ids) for _, rejected in pairs} == {"bad<|im_end|>"}
+    assert len({chosen.prompt.token_ids for chosen, _ in pairs}) == 1
+
+
+def test_a_response_beyond_the_context_is_named_at_the_start_or_dropped() -> None:
+    """A row is checked when the run begins, whichever step would train it."""
+    rows = [{"prompt": "p", "chosen": "short", "rejected": "x" * n} for n in (1, 60, 2)]
+    keys = (("chosen", "preference.chosen_key"), ("rejected", "preference.rejected_key"))
+    data = DataConfig(shuffle=False)
+    with pytest.raises(ConfigError, match="row 1: prompt and rejected have 62 tokens .*on_long_prompt=drop"):
+        source(rows, data, context_tokens=40, responses=keys)
+    kept = source(rows, DataConfig(shuffle=False, on_long_prompt="drop"), context_tokens=40, responses=keys)
+    assert len(kept) == 2 and kept.num_dropped == 1
+    assert [len(rejected.response_ids) for _, rejected in kept.next_pairs(2, "chosen", "rejected")] == [2, 3]
+
+
+def test_a_score_is_read_from_the_responses_last_token() -> None:
+    ((chosen, _),) = source([{"prompt": "p", "chosen": "ab", "rejected": "c"}], DataConfig()).next_pairs(
+        1, "chosen", "rejected"
+    )
+    found = read_at_end(chosen)
+    assert found.response_ids[:-1] == chosen.response_ids and found.loss_mask == (False, False, False, True)
