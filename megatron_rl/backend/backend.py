@@ -29,7 +29,7 @@ from megatron_rl.algorithm.own_policy import OwnPolicy
 from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.batch import Batch
-from megatron_rl.backend.packing import PackedMicroBatch
+from megatron_rl.backend.packing import FlatInputs, PackedMicroBatch
 from megatron_rl.backend.reference_weights import PLACEMENTS, ReferenceWeights
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.config import Config, LossConfig
@@ -179,7 +179,7 @@ class MegatronBackend(TrainableModel):
         self._add_gradient(batch, mini_batch, inputs, fingerprint, chosen, supervised=supervised, reads=False)
 
     def forward_backward_logprobs(
-        self, batch: Batch, mini_batch: StepPlan, inputs: LossInputs, *, fingerprint: bytes, objective: Objective
+        self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs, *, fingerprint: bytes, objective: Objective
     ) -> np.ndarray:
         """Do as ``forward_backward``, and return the log-probs of the samples that ran, as ``forward`` does."""
         reported = self._add_gradient(batch, mini_batch, inputs, fingerprint, objective, supervised=False, reads=True)
@@ -189,7 +189,7 @@ class MegatronBackend(TrainableModel):
         self,
         batch: Batch,
         mini_batch: StepPlan,
-        inputs: LossInputs,
+        inputs: FlatInputs,
         fingerprint: bytes,
         objective: Objective,
         *,
