@@ -81,6 +81,11 @@ class MegatronBackend(TrainableModel):
         self.reference: ReferenceWeights = PLACEMENTS[config.reference.placement](self)
         self._frozen_checksum: str | None = None
 
+    @property
+    def has_gradient(self) -> bool:
+        """Return whether a gradient is accumulated, the same on every rank."""
+        return self._accumulated
+
     def objective_of(self, term: OwnPolicy) -> Objective:
         """Return a loss of this term alone, a sum over tokens, for ``forward_backward``. Not a collective."""
         return Objective(LossConfig(), self._sum_over_context, term=term)
