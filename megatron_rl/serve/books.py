@@ -44,9 +44,22 @@ class Books:
         return session
 
     def session(self, id: str, owner: str) -> Row:
+        """Return an open session, of which this is a sign of life. Raises RequestError for one that has ended."""
         row = self._owned("sessions", id, owner, "session")
+        if row.facts.get("finished"):
+            raise RequestError(f"session {id} was finished by its client", status=410)
         self.hear(id)
         return row
+
+    def known_session(self, id: str, owner: str) -> Row:
+        """Return a session, open or not."""
+        return self._owned("sessions", id, owner, "session")
+
+    def finish_session(self, id: str, owner: str) -> None:
+        """End a session: its models may make room for others at once. Their checkpoints stay."""
+        self._owned("sessions", id, owner, "session")
+        self.store.update("sessions", id, finished=True)
+        self.heard.pop(id, None)
 
     def hear(self, session: str) -> None:
         self.heard[session] = time.monotonic()

@@ -19,11 +19,9 @@ from megatron_rl.config.serve import ServeConfig
 from megatron_rl.serve import naming
 from megatron_rl.serve.books import Books, spec_facts
 from megatron_rl.serve.operations import Operation, Operations
-from megatron_rl.serve.samplers import BASE
 from megatron_rl.serve.store import DONE, FAILED
-from megatron_rl.serve.values import Fault
+from megatron_rl.serve.values import TICK_S, Fault, Message, Outcome
 from megatron_rl.serve.wire import PROTOBUF, sample_answer, training_answer
-from megatron_rl.serve.worker import TICK_S, Message, Outcome
 
 log = logging.getLogger(__name__)
 JSON = "application/json"
@@ -184,11 +182,11 @@ class Dispatcher:
     def _sample(self, operations: Sequence[Operation]) -> None:
         header = dict(operations[0].header)
         name = str(header["weights"])
-        if header["folder"] is None and name != BASE and name not in self.weights:
+        if header["folder"] is None and name != naming.BASE and name not in self.weights:
             for operation in operations:
                 self._fail(operation, f"sampler weights {name} are not kept any more; save them again", Fault.USER)
             return
-        if name != BASE:
+        if name != naming.BASE:
             self._make_room(name)
         header["requests"] = [dataclasses.asdict(operation.parsed) for operation in operations]
         outcome = self.run(Message(header=header))

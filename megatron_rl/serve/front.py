@@ -92,6 +92,7 @@ class Front:
         self.app = FastAPI(title="megatron_rl", docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_middleware(BodyLimit, most=int(settings.max_body_mb * 2**20))
         self.app.add_exception_handler(RequestError, _refused)
+        self.app.add_exception_handler(404, _unknown_route)
         post: dict[str, Callable[[str, dict], object]] = {
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
@@ -135,6 +136,8 @@ class Front:
         )
         path = f"{ROOT}/training_runs/{{model}}/checkpoints/{{checkpoint:path}}"
         self.app.add_api_route(path, removing, methods=["DELETE"])
+        finishing = self._reading_route(lambda owner, session: books.finish_session(session, owner) or {})
+        self.app.add_api_route(f"{ROOT}/sessions/{{session}}/finish", finishing, methods=["POST"])
 
     # ---- what every route does --------------------------------------------------------------------------------------
 
@@ -228,6 +231,11 @@ class Front:
         what = "was lost before it ended" if row.state == ACCEPTED else "had ended, and its answer is not kept any more"
         message = f"{row.kind} {seq} of {line} {what}" + (f": {lost[0]}" if lost else "")
         return JSONResponse({"error": message, "category": Fault.SERVER.value})
+
+
+async def _unknown_route(request: Request, _: Exception) -> Response:
+    text = f"{request.method} {request.url.path} is not served here; docs/tinker.md lists what is"
+    return JSONResponse({"detail": text}, status_code=404)
 
 
 async def _refused(_: Request, error: RequestError) -> Response:

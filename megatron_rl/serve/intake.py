@@ -16,7 +16,6 @@ from megatron_rl.serve import naming
 from megatron_rl.serve.books import Books, spec_facts
 from megatron_rl.serve.losses import check_inputs, served_loss
 from megatron_rl.serve.operations import Operation, Operations, digest_of
-from megatron_rl.serve.samplers import BASE
 from megatron_rl.serve.stops import stops_of
 from megatron_rl.serve.values import AdapterSpec, Fault, RequestError
 from megatron_rl.serve.wire import parse_training, prompt_tokens
@@ -272,7 +271,7 @@ class Intake:
         path = body.get("model_path")
         if path is None:
             self._check_base(body.get("base_model") or "")
-            return {"weights": BASE, "folder": None, "path": None, "base_model": self.served.name}
+            return {"weights": naming.BASE, "folder": None, "path": None, "base_model": self.served.name}
         checkpoint = self.books.checkpoint(path, owner)
         return {
             "weights": path,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megatron_rl.serve.values import RequestError
 
 STATE, SAMPLER = "weights", "sampler_weights"  # the two kinds of checkpoints, as they stand in a path
+BASE = "base"  # the name of the base model's own weights, among samplers'
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 

@@ -105,7 +105,7 @@ def weights_info(books: Books, owner: str, path: str) -> dict[str, object]:
 
 def session(books: Books, owner: str, id: str) -> dict[str, object]:
     """Return a session's training runs and samplers."""
-    row = books.session(id, owner)
+    row = books.known_session(id, owner)
     return {
         "training_run_ids": [x.id for x in books.store.of_owner("models", owner, id)],
         "sampler_ids": [x.id for x in books.store.of_owner("samplers", owner, id)],

@@ -23,9 +23,8 @@ from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.sampling import SampledSequence, SampleRequest, SampleResult, TopLogProbs
 from megatron_rl.serve.models import Models, Weights
+from megatron_rl.serve.naming import BASE
 from megatron_rl.serve.values import Fault, RequestError
-
-BASE = "base"  # the name of the base model's own weights
 
 
 class Samplers:

@@ -8,6 +8,8 @@ from enum import Enum
 
 import numpy as np
 
+TICK_S = 10.0  # between two messages to the ranks, while nothing is to be done
+
 
 class Fault(Enum):
     """Says whose fault an operation's error is, in the SDK's words."""
@@ -89,3 +91,21 @@ class AdapterSpec:
     def targets(self) -> tuple[str, ...]:
         """Return Megatron-Core's names of the layers that train."""
         return ("linear_qkv", "linear_proj") * self.attention + ("linear_fc1", "linear_fc2") * self.mlp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Message:
+    """Holds what every rank runs next. parsed: the body's values where this rank has them already."""
+
+    header: Mapping[str, object]
+    body: bytes = b""
+    parsed: object = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """Holds how a message ended: a value, or an error's text and whose fault it is."""
+
+    value: object = None
+    error: str | None = None
+    fault: Fault = Fault.USER

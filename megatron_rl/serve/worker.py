@@ -15,7 +15,6 @@ import json
 import logging
 import pathlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,31 +28,12 @@ from megatron_rl.rollout.sampling import SampleRequest
 from megatron_rl.serve.models import Models
 from megatron_rl.serve.samplers import Samplers
 from megatron_rl.serve.updates import prepare, run
-from megatron_rl.serve.values import AdapterSpec, Fault, RequestError
+from megatron_rl.serve.values import AdapterSpec, Fault, Message, Outcome, RequestError
 from megatron_rl.serve.wire import parse_training
 from megatron_rl.types import StepKind
 
 log = logging.getLogger(__name__)
-TICK_S = 10.0
 ANSWERS = (RequestError, ConfigError, CheckpointError, EngineError, NonFiniteAdvantage)  # raised on every rank alike
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Message:
-    """Holds what every rank runs next. parsed: the body's values where this rank has them already."""
-
-    header: Mapping[str, object]
-    body: bytes = b""
-    parsed: object = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outcome:
-    """Holds how a message ended: a value, or an error's text and whose fault it is."""
-
-    value: object = None
-    error: str | None = None
-    fault: Fault = Fault.USER
 
 
 def share_message(message: Message | None) -> Message:
