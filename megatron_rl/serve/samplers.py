@@ -48,7 +48,7 @@ class Samplers:
             location=location,
             role=role,
             device=HOST.device,
-            dtype=DTYPES[config.model.dtype],
+            dtype=DTYPES[backend.config.model.dtype],
             vocab_size=backend.shape.vocab_size,
         )
         self.share = role.share

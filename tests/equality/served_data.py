@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 
 
-def make_data(loss: str, count: int, *, seed: int = 0, wide: bool = False) -> list[Datum]:
+def make_data(loss: str, count: int, *, seed: int = 0, wide: bool = False, vocab: int = VOCAB) -> list[Datum]:
     """Draw ragged data: prompts without a coefficient, every third datum without any, targets of a client's choice.
 
     wide: several targets a token, of cross_entropy alone.
@@ -28,11 +28,11 @@ def make_data(loss: str, count: int, *, seed: int = 0, wide: bool = False) -> li
     data = []
     for i in range(count):
         prompt, response = int(random.integers(1, 6)), int(random.integers(1, 12))
-        tokens = random.integers(2, VOCAB, prompt + response + 1)
+        tokens = random.integers(2, vocab, prompt + response + 1)
         length, width = len(tokens) - 1, int(random.integers(1, 4)) if wide else 1
         targets = tokens[1:, None]
         if wide or i % 2:  # a client pads the prompt's targets, or scores other tokens
-            targets = random.integers(0, VOCAB, (length, width))
+            targets = random.integers(0, vocab, (length, width))
         coefficient = random.normal(0, 1, (length, width)) * (np.arange(length) >= prompt - 1)[:, None] * (i % 3 != 0)
         inputs = {"weights" if loss == "cross_entropy" else "advantages": coefficient.astype(np.float32)}
         if loss != "cross_entropy":
