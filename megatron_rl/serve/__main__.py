@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from megatron_rl import cli
 from megatron_rl.config import Config
 
@@ -13,5 +15,10 @@ def serve(config: Config) -> bool:
     return run(config)
 
 
-if __name__ == "__main__":
+def command_line() -> NoReturn:
+    """Run the command line and end the process with its exit code."""
     cli.end_process(lambda: cli.main(serve, program=cli.SERVER))
+
+
+if __name__ == "__main__":
+    command_line()

@@ -58,6 +58,8 @@ class Dispatcher:
     def _one(self, operation: Operation) -> None:
         header = dict(operation.header)
         if header["do"] == "fail":
+            if operation.depends and operation.line in self.held:
+                self.run(Message(header={"do": "discard", "model": operation.line}))
             self._fail(operation, str(header["error"]), Fault(header["fault"]))
             return
         if header["do"] == "save" and not header["overwrite"] and self._exists(str(header["path"])):

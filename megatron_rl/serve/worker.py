@@ -156,6 +156,9 @@ class Worker:
         for name in header["weights"]:
             self.samplers.drop(name)
 
+    def _discard(self, header: Mapping, _: object) -> None:
+        self.models.discard_gradient(header["model"])
+
     def _tick(self, header: Mapping, _: object) -> None:
         """Do nothing: the message has shown that rank 0 lives."""
 
@@ -169,6 +172,7 @@ _RUN: dict[str, Callable[[Worker, Mapping, object], object]] = {
     "snapshot": Worker._snapshot,
     "sample": Worker._sample,
     "drop": Worker._drop,
+    "discard": Worker._discard,
     "tick": Worker._tick,
 }
 
