@@ -23,8 +23,7 @@ PLACES = {
     "TP2": (2, (TP2,)),
     "DP2": (2, ("optimizer.distributed=true",)),
 }
-# Float32 and another order of summation, over three steps of AdamW, which divides small moments by their roots.
-STEPS_TOLERANCE = 2e-5
+STEPS_TOLERANCE = 1e-5  # float32 and another order of summation
 
 
 def data_of(seed: int, count: int = 5) -> list:
@@ -97,11 +96,12 @@ def steps_of_torch(path: str, overrides: list[dict]) -> tuple[dict[str, torch.Te
     return file_weights(model), norms
 
 
+# ε keeps AdamW from making steps of gradients that are 0 but for rounding, as those of a key's bias are.
 STEPS = [
-    dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.0),
-    dict(learning_rate=3e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.0, grad_clip_norm=0.5),
-    dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.3, grad_clip_norm=0.5),
-    dict(learning_rate=2e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0),
+    dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.0),
+    dict(learning_rate=3e-3, beta1=0.8, beta2=0.99, eps=1e-3, weight_decay=0.0, grad_clip_norm=0.5),
+    dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.3, grad_clip_norm=0.5),
+    dict(learning_rate=2e-3, beta1=0.9, beta2=0.999, eps=1e-4, weight_decay=0.0, grad_clip_norm=0.0),
 ]
 
 
@@ -117,7 +117,10 @@ def steps(rank: int, world: int, path: str, folder: str, overrides: tuple[str, .
             assert metrics["ghost_steps:sum"] == (number == 2)
             found.append(metrics["grad_norm:mean"])
         gaps = [abs(a - b) / max(b, 1.0) for a, b in zip(found, norms, strict=True)]
-        return {"weights": relative_error(served.weights("m"), want), "norms": max(gaps)}
+        weights = served.weights("m")
+        assert set(want) - set(weights) <= {"lm_head.weight"}  # tied to the embedding
+        want = {name: want[name] for name in weights}
+        return {"weights": relative_error(weights, want), "norms": max(gaps)}
 
 
 @pytest.mark.parametrize("place", PLACES)
