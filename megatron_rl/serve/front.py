@@ -49,7 +49,11 @@ FIELDS: dict[str, dict[str, type]] = {
 
 
 class BodyLimit:
-    """Refuses a request whose body is larger than ``most`` bytes, before it is held in memory."""
+    """Refuses a request whose body is larger than ``most`` bytes, without holding it in memory.
+
+    The rest of such a body is read and dropped: a client that is cut off while it sends sees a broken connection, of
+    which it cannot know that sending again is in vain.
+    """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self.app, self.most = app, most
@@ -58,25 +62,27 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self.most:
-            await self._refuse(int(declared), scope, receive, send)
-            return
-        seen = 0
-
-        async def limited() -> Message:
-            nonlocal seen
+        parts: list[bytes] = []
+        size, more = 0, True
+        while more:
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.most:
-                raise RequestError(f"the body is larger than {self.most:,} bytes (serve.max_body_mb)", status=413)
-            return message
+            if message["type"] == "http.disconnect":
+                return
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+            if size > self.most:
+                parts.clear()
+            else:
+                parts.append(message.get("body", b""))
+        if size > self.most:
+            text = f"the body has {size:,} bytes, and serve.max_body_mb allows {self.most:,}; send fewer data at once"
+            await JSONResponse({"detail": text}, status_code=413)(scope, receive, send)
+            return
+        body: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
 
-        await self.app(scope, limited, send)
+        async def whole() -> Message:
+            return body.pop() if body else await receive()
 
-    async def _refuse(self, size: int, scope: Scope, receive: Receive, send: Send) -> None:
-        text = f"the body has {size:,} bytes, and serve.max_body_mb allows {self.most:,}; send fewer data at once"
-        await JSONResponse({"detail": text}, status_code=413)(scope, receive, send)
+        await self.app(scope, whole, send)
 
 
 class Front:
