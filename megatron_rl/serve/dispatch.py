@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_rl.config.serve import ServeConfig
 from megatron_rl.serve import naming
 from megatron_rl.serve.books import Books, spec_facts
+from megatron_rl.serve.journal import Journal
 from megatron_rl.serve.operations import Operation, Operations
 from megatron_rl.serve.store import DONE, FAILED
 from megatron_rl.serve.values import TICK_S, Fault, Message, Outcome
@@ -35,8 +36,10 @@ class Dispatcher:
     run: runs a message on every rank.
     """
 
-    def __init__(self, settings: ServeConfig, books: Books, operations: Operations, run: Runner) -> None:
-        self.settings, self.books, self.operations, self.run = settings, books, operations, run
+    def __init__(
+        self, settings: ServeConfig, books: Books, operations: Operations, journal: Journal, run: Runner
+    ) -> None:
+        self.settings, self.books, self.operations, self.journal, self.run = settings, books, operations, journal, run
         self.held: OrderedDict[str, None] = OrderedDict()  # models, the one used longest ago first
         self.weights: OrderedDict[str, None] = OrderedDict()  # of samplers, likewise
         self._swept_at = time.monotonic()
@@ -73,6 +76,7 @@ class Dispatcher:
             header["spec"] = spec_facts(self.books.spec(operation.line))
         if header["do"] == "snapshot":
             self._make_room(str(header["weights"]))
+        began = time.monotonic()
         outcome = self.run(Message(header=header, body=operation.body, parsed=operation.parsed))
         if outcome.error is not None:
             self._fail(operation, outcome.error, outcome.fault)
@@ -81,11 +85,16 @@ class Dispatcher:
         self.held.move_to_end(operation.line)
         content, kind = self._answer(operation, header, outcome)
         self.operations.finish(operation, content, kind)
+        seconds = time.monotonic() - began
         if operation.kind == "optim_step":
-            self._count_step(operation)
+            self._count_step(operation, outcome.value, seconds)
+        elif operation.kind == "forward_backward":
+            self.journal.add(operation.line, outcome.value.metrics, seconds)
 
     def _fail(self, operation: Operation, message: str, fault: Fault) -> None:
         log.warning("%s %s of %s failed: %s", operation.kind, operation.seq, operation.line, message)
+        if operation.depends:
+            self.journal.discard(operation.line)
         self.operations.fail(operation, message, fault)
 
     def _exists(self, path: str) -> bool:
@@ -163,11 +172,12 @@ class Dispatcher:
             self.books.note_saved(operation.line, operation.seq, pathlib.Path(header["folder"]), with_adam=True)
         return _json({"path": str(path), "type": operation.kind})
 
-    def _count_step(self, operation: Operation) -> None:
+    def _count_step(self, operation: Operation, metrics: Mapping[str, float], seconds: float) -> None:
         """Count an optimizer step, and save the model where ``serve.save_every_steps`` says so."""
         model, every = operation.line, self.settings.save_every_steps
         steps = self.books.store.get("models", model).facts["steps"] + 1
         self.books.store.update("models", model, steps=steps)
+        self.journal.step(model, steps, metrics, seconds)
         if not every or steps % every:
             return
         # two folders by turns: the one that is written down is whole whenever the server dies

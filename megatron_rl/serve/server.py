@@ -25,6 +25,7 @@ from megatron_rl.rollout.transformers_engine import stop_tokens
 from megatron_rl.serve.books import Books
 from megatron_rl.serve.dispatch import Dispatcher, note_end, restore_lines
 from megatron_rl.serve.intake import Intake, ServedModel
+from megatron_rl.serve.journal import Journal
 from megatron_rl.serve.models import Models
 from megatron_rl.serve.operations import Operations
 from megatron_rl.serve.samplers import Samplers
@@ -36,7 +37,7 @@ from megatron_rl.weights.model_dtype import settle_dtype
 
 log = logging.getLogger(__name__)
 START_S = 60.0  # until the front listens
-STORE, CHECKPOINTS = "serve.sqlite", "checkpoints"
+STORE, CHECKPOINTS, MODELS = "serve.sqlite", "checkpoints", "models"
 
 
 def check_config(config: Config) -> None:
@@ -146,7 +147,8 @@ def _fronted(config: Config, backend: MegatronBackend, tokenizer, worker: Worker
     with opened_front(config, books, intake, operations) as address:
         rank = f"adapters of rank {served.lora_rank} at most" if served.lora_rank else "every weight"
         log.info("serving %s at %s (%s): %s is trained", served.name, address, backend.topology.degrees, rank)
-        yield Dispatcher(settings, books, operations, run)
+        journal = Journal(folder / MODELS, config_to_yaml(config))
+        yield Dispatcher(settings, books, operations, journal, run)
     store.close()
 
 
