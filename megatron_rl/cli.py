@@ -32,7 +32,35 @@ OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPER
 _interrupted: list[int] = []  # the SIGINT that ends this process, once it has arrived
 
 
-def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None) -> int:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Describes a program that reads a configuration.
+
+    checks: whether it is checked as a training run's; the program checks its own otherwise.
+    """
+
+    name: str
+    description: str
+    example: str
+    checks: bool
+
+
+TRAINER = Program(
+    name="python -m megatron_rl.train",
+    description="Train a policy with the zero-advantage skip inside Megatron's schedule.",
+    example="torchrun --nproc_per_node 2 -m megatron_rl.train --config examples/gsm8k/gsm8k.yaml "
+    "train.num_rollouts=100",
+    checks=True,
+)
+SERVER = Program(
+    name="python -m megatron_rl.serve",
+    description="Serve Tinker's API: other people's training loops on this backend.",
+    example="torchrun --nproc_per_node 2 -m megatron_rl.serve --config examples/tinker/server.yaml",
+    checks=False,
+)
+
+
+def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None, *, program: Program = TRAINER) -> int:
     """Read the configuration, check it, call ``train`` with it, and return the exit code.
 
     train: returns True where the run came to its end, False where it was preempted and has saved everything.
@@ -44,9 +72,10 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
     is_main = os.environ.get("RANK", "0") == "0"
     set_up_logging(is_main)
     try:
-        config, options = _parse(arguments)
+        config, options = _parse(arguments, program)
         with time_limit("the check of the configuration", config.run.deadline_s):  # calls a user's loss and estimator
-            validate_config(config)
+            if program.checks:
+                validate_config(config)
         if not _stages_import(is_main):
             return EXIT_FAILED
         if options.dry_run:
@@ -130,17 +159,18 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _parse(arguments: Sequence[str] | None) -> tuple[Config, argparse.Namespace]:
+def _parse(arguments: Sequence[str] | None, program: Program) -> tuple[Config, argparse.Namespace]:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_rl.train",
-        description="Train a policy with the zero-advantage skip inside Megatron's schedule.",
-        epilog="example: torchrun --nproc_per_node 2 -m megatron_rl.train --config examples/gsm8k/gsm8k.yaml "
-        "train.num_rollouts=100",
+        prog=program.name, description=program.description, epilog=f"example: {program.example}"
     )
     parser.add_argument("--config", help="YAML file; everything it leaves out has a default")
     parser.add_argument("--run-dir", help="folder of the run instead of runs/<run.name>")
-    parser.add_argument("--dry-run", action="store_true", help="print what the job would take, join no world, and end")
-    add_arguments(parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)"))
+    if program.checks:
+        parser.add_argument(
+            "--dry-run", action="store_true", help="print what the job would take, join no world, and end"
+        )
+        add_arguments(parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)"))
+    parser.set_defaults(dry_run=False)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options, unknown = parser.parse_known_intermixed_args(arguments)
     for name in unknown:

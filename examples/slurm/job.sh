@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # Sourced by the templates of this folder: what they share. Sets nodes (the allocation's hosts), port, run_dir and container, and defines
 #
-#   train_on NODE... -- ARGUMENTS   the trainer over these nodes, one task per node running torchrun (node.sh); waits for its end
+#   train_on NODE... -- ARGUMENTS   the trainer over these nodes, or the module that program names, one task per node running torchrun
+#                                   (node.sh); waits for its end
 #   end_job                         leaves with the trainer's exit code, or requeues the job where it was asked to leave and has saved
 #
 # It works with bash and SLURM's own commands, on the host; only the tasks run in a container.
@@ -73,7 +74,7 @@ train_on() {
   shift
   before=$(latest_checkpoint)
   echo "job $SLURM_JOB_ID ($SLURM_JOB_NAME), attempt $attempt: ${hosts[*]}; run $run_dir, checkpoint: $before"
-  step "${hosts[@]}" -- bash examples/slurm/node.sh "${hosts[0]}:$port" -m megatron_rl.train --run-dir "$run_dir" "$@" &
+  step "${hosts[@]}" -- bash examples/slurm/node.sh "${hosts[0]}:$port" -m "${program:-megatron_rl.train}" --run-dir "$run_dir" "$@" &
   trainer=$!
   [ -z "$asked" ] || kill -USR1 "$trainer"
   while kill -0 "$trainer" 2>/dev/null; do

@@ -44,11 +44,14 @@ class Objective:
     enter_own: entered, with the name "loss", around each call of a user's policy loss; bounds its time.
     """
 
-    def __init__(self, config: LossConfig, whole: CompleteSums = identity):
+    def __init__(
+        self, config: LossConfig, whole: CompleteSums = identity, *, term: own_policy.OwnPolicy | None = None
+    ) -> None:
+        """term: computes the policy term, in place of the one that ``loss.policy`` names."""
         self.config = config
         self.whole = whole
         self.enter_own: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self._own = own_policy.resolve(config) if is_own(config.policy) else None
+        self._own = term or (own_policy.resolve(config) if is_own(config.policy) else None)
 
     @property
     def trains_entropy(self) -> bool:

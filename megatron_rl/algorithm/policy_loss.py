@@ -100,8 +100,11 @@ def gspo(
     low: float,
     high: float,
     whole: CompleteSums = identity,
+    counted: torch.Tensor | None = None,
 ) -> PolicyTerm:
     """Compute −min(sA, clip(s, low, high)·A), s the sequence's geometric mean of ρ with each token's gradient.
+
+    counted: [T], 1 at tokens that the mean is taken over, 0 at others; None: all of a sequence's.
 
     GSPO-token, Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14: s_t = sg[s]·π_θ(t)/sg[π_θ(t)] with
     s = (Π ρ_t)^(1/|y|).
@@ -110,7 +113,8 @@ def gspo(
     each.
     """
     difference = (logprobs - old_logprobs).detach()
-    terms = torch.stack([difference, torch.ones_like(difference)])
+    counted = torch.ones_like(difference) if counted is None else counted
+    terms = torch.stack([difference * counted, counted])
     total, count = whole(difference.new_zeros(2, num_sequences).index_add_(1, sequences, terms))
     mean = (total / count.clamp(min=1)).exp()[sequences]
     return _clipped(mean * (logprobs - logprobs.detach()).exp(), advantages, low, high, None)

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,18 +25,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.own_policy import OwnPolicy
+from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.batch import Batch
-from megatron_rl.backend.packing import PackedMicroBatch
+from megatron_rl.backend.packing import FlatInputs, PackedMicroBatch
 from megatron_rl.backend.reference_weights import PLACEMENTS, ReferenceWeights
 from megatron_rl.backend.trainable_model import TrainableModel
-from megatron_rl.config import Config
+from megatron_rl.config import Config, LossConfig
 from megatron_rl.distributed import topology
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.adapter import MergedParameters, adapters_off
 from megatron_rl.model.head import head_weight
 from megatron_rl.model.logprob import linear_logprob
-from megatron_rl.types import BatchPlan, LossInputs, StepKind, StepPlan
+from megatron_rl.types import BatchPlan, LossInputs, Sample, StepKind, StepPlan
 from megatron_rl.weights.checksum import Checksum
 from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
 from megatron_rl.weights.mapping import adapter_entries
@@ -78,6 +80,15 @@ class MegatronBackend(TrainableModel):
         self.objective = Objective(loss, self._sum_over_context)
         self.reference: ReferenceWeights = PLACEMENTS[config.reference.placement](self)
         self._frozen_checksum: str | None = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Return whether a gradient is accumulated, the same on every rank."""
+        return self._accumulated
+
+    def objective_of(self, term: OwnPolicy) -> Objective:
+        """Return a loss of this term alone, a sum over tokens, for ``forward_backward``. Not a collective."""
+        return Objective(LossConfig(), self._sum_over_context, term=term)
 
     def _sum_over_context(self, sums: torch.Tensor) -> torch.Tensor:
         """Add up the sums of all context ranks; no gradient passes through."""
@@ -144,29 +155,67 @@ class MegatronBackend(TrainableModel):
             > 0
         )
 
+    def replicate(self, samples: Sequence[Sample]) -> Batch:
+        """Make a batch of samples that every rank holds already, rows and all. Not a collective."""
+        facts = batch_exchange.replicated_facts(samples)
+        batch_exchange.refuse_too_long(facts, self.shape.context_tokens)
+        if token_coupling(self.config):
+            facts = dataclasses.replace(facts, response_inputs=None)
+        return Batch(facts=facts, local=samples, rows=dict(enumerate(samples)))
+
     def forward_backward(
-        self, batch: Batch, mini_batch: StepPlan, inputs: LossInputs, *, fingerprint: bytes, supervised: bool = False
+        self,
+        batch: Batch,
+        mini_batch: StepPlan,
+        inputs: LossInputs,
+        *,
+        fingerprint: bytes,
+        supervised: bool = False,
+        objective: Objective | None = None,
     ) -> None:
         """Add the mini-batch's gradient to the accumulated one; several calls may precede one ``optim_step``.
 
         supervised: whether the loss is −Σ w · log π under ``inputs.weights``, of any sign (algorithm/linear_loss.py).
+        objective: the loss of this call, in place of the run's.
 
         Raises ValueError within ``reference_weights`` under ``reference.placement=device``, whose model has no
         gradient.
         """
+        chosen = objective or self.objective
+        self._add_gradient(batch, mini_batch, inputs, fingerprint, chosen, supervised=supervised, reads=False)
+
+    def forward_backward_logprobs(
+        self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs, *, fingerprint: bytes, objective: Objective
+    ) -> np.ndarray:
+        """Do as ``forward_backward``, and return the log-probs of the samples that ran, as ``forward`` does."""
+        reported = self._add_gradient(batch, mini_batch, inputs, fingerprint, objective, supervised=False, reads=True)
+        return self._spread(batch, mini_batch, reported)
+
+    def _add_gradient(
+        self,
+        batch: Batch,
+        mini_batch: StepPlan,
+        inputs: FlatInputs,
+        fingerprint: bytes,
+        objective: Objective,
+        *,
+        supervised: bool,
+        reads: bool,
+    ) -> list[dict]:
         if self.chunks[0] is not self.optimizer.chunks[0]:
             raise ValueError(
                 "forward_backward() within reference_weights() would train the reference, under "
                 "reference.placement=device"
             )
-        objective = self.objective.supervised if supervised else self.objective.policy
+        compute = objective.supervised if supervised else objective.policy
 
-        def loss(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return objective(
-                microbatch, *self._logprobs(hidden, microbatch.targets, train_entropy=self.objective.trains_entropy)
-            )
+        def loss(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            logprobs, entropy = self._logprobs(hidden, microbatch.targets, train_entropy=objective.trains_entropy)
+            total, sums = compute(microbatch, logprobs, entropy)
+            read = {"numbers": logprobs.detach(), "flat": microbatch.flat} if reads else {}
+            return total, {"sums": sums, **read}
 
-        self._accumulate(batch, mini_batch, inputs, fingerprint, loss)
+        return self._accumulate(batch, mini_batch, inputs, fingerprint, loss)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 

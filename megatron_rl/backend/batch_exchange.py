@@ -7,6 +7,7 @@ announced and nothing is unpickled from a peer.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.backend.batch import TargetFacts, TargetSample
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
@@ -30,7 +32,21 @@ def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequen
     groups: the prompt of each local sample, as a position in the batch's list of prompts.
     order: the place of each local sample in the batch, unique over ranks.
     """
-    parts = gather_json(_own_facts(samples, groups, order))
+    return _facts_of(gather_json(_own_facts(samples, groups, order)))
+
+
+def replicated_facts(samples: Sequence[Sample]) -> BatchFacts:
+    """Return the facts of samples that every rank holds, in their order; each is its own group. Not a collective."""
+    facts = _facts_of([_own_facts(samples, range(len(samples)), range(len(samples)))])
+    if not any(isinstance(sample, TargetSample) for sample in samples):
+        return facts
+    widths = [sample.targets.shape[1] if isinstance(sample, TargetSample) else 1 for sample in samples]
+    fields = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}
+    return TargetFacts(**fields, targets_per_token=np.array(widths, dtype=np.int64))
+
+
+def _facts_of(parts: Sequence[dict[str, list]]) -> BatchFacts:
+    """Return the facts of all ranks' parts (``_own_facts``), sorted by place."""
     columns = {name: [x for part in parts for x in part[name]] for name in parts[0]}
     columns["owners"] = [rank for rank, part in enumerate(parts) for _ in part["places"]]
     columns["owner_rows"] = [i for part in parts for i in range(len(part["places"]))]

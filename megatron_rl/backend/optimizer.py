@@ -73,6 +73,21 @@ class StepOutcome:
     applied: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdamStep:
+    """Holds AdamW's settings of one step, in place of ``optimizer.*`` and its schedule.
+
+    weight_decay: of every weight, biases and norms too, as ``torch.optim.AdamW`` has it.
+    clip_grad: the global norm that a larger gradient is scaled down to; 0: off.
+    """
+
+    learning_rate: float
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+    clip_grad: float
+
+
 def choose_kernel(asked: str) -> str:
     """Point Megatron-Core at the Adam that ``optimizer.kernel`` names; return transformer_engine, apex or torch."""
     candidates = ("transformer_engine", "apex", "torch") if asked == "auto" else (asked,)
@@ -190,9 +205,14 @@ class Optimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def step(self, kind: StepKind) -> StepOutcome:
-        """Reduce, clip and apply the accumulated gradient (REAL), or step without one (GHOST); zero the gradients."""
+    def step(self, kind: StepKind, adam: AdamStep | None = None) -> StepOutcome:
+        """Reduce, clip and apply the accumulated gradient (REAL), or step without one (GHOST); zero the gradients.
+
+        adam: the settings of this step; None for ``optimizer.*`` under its schedule.
+        """
         self.refuse_offloaded("optim_step()")
+        if adam is not None:
+            self._set(adam)
         learning_rate = self.learning_rate
         if kind is StepKind.GHOST:
             applied = self.ghost == "dense"
@@ -213,7 +233,7 @@ class Optimizer:
             self._end_parameter_gather()
             self.zero_grad()
             return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=False)
-        self._clip(norm)
+        self._clip(norm, None if adam is None else adam.clip_grad)
         self.megatron.step_with_ready_grads()
         self.scheduler.step(1)
         self.zero_grad()
@@ -265,16 +285,23 @@ class Optimizer:
                     bucket.grad_data, shard, group=group.intra_distributed_optimizer_instance_group
                 )
 
-    def _clip(self, norm: float) -> None:
+    def _set(self, adam: AdamStep) -> None:
+        """Set the settings of the next step; the schedule's own are set again after it."""
         for optimizer in self.megatron.chained_optimizers:
-            if optimizer.is_stub_optimizer or optimizer.config.clip_grad <= 0.0:
+            for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
+                group["lr"], group["betas"] = adam.learning_rate, adam.betas
+                group["eps"], group["weight_decay"] = adam.epsilon, adam.weight_decay
+
+    def _clip(self, norm: float, asked: float | None) -> None:
+        """Scale gradients of a larger norm down to ``asked``; None: to ``optimizer.clip_grad``."""
+        for optimizer in self.megatron.chained_optimizers:
+            most = 0.0 if optimizer.is_stub_optimizer else optimizer.config.clip_grad if asked is None else asked
+            if most <= 0.0:
                 continue
             parameters = optimizer.get_parameters()
             if parameters:
                 decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(
-                    parameters, max_norm=optimizer.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled
-                )
+                clip_grad_by_total_norm_fp32(parameters, max_norm=most, total_norm=norm, use_decoupled_grad=decoupled)
 
     def _any_rank(self, flag: bool) -> bool:
         return bool(reduce_on_host(torch.tensor([float(flag)]), dist.ReduceOp.MAX).item())

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from megatron_rl.backend.batch import targets_at
 from megatron_rl.distributed.platform import HOST, send
 from megatron_rl.model.attention import PackedSequences, pack
 from megatron_rl.model.attention_spans import WHOLE, ContextShard, context_positions
@@ -156,11 +157,13 @@ def _loss_fields(
         own = np.where(chosen == 0, layout.prompts[slot] + row.prompt_tokens, layout.responses[slot] + chosen)
         places = local[own - 1]
         chosen, places = chosen[places >= 0], places[places >= 0]
-        positions.append(places)
-        targets.append(row.token_ids[row.prompt_tokens + chosen])
-        flat.append(offsets[i] + chosen)
-        sequences.append(np.full(len(chosen), slot))
-        rollout.append(row.logprobs[chosen])
+        targets_NK = targets_at(row, chosen)
+        width = targets_NK.shape[1]
+        positions.append(np.repeat(places, width))
+        targets.append(targets_NK.reshape(-1))
+        flat.append(offsets[i] + (chosen[:, None] * width + np.arange(width)).reshape(-1))
+        sequences.append(np.full(len(chosen) * width, slot))
+        rollout.append(np.repeat(row.logprobs[chosen], width))
     # one tensor per field, on the device
     flat_index = np.concatenate(flat)
     sequence_index = np.concatenate(sequences)

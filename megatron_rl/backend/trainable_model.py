@@ -25,7 +25,7 @@ from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.megatron_ddp import distributed_fields
 from megatron_rl.backend.offload import OffloadedBytes
-from megatron_rl.backend.optimizer import Optimizer
+from megatron_rl.backend.optimizer import AdamStep, Optimizer
 from megatron_rl.backend.packing import FlatInputs, PackedAhead, PackedMicroBatch, pack_microbatch
 from megatron_rl.backend.schedule import Schedule, check_lockstep, measured_sums
 from megatron_rl.backend.step_sums import StepSums
@@ -236,7 +236,6 @@ class TrainableModel:
         """
         (mini_batch,) = plan.mini_batches
         check_lockstep(self.step_index, mini_batch.kind, plan.fingerprints()[0], self.topology)
-        flat = torch.zeros(int(batch.facts.response_offsets[-1]), dtype=torch.float32, device=HOST.device)
 
         def keep(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
             numbers, more = read(microbatch, hidden)
@@ -248,11 +247,16 @@ class TrainableModel:
         for chunk in self.chunks:
             chunk.train()
         reported = kept if self.topology.reports_loss else []
+        return self._spread(batch, mini_batch, reported), reported
+
+    def _spread(self, batch: Batch, mini_batch: StepPlan, reported: Sequence[Mapping]) -> np.ndarray:
+        """Return the reported ``numbers`` at their ``flat`` places, float32 [T], on every rank; 0 elsewhere."""
+        flat = torch.zeros(int(batch.facts.response_offsets[-1]), dtype=torch.float32, device=HOST.device)
         for report in reported:
             flat[send(torch.from_numpy(report["flat"]), flat.device)] = report["numbers"]
         if mini_batch.kind is StepKind.REAL:
             dist.all_reduce(flat)
-        return flat.cpu().numpy(), reported
+        return flat.cpu().numpy()
 
     def _accumulate(
         self,
@@ -260,23 +264,20 @@ class TrainableModel:
         mini_batch: StepPlan,
         inputs: FlatInputs,
         fingerprint: bytes,
-        loss: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        """Add the mini-batch's gradient to the accumulated one.
+        loss: Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, dict]],
+    ) -> list[dict]:
+        """Add the mini-batch's gradient to the accumulated one; return the dicts of ``loss`` on a rank that reports.
 
-        loss: (micro-batch, hidden states) → (scalar sum, float64 [len(sum_names)]).
+        loss: (micro-batch, hidden states) → (scalar sum, a dict whose ``sums`` are float64 [len(sum_names)]).
         """
         self.optimizer.refuse_offloaded("forward_backward()")
         check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
         self._accumulated = self._accumulated or mini_batch.kind is StepKind.REAL
-
-        def with_sums(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
-            total, sums = loss(microbatch, hidden)
-            return total, {"sums": sums}
-
-        kept = self.schedule.run(mini_batch, self._pack(batch, mini_batch, inputs), with_sums, forward_only=False)
-        if kept and self.topology.reports_loss:
-            self._sums.add([each["sums"] for each in kept])
+        kept = self.schedule.run(mini_batch, self._pack(batch, mini_batch, inputs), loss, forward_only=False)
+        reported = kept if self.topology.reports_loss else []
+        if reported:
+            self._sums.add([each["sums"] for each in reported])
+        return reported
 
     def zero_grad(self) -> None:
         """Discard the accumulated gradient; ``optim_step`` ends with this call. Not a collective."""
@@ -285,8 +286,8 @@ class TrainableModel:
         self._sums.zero()
         self._accumulated = False
 
-    def optim_step(self, kind: StepKind) -> StepResult:
-        """Reduce and finalize the accumulated gradient once, and step.
+    def optim_step(self, kind: StepKind, adam: AdamStep | None = None) -> StepResult:
+        """Reduce and finalize the accumulated gradient once, and step, by ``adam`` or else by the run's settings.
 
         A GHOST steps without a gradient; a HELD step is counted and moves nothing: no moments, no schedule, no weight
         version. Raises ValueError for either of them where a gradient is accumulated, which would be lost.
@@ -303,7 +304,7 @@ class TrainableModel:
             return StepResult(kind=kind, grad_norm=0.0, learning_rate=rate, applied=False, sums=sums)
         HOST.synchronize()
         started = time.perf_counter()
-        outcome = self.optimizer.step(kind)
+        outcome = self.optimizer.step(kind, adam)
         self._accumulated = False
         if kind is StepKind.REAL:
             sums = self._reduce_sums()

@@ -15,6 +15,7 @@ import torch
 
 from megatron_rl.backend.reference_weights import trained
 from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.backend.trained_state import set_adam_steps
 from megatron_rl.checkpoint.resume import check_identity
 from megatron_rl.checkpoint.tensors import (
     AdamStates,
@@ -80,11 +81,14 @@ def save(
     iteration: int,
     texts: Mapping[str, str],
     own_files: Mapping[str, bytes] | None = None,
+    *,
+    with_adam: bool = True,
 ) -> PendingSave:
     """Begin a checkpoint of the model, its reference policy and AdamW in their current state; a collective.
 
-    No gradient may be accumulated.
+    An accumulated gradient is no part of it.
     texts, own_files: further files of it, see PendingSave.
+    with_adam: False for weights that nobody trains on.
     """
     backend.schedule.gather_parameters()
     entries = _entries(backend)
@@ -92,7 +96,7 @@ def save(
     if (reference := _reference(backend)) is not None:
         values = {id(p): kept for p, kept in zip(trained(backend.parameters()), reference, strict=True)}
         saved += weights_to_save([x for x in entries if id(x.data) in values], prefix=REFERENCE, values=values)
-    if backend.optimizer.scheduler.num_steps:
+    if with_adam and backend.optimizer.scheduler.num_steps:
         saved += adam_to_save(entries, AdamStates(backend.optimizer.megatron))
     return PendingSave(root, iteration, saved, dict(texts), is_main=backend.topology.is_main, own_files=own_files)
 
@@ -120,8 +124,7 @@ def load(
     optimizer.megatron.reload_model_params()  # float32 masters of half-precision weights, where no AdamW was saved
     if kept["optimizer_steps"]:
         load_adam(entries, AdamStates(optimizer.megatron), folder)
-        _set_steps(optimizer.megatron, kept["optimizer_steps"])
-    optimizer.scheduler.num_steps = kept["optimizer_steps"]
+    set_adam_steps(backend, kept["optimizer_steps"])
     optimizer.scheduler.step(0)
     backend.step_index, backend.weight_version = kept["step_index"], kept["weight_version"]
     _restore_fit(backend, np.array(kept["cost_sums"]))
@@ -139,19 +142,6 @@ def _put(backend: TrainableModel, values: Mapping[int, torch.Tensor]) -> None:
         for tensor in (*chunk.module.parameters(), *chunk.module.buffers()):
             if id(tensor) in values:
                 tensor.copy_(values[id(tensor)])
-
-
-def _set_steps(optimizer, steps: int) -> None:
-    """Set AdamW's steps: torch keeps one per parameter, Transformer Engine's and Apex's one per group."""
-    for chained in optimizer.chained_optimizers:
-        if chained.is_stub_optimizer:
-            continue
-        for state in chained.optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(steps)
-        for group in chained.optimizer.param_groups:
-            if "step" in group:
-                group["step"] = group["step"] * 0 + steps
 
 
 def _restore_fit(backend: TrainableModel, sums: np.ndarray) -> None:

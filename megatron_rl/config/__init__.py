@@ -30,6 +30,7 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.run import CheckpointConfig, MetricsConfig, RunConfig
 from megatron_rl.config.sections import Config
+from megatron_rl.config.serve import ServeConfig
 from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.config.train import SftConfig, TrainConfig
 
@@ -65,6 +66,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "ServeConfig",
     "SkipConfig",
     "TeacherConfig",
     "TrainConfig",

@@ -25,6 +25,7 @@ from megatron_rl.config.replay import ReplayConfig, RerollConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.config.run import CheckpointConfig, MetricsConfig, RunConfig
+from megatron_rl.config.serve import ServeConfig
 from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.config.train import SftConfig, TrainConfig
 
@@ -60,6 +61,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
 
     def __post_init__(self) -> None:
         check_ranges(self)

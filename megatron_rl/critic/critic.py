@@ -133,12 +133,12 @@ class Critic(TrainableModel):
         inputs = ValueInputs(weights=weights, returns=returns, old_values=old_values)
         self._accumulate(batch, mini_batch, inputs, fingerprint, self._loss)
 
-    def _loss(self, tokens: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, tokens: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
         values = values_of(hidden, self.chunks[-1].module)
         term = value_loss(values, tokens.old_values, tokens.returns, tokens.weights, clip=self.config.critic.value_clip)
         value, target = values.detach().double(), tokens.returns.double()
         counted = (torch.ones_like(value), term.clipped.double(), value, target, target**2, (value - target) ** 2)
-        return term.loss, torch.stack([term.loss.detach().double(), *(x.sum() for x in counted)])
+        return term.loss, {"sums": torch.stack([term.loss.detach().double(), *(x.sum() for x in counted)])}
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -63,12 +63,13 @@ MERGED_ROWS = 1024  # rows of a weight that are merged at a time, in float32
 class Adapter(torch.nn.Module):
     """Holds the pairs of one linear layer, as parameters ``<projection>_A`` and ``<projection>_B``.
 
-    The pairs are zeros until they are filled. enabled: False inside ``adapters_off``.
+    The pairs are zeros until they are filled. enabled: False inside ``adapters_off``. target: the linear layer's name.
     """
 
     def __init__(self, linear: torch.nn.Module, weight: Entry, shape: ModelShape, topology: Topology) -> None:
         super().__init__()
         self.enabled = True
+        self.target = weight.megatron.removesuffix(".weight").rpartition(".")[2]
         self.scale = shape.lora_alpha / shape.lora_rank
         self.in_rows = weight.layout is not Layout.COLUMNS
         self.groups = shape.num_kv_heads // topology.tensor_size if weight.layout is Layout.QKV else 1
@@ -171,8 +172,34 @@ def put_adapters(
                 block.get_submodule(name).register_forward_hook(_adds(adapter))
         if chunk.pre_process and chunk.config.recompute_granularity is not None:
             chunk.embedding.register_forward_hook(_starts_the_graph)
-    fill_adapters(chunks, shape, topology, _Start(shape, seed))
+    start_adapters(chunks, shape, topology, seed=seed)
     return shape
+
+
+def start_adapters(
+    chunks: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    topology: Topology,
+    *,
+    seed: int,
+    rank: int | None = None,
+    targets: Sequence[str] | None = None,
+) -> None:
+    """Give this rank's adapters the values of untrained ones, and the scale of their rank. Not a collective.
+
+    rank: at most ``lora.rank``: rows of A and columns of B beyond it are zeros, and stay zeros, since each is the
+        other's gradient; None: ``lora.rank``.
+    targets: the linear layers whose adapters train; those of others are zeros, and stay so; None: all that have one.
+    """
+    fill_adapters(chunks, shape, topology, _Start(shape, seed))
+    rank = rank or shape.lora_rank
+    with torch.no_grad():
+        for adapter in adapters_of(chunks):
+            adapter.scale = shape.lora_alpha / rank
+            trains = targets is None or adapter.target in targets
+            for a, b in adapter.pairs():
+                a[rank if trains else 0 :].zero_()
+                b[:, rank if trains else 0 :].zero_()
 
 
 def _starts_the_graph(_embedding: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.sampling import SampleRequest, SampleResult
 from megatron_rl.types import Prompt, Rollout
 
 # Takes a prompt's position in the call, and its whole group in the order of sample_index.
@@ -104,6 +105,14 @@ class Engine(Protocol):
 
         ``Prompt.attempt`` distinguishes repeated draws for the same prompt at the same weights. Raises ConfigError for
         a prompt that cannot be run, RuntimeError where no weights were loaded, EngineLost.
+        """
+        ...
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """Return the result of each request, each of which has settings of its own, in their order.
+
+        No request may be longer than the engine's context. Raises RuntimeError where no weights were loaded,
+        EngineLost.
         """
         ...
 

@@ -17,6 +17,8 @@ from transformers import (
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import NO_WEIGHTS, OnFinished, SyncReport, sample_seed, token_bounds
+from megatron_rl.rollout.sampling import SampleRequest, SampleResult
+from megatron_rl.rollout.transformers_sampling import sample_requests
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.config_json import parse_hf_config, settle_tying, stop_ids, transformers_model
 from megatron_rl.weights.fused import file_tensors
@@ -166,6 +168,10 @@ class TransformersEngine:
                         on_finished(index, rollouts[index])
         return [rollout for group in rollouts for rollout in group]
 
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        model = self._ready_model()
+        return sample_requests(model, self._tokenizer.decode, requests, max_rows=self._rollout.max_batch_samples)
+
     def close(self) -> None:
         self._model = None
         self.weight_version = NO_WEIGHTS
@@ -175,12 +181,14 @@ class TransformersEngine:
             raise RuntimeError("TransformersEngine was closed; build a new one")
         return self._model
 
-    def _check(self, prompts: Sequence[Prompt], samples_per_prompt: int, max_tokens: Sequence[int] | None) -> list[int]:
-        self._open_model()
+    def _ready_model(self) -> PreTrainedModel:
         if self.weight_version == NO_WEIGHTS:
-            raise RuntimeError(
-                "TransformersEngine.generate: no complete set of weights was loaded; call load_weights first"
-            )
+            self._open_model()
+            raise RuntimeError("TransformersEngine: no complete set of weights was loaded; call load_weights first")
+        return self._open_model()
+
+    def _check(self, prompts: Sequence[Prompt], samples_per_prompt: int, max_tokens: Sequence[int] | None) -> list[int]:
+        self._ready_model()
         return token_bounds(
             prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._max_positions
         )

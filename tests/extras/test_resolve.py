@@ -20,22 +20,24 @@ PINS = dict(re.findall(r"^([\w.-]+)==([\w.]+)$", (ROOT / "constraints.txt").read
 PINNED = ["-c", "constraints.txt"]
 # megatron-bridge asks for an older transformers than our pins: an environment of its own (docs/installation.md).
 BRIDGE = ["-c", "tests/extras/bridge.txt"]
+TINKER = ["-c", "tests/tinker/constraints.txt"]
 
 CASES = {
     "gpu-vllm-3.11": (
-        ["gpu", "vllm", "wandb", "mlflow", "data", "gguf"],
+        ["gpu", "vllm", "serve", "wandb", "mlflow", "data", "gguf"],
         "3.11",
         PINNED,
         {**PINS, "megatron-core": "0.16.1"},
     ),
     "gpu-vllm-3.12": (
-        ["gpu", "vllm", "wandb", "mlflow", "data", "gguf"],
+        ["gpu", "vllm", "serve", "wandb", "mlflow", "data", "gguf"],
         "3.12",
         PINNED,
         {**PINS, "megatron-core": "0.19.2"},
     ),
     "benchmark": (["benchmark", "dev"], "3.11", PINNED, {"trl": "1.16.0"}),
     "oracles": (["oracles", "dev"], "3.11", PINNED, {"peft": "0.21.2"}),
+    "tinker": (["tinker", "dev"], "3.11", TINKER, {"tinker": "0.38.0", "tinker-cookbook": "0.5.8"}),
     "bridge": (["bridge"], "3.12", BRIDGE, {"megatron-core": "0.16.1", "megatron-bridge": "0.4.2"}),
 }
 

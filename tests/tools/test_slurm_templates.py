@@ -142,6 +142,19 @@ def test_several_servers_on_a_node_have_successive_ports(tmp_path):
     assert [call for call in calls if call.startswith("curl")] == [f"curl {each}/health" for each in servers]
 
 
+@pytest.mark.parametrize(("code", "requeued"), [("75", True), ("1", False), ("143", False)])
+def test_a_server_listens_at_the_first_node_and_goes_on_where_it_was_asked_to_leave(tmp_path, code, requeued):
+    given = {"TINKER_SERVER_KEYS": "tml-one,tml-two", "SERVE_PORT": "9000", "TRAINER_CODE": code}
+    ended, calls, said = submit(tmp_path, "tinker_server.sbatch", "--config", "x.yaml", **given)
+    assert ended == int(code) and ("scontrol requeue 7" in calls) == requeued
+    assert "node.sh a1:20007 -m megatron_rl.serve --run-dir" in calls[0]
+    wanted = "serve.host=0.0.0.0 serve.port=9000 serve.api_key_env=TINKER_SERVER_KEYS serve.save_every_steps=10"
+    assert calls[0].endswith(f"{wanted} --config x.yaml") and "tml-one" not in calls[0]
+    assert (tmp_path / "run" / "address").read_text() == "http://a1:9000\n"
+    ended, calls, said = submit(tmp_path, "tinker_server.sbatch")
+    assert ended != 0 and not calls and "TINKER_SERVER_KEYS" in said
+
+
 def start_node(tmp_path: pathlib.Path, last: str) -> subprocess.Popen:
     write_program(tmp_path / "bin", "torchrun", TORCHRUN)
     environment = os.environ | {

@@ -33,7 +33,7 @@ LEVELS = (
     ("critic",),
     ("trainer",),
     ("cli",),
-    ("train",),
+    ("train", "serve"),
 )
 HEIGHT = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
 MEGATRON_ROOMS = ("distributed", "weights", "model", "backend", "checkpoint")

@@ -163,7 +163,7 @@ def test_every_command_with_settings_is_accepted(name: str) -> None:
             assert load_config(ROOT / path if path else None, overrides) is not None
 
 
-# The files that read the arguments of `python -m megatron_rl.train`.
+# The files that read the arguments of `python -m megatron_rl.train` and `python -m megatron_rl.serve`.
 TRAIN = [ROOT / "megatron_rl" / "cli.py", ROOT / "megatron_rl" / "simulator" / "command.py"]
 
 
@@ -171,9 +171,10 @@ def sources_of(words: list[str]) -> list[pathlib.Path]:
     """Return the files that read a command's flags: the script or module that it names, and the folder beside it."""
     for position, word in enumerate(words):
         if word == "-m" and words[position + 1].startswith(("megatron_rl", "tests")):
-            module = ROOT / (words[position + 1].replace(".", "/") + ".py")
+            place = ROOT / words[position + 1].replace(".", "/")
+            module = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
             assert module.is_file(), words
-            return [module, *(TRAIN if module.name == "train.py" else [])]
+            return [module, *(TRAIN if place.name in ("train", "serve") else [])]
         if word.endswith((".py", ".sh", ".sbatch")) and "/" in word:
             script = ROOT / word
             assert script.is_file(), words

@@ -13,7 +13,8 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError, EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, OnFinished, SyncReport, sample_seed, token_bounds
+from megatron_rl.rollout.sampling import SEED_BITS, SampleRequest, SampleResult
+from megatron_rl.rollout.vllm.answers import Answers, generate_request
 from megatron_rl.rollout.vllm.dispatch import dispatch
 from megatron_rl.rollout.vllm.replica import (
     UPDATING,
@@ -36,10 +39,20 @@ from megatron_rl.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
 PROBE_S = 0.6  # for a lost server, while other servers do its work
-SEED_BITS = 62  # vLLM adds the sample's index, and a seed is an int64 there
 MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError") + (
     "could not create a primitive",  # oneDNN's on a CPU, for a kernel that found no memory for itself
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Call:
+    """Holds what one call goes by: the state of the engine when it began."""
+
+    number: int
+    version: int
+    present: Sequence[Replica]
+    restarts: int
+    lives: Mapping[int, int]
 
 
 class VllmEngine:
@@ -79,6 +92,7 @@ class VllmEngine:
         """
         self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
         self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
+        self._answers = Answers(tokenizer, self._stop_ids, vocab_size)
         self._drives, self._rank, self._in_flight = drives, rank, in_flight
         self._unready = list(self._replicas)
         self._lost: list[Replica] = []  # a new list at every change, so that one may be read without the lock
@@ -254,35 +268,61 @@ class VllmEngine:
     ) -> list[Rollout]:
         """Do as ``Engine.generate``; raise EngineLost, with the finished rollouts, where no replica is left."""
         bounds = token_bounds(prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._longest)
-        version, restarts, lives, lost = self.weight_version, self._restarts, self._lives.copy(), self._lost
-        present = [x for x in self._present if x not in lost]
-        if version == NO_WEIGHTS and self._in_flight:
-            version = self._delivered  # an update is under way; dispatch finds the replicas that can be used
-        if prompts and (not present or (lost and not self._in_flight)):
-            raise EngineLost(self._with_advice(self._why_lost), finished={})
-        if prompts and version == NO_WEIGHTS:
-            raise RuntimeError(
-                "VllmEngine.generate: the engines hold no complete set of weights; call load_weights first"
-            )
-        call = next(self._calls)
+        call = self._begin(bool(prompts))
         used_temperature = self._rollout.temperature if temperature is None else temperature
         requests = [
-            self._request(f"{call}-{index}", prompt, samples_per_prompt, version, used_temperature, bounds[index])
-            for index, prompt in enumerate(prompts)
+            self._request(f"{call.number}-{i}", prompt, samples_per_prompt, call.version, used_temperature, bounds[i])
+            for i, prompt in enumerate(prompts)
         ]
         prompt_indices = {request.request_id: index for index, request in enumerate(requests)}
         rollouts: dict[int, list[Rollout]] = {}
 
         def finish(request_id: str, completions: Sequence[Completion]) -> None:
             index = prompt_indices[request_id]
-            rollouts[index] = self._to_rollouts(prompts[index], completions, samples_per_prompt)
+            rollouts[index] = self._answers.rollouts(prompts[index], completions, samples_per_prompt)
             if on_finished is not None:
                 on_finished(index, rollouts[index])
 
+        self._run(call, requests, finish, rollouts)
+        return [rollout for index in range(len(prompts)) for rollout in rollouts[index]]
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        call = self._begin(bool(requests))
+        asked = {f"{self._rank}-{call.number}-{i}": request for i, request in enumerate(requests)}
+        results: dict[str, SampleResult] = {}
+
+        def finish(request_id: str, completions: Sequence[Completion]) -> None:
+            results[request_id] = self._answers.result(asked[request_id], completions)
+
+        self._run(call, [generate_request(name, x) for name, x in asked.items()], finish, {})
+        return [results[name] for name in asked]
+
+    def _begin(self, asks: bool) -> _Call:
+        """Return what a call goes by; raise EngineLost or RuntimeError where it asks for something and cannot run."""
+        version, restarts, lives, lost = self.weight_version, self._restarts, self._lives.copy(), self._lost
+        present = [x for x in self._present if x not in lost]
+        if version == NO_WEIGHTS and self._in_flight:
+            version = self._delivered  # an update is under way; dispatch finds the replicas that can be used
+        if asks and (not present or (lost and not self._in_flight)):
+            raise EngineLost(self._with_advice(self._why_lost), finished={})
+        if asks and version == NO_WEIGHTS:
+            raise RuntimeError(
+                "VllmEngine.generate: the engines hold no complete set of weights; call load_weights first"
+            )
+        return _Call(number=next(self._calls), version=version, present=present, restarts=restarts, lives=lives)
+
+    def _run(
+        self,
+        call: _Call,
+        requests: Sequence[GenerateRequest],
+        finish: Callable[[str, Sequence[Completion]], None],
+        rollouts: Mapping[int, list[Rollout]],
+    ) -> None:
+        """Have the replicas answer requests; raise EngineLost, with ``rollouts``, where no replica is left."""
         result = dispatch(
             requests,
-            present,
-            weight_version=version,
+            call.present,
+            weight_version=call.version,
             deadline_s=self._rollout.request_s,
             max_in_flight=self._rollout.max_requests,
             attempts=self._rollout.max_restarts + 1,
@@ -292,16 +332,15 @@ class VllmEngine:
         for name, cause in result.down.items():
             log.warning("%s: %s", name, cause)
         # a replica that was recovered since this call began lives again
-        self._note_lost([x for x in present if x.name in result.down and self._lives[id(x)] == lives[id(x)]])
+        self._note_lost([x for x in call.present if x.name in result.down and self._lives[id(x)] == call.lives[id(x)]])
         why = "; ".join(dict.fromkeys(result.down.values()))
         if result.down:
             self._why_lost = why
         if result.lost:
             raise EngineLost(self._with_advice(why), finished=rollouts)
         with self._lock:
-            if self._restarts == restarts:  # none since this call began
+            if self._restarts == call.restarts:  # none since this call began
                 self._restarts = 0
-        return [rollout for index in range(len(prompts)) for rollout in rollouts[index]]
 
     def _with_advice(self, why: str) -> str:
         if any(word in why for word in MEMORY_WORDS):
@@ -323,41 +362,6 @@ class VllmEngine:
             temperature=temperature,
             seed=seed,
             stop_token_ids=self._stop_ids,
-        )
-
-    def _to_rollouts(self, prompt: Prompt, completions: Sequence[Completion], samples: int) -> list[Rollout]:
-        """Return a prompt's rollouts; a greedy sample is one, repeated as often as asked for."""
-        if len(completions) == 1:
-            completions = [completions[0]] * samples
-        return [self._to_rollout(prompt, index, completion) for index, completion in enumerate(completions)]
-
-    def _to_rollout(self, prompt: Prompt, index: int, completion: Completion) -> Rollout:
-        token_ids = tuple(completion.token_ids.tolist())
-        if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
-            raise EngineError(
-                f"sample {prompt.prompt_id}#{index} holds token {max(token_ids)}; the vocabulary ends at "
-                f"{self._vocab_size - 1}"
-            )
-        stopped = token_ids[-1] in self._stop_ids
-        if stopped != (completion.finish_reason == "stop"):
-            raise EngineError(
-                f"sample {prompt.prompt_id}#{index} ended by {completion.finish_reason!r} with token {token_ids[-1]}, "
-                f"and the stop tokens are {list(self._stop_ids)}"
-            )
-        versions = completion.weight_versions
-        if sum(count for _, count in versions) != len(token_ids):
-            raise EngineError(
-                f"sample {prompt.prompt_id}#{index} of {len(token_ids)} tokens came with weight versions {versions}"
-            )
-        body = token_ids[:-1] if stopped else token_ids
-        return Rollout(
-            prompt=prompt,
-            sample_index=index,
-            response_ids=token_ids,
-            logprobs=tuple(completion.logprobs.tolist()),
-            text=self._tokenizer.decode(list(body), skip_special_tokens=True),
-            finish_reason=completion.finish_reason,
-            weight_versions=versions,
         )
 
     def sleep(self) -> None:

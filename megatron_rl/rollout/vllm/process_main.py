@@ -109,6 +109,8 @@ class EngineProcess:
             "token_ids": np.concatenate([*token_ids, np.empty(0, dtype=np.int64)]),
             "logprobs": np.concatenate([*logprobs, np.empty(0, dtype=np.float32)]),
         }
+        if output.prompt_logprobs is not None:
+            arrays["prompt_logprobs"] = _prompt_logprobs(output)
         versions = [
             [[span.version, span.end - span.start] for span in sample.weight_versions or []] for sample in samples
         ]
@@ -167,6 +169,15 @@ class EngineProcess:
 def _sampled_logprobs(sample) -> np.ndarray:
     """Return [T] float32, the sampled log-probs; vLLM keeps no others with ``logprobs=0, flat_logprobs=True``."""
     return np.array([] if sample.logprobs is None else sample.logprobs.logprobs, dtype=np.float32)
+
+
+def _prompt_logprobs(output) -> np.ndarray:
+    """Return [prompt] float32, the log-prob of each of the prompt's tokens, NaN at the first, which has none."""
+    found = [
+        np.nan if place is None or not len(place) else place[token].logprob
+        for token, place in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    ]
+    return np.array(found, dtype=np.float32)
 
 
 def main(arguments: list[str]) -> int:

@@ -299,6 +299,7 @@ def _completions(header: dict, arrays: dict[str, np.ndarray]) -> list[Completion
             logprobs=arrays["logprobs"][ends[k, 1] - lengths[k, 1] : ends[k, 1]],
             finish_reason=reason,
             weight_versions=tuple((parse_version(version), count) for version, count in header["weight_versions"][k]),
+            prompt_logprobs=arrays.get("prompt_logprobs"),
         )
         for k, reason in enumerate(header["reasons"])
     ]

@@ -28,6 +28,8 @@ class GenerateRequest:
     seed: of sample 0, below 2^62; sample k draws with seed + k (vLLM, v1/engine/parallel_sampling.py, 0.32.0).
     stop_token_ids: the only tokens that end a completion before ``max_tokens``; the engine's own end of sequence is
         switched off.
+    top_k: the most likely tokens that are drawn from; 0: all. top_p: their share of probability; 1: all.
+    prompt_logprobs: whether the first completion brings the log-probs of the prompt's tokens.
     """
 
     request_id: str
@@ -37,6 +39,9 @@ class GenerateRequest:
     temperature: float
     seed: int
     stop_token_ids: tuple[int, ...]
+    top_k: int = 0
+    top_p: float = 1.0
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,12 +53,14 @@ class Completion:
         erred.
     finish_reason: "stop", "length", or the engine's word for a sample that it broke off ("abort", "error").
     weight_versions: (version, tokens) in order: the weights that produced so many tokens; () if the engine names none.
+    prompt_logprobs: float32 [prompt], NaN at its first token; None where they were not asked for.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
     weight_versions: tuple[tuple[int, int], ...]
+    prompt_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

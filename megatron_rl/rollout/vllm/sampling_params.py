@@ -8,14 +8,15 @@ from megatron_rl.rollout.vllm.replica import GenerateRequest
 
 def sampling_parameters(request: GenerateRequest) -> dict[str, object]:
     """Return the fields of vllm.SamplingParams (0.32.0), which JSON can carry."""
+    prompt = {"prompt_logprobs": 0} if request.prompt_logprobs else {}  # the prompt's own tokens' alone
     return {
         "n": request.n,
         "temperature": request.temperature,
         "seed": request.seed,
         "max_tokens": request.max_tokens,
         "min_tokens": 0,
-        "top_p": 1.0,
-        "top_k": 0,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
         "min_p": 0.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
@@ -25,6 +26,7 @@ def sampling_parameters(request: GenerateRequest) -> dict[str, object]:
         "logprobs": 0,  # the sampled token's alone
         "flat_logprobs": True,
         "detokenize": False,
+        **prompt,
     }
 
 

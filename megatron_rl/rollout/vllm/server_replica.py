@@ -231,7 +231,8 @@ class ServerReplica:
     def _completions(self, request: GenerateRequest, answer: object) -> list[Completion]:
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [_completion(choice) for choice in choices]
+            prompt = _prompt_logprobs(request, answer) if request.prompt_logprobs else None
+            completions = [_completion(choice, prompt) for choice in choices]
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ReplicaLost(
                 f"{self.name}: the answer to request {request.request_id} cannot be read, {error!r}: {answer!r:.300}"
@@ -365,7 +366,14 @@ class ServerReplica:
             exchange.cut()
 
 
-def _completion(choice: Mapping) -> Completion:
+def _prompt_logprobs(request: GenerateRequest, answer: Mapping) -> np.ndarray:
+    """Return [prompt] float32, the log-prob of each of the prompt's tokens, NaN at the first, which has none."""
+    places = zip(request.token_ids, answer["prompt_logprobs"], strict=True)
+    found = [place[str(token)]["logprob"] if place else np.nan for token, place in places]
+    return np.array(found, dtype=np.float32)
+
+
+def _completion(choice: Mapping, prompt: np.ndarray | None) -> Completion:
     """Return the completion in one choice of vLLM's GenerateTokensResponse."""
     token_ids = np.array(choice["token_ids"], dtype=np.int64)
     content = (choice["logprobs"] or {"content": []})["content"]
@@ -379,4 +387,5 @@ def _completion(choice: Mapping) -> Completion:
         logprobs=np.where(logprobs <= NO_LOGPROB, np.float32(-np.inf), logprobs),
         finish_reason=choice["finish_reason"],
         weight_versions=versions,
+        prompt_logprobs=prompt,
     )

@@ -90,7 +90,7 @@ def test_a_stages_laps_are_fitted_as_its_own(alone: None, stage: int) -> None:
         fit=CostFit(prior=CostModel(stages=(StageCost(overhead=1.0, token=1.0, square=0.0),) * 2)),
         topology=SimpleNamespace(pipeline_rank=stage),
         schedule=SimpleNamespace(take_laps=lambda: [laps]),
-        optimizer=SimpleNamespace(step=lambda kind: outcome),
+        optimizer=SimpleNamespace(step=lambda kind, adam: outcome),
         _sums=sums_of(0.5),
         optimizer_s=[],
     )

@@ -1,0 +1,111 @@
+"""vLLM's completions become rollouts, or results of sampling requests; each is checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout.sampling import SampledSequence, SampleRequest, SampleResult
+from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest
+from megatron_rl.types import Prompt, Rollout
+
+
+def generate_request(name: str, request: SampleRequest) -> GenerateRequest:
+    """Return a sampling request as vLLM takes it. Stop texts are left to ``Answers``: the engine has no tokenizer.
+
+    Raises EngineError for log-probs of the most likely tokens, which are not read from this engine.
+    """
+    if request.top or request.prompt_top:
+        raise EngineError(
+            "log-probs of the most likely tokens are not served by rollout.engine=vllm; ask for none, or set "
+            "rollout.engine=transformers"
+        )
+    return GenerateRequest(
+        request_id=name,
+        token_ids=request.token_ids,
+        n=request.num_samples if request.temperature else 1,
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        stop_token_ids=request.stop_ids,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+
+
+class Answers:
+    """Makes rollouts and results of completions.
+
+    stop_ids: of rollouts, whose engine's own end of sequence is switched off.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...], vocab_size: int) -> None:
+        self._tokenizer, self._stop_ids, self._vocab_size = tokenizer, stop_ids, vocab_size
+
+    def rollouts(self, prompt: Prompt, completions: Sequence[Completion], samples: int) -> list[Rollout]:
+        """Return a prompt's rollouts; a greedy sample is one, repeated as often as asked for."""
+        if len(completions) == 1:
+            completions = [completions[0]] * samples
+        return [self._rollout(prompt, index, completion) for index, completion in enumerate(completions)]
+
+    def _rollout(self, prompt: Prompt, index: int, completion: Completion) -> Rollout:
+        token_ids = self._checked(f"{prompt.prompt_id}#{index}", completion, self._stop_ids)
+        versions = completion.weight_versions
+        if sum(count for _, count in versions) != len(token_ids):
+            raise EngineError(
+                f"sample {prompt.prompt_id}#{index} of {len(token_ids)} tokens came with weight versions {versions}"
+            )
+        body = token_ids[:-1] if completion.finish_reason == "stop" else token_ids
+        return Rollout(
+            prompt=prompt,
+            sample_index=index,
+            response_ids=token_ids,
+            logprobs=tuple(completion.logprobs.tolist()),
+            text=self._tokenizer.decode(list(body), skip_special_tokens=True),
+            finish_reason=completion.finish_reason,
+            weight_versions=versions,
+        )
+
+    def _checked(self, name: str, completion: Completion, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a completion's tokens; raise EngineError for tokens that do not exist, or a reason that is untrue."""
+        token_ids = tuple(completion.token_ids.tolist())
+        if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
+            raise EngineError(
+                f"sample {name} holds token {max(token_ids)}; the vocabulary ends at {self._vocab_size - 1}"
+            )
+        if (token_ids[-1] in stop_ids) != (completion.finish_reason == "stop"):
+            raise EngineError(
+                f"sample {name} ended by {completion.finish_reason!r} with token {token_ids[-1]}, and the stop tokens "
+                f"are {list(stop_ids)}"
+            )
+        return token_ids
+
+    def result(self, request: SampleRequest, completions: Sequence[Completion]) -> SampleResult:
+        """Return a request's result, its samples cut at their stop texts."""
+        prompt = None
+        if request.prompt_logprobs:
+            prompt = completions[0].prompt_logprobs
+            if prompt is None or len(prompt) != len(request.token_ids):
+                raise EngineError(f"request {request.request_id}: the engine gave no log-probs of the prompt's tokens")
+        if len(completions) == 1:
+            completions = [completions[0]] * request.num_samples
+        sequences = [self._sequence(request, i, completion) for i, completion in enumerate(completions)]
+        return SampleResult(sequences=sequences, prompt_logprobs=prompt)
+
+    def _sequence(self, request: SampleRequest, index: int, completion: Completion) -> SampledSequence:
+        token_ids = self._checked(f"{request.request_id}#{index}", completion, request.stop_ids)
+        length, reason = len(token_ids), completion.finish_reason
+        for end in range(1, length + 1) if request.stop_texts else ():
+            text = self._tokenizer.decode(list(token_ids[:end]))
+            if any(stop in text for stop in request.stop_texts):
+                length, reason = end, "stop"
+                break
+        return SampledSequence(
+            token_ids=np.array(token_ids[:length], dtype=np.int32),
+            logprobs=completion.logprobs[:length],
+            finish_reason=reason,
+        )

@@ -1,0 +1,209 @@
+"""Tinker's losses, as terms of the trainer's own loss over tokens (algorithm/policy_loss.py).
+
+Each is a sum over all targets of a request, with every normalisation in the client's numbers: our law, and Tinker's.
+
+| Tinker | here | coefficient | defaults |
+|---|---|---|---|
+| cross_entropy | reinforce, its advantages the weights | weights | |
+| importance_sampling | importance_sampling | advantages | |
+| ppo | ppo | advantages | clip_low_threshold 0.8, clip_high_threshold 1.2 |
+| cispo | cispo | advantages | 0.0 and 4.0 |
+| gspo | gspo, its mean over sequence_ratio_mask | advantages | 1 − 3e-4, 1 + 4e-4: the paper's |
+| dro | dro | advantages, and a square at every target | beta 0.05 |
+
+The defaults of gspo and dro are this server's: Tinker's are not published in a page that was found.
+
+A target whose coefficient is 0 has no gradient, but under dro. Its old log-prob is read by nobody and may be anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_rl.algorithm.own_policy import PolicyTokens
+from megatron_rl.algorithm.policy_loss import PolicyTerm, cispo, dro, gspo, importance_sampling, ppo, reinforce
+from megatron_rl.serve.values import Datum, RequestError
+
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+THRESHOLDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
+BETA = 0.05
+_LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedLoss:
+    """Holds one request's loss.
+
+    term: the policy term. reads: the inputs of a datum that it needs, by name.
+    reads_mask: whether it takes ``sequence_ratio_mask`` where a datum has one.
+    trains_all: whether a target trains whatever its advantage is.
+    """
+
+    name: str
+    term: Callable[[PolicyTokens], PolicyTerm]
+    reads: tuple[str, ...] = ("logprobs", "advantages")
+    reads_mask: bool = False
+    trains_all: bool = False
+
+    @property
+    def coefficient(self) -> str:
+        """Return the input whose zeros train nothing."""
+        return self.reads[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServedInputs:
+    """Holds the inputs of a request's loss, float32 [T] flat over its targets (``Batch.facts.response_offsets``).
+
+    advantages: the coefficients. weights: 1, or gspo's mask.
+    """
+
+    advantages: np.ndarray
+    weights: np.ndarray
+    old_logprobs: np.ndarray
+
+    def gather(self, samples: np.ndarray, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the inputs [N] at N targets."""
+        return {
+            "advantages": self.advantages[flat],
+            "weights": self.weights[flat],
+            "old_logprobs": self.old_logprobs[flat],
+        }
+
+
+def served_loss(name: str, settings: Mapping[str, float | str]) -> ServedLoss:
+    """Return the loss of a request. Raises RequestError for one that is not served, naming those that are."""
+    if name == "stable_reinforce":
+        raise RequestError(
+            "loss_fn='stable_reinforce' has no published formula, so it is not served; pass one of "
+            "'importance_sampling', 'ppo', 'cispo', 'gspo' as loss_fn (in tinker-cookbook: loss_fn=importance_sampling)"
+        )
+    if name not in LOSSES:
+        raise RequestError(f"loss_fn={name!r} is not served; pass one of {', '.join(LOSSES)}")
+    known = {_LOW, _HIGH} if name in THRESHOLDS else {"beta"} if name == "dro" else set()
+    if unknown := sorted(set(settings) - known):
+        raise RequestError(
+            f"loss_fn_config has {unknown[0]!r}, which loss_fn={name!r} does not read; it reads "
+            f"{', '.join(sorted(known)) or 'nothing'}"
+        )
+    numbers = {key: _number(key, value) for key, value in settings.items()}
+    match name:
+        case "cross_entropy":
+            return ServedLoss(name=name, term=_of(reinforce), reads=("weights",))
+        case "importance_sampling":
+            return ServedLoss(name=name, term=_of(importance_sampling))
+        case "dro":
+            beta = numbers.get("beta", BETA)
+            return ServedLoss(name=name, term=_dro(beta), trains_all=beta != 0)
+    low, high = (numbers.get(key, default) for key, default in zip((_LOW, _HIGH), THRESHOLDS[name], strict=True))
+    if low > high:
+        raise RequestError(f"{_LOW}={low:g} is above {_HIGH}={high:g}")
+    if name == "gspo":
+        return ServedLoss(name=name, term=_gspo(low, high), reads_mask=True)
+    return ServedLoss(name=name, term=_of({"ppo": ppo, "cispo": cispo}[name], low=low, high=high))
+
+
+def _number(key: str, value: float | str) -> float:
+    if isinstance(value, str) or not np.isfinite(value):
+        raise RequestError(f"loss_fn_config[{key!r}]={value!r} must be a finite number")
+    return float(value)
+
+
+def _of(function: Callable[..., PolicyTerm], **bounds: float) -> Callable[[PolicyTokens], PolicyTerm]:
+    def term(tokens: PolicyTokens) -> PolicyTerm:
+        return function(tokens.logprobs, tokens.old_logprobs, tokens.advantages, **bounds)
+
+    return term
+
+
+def _dro(beta: float) -> Callable[[PolicyTokens], PolicyTerm]:
+    def term(tokens: PolicyTokens) -> PolicyTerm:
+        return dro(tokens.logprobs, tokens.old_logprobs, tokens.advantages, tokens.weights, beta=beta)
+
+    return term
+
+
+def _gspo(low: float, high: float) -> Callable[[PolicyTokens], PolicyTerm]:
+    def term(tokens: PolicyTokens) -> PolicyTerm:
+        return gspo(
+            tokens.logprobs,
+            tokens.old_logprobs,
+            tokens.advantages,
+            tokens.sequences,
+            tokens.num_sequences,
+            low=low,
+            high=high,
+            whole=tokens.complete_sums,
+            counted=tokens.weights,
+        )
+
+    return term
+
+
+def check_inputs(loss: ServedLoss, data: Sequence[Datum], vocab_size: int, longest: int) -> None:
+    """Raise RequestError for a datum that the loss or the model cannot read.
+
+    longest: the most tokens of a datum.
+    """
+    allowed = {*loss.reads, *(["sequence_ratio_mask"] if loss.reads_mask else [])}
+    for number, datum in enumerate(data):
+        where = f"data[{number}]"
+        if len(datum.tokens) > longest:
+            raise RequestError(f"{where} has {len(datum.tokens)} tokens, and this model reads {longest} at most")
+        for name, tokens in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
+            if tokens.min() < 0 or tokens.max() >= vocab_size:
+                outside = tokens.max() if tokens.max() >= vocab_size else tokens.min()
+                raise RequestError(f"{where}.{name} holds token {outside}, and the vocabulary has {vocab_size} tokens")
+        if missing := [name for name in loss.reads if name not in datum.inputs]:
+            if missing == ["weights"]:
+                continue
+            raise RequestError(f"{where} has no {missing[0]}, which loss_fn={loss.name!r} reads")
+        if loss.name != "cross_entropy" and not datum.flat:
+            raise RequestError(f"{where}.target_tokens is [N, K], which cross_entropy alone takes")
+        if unread := sorted(set(datum.inputs) - allowed):
+            if unread == ["weights"] and _says_nothing(datum):
+                continue
+            way_out = "multiply the advantages by them" if unread[0] == "weights" else "leave it out"
+            raise RequestError(f"{where}.{unread[0]} is not read by loss_fn={loss.name!r}; {way_out}")
+
+
+def _says_nothing(datum: Datum) -> bool:
+    """Return whether a policy loss's weights are 1 wherever the advantage is not 0."""
+    return bool(((datum.inputs["weights"] == 1) | (datum.inputs["advantages"] == 0)).all())
+
+
+def coefficients(loss: ServedLoss, datum: Datum) -> np.ndarray:
+    """Return float32 [N, K], the numbers whose zeros train nothing; weights that are not given are 1."""
+    return datum.inputs.get(loss.coefficient, np.ones(datum.targets.shape, dtype=np.float32))
+
+
+def ratio_mask(loss: ServedLoss, datum: Datum) -> np.ndarray:
+    """Return float32 [N, K], 1 at targets that gspo's mean is taken over (all of them without a mask)."""
+    mask = datum.inputs.get("sequence_ratio_mask") if loss.reads_mask else None
+    return np.ones(datum.targets.shape, dtype=np.float32) if mask is None else (mask != 0).astype(np.float32)
+
+
+def loss_sum(
+    loss: ServedLoss, logprobs: np.ndarray, inputs: ServedInputs, sequences: np.ndarray, num_sequences: int
+) -> tuple[float, int]:
+    """Return the loss's sum over a request's targets, and how many of them were clipped.
+
+    logprobs: float32 [T]. sequences: int64 [T], the datum of each target.
+    """
+    flat = torch.from_numpy(logprobs).double()
+    term = loss.term(
+        PolicyTokens(
+            logprobs=flat,
+            old_logprobs=torch.from_numpy(inputs.old_logprobs).double(),
+            rollout_logprobs=flat,
+            advantages=torch.from_numpy(inputs.advantages).double(),
+            weights=torch.from_numpy(inputs.weights).double(),
+            sequences=torch.from_numpy(sequences),
+            num_sequences=num_sequences,
+        )
+    )
+    return float(term.loss.sum()), int(term.clipped.sum())

@@ -1,0 +1,142 @@
+"""The models in training, of which one at a time is in the backend; the others wait on the host of every rank.
+
+An operation brings its model in, and with it weights, AdamW's moments and steps, the gradient accumulated so far and
+the adapters' scale, so that models cannot meet (``backend/trained_state.py``). Every rank does the same in the same
+order. With adapters the frozen model is shared, and a model takes the memory of its adapters four times (float32).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.backend import trained_state
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.trained_state import TrainedState
+from megatron_rl.model.adapter import start_adapters
+from megatron_rl.serve import checkpoints
+from megatron_rl.serve.values import AdapterSpec, RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """Holds a copy of trained parameters on this rank's host, and the adapters' scale. None: the base model's."""
+
+    tensors: Sequence[torch.Tensor]
+    scale: float | None
+
+
+class Models:
+    """Holds every model's state. Methods are collectives where they say so; every rank calls all of them alike."""
+
+    def __init__(self, backend: MegatronBackend) -> None:
+        """Take the backend's model for the base of all. A collective."""
+        self.backend = backend
+        trained_state.begin_adam(backend)
+        self.base = Weights(tensors=trained_state.take_weights(backend), scale=trained_state.scale_of(backend))
+        self._waiting: dict[str, TrainedState | None] = {}  # None: the one in the backend
+        self._active: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Return the models that are held, the least recently used first."""
+        return list(self._waiting)
+
+    def create(self, name: str, spec: AdapterSpec | None) -> None:
+        """Begin a model: fresh adapters, or the base model's weights; AdamW at zero.
+
+        spec: None where every weight is trained.
+        """
+        self._put_away()
+        backend = self.backend
+        if spec is None:
+            trained_state.put_weights(backend, self.base.tensors, self.base.scale)
+        else:
+            chunks = [chunk.module for chunk in backend.chunks]
+            start_adapters(
+                chunks, backend.shape, backend.topology, seed=spec.seed, rank=spec.rank, targets=spec.targets
+            )
+        self._begin(name)
+
+    def load(self, name: str, folder: pathlib.Path, *, with_adam: bool) -> AdapterSpec | None:
+        """Begin a model, or replace one, by what a checkpoint holds; return its adapters. A collective."""
+        self._put_away()
+        self._waiting.pop(name, None)
+        spec = checkpoints.load(self.backend, folder, with_adam=with_adam)
+        self._waiting[name], self._active = None, name
+        return spec
+
+    def save(self, name: str, folder: pathlib.Path, spec: AdapterSpec | None, *, with_adam: bool) -> None:
+        """Write a model to a folder. A collective."""
+        checkpoints.save(self.activate(name), folder, spec, with_adam=with_adam)
+
+    def read(self, folder: pathlib.Path) -> Weights:
+        """Return the weights of a checkpoint. A collective."""
+        self._put_away()
+        checkpoints.load(self.backend, folder, with_adam=False)
+        return Weights(tensors=trained_state.take_weights(self.backend), scale=trained_state.scale_of(self.backend))
+
+    def _begin(self, name: str) -> None:
+        backend = self.backend
+        backend.zero_grad()
+        backend.optimizer.megatron.reload_model_params()  # the masters of half-precision weights
+        trained_state.reset_adam(backend)
+        backend.weight_version = 0
+        self._waiting[name], self._active = None, name
+
+    def activate(self, name: str) -> MegatronBackend:
+        """Bring a model into the backend and return it."""
+        if name not in self._waiting:
+            raise RequestError(f"model {name!r} is not held here", status=404)
+        if self._active != name:
+            self._put_away()
+            trained_state.put(self.backend, self._waiting[name])
+            self._active = name
+        del self._waiting[name]  # now the most recently used
+        self._waiting[name] = None
+        return self.backend
+
+    def _put_away(self) -> None:
+        if self._active is not None:
+            self._waiting[self._active] = trained_state.take(self.backend)
+            self._active = None
+
+    def drop(self, name: str) -> None:
+        """Forget a model; nothing happens where it is not held."""
+        self._waiting.pop(name, None)
+        if self._active == name:
+            self.backend.zero_grad()
+            self._active = None
+
+    def discard_gradient(self, name: str) -> None:
+        """Discard what has been accumulated since the model's last optimizer step."""
+        if name in self._waiting:
+            self.activate(name).zero_grad()
+
+    def snapshot(self, name: str) -> Weights:
+        """Return a copy of a model's weights."""
+        backend = self.activate(name)
+        return Weights(tensors=trained_state.take_weights(backend), scale=trained_state.scale_of(backend))
+
+    @contextlib.contextmanager
+    def reading(self, weights: Weights | None) -> Iterator[MegatronBackend]:
+        """Have the backend's weights be others within the block; the model in it is as before afterwards.
+
+        weights: None for the base model's.
+        """
+        backend, wanted = self.backend, weights or self.base
+        kept, scale = trained_state.take_weights(backend), trained_state.scale_of(backend)
+        base_of_adapters = weights is None and backend.shape.lora_rank
+        trained_state.put_weights(
+            backend,
+            [torch.zeros_like(x) for x in kept] if base_of_adapters else wanted.tensors,
+            scale if base_of_adapters else wanted.scale,
+        )
+        try:
+            yield backend
+        finally:
+            trained_state.put_weights(backend, kept, scale)

@@ -1,0 +1,79 @@
+"""Names of the server: sessions, models, samplers, checkpoints and their folders. Pure."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import secrets
+from dataclasses import dataclass
+
+from megatron_rl.serve.values import RequestError
+
+STATE, SAMPLER = "weights", "sampler_weights"  # the two kinds of checkpoints, as they stand in a path
+BASE = "base"  # the name of the base model's own weights, among samplers'
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPath:
+    """Names a checkpoint: ``tinker://<model>/<kind>/<name>``."""
+
+    model: str
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"tinker://{self.model}/{self.kind}/{self.name}"
+
+    @property
+    def id(self) -> str:
+        """Return the name within the model's checkpoints, as clients have it."""
+        return f"{self.kind}/{self.name}"
+
+    def folder(self, root: pathlib.Path) -> pathlib.Path:
+        """Return its folder; a model's name holds colons, which not every file system takes."""
+        return root / self.model.replace(":", "_") / self.kind / self.name
+
+
+def parse_checkpoint(path: str) -> CheckpointPath:
+    """Return the parts of a checkpoint's path. Raises RequestError."""
+    parts = path.removeprefix("tinker://").split("/")
+    if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in (STATE, SAMPLER):
+        raise RequestError(f"path={path!r} is no tinker://<model>/{STATE}/<name>, nor .../{SAMPLER}/<name>")
+    return CheckpointPath(model=parts[0], kind=parts[1], name=checked_name(parts[2]))
+
+
+def checked_name(name: str) -> str:
+    """Return a checkpoint's name. Raises RequestError for one that cannot be a folder's."""
+    if not _NAME.fullmatch(name):
+        raise RequestError(
+            f"the checkpoint's name {name[:100]!r} must be letters, digits, '.', '_' and '-', at most 200, and begin "
+            "with a letter or a digit"
+        )
+    return name
+
+
+def new_session() -> str:
+    """Return a session's name, which nobody can guess."""
+    return f"s-{secrets.token_hex(8)}"
+
+
+def model_name(session: str, seq: int) -> str:
+    """Return a model's name, which the SDK derives alike."""
+    return f"{session}:train:{seq}"
+
+
+def sampler_name(session: str, seq: int) -> str:
+    return f"{session}:sample:{seq}"
+
+
+def operation_name(line: str, seq: int) -> str:
+    return f"{line}:{seq}"
+
+
+def line_of(operation: str) -> tuple[str, int]:
+    """Return the line and the number of an operation's name. Raises RequestError."""
+    line, _, seq = operation.rpartition(":")
+    if not line or not seq.isdecimal():
+        raise RequestError(f"request_id={operation[:200]!r} is none of this server's", status=404)
+    return line, int(seq)

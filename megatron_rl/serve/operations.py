@@ -1,0 +1,335 @@
+"""The queue of operations on rank 0: each model's in the order of their numbers, and no operation twice. Thread-safe.
+
+Invariants (tests/unit/serve/test_operations.py checks them under Hypothesis):
+
+1. A line's operations run in the order of their numbers, whatever the order in which they arrive; none is left out.
+2. An operation that arrives again is the same operation: it runs once, and both askers get its one answer.
+3. Another request under a number that was used is refused.
+4. Every accepted operation ends: by its answer, by an error, or, at ``queue_s`` or ``gap_s``, by an error that says so.
+5. After an operation of a line has failed that training depends on, those that are queued behind it fail with it, until
+   its client has been told: nothing is trained on half a step.
+6. Lines take turns: between two operations of one line every other line with a ready operation has had one.
+
+A line is a model, whose operations are numbered from 0, or a sampler, whose requests run in any order, many at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megatron_rl.serve.values import Fault, RequestError
+
+WAITING, RUNNING, ENDED = "waiting", "running", "ended"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Operation:
+    """Holds one operation and, once it has ended, its answer.
+
+    id: by which its client asks for the answer. owner: the client's key, digested.
+    line, seq: its place.
+    depends: whether later operations of its line make no sense if it fails.
+    header: what to do, as JSON. body: the client's data, which travel to every rank. parsed: the same, on rank 0.
+    weight: the samples that it asks for.
+    content: the answer's bytes, and their type; error: its message and whose fault it is.
+    """
+
+    id: str
+    owner: str
+    line: str
+    seq: int
+    kind: str
+    header: Mapping[str, object]
+    body: bytes = b""
+    parsed: object = None
+    depends: bool = False
+    weight: int = 1
+    digest: str = ""
+    state: str = WAITING
+    content: tuple[bytes, str] | None = None
+    error: tuple[str, Fault] | None = None
+    arrived_at: float = 0.0
+    asked_at: float = 0.0
+    told: bool = False
+    watchers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=list)
+
+
+def digest_of(*parts: bytes) -> str:
+    """Return a digest by which two requests are the same."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Line:
+    """Holds one line's waiting operations by number; ``next`` is the number that runs next where order matters."""
+
+    ordered: bool = True
+    next: int = 0
+    waiting: dict[int, Operation] = field(default_factory=dict)
+    failed: tuple[str, Fault] | None = None
+    running: bool = False
+
+
+class Operations:
+    """Holds all operations. ``ended`` is called, without the lock, for each that has ended."""
+
+    def __init__(
+        self,
+        *,
+        gap_s: float,
+        queue_s: float,
+        max_bytes: int,
+        max_batch: int,
+        ended: Callable[[Operation], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.gap_s, self.queue_s, self.max_bytes, self.max_batch = gap_s, queue_s, max_bytes, max_batch
+        self._ended, self._clock = ended, clock
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._lines: OrderedDict[str, _Line] = OrderedDict()  # the one that was served longest ago first
+        self._all: dict[str, Operation] = {}
+        self._bytes = 0
+
+    # ---- the clients' side ------------------------------------------------------------------------------------------
+
+    def open_line(
+        self, line: str, *, first: int = 0, ordered: bool = True, failed: tuple[str, Fault] | None = None
+    ) -> None:
+        """Begin a line whose next operation has number ``first``; ``failed``: what its client has to be told first."""
+        with self._lock:
+            self._lines[line] = _Line(next=first, ordered=ordered, failed=failed)
+
+    def has_line(self, line: str) -> bool:
+        with self._lock:
+            return line in self._lines
+
+    def close_line(self, line: str) -> None:
+        """End a line: its waiting operations fail."""
+        self._fail_all(line, (f"{line} was unloaded", Fault.USER))
+        with self._lock:
+            self._lines.pop(line, None)
+
+    def find(self, id: str) -> Operation | None:
+        with self._lock:
+            return self._all.get(id)
+
+    def add(self, operation: Operation, accept: Callable[[Operation], None] = lambda _: None) -> Operation:
+        """Queue an operation, and return it, or the one that it repeats.
+
+        accept: called once for a new one, before it can run. Raises RequestError for a number that another request has,
+        and where too much waits already (HTTP 429).
+        """
+        with self._lock:
+            if (known := self._all.get(operation.id)) is not None:
+                if known.digest != operation.digest:
+                    raise RequestError(
+                        f"number {operation.seq} of {operation.line} was used by another {known.kind} request; number "
+                        "each request anew",
+                        status=422,
+                    )
+                return known
+            line = self._lines[operation.line]
+            if line.ordered and operation.seq < line.next:
+                raise RequestError(
+                    f"number {operation.seq} of {operation.line} is over: {line.next} is next, and its answer is kept "
+                    "no longer",
+                    status=410,
+                )
+            if self._bytes + len(operation.body) > self.max_bytes and self._bytes:
+                raise RequestError(
+                    f"requests of {self._bytes:,} bytes are waiting, and serve.max_queue_mb allows {self.max_bytes:,}; "
+                    "try again",
+                    status=429,
+                    fault=Fault.SERVER,
+                )
+            operation.arrived_at = operation.asked_at = self._clock()
+            accept(operation)
+            self._all[operation.id] = operation
+            self._bytes += len(operation.body)
+            line.waiting[operation.seq] = operation
+            self._arrived.notify_all()
+            return operation
+
+    async def wait(self, operation: Operation, seconds: float) -> bool:
+        """Wait until an operation has ended, ``seconds`` at most; return whether it has."""
+        event = asyncio.Event()
+        watcher = (asyncio.get_running_loop(), event)
+        with self._lock:
+            operation.asked_at = self._clock()
+            if operation.state == ENDED:
+                return True
+            operation.watchers.append(watcher)
+        try:
+            await asyncio.wait_for(event.wait(), seconds)
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            with self._lock:
+                if watcher in operation.watchers:
+                    operation.watchers.remove(watcher)
+
+    def tell(self, operation: Operation) -> None:
+        """Note that a client was given an operation's answer or error; a failed line goes on then."""
+        with self._lock:
+            operation.told, operation.asked_at = True, self._clock()
+            line = self._lines.get(operation.line)
+            if operation.error is not None and line is not None and line.failed is not None:
+                line.failed = None
+
+    def tell_line(self, line: str) -> None:
+        """Note that a line's client was told of a failure that no operation held here has; the line goes on then."""
+        with self._lock:
+            if line in self._lines:
+                self._lines[line].failed = None
+
+    def failure_of(self, line: str) -> tuple[str, Fault] | None:
+        """Return the failure that a line's client has not been told yet."""
+        with self._lock:
+            return self._lines[line].failed if line in self._lines else None
+
+    def forget(self, older_s: float) -> list[str]:
+        """Forget ended operations that nobody has asked for in ``older_s``; return their ids."""
+        with self._lock:
+            old = self._clock() - older_s
+            gone = [id for id, x in self._all.items() if x.state == ENDED and x.asked_at < old]
+            for id in gone:
+                del self._all[id]
+            return gone
+
+    # ---- the worker's side ------------------------------------------------------------------------------------------
+
+    def take(self, timeout_s: float) -> list[Operation]:
+        """Return what runs next: one operation, or several of a sampler that run together; [] where nothing is ready.
+
+        It waits for ``timeout_s`` at most. What was taken must be ended by ``finish`` or ``fail``.
+        """
+        ends_at = time.monotonic() + timeout_s
+        while True:
+            self._end_overdue()
+            with self._lock:
+                if taken := self._ready():
+                    for operation in taken:
+                        operation.state = RUNNING
+                    return taken
+                left = ends_at - time.monotonic()
+                if left <= 0:
+                    return []
+                self._arrived.wait(min(left, 1.0))
+
+    def _ready(self) -> list[Operation]:
+        for name, line in self._lines.items():
+            if line.failed is not None or line.running:
+                continue
+            if not line.ordered and line.waiting:
+                return self._batch(next(iter(line.waiting.values())))
+            if line.ordered and line.next in line.waiting:
+                line.running = True
+                self._lines.move_to_end(name)
+                return [line.waiting.pop(line.next)]
+        return []
+
+    def _batch(self, first: Operation) -> list[Operation]:
+        """Return the waiting requests that may run with ``first``: of the same weights, in any line, up to a size."""
+        taken, weight = [], 0
+        for name, line in list(self._lines.items()):
+            for operation in [] if line.ordered else list(line.waiting.values()):
+                same = operation.header["weights"] == first.header["weights"]
+                if not same or (taken and weight + operation.weight > self.max_batch):
+                    continue
+                taken.append(operation)
+                weight += operation.weight
+                del line.waiting[operation.seq]
+                self._lines.move_to_end(name)
+        return taken
+
+    def finish(self, operation: Operation, content: bytes, content_type: str) -> None:
+        """End an operation by its answer."""
+        self._end(operation, content=(content, content_type))
+
+    def fail(self, operation: Operation, message: str, fault: Fault) -> None:
+        """End an operation by an error; those behind it that depend on it fail too, until the client was told."""
+        self._end(operation, error=(message, fault))
+        if operation.depends:
+            cause = (f"it was queued behind number {operation.seq}, which failed: {message}", fault)
+            self._fail_all(operation.line, cause)
+            with self._lock:
+                if (line := self._lines.get(operation.line)) is not None and not operation.told:
+                    line.failed = cause
+
+    def _fail_all(self, name: str, error: tuple[str, Fault]) -> None:
+        with self._lock:
+            line = self._lines.get(name)
+            doomed = sorted(line.waiting.values(), key=lambda x: x.seq) if line is not None else []
+            if line is not None:
+                line.waiting = {}
+                line.next = max([line.next, *(x.seq + 1 for x in doomed)])
+        for operation in doomed:
+            self._end(operation, error=error)
+
+    def _end(
+        self,
+        operation: Operation,
+        *,
+        content: tuple[bytes, str] | None = None,
+        error: tuple[str, Fault] | None = None,
+    ) -> None:
+        self._ended_with(operation, content, error)
+        self._ended(operation)
+        with self._lock:
+            watchers, operation.watchers = operation.watchers, []
+        for loop, event in watchers:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(event.set)
+
+    def _ended_with(self, operation: Operation, content: object, error: object) -> None:
+        with self._lock:
+            was_running = operation.state == RUNNING
+            operation.content, operation.error, operation.state = content, error, ENDED
+            operation.asked_at = self._clock()
+            self._bytes -= len(operation.body)
+            operation.body, operation.parsed = b"", None
+            line = self._lines.get(operation.line)
+            if line is not None and line.ordered and was_running:
+                line.running, line.next = False, max(line.next, operation.seq + 1)
+                self._arrived.notify_all()
+
+    def _end_overdue(self) -> None:
+        """End what has waited too long: behind a gap in the numbers, behind an untold failure, or for its turn."""
+        now, ends = self._clock(), []
+        with self._lock:
+            for name, line in self._lines.items():
+                if not line.waiting:
+                    continue
+                if line.failed is not None:
+                    ends.append((name, line.failed))
+                    continue
+                oldest = min(line.waiting.values(), key=lambda x: x.arrived_at)
+                waited = now - oldest.arrived_at
+                if line.ordered and not line.running and line.next not in line.waiting and waited > self.gap_s:
+                    ends.append((name, (self._gap_words(line), Fault.USER)))
+                elif waited > self.queue_s:
+                    text = f"it waited for {waited:.0f} s, longer than serve.queue_s={self.queue_s:g}"
+                    ends.append((name, (text, Fault.SERVER)))
+        for name, error in ends:
+            self._fail_all(name, error)
+            with self._lock:
+                self._lines[name].failed = error if self._lines[name].ordered else None
+
+    def _gap_words(self, line: _Line) -> str:
+        numbers = ", ".join(map(str, sorted(line.waiting)[:5]))
+        return (
+            f"number {line.next} did not arrive in serve.gap_s={self.gap_s:g} s, and the requests behind it (numbers "
+            f"{numbers}) cannot run without it"
+        )

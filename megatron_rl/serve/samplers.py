@@ -1,0 +1,170 @@
+"""Sampler weights and the engines that sample from them: one set at a time is in the engines of all ranks.
+
+Weights that a client has named lie on disk and are read when they are first asked for; unnamed snapshots are kept on
+the host of every rank. A request of other weights than the engines hold has these sent first, merged with adapters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.config import Config
+from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.errors import EngineError
+from megatron_rl.model.build import DTYPES
+from megatron_rl.rollout.build import RankLocation, build_engine, role_of, shares_device
+from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.sampling import SampledSequence, SampleRequest, SampleResult, TopLogProbs
+from megatron_rl.serve.models import Models, Weights
+from megatron_rl.serve.naming import BASE
+from megatron_rl.serve.values import Fault, RequestError
+
+
+class Samplers:
+    """Holds sampler weights by name and samples from them. Every method is a collective."""
+
+    def __init__(self, config: Config, models: Models, tokenizer) -> None:
+        self.config, self.models = config, models
+        backend = models.backend
+        topology = backend.topology
+        location = RankLocation(
+            rank=topology.rank,
+            world_size=topology.world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", topology.rank)),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size)),
+        )
+        role = role_of(config, location)
+        shared = shares_device(config, HOST.device)
+        engine = build_engine(
+            config,
+            tokenizer,
+            location=location,
+            role=role,
+            device=HOST.device,
+            dtype=DTYPES[backend.config.model.dtype],
+            vocab_size=backend.shape.vocab_size,
+        )
+        self.share = role.share
+        self._weights: dict[str, Weights | None] = {BASE: None}
+        self._wanted, self._sent, self._version = BASE, "", NO_WEIGHTS
+        self._versions = itertools.count(1)
+        self.manager = RolloutManager(
+            engine,
+            None,
+            config,
+            export=self._export,
+            version=lambda: self._version,
+            share=role.share,
+            offload=backend.offload if shared else None,
+            restore=backend.restore if shared else None,
+        )
+
+    def snapshot(self, name: str, model: str) -> None:
+        """Keep a model's current weights under a sampler's name."""
+        self._keep(name, self.models.snapshot(model))
+
+    def read(self, name: str, folder: pathlib.Path) -> None:
+        """Keep the weights of a checkpoint under a sampler's name."""
+        self._keep(name, self.models.read(folder))
+
+    def _keep(self, name: str, weights: Weights) -> None:
+        self._weights[name] = weights
+        if self._sent == name:
+            self._sent = ""
+
+    def has(self, name: str) -> bool:
+        return name in self._weights
+
+    def drop(self, name: str) -> None:
+        """Forget a sampler's weights; nothing happens where there are none."""
+        self._weights.pop(name, None)
+
+    def _export(self):
+        with self.models.reading(self._weights[self._wanted]) as backend:
+            yield from backend.export(bucket_bytes=self.config.weight_sync.bucket_bytes // 2)
+
+    def sample(self, name: str, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """Return the requests' results, in order, on every rank; each rank with an engine samples its share.
+
+        Raises RequestError where no such weights are held, EngineError where engines are lost time and again.
+        """
+        if name not in self._weights:
+            raise RequestError(f"sampler weights {name!r} are not held here", status=404, fault=Fault.SERVER)
+        if self._sent != name:
+            self._wanted, self._version = name, next(self._versions)
+        why = ""
+        for _ in range(self.config.weight_sync.attempts):
+            self.manager.sync_weights()
+            self._sent = name
+            self.manager.device.to_engine()
+            mine, lost, error = self._sample_share(requests)
+            answers = gather_json([lost, error, mine])
+            self.manager.device.to_trainer()
+            if errors := [part[1] for part in answers if part[1]]:
+                raise EngineError(errors[0])
+            if not any(part[0] for part in answers):
+                found = {int(i): value for part in answers for i, value in part[2].items()}
+                return [_from_json(found[i]) for i in range(len(requests))]
+            why = next(part[0] for part in answers if part[0])
+        raise EngineError(f"engines were lost {self.config.weight_sync.attempts} times in a row: {why}")
+
+    def _sample_share(self, requests: Sequence[SampleRequest]) -> tuple[dict[str, object], str | None, str | None]:
+        """Return this rank's results by their request's number, and why its engine was lost, or failed."""
+        if self.share is None:
+            return {}, None, None
+        number, count = self.share
+        places = range(number, len(requests), count)
+        try:
+            results = self.manager.engine.sample([requests[i] for i in places])
+        except EngineLost as error:
+            return {}, str(error), None
+        except Exception as error:  # noqa: BLE001 (raised on every rank by ``sample``)
+            return {}, None, f"{type(error).__name__}: {error}"
+        return {str(i): _to_json(result) for i, result in zip(places, results, strict=True)}, None, None
+
+    def close(self) -> None:
+        """End the engines. Not a collective."""
+        self.manager.close()
+
+
+def _to_json(result: SampleResult) -> dict[str, object]:
+    return {
+        "sequences": [
+            [x.token_ids.tolist(), x.logprobs.tolist(), x.finish_reason, _top_to_json(x.top)] for x in result.sequences
+        ],
+        "prompt": None if result.prompt_logprobs is None else result.prompt_logprobs.tolist(),
+        "prompt_top": _top_to_json(result.prompt_top),
+    }
+
+
+def _top_to_json(top: TopLogProbs | None) -> list | None:
+    return None if top is None else [top.token_ids.tolist(), top.logprobs.tolist()]
+
+
+def _from_json(value: dict) -> SampleResult:
+    return SampleResult(
+        sequences=[
+            SampledSequence(
+                token_ids=np.array(ids, dtype=np.int32),
+                logprobs=np.array(logprobs, dtype=np.float32),
+                finish_reason=reason,
+                top=_top_from_json(top),
+            )
+            for ids, logprobs, reason, top in value["sequences"]
+        ],
+        prompt_logprobs=None if value["prompt"] is None else np.array(value["prompt"], dtype=np.float32),
+        prompt_top=_top_from_json(value["prompt_top"]),
+    )
+
+
+def _top_from_json(value: list | None) -> TopLogProbs | None:
+    if value is None:
+        return None
+    return TopLogProbs(token_ids=np.array(value[0], dtype=np.int32), logprobs=np.array(value[1], dtype=np.float32))

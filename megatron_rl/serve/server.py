@@ -1,0 +1,208 @@
+"""A server's life: its parts are built on every rank, the front opens on rank 0, and all ranks run one loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import logging
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Iterator
+
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.config import Config, config_to_yaml
+from megatron_rl.config.json_text import quoted
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.distributed.agreement import this_job
+from megatron_rl.distributed.atomic_file import replace_text
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
+from megatron_rl.errors import ConfigError, RunError
+from megatron_rl.rollout.transformers_engine import stop_tokens
+from megatron_rl.serve.books import Books
+from megatron_rl.serve.dispatch import Dispatcher, note_end, restore_lines
+from megatron_rl.serve.intake import Intake, ServedModel
+from megatron_rl.serve.journal import Journal
+from megatron_rl.serve.models import Models
+from megatron_rl.serve.operations import Operations
+from megatron_rl.serve.samplers import Samplers
+from megatron_rl.serve.store import Store
+from megatron_rl.serve.worker import Message, Outcome, Worker, share_message
+from megatron_rl.trainer.run_folder import held_run_folder
+from megatron_rl.weights.config_json import check_served, load_hf_config
+from megatron_rl.weights.model_dtype import settle_dtype
+
+log = logging.getLogger(__name__)
+START_S = 60.0  # until the front listens
+STORE, CHECKPOINTS, MODELS = "serve.sqlite", "checkpoints", "models"
+
+
+def check_config(config: Config) -> None:
+    """Raise ConfigError for settings under which Tinker's API cannot be served."""
+    if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
+        raise ConfigError(
+            f"model.hf_path={quoted(config.model.hf_path, 300)} holds no config.json; give a local Hugging Face "
+            "directory"
+        )
+    if config.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"rollout.temperature={config.rollout.temperature} is the trainer's too, and Tinker's losses read "
+            "log-probs at 1; leave it at 1.0: clients set the temperature of their samples"
+        )
+    for key, value in (("loss.kl_coefficient", config.loss.kl_coefficient), ("sft.steps", config.sft.steps)):
+        if value:
+            raise ConfigError(f"{key}={value} belongs to a training run, and a server's clients bring their own losses")
+    keys_of(config)
+    if config.skip.mode == "off":
+        raise ConfigError(
+            "skip.mode=off is not served: a datum without a coefficient has a gradient of zero, and runs forward alone"
+        )
+
+
+def keys_of(config: Config) -> tuple[str, ...]:
+    """Return the keys that clients may present. Raises ConfigError where the address needs one and there is none."""
+    name, host = config.serve.api_key_env, config.serve.host
+    keys = tuple(key.strip() for key in os.environ.get(name or "", "").split(",") if key.strip())
+    if name is not None and not keys:
+        raise ConfigError(f"serve.api_key_env={name} names a variable that holds no key; set it, or null for no key")
+    if name is None and not _is_loopback(host):
+        raise ConfigError(
+            f"serve.host={host} can be reached from other hosts; name a variable that holds the clients' keys by "
+            "serve.api_key_env, or listen at 127.0.0.1"
+        )
+    return keys
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(config: Config) -> bool:
+    """Serve until the process is told to end. Returns True: there is nothing to come back for."""
+    check_config(config)
+    hf_config = load_hf_config(config.model.hf_path)
+    if config.rollout.engine == "vllm":
+        check_served(config.model.hf_path)
+    with held_run_folder(config):
+        config = settle_dtype(config, hf_config, on_gpu=HOST.is_cuda)
+        tokenizer = load_tokenizer(config, hf_config.vocab_size)
+        this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
+        backend = MegatronBackend(config, hf_config=hf_config)
+        if config.serve.logprobs == "all":  # every datum's prompt has log-probs of its own
+            backend.rules = dataclasses.replace(backend.rules, share_prompts=False)
+        with open_watchdog(
+            backend.topology, config.run.deadline_s, slow_stage_s=config.run.slow_stage_s, say=log.info
+        ) as watchdog:
+            _run(config, backend, tokenizer, watchdog)
+        backend.close()
+    return True
+
+
+def _run(config: Config, backend: MegatronBackend, tokenizer, watchdog: Watchdog) -> None:
+    with watchdog.stage("start"):
+        models = Models(backend)
+        samplers = Samplers(config, models, tokenizer)
+        worker = Worker(config, models, samplers, watchdog)
+        backend.frozen_checksum()  # a collective that the first save would be slower by
+    try:
+        if not backend.topology.is_main:
+            while True:
+                worker.run(share_message(None))
+        with _fronted(config, backend, tokenizer, worker) as dispatcher:
+            while True:
+                dispatcher.step()
+    finally:
+        samplers.close()
+
+
+@contextlib.contextmanager
+def _fronted(config: Config, backend: MegatronBackend, tokenizer, worker: Worker) -> Iterator[Dispatcher]:
+    """Open the books and the front on rank 0, and yield what runs the operations."""
+    settings, folder = config.serve, config.run.path
+    replace_text(folder / "config.yaml", config_to_yaml(config))
+    store = Store(folder / STORE)
+    books = Books(store, (folder / CHECKPOINTS).absolute())
+    operations = Operations(
+        gap_s=settings.gap_s,
+        queue_s=settings.queue_s,
+        max_bytes=int(settings.max_queue_mb * 2**20),
+        max_batch=settings.max_batch_samples,
+        ended=note_end(books),
+    )
+    losers = restore_lines(books, operations)
+    if losers:
+        log.warning("%d models go on from an earlier state; their clients are told what is lost", losers)
+    served = served_model(config, backend, tokenizer)
+    intake = Intake(config, served, books, operations)
+
+    def run(message: Message) -> Outcome:
+        return worker.run(share_message(message))
+
+    with opened_front(config, books, intake, operations) as address:
+        rank = f"adapters of rank {served.lora_rank} at most" if served.lora_rank else "every weight"
+        log.info("serving %s at %s (%s): %s is trained", served.name, address, backend.topology.degrees, rank)
+        journal = Journal(folder / MODELS, config_to_yaml(config))
+        yield Dispatcher(settings, books, operations, journal, run)
+    store.close()
+
+
+def served_model(config: Config, backend: MegatronBackend, tokenizer) -> ServedModel:
+    """Return the description of the model that is served."""
+    path = config.model.hf_path
+    context = backend.shape.context_tokens
+    own_engines = config.rollout.engine == "vllm"
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return ServedModel(
+        name=config.serve.base_model or pathlib.Path(path).resolve().name,
+        tokenizer_id=config.serve.tokenizer_id or str(pathlib.Path(config.model.tokenizer_path or path).absolute()),
+        family=backend.shape.family,
+        vocab_size=backend.shape.vocab_size,
+        context_tokens=context,
+        longest=min(context, longest) if own_engines else context,
+        lora_rank=config.lora.rank,
+        stop_ids=tuple(stop_tokens(path, tokenizer, backend.shape.vocab_size)),
+    )
+
+
+@contextlib.contextmanager
+def opened_front(config: Config, books: Books, intake: Intake, operations: Operations) -> Iterator[str]:
+    """Listen in a thread within the block; yield the address. Raises RunError where it cannot."""
+    import uvicorn
+
+    from megatron_rl.serve.front import Front
+
+    settings = config.serve
+    front = Front(settings, books, intake, operations, keys_of(config))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            front.app,
+            host=settings.host,
+            port=settings.port,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=75,
+            lifespan="off",
+        )
+    )
+    thread = threading.Thread(target=server.run, name="front", daemon=True)
+    thread.start()
+    ends_at = time.monotonic() + START_S
+    while not server.started:
+        if not thread.is_alive() or time.monotonic() > ends_at:
+            raise RunError(
+                f"the front cannot listen at serve.host={settings.host}, serve.port={settings.port}; see the message "
+                "above, or name another port"
+            )
+        time.sleep(0.02)
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10.0)

@@ -1,0 +1,167 @@
+"""A training request on every rank: its data become a batch, a plan and passes; their log-probs become its answer.
+
+Every rank holds the request whole, so that nothing is exchanged before the pass. The skip is the trainer's: a datum
+none of whose targets has a coefficient trains nothing, so it runs forward alone, for its log-probs, or not at all under
+``serve.logprobs=trained``. Gradients add until ``optim_step``, in the backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.batch import Batch, TargetSample
+from megatron_rl.planning.plan import plan_steps
+from megatron_rl.planning.tokens import tokens_of
+from megatron_rl.serve.losses import ServedInputs, ServedLoss, coefficients, loss_sum, ratio_mask, served_loss
+from megatron_rl.serve.values import Datum, TrainingAnswer, TrainingCall
+from megatron_rl.types import Sample, StepKind, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """Holds a request as the backend reads it.
+
+    starts: int64 [S], the first input token of each datum whose target is in the batch; 0 under ``logprobs=all``.
+    sequences: int64 [T], the datum of each target in the batch.
+    signal: bool [S], the data that train. wanted: bool [S], those whose log-probs are answered.
+    """
+
+    call: TrainingCall
+    loss: ServedLoss
+    batch: Batch
+    inputs: ServedInputs
+    starts: np.ndarray
+    sequences: np.ndarray
+    signal: np.ndarray
+    wanted: np.ndarray
+
+
+def prepare(backend: MegatronBackend, call: TrainingCall, *, logprobs: str) -> Prepared:
+    """Make a request's batch. Not a collective.
+
+    logprobs: ``serve.logprobs``.
+    """
+    loss = served_loss(call.loss, call.settings)
+    everything = logprobs == "all" or call.forward_only
+    read = [_read_targets(loss, datum, everything) for datum in call.data]
+    starts = np.array([0 if everything else _start(places) for places in read])
+    rows = zip(call.data, read, starts.tolist(), strict=True)
+    batch = backend.replicate([_sample(i, *row) for i, row in enumerate(rows)])
+    parts = [_flat_inputs(loss, datum, start) for datum, start in zip(call.data, starts.tolist(), strict=True)]
+    signal = np.array([loss.trains_all or bool(coefficients(loss, datum).any()) for datum in call.data])
+    return Prepared(
+        call=call,
+        loss=loss,
+        batch=batch,
+        inputs=ServedInputs(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]}),
+        starts=starts,
+        sequences=np.repeat(np.arange(len(call.data)), np.diff(batch.facts.response_offsets)),
+        signal=signal & (not call.forward_only),
+        wanted=np.ones(len(call.data), dtype=bool) if everything else signal,
+    )
+
+
+def _read_targets(loss: ServedLoss, datum: Datum, everything: bool) -> np.ndarray:
+    """Return bool [N], the input tokens after which a log-prob is taken."""
+    if everything or loss.trains_all:
+        return np.ones(len(datum.tokens), dtype=bool)
+    read = coefficients(loss, datum) != 0
+    if loss.reads_mask:  # the mean of a sequence that trains nothing is read by nobody
+        read = read | ((ratio_mask(loss, datum) != 0) & read.any())
+    return read.any(axis=1)
+
+
+def _start(read: np.ndarray) -> int:
+    """Return the first place that is read: what is before it is a prompt, which like prompts may share."""
+    return int(read.argmax()) if read.any() else 0
+
+
+def _sample(number: int, datum: Datum, read: np.ndarray, start: int) -> Sample:
+    """Return a datum as a row: its tokens up to place ``start`` are the prompt, each later place is a response token.
+
+    Where the targets are the input's own next tokens the row needs no others; its last target is the token after it.
+    """
+    fields = dict(
+        sample_id=f"data[{number}]",
+        prompt_tokens=start + 1,
+        loss_mask=read[start:],
+        logprobs=np.zeros(len(datum.tokens) - start, dtype=np.float32),
+    )
+    targets = datum.targets[start:]
+    tokens = np.append(datum.tokens, targets[-1, 0])
+    if targets.shape[1] == 1 and np.array_equal(np.where(read[start:], targets[:, 0], 0), _next(tokens, read, start)):
+        return Sample(token_ids=tokens, **fields)
+    return TargetSample(token_ids=tokens, targets=targets, **fields)
+
+
+def _next(tokens: np.ndarray, read: np.ndarray, start: int) -> np.ndarray:
+    return np.where(read[start:], tokens[start + 1 :], 0)
+
+
+def _flat_inputs(loss: ServedLoss, datum: Datum, start: int) -> dict[str, np.ndarray]:
+    """Return the inputs of a datum's targets from place ``start`` on, row by row; unread old log-probs are 0."""
+    coefficient, mask = coefficients(loss, datum)[start:], ratio_mask(loss, datum)[start:]
+    old = datum.inputs["logprobs"][start:] if "logprobs" in loss.reads else np.zeros_like(coefficient)
+    read = np.ones_like(coefficient) if loss.trains_all else (coefficient != 0) | (mask != 0) & loss.reads_mask
+    return {
+        "advantages": coefficient.reshape(-1),
+        "weights": mask.reshape(-1),
+        "old_logprobs": np.where(read, old, 0.0).astype(np.float32).reshape(-1),
+    }
+
+
+def run(backend: MegatronBackend, prepared: Prepared) -> TrainingAnswer:
+    """Run a request's passes, adding its gradient to the accumulated one. A collective."""
+    batch, signal = prepared.batch, prepared.signal
+    tokens = tokens_of(batch.facts, share_prompts=backend.rules.share_prompts)
+    members = np.arange(batch.facts.num_samples)
+    plan = plan_steps("serve", [members], tokens, signal, backend.rules, drops=True)
+    (step,) = plan.mini_batches
+    flat = np.zeros(int(batch.facts.response_offsets[-1]), dtype=np.float32)
+    ran = np.zeros_like(signal)
+    executed = _executed(step, tokens)
+    if step.kind is StepKind.REAL:
+        objective = backend.objective_of(prepared.loss.term)
+        flat = backend.forward_backward_logprobs(
+            batch, step, prepared.inputs, fingerprint=plan.fingerprints()[0], objective=objective
+        )
+        ran[step.order] = True
+    rest = prepared.wanted & ~ran
+    if rest.any():
+        plan = plan_steps("logprob", [members], tokens, rest, backend.rules, drops=True)
+        flat = flat + backend.forward(batch, plan).flat
+        executed += _executed(plan.mini_batches[0], tokens)
+    return _answer(prepared, flat, executed)
+
+
+def _executed(step: StepPlan, tokens) -> int:
+    return int(tokens.sums(step.order, step.microbatch_offsets)[0].sum()) if len(step.order) else 0
+
+
+def _answer(prepared: Prepared, flat: np.ndarray, executed: int) -> TrainingAnswer:
+    data, offsets = prepared.call.data, prepared.batch.facts.response_offsets
+    total, clipped = loss_sum(prepared.loss, flat, prepared.inputs, prepared.sequences, len(data))
+    return TrainingAnswer(
+        logprobs=[
+            _in_shape(datum, int(start), flat[first:last])
+            for datum, start, first, last in zip(data, prepared.starts, offsets, offsets[1:], strict=False)
+        ],
+        metrics={
+            "loss:sum": total,
+            "num_data:sum": float(len(data)),
+            "num_data_without_gradient:sum": float((~prepared.signal).sum()),
+            "num_tokens:sum": float(sum(len(datum.tokens) for datum in data)),
+            "num_tokens_executed:sum": float(executed),
+            "num_targets_clipped:sum": float(clipped),
+        },
+    )
+
+
+def _in_shape(datum: Datum, start: int, values: np.ndarray) -> np.ndarray:
+    """Return a datum's log-probs in the shape of its targets, 0 before place ``start``."""
+    whole = np.zeros(datum.targets.shape, dtype=np.float32)
+    whole[start:] = values.reshape(-1, datum.targets.shape[1])
+    return whole[:, 0] if datum.flat else whole

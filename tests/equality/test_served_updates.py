@@ -1,0 +1,108 @@
+"""Training requests of the server, cut and mixed as a client likes, have the gradient of a plain loop over their data.
+
+Compared are the accumulated gradient, the log-probs of every datum, and each request's loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_rl.serve.losses import LOSSES
+from megatron_rl.serve.updates import prepare, run
+from megatron_rl.serve.values import TrainingCall
+from tests.adapted import adapters_of
+from tests.equality.adapter_rig import open_adapted
+from tests.equality.rig import open_rig
+from tests.equality.served_data import SETTINGS, make_data, naive_gradient
+from tests.reference import relative_error
+from tests.workers.pool import Pool
+
+# Float32 and another order of summation. A gradient that lacks a rank's, or a request's, part shows at 1e-1.
+TOLERANCE = 1e-5
+TP2, PP2, EP2, CP2 = "parallel.tensor=2", "parallel.pipeline=2", "parallel.expert=2", "parallel.context=2"
+PLACES = {
+    "1 process": (1, "qwen3", ()),
+    "PP2": (2, "qwen2_tied", (PP2,)),
+    "TP2": (2, "qwen2_untied", (TP2,)),
+    "TP2-SP": (2, "qwen3", (TP2, "parallel.sequence_parallel=true")),
+    "DP2": (2, "llama3_rope", ()),
+    "EP2": (2, "qwen3_moe", (EP2,)),
+    "CP2": (2, "qwen3", (CP2,)),
+    "DP2-sharded": (2, "qwen2_tied", ("optimizer.distributed=true",)),
+}
+ADAPTED = {
+    "LoRA": (1, "qwen3", ()),
+    "LoRA-PP2": (2, "qwen2_untied", ("pipeline=2",)),
+    "LoRA-TP2": (2, "qwen2_tied", ("tensor=2",)),
+}
+
+
+def call_of(loss: str, data: list, **changes: object) -> TrainingCall:
+    call = TrainingCall(model_id="m", seq_id=1, loss=loss, settings=SETTINGS[loss], forward_only=False, data=data)
+    return dataclasses.replace(call, **changes)
+
+
+def cut(data: list, seed: int) -> list[list]:
+    """Cut data into requests of odd sizes."""
+    random, parts = np.random.default_rng(seed), []
+    while data:
+        size = int(random.integers(1, 4))
+        parts, data = [*parts, data[:size]], data[size:]
+    return parts
+
+
+def requests(losses: tuple[str, ...]) -> list[tuple[str, list]]:
+    """Return the requests of every loss, cut up and in an order of chance, and one of several targets a token."""
+    calls = [(loss, part) for i, loss in enumerate(losses) for part in cut(make_data(loss, 7, seed=i), i)]
+    calls.append(("cross_entropy", make_data("cross_entropy", 4, seed=9, wide=True)))
+    order = np.random.default_rng(5).permutation(len(calls))
+    return [calls[i] for i in order]
+
+
+def errors_of(rig, calls: list[tuple[str, list]], want: dict, losses: list[float], read: list, mode: str) -> dict:
+    """Run the requests and return the largest errors: of gradient, log-probs and losses."""
+    found = {"logprobs": 0.0, "loss": 0.0}
+    for (loss, data), total, values in zip(calls, losses, read, strict=True):
+        answer = run(rig.backend, prepare(rig.backend, call_of(loss, data), logprobs=mode))
+        assert answer.metrics["num_data:sum"] == len(data)
+        found["loss"] = max(found["loss"], abs(answer.metrics["loss:sum"] - total) / max(1.0, abs(total)))
+        for datum, got, wanted in zip(data, answer.logprobs, values, strict=True):
+            wanted = wanted[:, 0] if datum.flat else wanted
+            assert got.shape == wanted.shape
+            seen = np.ones_like(got, dtype=bool) if mode == "all" else got != 0
+            found["logprobs"] = max(found["logprobs"], float(np.abs(got - wanted)[seen].max(initial=0.0)))
+    gradient = rig.backend.gradient()
+    rig.backend.zero_grad()
+    return {**found, "gradient": relative_error(gradient, want)}
+
+
+def whole(rank: int, world: int, family: str, parallel: tuple[str, ...], modes: tuple[str, ...]) -> list[dict]:
+    calls = requests(LOSSES)
+    with open_rig(family, *parallel) as rig:
+        want, losses, read = naive_gradient(rig.model, calls)
+        return [errors_of(rig, calls, want, losses, read, mode) for mode in modes]
+
+
+def adapted(rank: int, world: int, family: str, parallel: tuple[str, ...]) -> list[dict]:
+    calls = requests(("cross_entropy", "ppo"))
+    with open_adapted(family, parallel, samples=0) as rig:
+        want, losses, read = naive_gradient(rig.model, calls)
+        assert set(want) == set(adapters_of(rig.model))
+        return [errors_of(rig, calls, want, losses, read, mode) for mode in ("all", "trained")]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_requests_have_the_plain_loops_gradient(pool: Pool, place: str) -> None:
+    world, family, parallel = PLACES[place]
+    for found in pool.run(world, whole, family, parallel, ("all", "trained"), timeout_s=120)[0]:
+        assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("place", ADAPTED)
+def test_requests_have_the_plain_loops_gradient_of_adapters(pool: Pool, place: str) -> None:
+    world, family, parallel = ADAPTED[place]
+    for found in pool.run(world, adapted, family, parallel, timeout_s=120)[0]:
+        assert max(found.values()) < TOLERANCE, found

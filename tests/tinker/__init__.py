@@ -1,0 +1,1 @@
+"""The SDK and the cookbook of Tinker, unmodified, against the server on two processes: `make test-tinker`."""

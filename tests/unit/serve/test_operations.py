@@ -1,0 +1,220 @@
+"""The queue of the server keeps its invariants, whatever the order in which requests arrive and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.serve.operations import ENDED, Operation, Operations, digest_of
+from megatron_rl.serve.values import Fault, RequestError
+from tests.patience import patient
+
+SECOND = 1.0
+
+
+class Clock:
+    """Counts the seconds that a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def queue_of(clock: Clock | None = None, **changes: float) -> Operations:
+    given = {"gap_s": 10.0, "queue_s": 100.0, "max_bytes": 10**6, "max_batch": 8, **changes}
+    return Operations(**given, clock=clock or Clock())
+
+
+def operation_of(line: str, seq: int, *, body: bytes = b"", depends: bool = False, **header: object) -> Operation:
+    return Operation(
+        id=f"{line}:{seq}",
+        owner="o",
+        line=line,
+        seq=seq,
+        kind="forward_backward",
+        header=header,
+        body=body,
+        depends=depends,
+        digest=digest_of(body),
+    )
+
+
+def take_all(queue: Operations) -> list[Operation]:
+    """Take and finish everything that is ready, in turn."""
+    taken = []
+    while batch := queue.take(0.0):
+        for operation in batch:
+            queue.finish(operation, b"answer", "text")
+        taken += batch
+    return taken
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
+def assert_invariants(sizes: list[int], chance: random.Random, data: st.DataObject) -> None:
+    queue, ran = queue_of(), []
+    for line in range(len(sizes)):
+        queue.open_line(f"m{line}")
+    arrivals = [(f"m{line}", seq) for line, size in enumerate(sizes) for seq in range(size)] * 2
+    chance.shuffle(arrivals)
+    answers: dict[tuple[str, int], Operation] = {}
+    for line, seq in arrivals:
+        found = queue.find(f"{line}:{seq}")
+        operation = queue.add(operation_of(line, seq, body=f"{line}{seq}".encode()))
+        assert found is None or operation is found  # 2: the same operation, once
+        answers[line, seq] = operation
+        if data.draw(st.booleans()):
+            ran += take_all(queue)
+    ran += take_all(queue)
+    assert len(ran) == sum(sizes)  # 1: none is left out, none runs twice
+    for line, size in enumerate(sizes):
+        assert [x.seq for x in ran if x.line == f"m{line}"] == list(range(size))  # 1: in order
+    assert all(x.state == ENDED and x.content == (b"answer", "text") for x in answers.values())  # 4
+
+
+def test_operations_run_once_and_in_order_however_they_arrive() -> None:
+    assert_invariants()
+
+
+def test_a_number_that_was_used_is_refused() -> None:
+    queue = queue_of()
+    queue.open_line("m")
+    queue.add(operation_of("m", 0, body=b"one"))
+    with pytest.raises(RequestError, match="number 0 of m was used by another") as refused:  # 3
+        queue.add(operation_of("m", 0, body=b"two"))
+    assert refused.value.status == 422
+
+
+def test_a_forgotten_number_is_refused_as_over() -> None:
+    clock = Clock()
+    queue = queue_of(clock)
+    queue.open_line("m")
+    queue.add(operation_of("m", 0))
+    take_all(queue)
+    clock.now = 50.0
+    assert queue.forget(20.0) == ["m:0"]
+    with pytest.raises(RequestError, match="number 0 of m is over: 1 is next"):
+        queue.add(operation_of("m", 0))
+
+
+def test_what_waits_behind_a_gap_ends_with_its_number() -> None:
+    clock = Clock()
+    queue = queue_of(clock)
+    queue.open_line("m")
+    late = [queue.add(operation_of("m", seq)) for seq in (2, 1)]
+    assert queue.take(0.0) == []
+    clock.now = 11.0
+    assert queue.take(0.0) == []
+    for operation in late:  # 4
+        assert (
+            "number 0 did not arrive in serve.gap_s=10 s" in operation.error[0] and "numbers 1, 2" in operation.error[0]
+        )
+    queue.tell(late[0])
+    queue.add(operation_of("m", 3))
+    assert [x.seq for x in take_all(queue)] == [3]
+
+
+def test_what_waits_for_its_turn_too_long_ends() -> None:
+    clock = Clock()
+    queue = queue_of(clock)
+    queue.open_line("m")
+    queue.add(operation_of("m", 0))
+    (running,) = queue.take(0.0)
+    second = queue.add(operation_of("m", 1))
+    clock.now = 101.0
+    assert queue.take(0.0) == []
+    assert "serve.queue_s=100" in second.error[0] and running.state != ENDED
+
+
+def test_what_is_queued_behind_a_failure_fails_until_the_client_was_told() -> None:
+    queue = queue_of()
+    queue.open_line("m")
+    first = queue.add(operation_of("m", 0, depends=True))
+    second = queue.add(operation_of("m", 1))
+    (taken,) = queue.take(0.0)
+    queue.fail(taken, "broken", Fault.USER)
+    third = queue.add(operation_of("m", 2))
+    assert queue.take(0.0) == []
+    for operation in (second, third):  # 5
+        assert operation.error == ("it was queued behind number 0, which failed: broken", Fault.USER)
+    queue.tell(first)
+    queue.add(operation_of("m", 3))
+    assert [x.seq for x in take_all(queue)] == [3]
+
+
+def test_a_failure_that_nothing_depends_on_stops_nothing() -> None:
+    queue = queue_of()
+    queue.open_line("m")
+    queue.add(operation_of("m", 0))
+    queue.add(operation_of("m", 1))
+    (taken,) = queue.take(0.0)
+    queue.fail(taken, "no room", Fault.SERVER)
+    assert [x.seq for x in take_all(queue)] == [1]
+
+
+def test_lines_take_turns() -> None:
+    queue = queue_of()
+    for line in "abc":
+        queue.open_line(line)
+    for seq in range(3):
+        for line in "aab" if not seq else "abc":
+            if queue.find(f"{line}:{seq}") is None:
+                queue.add(operation_of(line, seq))
+    queue.add(operation_of("c", 0))
+    order = [x.line for x in take_all(queue)]
+    assert sorted(order[:3]) == sorted(order[3:6]) == ["a", "b", "c"]  # 6
+
+
+def test_sampling_requests_of_the_same_weights_run_together() -> None:
+    queue = queue_of(max_batch=3)
+    for line in ("s", "t", "u"):
+        queue.open_line(line, ordered=False)
+    for line, weights in (("s", "w"), ("t", "w"), ("u", "other")):
+        for seq in (7, 3):
+            queue.add(operation_of(line, seq, weights=weights))
+    batches = []
+    while batch := queue.take(0.0):
+        batches.append({x.id for x in batch})
+        for operation in batch:
+            queue.finish(operation, b"", "")
+    assert sorted(map(len, batches)) == [1, 2, 3]
+    assert {"u:7", "u:3"} in batches
+
+
+def test_too_much_that_waits_is_answered_by_try_again() -> None:
+    queue = queue_of(max_bytes=10)
+    queue.open_line("m")
+    queue.add(operation_of("m", 0, body=b"123456"))
+    with pytest.raises(RequestError, match="serve.max_queue_mb") as refused:
+        queue.add(operation_of("m", 1, body=b"123456"))
+    assert refused.value.status == 429
+    take_all(queue)
+    queue.add(operation_of("m", 1, body=b"123456"))
+
+
+def test_a_client_that_waits_is_woken_by_the_end() -> None:
+    queue = queue_of()
+    queue.open_line("m")
+    operation = queue.add(operation_of("m", 0))
+
+    async def ask() -> tuple[bool, bool]:
+        early = await queue.wait(operation, 0.001)
+        threading.Thread(target=lambda: take_all(queue)).start()
+        return early, await queue.wait(operation, patient(60.0))
+
+    assert asyncio.run(ask()) == (False, True)
+
+
+def test_an_unloaded_lines_requests_fail() -> None:
+    queue = queue_of()
+    queue.open_line("m")
+    waiting = queue.add(operation_of("m", 1))
+    queue.close_line("m")
+    assert waiting.error == ("m was unloaded", Fault.USER) and not queue.has_line("m")

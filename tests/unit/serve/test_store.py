@@ -1,0 +1,118 @@
+"""The server's file holds what was written, for another process too, and says what a crash has lost."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rl.serve.books import Books
+from megatron_rl.serve.dispatch import restore_lines
+from megatron_rl.serve.naming import CheckpointPath
+from megatron_rl.serve.operations import Operations
+from megatron_rl.serve.store import ACCEPTED, DONE, FAILED, OperationRow, Store
+from megatron_rl.serve.values import RequestError
+from tests.patience import patient
+
+START = {"seq": 0, "folder": None, "with_adam": False}
+
+
+def books_of(folder: pathlib.Path) -> Books:
+    return Books(Store(folder / "serve.sqlite"), folder / "checkpoints")
+
+
+def model_of(books: Books, owner: str = "o") -> str:
+    session = books.open_session(owner, {"sdk_version": "0.38.0"})
+    model = f"{session}:train:0"
+    books.open_model(model, owner, session, {"spec": None, "saved": START, "base_model": "b", "metadata": {}})
+    return model
+
+
+def write(books: Books, model: str, *kinds_and_states: tuple[str, str]) -> None:
+    for seq, (kind, state) in enumerate(kinds_and_states):
+        row = OperationRow(id=f"{model}:{seq}", owner="o", line=model, seq=seq, kind=kind, digest="d", state=ACCEPTED)
+        books.store.accept(row)
+        if state != ACCEPTED:
+            books.store.end(row.id, state)
+
+
+def test_rows_outlive_the_process_that_wrote_them(tmp_path: pathlib.Path) -> None:
+    code = (
+        "import os, pathlib, signal, sys; from megatron_rl.serve.store import Store\n"
+        "store = Store(pathlib.Path(sys.argv[1]))\n"
+        "store.put('sessions', 's', 'o', '', {'a': 1}); store.update('sessions', 's', b=[2])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    path = tmp_path / "serve.sqlite"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], timeout=patient(120), check=False)
+    assert done.returncode == -9
+    assert Store(path).get("sessions", "s").facts == {"a": 1, "b": [2]}
+
+
+def test_an_owner_sees_its_own_rows_alone(tmp_path: pathlib.Path) -> None:
+    books = books_of(tmp_path)
+    mine, other = model_of(books, "me"), model_of(books, "you")
+    assert [row.id for row in books.store.of_owner("models", "me")] == [mine]
+    with pytest.raises(RequestError, match="is not known here, or is another client's") as refused:
+        books.model(other, "me")
+    assert refused.value.status == 404
+
+
+def test_a_restart_names_what_was_lost_since_the_last_save(tmp_path: pathlib.Path) -> None:
+    books = books_of(tmp_path)
+    model = model_of(books)
+    write(
+        books,
+        model,
+        ("create_model", DONE),
+        ("forward_backward", DONE),
+        ("optim_step", DONE),
+        ("save_weights", DONE),
+        ("forward", DONE),
+    )
+    books.note_saved(model, 3, tmp_path, with_adam=True)
+    assert books_of(tmp_path).lost_words(model) is None  # a forward pass moves nothing
+    write(
+        books,
+        model,
+        *[("forward", DONE)] * 5,
+        ("forward_backward", DONE),
+        ("forward_backward", FAILED),
+        ("optim_step", ACCEPTED),
+    )
+    words, _ = books_of(tmp_path).lost_words(model)
+    assert "its state after request 3; lost: forward_backward 5, optim_step 7." in words
+    assert books.next_seq(model) == 8
+    header = books.restore_header(model)
+    assert header == {"do": "load", "model": model, "folder": str(tmp_path.absolute()), "with_adam": True}
+
+
+def test_a_model_without_a_save_starts_anew(tmp_path: pathlib.Path) -> None:
+    books = books_of(tmp_path)
+    model = model_of(books)
+    write(books, model, ("create_model", DONE), ("forward_backward", DONE))
+    words, _ = books.lost_words(model)
+    assert "goes on from its start; lost: forward_backward 1." in words
+    assert books.restore_header(model) == {"do": "create", "model": model, "spec": None}
+    queue = Operations(gap_s=1, queue_s=1, max_bytes=1, max_batch=1)
+    assert restore_lines(books, queue) == 1 and queue.failure_of(model)[0] == words
+
+
+def test_an_expired_checkpoint_is_as_if_it_were_not_there(tmp_path: pathlib.Path) -> None:
+    books = books_of(tmp_path)
+    path = CheckpointPath(model=model_of(books), kind="weights", name="a")
+    books.note_checkpoint(path, "o", seq=1, ttl_s=-1.0, metadata=None)
+    with pytest.raises(RequestError, match="has expired"):
+        books.checkpoint(str(path), "o")
+    assert [row.id for row in books.expired()] == [str(path)]
+
+
+def test_a_finished_session_takes_no_more(tmp_path: pathlib.Path) -> None:
+    books = books_of(tmp_path)
+    session = books.open_session("o", {})
+    books.finish_session(session, "o")
+    with pytest.raises(RequestError, match="was finished") as refused:
+        books.session(session, "o")
+    assert refused.value.status == 410 and books.known_session(session, "o").id == session
