@@ -8,11 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError

@@ -25,6 +25,7 @@ from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, OnFinished, SyncR
 from megatron_rl.rollout.sampling import SEED_BITS, SampleRequest, SampleResult
 from megatron_rl.rollout.vllm.answers import Answers, generate_request
 from megatron_rl.rollout.vllm.dispatch import dispatch
+from megatron_rl.rollout.vllm.memory_advice import with_memory_advice
 from megatron_rl.rollout.vllm.replica import (
     UPDATING,
     Completion,
@@ -39,9 +40,6 @@ from megatron_rl.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
 PROBE_S = 0.6  # for a lost server, while other servers do its work
-MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError") + (
-    "could not create a primitive",  # oneDNN's on a CPU, for a kernel that found no memory for itself
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -193,7 +191,7 @@ class VllmEngine:
                     f"{replica.name} was lost {self._restarts + 1} times in a row, and "
                     f"rollout.max_restarts={self._rollout.max_restarts}"
                 )
-                raise EngineError(self._with_advice(f"{message}. {self._why_lost}"))
+                raise EngineError(with_memory_advice(f"{message}. {self._why_lost}"))
             log.warning("%s is started again", replica.name)
             self._sync.forget(replica)
             self._lives[id(replica)] += 1
@@ -218,7 +216,7 @@ class VllmEngine:
                 )
             except ReplicaLost as error:
                 if not replica.ours or time.monotonic() >= ends_at:
-                    raise EngineError(self._with_advice(f"{error}")) from error
+                    raise EngineError(with_memory_advice(f"{error}")) from error
                 self._why_lost = f"{error}"
                 self._unready.pop(0)
                 self._restart([replica])
@@ -304,7 +302,7 @@ class VllmEngine:
         if version == NO_WEIGHTS and self._in_flight:
             version = self._delivered  # an update is under way; dispatch finds the replicas that can be used
         if asks and (not present or (lost and not self._in_flight)):
-            raise EngineLost(self._with_advice(self._why_lost), finished={})
+            raise EngineLost(with_memory_advice(self._why_lost), finished={})
         if asks and version == NO_WEIGHTS:
             raise RuntimeError(
                 "VllmEngine.generate: the engines hold no complete set of weights; call load_weights first"
@@ -337,18 +335,10 @@ class VllmEngine:
         if result.down:
             self._why_lost = why
         if result.lost:
-            raise EngineLost(self._with_advice(why), finished=rollouts)
+            raise EngineLost(with_memory_advice(why), finished=rollouts)
         with self._lock:
             if self._restarts == call.restarts:  # none since this call began
                 self._restarts = 0
-
-    def _with_advice(self, why: str) -> str:
-        if any(word in why for word in MEMORY_WORDS):
-            return (
-                f"{why}\nThis looks like too little memory: lower rollout.gpu_memory_utilization, "
-                "rollout.max_requests or rollout.vllm.max_num_seqs"
-            )
-        return why
 
     def _request(
         self, number: str, prompt: Prompt, samples: int, version: int, temperature: float, max_tokens: int
