@@ -63,10 +63,10 @@ class RewardModel(TrainableModel):
         """Add the gradient of the linear loss −Σ_t w_t · V_t over loss tokens; ``supervised`` is the only kind."""
         self._accumulate(batch, mini_batch, inputs, fingerprint, self._loss)
 
-    def _loss(self, tokens: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, tokens: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
         values = values_of(hidden, self.chunks[-1].module)
         loss = -(tokens.weights * values).sum()
-        return loss, torch.stack([loss.detach().double(), torch.ones_like(values).sum().double()])
+        return loss, {"sums": torch.stack([loss.detach().double(), torch.ones_like(values).sum().double()])}
 
     def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight whole under its Hugging Face name, ``score.weight`` too, as ``MegatronBackend.export``."""

@@ -56,10 +56,6 @@ def check_config(config: Config) -> None:
         if value:
             raise ConfigError(f"{key}={value} belongs to a training run, and a server's clients bring their own losses")
     keys_of(config)
-    if config.skip.mode == "off":
-        raise ConfigError(
-            "skip.mode=off is not served: a datum without a coefficient has a gradient of zero, and runs forward alone"
-        )
 
 
 def keys_of(config: Config) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ class Prepared:
 
     starts: int64 [S], the first input token of each datum whose target is in the batch; 0 under ``logprobs=all``.
     sequences: int64 [T], the datum of each target in the batch.
-    signal: bool [S], the data that train. wanted: bool [S], those whose log-probs are answered.
+    signal: bool [S], the data whose gradient need not be zero. trained: bool [S], those that run backward: with signal,
+    or all under ``skip.mode=off``. wanted: bool [S], those whose log-probs are answered.
     """
 
     call: TrainingCall
@@ -36,6 +37,7 @@ class Prepared:
     starts: np.ndarray
     sequences: np.ndarray
     signal: np.ndarray
+    trained: np.ndarray
     wanted: np.ndarray
 
 
@@ -45,13 +47,15 @@ def prepare(backend: MegatronBackend, call: TrainingCall, *, logprobs: str) -> P
     logprobs: ``serve.logprobs``.
     """
     loss = served_loss(call.loss, call.settings)
-    everything = logprobs == "all" or call.forward_only
+    skips = backend.config.skip.mode != "off"
+    everything = logprobs == "all" or call.forward_only or not skips
     read = [_read_targets(loss, datum, everything) for datum in call.data]
     starts = np.array([0 if everything else _start(places) for places in read])
     rows = zip(call.data, read, starts.tolist(), strict=True)
     batch = backend.replicate([_sample(i, *row) for i, row in enumerate(rows)])
     parts = [_flat_inputs(loss, datum, start) for datum, start in zip(call.data, starts.tolist(), strict=True)]
     signal = np.array([loss.trains_all or bool(coefficients(loss, datum).any()) for datum in call.data])
+    signal &= not call.forward_only
     return Prepared(
         call=call,
         loss=loss,
@@ -59,7 +63,8 @@ def prepare(backend: MegatronBackend, call: TrainingCall, *, logprobs: str) -> P
         inputs=ServedInputs(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]}),
         starts=starts,
         sequences=np.repeat(np.arange(len(call.data)), np.diff(batch.facts.response_offsets)),
-        signal=signal & (not call.forward_only),
+        signal=signal,
+        trained=signal if skips else np.full_like(signal, not call.forward_only),
         wanted=np.ones(len(call.data), dtype=bool) if everything else signal,
     )
 
@@ -115,7 +120,7 @@ def _flat_inputs(loss: ServedLoss, datum: Datum, start: int) -> dict[str, np.nda
 
 def run(backend: MegatronBackend, prepared: Prepared) -> TrainingAnswer:
     """Run a request's passes, adding its gradient to the accumulated one. A collective."""
-    batch, signal = prepared.batch, prepared.signal
+    batch, signal = prepared.batch, prepared.trained
     tokens = tokens_of(batch.facts, share_prompts=backend.rules.share_prompts)
     members = np.arange(batch.facts.num_samples)
     plan = plan_steps("serve", [members], tokens, signal, backend.rules, drops=True)

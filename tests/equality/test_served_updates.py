@@ -32,6 +32,7 @@ PLACES = {
     "EP2": (2, "qwen3_moe", (EP2,)),
     "CP2": (2, "qwen3", (CP2,)),
     "DP2-sharded": (2, "qwen2_tied", ("optimizer.distributed=true",)),
+    "skip-off": (1, "qwen3", ("skip.mode=off",)),
 }
 ADAPTED = {
     "LoRA": (1, "qwen3", ()),

@@ -38,7 +38,13 @@ SETTINGS = (
     "plan.max_tokens_per_microbatch=48",
 )
 # As on a GPU: Transformer Engine's modules make their parameters on the device by themselves.
-ENGINE = ("model.layer_spec=transformer_engine", "megatron.transformer.use_cpu_initialization=false")
+# Shared prompts are switched on by the tests that name them: with them the rotary angles are not fused.
+ENGINE = (
+    "model.layer_spec=transformer_engine",
+    "megatron.transformer.use_cpu_initialization=false",
+    "plan.share_prompts=false",
+)
+SHARED = "plan.share_prompts=true"
 # What the rigs use of tests/workers/nursery.py's list. The stand-in comes first.
 IMPORTED = (
     "tests.stand_ins.install",
@@ -180,7 +186,7 @@ def with_shared_prompts(rank: int, world: int, family: str, overrides: tuple[str
 
     plain = measured(family, *overrides, "model.layer_spec=torch", grouped=True)
     CALLS.clear()
-    return gaps(measured(family, *overrides, *ENGINE, "plan.share_prompts=true", grouped=True), plain), set(CALLS)
+    return gaps(measured(family, *overrides, *ENGINE, SHARED, grouped=True), plain), set(CALLS)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mixture", "TP2-SP", "PP2", "recomputation", "DP2-overlap"])
@@ -203,7 +209,12 @@ OFF = tuple(
 def fused(rank: int, world: int) -> dict[str, dict]:
     """Return what is fused under each layer spec, and what the user's fields make of it."""
     found = {}
-    for name, overrides in (("torch", ("model.layer_spec=torch",)), ("engine", ENGINE), ("off", (*ENGINE, *OFF))):
+    for name, overrides in (
+        ("torch", ("model.layer_spec=torch",)),
+        ("engine", ENGINE),
+        ("shared", (*ENGINE, SHARED)),
+        ("off", (*ENGINE, *OFF)),
+    ):
         with open_rig("qwen2_tied", *overrides) as rig:
             model = rig.backend.chunks[0].module
             linears = [x for x in model.modules() if hasattr(x, "fuse_wgrad_accumulation")]
@@ -221,6 +232,7 @@ def test_fusions_are_on_under_the_engine_unless_switched_off(engine_pool: Pool) 
     off = {"rotary": False, "SwiGLU": False, "weight gradients": [False] * 8, "others": (False, False)}
     assert found["torch"] == {**off, "weight gradients": []}
     assert found["engine"] == {**off, "rotary": True, "SwiGLU": True, "weight gradients": [True] * 8}
+    assert found["shared"] == {**found["engine"], "rotary": False}  # the kernel takes no position of a token's own
     assert found["off"] == off
 
 

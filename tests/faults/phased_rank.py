@@ -94,12 +94,12 @@ def note_stages(note: Note) -> None:
             nap(name)
         return enter(self, name)
 
-    def noted_step(self, kind):
+    def noted_step(self, kind, *adam):
         if kind is not StepKind.GHOST:
-            return step(self, kind)
+            return step(self, kind, *adam)
         with note.within("ghost step"):
             nap("ghost step")
-            return step(self, kind)
+            return step(self, kind, *adam)
 
     Watchdog._enter, Optimizer.step = noted_enter, noted_step
 

@@ -73,7 +73,7 @@ def test_pairs_beyond_the_hinge_are_dropped_and_the_run_is_the_dense_ones(pool, 
     assert [row["preference/loss"] for row in exact] == pytest.approx([row["preference/loss"] for row in off], rel=1e-5)
     one, two = (weights_of_last(tmp_path / mode) for mode in ("exact", "off"))
     worst = max(float((one[name] - two[name]).abs().max()) for name in one)
-    assert worst < 1e-5, worst  # micro-batches of other sizes round otherwise
+    assert worst < 3e-5, worst  # a hundredth of a step: micro-batches of other sizes round otherwise
 
 
 @pytest.mark.parametrize(

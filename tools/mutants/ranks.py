@@ -71,7 +71,7 @@ OPTIMIZER = (
     Mutant(
         name="norm-is-not-clipped",
         file="megatron_rl/backend/optimizer.py",
-        line="self._clip(norm)",
+        line="self._clip(norm, None if adam is None else adam.clip_grad)",
         becomes="",
         fault="the gradient norm is measured and not clipped",
         tests=("tests/runs/test_run.py::test_two_epochs_equal_a_plain_adamw_loop[qwen2_tied-1-1-1]",),
@@ -122,8 +122,8 @@ PACKING = (
     Mutant(
         name="flat-by-slot",
         file="megatron_rl/backend/packing.py",
-        line="flat.append(offsets[i] + chosen)",
-        becomes="flat.append(offsets[slot] + chosen)",
+        line="flat.append(offsets[i] + (chosen[:, None] * width + np.arange(width)).reshape(-1))",
+        becomes="flat.append(offsets[slot] + (chosen[:, None] * width + np.arange(width)).reshape(-1))",
         fault="a token's old log-prob is another sample's",
         tests=("tests/unit/backend/test_packing.py::test_microbatch_equals_naive",),
     ),
@@ -138,8 +138,8 @@ PACKING = (
     Mutant(
         name="engines-log-prob-of-another-token",
         file="megatron_rl/backend/packing.py",
-        line="rollout.append(row.logprobs[chosen])",
-        becomes="rollout.append(row.logprobs[: len(chosen)])",
+        line="rollout.append(np.repeat(row.logprobs[chosen], width))",
+        becomes="rollout.append(np.repeat(row.logprobs[: len(chosen)], width))",
         fault="behind a hole in the mask the engine's log-probs are off by the hole",
         tests=("tests/unit/backend/test_packing.py::test_masked_token_in_mid_response_is_read_but_not_trained",),
     ),
