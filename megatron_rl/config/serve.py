@@ -48,8 +48,8 @@ class ServeConfig:
     """Seconds that a question for a result is held before the client is told to ask again."""
     keep_results_s: Annotated[float, Range(1, 10**7)] = 900.0
     """Seconds that a result is kept, from when it was last asked for."""
-    session_s: Annotated[float, Range(20, 10**7)] = 600.0
-    """Seconds without a heartbeat after which a session's models may make room for others."""
+    session_s: Annotated[float, Range(1, 10**7)] = 150.0
+    """Seconds without a heartbeat after which a session's models may be saved and make room for others."""
 
     def __post_init__(self) -> None:
         choose("serve.logprobs", self.logprobs, ("all", "trained"))

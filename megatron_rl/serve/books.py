@@ -73,7 +73,7 @@ class Books:
 
     def open_model(self, model: str, owner: str, session: str, facts: Mapping[str, object]) -> None:
         """Write down a model; ``facts`` hold its spec, its base model and its first saved state."""
-        self.store.put("models", model, owner, session, {"steps": 0, "corrupted": False, **facts})
+        self.store.put("models", model, owner, session, {"steps": 0, "stepped": -1, "corrupted": False, **facts})
 
     def model(self, id: str, owner: str) -> Row:
         return self._owned("models", id, owner, "model")

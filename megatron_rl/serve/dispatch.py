@@ -118,11 +118,15 @@ class Dispatcher:
         outcome = self.run(Message(header=self.books.restore_header(model)))
         if outcome.error is not None:
             return f"model {model} cannot be made from its last saved state: {outcome.error}", outcome.fault
+        self.books.store.update("models", model, stepped=-1)  # no step since what is saved
         self.held[model] = None
         return None
 
     def _drop_model(self, model: str) -> None:
-        """Have the ranks forget a model; its client is told what that loses, should it come back."""
+        """Save a model's latest step and have the ranks forget it; its client is told of a gradient that is lost."""
+        facts = self.books.store.get("models", model).facts
+        if facts["stepped"] > facts["saved"]["seq"]:
+            self._save_own(model, facts["stepped"])
         self.run(Message(header={"do": "drop", "models": [model], "weights": []}))
         del self.held[model]
         lost = self.books.lost_words(model)
@@ -176,18 +180,23 @@ class Dispatcher:
         """Count an optimizer step, and save the model where ``serve.save_every_steps`` says so."""
         model, every = operation.line, self.settings.save_every_steps
         steps = self.books.store.get("models", model).facts["steps"] + 1
-        self.books.store.update("models", model, steps=steps)
+        self.books.store.update("models", model, steps=steps, stepped=operation.seq)
         self.journal.step(model, steps, metrics, seconds)
-        if not every or steps % every:
-            return
+        if every and steps % every == 0:
+            self._save_own(model, operation.seq)
+
+    def _save_own(self, model: str, seq: int) -> None:
+        """Save the state after a model's optimizer step ``seq``, as what it goes on from."""
         # two folders by turns: the one that is written down is whole whenever the server dies
-        folder = self.books.root / model.replace(":", "_") / "auto" / str(steps // every % 2)
+        folders = [self.books.root / model.replace(":", "_") / "auto" / name for name in ("0", "1")]
+        noted = self.books.store.get("models", model).facts["saved"]["folder"]
+        folder = folders[noted == str(folders[0].absolute())]
         header = {"do": "save", "model": model, "folder": str(folder.absolute()), "with_adam": True}
         outcome = self.run(Message(header={**header, "spec": spec_facts(self.books.spec(model))}))
         if outcome.error is None:
-            self.books.note_saved(model, operation.seq, folder, with_adam=True)
+            self.books.note_saved(model, seq, folder, with_adam=True)
         else:
-            log.error("model %s was not saved after %d steps: %s", model, steps, outcome.error)
+            log.error("model %s was not saved after request %d: %s", model, seq, outcome.error)
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ import json
 import pathlib
 import random
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -165,6 +166,43 @@ def test_a_client_that_goes_away_in_mid_step_leaves_the_others_as_they_are(clien
     gone.train(training_body(lost, 1, TEXTS))  # and never asks for it, nor sends number 2
     gone.step(lost, 3)
     assert np.array_equal(trained(client, client.model(session, 1)), want)
+
+
+def until_there_is_room(ask: Callable[[int], bytes], first: int) -> tuple[int, bytes]:
+    """Ask with number after number until there is room for the model; return the number and the answer."""
+    for number in range(first, first + 1000):
+        answer = ask(number)
+        if b"serve.max_models allows no more" not in answer:
+            return number, answer
+        time.sleep(0.1)
+    raise AssertionError("a silent session's model made no room")
+
+
+def test_a_silent_sessions_model_makes_room_and_comes_back_as_it_was(nursery, arithmetic, tmp_path) -> None:
+    given = arguments(arithmetic, tmp_path / "run", "serve.max_models=1", "serve.session_s=1")
+    with nursery.ranks(2, given, tmp_path / "server", SERVE) as ranks:
+        client, other = Client(address_of(ranks.printed[0])), Client(address_of(ranks.printed[0]), "tml-other")
+        model = client.model(client.session())
+        want = trained(client, model)
+        session = other.session()
+
+        def create(number: int) -> bytes:
+            body = {"session_id": session, "model_seq_id": number, "base_model": "model", "lora_config": None}
+            return other.result(other.ask("create_model", body))
+
+        _, made = until_there_is_room(create, 0)
+        assert other.outcome(other.step(json.loads(made)["model_id"], 1))["metrics"]["ghost_steps:sum"] == 1.0
+
+        def read(number: int) -> bytes:
+            return client.result(client.train(training_body(model, number, TEXTS)))
+
+        told = read(6)
+        assert b"goes on from its state after request 4; lost: forward_backward 5." in told, told  # no step took it
+        number, answer = until_there_is_room(read, 7)
+        output = messages.ForwardBackwardOutput.FromString(answer)
+        found = b"".join(record.fields["logprobs"].data for record in output.loss_fn_outputs)
+        assert np.array_equal(np.frombuffer(found, dtype=np.float32), want)
+        assert "error" not in client.outcome(client.step(model, number + 1))
 
 
 @pytest.mark.parametrize("killed", [0, 1])

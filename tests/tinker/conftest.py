@@ -33,7 +33,13 @@ def served(folder: pathlib.Path, model: pathlib.Path, *overrides: str) -> Iterat
     """Serve within the block by torchrun, as a user does; yield the address."""
     folder.mkdir(parents=True, exist_ok=True)
     config, log = folder / "server.yaml", folder / "server.log"
-    config.write_text("run: {deadline_s: 120}\nparallel: {pipeline: 2}\nlora: {rank: 32}\nserve: {port: 0}\n")
+    settings = (
+        "run: {deadline_s: 120}",
+        "parallel: {pipeline: 2}",
+        "lora: {rank: 32}",
+        "serve: {port: 0, max_models: 64}",
+    )
+    config.write_text("\n".join(settings) + "\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "megatron_rl.serve", "--config", str(config), "--run-dir", str(folder / "run")]
     command += [f"model.hf_path={model}", f"serve.base_model={CHAT}", *overrides]
