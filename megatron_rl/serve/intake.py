@@ -319,9 +319,14 @@ class Intake:
                 "both may have together"
             )
         asked = given.get("max_tokens")
-        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
             if body.get(name):
                 raise RequestError(f"{name} is not served; leave it out")
+        if body.get("record_stability_info"):
+            raise RequestError(
+                "record_stability_info belongs to loss_fn='stable_reinforce', which is not served; choose "
+                "another loss_fn, such as 'importance_sampling'"
+            )
         stop_ids, stop_texts = stops_of(given.get("stop"), served.stop_ids, served.vocab_size)
         seed = given.get("seed")
         return SampleRequest(

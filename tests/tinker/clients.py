@@ -26,7 +26,8 @@ def service(address: str, key: str = "tml-test") -> tinker.ServiceClient:
 
 
 def trainer(client: tinker.ServiceClient, *, seed: int = 0, rank: int = 8) -> tinker.TrainingClient:
-    return client.create_lora_training_client(base_model=CHAT, rank=rank, seed=seed)
+    made = client.create_lora_training_client(base_model=CHAT, rank=rank, seed=seed)
+    return answer(made) if hasattr(made, "result") else made  # the client itself, in the SDK's oldest release
 
 
 def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> types.Datum:

@@ -88,7 +88,8 @@ def test_rl_loop(cookbook: Cookbook, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("env", ["arithmetic", "gsm8k"])
 def test_math_rl_with_its_evaluator(cookbook: Cookbook, tmp_path: pathlib.Path, env: str) -> None:
-    rows = cookbook.run("math_rl.train", tmp_path / "log", f"env={env}", "max_tokens=5", "eval_every=1", *SUMS)
+    loss = ["loss_fn=importance_sampling"] if cookbook.version == "0.6.1" else []  # as of rl_loop
+    rows = cookbook.run("math_rl.train", tmp_path / "log", f"env={env}", "max_tokens=5", "eval_every=1", *SUMS, *loss)
     assert len(rows) >= 2
     assert max(abs(x) for x in found(rows, "optim/kl_sample_train_v2")) < 1e-8  # sampler and trainer are one policy
     if env == "gsm8k":  # the data set of sums has no held-out part

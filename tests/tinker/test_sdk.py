@@ -77,7 +77,7 @@ def test_records_of_a_client_are_its_own(client: tinker.ServiceClient, address: 
     with pytest.raises(tinker.NotFoundError, match="is another client's"):
         answer(stranger.create_rest_client().get_training_run(model.model_id))
     with pytest.raises(tinker.NotFoundError, match="is another client's"):
-        stranger.create_training_client_from_state(path)
+        answer(stranger.create_training_client_from_state(path))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ latency: milliseconds from the sending of a request to its answer, as a client w
          step without a gradient, a sample of one token, a training request of one datum; medians of --requests.
 skip:    the time of training requests in which a share of the data has no signal, under serve.logprobs=all and
          trained, against those in which all have; medians of --requests.
+rl:      `math_rl` of tinker-cookbook from a model that sl_loop has taught its sums, so that most groups agree:
+         seconds of a step's training under skip.mode=off, and with the skip under serve.logprobs=all and trained.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "tinker")]
 from demo import ENVIRONMENT, served  # noqa: E402
 from workplace import CHAT, make_workplace  # noqa: E402
 
-PARTS = ("train", "latency", "skip")
+PARTS = ("train", "latency", "skip", "rl")
 SERVER = ("serve.port=0", "plan.max_tokens_per_microbatch=4096")
 
 
@@ -50,6 +52,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps that are left out")
     parser.add_argument("--requests", type=int, default=20, help="of each latency")
     parser.add_argument("--dead-share", type=float, default=0.75, help="data without signal, of the part skip")
+    parser.add_argument("--taught-steps", type=int, default=60, help="of sl_loop, of the part rl")
+    parser.add_argument("--rl-steps", type=int, default=8, help="of math_rl, of the part rl")
     parser.add_argument("--leave-out", nargs="*", default=[], choices=PARTS)
     parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
     given = parser.parse_args(arguments)
@@ -78,9 +82,7 @@ def time_cookbook(given: argparse.Namespace, folder: pathlib.Path, texts: list[t
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     log = folder / "sl_loop"
     with served(folder, SERVER) as address:
-        command = [sys.executable, "-m", "tinker_cookbook.recipes.sl_loop", f"base_url={address}", f"log_path={log}"]
-        command += [f"model_name={CHAT}", f"batch_size={given.batch}", "save_every=0", "learning_rate=1e-3"]
-        _run(command, folder / "inputs")
+        _recipe("sl_loop", folder, log.name, address, f"batch_size={given.batch}", "save_every=0", "learning_rate=1e-3")
     steps = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()][given.warmup :]
     return _rates([(step["num_tokens"], step["time_total"]) for step in steps])
 
@@ -161,6 +163,37 @@ def time_requests(given: argparse.Namespace, folder: pathlib.Path, logprobs: str
     return found
 
 
+def time_rl(given: argparse.Namespace, folder: pathlib.Path) -> dict[str, dict[str, float]]:
+    """Teach a model its sums, then train it on by math_rl under each way of skipping; medians over the steps."""
+    make_workplace(folder / "inputs", layers=given.layers, hidden=given.hidden, boxed=True)
+    with served(folder, SERVER) as address:
+        sl = ["batch_size=32", "max_length=600", "learning_rate=2e-3", "train_on_what=last_assistant_message"]
+        sl += ["save_every=0", f"max_steps={given.taught_steps}"]
+        _recipe("sl_loop", folder, "taught", address, *sl)
+    start = json.loads((folder / "taught" / "checkpoints.jsonl").read_text().splitlines()[-1])["state_path"]
+    rl = ["env=gsm8k", "renderer_name=qwen3", "group_size=8", "groups_per_batch=16", "max_tokens=12", "eval_every=0"]
+    rl += ["learning_rate=1e-6", "save_every=0", f"max_steps={given.rl_steps}", f"load_checkpoint_path={start}"]
+    found = {}
+    for name, settings in (
+        ("skip off", ("skip.mode=off",)),
+        ("skip", ()),
+        ("skip, log-probs of what trains", ("serve.logprobs=trained",)),
+    ):
+        before = set((folder / "server" / "models").glob("*/metrics.jsonl"))
+        with served(folder, (*SERVER, *settings)) as address:
+            _recipe("math_rl.train", folder, f"rl-{len(found)}", address, *rl)
+        (path,) = set((folder / "server" / "models").glob("*/metrics.jsonl")) - before
+        rows = [json.loads(line) for line in path.read_text().splitlines()][given.warmup :]
+        names = ("time/update_s", "skip/zero_advantage_ratio", "skip/tokens_executed", "skip/tokens_dense")
+        found[name] = {key: statistics.median(row[key] for row in rows) for key in names}
+    return found
+
+
+def _recipe(recipe: str, folder: pathlib.Path, log: str, address: str, *arguments: str) -> None:
+    command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={CHAT}", f"base_url={address}"]
+    _run([*command, f"log_path={folder / log}", *arguments], folder / "inputs")
+
+
 def _body(model: str, seq: int, count: int, length: int, dead_share: float) -> bytes:
     """Return a request of ``count`` data of ``length`` tokens, of which the last share has weights of 0."""
     import numpy as np
@@ -206,6 +239,8 @@ def main(arguments: list[str] | None = None) -> None:
             (own / "inputs").symlink_to(folder / "inputs")
             asked = [part for part in parts if part == "skip" or logprobs == "all"]
             found.setdefault("milliseconds", {}).update(time_requests(given, own, logprobs, asked))
+        if "rl" in parts:
+            found["rl"] = time_rl(given, folder / "rl")
     print(json.dumps(found, indent=1))
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
