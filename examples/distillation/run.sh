@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE=1
 teacher="$run_dir/teacher_run/checkpoints/step_140/hf"
 if [ ! -d "$teacher" ]; then
   python examples/quickstart/prepare.py --out "$run_dir/inputs" --digits 1 --operations +,- --seed 0
-  python examples/quickstart/prepare.py --out "$run_dir/small" --digits 1 --operations +,- --seed 0 --hidden 96 --layers 2 --heads 4 --kv-heads 2 --intermediate 192
+  python examples/quickstart/prepare.py --out "$run_dir/small" --digits 1 --operations +,- --seed 0 --hidden 96 --layers 2 --heads 3 --kv-heads 1 --intermediate 192
   torchrun --standalone --nproc_per_node 2 -m megatron_rl.train --config examples/quickstart/quickstart.yaml --run-dir "$run_dir/teacher_run" \
     model.hf_path="$run_dir/inputs/model" data.train="$run_dir/inputs/train.jsonl" sft.steps=140 train.num_rollouts=0 \
     eval.path="$run_dir/inputs/train.jsonl"

@@ -32,6 +32,7 @@ from megatron_rl.serve.samplers import Samplers
 from megatron_rl.serve.store import Store
 from megatron_rl.serve.worker import Message, Outcome, Worker, share_message
 from megatron_rl.trainer.run_folder import held_run_folder
+from megatron_rl.validate import check_lengths
 from megatron_rl.weights.config_json import check_served, load_hf_config
 from megatron_rl.weights.model_dtype import settle_dtype
 
@@ -85,6 +86,7 @@ def serve(config: Config) -> bool:
     hf_config = load_hf_config(config.model.hf_path)
     if config.rollout.engine == "vllm":
         check_served(config.model.hf_path)
+        check_lengths(config, hf_config.max_position_embeddings)  # the engines are started for that length
     with held_run_folder(config):
         config = settle_dtype(config, hf_config, on_gpu=HOST.is_cuda)
         tokenizer = load_tokenizer(config, hf_config.vocab_size)

@@ -1,8 +1,8 @@
 """Transformer Engine's layer spec, on a stand-in of its modules, equals the torch spec over the same weights.
 
 The stand-in (tests/stand_ins/) computes in plain torch and refuses each call that the real modules' signatures and
-checks would refuse; its processes are its own, as Megatron-Core decides at import what is installed. Not covered:
-kernels, their rounding, what a stream would reorder.
+checks would refuse. It has processes of its own, as Megatron-Core decides at import what is installed. Not covered:
+kernels.
 """
 
 from __future__ import annotations
@@ -38,13 +38,10 @@ SETTINGS = (
     "plan.max_tokens_per_microbatch=48",
 )
 # As on a GPU: Transformer Engine's modules make their parameters on the device by themselves.
-# Shared prompts are switched on by the tests that name them: with them the rotary angles are not fused.
-ENGINE = (
-    "model.layer_spec=transformer_engine",
-    "megatron.transformer.use_cpu_initialization=false",
-    "plan.share_prompts=false",
+ENGINE = ("model.layer_spec=transformer_engine", "megatron.transformer.use_cpu_initialization=false") + (
+    "plan.share_prompts=false",  # the tests that share say so: with shared prompts the rotary angles are not fused
 )
-SHARED = "plan.share_prompts=true"
+SHARED, TORCH = "plan.share_prompts=true", ("model.layer_spec=torch",)
 # What the rigs use of tests/workers/nursery.py's list. The stand-in comes first.
 IMPORTED = (
     "tests.stand_ins.install",
@@ -112,7 +109,7 @@ def both(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict
     """Return the largest gaps between the two specs, whether files' weights came back, and the stand-in's calls."""
     from tests.stand_ins.transformer_engine.contract import CALLS
 
-    torch_layers = measured(family, *overrides, "model.layer_spec=torch")
+    torch_layers = measured(family, *overrides, *TORCH)
     CALLS.clear()
     engine = measured(family, *overrides, *ENGINE)
     return {
@@ -184,7 +181,7 @@ def with_shared_prompts(rank: int, world: int, family: str, overrides: tuple[str
     """Return the gaps of the engine's layers over prompts that run once to torch's over prompts that do not."""
     from tests.stand_ins.transformer_engine.contract import CALLS
 
-    plain = measured(family, *overrides, "model.layer_spec=torch", grouped=True)
+    plain = measured(family, *overrides, *TORCH, grouped=True)
     CALLS.clear()
     return gaps(measured(family, *overrides, *ENGINE, SHARED, grouped=True), plain), set(CALLS)
 
@@ -209,12 +206,8 @@ OFF = tuple(
 def fused(rank: int, world: int) -> dict[str, dict]:
     """Return what is fused under each layer spec, and what the user's fields make of it."""
     found = {}
-    for name, overrides in (
-        ("torch", ("model.layer_spec=torch",)),
-        ("engine", ENGINE),
-        ("shared", (*ENGINE, SHARED)),
-        ("off", (*ENGINE, *OFF)),
-    ):
+    cases = {"torch": TORCH, "engine": ENGINE, "shared": (*ENGINE, SHARED), "off": (*ENGINE, *OFF)}
+    for name, overrides in cases.items():
         with open_rig("qwen2_tied", *overrides) as rig:
             model = rig.backend.chunks[0].module
             linears = [x for x in model.modules() if hasattr(x, "fuse_wgrad_accumulation")]
@@ -260,7 +253,6 @@ def test_engine_adam_takes_the_same_steps(engine_pool: Pool, distributed: str) -
         assert max(found.values()) < TOLERANCE, found
 
 
-TORCH = ("model.layer_spec=torch",)
 RESUMED = {
     "engine": (1, "qwen3", (), ENGINE, ENGINE),
     "torch-to-engine": (1, "qwen2_tied", (), TORCH, ENGINE),
@@ -298,7 +290,7 @@ def half_precision(rank: int, world: int, family: str, overrides: tuple[str, ...
     """Return the gaps between the two specs in bfloat16, under all that attention checks."""
     with mock.patch.dict(os.environ, STAND_IN_ANY_DTYPE="0"):
         half = (*overrides, "model.dtype=bfloat16")
-        return gaps(measured(family, *half, *ENGINE), measured(family, *half, "model.layer_spec=torch"))
+        return gaps(measured(family, *half, *ENGINE), measured(family, *half, *TORCH))
 
 
 @pytest.mark.parametrize("name", ["TP2-SP", "CP2", "EP2"])
@@ -382,7 +374,7 @@ def test_planted_fault_is_refused(engine_pool: Pool, name: str) -> None:
 def in_order(rank: int, world: int) -> dict[str, float]:
     """Return the gaps to the torch spec where context ranks hold sequences in their order, which no check sees."""
     context = ("parallel.context=2",)
-    plain = measured("qwen2_untied", *context, "model.layer_spec=torch")
+    plain = measured("qwen2_untied", *context, *TORCH)
     with mock.patch.object(packing, "context_positions", _contiguous):
         return gaps(measured("qwen2_untied", *context, *ENGINE), plain)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.runs.command import arguments, command_line, rows_of, timeless, trained_prompts, weights_of
+from tests.vllm.served import engines_of
 
 pytestmark = pytest.mark.vllm
 VLLM = (
@@ -78,23 +79,6 @@ def kill_engines(workers: int, run_dir: pathlib.Path, moments: int, done: list[i
             done.append(pid)
             rows = text.count("\n") + 1
             break
-
-
-def engines_of(driver: int) -> list[int]:
-    """Return the engine processes whose argument names a rank of ours: children of the pool's workers."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-            rank = int(words[-2]) if b"megatron_rl.rollout.vllm.process_main" in words else 0
-            parent = (
-                int((path.parents[1] / str(rank) / "stat").read_text().rpartition(")")[2].split()[1]) if rank else 0
-            )
-        except (OSError, ValueError):
-            continue
-        if parent == driver:
-            found.append(int(path.parent.name))
-    return found
 
 
 def test_an_engine_that_dies_twice_while_it_works_ahead(nursery, pool, arithmetic, tmp_path):

@@ -14,8 +14,7 @@ import pytest
 
 from megatron_rl.serve import messages
 from tests.faults.serve_client import Client, address_of, training_body
-from tests.vllm.served import GAP, VLLM
-from tests.vllm.test_async_run import engines_of
+from tests.vllm.served import GAP, VLLM, engines_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 SERVE = "megatron_rl.serve.__main__:command_line"
@@ -28,6 +27,7 @@ def client(request, nursery, arithmetic, tmp_path_factory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("server")
     given = ["--run-dir", str(folder / "run"), f"model.hf_path={arithmetic}/model", "parallel.pipeline=2"]
     given += ["serve.port=0", *(x for x in VLLM if x.startswith(("rollout.", "run."))), "rollout.num_engines=1"]
+    given += ["data.max_prompt_tokens=40", "rollout.max_response_tokens=24"]
     given += [f"lora.rank={request.param or 'null'}"]
     with nursery.ranks(2, given, folder, SERVE) as ranks:
         yield Client(address_of(ranks.printed[0]))
