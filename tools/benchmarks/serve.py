@@ -103,10 +103,11 @@ def time_trainer(given: argparse.Namespace, folder: pathlib.Path, texts: list[tu
     command += [f"data.train={data}", "parallel.pipeline=2", "reward.functions=[arithmetic]", "train.num_rollouts=0"]
     command += [f"sft.steps={given.steps}", f"sft.samples_per_step={given.batch}", "metrics.progress=false"]
     command += ["data.max_prompt_tokens=128", f"rollout.max_response_tokens={given.text_tokens + 8}"]
-    command += ["train.export_last=false", "plan.max_tokens_per_microbatch=4096"]
+    command += ["train.export_last=false", "plan.max_tokens_per_microbatch=4096", "plan.share_prompts=false"]
     _run(command, ROOT)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][given.warmup :]
-    return _rates([(step["skip/tokens_executed"], step["time/step_s"]) for step in steps])
+    tokens = [step["perf/dense_equivalent_tokens_per_second"] * step["time/update_s"] for step in steps]
+    return _rates([(of, step["time/step_s"]) for of, step in zip(tokens, steps, strict=True)])
 
 
 def _run(command: list[str], folder: pathlib.Path) -> None:
