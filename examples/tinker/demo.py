@@ -63,9 +63,8 @@ def run_recipe(
     log, before = out / recipe.split(".")[0], _models(out)
     command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={CHAT}", f"log_path={log}"]
     with (out / f"{log.name}.log").open("w") as said:
-        child = subprocess.Popen(
-            [*command, *arguments], cwd=out / "inputs", env={**os.environ, **ENVIRONMENT}, stdout=said, stderr=said
-        )
+        environment = {**os.environ, **ENVIRONMENT, "HF_DATASETS_CACHE": str(out / "datasets")}  # not an earlier demo's
+        child = subprocess.Popen([*command, *arguments], cwd=out / "inputs", env=environment, stdout=said, stderr=said)
     rows: list[dict] = []
     heard = time.monotonic()
     try:

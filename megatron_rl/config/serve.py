@@ -28,6 +28,8 @@ class ServeConfig:
     """Name or folder by which clients load the tokenizer; null: `model.tokenizer_path` or `model.hf_path`."""
     logprobs: str = "all"
     """`all`: answers hold every target's log-prob; `trained`: 0 where a target trains nothing, and is not run."""
+    least_advantage: Annotated[float, Range(0, 1)] = 0.0
+    """Advantages of at most this size count as 0; 1e-6: what rounding leaves of equal rewards. 0.0: as sent."""
     max_models: Annotated[int, Range(1, 10**5)] = 16
     """Models in training whose states are kept in host memory."""
     max_samplers: Annotated[int, Range(1, 10**5)] = 32

@@ -18,6 +18,7 @@ A target whose coefficient is 0 has no gradient, but under dro. Its old log-prob
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -179,6 +180,14 @@ def _says_nothing(datum: Datum) -> bool:
 def coefficients(loss: ServedLoss, datum: Datum) -> np.ndarray:
     """Return float32 [N, K], the numbers whose zeros train nothing; weights that are not given are 1."""
     return datum.inputs.get(loss.coefficient, np.ones(datum.targets.shape, dtype=np.float32))
+
+
+def without_least(loss: ServedLoss, datum: Datum, least: float) -> Datum:
+    """Return the datum with advantages of at most ``least`` in size as 0; weights of cross_entropy stay as they are."""
+    given = datum.inputs.get("advantages") if loss.coefficient == "advantages" else None
+    if not least or given is None:
+        return datum
+    return dataclasses.replace(datum, inputs={**datum.inputs, "advantages": np.where(abs(given) <= least, 0, given)})
 
 
 def ratio_mask(loss: ServedLoss, datum: Datum) -> np.ndarray:

@@ -7,6 +7,7 @@ none of whose targets has a coefficient trains nothing, so it runs forward alone
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,15 @@ from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch, TargetSample
 from megatron_rl.planning.plan import plan_steps
 from megatron_rl.planning.tokens import tokens_of
-from megatron_rl.serve.losses import ServedInputs, ServedLoss, coefficients, loss_sum, ratio_mask, served_loss
+from megatron_rl.serve.losses import (
+    ServedInputs,
+    ServedLoss,
+    coefficients,
+    loss_sum,
+    ratio_mask,
+    served_loss,
+    without_least,
+)
 from megatron_rl.serve.values import Datum, TrainingAnswer, TrainingCall
 from megatron_rl.types import Sample, StepKind, StepPlan
 
@@ -41,12 +50,13 @@ class Prepared:
     wanted: np.ndarray
 
 
-def prepare(backend: MegatronBackend, call: TrainingCall, *, logprobs: str) -> Prepared:
+def prepare(backend: MegatronBackend, call: TrainingCall, *, logprobs: str, least_advantage: float = 0.0) -> Prepared:
     """Make a request's batch. Not a collective.
 
-    logprobs: ``serve.logprobs``.
+    logprobs: ``serve.logprobs``. least_advantage: ``serve.least_advantage``.
     """
     loss = served_loss(call.loss, call.settings)
+    call = dataclasses.replace(call, data=[without_least(loss, datum, least_advantage) for datum in call.data])
     skips = backend.config.skip.mode != "off"
     everything = logprobs == "all" or call.forward_only or not skips
     read = [_read_targets(loss, datum, everything) for datum in call.data]

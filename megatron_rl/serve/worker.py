@@ -83,7 +83,11 @@ class Worker:
             return None, None
         try:
             call = message.parsed or parse_training(message.body)
-            return prepare(self.models.backend, call, logprobs=self.config.serve.logprobs), None
+            settings = self.config.serve
+            prepared = prepare(
+                self.models.backend, call, logprobs=settings.logprobs, least_advantage=settings.least_advantage
+            )
+            return prepared, None
         except Exception as error:  # noqa: BLE001 (agreed on, and an answer to the client)
             return None, error
 

@@ -38,7 +38,8 @@ class Cookbook:
         path = str(NEWER) if self.version == "0.6.1" else ""
         done = subprocess.run(
             [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}", f"log_path={log}", *given],
-            cwd=self.workplace, env={**os.environ, "PYTHONPATH": path, "TINKER_BASE_URL": self.address},
+            cwd=self.workplace, env={**os.environ, "PYTHONPATH": path, "TINKER_BASE_URL": self.address,
+                 "HF_DATASETS_CACHE": str(self.workplace / "datasets")},
             capture_output=True, text=True, timeout=BOUND_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"

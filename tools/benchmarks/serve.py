@@ -111,7 +111,7 @@ def time_trainer(given: argparse.Namespace, folder: pathlib.Path, texts: list[tu
 
 
 def _run(command: list[str], folder: pathlib.Path) -> None:
-    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "datasets")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -177,8 +177,8 @@ def time_rl(given: argparse.Namespace, folder: pathlib.Path) -> dict[str, dict[s
     found = {}
     for name, settings in (
         ("skip off", ("skip.mode=off",)),
-        ("skip", ()),
-        ("skip, log-probs of what trains", ("serve.logprobs=trained",)),
+        ("skip", ("serve.least_advantage=1e-6",)),
+        ("skip, log-probs of what trains", ("serve.least_advantage=1e-6", "serve.logprobs=trained")),
     ):
         before = set((folder / "server" / "models").glob("*/metrics.jsonl"))
         with served(folder, (*SERVER, *settings)) as address:

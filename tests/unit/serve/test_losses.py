@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+import torch
 
-from megatron_rl.serve.losses import LOSSES, check_inputs, coefficients, served_loss
+from megatron_rl.serve.losses import LOSSES, check_inputs, coefficients, served_loss, without_least
 from megatron_rl.serve.naming import line_of, parse_checkpoint
 from megatron_rl.serve.stops import stops_of
 from megatron_rl.serve.values import Datum, RequestError
@@ -113,3 +116,16 @@ def test_a_release_of_the_sdk_outside_the_range_is_told_the_range(version: objec
         check_sdk(version)
     check_sdk("0.34.0")
     check_sdk("0.38.7")
+
+
+def test_advantages_that_rounding_left_count_as_zero_where_asked() -> None:
+    left = torch.tensor([-0.1] * 8) - torch.tensor([-0.1] * 8).mean()  # as tinker-cookbook centers a group
+    assert left.abs().max() > 0
+    sent = np.array([float(left[0]), 0.5, -1e-6], dtype=np.float32)
+    plain = datum((1, 2, 3), logprobs=-1.0, weights=1.0)
+    given = dataclasses.replace(plain, inputs={**plain.inputs, "advantages": sent[:, None]})
+    ppo = served_loss("ppo", {})
+    assert coefficients(ppo, without_least(ppo, given, 0.0))[:, 0].tolist() == sent.tolist()
+    assert coefficients(ppo, without_least(ppo, given, 1e-5))[:, 0].tolist() == [0.0, 0.5, 0.0]
+    supervised = served_loss("cross_entropy", {})
+    assert without_least(supervised, given, 1.0) is given
