@@ -140,6 +140,8 @@ def summary_table(summary: RunSummary, elapsed_s: float, untrained_steps: Untrai
     first_last = f"first {summary.window} → last {summary.window} steps"
     if summary.reward is not None:
         table.add_row("reward", f"{summary.reward[0]:.3f} → {summary.reward[1]:.3f}  ({first_last})")
+    if summary.reverse_kl is not None:
+        table.add_row("reverse KL", f"{summary.reverse_kl[0]:.3f} → {summary.reverse_kl[1]:.3f}  ({first_last})")
     evaluations = {**summary.held_out, **{f"eval {name}": points for name, points in summary.evaluations.items()}}
     for name, ((first_step, first), (last_step, last)) in evaluations.items():
         when = f"steps {first_step} → {last_step}" if last_step > first_step else f"step {last_step}"

@@ -24,7 +24,7 @@ class RunSummary:
     """Holds a run's headline figures over its steps after the warm-up; None for a metric that the run lacks.
 
     window: steps in ``first`` and ``last`` means: 10, or half of the run if it is shorter.
-    reward, zero_advantage_ratio: (mean of the first window, mean of the last).
+    reward, reverse_kl, zero_advantage_ratio: (mean of the first window, mean of the last).
     tokens_executed, tokens_dense: tokens, summed over the steps that report both.
     step_s: median seconds per step.
     total_s: seconds, the sum over all steps, warm-up included.
@@ -38,6 +38,7 @@ class RunSummary:
     num_ghost: int
     num_warmup: int
     reward: tuple[float, float] | None
+    reverse_kl: tuple[float, float] | None
     zero_advantage_ratio: tuple[float, float] | None
     tokens_executed: int | None
     tokens_dense: int | None
@@ -115,6 +116,7 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
         num_ghost=num_ghost,
         num_warmup=len(rows) - len(trained),
         reward=ends("reward/mean"),
+        reverse_kl=ends("distillation/reverse_kl"),
         zero_advantage_ratio=ends("skip/zero_advantage_ratio"),
         tokens_executed=sum(row["skip/tokens_executed"] for row in counted) if counted else None,
         tokens_dense=sum(row["skip/tokens_dense"] for row in counted) if counted else None,

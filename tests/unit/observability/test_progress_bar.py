@@ -47,6 +47,7 @@ def run(terminal: bool, enabled: bool = True, num_steps: int = 20) -> str:
 def test_the_final_table_has_evaluation_and_truncation():
     """An evaluation's first value may be that of before the first step; a single one stands alone."""
     rows = [row(step) | {"rollout/truncated_share": 0.5 if step < 10 else 0.125} for step in range(20)]
+    rows = [x | {"distillation/reverse_kl": 2.0 - i / 10} for i, x in enumerate(rows)]
     rows[0] |= {
         "step": 1,
         "eval/test/mean@4_before": 0.25,
@@ -61,6 +62,7 @@ def test_the_final_table_has_evaluation_and_truncation():
     assert "eval test mean@4 0.250 ± 0.010 → 0.750 ± 0.030 (steps 0 → 19)" in lines
     assert "eval other mean@1 0.500 (step 19)" in lines
     assert "truncated responses 12.5 % (last 10 steps)" in lines
+    assert "reverse KL 1.550 → 0.550 (first 10 → last 10 steps)" in lines
 
 
 def test_log_lines_come_at_most_every_five_seconds():
