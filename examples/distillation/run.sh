@@ -19,5 +19,5 @@ fi
 exec torchrun --standalone --nproc_per_node 2 -m megatron_rl.train --config examples/recipes/distillation.yaml --run-dir "$run_dir/student" \
   parallel.pipeline=2 model.hf_path="$run_dir/small/model" teacher.hf_path="$teacher" data.train="$run_dir/inputs/train.jsonl" \
   data.max_prompt_tokens=16 rollout.max_response_tokens=6 rollout.samples_per_prompt=8 rollout.max_batch_samples=512 \
-  sft.steps=40 sft.lr=1e-3 train.num_rollouts=60 train.samples_per_mini_batch=256 optimizer.lr=1e-3 optimizer.schedule=constant \
+  sft.steps=80 sft.lr=1e-3 train.num_rollouts=120 train.samples_per_mini_batch=256 optimizer.lr=4e-4 optimizer.schedule=constant \
   reward.functions=[arithmetic] eval.path="$run_dir/inputs/train.jsonl" "$@"

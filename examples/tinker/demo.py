@@ -105,8 +105,8 @@ def _models(out: pathlib.Path) -> set[pathlib.Path]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of everything that is made")
-    parser.add_argument("--supervised-steps", type=int, default=60)
-    parser.add_argument("--rl-steps", type=int, default=20)
+    parser.add_argument("--supervised-steps", type=int, default=100)
+    parser.add_argument("--rl-steps", type=int, default=24)
     options, overrides = parser.parse_known_args(arguments)
     out = options.out.resolve()
     if (out / "server").exists():
@@ -116,12 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with served(out, overrides) as address, ProgressBar(total, enabled=True) as bar:
         bar.note(f"serving {CHAT} at {address}; its output: {out / 'server.log'}")
         url = f"base_url={address}"
-        sl = ["batch_size=32", "max_length=600", "learning_rate=2e-3", "train_on_what=last_assistant_message"]
+        sl = ["batch_size=32", "max_length=600", "learning_rate=4e-3", "train_on_what=last_assistant_message"]
         sl += ["save_every=0", f"max_steps={options.supervised_steps}", url]
         rows = run_recipe("sl_loop", WARMUP_PHASE, out, 1, bar, *sl)
         start = json.loads((out / "sl_loop" / "checkpoints.jsonl").read_text().splitlines()[-1])["state_path"]
-        rl = ["env=gsm8k", "renderer_name=qwen3", "group_size=8", "groups_per_batch=16", "max_tokens=12"]
-        rl += ["learning_rate=3e-4", "eval_every=0", "save_every=0", f"max_steps={options.rl_steps}", url]
+        rl = ["env=gsm8k", "renderer_name=qwen3", "group_size=8", "groups_per_batch=16", "max_tokens=40"]
+        rl += ["learning_rate=5e-4", "eval_every=0", "save_every=0", f"max_steps={options.rl_steps}", url]
         rl += [f"load_checkpoint_path={start}"]
         rows += run_recipe("math_rl.train", "rl", out, len(rows) + 1, bar, *rl)
         metrics = out / "metrics.jsonl"

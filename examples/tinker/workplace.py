@@ -78,7 +78,7 @@ def _rows(path: pathlib.Path, rows: list[dict]) -> None:
 
 def make_data(folder: pathlib.Path, *, boxed: bool) -> None:
     """Write the data sets that the recipes load, by the names that they load them by."""
-    sums = [(i % 7, i % 5) for i in range(64)] if not boxed else [(i % 7, i // 7 % 5) for i in range(35 * 64)]
+    sums = [(i % 7, i % 5) for i in range(64)] if not boxed else [(i % 3, i // 3 % 3) for i in range(9 * 400)]
     gsm8k = [{"question": f"What is {a}+{b}?", "answer": f"{a}+{b}={a + b}\n#### {a + b}"} for a, b in sums]
     card = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: train.jsonl\n"
     _rows(folder / "openai/gsm8k/train.jsonl", gsm8k)

@@ -168,11 +168,11 @@ def time_rl(given: argparse.Namespace, folder: pathlib.Path) -> dict[str, dict[s
     """Teach a model its sums, then train it on by math_rl under each way of skipping; medians over the steps."""
     make_workplace(folder / "inputs", layers=given.layers, hidden=given.hidden, boxed=True)
     with served(folder, SERVER) as address:
-        sl = ["batch_size=32", "max_length=600", "learning_rate=2e-3", "train_on_what=last_assistant_message"]
+        sl = ["batch_size=32", "max_length=600", "learning_rate=4e-3", "train_on_what=last_assistant_message"]
         sl += ["save_every=0", f"max_steps={given.taught_steps}"]
         _recipe("sl_loop", folder, "taught", address, *sl)
     start = json.loads((folder / "taught" / "checkpoints.jsonl").read_text().splitlines()[-1])["state_path"]
-    rl = ["env=gsm8k", "renderer_name=qwen3", "group_size=8", "groups_per_batch=16", "max_tokens=12", "eval_every=0"]
+    rl = ["env=gsm8k", "renderer_name=qwen3", "group_size=8", "groups_per_batch=16", "max_tokens=40", "eval_every=0"]
     rl += ["learning_rate=1e-6", "save_every=0", f"max_steps={given.rl_steps}", f"load_checkpoint_path={start}"]
     found = {}
     for name, settings in (
