@@ -82,7 +82,7 @@ def test_trl_trains_on_the_prompts_of_the_run(overrides: list[str], tmp_path: pa
     [
         ("lora.rank=4", "lora.rank=4 is not carried over to TRL here; set lora.rank=null"),
         ("advantage.estimator=rloo", "advantage.estimator=rloo is not carried over"),
-        ("rollout.samples_per_prompt=3", "--microbatch-samples 4 must divide the 6 samples a step"),
+        ("rollout.samples_per_prompt=3", "--microbatch-samples 4 times 1 processes must divide the 6 samples a step"),
     ],
 )
 def test_what_trl_would_not_follow_is_refused(

@@ -183,10 +183,9 @@ def test_a_flipped_byte_is_found_and_its_bucket_named(bench, monkeypatch):
     with monkeypatch.context() as planted:
         planted.setattr(bench.replica, "control", disturbed)
         report = bench.sync(bench.weights(3).items(), **SMALL)
-    assert (
-        flipped
-        and f"the bucket {flipped[0]} ... {flipped[-1]} arrived with checksum" in report.failed[bench.replica.name]
-    )
+    said = report.failed[bench.replica.name]
+    assert flipped and f"the bucket {flipped[0]} ... {flipped[-1]} of checksum" in said, said
+    assert "did not arrive as it was sent: its part 0 of 8 has another digest" in said
     holds_nothing(bench)
     whole_sync_is_exact(bench)
 

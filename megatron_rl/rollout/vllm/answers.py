@@ -38,22 +38,24 @@ def generate_request(name: str, request: SampleRequest) -> GenerateRequest:
 
 
 class Answers:
-    """Makes rollouts and results of completions.
+    """Makes rollouts and results of completions."""
 
-    stop_ids: of rollouts, whose engine's own end of sequence is switched off.
-    """
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...], vocab_size: int) -> None:
-        self._tokenizer, self._stop_ids, self._vocab_size = tokenizer, stop_ids, vocab_size
+    def rollouts(
+        self, prompt: Prompt, completions: Sequence[Completion], samples: int, stop_ids: tuple[int, ...]
+    ) -> list[Rollout]:
+        """Return a prompt's rollouts; a greedy sample is one, repeated as often as asked for.
 
-    def rollouts(self, prompt: Prompt, completions: Sequence[Completion], samples: int) -> list[Rollout]:
-        """Return a prompt's rollouts; a greedy sample is one, repeated as often as asked for."""
+        stop_ids: the tokens that end a response, since the engine's own end of sequence is switched off.
+        """
         if len(completions) == 1:
             completions = [completions[0]] * samples
-        return [self._rollout(prompt, index, completion) for index, completion in enumerate(completions)]
+        return [self._rollout(prompt, index, completion, stop_ids) for index, completion in enumerate(completions)]
 
-    def _rollout(self, prompt: Prompt, index: int, completion: Completion) -> Rollout:
-        token_ids = self._checked(f"{prompt.prompt_id}#{index}", completion, self._stop_ids)
+    def _rollout(self, prompt: Prompt, index: int, completion: Completion, stop_ids: tuple[int, ...]) -> Rollout:
+        token_ids = self._checked(f"{prompt.prompt_id}#{index}", completion, stop_ids)
         versions = completion.weight_versions
         if sum(count for _, count in versions) != len(token_ids):
             raise EngineError(

@@ -90,7 +90,7 @@ class VllmEngine:
         """
         self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
         self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
-        self._answers = Answers(tokenizer, self._stop_ids, vocab_size)
+        self._answers = Answers(tokenizer, vocab_size)
         self._drives, self._rank, self._in_flight = drives, rank, in_flight
         self._unready = list(self._replicas)
         self._lost: list[Replica] = []  # a new list at every change, so that one may be read without the lock
@@ -277,7 +277,7 @@ class VllmEngine:
 
         def finish(request_id: str, completions: Sequence[Completion]) -> None:
             index = prompt_indices[request_id]
-            rollouts[index] = self._answers.rollouts(prompts[index], completions, samples_per_prompt)
+            rollouts[index] = self._answers.rollouts(prompts[index], completions, samples_per_prompt, self._stop_ids)
             if on_finished is not None:
                 on_finished(index, rollouts[index])
 
