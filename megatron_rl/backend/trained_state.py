@@ -1,4 +1,4 @@
-"""What several trained models that share one backend keep apart: weights, AdamW, gradients and counters.
+"""Keeps trained models that share one backend apart: their weights, AdamW, gradients and counters.
 
 A TrainedState holds copies on the host of everything of a backend that training moves, of one model. ``take`` copies it
 out, ``put`` copies it in, to the bit; between the two the backend may hold another model's. With adapters that is the

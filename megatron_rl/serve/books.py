@@ -1,4 +1,4 @@
-"""What rank 0 knows of its clients: sessions, models, samplers and checkpoints, and what a restart has lost of them.
+"""Keeps rank 0's records of its clients: sessions, models, samplers, checkpoints, and the losses of a restart.
 
 All of it is in the store, so that a server that is started again knows its clients' names. A model goes on from its
 last saved state: the one that ``save_state`` wrote, the one it was loaded from, its start, or the one written every

@@ -1,4 +1,4 @@
-"""What clients may read of the books: training runs, checkpoints, samplers, sessions, in the SDK's own fields."""
+"""Answers clients' questions to the books: training runs, checkpoints, samplers, sessions, in the SDK's own fields."""
 
 from __future__ import annotations
 

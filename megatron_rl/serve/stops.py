@@ -1,4 +1,4 @@
-"""Where a sample ends: the ``stop`` of a request. Pure."""
+"""Reads the ``stop`` of a request: the tokens and texts that end a sample. Pure."""
 
 from __future__ import annotations
 
