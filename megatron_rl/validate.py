@@ -149,17 +149,22 @@ def _check_asynchronous(config: Config) -> None:
         )
 
 
+def _refuse_unread(section: str, given: object, neutral: object, estimator: str, reader: str) -> None:
+    """Raise ConfigError for a setting of a section that the estimator does not read; ``reader`` is one that does."""
+    left_alone = dataclasses.asdict(neutral)
+    for name, value in dataclasses.asdict(given).items():
+        if value != left_alone[name]:
+            raise ConfigError(
+                f"{section}.{name}={shortened(str(value))} and advantage.estimator={shortened(estimator)} has no "
+                f"{section}; set advantage.estimator={reader}, or leave it at {left_alone[name]}"
+            )
+
+
 def _check_critic(config: Config) -> None:
     """Raise ConfigError for a critic's settings without a critic, or for settings that a critic rules out."""
     critic, estimator = config.critic, config.advantage.estimator
     if not config.has_critic:
-        for name, neutral in dataclasses.asdict(CriticConfig()).items():
-            if (value := dataclasses.asdict(critic)[name]) != neutral:
-                raise ConfigError(
-                    f"critic.{name}={shortened(str(value))} and "
-                    f"advantage.estimator={shortened(estimator)} has no critic; set advantage.estimator=gae, or "
-                    f"leave it at {neutral}"
-                )
+        _refuse_unread("critic", critic, CriticConfig(), estimator, "gae")
         return
     critic_config(config)
     if critic.hf_path is not None and not os.path.isfile(os.path.join(critic.hf_path, "config.json")):
@@ -264,13 +269,7 @@ def check_teacher(config: Config) -> None:
     """Raise ConfigError for a teacher's settings without a teacher, or for settings that a teacher rules out."""
     teacher = config.teacher
     if not config.has_teacher:
-        for name, neutral in dataclasses.asdict(TeacherConfig()).items():
-            if (value := dataclasses.asdict(teacher)[name]) != neutral:
-                raise ConfigError(
-                    f"teacher.{name}={shortened(str(value))} and advantage.estimator="
-                    f"{shortened(config.advantage.estimator)} has no teacher; set advantage.estimator=distillation, or "
-                    f"leave it at {neutral}"
-                )
+        _refuse_unread("teacher", teacher, TeacherConfig(), config.advantage.estimator, "distillation")
         return
     if teacher.hf_path is None and not teacher.servers:
         raise ConfigError(

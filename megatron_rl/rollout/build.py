@@ -108,6 +108,29 @@ def refuse_sharing(config: Config, shared: bool) -> None:
         )
 
 
+def place_engine(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    location: RankLocation,
+    device: torch.device,
+    dtype: torch.dtype,
+    vocab_size: int,
+) -> tuple[Engine, tuple[int, int] | None, bool]:
+    """Build this rank's engine where the settings put it, and start it, without waiting until it serves.
+
+    Returns the engine, this rank's share of the prompts, and whether trainer and engine take turns on one GPU. Raises
+    ConfigError for engines that do not fit the ranks, or that cannot share the GPU as the settings ask.
+    """
+    role = role_of(config, location)
+    shared = shares_device(config, device)
+    refuse_sharing(config, shared)
+    engine = build_engine(
+        config, tokenizer, location=location, role=role, device=device, dtype=dtype, vocab_size=vocab_size
+    )
+    return engine, role.share, shared
+
+
 def build_engine(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
 from megatron_rl.rollout.engine import NO_WEIGHTS, OnFinished, SyncReport
+from megatron_rl.rollout.sampling import SampleRequest, SampleResult
 from megatron_rl.types import Prompt, Rollout
 
 
@@ -15,6 +17,7 @@ class IdleEngine:
 
     weight_version = NO_WEIGHTS
     lost: Sequence[str] = ()
+    is_elsewhere, progressed_at = False, -math.inf
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         return ()
@@ -37,6 +40,9 @@ class IdleEngine:
         max_tokens: Sequence[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
+        raise AssertionError("a run without completions asks for none (Config.generates)")
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         raise AssertionError("a run without completions asks for none (Config.generates)")
 
     def sleep(self) -> None:

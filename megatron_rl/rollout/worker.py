@@ -274,7 +274,7 @@ class RolloutWorker:
 
         Raises the job's error, and EngineError where nothing has progressed for ``run.deadline_s``.
         """
-        began, part_ends_at = since or time.monotonic(), time.monotonic() + most_s
+        began, part_ends_at = time.monotonic() if since is None else since, time.monotonic() + most_s
         while True:
             if not self._apart and self._score_ready(job):
                 continue
@@ -291,7 +291,7 @@ class RolloutWorker:
 
     def wait_generated(self, job: RolloutJob, *, since: float | None = None, most_s: float = INF) -> bool:
         """Wait, as ``wait`` does, until no group of a job is being generated."""
-        began, part_ends_at = since or time.monotonic(), time.monotonic() + most_s
+        began, part_ends_at = time.monotonic() if since is None else since, time.monotonic() + most_s
         with job.change:
             while job.generating:
                 if time.monotonic() >= part_ends_at:

@@ -18,7 +18,7 @@ from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import EngineError
 from megatron_rl.model.build import DTYPES
-from megatron_rl.rollout.build import RankLocation, build_engine, role_of, shares_device
+from megatron_rl.rollout.build import RankLocation, place_engine
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.sampling import SampledSequence, SampleRequest, SampleResult, TopLogProbs
@@ -40,18 +40,14 @@ class Samplers:
             local_rank=int(os.environ.get("LOCAL_RANK", topology.rank)),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size)),
         )
-        role = role_of(config, location)
-        shared = shares_device(config, HOST.device)
-        engine = build_engine(
+        engine, self.share, shared = place_engine(
             config,
             tokenizer,
             location=location,
-            role=role,
             device=HOST.device,
             dtype=DTYPES[backend.config.model.dtype],
             vocab_size=backend.shape.vocab_size,
         )
-        self.share = role.share
         self._weights: dict[str, Weights | None] = {BASE: None}
         self._wanted, self._sent, self._version = BASE, "", NO_WEIGHTS
         self._versions = itertools.count(1)
@@ -61,7 +57,7 @@ class Samplers:
             config,
             export=self._export,
             version=lambda: self._version,
-            share=role.share,
+            share=self.share,
             offload=backend.offload if shared else None,
             restore=backend.restore if shared else None,
         )

@@ -34,7 +34,7 @@ from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.reward import Reward, opened_reward
-from megatron_rl.rollout.build import RankLocation, build_engine, refuse_sharing, role_of, shares_device
+from megatron_rl.rollout.build import RankLocation, place_engine
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.idle_engine import IdleEngine
 from megatron_rl.rollout.manager import RolloutManager
@@ -288,19 +288,8 @@ def _build_engine(
     """Return this rank's engine, its share of the prompts, and whether trainer and engine take turns on one GPU."""
     if not config.generates:
         return IdleEngine(), None, False
-    role = role_of(config, location)
-    shared = shares_device(config, HOST.device)
-    refuse_sharing(config, shared)
-    engine = build_engine(
-        config,
-        tokenizer,
-        location=location,
-        role=role,
-        device=HOST.device,
-        dtype=DTYPES[config.model.dtype],
-        vocab_size=vocab_size,
-    )
-    return engine, role.share, shared
+    dtype = DTYPES[config.model.dtype]
+    return place_engine(config, tokenizer, location=location, device=HOST.device, dtype=dtype, vocab_size=vocab_size)
 
 
 def unscored(rollouts: Sequence[Rollout]) -> list[Score]:
