@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import NO_WEIGHTS, OnFinished, SyncReport, sample_seed, token_bounds
+from megatron_rl.rollout.prefill import run_prompts
 from megatron_rl.rollout.sampling import SampleRequest, SampleResult
 from megatron_rl.rollout.transformers_sampling import sample_requests
 from megatron_rl.types import Prompt, Rollout
@@ -257,27 +258,12 @@ class TransformersEngine:
     ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
         """Run each prompt once, and repeat its outputs for its samples.
 
-        Returns the cache, the last position's logits [rows, V], the next position [rows, 1], the mask [rows, width +
-        max_steps], and whether any prompt is padded. Without padding there is no mask: sdpa then takes its fast path,
-        and the model builds none at every step.
+        Returns what ``run_prompts`` does, for each row, with a mask [rows, width + max_steps].
         """
-        model = self._open_model()
-        input_ids, mask = _left_pad(prompts, self._device)
-        positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)
-        padded = not all(len(prompt) == input_ids.shape[1] for prompt in prompts)
-        cache = DynamicCache(config=model.config)
-        output = model(
-            input_ids=input_ids,
-            attention_mask=mask if padded else None,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        cache, logits, position, mask, padded = run_prompts(self._open_model(), prompts)
         if repeats > 1:
             cache.batch_repeat_interleave(repeats)
-        logits = output.logits[:, -1].repeat_interleave(repeats, dim=0)
-        position = (positions[:, -1:] + 1).repeat_interleave(repeats, dim=0)
+        logits, position = (tensor.repeat_interleave(repeats, dim=0) for tensor in (logits, position))
         mask = torch.cat([mask, mask.new_ones(len(prompts), max_steps)], dim=1).repeat_interleave(repeats, dim=0)
         return cache, logits, position, mask, padded
 
@@ -360,17 +346,6 @@ def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: in
             f"vocab_size={vocab_size}; check model.tokenizer_path and eos_token_id in generation_config.json"
         )
     return sorted(found)
-
-
-def _left_pad(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 ids and a bool mask, [P, longest], with prompts at the right end, so that all end in one column."""
-    longest = max(len(prompt) for prompt in prompts)
-    token_ids = np.zeros((len(prompts), longest), dtype=np.int64)
-    mask = np.zeros((len(prompts), longest), dtype=bool)
-    for row, prompt in enumerate(prompts):
-        token_ids[row, longest - len(prompt) :] = prompt
-        mask[row, longest - len(prompt) :] = True
-    return torch.from_numpy(token_ids).to(device), torch.from_numpy(mask).to(device)
 
 
 def _draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

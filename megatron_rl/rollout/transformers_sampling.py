@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
+from megatron_rl.rollout.prefill import run_prompts
 from megatron_rl.rollout.sampling import EMPTY, SampledSequence, SampleRequest, SampleResult, TopLogProbs
 
 Decode = Callable[[list[int]], str]
@@ -97,28 +98,11 @@ def _decode_rows(model: PreTrainedModel, decode: Decode, rows: Sequence[_Row]) -
     """Sample rows to their ends, as one batch whose finished rows leave it."""
     device = next(model.parameters()).device
     prompts, index = _distinct([row.request.token_ids for row in rows])
-    longest = max(len(prompt) for prompt in prompts)
-    input_ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
-    for i, prompt in enumerate(prompts):
-        input_ids[i, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[i, longest - len(prompt) :] = True
-    input_ids, mask = input_ids.to(device), mask.to(device)
-    positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)
-    padded = not bool(mask.all())
-    cache = DynamicCache(config=model.config)
-    output = model(
-        input_ids=input_ids,
-        attention_mask=mask if padded else None,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    cache, logits, position, mask, padded = run_prompts(model, prompts)
     chosen = torch.tensor(index, device=device)
     if index != list(range(len(prompts))):
         cache.batch_select_indices(chosen)
-    logits, position, mask = output.logits[:, -1][chosen], positions[:, -1:][chosen] + 1, mask[chosen]
+    logits, position, mask = logits[chosen], position[chosen], mask[chosen]
     running = list(rows)
     while True:
         tokens = _draw_rows(logits, running, decode)

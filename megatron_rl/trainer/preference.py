@@ -21,18 +21,17 @@ from megatron_rl.critic import RewardModel
 from megatron_rl.distributed import collectives
 from megatron_rl.observability.metrics import skip_metrics
 from megatron_rl.observability.throughput import performance
-from megatron_rl.planning.plan import plan_steps
-from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.trainer.supervised import (
     Imitation,
     ResponseUpdate,
     SupervisedTask,
     next_responses,
+    plan_update,
     response_batch,
     response_batches,
 )
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.types import LossInputs, StepResult
+from megatron_rl.types import StepResult
 
 PHASE = "preference"  # of its rows in metrics.jsonl, and the purpose of its plans
 HALVES = 2  # responses of a pair: chosen and rejected, in turns
@@ -72,16 +71,8 @@ def prepare_pairs(
     signal = has_signal(
         coefficients, facts.loss_tokens, advantage_epsilon=rule.advantage_epsilon, sample_ids=facts.sample_ids
     )
-    tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)
-    plan = plan_steps(PHASE, [np.arange(facts.num_samples)], tokens, signal, backend.rules, drops=rule.drops)
     weights = coefficients / (facts.num_samples // HALVES)
-    return ResponseUpdate(
-        batch=backend.fetch_rows(batch, plan),
-        step=plan.mini_batches[0],
-        fingerprint=plan.fingerprints()[0],
-        signal=signal,
-        inputs=LossInputs(advantages=weights, weights=weights),
-    )
+    return plan_update(backend, batch, weights, signal, purpose=PHASE, drops=rule.drops)
 
 
 class Comparison:

@@ -189,10 +189,20 @@ class Imitation:
 def imitate(backend: MegatronBackend, batch: Batch) -> ResponseUpdate:
     """Plan the one optimizer step on a batch of solutions: w = 1/N over its N loss tokens. A collective."""
     facts = batch.facts
-    signal, members = facts.loss_tokens > 0, np.arange(facts.num_samples)
+    weights = reduction_weights("token_mean", facts, np.arange(facts.num_samples), max_response_tokens=1)
+    return plan_update(backend, batch, weights, facts.loss_tokens > 0, purpose=PHASE, drops=False)
+
+
+def plan_update(
+    backend: TrainableModel, batch: Batch, weights: np.ndarray, signal: np.ndarray, *, purpose: str, drops: bool
+) -> ResponseUpdate:
+    """Plan the one optimizer step on a batch of S responses. A collective.
+
+    weights: float64 [S], of the linear loss. signal: bool [S]. purpose, drops: as ``plan_steps`` takes them.
+    """
+    facts = batch.facts
     tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)
-    plan = plan_steps(PHASE, [members], tokens, signal, backend.rules, drops=False)
-    weights = reduction_weights("token_mean", facts, members, max_response_tokens=1)
+    plan = plan_steps(purpose, [np.arange(facts.num_samples)], tokens, signal, backend.rules, drops=drops)
     return ResponseUpdate(
         batch=backend.fetch_rows(batch, plan),
         step=plan.mini_batches[0],

@@ -1,0 +1,44 @@
+"""The first pass of generation by a Hugging Face model: every prompt once, padded on the left, into a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+
+def run_prompts(
+    model: PreTrainedModel, prompts: Sequence[tuple[int, ...]]
+) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """Run each of P prompts once.
+
+    Returns the cache, the last position's logits [P, V], the next position [P, 1], the mask [P, width], and whether any
+    prompt is padded. Without padding there is no mask to pass: sdpa then takes its fast path, and the model builds none
+    at every step.
+    """
+    input_ids, mask = _left_pad(prompts, next(model.parameters()).device)
+    positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)
+    padded = not all(len(prompt) == input_ids.shape[1] for prompt in prompts)
+    cache = DynamicCache(config=model.config)
+    output = model(
+        input_ids=input_ids,
+        attention_mask=mask if padded else None,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return cache, output.logits[:, -1], positions[:, -1:] + 1, mask, padded
+
+
+def _left_pad(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int64 ids and a bool mask, [P, longest], with prompts at the right end, so that all end in one column."""
+    longest = max(len(prompt) for prompt in prompts)
+    token_ids = np.zeros((len(prompts), longest), dtype=np.int64)
+    mask = np.zeros((len(prompts), longest), dtype=bool)
+    for row, prompt in enumerate(prompts):
+        token_ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = True
+    return torch.from_numpy(token_ids).to(device), torch.from_numpy(mask).to(device)
