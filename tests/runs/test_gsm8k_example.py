@@ -52,6 +52,7 @@ EVERY_RL_ROW = EVERY_ROW | {
     "skip/silent_ranks",
     "skip/tokens_executed",
     "skip/tokens_dense",
+    "tokens/shared",
     "time/update_s",
     "perf/dense_equivalent_tokens_per_second",
 }
@@ -183,7 +184,8 @@ def test_real_steps_have_a_gradient_and_ghosts_ran_nothing(rows):
     real = [row for row in rl if row["step_kind"] == "REAL"]
     assert real and {row["step_kind"] for row in rl} == {"REAL", "GHOST"}
     for row in rl:
-        assert row["skip/tokens_executed"] + row["skip/tokens_dropped"] == row["skip/tokens_dense"] > 0
+        ran = row["skip/tokens_executed"] + row["tokens/shared"]  # a group's prompt runs once
+        assert ran + row["skip/tokens_dropped"] == row["skip/tokens_dense"] > 0
         assert (row["train/grad_norm"] > 0) == (row["skip/tokens_executed"] > 0) == (row["step_kind"] == "REAL")
     assert rl[-1]["skip/ghost_steps"] == len(rl) - len(real) >= ROLLOUTS  # the impossible problem, once an epoch
     # Engine and trainer compute the same float32 model by other kernels; 1e-4 is a hundred roundings of a log-prob near
