@@ -66,6 +66,12 @@ def test_a_ratio_that_is_none_is_refused(capsys) -> None:
     assert "--ratio 4/1 is not of the form PROMPT:RESPONSE" in capsys.readouterr().err
 
 
+def test_a_batch_without_any_signal_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--groups", "2"])
+    assert "--dead-share 0.75 of --groups 2 leaves no group with signal" in capsys.readouterr().err
+
+
 def test_dead_groups_are_whole() -> None:
     lengths = benchmark.drawn(benchmark_settings(), "1:1", 8)
     by_group = [set(lengths.signal[lengths.groups == g].tolist()) for g in range(4)]

@@ -80,6 +80,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for ratio in given.ratio:
         if len(parts := ratio.split(":")) != 2 or not all(x.isdigit() and int(x) for x in parts):
             parser.error(f"--ratio {ratio} is not of the form PROMPT:RESPONSE, as in --ratio 16:1")
+    if not given.trace and round(given.dead_share * given.groups) >= given.groups:
+        parser.error(
+            f"--dead-share {given.dead_share:g} of --groups {given.groups} leaves no group with signal, so the skip would "
+            "run nothing; give more groups or a smaller share"
+        )
     return given
 
 
@@ -150,6 +155,8 @@ def recorded(given: argparse.Namespace) -> Lengths:
 
     last = read_trace(given.trace)[-1]
     spread = {g: np.ptp(last.rewards[last.groups == g]) for g in np.unique(last.groups).tolist()}
+    if not any(spread.values()):
+        sys.exit(f"--trace {given.trace}: no group of its last rollout has signal, so the skip would run nothing")
     return Lengths(
         name=given.trace.name,
         prompts=last.prompt_tokens,

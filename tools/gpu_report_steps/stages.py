@@ -47,7 +47,7 @@ SHARED_SHAPE = (
     "--hf-path {tools}/gpu_report_steps/qwen2.5-1.5b --dtype bfloat16 --groups 8 --group-size 8 --ratio 1:1 16:1 "
     "--response-tokens 128 --max-tokens-per-microbatch 16384 --repeats 2"
 )
-SHARED_SMALL = "--hidden 64 --layers 2 --vocab 512 --groups 2 --group-size 4 --ratio 4:1 --response-tokens 8"
+SHARED_SMALL = "--hidden 64 --layers 2 --vocab 512 --groups 4 --group-size 4 --ratio 4:1 --response-tokens 8"
 SKIP_SMALL = "--hidden 64 --layers 2 --vocab 512 --groups 8 --mean-tokens 32 --dead-share 0 0.75 1 --repeats 1"
 LOGPROB_SMALL = "--tokens 1024 --vocab 16000 --hidden 64 --threads 1 --repeats 1"
 LOGPROB_SHAPE = "--tokens 8192 --vocab 151936 --dtype bfloat16 --plain-limit-gb 12 --repeats 3"
