@@ -87,7 +87,8 @@ def make_samples(replicas: int) -> list[Sample]:
 def answers(model) -> None:
     """Say what the host may read: even shares of the micro-batch's tokens, and the shape that the peer stage sends."""
     grid = model.topology
-    own = sum(LENGTHS) // grid.context_size // (grid.tensor_size if model.config.parallel.sequence_parallel else 1)
+    ran = sum(length - 1 for length in LENGTHS)  # no sample's last token runs: nothing is predicted from it
+    own = ran // grid.context_size // (grid.tensor_size if model.config.parallel.sequence_parallel else 1)
 
     def even(tensor: torch.Tensor) -> list:
         total, parts = own * model.shape.experts_per_token, tensor.numel()
