@@ -82,8 +82,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--ratio {ratio} is not of the form PROMPT:RESPONSE, as in --ratio 16:1")
     if not given.trace and round(given.dead_share * given.groups) >= given.groups:
         parser.error(
-            f"--dead-share {given.dead_share:g} of --groups {given.groups} leaves no group with signal, so the skip would "
-            "run nothing; give more groups or a smaller share"
+            f"--dead-share {given.dead_share:g} of --groups {given.groups} leaves no group with signal, so the skip "
+            "would run nothing; give more groups or a smaller share"
         )
     return given
 
