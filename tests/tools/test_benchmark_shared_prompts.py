@@ -72,6 +72,19 @@ def test_a_batch_without_any_signal_is_refused(capsys) -> None:
     assert "--dead-share 0.75 of --groups 2 leaves no group with signal" in capsys.readouterr().err
 
 
+def test_a_recorded_rollout_without_any_signal_is_refused(tmp_path: pathlib.Path) -> None:
+    row = {"rollout": 0, "group": 0, "prompt_tokens": 5, "response_tokens": 4, "loss_tokens": 4}
+    trace = tmp_path / "trace.jsonl"
+    for second, dead in ((0.0, False), (1.0, True)):
+        trace.write_text("".join(json.dumps(row | {"reward": reward}) + "\n" for reward in (1.0, second)))
+        given = benchmark.parse(["--trace", str(trace)])
+        if dead:
+            with pytest.raises(SystemExit, match=r"trace\.jsonl: no group of its last rollout has signal"):
+                benchmark.recorded(given)
+        else:
+            assert benchmark.recorded(given).signal.all()
+
+
 def test_dead_groups_are_whole() -> None:
     lengths = benchmark.drawn(benchmark_settings(), "1:1", 8)
     by_group = [set(lengths.signal[lengths.groups == g].tolist()) for g in range(4)]
