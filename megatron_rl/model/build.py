@@ -24,6 +24,7 @@ from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_wei
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.model.transformer_fields import transformer_fields
+from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.enums import ModelType  # isort: skip
@@ -80,7 +81,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
         overlap_p2p_comm=topology.virtual_size > 1,
         batch_p2p_comm=topology.virtual_size == 1,
-        **_mixture_fields(shape),
+        **FAMILIES[shape.family].layer_fields(shape),
         **_fusions(shape, extra, shares=shares_prompts(config, shape.layer_spec)),
     )
     return _build_config({**fields, **extra}, extra, shape)
@@ -99,23 +100,6 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
         raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={extra}: {error}") from error
     transformer.moe_router_pre_softmax = shape.router_pre_softmax
     return transformer
-
-
-def _mixture_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return TransformerConfig's fields of a mixture of experts; none for a dense model."""
-    if not shape.num_experts:
-        return {}
-    return dict(
-        num_moe_experts=shape.num_experts,
-        moe_ffn_hidden_size=shape.ffn_hidden_size,
-        moe_router_topk=shape.experts_per_token,
-        moe_router_score_function="softmax",
-        moe_router_pre_softmax=shape.router_pre_softmax or shape.experts_per_token == 1,
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_z_loss_coeff=None,
-        moe_grouped_gemm=shape.layer_spec == "transformer_engine",
-    )
 
 
 def _fusions(shape: ModelShape, extra: dict[str, Any], *, shares: bool) -> dict[str, bool]:
