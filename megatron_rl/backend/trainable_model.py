@@ -27,6 +27,7 @@ from megatron_rl.backend.megatron_ddp import distributed_fields
 from megatron_rl.backend.offload import OffloadedBytes
 from megatron_rl.backend.optimizer import AdamStep, Optimizer
 from megatron_rl.backend.packing import FlatInputs, PackedAhead, PackedMicroBatch, pack_microbatch
+from megatron_rl.backend.routed_rows import RouterRows
 from megatron_rl.backend.schedule import Schedule, check_lockstep, measured_sums
 from megatron_rl.backend.step_sums import StepSums
 from megatron_rl.config import Config, LoraConfig
@@ -60,11 +61,13 @@ class TrainableModel:
     sum_names: keys of ``StepResult.sums``, for the sums (float64 [len(sum_names)]) of every micro-batch's loss.
     num_maxima: how many of them, the last ones, are maxima, of values that are not negative.
     reference: keeps the weights of a policy's reference (backend/reference_weights.py); None for a critic.
+    routers: of this rank, which replay experts; None where none does.
     """
 
     sum_names: tuple[str, ...]
     num_maxima: int = 0
     reference = None
+    routers: RouterRows | None = None
 
     def __init__(
         self,
@@ -167,7 +170,7 @@ class TrainableModel:
 
     def gather(self, samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> Batch:
         """Make a batch of every rank's samples; see batch_exchange.gather_facts."""
-        facts = batch_exchange.gather_facts(samples, groups, order)
+        facts = batch_exchange.gather_facts(samples, groups, order, num_experts=self.shape.num_experts)
         batch_exchange.refuse_too_long(facts, self.shape.context_tokens)
         if token_coupling(self.config):  # a token without a use changes the numbers of the others
             facts = dataclasses.replace(facts, response_inputs=None)
@@ -199,7 +202,7 @@ class TrainableModel:
         """
         whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
         check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
-        needed = batch_exchange.needed_rows(plan, self.topology)
+        needed = batch_exchange.needed_rows(plan, self.topology, every_stage=self.routers is not None)
         rows = batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.topology)
         return dataclasses.replace(batch, rows=rows)
 
@@ -221,6 +224,7 @@ class TrainableModel:
             device=HOST.device,
             context=context,
             for_transformer_engine=self.shape.layer_spec == "transformer_engine",
+            routers=self.routers,
         )
         return PackedAhead(list(mini_batch.microbatches(grid.data_rank)), pack, self._packer, self._copies)
 
