@@ -175,11 +175,13 @@ def require_routed(facts: BatchFacts, shape: tuple[int, int]) -> None:
     if not len(wrong):
         return
     i, (layers, top_k) = int(wrong[0]), shape
-    found = "no routed_experts" if not shapes[i].any() else f"routed_experts of [tokens, {shapes[i][0]}, {shapes[i][1]}]"
+    found = (
+        "no routed_experts" if not shapes[i].any() else f"routed_experts of [tokens, {shapes[i][0]}, {shapes[i][1]}]"
+    )
     raise ValueError(
-        f"sample {facts.sample_ids[i]} came with {found} ({len(wrong)} such samples), and rollout.routing_replay=rollout "
-        f"wants int16 [{facts.total_tokens[i]}, {layers}, {top_k}] of each (tokens, layers, experts per token); see to "
-        "it that the engine serves the model of model.hf_path and returns its experts, or set "
+        f"sample {facts.sample_ids[i]} came with {found} ({len(wrong)} such samples), and "
+        f"rollout.routing_replay=rollout wants int16 [{facts.total_tokens[i]}, {layers}, {top_k}] of it (tokens, layers, "
+        "experts per token); see to it that the engine serves the model of model.hf_path and returns its experts, or set "
         "rollout.routing_replay=off"
     )
 

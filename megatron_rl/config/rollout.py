@@ -127,7 +127,7 @@ class RolloutConfig:
     max_logprob_gap: Annotated[float, Range(0, 10**6, open_low=True)] | None = 0.5
     """Log-prob gap, in nats, above which a rollout ends the run; null: never."""
     routing_replay: str = "off"
-    """Mixtures: the experts of trained tokens: `off`: the router's; `old_logprobs`: of that pass; `rollout`: engine's."""
+    """Experts of trained tokens: `off`: the router's own; `old_logprobs`: that pass's; `rollout`: the engine's."""
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 

@@ -6,7 +6,7 @@ pre-softmax, normalisation and scaling (``transformer/moe/moe_utils.py``, topk_r
 an object is put at each router of a rank: it gathers the router's own scores at the experts that are replayed. So the
 gradient reaches the router through the gate weights, as ever, and the choice itself, which has none, is fixed.
 
-Method: Rollout Routing Replay (arXiv:2510.11370); replay of the old policy's own choice (arXiv:2507.18071, section 5.3).
+Method: Rollout Routing Replay (arXiv:2510.11370); of the old policy's own choice: arXiv:2507.18071, section 5.3.
 """
 
 from __future__ import annotations

@@ -118,9 +118,7 @@ class UpdatePlanner:
         with self.timer.measure("logprob"):
             runs = runs_S(plan, facts.num_samples)
             if passed:
-                old = OldLogProbs(
-                    flat=passed.old, own=None, sums={}, metrics=passed.metrics, experts=passed.experts
-                )
+                old = OldLogProbs(flat=passed.old, own=None, sums={}, metrics=passed.metrics, experts=passed.experts)
             else:
                 old = self.old_logprobs(taken, runs, index, own=self._own_step(plan, taken))
             corrected = apply_corrections(
