@@ -180,9 +180,9 @@ def require_routed(facts: BatchFacts, shape: tuple[int, int]) -> None:
     )
     raise ValueError(
         f"sample {facts.sample_ids[i]} came with {found} ({len(wrong)} such samples), and "
-        f"rollout.routing_replay=rollout wants int16 [{facts.total_tokens[i]}, {layers}, {top_k}] of it (tokens, layers, "
-        "experts per token); see to it that the engine serves the model of model.hf_path and returns its experts, or set "
-        "rollout.routing_replay=off"
+        f"rollout.routing_replay=rollout wants int16 [{facts.total_tokens[i]}, {layers}, {top_k}] of it (tokens, "
+        "layers, experts per token); see to it that the engine serves the model of model.hf_path and returns its "
+        "experts, or set rollout.routing_replay=off"
     )
 
 
