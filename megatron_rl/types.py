@@ -130,8 +130,7 @@ class Sample:
                    ``rollout.routing_replay``; −1 where they are not known (the last token is never fed to the engine).
     weight_version: the oldest weights that any of its tokens comes from.
 
-    Example: 3 tokens through one layer of 4 experts, 2 of them each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1,
-    -1]]]``.
+    Example: 3 tokens, one layer, 2 of 4 experts each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1, -1]]]``.
     """
 
     sample_id: str

@@ -94,7 +94,7 @@ class MegatronBackend(TrainableModel):
         routing, grid = RoutingReplay([chunk.module for chunk in self.chunks]), self.topology
         sliced = self.config.parallel.sequence_parallel
         self.schedule.routing = routing
-        self.routers = RouterRows(
+        self.routers: RouterRows | None = RouterRows(
             layers=routing.layers,
             num_layers=self.shape.num_layers,
             top_k=self.shape.experts_per_token,

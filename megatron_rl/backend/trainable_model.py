@@ -27,7 +27,6 @@ from megatron_rl.backend.megatron_ddp import distributed_fields
 from megatron_rl.backend.offload import OffloadedBytes
 from megatron_rl.backend.optimizer import AdamStep, Optimizer
 from megatron_rl.backend.packing import FlatInputs, PackedAhead, PackedMicroBatch, pack_microbatch
-from megatron_rl.backend.routed_rows import RouterRows
 from megatron_rl.backend.schedule import Schedule, check_lockstep, measured_sums
 from megatron_rl.backend.step_sums import StepSums
 from megatron_rl.config import Config, LoraConfig
@@ -60,14 +59,12 @@ class TrainableModel:
 
     sum_names: keys of ``StepResult.sums``, for the sums (float64 [len(sum_names)]) of every micro-batch's loss.
     num_maxima: how many of them, the last ones, are maxima, of values that are not negative.
-    reference: keeps the weights of a policy's reference (backend/reference_weights.py); None for a critic.
-    routers: of this rank, which replay experts; None where none does.
+    reference: keeps a policy's reference (backend/reference_weights.py). routers: that replay experts. Or None.
     """
 
     sum_names: tuple[str, ...]
     num_maxima: int = 0
-    reference = None
-    routers: RouterRows | None = None
+    reference, routers = None, None
 
     def __init__(
         self,

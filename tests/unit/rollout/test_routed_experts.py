@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import random
 import socket
 from types import SimpleNamespace
 
@@ -13,22 +14,26 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_rl.config import RolloutConfig, load_config
+from megatron_rl.config import EnvironmentConfig, RolloutConfig, load_config
+from megatron_rl.data.chat import Observations
 from megatron_rl.distributed import frames
+from megatron_rl.environment import environment_maker
 from megatron_rl.errors import ConfigError, EngineError
 from megatron_rl.rollout.build import engine_arguments
+from megatron_rl.rollout.multi_turn import MultiTurnEngine
 from megatron_rl.rollout.serialization import SavedGroup, check_packed, pack_groups, unpack_groups
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.rollout.vllm import routed_experts
 from megatron_rl.rollout.vllm.answers import Answers
 from megatron_rl.rollout.vllm.replica import Completion, ReplicaFacts, check_facts
 from megatron_rl.rollout.worker import to_sample
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.fused import file_tensors
-from tests.unit.rollout.test_multi_turn import LetterEngine, episodes_of, prompt_of
+from tests.unit.data.templates import tokenizer_of
 from tests.unit.rollout.tiny_model import SIZES, VOCAB, _model, _tokenizer
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
+TOKENIZER = tokenizer_of(None)
 PROMPT = Prompt(prompt_id="7@0", text="", token_ids=(4, 5, 6), columns={})
 REPLAY = RolloutConfig(routing_replay="rollout")
 
@@ -150,26 +155,39 @@ def test_saved_groups_keep_their_experts() -> None:
         check_packed(buffer.getvalue())
 
 
-class NotingLetters(LetterEngine):
-    """Gives every token of its n-th call the experts (n, place of the token), and its last one none."""
+class NotingEngine:
+    """Samples a few letters a turn; gives each token of its n-th call the experts (n, its place), its last one none."""
 
-    def generate(self, prompts, samples_per_prompt, *, on_finished=None, **given):
-        number = len(self.calls)
+    def __init__(self) -> None:
+        self.calls = 0
 
-        def noted(k: int, group: list) -> None:
-            for i, rollout in enumerate(group):
-                tokens = len(rollout.prompt.token_ids) + len(rollout.response_ids)
-                rows = np.stack([np.full(tokens, number), np.arange(tokens)], axis=1)[:, None].astype(np.int16)
-                rows[-1] = -1
-                group[i] = dataclasses.replace(rollout, routed_experts=rows)
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
+        number, self.calls = self.calls, self.calls + 1
+        for k, prompt in enumerate(prompts):
+            group = []
+            for sample in range(samples_per_prompt):
+                draw = random.Random(f"{prompt.name}/{sample}/{len(prompt.token_ids)}")
+                text = "".join(draw.choice("abcdef") for _ in range(draw.randint(1, 5)))
+                ids = (*TOKENIZER(text, add_special_tokens=False).input_ids, TOKENIZER.eos_token_id)
+                tokens = len(prompt.token_ids) + len(ids)
+                experts = np.stack([np.full(tokens, number), np.arange(tokens)], axis=1)[:, None].astype(np.int16)
+                experts[-1] = -1
+                turn = dict(text=text, finish_reason="stop", weight_versions=((3, len(ids)),), routed_experts=experts)
+                logprobs = (-1.0,) * len(ids)
+                group.append(Rollout(prompt=prompt, sample_index=sample, response_ids=ids, logprobs=logprobs, **turn))
             on_finished(k, group)
 
-        return super().generate(prompts, samples_per_prompt, on_finished=noted, **given)
+    def close(self) -> None: ...
 
 
 def test_a_turns_tokens_keep_the_experts_that_sampled_them() -> None:
     """Of an episode each token has the experts of the first call that knows them, in its own place."""
-    rollouts = episodes_of(NotingLetters()).generate([prompt_of(i) for i in range(6)], 3)
+    config = EnvironmentConfig(name="tests.unit.rollout.test_multi_turn:Echo", max_turns=4)
+    maker, observations = environment_maker(config), Observations(TOKENIZER, "{prompt}", config.role)
+    engine = MultiTurnEngine(NotingEngine(), maker, observations, TOKENIZER, config, max_response_tokens=60)
+    ids = tuple(TOKENIZER("p4", add_special_tokens=False).input_ids)
+    rollouts = engine.generate([Prompt(prompt_id=f"{i}@0", text="", token_ids=ids, columns={}) for i in range(6)], 3)
+    engine.close()
     assert max(rollout.num_turns for rollout in rollouts) > 2
     for rollout in rollouts:
         rows, start = rollout.routed_experts[:, 0], len(rollout.prompt.token_ids)
