@@ -33,7 +33,7 @@ from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 REFUSED_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
     "moe_router_load_balancing_type": (
         ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
-        "sinkhorn balances experts over a batch and takes none from elsewhere",
+        "it balances experts over a batch and takes none from elsewhere",
     ),
     "moe_router_fusion": ((False, None), "the fused kernel chooses experts itself"),
     "moe_router_force_load_balancing": ((False, None), "its logits are random"),

@@ -308,7 +308,11 @@ def refused(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> s
             (),
             "rollout.routing_replay=rollout replays the experts of a mixture, and the model of model.hf_path has none",
         ),
-        ("mixtral", ("megatron.transformer.moe_router_load_balancing_type=sinkhorn",), "sinkhorn balances experts"),
+        (
+            "mixtral",
+            ("megatron.transformer.moe_router_load_balancing_type=sinkhorn",),
+            "it balances experts over a batch",
+        ),
         ("mixtral", ("megatron.transformer.moe_router_force_load_balancing=true",), "its logits are random"),
         ("mixtral", ("megatron.transformer.moe_expert_capacity_factor=1.0",), "it drops tokens of the experts"),
         ("mixtral", ("megatron.transformer.moe_enable_routing_replay=true",), "set by rollout.routing_replay"),

@@ -245,7 +245,8 @@ def _cells() -> tuple[Cell, ...]:
 def _feature_cells() -> tuple[Cell, ...]:
     """Return the cells that check a feature by a measurement of its own."""
     half = dict(dtype="bfloat16")
-    lora, critic, replay = "adapters (LoRA)", "PPO's critic", "routing replay"
+    lora, critic = "adapters (LoRA)", "PPO's critic"
+    replay = dict(feature="routing replay", kind="routing")
     offload, checkpoint = "offload and restore", "checkpoint, saved and loaded"
     cells = [
         Cell(name="lora", feature=lora, kind="adapter", family="qwen3"),
@@ -253,17 +254,9 @@ def _feature_cells() -> tuple[Cell, ...]:
         Cell(name="lora-pp2", feature=lora, kind="adapter", pipeline=2),
         Cell(name="critic", feature=critic, kind="critic"),
         Cell(name="critic-tp2", feature=critic, kind="critic", tensor=2, family="qwen3", overrides=SEQUENCE),
-        Cell(name="replay", feature=replay, kind="routing", family="qwen3_moe", overrides=(*TORCH, *RECOMPUTE)),
-        Cell(name="replay-ep2", feature=replay, kind="routing", data=2, expert=2, family="mixtral", overrides=TORCH),
-        Cell(
-            name="replay-vpp2",
-            feature=f"{replay}, recomputed",
-            kind="routing",
-            pipeline=2,
-            virtual=2,
-            family="qwen3_moe",
-            overrides=(*TORCH, *RECOMPUTE),
-        ),
+        Cell(name="replay", **replay, family="qwen3_moe", overrides=(*TORCH, *RECOMPUTE)),
+        Cell(name="replay-ep2", **replay, data=2, expert=2, family="mixtral", overrides=TORCH),
+        Cell(name="replay-vpp2", **replay, pipeline=2, virtual=2, family="qwen3_moe", overrides=(*TORCH, *RECOMPUTE)),
         Cell(name="offload", feature=offload, kind="offload", **half),
         Cell(name="offload-dp2", feature=offload, kind="offload", data=2, **half),
         Cell(name="checkpoint", feature=checkpoint, kind="checkpoint", **half),

@@ -1,6 +1,7 @@
 """Measures routing replay in bfloat16: engine and trainer apart, with the router's own experts and with the engine's.
 
     python tools/benchmarks/routing_replay.py                  # under an environment with vLLM, a CPU is enough
+    python tools/benchmarks/routing_replay.py --engine transformers    # by the embedded engine, without vLLM
 
 `make .venv-vllm/.installed` makes such an environment. A random mixture (Qwen3-MoE) is sampled by vLLM, one request at
 a time, with a hook on its routers (BaseRouter.set_capture_fn): its builds for the CPU return no experts themselves. The
@@ -29,6 +30,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], epilog="example: python tools/benchmarks/routing_replay.py --prompts 8"
     )
+    parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128, help="a multiple of 64; heads are of 64")
     parser.add_argument("--experts", type=int, default=16, help="per layer; 2 of them for each token")
@@ -120,6 +122,41 @@ def sample(given: argparse.Namespace, folder: pathlib.Path) -> None:
     np.savez(folder / "samples.npz", **found)
 
 
+def sample_embedded(given: argparse.Namespace, folder: pathlib.Path) -> None:
+    """Sample by the embedded engine, all prompts in one batch; write what ``sample`` writes."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from megatron_rl.config import RolloutConfig
+    from megatron_rl.rollout.transformers_engine import TransformersEngine
+    from megatron_rl.types import Prompt
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    rollout = RolloutConfig(max_response_tokens=given.response_tokens, routing_replay="rollout")
+    dtype, device = getattr(torch, given.dtype), torch.device("cpu")
+    engine = TransformersEngine(str(folder), tokenizer, rollout, seed=0, dtype=dtype, device=device)
+    engine.load_weights(iter(load_file(folder / "model.safetensors").items()), version=0)
+    random = np.random.default_rng(0)
+    prompts = [
+        Prompt(
+            prompt_id=f"{i}@0",
+            text="",
+            token_ids=tuple(random.integers(2, 512, given.prompt_tokens).tolist()),
+            columns={},
+        )
+        for i in range(given.prompts)
+    ]
+    found = {}
+    for i, rollout in enumerate(engine.generate(prompts, 1)):
+        found[f"tokens_{i}"] = np.array([*rollout.prompt.token_ids, *rollout.response_ids])
+        found[f"logprobs_{i}"] = np.array(rollout.logprobs, dtype=np.float32)
+        found[f"experts_{i}"] = rollout.routed_experts
+    np.savez(folder / "samples.npz", **found)
+
+
 def measure(given: argparse.Namespace, folder: pathlib.Path) -> dict[str, object]:
     import dataclasses
 
@@ -135,7 +172,7 @@ def measure(given: argparse.Namespace, folder: pathlib.Path) -> dict[str, object
                 sample_id=f"s{i}",
                 prompt_tokens=given.prompt_tokens,
                 token_ids=file[f"tokens_{i}"],
-                loss_mask=np.ones(given.response_tokens, dtype=bool),
+                loss_mask=np.ones(len(file[f"logprobs_{i}"]), dtype=bool),
                 logprobs=file[f"logprobs_{i}"],
                 routed_experts=file[f"experts_{i}"],
             )
@@ -168,7 +205,7 @@ def measure(given: argparse.Namespace, folder: pathlib.Path) -> dict[str, object
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     if given.sample_into:
-        sample(given, given.sample_into)
+        (sample if given.engine == "vllm" else sample_embedded)(given, given.sample_into)
         return 0
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)

@@ -28,6 +28,7 @@ from megatron_rl.rollout.vllm.answers import Answers
 from megatron_rl.rollout.vllm.replica import Completion, ReplicaFacts, check_facts
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt, Rollout
+from megatron_rl.validate import validate_config
 from megatron_rl.weights.fused import file_tensors
 from tests.unit.data.templates import tokenizer_of
 from tests.unit.rollout.tiny_model import SIZES, VOCAB, _model, _tokenizer
@@ -128,6 +129,24 @@ def test_an_engine_of_the_runs_own_is_asked_for_experts_and_not_on_a_cpu() -> No
     assert engine_arguments(off, torch.device("cpu"))["enable_return_routed_experts"] is False
     with pytest.raises(ConfigError, match="whose builds for the CPU return none .0.32: Model Runner V2"):
         engine_arguments(config, torch.device("cpu"))
+
+
+def test_off_is_a_word_without_quotes() -> None:
+    assert load_config(None, ["rollout.routing_replay=off"]).rollout.routing_replay == "off"
+    with pytest.raises(ConfigError, match="rollout.routing_replay='on' .*off, old_logprobs, rollout"):
+        RolloutConfig(routing_replay="on")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["correction.old_logprobs=rollout"], "under correction.old_logprobs=rollout there is none"),
+        (["replay.capacity_groups=4", "replay.recompute_logprobs=false"], "under replay.recompute_logprobs=false"),
+    ],
+)
+def test_replay_of_a_pass_that_is_not_made_is_refused(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        validate_config(load_config(None, ["rollout.routing_replay=old_logprobs", *settings]))
 
 
 def saved(rollouts: list) -> bytes:
