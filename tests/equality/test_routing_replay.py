@@ -17,6 +17,7 @@ from megatron_rl.types import Sample
 from megatron_rl.weights.export import load_weights
 from megatron_rl.weights.reader import MemoryReader
 from tests.equality.forced_experts import NUM_SAMPLES, TOP_K, draw_experts, forced, given, plain_loop, wanted
+from tests.equality.given_run import fresh_run, train_once
 from tests.equality.rig import open_rig, ragged_advantages
 from tests.equality.shared_samples import advantages_of, group_samples
 from tests.reference import (
@@ -321,3 +322,17 @@ def refused(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> s
 def test_what_cannot_be_replayed_is_refused(pool: Pool, family: str, overrides: tuple[str, ...], said: str) -> None:
     for error in pool.run(1, refused, family, (REPLAY, *overrides), timeout_s=60):
         assert said in error, error
+
+
+def a_rollout_of_two_steps(rank: int, world: int) -> list[float]:
+    """Return how many tokens each optimizer step of one rollout replayed, under ``old_logprobs``."""
+    settings = ("rollout.routing_replay=old_logprobs", "train.samples_per_mini_batch=6", "optimizer.lr=0.01")
+    with open_rig("qwen3_moe", *settings, samples=NUM_SAMPLES) as rig:
+        run = train_once(fresh_run(rig, ragged_advantages(NUM_SAMPLES) + 1.0, *settings))
+        return [result.sums["replayed"] for result in run.results]
+
+
+def test_the_update_replays_what_its_pass_recorded(pool: Pool) -> None:
+    """The first step takes its own log-probs for π_old and chooses itself; the second replays the pass's experts."""
+    for first, second in pool.run(2, a_rollout_of_two_steps, timeout_s=60):
+        assert first == 0 and second > 0, (first, second)
