@@ -66,6 +66,7 @@ class Rollout:
     environment_reward: the sum of the environment's rewards; None where it failed, or without an environment.
     excluded:       the error of its environment (``environment.on_error=drop``), which takes the sample out of its
                     group; None: no error.
+    routed_experts: None, or [prompt + T, layers, top_k] int16, as in Sample.
 
     Example: with stop token 0, a call (8, 9, 0), its result (4, 2) and the answer (4, 2, 0): ``response_ids=(8, 9, 0,
     4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True, False, False, True, True, True)``, ``logprobs[3] == logprobs[4] ==
@@ -82,6 +83,7 @@ class Rollout:
     loss_mask: tuple[bool, ...] | None = None
     environment_reward: float | None = None
     excluded: str | None = None
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def num_sampled(self) -> int:
@@ -124,13 +126,11 @@ class Sample:
     token_ids:     [prompt + response] int64.
     loss_mask:     [response] bool, True where a response token carries loss.
     logprobs:      [response] float32, the engine's log-probs (zeros for supervised rows).
-    routed_experts: None, or [prompt + response, layers, top_k] int16: the experts that the engine sent each token to,
-                   in every layer that has experts; −1 where that is not known (the last token is never fed to the
-                   engine). For routing replay.
+    routed_experts: None, or [prompt + response, layers, top_k] int16: the experts of each token in each layer, for
+                   ``rollout.routing_replay``; −1 where they are not known (the last token is never fed to the engine).
     weight_version: the oldest weights that any of its tokens comes from.
 
-    Example: 3 tokens through one layer of 4 experts, 2 of them each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1,
-    -1]]]``.
+    Example: 3 tokens, one layer, 2 of 4 experts each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1, -1]]]``.
     """
 
     sample_id: str

@@ -26,6 +26,7 @@ def validate_config(config: Config) -> None:
     check_reference(config)
     check_preference(config)
     check_teacher(config)
+    _check_routing_replay(config)
     if not config.model.hf_path:
         raise ConfigError(
             "model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors"
@@ -77,6 +78,26 @@ def check_own_parts(config: Config) -> None:
         from megatron_rl.algorithm import own_policy_check  # brings torch along
 
         own_policy_check.require(config.loss)
+
+
+def _check_routing_replay(config: Config) -> None:
+    """Raise ConfigError where experts of the old log-probs' pass are replayed and no pass gives those log-probs."""
+    if config.rollout.routing_replay != "old_logprobs":
+        return
+    setting, replay = (
+        "rollout.routing_replay=old_logprobs replays the experts of the pass that gives π_old",
+        config.replay,
+    )
+    if config.correction.old_logprobs == "rollout":
+        raise ConfigError(
+            f"{setting}, and under correction.old_logprobs=rollout there is none; set that to auto, or "
+            "rollout.routing_replay=rollout"
+        )
+    if replay.capacity_groups and not replay.recompute_logprobs:
+        raise ConfigError(
+            f"{setting}, and under replay.recompute_logprobs=false there is none for groups that are replayed; set "
+            "that to true, or rollout.routing_replay=rollout"
+        )
 
 
 def _check_sizes(config: Config) -> None:

@@ -31,13 +31,17 @@ from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.packing import FlatInputs, PackedMicroBatch
 from megatron_rl.backend.reference_weights import PLACEMENTS, ReferenceWeights
+from megatron_rl.backend.routed_rows import RecordedExperts, RouterRows, gather_recorded, read_experts, token_places
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.config import Config, LossConfig
 from megatron_rl.distributed import topology
+from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.adapter import MergedParameters, adapters_off
 from megatron_rl.model.head import head_weight
 from megatron_rl.model.logprob import linear_logprob
+from megatron_rl.model.routing_replay import Recording, RoutingReplay, check_routing_replay
+from megatron_rl.planning.tokens import read_tokens
 from megatron_rl.types import BatchPlan, LossInputs, Sample, StepKind, StepPlan
 from megatron_rl.weights.checksum import Checksum
 from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
@@ -51,10 +55,12 @@ class LogProbs:
 
     flat: float32 [T] over the batch's response tokens, 0 where a token was not passed.
     sums: over the loss tokens passed, their count, the gap's absolute value, its k3 estimate, and its maximum.
+    experts: that the routers have chosen, under ``rollout.routing_replay=old_logprobs``; else None.
     """
 
     flat: np.ndarray
     sums: Mapping[str, float]
+    experts: RecordedExperts | None = None
 
 
 class MegatronBackend(TrainableModel):
@@ -80,6 +86,21 @@ class MegatronBackend(TrainableModel):
         self.objective = Objective(loss, self._sum_over_context)
         self.reference: ReferenceWeights = PLACEMENTS[config.reference.placement](self)
         self._frozen_checksum: str | None = None
+        if config.rollout.routing_replay != "off":
+            self._put_routing_replay()
+
+    def _put_routing_replay(self) -> None:
+        check_routing_replay(self.config, self.shape)
+        routing, grid = RoutingReplay([chunk.module for chunk in self.chunks]), self.topology
+        sliced = self.config.parallel.sequence_parallel
+        self.schedule.routing = routing
+        self.routers: RouterRows | None = RouterRows(
+            layers=routing.layers,
+            num_layers=self.shape.num_layers,
+            top_k=self.shape.experts_per_token,
+            slice_rank=grid.tensor_rank if sliced else 0,
+            slices=grid.tensor_size if sliced else 1,
+        )
 
     @property
     def has_gradient(self) -> bool:
@@ -120,12 +141,14 @@ class MegatronBackend(TrainableModel):
 
         The batch must hold this plan's rows (``fetch_rows``).
         """
+        routing = self.schedule.routing if self.config.rollout.routing_replay == "old_logprobs" else None
 
         def read(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
             logprobs, _ = self._logprobs(hidden, microbatch.targets)
             return logprobs, {"gap": logprobs - microbatch.rollout_logprobs}
 
-        flat, kept = self._read(batch, plan, read)
+        with routing.recording() if routing else contextlib.nullcontext() as recorded:
+            flat, kept = self._read(batch, plan, read)
         gaps = torch.zeros(3, dtype=torch.float64, device=HOST.device)
         highest = torch.zeros(1, dtype=torch.float64, device=HOST.device)
         for measured in kept:
@@ -137,7 +160,30 @@ class MegatronBackend(TrainableModel):
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         absolute, k3, tokens = gaps.tolist()
         sums = {"tokens": tokens, "logprob_gap_abs": absolute, "logprob_gap_k3": k3, "logprob_gap_max": highest.item()}
-        return LogProbs(flat=flat, sums=sums)
+        experts = None if recorded is None else self._gather_experts(batch, plan, recorded)
+        return LogProbs(flat=flat, sums=sums, experts=experts)
+
+    def _gather_experts(self, batch: Batch, plan: BatchPlan, recorded: Recording) -> RecordedExperts:
+        """Return the experts that this rank's routers, and those of all others, have recorded."""
+        facts, (mini_batch,) = batch.facts, plan.mini_batches
+        read, parts = read_tokens(facts), {}
+        for packed, by_index in recorded.values():
+            samples, layout = packed.source.samples, packed.packed.layout
+            if packed.source.filler:  # its sample runs elsewhere too
+                continue
+            places = [
+                token_places(layout, slot, int(facts.prompt_tokens[i]), int(read[i])) for slot, i in enumerate(samples)
+            ]
+            found = read_experts(by_index, layout, places, packed.positions, self.routers)
+            parts.update(zip(samples.tolist(), found, strict=True))
+        passed = np.zeros(facts.num_samples, dtype=bool)
+        passed[mini_batch.order] = True
+        return gather_recorded(batch, parts, passed, self.routers, self.topology.rank)
+
+    def require_routed(self, batch: Batch) -> None:
+        """Raise ValueError, under ``rollout.routing_replay=rollout``, for a sample without the engine's experts."""
+        if self.config.rollout.routing_replay == "rollout":
+            batch_exchange.require_routed(batch.facts, (self.shape.num_layers, self.shape.experts_per_token))
 
     def logprobs(self, batch: Batch, chosen: np.ndarray) -> LogProbs:
         """Run ``forward`` over the samples ``chosen`` ([S] bool), under a plan of its own."""
@@ -217,6 +263,20 @@ class MegatronBackend(TrainableModel):
 
         return self._accumulate(batch, mini_batch, inputs, fingerprint, loss)
 
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        if self.routers is not None:
+            self.schedule.routing.counts.zero_()
+
+    def _reduce_sums(self) -> dict[str, float]:
+        """Add to the sums the tokens, layer by layer, that were replayed, and those that were sent elsewhere by it."""
+        sums = super()._reduce_sums()
+        if self.routers is not None:
+            rerouted, replayed = reduce_on_host(self.schedule.routing.counts.cpu()).tolist()
+            self.schedule.routing.counts.zero_()
+            sums |= {"rerouted": float(rerouted), "replayed": float(replayed)}
+        return sums
+
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
@@ -264,9 +324,17 @@ class MegatronBackend(TrainableModel):
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Have ``forward``, ``logprobs`` and ``export`` read the reference within the block; the optimizer stays."""
-        with self.reference.reading():
-            yield
+        """Have ``forward``, ``logprobs`` and ``export`` read the reference within the block; the optimizer stays.
+
+        Its routers choose for themselves.
+        """
+        schedule, routing = self.schedule, self.schedule.routing
+        schedule.routing = None
+        try:
+            with self.reference.reading():
+                yield
+        finally:
+            schedule.routing = routing
 
     def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
         """Write the policy as a Hugging Face directory; the main rank writes, all take part.

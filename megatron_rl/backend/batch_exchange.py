@@ -26,13 +26,16 @@ from megatron_rl.types import BatchFacts, BatchPlan, Sample, Score
 PROMPT_BYTES = 7  # of a prompt's digest, which fits int64; packing compares the tokens themselves
 
 
-def gather_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> BatchFacts:
+def gather_facts(
+    samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int], *, num_experts: int = 0
+) -> BatchFacts:
     """Gather the facts of every rank's samples, sorted by ``order``; a collective.
 
     groups: the prompt of each local sample, as a position in the batch's list of prompts.
     order: the place of each local sample in the batch, unique over ranks.
+    num_experts: of the model's mixtures, which routed experts are checked against; 0: they are not.
     """
-    return _facts_of(gather_json(_own_facts(samples, groups, order)))
+    return _facts_of(gather_json(_own_facts(samples, groups, order, num_experts)))
 
 
 def replicated_facts(samples: Sequence[Sample]) -> BatchFacts:
@@ -61,10 +64,12 @@ def _facts_of(parts: Sequence[dict[str, list]]) -> BatchFacts:
     return BatchFacts(sample_ids=tuple(sample_ids), routed_shapes=shapes if shapes.any() else None, **arrays)
 
 
-def _own_facts(samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> dict[str, list]:
+def _own_facts(
+    samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int], num_experts: int = 0
+) -> dict[str, list]:
     """Return the facts of this rank's samples by name, and each one's fault, None where it has none."""
     chosen = [np.flatnonzero(s.loss_mask) for s in samples]
-    faults = [_routed_fault(s) for s in samples]
+    faults = [_routed_fault(s, num_experts) for s in samples]
     return {
         "places": [int(place) for _, place in zip(samples, order, strict=False)],
         "groups": [int(group) for _, group in zip(samples, groups, strict=False)],
@@ -111,8 +116,11 @@ def refuse_too_long(facts: BatchFacts, context_tokens: int) -> None:
         raise ValueError(f"sample {name} has {longest} tokens and the model's context is {context_tokens}")
 
 
-def needed_rows(plan: BatchPlan, topology: Topology) -> list[np.ndarray]:
-    """Return for each global rank the sorted samples whose rows it needs: its replica's, on first and last stages."""
+def needed_rows(plan: BatchPlan, topology: Topology, *, every_stage: bool = False) -> list[np.ndarray]:
+    """Return for each global rank the sorted samples whose rows it needs: its replica's, on first and last stages.
+
+    every_stage: on the stages between them too, whose routers replay experts.
+    """
     per_replica = []
     for rank in range(topology.data_size):
         parts = [m.rank_samples(rank) for m in plan.mini_batches]
@@ -120,21 +128,61 @@ def needed_rows(plan: BatchPlan, topology: Topology) -> list[np.ndarray]:
     nothing = np.empty(0, dtype=np.int64)
     ends = (0, topology.pipeline_size - 1)
     return [
-        per_replica[topology.data_rank_of(rank)] if topology.pipeline_rank_of(rank) in ends else nothing
+        per_replica[topology.data_rank_of(rank)] if every_stage or topology.pipeline_rank_of(rank) in ends else nothing
         for rank in range(topology.world_size)
     ]
 
 
-def _routed_fault(sample: Sample) -> str | None:
-    """Return the fault in a sample's routed experts; None where they fit it, or where it has none."""
+def _routed_fault(sample: Sample, num_experts: int) -> str | None:
+    """Return the fault in a sample's routed experts; None where they fit it, or where it has none.
+
+    num_experts: that there are; 0: any.
+    """
     routed, tokens = sample.routed_experts, len(sample.token_ids)
-    if routed is None or (
-        routed.dtype == np.int16 and routed.ndim == 3 and len(routed) == tokens and 0 not in routed.shape
-    ):
+    if routed is None:
         return None
+    if routed.dtype == np.int16 and routed.ndim == 3 and len(routed) == tokens and 0 not in routed.shape:
+        return _expert_fault(sample, num_experts) if num_experts else None
     return (
         f"routed_experts of sample {sample.sample_id} is {routed.dtype} {list(routed.shape)}; it must be int16 "
         f"[{tokens}, layers, top_k], a row for each of its {tokens} tokens (−1 where an expert is not known), or None"
+    )
+
+
+def _expert_fault(sample: Sample, num_experts: int) -> str | None:
+    """Return the first fault in the numbers of a sample's experts, which have the right shape; None without one."""
+    ordered = np.sort(sample.routed_experts, axis=2)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
+    faulty = (ordered[..., -1] >= num_experts) | (ordered[..., 0] < 0) | twice
+    faulty &= (ordered != -1).any(axis=2)  # −1 throughout: not known
+    if not faulty.any():
+        return None
+    token, layer = np.argwhere(faulty)[0].tolist()
+    return (
+        f"routed_experts of sample {sample.sample_id} sends token {token} in layer {layer} to experts "
+        f"{sample.routed_experts[token, layer].tolist()}; each must be another one of 0 to {num_experts - 1}, or all "
+        "of them −1 where they are not known. Look at the engine that gave them, or set rollout.routing_replay=off"
+    )
+
+
+def require_routed(facts: BatchFacts, shape: tuple[int, int]) -> None:
+    """Raise ValueError, on every rank alike, for a sample whose experts are missing, or of another model.
+
+    shape: (layers, top_k) of the model.
+    """
+    shapes = np.zeros((facts.num_samples, 2), dtype=np.int64) if facts.routed_shapes is None else facts.routed_shapes
+    wrong = np.flatnonzero((shapes != shape).any(axis=1))
+    if not len(wrong):
+        return
+    i, (layers, top_k) = int(wrong[0]), shape
+    found = (
+        "no routed_experts" if not shapes[i].any() else f"routed_experts of [tokens, {shapes[i][0]}, {shapes[i][1]}]"
+    )
+    raise ValueError(
+        f"sample {facts.sample_ids[i]} came with {found} ({len(wrong)} such samples), and "
+        f"rollout.routing_replay=rollout wants int16 [{facts.total_tokens[i]}, {layers}, {top_k}] of it (tokens, "
+        "layers, experts per token); see to it that the engine serves the model of model.hf_path and returns its "
+        "experts, or set rollout.routing_replay=off"
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron_rl.backend.batch import targets_at
+from megatron_rl.backend.routed_rows import RouterRows, lay_experts
 from megatron_rl.distributed.platform import HOST, send
 from megatron_rl.model.attention import PackedSequences, pack
 from megatron_rl.model.attention_spans import WHOLE, ContextShard, context_positions
@@ -31,6 +32,8 @@ class PackedMicroBatch:
 
     positions: [T] on the host, each token's place in the whole micro-batch.
     tokens: [1, T], the token ids.
+    experts: int16 [layers of this rank, rows of its routers, top_k], for routing replay; None where none is known.
+    source: the micro-batch that was packed.
     loss_positions: [N] into T, the position whose logits predict the loss token.
     targets: [N], the loss tokens' ids.
     flat: [N] on the host, the loss token's place in the batch's flat response array.
@@ -44,6 +47,8 @@ class PackedMicroBatch:
     positions: np.ndarray
     num_sequences: int
     tokens: torch.Tensor | None
+    experts: torch.Tensor | None = None
+    source: MicroBatch | None = None
     loss_positions: torch.Tensor | None = None
     targets: torch.Tensor | None = None
     flat: np.ndarray | None = None
@@ -83,8 +88,12 @@ def pack_microbatch(
     device: torch.device,
     context: ContextShard = WHOLE,
     for_transformer_engine: bool = False,
+    routers: RouterRows | None = None,
 ) -> PackedMicroBatch:
-    """Pack this rank's part of one micro-batch; the first stage needs its tokens, the last stage its loss fields."""
+    """Pack this rank's part of one micro-batch; the first stage needs its tokens, the last stage its loss fields.
+
+    routers: of this rank, which replay experts; None where none does.
+    """
     samples = microbatch.samples
     read = read_tokens(facts)[samples]
     layout = lay_out(
@@ -96,10 +105,13 @@ def pack_microbatch(
     )
     own_positions = context_positions(layout.lengths, context.rank, context.size)
     packed = pack(layout, device, context, for_transformer_engine=for_transformer_engine, share_prompts=share_prompts)
-    fields: dict[str, object] = {"tokens": None}
+    fields: dict[str, object] = {"tokens": None, "source": microbatch}
     if needs_tokens:
         tokens = _lay_tokens(layout, [rows[i] for i in samples.tolist()], read, pad_token)
         fields["tokens"] = send(torch.from_numpy(tokens[own_positions])[None], device)
+    if routers is not None:
+        experts = lay_experts(layout, [rows[i] for i in samples.tolist()], read, own_positions, routers)
+        fields["experts"] = None if experts is None else send(torch.from_numpy(experts), device)
     if needs_loss:
         local = np.full(layout.num_tokens, -1)
         local[own_positions] = np.arange(len(own_positions))

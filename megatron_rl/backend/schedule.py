@@ -32,6 +32,7 @@ from megatron_rl.distributed.collectives import gather_json, reduce_on_host
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import LockstepError
+from megatron_rl.model.routing_replay import RoutingReplay
 from megatron_rl.planning.cost import NUM_SUMS, measured
 from megatron_rl.planning.timeline import rank_order
 from megatron_rl.types import StepKind, StepPlan
@@ -161,6 +162,7 @@ class Schedule:
     def __init__(self, chunks: Sequence[DistributedDataParallel], topology: Topology):
         self.chunks = list(chunks)
         self.topology = topology
+        self.routing: RoutingReplay | None = None  # of the chunks' routers, where experts are replayed
         self.run_schedule = schedules.get_forward_backward_func()
         self._forward = _Laps()
         self._forwarded: list[tuple[int, PackedMicroBatch]] = []
@@ -197,8 +199,10 @@ class Schedule:
             if self.topology.pipeline_size > 1:
                 contexts.enter_context(self._planned_shapes(microbatches, forward_only))
             self._forwarded, self._forward.marks, _BACKWARD.marks = [], [], []
+            if self.routing is not None:
+                contexts.callback(self.routing.forget)
             kept = self.run_schedule(
-                forward_step_func=partial(self._forward_step, loss=loss),
+                forward_step_func=partial(self._forward_step, loss=loss, trains=not forward_only),
                 data_iterator=[iter(microbatches) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(microbatches),
@@ -222,10 +226,13 @@ class Schedule:
 
         return stage_shapes.planned(self.topology, len(microbatches), shape_of, forward_only=forward_only)
 
-    def _forward_step(self, iterator, model, *, loss: LossFunction):
+    def _forward_step(self, iterator, model, *, loss: LossFunction, trains: bool):
         microbatch: PackedMicroBatch = next(iterator)
         chunk_and_microbatch = next(i for i, chunk in enumerate(self.chunks) if chunk is model), microbatch
-        with self._forward.lap():
+        replay: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if self.routing is not None:
+            replay = self.routing.forward(*chunk_and_microbatch, microbatch.experts, counts=trains)
+        with self._forward.lap(), replay:
             output = model(
                 microbatch.tokens, microbatch.packed.position_ids[None], None, packed_seq_params=microbatch.packed
             )

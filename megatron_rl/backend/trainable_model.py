@@ -59,12 +59,12 @@ class TrainableModel:
 
     sum_names: keys of ``StepResult.sums``, for the sums (float64 [len(sum_names)]) of every micro-batch's loss.
     num_maxima: how many of them, the last ones, are maxima, of values that are not negative.
-    reference: keeps the weights of a policy's reference (backend/reference_weights.py); None for a critic.
+    reference: keeps a policy's reference (backend/reference_weights.py). routers: that replay experts. Or None.
     """
 
     sum_names: tuple[str, ...]
     num_maxima: int = 0
-    reference = None
+    reference, routers = None, None
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class TrainableModel:
 
     def gather(self, samples: Sequence[Sample], groups: Sequence[int], order: Sequence[int]) -> Batch:
         """Make a batch of every rank's samples; see batch_exchange.gather_facts."""
-        facts = batch_exchange.gather_facts(samples, groups, order)
+        facts = batch_exchange.gather_facts(samples, groups, order, num_experts=self.shape.num_experts)
         batch_exchange.refuse_too_long(facts, self.shape.context_tokens)
         if token_coupling(self.config):  # a token without a use changes the numbers of the others
             facts = dataclasses.replace(facts, response_inputs=None)
@@ -199,7 +199,7 @@ class TrainableModel:
         """
         whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
         check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
-        needed = batch_exchange.needed_rows(plan, self.topology)
+        needed = batch_exchange.needed_rows(plan, self.topology, every_stage=self.routers is not None)
         rows = batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.topology)
         return dataclasses.replace(batch, rows=rows)
 
@@ -221,6 +221,7 @@ class TrainableModel:
             device=HOST.device,
             context=context,
             for_transformer_engine=self.shape.layer_spec == "transformer_engine",
+            routers=self.routers,
         )
         return PackedAhead(list(mini_batch.microbatches(grid.data_rank)), pack, self._packer, self._copies)
 

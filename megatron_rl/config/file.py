@@ -36,8 +36,9 @@ def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str]
     try:
         defaults = json.loads(json.dumps(dataclasses.asdict(Config())))
         settings = References(_merged(defaults, tree)).resolved(tree, "")
-        if isinstance(skip := settings.get("skip"), dict) and skip.get("mode") is False:
-            skip["mode"] = "off"  # YAML reads a bare off as the boolean
+        for section, key in (("skip", "mode"), ("rollout", "routing_replay")):
+            if isinstance(found := settings.get(section), dict) and found.get(key) is False:
+                found[key] = "off"  # YAML reads a bare off as the boolean
         return build_section(Config, settings)
     except ConfigError as error:
         raise ConfigError(_with_place(str(error), str(path), lines)) from None

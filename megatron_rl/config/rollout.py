@@ -24,6 +24,7 @@ OWNED_ARGUMENTS = {
     "enable_sleep_mode": "rollout.sleep",
     "generation_config": "rollout.temperature",
     "load_format": "weights come by weight_sync",
+    "enable_return_routed_experts": "rollout.routing_replay",
 }
 
 
@@ -125,12 +126,15 @@ class RolloutConfig:
     """Log-prob gap, in nats, above which a rollout warns; null: 0.05 in bfloat16, 0.001 in float32."""
     max_logprob_gap: Annotated[float, Range(0, 10**6, open_low=True)] | None = 0.5
     """Log-prob gap, in nats, above which a rollout ends the run; null: never."""
+    routing_replay: str = "off"
+    """Experts of trained tokens: `off`: the router's own; `old_logprobs`: that pass's; `rollout`: the engine's."""
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
     def __post_init__(self) -> None:
         choose("rollout.engine", self.engine, ("transformers", "vllm"))
         choose("rollout.sleep", self.sleep, ("auto", "always", "never"))
+        choose("rollout.routing_replay", self.routing_replay, ("off", "old_logprobs", "rollout"))
         self._check_servers()
         for name in self.vllm:
             if name in OWNED_ARGUMENTS:

@@ -15,7 +15,7 @@ import numpy as np
 
 _LENGTHS = struct.Struct("<QQ")
 MAX_BYTES = 1 << 33  # a length above it is a broken stream, not a message
-DTYPES = ("int32", "int64", "float32")
+DTYPES = ("int16", "int32", "int64", "float32")
 
 
 class Closed(ConnectionError):

@@ -81,6 +81,7 @@ OWNED_FIELDS = {
     "tensor_model_parallel_size": _SECTION.format("parallel.tensor"),
     "pipeline_model_parallel_size": _SECTION.format("parallel.pipeline"),
     "virtual_pipeline_model_parallel_size": _SECTION.format("parallel.virtual_pipeline"),
+    **{name: _SECTION.format("rollout.routing_replay") for name in ("moe_enable_routing_replay",) if name in _FIELDS},
     "microbatch_group_size_per_vp_stage": "the planner cuts micro-batches for groups of parallel.pipeline",
     "sequence_parallel": _SECTION.format("parallel.sequence_parallel"),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _SECTION.format("model.dtype")),

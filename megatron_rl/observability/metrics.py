@@ -88,8 +88,10 @@ def step_metrics(result: StepResult) -> dict[str, float]:
 
     ``train/applied`` is 0 if the step moved no weight.
     """
+    replayed = result.sums.get("replayed", 0.0)
     return {
         **divide({name: value for name, value in result.sums.items() if name not in GAPS}),
+        **({"train/rerouted_token_share": result.sums["rerouted"] / replayed} if replayed else {}),
         "train/grad_norm": float(result.grad_norm),
         "train/lr": float(result.learning_rate),
         "train/applied": float(result.applied),

@@ -182,6 +182,12 @@ def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
     ``rollout.vllm`` adds to them and may change the ``defaults`` among them.
     """
     on_gpu = device.type == "cuda"
+    if config.rollout.routing_replay == "rollout" and not on_gpu:
+        raise ConfigError(
+            "rollout.routing_replay=rollout wants experts from vLLM, whose builds for the CPU return none (0.32: "
+            "Model Runner V2 requires Triton); set rollout.routing_replay=old_logprobs or off, or "
+            "rollout.engine=transformers"
+        )
     owned: dict[str, object] = {
         "model": config.model.hf_path,
         "skip_tokenizer_init": True,
@@ -192,6 +198,7 @@ def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
         "worker_extension_cls": "megatron_rl.rollout.weight_sync.receiver.Receiver",
         "weight_transfer_config": {"backend": "megatron_rl"},
         "tensor_parallel_size": config.rollout.tensor_parallel,
+        "enable_return_routed_experts": config.rollout.routing_replay == "rollout",
         "enable_sleep_mode": shares_device(config, device),
     }
     if on_gpu:

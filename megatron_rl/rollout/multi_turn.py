@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -44,6 +45,7 @@ class _Episode:
     """Holds one sample under way.
 
     room: tokens that its response may have.
+    experts: of the tokens so far, [tokens, layers, top_k], where the engine gives them.
     said: the pending result of the environment's last call.
     why_excluded: the environment's failure, if it failed.
     """
@@ -57,6 +59,7 @@ class _Episode:
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    experts: np.ndarray | None = None
     turns: int = 0
     reward: float = 0.0
     last: Rollout | None = None
@@ -77,6 +80,9 @@ class _Episode:
 
     def add_turn(self, rollout: Rollout) -> None:
         self.last, self.turns = rollout, self.turns + 1
+        if rollout.routed_experts is not None:
+            known = [] if self.experts is None else [self.experts[:-1]]  # as they were when they were sampled
+            self.experts = np.concatenate([*known, rollout.routed_experts[sum(map(len, known)) :]])
         self._add(rollout.response_ids, rollout.logprobs, True)
         for version, count in rollout.weight_versions:
             self._add_version(version, count)
@@ -109,6 +115,7 @@ class _Episode:
             loss_mask=None if all(self.mask) else tuple(self.mask),
             environment_reward=None if self.why_excluded else self.reward,
             excluded=self.why_excluded,
+            routed_experts=self.experts,
         )
 
 

@@ -2,13 +2,15 @@
 
 The bytes are an .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs`` float32 and
 ``loss_mask`` bool (True throughout where a rollout has none), flat over all samples in the header's order.
-Older files, from before rollouts had masks, hold none; their rollouts are read without one.
+``experts`` int16 lies flat too, where rollouts have routed experts; the header holds each one's shape. Older files,
+from before rollouts had masks or experts, hold none; their rollouts are read without.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +31,7 @@ class SavedGroup:
 def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
     """Pack groups, each under any text as its key, into bytes."""
     header, token_ids, logprobs, masks = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, bool)]
+    experts = [np.empty(0, np.int16)]
     for key, group in groups.items():
         samples = []
         for rollout in group.rollouts:
@@ -43,12 +46,15 @@ def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
                 rollout.finish_reason,
                 rollout.weight_versions,
             ]
-            samples.append([*fields, mask is not None, rollout.environment_reward, rollout.excluded])
+            routed = rollout.routed_experts
+            experts += [] if routed is None else [routed.reshape(-1)]
+            shape = None if routed is None else routed.shape
+            samples.append([*fields, mask is not None, rollout.environment_reward, rollout.excluded, shape])
         scores = None if group.scores is None else [[score.total, score.by_function] for score in group.scores]
         header.append([key, group.prompt.prompt_id, group.prompt.attempt, samples, scores])
     buffer = io.BytesIO()
     text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-    arrays = {"token_ids": token_ids, "logprobs": logprobs, "loss_mask": masks}
+    arrays = {"token_ids": token_ids, "logprobs": logprobs, "loss_mask": masks, "experts": experts}
     np.savez(buffer, header=text, **{name: np.concatenate(parts) for name, parts in arrays.items()})
     return buffer.getvalue()
 
@@ -73,11 +79,13 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
         header = json.loads(file["header"].tobytes())
         token_ids, logprobs = file["token_ids"].tolist(), file["logprobs"].tolist()
         mask = file["loss_mask"].tolist() if "loss_mask" in file.files else []
+        experts = file["experts"] if "experts" in file.files else np.empty(0, np.int16)
     groups, start = {}, 0
     for key, prompt_id, attempt, samples, scores in header:
         prompt, rollouts = recall(prompt_id, attempt), []
         for index, length, text, reason, versions, *newer_fields in samples:
-            masked, environment_reward, excluded = newer_fields or (False, None, None)
+            masked, environment_reward, excluded, shape = (*(newer_fields or (False, None, None)), None)[:4]
+            routed, experts = (None, experts) if shape is None else np.split(experts, [math.prod(shape)])
             rollouts.append(
                 Rollout(
                     prompt=prompt,
@@ -90,6 +98,7 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
                     loss_mask=tuple(mask[start : start + length]) if masked else None,
                     environment_reward=environment_reward,
                     excluded=excluded,
+                    routed_experts=None if routed is None else routed.reshape(shape),
                 )
             )
             start += length

@@ -117,6 +117,7 @@ def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, 
     ]
     places = [place * size + k for place, _ in local_groups for k in range(size)]
     batch = backend.gather(samples, [place // size for place in places], places)
+    backend.require_routed(batch)
     scores = [score for _, group in local_groups for score in group.scores]
     totals, by_function = batch_exchange.gather_scores(
         scores, places, len(config.reward.functions), sample_ids=[sample.sample_id for sample in samples]

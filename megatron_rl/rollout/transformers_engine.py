@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import NO_WEIGHTS, OnFinished, SyncReport, sample_seed, token_bounds
+from megatron_rl.rollout.expert_notes import ExpertNotes
 from megatron_rl.rollout.prefill import run_prompts
 from megatron_rl.rollout.sampling import SampleRequest, SampleResult
 from megatron_rl.rollout.transformers_sampling import sample_requests
@@ -56,6 +57,7 @@ class TransformersEngine:
         text_config = self._model.config.get_text_config()
         self._max_positions = int(text_config.max_position_embeddings)
         self._stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
+        self._notes = ExpertNotes(self._model) if rollout.routing_replay == "rollout" else None
 
     lost = ()
     is_elsewhere, progressed_at = False, -math.inf
@@ -218,6 +220,8 @@ class TransformersEngine:
         num_rows = len(prompts) * repeats
         cache, logits, position, mask, padded = self._run_prompts(prompts, repeats, max_steps)
         prompt_width = mask.shape[1] - max_steps
+        if self._notes is not None:
+            self._notes.begin(len(prompts), num_rows, max_steps)
 
         rows = torch.arange(num_rows, device=self._device)  # the rows still running, as the caller numbers them
         done = torch.zeros(num_rows, dtype=torch.bool, device=self._device)
@@ -251,6 +255,8 @@ class TransformersEngine:
                 use_cache=True,
             )
             logits, position = output.logits[:, -1], position + 1
+            if self._notes is not None:
+                self._notes.note(step, rows)
         return token_ids[: step + 1].cpu().numpy(), logprobs[: step + 1].cpu().numpy()
 
     def _run_prompts(
@@ -283,10 +289,13 @@ class TransformersEngine:
                 f"{self.weight_version}; the weights are broken (a step with a non-finite gradient?) or overflow in "
                 "this dtype"
             )
+        experts: list[np.ndarray | None] = [None] * len(rows)
+        if self._notes is not None:
+            experts = self._notes.of([len(prompt.token_ids) for prompt, _ in rows], lengths.tolist())
         texts: dict[tuple[int, ...], str] = {}  # short answers repeat within a group, and decoding is slow
         rollouts = []
-        columns = zip(rows, token_ids.T.tolist(), logprobs.T.tolist(), lengths.tolist(), stopped.tolist(), strict=True)
-        for (prompt, sample), row_ids, row_logprobs, length, stop in columns:
+        parts = token_ids.T.tolist(), logprobs.T.tolist(), lengths.tolist(), stopped.tolist(), experts
+        for (prompt, sample), row_ids, row_logprobs, length, stop, routed in zip(rows, *parts, strict=True):
             body = tuple(row_ids[: length - stop])
             if body not in texts:
                 texts[body] = self._tokenizer.decode(list(body), skip_special_tokens=True)
@@ -299,6 +308,7 @@ class TransformersEngine:
                     text=texts[body],
                     finish_reason="stop" if stop else "length",
                     weight_versions=((self.weight_version, length),),
+                    routed_experts=routed,
                 )
             )
         return rollouts

@@ -77,6 +77,7 @@ def to_sample(rollout: Rollout, *, included: bool) -> Sample:
         token_ids=np.array([*rollout.prompt.token_ids, *rollout.response_ids], dtype=np.int64),
         loss_mask=mask & included,
         logprobs=np.array(rollout.logprobs, dtype=np.float32),
+        routed_experts=rollout.routed_experts,
         weight_version=rollout.weight_version,
     )
 

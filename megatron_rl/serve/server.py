@@ -56,6 +56,11 @@ def check_config(config: Config) -> None:
     for key, value in (("loss.kl_coefficient", config.loss.kl_coefficient), ("sft.steps", config.sft.steps)):
         if value:
             raise ConfigError(f"{key}={value} belongs to a training run, and a server's clients bring their own losses")
+    if config.rollout.routing_replay != "off":
+        raise ConfigError(
+            f"rollout.routing_replay={config.rollout.routing_replay} replays experts that come with a run's own "
+            "rollouts, and a client's samples bring none; set it to off"
+        )
     keys_of(config)
 
 

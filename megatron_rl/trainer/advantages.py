@@ -20,6 +20,7 @@ from megatron_rl.algorithm.gae import generalised_advantages, token_rewards, whi
 from megatron_rl.algorithm.kl import kl_penalty_per_token
 from megatron_rl.algorithm.noise import with_noise
 from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.backend.routed_rows import RecordedExperts
 from megatron_rl.config import Config
 from megatron_rl.config.import_path import is_own
 from megatron_rl.distributed import collectives
@@ -42,6 +43,7 @@ class KLPenalty:
     kl:        Σ kl_t in nats, over the loss tokens.
     tokens:    the number of loss tokens.
     metrics:   of the pass that gave ``old``, and ``reward/kl_penalty``.
+    experts:   of that pass, to be replayed; None where they are not.
     """
 
     old: np.ndarray
@@ -50,6 +52,7 @@ class KLPenalty:
     kl: float
     tokens: int
     metrics: Mapping[str, float]
+    experts: RecordedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,10 +61,12 @@ class TeacherGap:
 
     old:     float32 [T] flat, log π_old of every sample.
     metrics: of the pass that gave ``old``, and ``distillation/reverse_kl``.
+    experts: of that pass, to be replayed; None where they are not.
     """
 
     old: np.ndarray
     metrics: Mapping[str, float]
+    experts: RecordedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,13 +99,14 @@ def kl_penalty(
     coefficient: float,
     num_samples: int,
     metrics: Mapping[str, float],
+    experts: RecordedExperts | None = None,
 ) -> KLPenalty:
     """Return β times the KL of each token.
 
     old: float32 [T] flat, log π_old of all samples.
     reference: float32 [T] flat, log π_ref of all samples.
     loss_mask: bool [T].
-    metrics: of the pass that gave ``old``.
+    metrics, experts: of the pass that gave ``old``.
     """
     kl_T = np.where(loss_mask, kl_penalty_per_token(old, reference, estimator), 0.0)
     total = float(kl_T.sum())
@@ -111,6 +117,7 @@ def kl_penalty(
         kl=total,
         tokens=int(loss_mask.sum()),
         metrics={**metrics, "reward/kl_penalty": coefficient * total / max(num_samples, 1)},
+        experts=experts,
     )
 
 
@@ -187,12 +194,13 @@ def teacher_advantages(
     teacher: np.ndarray,
     loss_mask: np.ndarray,
     metrics: Mapping[str, float],
+    experts: RecordedExperts | None = None,
 ) -> AdvantageResult:
     """Return the advantages of ``distillation``. A collective.
 
     old, teacher: float32 [T] flat, the student's and the teacher's log-probs of every sample.
     loss_mask: bool [T] flat.
-    metrics: of the pass that gave ``old``.
+    metrics, experts: of the pass that gave ``old``.
     """
     facts = scored.facts
     plain = distillation_advantages(
@@ -212,5 +220,9 @@ def teacher_advantages(
             of_token=of_token,
         ),
         plain=np.zeros(facts.num_samples),
-        teacher=TeacherGap(old=old, metrics={**metrics, "distillation/reverse_kl": float(gap.sum()) / tokens}),
+        teacher=TeacherGap(
+            old=old,
+            metrics={**metrics, "distillation/reverse_kl": float(gap.sum()) / tokens},
+            experts=experts,
+        ),
     )

@@ -148,7 +148,7 @@ class Trainer:
             old = self.planner.old_logprobs(taken, np.ones(taken.facts.num_samples, dtype=bool), index)
         with self.timer.measure("teacher"):
             teacher = self.teacher.logprobs(taken.batch)
-        return teacher_advantages(self.config, taken.scored, old.flat, teacher, mask, old.metrics)
+        return teacher_advantages(self.config, taken.scored, old.flat, teacher, mask, old.metrics, old.experts)
 
     def _kl_penalty(self, taken: TrainingBatch, mask: np.ndarray, index: int) -> KLPenalty:
         """Pass every sample under policy and reference, and return β times their KL."""
@@ -164,6 +164,7 @@ class Trainer:
             coefficient=self.reference.coefficient,
             num_samples=len(everything),
             metrics=old.metrics,
+            experts=old.experts,
         )
         if not self.holds_policy(index):  # β moves by rollouts that train the policy
             self.reference.count(penalty.kl, penalty.tokens)

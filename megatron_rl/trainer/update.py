@@ -16,6 +16,7 @@ from megatron_rl.algorithm.advantage import loss_inputs
 from megatron_rl.algorithm.signal import SignalRule, has_signal
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
+from megatron_rl.backend.routed_rows import RecordedExperts
 from megatron_rl.config import Config
 from megatron_rl.config.num_steps import steps_per_rollout
 from megatron_rl.observability.metrics import GAPS, add_sums, divide
@@ -36,12 +37,14 @@ class OldLogProbs:
     own:     the optimizer step whose π_old is its own log-prob, detached, so that no pass gives it; None: no step.
     sums:    of the gap over the samples passed; those of the ``own`` step join them once it has run.
     metrics: of the pass.
+    experts: that the pass has chosen, to be replayed (``rollout.routing_replay=old_logprobs``).
     """
 
     flat: np.ndarray
     own: StepPlan | None
     sums: Mapping[str, float]
     metrics: Mapping[str, float]
+    experts: RecordedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,7 +118,7 @@ class UpdatePlanner:
         with self.timer.measure("logprob"):
             runs = runs_S(plan, facts.num_samples)
             if passed:
-                old = OldLogProbs(flat=passed.old, own=None, sums={}, metrics=passed.metrics)
+                old = OldLogProbs(flat=passed.old, own=None, sums={}, metrics=passed.metrics, experts=passed.experts)
             else:
                 old = self.old_logprobs(taken, runs, index, own=self._own_step(plan, taken))
             corrected = apply_corrections(
@@ -136,6 +139,8 @@ class UpdatePlanner:
                 penalty.reference if penalty else self._reference_logprobs(batch, runs_S(plan, facts.num_samples))
             )
         with self.timer.measure("plan"):
+            if old.experts is not None:
+                batch = old.experts.given_to(batch)
             batch = self.backend.fetch_rows(batch, plan)
         return Update(
             config=self.config,
@@ -206,7 +211,7 @@ class UpdatePlanner:
         metrics = {"logprob/coverage": float((wanted | known.covered | runs_own).mean())}
         if own is None:
             metrics |= self.gap_metrics(sums, fresh=taken.is_fresh)
-        return OldLogProbs(flat=flat, own=own, sums=sums, metrics=metrics)
+        return OldLogProbs(flat=flat, own=own, sums=sums, metrics=metrics, experts=computed.experts)
 
     def gap_metrics(self, sums: Mapping[str, float], *, fresh: bool) -> dict[str, float]:
         """Return the metrics of the gap to the engine's log-probs; warn or raise where it is too large. No collective.
@@ -252,9 +257,10 @@ def needs_old_logprobs(config: Config) -> str | None:
 def passes_parts(config: Config) -> bool:
     """Return whether the parts of a rollout are worth a log-prob pass each, as they come.
 
-    They are not where the engine's log-probs are π_old, or where the one optimizer step needs no pass.
+    They are not where the engine's log-probs are π_old, or where the one optimizer step needs no pass. A pass whose
+    experts are replayed is one, over the whole rollout.
     """
-    if config.correction.old_logprobs == "rollout":
+    if config.correction.old_logprobs == "rollout" or config.rollout.routing_replay == "old_logprobs":
         return False
     return needs_old_logprobs(config) is not None or steps_per_rollout(config) > 1
 

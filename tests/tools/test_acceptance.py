@@ -208,6 +208,8 @@ def test_every_check_can_fail(pool, cell: str, fault: str, check: str) -> None:
         ("lora", "drop-gradient", "gradient"),
         ("critic", "wrong-weight", "values"),
         ("critic", "drop-gradient", "gradient"),
+        ("replay", "lose-experts", "logprobs"),
+        ("replay-ep2", "drop-gradient", "gradient"),
         ("offload", "lose-state", "offload"),
         ("offload", "keep-memory", "held"),
         ("checkpoint", "lose-state", "checkpoint"),

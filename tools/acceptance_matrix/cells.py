@@ -36,6 +36,7 @@ KINDS = {
     "checks": EQUALITY,
     "adapter": ("gradient", "skip", "moved", "export", "frozen"),
     "critic": ("values", "gradient"),
+    "routing": ("logprobs", "gradient"),
     "offload": ("offload", "held"),
     "checkpoint": ("checkpoint",),
     "channel": ("delivered",),
@@ -55,6 +56,7 @@ FAULTS = {
     "lose-state": "zeroes one of AdamW's moments while it is away: `offload` and `checkpoint` must fail",
     "keep-memory": "leaves the state on the device: `held` must fail",
     "flip-byte": "changes one byte on its way to the engine: `delivered` must fail",
+    "lose-experts": "the routers choose for themselves: `logprobs` and `gradient` of replay must fail",
     "other-weights": "moves the trainer's weights after the engine got them: `engine` must fail",
     "whole-logits": "makes all logits at once: `memory` must fail",
     "run-all": "the skip update runs what it should drop: `speed` must fail",
@@ -244,6 +246,7 @@ def _feature_cells() -> tuple[Cell, ...]:
     """Return the cells that check a feature by a measurement of its own."""
     half = dict(dtype="bfloat16")
     lora, critic = "adapters (LoRA)", "PPO's critic"
+    replay = dict(feature="routing replay", kind="routing")
     offload, checkpoint = "offload and restore", "checkpoint, saved and loaded"
     cells = [
         Cell(name="lora", feature=lora, kind="adapter", family="qwen3"),
@@ -251,6 +254,9 @@ def _feature_cells() -> tuple[Cell, ...]:
         Cell(name="lora-pp2", feature=lora, kind="adapter", pipeline=2),
         Cell(name="critic", feature=critic, kind="critic"),
         Cell(name="critic-tp2", feature=critic, kind="critic", tensor=2, family="qwen3", overrides=SEQUENCE),
+        Cell(name="replay", **replay, family="qwen3_moe", overrides=(*TORCH, *RECOMPUTE)),
+        Cell(name="replay-ep2", **replay, data=2, expert=2, family="mixtral", overrides=TORCH),
+        Cell(name="replay-vpp2", **replay, pipeline=2, virtual=2, family="qwen3_moe", overrides=(*TORCH, *RECOMPUTE)),
         Cell(name="offload", feature=offload, kind="offload", **half),
         Cell(name="offload-dp2", feature=offload, kind="offload", data=2, **half),
         Cell(name="checkpoint", feature=checkpoint, kind="checkpoint", **half),

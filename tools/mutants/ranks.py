@@ -235,4 +235,32 @@ TRAINED = (
     ),
 )
 
-RANKS = (*SCHEDULE, *OPTIMIZER, *PACKING, *LOGPROBS, *TRAINED)
+_REPLAYED = "tests/equality/test_routing_replay.py::test_replayed_experts_equal_the_plain_loop_with_experts_forced"
+ROUTING = (
+    Mutant(
+        name="recomputed-by-the-latest",
+        file="megatron_rl/model/routing_replay.py",
+        line="return self.waiting.popleft() if self.waiting else None",
+        becomes="return self.waiting.pop() if self.waiting else None",
+        fault="recomputation replays the experts of the latest micro-batch, not of the oldest one under way",
+        tests=(f"{_REPLAYED}[PP2-recompute]",),
+    ),
+    Mutant(
+        name="experts-of-the-first-slice",
+        file="megatron_rl/backend/routed_rows.py",
+        line="return positions[self.slice_rank * rows : (self.slice_rank + 1) * rows]",
+        becomes="return positions[:rows]",
+        fault="under sequence parallelism every rank replays the first one's experts",
+        tests=(f"{_REPLAYED}[TP2-SP]",),
+    ),
+    Mutant(
+        name="layers-counted-from-the-stage",
+        file="megatron_rl/model/routing_replay.py",
+        line="layers.append(router.layer_number - 1)",
+        becomes="layers.append(len(layers))",
+        fault="a later pipeline stage replays the experts of the first stage's layers",
+        tests=(f"{_REPLAYED}[PP2]",),
+    ),
+)
+
+RANKS = (*SCHEDULE, *OPTIMIZER, *PACKING, *LOGPROBS, *TRAINED, *ROUTING)

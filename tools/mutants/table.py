@@ -37,6 +37,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "rollout/reroll_buffer.py",
         "rollout/staleness.py",
     ),
+    "routing": ("model/routing_replay.py", "backend/routed_rows.py"),
     "exchange": ("backend/batch_exchange.py",),
     "trained model": ("backend/trainable_model.py", "backend/step_sums.py"),
     "weights": ("weights/", "rollout/weight_sync/"),

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.sampling import SampledSequence, SampleRequest, SampleResult
 from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest
+from megatron_rl.rollout.vllm.routed_experts import sample_rows
 from megatron_rl.types import Prompt, Rollout
 
 
@@ -38,10 +39,10 @@ def generate_request(name: str, request: SampleRequest) -> GenerateRequest:
 
 
 class Answers:
-    """Makes rollouts and results of completions."""
+    """Makes rollouts and results of completions. ``needs_experts``: whether a rollout must hold its tokens' experts."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, needs_experts: bool = False) -> None:
+        self._tokenizer, self._vocab_size, self._needs_experts = tokenizer, vocab_size, needs_experts
 
     def rollouts(
         self, prompt: Prompt, completions: Sequence[Completion], samples: int, stop_ids: tuple[int, ...]
@@ -55,12 +56,13 @@ class Answers:
         return [self._rollout(prompt, index, completion, stop_ids) for index, completion in enumerate(completions)]
 
     def _rollout(self, prompt: Prompt, index: int, completion: Completion, stop_ids: tuple[int, ...]) -> Rollout:
-        token_ids = self._checked(f"{prompt.prompt_id}#{index}", completion, stop_ids)
+        name, experts = f"{prompt.prompt_id}#{index}", None
+        token_ids = self._checked(name, completion, stop_ids)
+        if self._needs_experts:
+            experts = sample_rows(name, completion.routed_experts, len(prompt.token_ids), len(token_ids))
         versions = completion.weight_versions
         if sum(count for _, count in versions) != len(token_ids):
-            raise EngineError(
-                f"sample {prompt.prompt_id}#{index} of {len(token_ids)} tokens came with weight versions {versions}"
-            )
+            raise EngineError(f"sample {name} of {len(token_ids)} tokens came with weight versions {versions}")
         body = token_ids[:-1] if completion.finish_reason == "stop" else token_ids
         return Rollout(
             prompt=prompt,
@@ -70,6 +72,7 @@ class Answers:
             text=self._tokenizer.decode(list(body), skip_special_tokens=True),
             finish_reason=completion.finish_reason,
             weight_versions=versions,
+            routed_experts=experts,
         )
 
     def _checked(self, name: str, completion: Completion, stop_ids: tuple[int, ...]) -> tuple[int, ...]:

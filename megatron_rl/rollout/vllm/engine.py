@@ -90,7 +90,7 @@ class VllmEngine:
         """
         self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
         self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
-        self._answers = Answers(tokenizer, vocab_size)
+        self._answers = Answers(tokenizer, vocab_size, needs_experts=rollout.routing_replay == "rollout")
         self._drives, self._rank, self._in_flight = drives, rank, in_flight
         self._unready = list(self._replicas)
         self._lost: list[Replica] = []  # a new list at every change, so that one may be read without the lock
@@ -170,7 +170,7 @@ class VllmEngine:
 
     def _serves_again(self, server: Replica) -> bool:
         try:
-            check_facts(server.name, server.wait_ready(PROBE_S), self._vocab_size, self._longest)
+            check_facts(server.name, server.wait_ready(PROBE_S), self._vocab_size, self._longest, self._rollout)
         except ReplicaLost as error:
             self._why_lost = f"{error}"
             return False
@@ -210,7 +210,7 @@ class VllmEngine:
             replica = self._unready[0]
             try:
                 facts = replica.wait_ready(max(1.0, ends_at - time.monotonic()))
-                check_facts(replica.name, facts, self._vocab_size, self._longest)
+                check_facts(replica.name, facts, self._vocab_size, self._longest, self._rollout)
                 replica.check_tokenizer(
                     lambda text: self._tokenizer.encode(text, add_special_tokens=False), self._probes()
                 )

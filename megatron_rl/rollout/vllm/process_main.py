@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron_rl.distributed import frames
 from megatron_rl.distributed.child_process import end_with_parent
+from megatron_rl.rollout.vllm import routed_experts
 
 PROGRESS_S = 1.0  # between two words of progress
 
@@ -108,6 +109,7 @@ class EngineProcess:
             ).reshape(-1, 2),
             "token_ids": np.concatenate([*token_ids, np.empty(0, dtype=np.int64)]),
             "logprobs": np.concatenate([*logprobs, np.empty(0, dtype=np.float32)]),
+            **routed_experts.frame_of(samples),
         }
         if output.prompt_logprobs is not None:
             arrays["prompt_logprobs"] = _prompt_logprobs(output)

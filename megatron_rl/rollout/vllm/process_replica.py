@@ -23,6 +23,7 @@ import numpy as np
 from megatron_rl.distributed import child_process, frames
 from megatron_rl.distributed.cuda_environment import added_variables
 from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.vllm import routed_experts
 from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_parameters
 
@@ -251,7 +252,14 @@ class ProcessReplica:
             case "ready":
                 facts = {
                     name: header[name]
-                    for name in ("vllm_version", "vocab_size", "max_model_tokens", "logprobs_mode", "dtype")
+                    for name in (
+                        "vllm_version",
+                        "vocab_size",
+                        "max_model_tokens",
+                        "logprobs_mode",
+                        "dtype",
+                        "routed_experts",
+                    )
                 }
                 _settle(ready, ReplicaFacts(**facts))
             case "progress":
@@ -293,6 +301,7 @@ def _settle(future: Future | None, result: object) -> None:
 def _completions(header: dict, arrays: dict[str, np.ndarray]) -> list[Completion]:
     lengths = arrays["lengths"]
     ends = np.cumsum(lengths, axis=0)
+    experts = routed_experts.of_frame(arrays, len(lengths))
     return [
         Completion(
             token_ids=arrays["token_ids"][ends[k, 0] - lengths[k, 0] : ends[k, 0]],
@@ -300,6 +309,7 @@ def _completions(header: dict, arrays: dict[str, np.ndarray]) -> list[Completion
             finish_reason=reason,
             weight_versions=tuple((parse_version(version), count) for version, count in header["weight_versions"][k]),
             prompt_logprobs=arrays.get("prompt_logprobs"),
+            routed_experts=experts[k],
         )
         for k, reason in enumerate(header["reasons"])
     ]

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
 
 UPDATING = -2  # a replica's weight_version while weights reach it in flight; requests to it wait there meanwhile
@@ -54,6 +55,7 @@ class Completion:
     finish_reason: "stop", "length", or the engine's word for a sample that it broke off ("abort", "error").
     weight_versions: (version, tokens) in order: the weights that produced so many tokens; () if the engine names none.
     prompt_logprobs: float32 [prompt], NaN at its first token; None where they were not asked for.
+    routed_experts: [tokens, layers, top_k], see rollout/vllm/routed_experts.py; None where the engine returns none.
     """
 
     token_ids: np.ndarray
@@ -61,20 +63,25 @@ class Completion:
     finish_reason: str
     weight_versions: tuple[tuple[int, int], ...]
     prompt_logprobs: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """Holds the facts that an engine states when it is connected; None for one that it does not state."""
+    """Holds the facts that an engine states when it is connected; None for one that it does not state.
+
+    routed_experts: whether it returns the experts of each token.
+    """
 
     vllm_version: str
     vocab_size: int
     max_model_tokens: int
     logprobs_mode: str
     dtype: str | None = None
+    routed_experts: bool = False
 
 
-def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int) -> None:
+def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int, rollout: RolloutConfig) -> None:
     """Raise ConfigError for an engine that cannot serve this run.
 
     name: the engine's, for messages. vocab_size: the trainer's. longest: the most tokens of a prompt and its response.
@@ -98,6 +105,12 @@ def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int) -
         raise ConfigError(
             f"{name} takes {facts.max_model_tokens} tokens (--max-model-len) and a prompt and its response may have "
             f"{longest} (data.max_prompt_tokens + rollout.max_response_tokens); raise the one or lower the others"
+        )
+    if rollout.routing_replay == "rollout" and not facts.routed_experts:
+        raise ConfigError(
+            f"{name} is vLLM {facts.vllm_version} without --enable-return-routed-experts, and "
+            "rollout.routing_replay=rollout replays the experts that it returns; start it with that, or set "
+            "rollout.routing_replay=old_logprobs or off"
         )
 
 

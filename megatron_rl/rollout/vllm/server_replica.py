@@ -33,6 +33,7 @@ from megatron_rl.rollout.vllm.replica import (
     ReplicaLost,
     RequestRefused,
 )
+from megatron_rl.rollout.vllm.routed_experts import of_choice
 from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_parameters
 from megatron_rl.rollout.vllm.server_command import LOGPROBS_MODE, WORKER_EXTENSION, example
 from megatron_rl.rollout.vllm.server_health import ANSWER_S, ServerHealth
@@ -135,6 +136,7 @@ class ServerReplica:
             max_model_tokens=int(min(limits)),
             logprobs_mode=mode,
             dtype=description.get("dtype"),
+            routed_experts=bool(description.get("routed_experts")),
         )
 
     def _get(self, path: str, field: str):
@@ -388,4 +390,5 @@ def _completion(choice: Mapping, prompt: np.ndarray | None) -> Completion:
         finish_reason=choice["finish_reason"],
         weight_versions=versions,
         prompt_logprobs=prompt,
+        routed_experts=of_choice(choice),
     )

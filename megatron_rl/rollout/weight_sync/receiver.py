@@ -373,8 +373,10 @@ class Receiver:
         self.weight_transfer_engine.reset_weight_update_target()
 
     def describe(self) -> dict:
-        model = self.vllm_config.model_config
+        model, config = self.vllm_config.model_config, self.vllm_config
         return {
+            "routed_experts": hasattr(config, "aux_output_config")
+            and config.aux_output_config.enable_return_routed_experts,
             "vocab_size": model.get_vocab_size(),
             "max_model_tokens": model.max_model_len,
             "logprobs_mode": model.logprobs_mode,

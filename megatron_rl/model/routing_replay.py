@@ -1,0 +1,183 @@
+"""Routing replay: a mixture's routers take experts that were chosen elsewhere, with gate weights by their own logits.
+
+Megatron-Core's router (0.16.1 and 0.19.2, ``transformer/moe/router.py``, TopKRouter.routing) asks an object at
+``router_replay`` for its top-k scores and experts, and goes on with them as with its own: softmax, sigmoid or
+pre-softmax, normalisation and scaling (``transformer/moe/moe_utils.py``, topk_routing_with_score_function). Here such
+an object is put at each router of a rank: it gathers the router's own scores at the experts that are replayed. So the
+gradient reaches the router through the gate weights, as ever, and the choice itself, which has none, is fixed.
+
+Method: Rollout Routing Replay (arXiv:2510.11370); of the old policy's own choice: arXiv:2507.18071, section 5.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_rl.config import Config
+from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.errors import ConfigError
+from megatron_rl.weights.model_shape import ModelShape
+
+import megatron.core  # isort: skip
+from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
+
+# Fields of Megatron-Core's TransformerConfig under which a router does not take experts from elsewhere, with the values
+# at which it does, and the reason.
+REFUSED_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
+    "moe_router_load_balancing_type": (
+        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        "it balances experts over a batch and takes none from elsewhere",
+    ),
+    "moe_router_fusion": ((False, None), "the fused kernel chooses experts itself"),
+    "moe_router_force_load_balancing": ((False, None), "its logits are random"),
+    "moe_expert_capacity_factor": ((None,), "it drops tokens of the experts that would be replayed"),
+}
+
+
+def check_routing_replay(config: Config, shape: ModelShape) -> None:
+    """Raise ConfigError for a model, or fields of Megatron-Core, that cannot replay experts."""
+    setting = f"rollout.routing_replay={config.rollout.routing_replay}"
+    if not shape.num_experts:
+        raise ConfigError(
+            f"{setting} replays the experts of a mixture, and the model of model.hf_path has none; set "
+            "rollout.routing_replay=off"
+        )
+    for name, (harmless, reason) in REFUSED_FIELDS.items():
+        value = config.megatron.transformer.get(name, harmless[0])
+        if value not in harmless:
+            raise ConfigError(
+                f"megatron.transformer.{name}={value} with {setting}: {reason}; remove it, or set "
+                "rollout.routing_replay=off"
+            )
+
+
+Recording = dict[int, tuple[Any, dict[int, torch.Tensor]]]
+"""By any key: a micro-batch, and by a layer's index among ``RoutingReplay.layers`` its experts, int64 [rows, top_k]."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _RouterSeam:
+    """Stands at one router's ``router_replay``.
+
+    index:    of its layer among those of this rank.
+    experts:  int16 [rows, top_k] of the micro-batch that is in its forward pass; None: the router's own choice.
+    waiting:  the experts of micro-batches whose forward pass may be computed again for the backward.
+    is_open:  whether a forward pass is under way; a call while none is comes from recomputation.
+    counts:   int64 [2], of rows that were replayed: those that the router itself would have sent elsewhere, and all;
+              None: not counted.
+    recorded: the experts of the micro-batch under way, by index; None: not recorded.
+    """
+
+    index: int
+    experts: torch.Tensor | None = None
+    waiting: deque[torch.Tensor | None] = field(default_factory=deque)
+    is_open: bool = False
+    counts: torch.Tensor | None = None
+    recorded: dict[int, torch.Tensor] | None = None
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores and experts, [rows, topk] each, by Megatron-Core's own name and arguments."""
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        experts = self._experts()
+        if self.is_open and self.recorded is not None:
+            self.recorded[self.index] = own
+        if experts is None:
+            return values, own
+        if experts.shape != own.shape:
+            raise RuntimeError(
+                f"routing replay holds experts of shape {list(experts.shape)} for a router of {list(own.shape)}"
+            )
+        known = experts[:, :1] >= 0  # pads, and tokens whose experts are not known, go where the router sends them
+        chosen = torch.where(known, experts.to(own.dtype), own)
+        if self.is_open and self.counts is not None:
+            elsewhere = (chosen.sort(dim=1).values != own.sort(dim=1).values).any(dim=1)
+            self.counts += torch.stack([elsewhere.sum(), known.sum()])
+        return scores.gather(1, chosen), chosen
+
+    def _experts(self) -> torch.Tensor | None:
+        """Return the experts of this call's micro-batch.
+
+        Backward passes of a chunk's micro-batches come in the order of their forward passes, in every schedule.
+        """
+        if self.is_open:
+            self.waiting.append(self.experts)
+            return self.experts
+        return self.waiting.popleft() if self.waiting else None
+
+
+class RoutingReplay:
+    """Drives the routers of this rank's chunks, micro-batch by micro-batch.
+
+    layers: the number of each router's layer in the whole model, from 0, chunk by chunk.
+    counts: int64 [2] on the device, over layers and the forward passes that were counted: the tokens that a router
+            itself would have sent to other experts, and all that were replayed.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Put a seam at every router. Raises ConfigError where Megatron-Core's routers have no place for one."""
+        self._seams: list[list[_RouterSeam]] = []
+        layers: list[int] = []
+        for chunk in chunks:
+            seams = []
+            for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+                if not hasattr(router, "router_replay"):
+                    raise ConfigError(
+                        f"rollout.routing_replay needs a router that takes experts, and Megatron-Core "
+                        f"{megatron.core.__version__} has none; install 0.16.1 or newer, or set it to off"
+                    )
+                router.router_replay = _RouterSeam(index=len(layers))
+                seams.append(router.router_replay)
+                layers.append(router.layer_number - 1)
+            self._seams.append(seams)
+        self.layers = tuple(layers)
+        self.counts = torch.zeros(2, dtype=torch.int64, device=HOST.device)
+        self._recorded: Recording | None = None
+
+    @contextlib.contextmanager
+    def forward(self, chunk: int, microbatch: Any, experts: torch.Tensor | None, *, counts: bool) -> Iterator[None]:
+        """Have the chunk's routers take a micro-batch's experts within the block.
+
+        microbatch: any object that stands for it; the same for all chunks.
+        experts: int16 [layers of this rank, rows, top_k], −1 where a router chooses itself; None: everywhere.
+        counts: whether to count the tokens that go elsewhere than their router would have sent them.
+        """
+        recorded = None
+        if self._recorded is not None:
+            recorded = self._recorded.setdefault(id(microbatch), (microbatch, {}))[1]
+        for seam in self._seams[chunk]:
+            seam.is_open, seam.experts = True, None if experts is None else experts[seam.index]
+            seam.counts, seam.recorded = self.counts if counts else None, recorded
+        try:
+            yield
+        finally:
+            for seam in self._seams[chunk]:
+                seam.is_open, seam.experts, seam.recorded = False, None, None
+
+    def forget(self) -> None:
+        """Drop the experts of a run's micro-batches."""
+        for seams in self._seams:
+            for seam in seams:
+                seam.waiting.clear()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Record the routers' own choice within the block, in the dict that it yields."""
+        self._recorded = {}
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
