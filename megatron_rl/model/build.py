@@ -20,6 +20,8 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape
+from megatron_rl.model.invariant import silu
+from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.rotary import PackedRotary
@@ -55,7 +57,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=silu if config.rollout.bitwise else F.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
@@ -148,7 +150,8 @@ def build_model(
     """
     # Settings that all chunks share.
     check_kernel(config.model.logprob_kernel)
-    layer_spec = choose_layer_spec(config.model.layer_spec, config.model.dtype)
+    bitwise = config.rollout.bitwise
+    layer_spec = "torch" if bitwise else choose_layer_spec(config.model.layer_spec, config.model.dtype)
     if config.megatron.transformer.get("fp8") and layer_spec != "transformer_engine":
         raise ConfigError(
             f"megatron.transformer.fp8={config.megatron.transformer['fp8']} needs Transformer Engine's layers, and "
@@ -161,7 +164,10 @@ def build_model(
         shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     transformer = transformer_config(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
-    spec = block_spec(transformer, layer_spec, shape.num_layers // stages, share_prompts=shares)
+    if bitwise:
+        spec = invariant_block_spec(transformer, shape.num_layers // stages)
+    else:
+        spec = block_spec(transformer, layer_spec, shape.num_layers // stages, share_prompts=shares)
     frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
@@ -179,7 +185,9 @@ def build_model(
             vp_stage=chunk if topology.virtual_size > 1 else None,
         )
         model.model_type = ModelType.encoder_or_decoder
-        if layer_spec == "torch" or shares:
+        if bitwise:
+            give_angles(model, frequencies)
+        elif layer_spec == "torch" or shares:
             model.rotary_pos_emb = PackedRotary(frequencies)
         else:
             model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants

@@ -46,7 +46,7 @@ class _LinearLogProb(torch.autograd.Function):
             chunks.statistics(rows, column[rows], peak[rows], stats[:, rows])
         if head.group is not None and tokens:
             _combine(peak, stats, head.group)
-        log_sum = stats[0].log()
+        log_sum = head.log(stats[0])
         log_z = peak + log_sum
         logprobs = stats[2] - log_z
         entropy = log_sum - stats[1] / stats[0]
@@ -175,7 +175,7 @@ def linear_logprob(
     chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra memory beside the
                 gradients: by torch's operations two float32 [chunk_tokens, V/TP], and one more in hidden's dtype where
                 that is not float32; by the Triton kernels one in hidden's dtype.
-    kernel:     torch's operations, or Triton kernels, work on the logits.
+    kernel:     torch's operations, row-invariant ones, or Triton kernels, work on the logits.
 
     Raises ValueError for no tokens a chunk, a rank of pads alone, a missing main_grad, a kernel that cannot run here.
     Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0.
