@@ -160,6 +160,8 @@ def build_model(
         )
     stages = topology.pipeline_size * topology.virtual_size
     shape = model_shape(hf_config, config, topology, layer_spec=layer_spec)
+    if bitwise:
+        _refuse_bitwise(shape)
     if value_head:
         shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     transformer = transformer_config(shape, hf_config, config, topology)
@@ -201,6 +203,20 @@ def build_model(
             fuse_weight_gradients(model)
         chunks.append(model.to(HOST.device))
     return chunks, shape
+
+
+def _refuse_bitwise(shape: ModelShape) -> None:
+    """Raise ConfigError for a model, or a host, that ``rollout.bitwise`` was not shown on."""
+    if shape.num_experts:
+        raise ConfigError(
+            f"rollout.bitwise=true is for dense models, and this one mixes {shape.num_experts} experts, whose "
+            "router and whose sum over experts are not row-invariant; set it to false"
+        )
+    if HOST.is_cuda:
+        raise ConfigError(
+            "rollout.bitwise=true was shown on CPUs alone; set it to false on a GPU (docs/bitwise.md says what vLLM "
+            "has there)"
+        )
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:

@@ -94,8 +94,9 @@ class Cache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Put keys and values [T, g, d] in their rows; return all of the layer."""
         if layer not in self.layers:  # zeros: rows that nobody sees yet are multiplied by 0
-            self.layers[layer] = key.new_zeros(self.num_rows, *key.shape[1:]), value.new_zeros(
-                self.num_rows, *value.shape[1:]
+            self.layers[layer] = (
+                key.new_zeros(self.num_rows, *key.shape[1:]),
+                value.new_zeros(self.num_rows, *value.shape[1:]),
             )
         held = self.layers[layer]
         for memory, new in zip(held, (key, value), strict=True):

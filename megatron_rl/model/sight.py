@@ -53,10 +53,12 @@ class Sight:
         for i, (own, seen, keys) in enumerate(items):
             queries[i, : len(own)], real[i, : len(own)], seen_by[i, : len(own)] = own, True, seen
             key_rows[i, : len(keys)] = keys
-        return cls(**{
-            name: torch.from_numpy(array)
-            for name, array in (("queries", queries), ("real", real), ("seen", seen_by), ("keys", key_rows))
-        })
+        return cls(
+            **{
+                name: torch.from_numpy(array)
+                for name, array in (("queries", queries), ("real", real), ("seen", seen_by), ("keys", key_rows))
+            }
+        )
 
     @classmethod
     def of_layout(cls, layout: Layout) -> Sight:
