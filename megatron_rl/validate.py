@@ -174,9 +174,10 @@ def check_bitwise(config: Config) -> None:
     ]
     for key, value, allowed, reason in refused:
         if value not in allowed:
+            given, neutral = (x if isinstance(x, str) else quoted(x) for x in (value, allowed[-1]))
             raise ConfigError(
-                f"rollout.bitwise=true cannot be had under {key}={quoted(value)}: {reason}; set {key}="
-                f"{quoted(allowed[-1])}, or rollout.bitwise=false"
+                f"rollout.bitwise=true cannot be had under {key}={given}: {reason}; set {key}={neutral}, or "
+                "rollout.bitwise=false"
             )
     if config.train.num_rollouts == 0:
         raise ConfigError("rollout.bitwise=true compares rollouts, and train.num_rollouts=0 has none; set it to false")
