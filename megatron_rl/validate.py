@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 
 from megatron_rl.algorithm import own_estimator
@@ -157,9 +158,8 @@ def check_bitwise(config: Config) -> None:
     parallel, fields = config.parallel, config.megatron.transformer
     refused: list[tuple[str, object, tuple[object, ...], str]] = [
         ("rollout.engine", config.rollout.engine, ("transformers",), "vLLM computes with kernels of its own"),
-        ("parallel.tensor", parallel.tensor, (1,), "the engine has no shards, whose sums round otherwise"),
-        ("parallel.pipeline", parallel.pipeline, (1,), "the engine is one stage in one process"),
-        ("parallel.context", parallel.context, (1,), "its engine has sequences whole"),
+        ("parallel.sequence_parallel", parallel.sequence_parallel, (False,), "its sums have no order of ranks"),
+        ("parallel.context", parallel.context, (1,), "its attention needs sequences whole on a rank"),
         ("parallel.expert", parallel.expert, (1,), "it is for dense models"),
         ("lora.rank", config.lora.rank, (None,), "adapters are added to a product here and merged in the engine"),
         ("model.layer_spec", config.model.layer_spec, ("auto", "torch"), "its layers are row-invariant ones"),
@@ -174,7 +174,7 @@ def check_bitwise(config: Config) -> None:
     ]
     for key, value, allowed, reason in refused:
         if value not in allowed:
-            given, neutral = (x if isinstance(x, str) else quoted(x) for x in (value, allowed[-1]))
+            given, neutral = (x if isinstance(x, str) else json.dumps(x) for x in (value, allowed[-1]))
             raise ConfigError(
                 f"rollout.bitwise=true cannot be had under {key}={given}: {reason}; set {key}={neutral}, or "
                 "rollout.bitwise=false"

@@ -11,7 +11,7 @@ Inference" (2025).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,33 @@ def linear(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | Non
     group: adds up the gradient of x over its ranks; None leaves it.
     """
     return _Linear.apply(x, weight, group)
+
+
+def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of tensors in their order, added up in float32, in their dtype."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+class _RankSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return ordered_sum(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def rank_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of x over a group's ranks, in their order; every rank has the sum's whole gradient."""
+    return x if group.size() == 1 else _RankSum.apply(x, group)
 
 
 class _Silu(torch.autograd.Function):

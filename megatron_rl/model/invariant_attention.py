@@ -150,9 +150,11 @@ class InvariantAttention(TorchAttention):
     """Computes causal attention over packed input, as TorchAttention does, and applies the rotary angles before.
 
     inv_freq: [d / 2] float32, set once the model is built.
+    parts: tensor ranks whose heads a model with all of them computes for, one after the other.
     """
 
     inv_freq: torch.Tensor
+    parts: int = 1
 
     def __init__(self, config, layer_number, *rest, **named):
         super().__init__(config, layer_number, *rest, **named)
@@ -168,7 +170,8 @@ class InvariantAttention(TorchAttention):
         scale = self.softmax_scale or query.shape[-1] ** -0.5
         if isinstance(packed, CachedSequences):
             key, value = packed.cache.write(self.layer_number, packed.rows, key, value)
-            return attend(query, key, value, packed.reach, scale)[0].flatten(1)
+            ranks = zip(*(x.chunk(self.parts, dim=1) for x in (query, key, value)), strict=True)
+            return torch.cat([attend(*own, packed.reach, scale)[0] for own in ranks], dim=1).flatten(1)
         forward = partial(attend, sight=packed.sight, scale=scale)
         return span_attention(query, key, value, packed.spans, scale, forward=forward).flatten(1)
 

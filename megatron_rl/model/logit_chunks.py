@@ -66,6 +66,7 @@ class Head:
     into_main_grad: bool
     chunk_tokens: int
     kernel: Kernel
+    parts: int = 1  # tensor ranks that one rank computes for, under ``rollout.bitwise``
 
     def slices(self, tokens: int) -> list[slice]:
         return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
@@ -10,12 +11,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
-from megatron_rl.distributed.topology import Topology
+from megatron_rl.config.model import ParallelConfig
+from megatron_rl.distributed.topology import Grid, initialize
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import build_model
 from megatron_rl.model.head import head_weight
 from megatron_rl.model.invariant import matmul
 from megatron_rl.model.invariant_attention import Cache, CachedSequences
+from megatron_rl.model.invariant_layers import compute_for_ranks
 from megatron_rl.model.logprob import linear_logprob
 from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
 from megatron_rl.rollout.sampling import SampleRequest, SampleResult
@@ -31,19 +34,23 @@ class BitwiseEngine(TransformersEngine):
     """Samples with a second copy of the trainer's model, whose every operation is row-invariant (model/invariant.py).
 
     It draws as TransformersEngine does, from the same seeds. Its log-probs are those that the trainer computes for the
-    same tokens, bit by bit, whatever stands beside them there or here.
+    same tokens, bit by bit, whatever stands beside them there or here. The model is whole on every rank, on a grid of
+    its own, and computes what the trainer's tensor ranks do one after the other.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> None:
-        """Build the model, without weights. ``config``: with ``rollout.bitwise``, its dtype settled."""
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Build the model, without weights; a collective. ``config``: with ``rollout.bitwise``, its dtype settled."""
         path = config.model.hf_path
         check_embedded(path, config.rollout)
         hf_config = load_hf_config(path)
-        with torch.random.fork_rng(devices=[]):
-            (model,), self._shape = build_model(config, hf_config, topology)
+        self._grid, self._ranks = Grid(), config.parallel.tensor
+        alone = dataclasses.replace(config, parallel=ParallelConfig())
+        with torch.random.fork_rng(devices=[]), self._grid.active():
+            self._topology = initialize(tensor=1, pipeline=1, deadline_s=config.run.deadline_s, seed=config.run.seed)
+            (model,), self._shape = build_model(alone, hf_config, self._topology)
         self.weight_version = NO_WEIGHTS
         self._tokenizer, self._rollout, self._seed = tokenizer, config.rollout, config.run.seed
-        self._device, self._topology = torch.device("cpu"), topology
+        self._device = torch.device("cpu")
         self._model: GPTModel | None = model.requires_grad_(False).eval()
         self._max_positions = self._shape.context_tokens
         self._stop_ids = stop_tokens(path, tokenizer, self._shape.vocab_size)
@@ -67,8 +74,9 @@ class BitwiseEngine(TransformersEngine):
                 f"load_weights: {len(missing)} of {len(used)} weights did not arrive: {', '.join(missing)}"
             )
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._grid.active():
                 load_weights([model], self._shape, self._topology, MemoryReader(given))
+                compute_for_ranks(model, self._ranks)
         except ConfigError as error:
             raise ValueError(f"load_weights: {error}") from error
         self.weight_version = version
@@ -92,6 +100,17 @@ class BitwiseEngine(TransformersEngine):
         limits: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Sample one batch, as TransformersEngine does; its arguments and results are the same."""
+        with self._grid.active():
+            return self._sample_batch(prompts, repeats, uniforms, temperature, limits)
+
+    def _sample_batch(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        repeats: int,
+        uniforms: torch.Tensor | None,
+        temperature: float,
+        limits: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
         model, max_steps = self._open_model(), int(limits.max())
         weight, vocab_size = head_weight(model), self._shape.vocab_size
         width = max(map(len, prompts)) + max_steps
@@ -105,7 +124,13 @@ class BitwiseEngine(TransformersEngine):
             logits = matmul(hidden, weight[:vocab_size])
             tokens, _ = draw(logits, temperature, None if uniforms is None else uniforms[step, rows])
             found, _ = linear_logprob(
-                hidden, weight, tokens, temperature=temperature, vocab_size=vocab_size, kernel="invariant"
+                hidden,
+                weight,
+                tokens,
+                temperature=temperature,
+                vocab_size=vocab_size,
+                kernel="invariant",
+                parts=self._ranks,
             )
             token_ids[step, rows], logprobs[step, rows] = tokens.numpy(), found.numpy()
             runs = (limits[rows] > step + 1) & ~np.isin(token_ids[step, rows], self._stop_ids)

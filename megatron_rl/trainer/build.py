@@ -264,7 +264,7 @@ def _build_manager(
         local_rank=local_rank,
         local_world_size=local_policy_ranks(config, rank, local_rank, on_node),
     )
-    engine, share, shared = _build_engine(config, location, tokenizer, backend)
+    engine, share, shared = _build_engine(config, location, tokenizer, backend.shape.vocab_size)
     with watchdog.own_call("environment"):  # is imported
         engine = with_environment(engine, config, tokenizer)
     on_device: list[TrainableModel] = [backend, critic] if isinstance(critic, Critic) else [backend]
@@ -283,7 +283,7 @@ def _build_manager(
 
 
 def _build_engine(
-    config: Config, location: RankLocation, tokenizer, backend: MegatronBackend
+    config: Config, location: RankLocation, tokenizer, vocab_size: int
 ) -> tuple[Engine, tuple[int, int] | None, bool]:
     """Return this rank's engine, its share of the prompts, and whether trainer and engine take turns on one GPU."""
     if not config.generates:
@@ -294,8 +294,8 @@ def _build_engine(
         location=location,
         device=HOST.device,
         dtype=DTYPES[config.model.dtype],
-        vocab_size=backend.shape.vocab_size,
-        topology=backend.topology,
+        vocab_size=vocab_size,
+        has_trainer=True,
     )
 
 

@@ -16,7 +16,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.sight import KEY_BLOCK
 from megatron_rl.rollout.bitwise_engine import BitwiseEngine
 from megatron_rl.types import Prompt, Sample
-from tests.equality.rig import Rig, open_rig, ragged_advantages
+from tests.equality.rig import Rig, open_rig, ragged_advantages, sizes
 from tests.reference import reference_logprobs, relative_error
 from tests.unit.rollout.tiny_model import _tokenizer
 from tests.workers.pool import Pool
@@ -45,7 +45,7 @@ def engine_of(rig: Rig, folder) -> BitwiseEngine:
     (folder / "config.json").write_text(json.dumps(rig.backend.hf_config.to_dict()))
     config = rig.backend.config
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, hf_path=str(folder)))
-    return BitwiseEngine(config, _tokenizer(), rig.backend.topology)
+    return BitwiseEngine(config, _tokenizer())
 
 
 def sampled(engine: BitwiseEngine, lengths=PROMPTS) -> tuple[list[Sample], list[int]]:
@@ -69,10 +69,10 @@ def sampled(engine: BitwiseEngine, lengths=PROMPTS) -> tuple[list[Sample], list[
     return samples, [i // SAMPLES for i in range(len(samples))]
 
 
-def every_cut(rank: int, world: int, family: str, dtype: str, folder) -> dict[str, object]:
+def every_cut(rank: int, world: int, family: str, dtype: str, folder, *layout: str) -> dict[str, object]:
     """Return, for every cut, the largest gap of a log-prob pass and of an update, and which tokens differ."""
     found: dict[str, object] = {}
-    with open_rig(family, *BITWISE, f"model.dtype={dtype}") as rig:
+    with open_rig(family, *BITWISE, f"model.dtype={dtype}", *layout) as rig:
         own = folder / str(rank)
         own.mkdir()
         engine = engine_of(rig, own)
@@ -108,18 +108,29 @@ def test_engine_equals_trainer(pool: Pool, tmp_path, family, dtype) -> None:
     assert len(found) == 2 * len(CUTS) + 2 and not any(found.values()), found
 
 
-def test_data_parallel_engines_equal_the_trainer(pool: Pool, tmp_path) -> None:
-    """Each rank samples for itself, and the trainer spreads the samples over the ranks by its own plan."""
-    for found in pool.run(2, every_cut, "qwen2_tied", "float32", tmp_path, timeout_s=120):
+@pytest.mark.parametrize(
+    ("world", "layout", "dtype"),
+    [
+        (2, (), "float32"),
+        (2, sizes(2, 1), "float32"),
+        (2, sizes(2, 1), "bfloat16"),
+        (2, sizes(1, 2), "float32"),
+        (4, (*sizes(1, 2), "parallel.virtual_pipeline=2"), "float32"),
+        (4, sizes(2, 2), "bfloat16"),
+    ],
+)
+def test_layouts_equal_the_engine(pool: Pool, tmp_path, world, layout, dtype) -> None:
+    """Each rank's engine has the model whole and samples for itself; the trainer spreads the samples by its plan."""
+    for found in pool.run(world, every_cut, "qwen2_tied", dtype, tmp_path, *layout, timeout_s=120):
         assert found.pop("update ratio") == 1.0 and found.pop("lengths")
         assert not any(found.values()), found
 
 
-def ordinary(rank: int, world: int, family: str) -> tuple[float, float]:
+def ordinary(rank: int, world: int, family: str, *layout: str) -> tuple[float, float]:
     """Return the largest difference of log-probs to a plain loop, and the gradient's to that of the ordinary layers."""
     gradients, differences = [], []
     for given in (("rollout.bitwise=true",), ()):
-        with open_rig(family, *given, samples=10) as rig:
+        with open_rig(family, *given, *layout, samples=10) as rig:
             advantages = ragged_advantages(10)
             passed = rig.backend.logprobs(rig.batch, np.ones(10, dtype=bool))
             with torch.no_grad():
@@ -130,10 +141,21 @@ def ordinary(rank: int, world: int, family: str) -> tuple[float, float]:
     return differences[0], relative_error(*gradients)
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen2_untied", "qwen3", "llama3_rope"])
-def test_log_probs_and_gradients_equal_those_of_the_ordinary_layers(pool: Pool, family) -> None:
-    ((difference, error),) = pool.run(1, ordinary, family, timeout_s=60)
-    assert difference < 1e-5 and error < 1e-5  # float32, summed in another order
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2_tied", ()),
+        ("qwen2_untied", ()),
+        ("qwen3", ()),
+        ("llama3_rope", ()),
+        ("qwen2_tied", sizes(2, 1)),
+        ("qwen3", sizes(2, 2)),
+    ],
+)
+def test_log_probs_and_gradients_equal_those_of_the_ordinary_layers(pool: Pool, family, layout) -> None:
+    world = 1 if not layout else 4 if layout == sizes(2, 2) else 2
+    for difference, error in pool.run(world, ordinary, family, *layout, timeout_s=60):
+        assert difference < 1e-5 and error < 1e-5  # float32, summed in another order
 
 
 def wrong_weights(rank: int, world: int, folder) -> list[str]:

@@ -21,6 +21,8 @@ CASES = {
     "float32": (1, ()),
     "bfloat16": (1, ("model.dtype=bfloat16",)),
     "ranks": (2, ()),
+    "tensor": (2, ("parallel.tensor=2", "model.dtype=bfloat16")),
+    "stages": (2, ("parallel.pipeline=2",)),
     "epochs": (1, ("train.epochs_per_rollout=2", "skip.mode=off")),
     "kl": (1, (*KL, "reference.kl_in=reward")),
     "critic": (1, PPO),
@@ -74,6 +76,6 @@ def test_one_bit_in_one_log_prob_ends_the_run(pool, arithmetic, tmp_path) -> Non
 
 
 def test_what_it_cannot_have_is_refused_by_the_command_line(pool, arithmetic, tmp_path) -> None:
-    given = "parallel.tensor=2"
+    given = "lora.rank=4"
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *GIVEN, given), timeout_s=60)
     assert code == EXIT_CONFIG and f"rollout.bitwise=true cannot be had under {given}" in said

@@ -11,8 +11,6 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.validate import validate_config
 
 REFUSED = (
-    "parallel.tensor=2",
-    "parallel.pipeline=2",
     "parallel.context=2",
     "parallel.expert=2",
     "lora.rank=4",
@@ -34,6 +32,12 @@ def test_a_setting_is_refused_by_name(arithmetic: pathlib.Path, setting: str) ->
     validate_config(load_config(None, [*given, setting]))
     with pytest.raises(ConfigError, match=f"rollout.bitwise=true cannot be had under {setting}: .*rollout.bitwise=f"):
         validate_config(load_config(None, [*given, setting, "rollout.bitwise=true"]))
+
+
+def test_sequence_parallelism_is_refused(arithmetic: pathlib.Path) -> None:
+    given = [f"model.hf_path={arithmetic}/model", "reward.functions=arithmetic", "parallel.tensor=2"]
+    with pytest.raises(ConfigError, match="cannot be had under parallel.sequence_parallel=true: .*=false, or rollout"):
+        validate_config(load_config(None, [*given, "rollout.bitwise=true", "parallel.sequence_parallel=true"]))
 
 
 def test_a_run_without_rollouts_is_refused(arithmetic: pathlib.Path) -> None:
