@@ -31,6 +31,7 @@ from megatron_rl.weights.model_shape import ModelShape
 from megatron.core.enums import ModelType  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -158,7 +159,6 @@ def build_model(
             f"these are {layer_spec}'s (model.layer_spec={config.model.layer_spec}, model.dtype={config.model.dtype}); "
             "install Transformer Engine, or remove megatron.transformer.fp8"
         )
-    stages = topology.pipeline_size * topology.virtual_size
     shape = model_shape(hf_config, config, topology, layer_spec=layer_spec)
     if bitwise:
         _refuse_bitwise(shape)
@@ -166,10 +166,8 @@ def build_model(
         shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     transformer = transformer_config(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
-    if bitwise:
-        spec = invariant_block_spec(transformer, shape.num_layers // stages)
-    else:
-        spec = block_spec(transformer, layer_spec, shape.num_layers // stages, share_prompts=shares)
+    layers = shape.num_layers // (topology.pipeline_size * topology.virtual_size)
+    spec = _block_spec(transformer, layer_spec, layers, bitwise=bitwise, shares=shares)
     frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
@@ -189,10 +187,8 @@ def build_model(
         model.model_type = ModelType.encoder_or_decoder
         if bitwise:
             give_angles(model, frequencies)
-        elif layer_spec == "torch" or shares:
-            model.rotary_pos_emb = PackedRotary(frequencies)
         else:
-            model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
+            _give_rotary(model, frequencies, packed=layer_spec == "torch" or shares)
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
@@ -203,6 +199,22 @@ def build_model(
             fuse_weight_gradients(model)
         chunks.append(model.to(HOST.device))
     return chunks, shape
+
+
+def _block_spec(
+    transformer: TransformerConfig, layer_spec: str, layers: int, *, bitwise: bool, shares: bool
+) -> TransformerBlockSubmodules:
+    if bitwise:
+        return invariant_block_spec(transformer, layers)
+    return block_spec(transformer, layer_spec, layers, share_prompts=shares)
+
+
+def _give_rotary(model: GPTModel, frequencies: torch.Tensor, *, packed: bool) -> None:
+    """Give a model its rotary angles; packed: by the positions that come with the tokens."""
+    if packed:
+        model.rotary_pos_emb = PackedRotary(frequencies)
+    else:
+        model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
 
 
 def _refuse_bitwise(shape: ModelShape) -> None:

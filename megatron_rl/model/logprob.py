@@ -223,15 +223,13 @@ def linear_logprob(
     chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra memory beside the
                 gradients: by torch's operations two float32 [chunk_tokens, V/TP], and one more in hidden's dtype where
                 that is not float32; by the Triton kernels one in hidden's dtype.
-    kernel:     torch's operations, row-invariant ones, or Triton kernels, work on the logits.
-    parts:      of "invariant", without a gradient: the tensor ranks whose sums a whole ``weight`` is to give.
+    kernel:     what works on the logits; parts: of "invariant", the tensor ranks that a whole ``weight`` computes for.
 
     Raises ValueError for no tokens a chunk, a rank of pads alone, a missing main_grad, a kernel that cannot run here.
     Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0.
     """
     check_kernel(kernel)
-    if chunk_tokens is None:
-        chunk_tokens = default_chunk_tokens(hidden.device.type, weight.shape[0])
+    chunk_tokens = default_chunk_tokens(hidden.device.type, weight.shape[0]) if chunk_tokens is None else chunk_tokens
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
     if into_main_grad:

@@ -27,8 +27,6 @@ from megatron_rl.weights.config_json import load_hf_config
 from megatron_rl.weights.export import load_weights
 from megatron_rl.weights.reader import HEAD_NAME, MemoryReader, used_names
 
-from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
-
 
 class BitwiseEngine(TransformersEngine):
     """Samples with a second copy of the trainer's model, whose every operation is row-invariant (model/invariant.py).
@@ -51,7 +49,7 @@ class BitwiseEngine(TransformersEngine):
         self.weight_version = NO_WEIGHTS
         self._tokenizer, self._rollout, self._seed = tokenizer, config.rollout, config.run.seed
         self._device = torch.device("cpu")
-        self._model: GPTModel | None = model.requires_grad_(False).eval()
+        self._model: torch.nn.Module | None = model.requires_grad_(False).eval()
         self._max_positions = self._shape.context_tokens
         self._stop_ids = stop_tokens(path, tokenizer, self._shape.vocab_size)
 
@@ -145,7 +143,7 @@ class BitwiseEngine(TransformersEngine):
 
 
 def run(
-    model: GPTModel, cache: Cache, tokens: torch.Tensor, parts: Sequence[tuple[np.ndarray, int, np.ndarray]]
+    model: torch.nn.Module, cache: Cache, tokens: torch.Tensor, parts: Sequence[tuple[np.ndarray, int, np.ndarray]]
 ) -> torch.Tensor:
     """Return the hidden states [T, H] of the next tokens [T] of sequences; parts: see ``Sight.of``."""
     packed = CachedSequences.of(cache, parts)
@@ -153,7 +151,7 @@ def run(
 
 
 def run_prompts(
-    model: GPTModel, cache: Cache, prompts: Sequence[tuple[int, ...]], repeats: int, width: int
+    model: torch.nn.Module, cache: Cache, prompts: Sequence[tuple[int, ...]], repeats: int, width: int
 ) -> torch.Tensor:
     """Run each prompt once, give its keys and values to all its samples, and return their last hidden states.
 
