@@ -206,8 +206,7 @@ def linear_logprob(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each target's log-probability and each row's entropy, [N] in nats, from the output layer's input.
 
-    hidden:     [N, H], equal on all tensor ranks; under sequence parallelism already gathered. Outputs are float32, or
-                float64 for a float64 ``hidden`` (then ``weight`` is float64 too).
+    hidden:     [N, H], equal on all tensor ranks; gathered already. Outputs are float32, or float64 for a float64 one.
     weight:     [V/TP, H], this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
                 over the chunks in float32 and cast at the end.
     targets:    int64 [N], global token ids below ``vocab_size``.
@@ -218,18 +217,18 @@ def linear_logprob(
                 gather of a sequence-parallel hidden sums it by reduce-scatter.
     into_main_grad: whether backward adds the weight's gradient, not cast, to ``weight.main_grad``, the float32 buffer
                 of Megatron-Core's DistributedDataParallel, whose hook alone may read the stand-in that autograd gets.
-                Until ``zero_grad_buffer`` the weight may have no other use with a gradient than as a tied embedding. A
-                main_grad that is not float32 gets the gradient through autograd.
+                Until ``zero_grad_buffer`` the weight may have no other use with a gradient than as a tied embedding.
+                Without a float32 main_grad autograd gets it.
     chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra memory beside the
                 gradients: by torch's operations two float32 [chunk_tokens, V/TP], and one more in hidden's dtype where
-                that is not float32; by the Triton kernels one in hidden's dtype.
+                that is not float32; by the Triton kernels one in hidden's.
     kernel:     what works on the logits; parts: of "invariant", the tensor ranks that a whole ``weight`` computes for.
 
     Raises ValueError for no tokens a chunk, a rank of pads alone, a missing main_grad, a kernel that cannot run here.
     Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0.
     """
     check_kernel(kernel)
-    chunk_tokens = default_chunk_tokens(hidden.device.type, weight.shape[0]) if chunk_tokens is None else chunk_tokens
+    chunk_tokens = default_chunk_tokens(hidden.device.type, len(weight)) if chunk_tokens is None else chunk_tokens
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
     if into_main_grad:
