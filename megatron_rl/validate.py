@@ -166,6 +166,7 @@ def check_bitwise(config: Config) -> None:
         ("model.logprob_kernel", config.model.logprob_kernel, ("torch",), "its kernel is a row-invariant one"),
         ("rollout.producer.mode", config.rollout.producer.mode, ("sync",), "rollouts ahead have older weights"),
         ("weight_sync.interval_steps", config.weight_sync.interval_steps, (1,), "the engine's weights would lag"),
+        ("correction.old_logprobs", config.correction.old_logprobs, ("recompute", "auto"), "it would compare nothing"),
         ("replay.capacity_groups", config.replay.capacity_groups, (0,), "replayed groups have older weights"),
         *(
             (f"megatron.transformer.{name}", fields.get(name), (None, 0, 0.0), "dropout is another pass's noise")

@@ -161,7 +161,7 @@ def build_model(
         )
     shape = model_shape(hf_config, config, topology, layer_spec=layer_spec)
     if bitwise:
-        _refuse_bitwise(shape)
+        refuse_bitwise(shape)
     if value_head:
         shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     transformer = transformer_config(shape, hf_config, config, topology)
@@ -217,7 +217,7 @@ def _give_rotary(model: GPTModel, frequencies: torch.Tensor, *, packed: bool) ->
         model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
 
 
-def _refuse_bitwise(shape: ModelShape) -> None:
+def refuse_bitwise(shape: ModelShape) -> None:
     """Raise ConfigError for a model, or a host, that ``rollout.bitwise`` was not shown on."""
     if shape.num_experts:
         raise ConfigError(

@@ -7,7 +7,9 @@ import re
 import pytest
 import torch
 
+from megatron_rl import train
 from megatron_rl.cli import EXIT_CONFIG, EXIT_FAILED
+from tests.reference import tiny_config
 from tests.runs.command import KL, PPO, arguments, command_line, rows_of
 
 GIVEN = (
@@ -79,3 +81,12 @@ def test_what_it_cannot_have_is_refused_by_the_command_line(pool, arithmetic, tm
     given = "lora.rank=4"
     ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *GIVEN, given), timeout_s=60)
     assert code == EXIT_CONFIG and f"rollout.bitwise=true cannot be had under {given}" in said
+
+
+def test_a_dry_run_refuses_a_mixture(arithmetic, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    tiny_config("mixtral", vocab_size=17).save_pretrained(tmp_path / "mixture")
+    given = [f"model.hf_path={tmp_path / 'mixture'}", f"model.tokenizer_path={arithmetic / 'model'}"]
+    line = [*arguments(arithmetic, tmp_path / "run", *GIVEN, *given), "--dry-run"]
+    assert train.main(line) == EXIT_CONFIG
+    assert "rollout.bitwise=true is for dense models, and this one mixes 4 experts" in capsys.readouterr().err

@@ -19,6 +19,7 @@ REFUSED = (
     "rollout.engine=vllm",
     "rollout.producer.mode=prefetch",
     "weight_sync.interval_steps=2",
+    "correction.old_logprobs=rollout",
     "replay.capacity_groups=8",
     "megatron.transformer.hidden_dropout=0.1",
     "megatron.transformer.attention_dropout=0.1",
