@@ -84,7 +84,7 @@ def test_what_it_cannot_have_is_refused_by_the_command_line(pool, arithmetic, tm
 
 
 def test_a_dry_run_refuses_a_mixture(arithmetic, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
     tiny_config("mixtral", vocab_size=17).save_pretrained(tmp_path / "mixture")
     given = [f"model.hf_path={tmp_path / 'mixture'}", f"model.tokenizer_path={arithmetic / 'model'}"]
     line = [*arguments(arithmetic, tmp_path / "run", *GIVEN, *given), "--dry-run"]
