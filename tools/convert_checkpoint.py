@@ -133,13 +133,13 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
     from megatron_rl.errors import ConfigError
     from megatron_rl.model.hf_config import inverse_frequencies, read_shape
     from megatron_rl.weights.config_json import read_fields, read_hf_config
-    from megatron_rl.weights.families import FAMILIES, MISSING
+    from megatron_rl.weights.families.register import FAMILIES, MISSING
 
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json; name a Hugging Face directory")
     family = read_fields(folder).get("model_type")
     if family not in FAMILIES:
-        missing = MISSING.get(family, "a table of its parameters (weights/mapping.py) and its layers (model/build.py)")
+        missing = MISSING.get(family, "a file of its own in weights/families (CONTRIBUTING.md, Adding a family)")
         raise ConfigError(
             f"{folder} holds a {family!r} model, and the tables are for {', '.join(FAMILIES)}; missing for {family}: "
             f"{missing}. With NVIDIA's megatron-bridge installed (pip install 'megatron_rl[bridge]', a GPU) this "

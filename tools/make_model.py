@@ -18,16 +18,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-import transformers
-from transformers import AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.families.register import FAMILIES
 
-FAMILIES = {
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-}
+DENSE_FAMILIES = sorted(name for name, family in FAMILIES.items() if family.experts is None)
 
 # The head sizes that the attention kernels of vLLM and of Transformer Engine have in common.
 HEAD_DIMS = (32, 64, 80, 96, 112, 128)
@@ -77,10 +73,9 @@ def make_model(
         raise ConfigError(
             f"--tokenizer {str(tokenizer_dir)!r} is not a directory; make one with tools/make_tokenizer.py"
         )
-    config_class, model_class = FAMILIES[family]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     extra = {"head_dim": sizes.head_dim} if family != "qwen2" else {}  # Qwen2Config has no such field
-    config = config_class(
+    config = CONFIG_MAPPING[family](
         vocab_size=len(tokenizer),
         hidden_size=sizes.hidden,
         num_hidden_layers=sizes.layers,
@@ -97,7 +92,7 @@ def make_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     _check_tokenizer(tokenizer, out)
@@ -148,7 +143,7 @@ def sizes_from(options: argparse.Namespace) -> ModelSizes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen2")
+    parser.add_argument("--family", choices=DENSE_FAMILIES, default="qwen2")
     add_size_arguments(parser, ModelSizes())
     parser.add_argument(
         "--tokenizer", required=True, help="directory of a tokenizer, as tools/make_tokenizer.py writes it"

@@ -33,8 +33,9 @@ from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
 from megatron_rl.config.json_text import read_object
 from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.entry import Layout
 from megatron_rl.weights.finite import check_finite
-from megatron_rl.weights.mapping import EMBEDDING, Layout, adapter_name, hf_size, load_shard
+from megatron_rl.weights.mapping import EMBEDDING, adapter_name, hf_size, load_shard
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import HuggingFaceReader, check_tensors, heads_differ, whole_tensors
 from megatron_rl.weights.shards import Planned, ShardWriter

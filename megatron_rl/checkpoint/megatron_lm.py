@@ -25,16 +25,15 @@ import torch
 from megatron_rl.checkpoint.folder import LATEST, name_of
 from megatron_rl.checkpoint.torch_dist import TorchDistReader
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.mapping import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    Entry,
-    Layout,
-    expert_entries,
     hf_size,
     layer_entries,
     merge_shards,
+    own_experts,
 )
 from megatron_rl.weights.model_shape import ModelShape
 
@@ -110,7 +109,7 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
             aliases = ("mlp.linear_fc1.layer_norm_weight",) if entry.megatron == "pre_mlp_layernorm.weight" else ()
             tensors.append(Stored(entry=_of_layer(entry, layer), name=entry.megatron, aliases=aliases, layer=layer))
         for expert in range(shape.num_experts):
-            for local in expert_entries(fused, 0):
+            for local in (entry for entries in own_experts(fused, shape.num_experts) for entry in entries):
                 entry = dataclasses.replace(local, expert=expert).held_by(0, shape, 1)
                 name = re.sub(r"experts\.(linear_fc\d\.weight)0$", r"experts.experts.\1", local.megatron)
                 tensors.append(Stored(entry=_of_layer(entry, layer), name=name, layer=layer, expert=expert))

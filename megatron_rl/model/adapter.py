@@ -33,9 +33,8 @@ from megatron_rl.config import LoraConfig
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.mapping import (
-    Entry,
-    Layout,
     adapter_entries,
     adapter_name,
     hf_size,

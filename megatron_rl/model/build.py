@@ -26,6 +26,7 @@ from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_wei
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.model.transformer_fields import transformer_fields
+from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.enums import ModelType  # isort: skip
@@ -34,6 +35,7 @@ from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: sk
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
+BITWISE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -83,7 +85,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
         overlap_p2p_comm=topology.virtual_size > 1,
         batch_p2p_comm=topology.virtual_size == 1,
-        **_mixture_fields(shape),
+        **FAMILIES[shape.family].layer_fields(shape),
         **_fusions(shape, extra, shares=shares_prompts(config, shape.layer_spec)),
     )
     return _build_config({**fields, **extra}, extra, shape)
@@ -102,23 +104,6 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
         raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={extra}: {error}") from error
     transformer.moe_router_pre_softmax = shape.router_pre_softmax
     return transformer
-
-
-def _mixture_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return TransformerConfig's fields of a mixture of experts; none for a dense model."""
-    if not shape.num_experts:
-        return {}
-    return dict(
-        num_moe_experts=shape.num_experts,
-        moe_ffn_hidden_size=shape.ffn_hidden_size,
-        moe_router_topk=shape.experts_per_token,
-        moe_router_score_function="softmax",
-        moe_router_pre_softmax=shape.router_pre_softmax or shape.experts_per_token == 1,
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_z_loss_coeff=None,
-        moe_grouped_gemm=shape.layer_spec == "transformer_engine",
-    )
 
 
 def _fusions(shape: ModelShape, extra: dict[str, Any], *, shares: bool) -> dict[str, bool]:
@@ -223,6 +208,11 @@ def refuse_bitwise(shape: ModelShape) -> None:
         raise ConfigError(
             f"rollout.bitwise=true is for dense models, and this one mixes {shape.num_experts} experts, whose "
             "router and whose sum over experts are not row-invariant; set it to false"
+        )
+    if shape.family not in BITWISE_FAMILIES:
+        raise ConfigError(
+            f"rollout.bitwise=true was shown for {', '.join(BITWISE_FAMILIES)}, and this model's model_type is "
+            f"{shape.family}, whose layers may have other operations; set it to false"
         )
     if HOST.is_cuda:
         raise ConfigError(

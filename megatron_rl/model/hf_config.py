@@ -10,62 +10,13 @@ from megatron_rl.config import Config
 from megatron_rl.config.json_text import quoted
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.families import MIXTURES, check_family
+from megatron_rl.weights.families.register import FAMILIES, check_family
 from megatron_rl.weights.model_shape import ModelShape
-
-
-def _check_expressible(hf_config: Any) -> None:
-    """Raise ConfigError where a family's config asks for a feature that the model built here lacks."""
-    family = hf_config.model_type
-    check_family(family, "model.hf_path")
-    if hf_config.hidden_act != "silu":
-        raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of {family} is not supported; only silu is")
-    fields = hf_config.to_dict()
-    if set(kinds := fields.get("layer_types") or []) - {"full_attention"}:
-        raise ConfigError(f"layer_types={quoted(kinds)} of {family} is not supported; only full_attention is")
-    if fields.get("is_causal", True) is not True:
-        raise ConfigError(f"is_causal={fields['is_causal']} of {family} is not supported; only causal attention is")
-    if family == "llama" and (hf_config.attention_bias or hf_config.mlp_bias):
-        raise ConfigError(
-            "a llama model with attention_bias or mlp_bias is not supported: its output projections carry biases too"
-        )
-    if family in ("qwen3", "qwen3_moe") and hf_config.attention_bias:
-        raise ConfigError(
-            f"a {family} model with attention_bias is not supported: its output projection carries a bias too"
-        )
-    if family.startswith("qwen") and hf_config.use_sliding_window:
-        raise ConfigError(f"use_sliding_window=true of {family} is not supported; only full attention is")
-    if (
-        family == "mistral"
-        and hf_config.sliding_window is not None
-        and hf_config.sliding_window < hf_config.max_position_embeddings
-    ):
-        raise ConfigError(
-            f"sliding_window={hf_config.sliding_window} of mistral is below "
-            f"max_position_embeddings={hf_config.max_position_embeddings}, and only full attention is supported; "
-            "within the window the two are equal, so lower max_position_embeddings to it in config.json if no "
-            "sequence is longer"
-        )
-    if family == "mixtral" and hf_config.sliding_window is not None:
-        raise ConfigError(
-            f"sliding_window={hf_config.sliding_window} of mixtral is not supported; only full attention (null) is"
-        )
-    if family == "mixtral" and hf_config.router_jitter_noise:
-        raise ConfigError(
-            f"router_jitter_noise={hf_config.router_jitter_noise} of mixtral is not supported: it draws noise per "
-            "batch; set it to 0.0"
-        )
-    if family == "qwen3_moe" and (hf_config.decoder_sparse_step != 1 or hf_config.mlp_only_layers):
-        raise ConfigError(
-            f"decoder_sparse_step={hf_config.decoder_sparse_step} and mlp_only_layers={hf_config.mlp_only_layers} of "
-            "qwen3_moe leave dense layers between the mixtures, which is not supported; only decoder_sparse_step=1 "
-            "and mlp_only_layers=[] are"
-        )
 
 
 def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, topology: Topology) -> None:
     """Raise ConfigError where a degree of parallelism does not divide the size that it splits."""
-    name, experts = hf_config.name_or_path or hf_config.model_type, hf_config.model_type in MIXTURES
+    name, experts = hf_config.name_or_path or hf_config.model_type, FAMILIES[hf_config.model_type].experts is not None
     split = [
         ("parallel.tensor", topology.tensor_size, field, hf_config.to_dict()[field])
         for field in ("num_attention_heads", "num_key_value_heads")
@@ -108,13 +59,8 @@ def model_shape(hf_config: Any, config: Config, topology: Topology, *, layer_spe
     Raises ConfigError with the name of a feature that cannot be expressed or of a size that cannot be divided.
     """
     shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size)
-    _check_divisible(hf_config, shape.ffn_hidden_size, _ffn_name(shape.family), config, topology)
+    _check_divisible(hf_config, shape.ffn_hidden_size, FAMILIES[shape.family].ffn_field, config, topology)
     return shape
-
-
-def _ffn_name(family: str) -> str:
-    """Return the name of the config's field for the width of the MLP, or of one expert."""
-    return "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
 
 
 def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> ModelShape:
@@ -124,16 +70,17 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
 
     Raises ConfigError with the name of a feature that Megatron-Core, or the model built here, cannot express.
     """
-    _check_expressible(hf_config)
-    family, heads, vocab = hf_config.model_type, hf_config.num_attention_heads, hf_config.vocab_size
-    mixture = family in MIXTURES
+    check_family(hf_config.model_type, "model.hf_path")
+    family = FAMILIES[hf_config.model_type]
+    family.refuse(hf_config)
+    heads, vocab = hf_config.num_attention_heads, hf_config.vocab_size
     # head_dim is absent in qwen2's config, None in some llamas'
     head_dim = hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads
     return ModelShape(
-        family=family,
+        family=family.model_type,
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
-        ffn_hidden_size=hf_config.to_dict()[_ffn_name(family)],
+        ffn_hidden_size=hf_config.to_dict()[family.ffn_field],
         num_heads=heads,
         num_kv_heads=hf_config.num_key_value_heads,
         head_dim=head_dim,
@@ -141,12 +88,8 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
         padded_vocab_size=-(-vocab // vocab_multiple) * vocab_multiple,
         context_tokens=hf_config.max_position_embeddings,
         tied_embeddings=bool(hf_config.tie_word_embeddings),
-        qkv_bias=family == "qwen2",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        num_experts=hf_config.num_local_experts if mixture else 0,
-        experts_per_token=hf_config.num_experts_per_tok if mixture else 0,
-        router_pre_softmax=family == "qwen3_moe" and not hf_config.norm_topk_prob,
         layer_spec=layer_spec,
+        **family.features(hf_config),
     )
 
 

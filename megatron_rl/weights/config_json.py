@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config.json_text import check, field, quoted, read_object
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.families import check_family
+from megatron_rl.weights.families.register import check_family
 from megatron_rl.weights.quantization import WAY_OUT, block_size
 from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights, heads_differ
 

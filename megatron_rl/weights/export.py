@@ -16,11 +16,10 @@ from megatron_rl.distributed import platform  # noqa: F401  (before megatron.cor
 from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.finite import check_finite
 from megatron_rl.weights.mapping import (
     TIED_HEAD,
-    Entry,
-    Layout,
     hf_parts,
     hf_size,
     load_shard,

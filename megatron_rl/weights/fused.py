@@ -12,21 +12,21 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_rl.weights.mapping import EXPERT_NAMES
+from megatron_rl.weights.families.register import FAMILIES
 
 
 def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
     """Return views of a model's tensors (weights or gradients) under the names of a checkpoint's files.
 
     tensors: by their names in memory.
-    family: the config's ``model_type``. Any other than a mixture of ``EXPERT_NAMES`` has the same names in both places.
+    family: the config's ``model_type``. Any other than a mixture that is built here has the same names in both places.
 
     Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
     ``model.layers.0.block_sparse_moe.experts.{0…E−1}.w2.weight``.
     """
-    if family not in EXPERT_NAMES:
+    names = FAMILIES[family].experts if family in FAMILIES else None
+    if names is None:
         return dict(tensors)
-    names = EXPERT_NAMES[family]
     renamed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, mixture, rest = name.partition(".mlp.")

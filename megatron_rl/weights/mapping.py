@@ -1,80 +1,17 @@
-"""Megatron-Core names ↔ Hugging Face names: one table per family, for the torch layer spec and Transformer Engine's.
-
-An entry is a Megatron parameter of one layer, the Hugging Face tensors that it is made of, and their layout:
-
-- ``REPLICATED``: the same on every tensor rank (norms).
-- ``ROWS``:       split by rows over tensor ranks (embeddings, LM head); rows past the vocabulary are zeros.
-- ``COLUMNS``:    split by columns (o_proj, down_proj).
-- ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim, …], groups split over
-                  ranks (read, megatron-core 0.16.1 ``transformer/attention.py``
-                  SelfAttention.get_query_key_value_tensors).
-- ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); where there is one
-                  tensor, each rank's rows of it.
-
-Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts fused in memory
-(weights/fused.py).
-"""
+"""Megatron-Core names ↔ Hugging Face names of a whole model, by its family's table; shards ↔ whole tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
+from megatron_rl.weights.entry import Entry, Layout
+from megatron_rl.weights.families.mixture_layer import expert_entries
+from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.model_shape import ModelShape
-
-
-class Layout(Enum):
-    REPLICATED = "replicated"
-    ROWS = "rows"
-    COLUMNS = "columns"
-    QKV = "qkv"
-    GATE_UP = "gate_up"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """Describes one Megatron parameter and its Hugging Face tensors, in the order of the layout.
-
-    expert: for an expert's parameter, the expert's number among this rank's experts; ``{expert}`` in its Hugging Face
-            names stands for the number among all, which ``held_by`` fills in. Such a parameter is split over expert
-            tensor ranks, any other over tensor ranks.
-    """
-
-    megatron: str
-    hf: tuple[str, ...]
-    layout: Layout
-    expert: int | None = None
-
-    def held_by(self, expert_rank: int, shape: ModelShape, expert_size: int) -> Entry:
-        """Return the entry as one expert-parallel rank holds it.
-
-        Rank e has experts e·E/size to (e + 1)·E/size (``moe/moe_layer.py``).
-        """
-        if self.expert is None:
-            return self
-        number = expert_rank * (shape.num_experts // expert_size) + self.expert
-        return dataclasses.replace(self, hf=tuple(name.replace("{expert}", str(number)) for name in self.hf))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertNames:
-    """Holds Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-EXPERT_NAMES = {
-    "mixtral": ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
-    "qwen3_moe": ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-}
 
 EMBEDDING = Entry(megatron="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), layout=Layout.ROWS)
 HEAD = Entry(megatron="output_layer.weight", hf=("lm_head.weight",), layout=Layout.ROWS)
@@ -85,67 +22,19 @@ FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.we
 
 
 def layer_entries(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the table of one decoder layer.
+    """Return the entries of one decoder layer, its experts' aside.
 
     Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
     """
-    fused = shape.layer_spec == "transformer_engine"
-    attention_norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
-    # a router reads the normed state too, so Transformer Engine's spec fuses no norm into the experts (0.16.1
-    # gpt_layer_specs.py)
-    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused and not shape.num_experts else "pre_mlp_layernorm.weight"
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    entries = [
-        Entry(megatron=attention_norm, hf=("input_layernorm.weight",), layout=Layout.REPLICATED),
-        Entry(
-            megatron="self_attention.linear_qkv.weight", hf=tuple(f"{part}.weight" for part in qkv), layout=Layout.QKV
-        ),
-        Entry(megatron="self_attention.linear_proj.weight", hf=("self_attn.o_proj.weight",), layout=Layout.COLUMNS),
-        Entry(megatron=mlp_norm, hf=("post_attention_layernorm.weight",), layout=Layout.REPLICATED),
-    ]
-    if shape.num_experts:
-        router = f"{EXPERT_NAMES[shape.family].block}.gate.weight"
-        entries.append(Entry(megatron="mlp.router.weight", hf=(router,), layout=Layout.REPLICATED))
-    else:
-        gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-        entries.append(Entry(megatron="mlp.linear_fc1.weight", hf=gate_up, layout=Layout.GATE_UP))
-        entries.append(Entry(megatron="mlp.linear_fc2.weight", hf=("mlp.down_proj.weight",), layout=Layout.COLUMNS))
-    if shape.qkv_bias:
-        entries.append(
-            Entry(
-                megatron="self_attention.linear_qkv.bias", hf=tuple(f"{part}.bias" for part in qkv), layout=Layout.QKV
-            )
-        )
-    if shape.qk_norm:
-        for part in "qk":
-            entries.append(
-                Entry(
-                    megatron=f"self_attention.{part}_layernorm.weight",
-                    hf=(f"self_attn.{part}_norm.weight",),
-                    layout=Layout.REPLICATED,
-                )
-            )
-    return tuple(entries)
+    return FAMILIES[shape.family].layer(shape)
 
 
-def expert_entries(shape: ModelShape, expert: int) -> tuple[Entry, ...]:
-    """Return the table of one of this rank's experts, with names as in ``layer_entries``.
-
-    The torch spec makes an MLP of each (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP), Transformer Engine's makes
-    one grouped linear of all, with a weight per expert (TEGroupedMLP; run on a stand-in, not on a GPU).
-    """
-    names = EXPERT_NAMES[shape.family]
-    within = f"{names.block}.experts.{{expert}}"
-    grouped = shape.layer_spec == "transformer_engine"
-    fc1, fc2 = (
-        f"mlp.experts.{x}.weight{expert}" if grouped else f"mlp.experts.local_experts.{expert}.{x}.weight"
-        for x in ("linear_fc1", "linear_fc2")
-    )
-    gate_up = (f"{within}.{names.gate}.weight", f"{within}.{names.up}.weight")
-    return (
-        Entry(megatron=fc1, hf=gate_up, layout=Layout.GATE_UP, expert=expert),
-        Entry(megatron=fc2, hf=(f"{within}.{names.down}.weight",), layout=Layout.COLUMNS, expert=expert),
-    )
+def own_experts(shape: ModelShape, expert_size: int) -> Iterator[tuple[Entry, ...]]:
+    """Yield the entries of each of this rank's experts in one layer, with names as in ``layer_entries``."""
+    names = FAMILIES[shape.family].experts
+    if names is not None:
+        for expert in range(shape.num_experts // expert_size):
+            yield expert_entries(names, shape, expert)
 
 
 def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
@@ -163,10 +52,7 @@ def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: i
     per_stage = shape.num_layers // num_stages
     for local in range(per_stage):
         layer = stage * per_stage + local
-        for entries in (
-            layer_entries(shape),
-            *(expert_entries(shape, i) for i in range(shape.num_experts // expert_size)),
-        ):
+        for entries in (layer_entries(shape), *own_experts(shape, expert_size)):
             for entry in entries:
                 yield dataclasses.replace(
                     entry,
@@ -230,39 +116,13 @@ def hf_size(shape: ModelShape, name: str) -> tuple[int, ...]:
         rows, columns = hf_size(shape, f"{projection}.weight")
         return (shape.lora_rank, columns) if side == "A" else (rows, shape.lora_rank)
     kind = name.split("layers.")[-1].split(".", 1)[-1] if ".layers." in name else name
-    kind = re.sub(r"^(mlp|block_sparse_moe)\.experts\.(\d+|\{expert\})\.", "expert.", kind)
-    q, kv, hidden, ffn = (
-        shape.num_heads * shape.head_dim,
-        shape.num_kv_heads * shape.head_dim,
-        shape.hidden_size,
-        shape.ffn_hidden_size,
-    )
-    sizes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (shape.vocab_size, hidden),
-        "lm_head.weight": (shape.vocab_size, hidden),
-        "score.weight": (1, hidden),
-        "self_attn.q_proj.weight": (q, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
-        "self_attn.q_proj.bias": (q,),
-        "self_attn.k_proj.bias": (kv,),
-        "self_attn.v_proj.bias": (kv,),
-        "self_attn.o_proj.weight": (hidden, q),
-        "self_attn.q_norm.weight": (shape.head_dim,),
-        "self_attn.k_norm.weight": (shape.head_dim,),
-        "mlp.gate_proj.weight": (ffn, hidden),
-        "mlp.up_proj.weight": (ffn, hidden),
-        "mlp.down_proj.weight": (hidden, ffn),
+    kind = re.sub(r"^\w+\.experts\.(\d+|\{expert\})\.", "expert.", kind)
+    whole: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
+        "lm_head.weight": (shape.vocab_size, shape.hidden_size),
+        "score.weight": (1, shape.hidden_size),
     }
-    if shape.num_experts:
-        names = EXPERT_NAMES[shape.family]
-        sizes |= {
-            f"{names.block}.gate.weight": (shape.num_experts, hidden),
-            f"expert.{names.gate}.weight": (ffn, hidden),
-            f"expert.{names.up}.weight": (ffn, hidden),
-            f"expert.{names.down}.weight": (hidden, ffn),
-        }
-    return sizes.get(kind, (hidden,))  # the rest are norms over the hidden state
+    return whole.get(kind) or FAMILIES[shape.family].sizes(shape).get(kind, (shape.hidden_size,))  # the rest are norms
 
 
 def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:

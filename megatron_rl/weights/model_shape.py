@@ -33,12 +33,12 @@ class ModelShape:
     padded_vocab_size: int
     context_tokens: int
     tied_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
-    num_experts: int
-    experts_per_token: int
-    router_pre_softmax: bool
     layer_spec: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    router_pre_softmax: bool = False
     value_head: bool = False
     lora_rank: int = 0
     lora_alpha: float = 0.0

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_rl.config.json_text import check, field, quoted, read_object
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.mapping import Entry, hf_size, stage_entries
+from megatron_rl.weights.entry import Entry
+from megatron_rl.weights.mapping import hf_size, stage_entries
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.quantization import SCALE, block_size, dequantize, trace_of
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX

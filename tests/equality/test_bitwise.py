@@ -38,7 +38,7 @@ CUTS = (
     dict(max_tokens=300, share_prompts=False),
     dict(max_tokens=10_000, share_prompts=False, pad_multiple=8),
 )
-FAMILIES = ("qwen2_tied", "qwen3", "llama3_rope")
+FAMILIES = ("qwen2_tied", "qwen3", "llama3_rope", "mistral")
 
 
 def engine_of(rig: Rig, folder) -> BitwiseEngine:

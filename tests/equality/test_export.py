@@ -14,7 +14,8 @@ import torch
 from megatron_rl.model.hf_config import read_shape
 from megatron_rl.weights import export
 from megatron_rl.weights.checksum import Checksum
-from megatron_rl.weights.mapping import TIED_HEAD, Layout, stage_entries
+from megatron_rl.weights.entry import Layout
+from megatron_rl.weights.mapping import TIED_HEAD, stage_entries
 from tests.allocated import AllocationMeter
 from tests.equality.rig import Rig, open_rig, sizes
 from tests.reference import file_weights, tiny_config

@@ -235,7 +235,7 @@ def changed(folder: pathlib.Path, **values: object) -> None:
 REFUSED = [
     ({"model_type": "gemma2"}, "missing for gemma2: soft-capped attention scores"),
     ({"model_type": "gemma3_text"}, "missing for gemma3_text: norms behind attention and behind the MLP"),
-    ({"model_type": "mamba"}, "missing for mamba: a table of its parameters"),
+    ({"model_type": "mamba"}, "missing for mamba: a file of its own in weights/families"),
     ({"attention_bias": True}, "a llama model with attention_bias"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type='yarn' is not supported"),
     ({"hidden_size": 128}, "has shape"),

@@ -21,7 +21,7 @@ def family_of(folder: pathlib.Path) -> str | None:
 
 def needs_bridge(given: argparse.Namespace) -> bool:
     """Return True for an import or export of a family that our tables lack, if megatron-bridge is installed."""
-    from megatron_rl.weights.families import FAMILIES
+    from megatron_rl.weights.families.register import FAMILIES
 
     if given.command not in ("import", "export"):
         return False

@@ -17,6 +17,7 @@ from megatron_rl.model import attention
 from megatron_rl.model.build import build_model
 from megatron_rl.model.head import head_weight
 from megatron_rl.model.layout import Layout
+from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import HuggingFaceReader
 from megatron_rl.weights.side_files import side_files
@@ -74,7 +75,7 @@ def transformers_logprobs(source: pathlib.Path, hf_config, tokens: torch.Tensor)
     """Return float32 log-probs [sequences, tokens − 1, vocabulary] of transformers' own model."""
     from transformers import AutoModelForCausalLM
 
-    experts = {"experts_implementation": "eager"} if hf_config.model_type in ("mixtral", "qwen3_moe") else {}
+    experts = {"experts_implementation": "eager"} if FAMILIES[hf_config.model_type].experts else {}
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True, **experts).eval()
     return torch.cat([model(row[None, :-1]).logits.float().log_softmax(-1) for row in tokens])
 

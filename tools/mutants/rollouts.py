@@ -149,7 +149,7 @@ WEIGHTS = (
     ),
     Mutant(
         name="experts-dealt-in-turn",
-        file="megatron_rl/weights/mapping.py",
+        file="megatron_rl/weights/entry.py",
         line="number = expert_rank * (shape.num_experts // expert_size) + self.expert",
         becomes="number = self.expert * expert_size + expert_rank",
         fault="experts are dealt to ranks in turn, not in blocks",

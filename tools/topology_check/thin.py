@@ -18,6 +18,7 @@ import torch
 from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Sample
+from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.fused import file_tensors
 
 HIDDEN, FFN, VOCABULARY, EXPERTS = 64, 96, 128, 4
@@ -119,7 +120,7 @@ def thin_hf_config(real, config: Config, size: Size):
 def check_real(real, config: Config) -> None:
     """Raise ConfigError if the real model does not split over this topology, which the thin one would hide."""
     parallel, experts = config.parallel, num_experts(real)
-    ffn = "moe_intermediate_size" if "moe_intermediate_size" in real.to_dict() else "intermediate_size"
+    ffn = FAMILIES[real.model_type].ffn_field
     split = {
         "num_hidden_layers": (
             real.num_hidden_layers,

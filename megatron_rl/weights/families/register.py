@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.families.family import Family
+from megatron_rl.weights.families.llama import LLAMA
+from megatron_rl.weights.families.mistral import MISTRAL
+from megatron_rl.weights.families.mixtral import MIXTRAL
+from megatron_rl.weights.families.qwen2 import QWEN2
+from megatron_rl.weights.families.qwen3 import QWEN3
+from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe")
-MIXTURES = ("mixtral", "qwen3_moe")
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, MIXTRAL, QWEN3_MOE)
+}
 _GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
 _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
 # Features that a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py,
@@ -20,12 +28,12 @@ MISSING = {
     "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
     "deepseek_v3": "multi-latent attention, shared experts, a sigmoid router with groups and a correction bias",
     "gpt_oss": "attention sinks, clamped gated activations, biases on projections and experts",
-    "phi3": "q, k, v in one tensor and gate, up in one, where the tables of weights/mapping.py name each",
+    "phi3": "q, k, v in one tensor and gate, up in one, where a layer's entries name each",
 }
 
 
 def check_family(family: object, where: str) -> None:
     """Raise ConfigError, naming the missing parts, where ``family`` (a config's ``model_type``) is not in FAMILIES."""
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         missing = f"; missing for {family}: {MISSING[family]}" if str(family) in MISSING else ""
         raise ConfigError(f"{where} holds a {quoted(family)} model; this version builds {', '.join(FAMILIES)}{missing}")

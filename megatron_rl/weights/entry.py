@@ -1,0 +1,57 @@
+"""One Megatron-Core parameter and the Hugging Face tensors that it is made of.
+
+A layout says how they lie in it, and how it is split over ranks:
+
+- ``REPLICATED``: the same on every tensor rank (norms).
+- ``ROWS``:       split by rows over tensor ranks (embeddings, LM head); rows past the vocabulary are zeros.
+- ``COLUMNS``:    split by columns (o_proj, down_proj).
+- ``QKV``:        q, k and v interleaved by query group: [group, (heads per group + 2) · head_dim, …], groups split over
+                  ranks (read, megatron-core 0.16.1 ``transformer/attention.py``
+                  SelfAttention.get_query_key_value_tensors).
+- ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); where there is one
+                  tensor, each rank's rows of it.
+
+Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts fused in memory
+(weights/fused.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_rl.weights.model_shape import ModelShape
+
+
+class Layout(Enum):
+    REPLICATED = "replicated"
+    ROWS = "rows"
+    COLUMNS = "columns"
+    QKV = "qkv"
+    GATE_UP = "gate_up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Describes one Megatron parameter and its Hugging Face tensors, in the order of the layout.
+
+    expert: for an expert's parameter, the expert's number among this rank's experts; ``{expert}`` in its Hugging Face
+            names stands for the number among all, which ``held_by`` fills in. Such a parameter is split over expert
+            tensor ranks, any other over tensor ranks.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout
+    expert: int | None = None
+
+    def held_by(self, expert_rank: int, shape: ModelShape, expert_size: int) -> Entry:
+        """Return the entry as one expert-parallel rank holds it.
+
+        Rank e has experts e·E/size to (e + 1)·E/size (``moe/moe_layer.py``).
+        """
+        if self.expert is None:
+            return self
+        number = expert_rank * (shape.num_experts // expert_size) + self.expert
+        return dataclasses.replace(self, hf=tuple(name.replace("{expert}", str(number)) for name in self.hf))

@@ -1,0 +1,80 @@
+"""A plain Llama layer: its entries, its tensors' sizes, and Megatron-Core's fields for it (none beside the common)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.weights.entry import Entry, Layout
+from megatron_rl.weights.model_shape import ModelShape
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def attention_entries(shape: ModelShape) -> tuple[Entry, ...]:
+    """Return the entries of grouped-query attention and the norm before it; biases and q, k norms where it has them."""
+    fused = shape.layer_spec == "transformer_engine"
+    norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+    entries = [
+        Entry(megatron=norm, hf=("input_layernorm.weight",), layout=Layout.REPLICATED),
+        Entry(
+            megatron="self_attention.linear_qkv.weight", hf=tuple(f"{part}.weight" for part in _QKV), layout=Layout.QKV
+        ),
+        Entry(megatron="self_attention.linear_proj.weight", hf=("self_attn.o_proj.weight",), layout=Layout.COLUMNS),
+    ]
+    if shape.qkv_bias:
+        biases = tuple(f"{part}.bias" for part in _QKV)
+        entries.append(Entry(megatron="self_attention.linear_qkv.bias", hf=biases, layout=Layout.QKV))
+    if shape.qk_norm:
+        for part in "qk":
+            entries.append(
+                Entry(
+                    megatron=f"self_attention.{part}_layernorm.weight",
+                    hf=(f"self_attn.{part}_norm.weight",),
+                    layout=Layout.REPLICATED,
+                )
+            )
+    return tuple(entries)
+
+
+def dense_layer(shape: ModelShape) -> tuple[Entry, ...]:
+    """Return the entries of a layer with one MLP, of gate, up and down."""
+    fused = shape.layer_spec == "transformer_engine"
+    norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
+    gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    return (
+        *attention_entries(shape),
+        Entry(megatron=norm, hf=("post_attention_layernorm.weight",), layout=Layout.REPLICATED),
+        Entry(megatron="mlp.linear_fc1.weight", hf=gate_up, layout=Layout.GATE_UP),
+        Entry(megatron="mlp.linear_fc2.weight", hf=("mlp.down_proj.weight",), layout=Layout.COLUMNS),
+    )
+
+
+def attention_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of attention's tensors."""
+    q, kv, hidden = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden_size
+    return {
+        "self_attn.q_proj.weight": (q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.q_proj.bias": (q,),
+        "self_attn.k_proj.bias": (kv,),
+        "self_attn.v_proj.bias": (kv,),
+        "self_attn.o_proj.weight": (hidden, q),
+        "self_attn.q_norm.weight": (shape.head_dim,),
+        "self_attn.k_norm.weight": (shape.head_dim,),
+    }
+
+
+def dense_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of a layer's tensors, norms over the hidden state aside."""
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    return attention_sizes(shape) | {
+        "mlp.gate_proj.weight": (ffn, hidden),
+        "mlp.up_proj.weight": (ffn, hidden),
+        "mlp.down_proj.weight": (hidden, ffn),
+    }
+
+
+def dense_fields(shape: ModelShape) -> dict[str, Any]:
+    """Return no field: Megatron-Core's layer is a plain one without any."""
+    return {}

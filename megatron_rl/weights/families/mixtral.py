@@ -1,0 +1,43 @@
+"""Mixtral (``mixtral``): Mistral's attention, its MLP a mixture of experts whose weights add up to 1."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.weights.families.family import ExpertNames, Family
+from megatron_rl.weights.families.mixture_layer import mixture_layer, mixture_sizes, softmax_router
+from megatron_rl.weights.families.refusals import refuse_other_layers
+
+EXPERTS = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+def refuse(hf_config: Any) -> None:
+    """Raise ConfigError for a sliding window, noise on the router or another kind of layer."""
+    refuse_other_layers(hf_config)
+    if hf_config.sliding_window is not None:
+        raise ConfigError(
+            f"sliding_window={hf_config.sliding_window} of mixtral is not supported; only full attention (null) is"
+        )
+    if hf_config.router_jitter_noise:
+        raise ConfigError(
+            f"router_jitter_noise={hf_config.router_jitter_noise} of mixtral is not supported: it draws noise per "
+            "batch; set it to 0.0"
+        )
+
+
+def features(hf_config: Any) -> dict[str, Any]:
+    """Return the sizes of the mixture."""
+    return dict(num_experts=hf_config.num_local_experts, experts_per_token=hf_config.num_experts_per_tok)
+
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    refuse=refuse,
+    features=features,
+    layer=partial(mixture_layer, EXPERTS),
+    sizes=partial(mixture_sizes, EXPERTS),
+    layer_fields=softmax_router,
+    experts=EXPERTS,
+)

@@ -1,0 +1,34 @@
+"""Refusals that several families share: features that a layer built here lacks, each by its config's field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.config.json_text import quoted
+from megatron_rl.errors import ConfigError
+
+
+def refuse_other_layers(hf_config: Any) -> None:
+    """Raise ConfigError unless every layer has causal attention over the whole sequence and silu in its MLP."""
+    family, fields = hf_config.model_type, hf_config.to_dict()
+    if hf_config.hidden_act != "silu":
+        raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of {family} is not supported; only silu is")
+    if set(kinds := fields.get("layer_types") or []) - {"full_attention"}:
+        raise ConfigError(f"layer_types={quoted(kinds)} of {family} is not supported; only full_attention is")
+    if fields.get("is_causal", True) is not True:
+        raise ConfigError(f"is_causal={fields['is_causal']} of {family} is not supported; only causal attention is")
+
+
+def refuse_attention_bias(hf_config: Any) -> None:
+    """Raise ConfigError where the projections of attention, the output's too, carry biases."""
+    if hf_config.attention_bias:
+        raise ConfigError(
+            f"a {hf_config.model_type} model with attention_bias is not supported: its output projection carries a "
+            "bias too"
+        )
+
+
+def refuse_sliding_window(hf_config: Any) -> None:
+    """Raise ConfigError where a Qwen config turns its sliding window on."""
+    if hf_config.use_sliding_window:
+        raise ConfigError(f"use_sliding_window=true of {hf_config.model_type} is not supported; only full attention is")
