@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError, EngineError
+from megatron_rl.model.build import refuse_bitwise
+from megatron_rl.model.hf_config import read_shape
 from megatron_rl.rollout.build import RankLocation, place_engine
 from megatron_rl.trainer.bitwise import compare_update
 from megatron_rl.types import StepKind, StepResult
+from tests.reference import tiny_config
 
 
 def result(**sums: float) -> StepResult:
@@ -30,3 +35,10 @@ def test_an_engine_without_a_trainer_is_refused() -> None:
     given = dict(location=location, device=torch.device("cpu"), dtype=torch.float32, vocab_size=9)
     with pytest.raises(ConfigError, match=r"rollout\.bitwise=true compares a run's rollouts with its trainer"):
         place_engine(config, None, **given)
+
+
+def test_a_family_that_was_not_shown_is_refused_by_name() -> None:
+    shape = read_shape(tiny_config("qwen3"), layer_spec="torch")
+    refuse_bitwise(shape)
+    with pytest.raises(ConfigError, match="was shown for llama, .* model_type is other, whose layers may have other"):
+        refuse_bitwise(dataclasses.replace(shape, family="other"))
