@@ -131,7 +131,7 @@ class MegatronBackend(TrainableModel):
             train_entropy=train_entropy,
             reduce_hidden_grad=not self.config.parallel.sequence_parallel,
             into_main_grad=True,
-            kernel=self.config.model.logprob_kernel,
+            kernel="invariant" if self.config.rollout.bitwise else self.config.model.logprob_kernel,
         )
 
     # ---- forward and backward --------------------------------------------------------------------------------------

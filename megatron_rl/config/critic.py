@@ -92,6 +92,7 @@ def critic_config(config):
         model=dataclasses.replace(config.model, **own_weights),
         train=dataclasses.replace(config.train, samples_per_mini_batch=samples_per_mini_batch),
         skip=dataclasses.replace(config.skip, steps="match", ghost="dense"),
+        rollout=dataclasses.replace(config.rollout, bitwise=False),  # nobody samples from a critic
     )
 
 

@@ -96,6 +96,8 @@ class RolloutConfig:
     """Tokens of a response at most, over all turns, observations included."""
     temperature: Annotated[float, Range(0.01, 100)] = 1.0
     """Sampling temperature; engine and trainer take log-probs at it everywhere."""
+    bitwise: bool = False
+    """`transformers`: sample by the trainer's own layers, for log-probs equal to the bit (docs/bitwise.md)."""
     max_batch_samples: Annotated[int, Range(1, 10**6)] = 256
     """`transformers`: rows decoded at once."""
     allow_large_embedded_model: bool = False

@@ -7,6 +7,7 @@ The sequences are whole or split over context-parallel ranks. Megatron-Core's ow
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from megatron_rl.model.attention_spans import (
     context_positions,
 )
 from megatron_rl.model.layout import Layout
+from megatron_rl.model.sight import Sight
 from megatron_rl.model.span_attention import span_attention
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -127,6 +129,11 @@ class PackedSequences(PackedSeqParams):
     key_order: torch.Tensor | None = None
     context: ContextShard = WHOLE
     segments: KeySegments | None = None
+
+    @functools.cached_property
+    def sight(self) -> Sight:
+        """Return what each query sees, for ``InvariantAttention``; the sequences are whole on this rank."""
+        return Sight.of_layout(self.layout)
 
 
 def pack(

@@ -20,6 +20,8 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape
+from megatron_rl.model.invariant import silu
+from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.rotary import PackedRotary
@@ -30,8 +32,10 @@ from megatron_rl.weights.model_shape import ModelShape
 from megatron.core.enums import ModelType  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
+BITWISE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -56,7 +60,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=silu if config.rollout.bitwise else F.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
@@ -132,20 +136,23 @@ def build_model(
     """
     # Settings that all chunks share.
     check_kernel(config.model.logprob_kernel)
-    layer_spec = choose_layer_spec(config.model.layer_spec, config.model.dtype)
+    bitwise = config.rollout.bitwise
+    layer_spec = "torch" if bitwise else choose_layer_spec(config.model.layer_spec, config.model.dtype)
     if config.megatron.transformer.get("fp8") and layer_spec != "transformer_engine":
         raise ConfigError(
             f"megatron.transformer.fp8={config.megatron.transformer['fp8']} needs Transformer Engine's layers, and "
             f"these are {layer_spec}'s (model.layer_spec={config.model.layer_spec}, model.dtype={config.model.dtype}); "
             "install Transformer Engine, or remove megatron.transformer.fp8"
         )
-    stages = topology.pipeline_size * topology.virtual_size
     shape = model_shape(hf_config, config, topology, layer_spec=layer_spec)
+    if bitwise:
+        refuse_bitwise(shape)
     if value_head:
         shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     transformer = transformer_config(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
-    spec = block_spec(transformer, layer_spec, shape.num_layers // stages, share_prompts=shares)
+    layers = shape.num_layers // (topology.pipeline_size * topology.virtual_size)
+    spec = _block_spec(transformer, layer_spec, layers, bitwise=bitwise, shares=shares)
     frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
@@ -163,10 +170,10 @@ def build_model(
             vp_stage=chunk if topology.virtual_size > 1 else None,
         )
         model.model_type = ModelType.encoder_or_decoder
-        if layer_spec == "torch" or shares:
-            model.rotary_pos_emb = PackedRotary(frequencies)
+        if bitwise:
+            give_angles(model, frequencies)
         else:
-            model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
+            _give_rotary(model, frequencies, packed=layer_spec == "torch" or shares)
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
@@ -177,6 +184,41 @@ def build_model(
             fuse_weight_gradients(model)
         chunks.append(model.to(HOST.device))
     return chunks, shape
+
+
+def _block_spec(
+    transformer: TransformerConfig, layer_spec: str, layers: int, *, bitwise: bool, shares: bool
+) -> TransformerBlockSubmodules:
+    if bitwise:
+        return invariant_block_spec(transformer, layers)
+    return block_spec(transformer, layer_spec, layers, share_prompts=shares)
+
+
+def _give_rotary(model: GPTModel, frequencies: torch.Tensor, *, packed: bool) -> None:
+    """Give a model its rotary angles; packed: by the positions that come with the tokens."""
+    if packed:
+        model.rotary_pos_emb = PackedRotary(frequencies)
+    else:
+        model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
+
+
+def refuse_bitwise(shape: ModelShape) -> None:
+    """Raise ConfigError for a model, or a host, that ``rollout.bitwise`` was not shown on."""
+    if shape.num_experts:
+        raise ConfigError(
+            f"rollout.bitwise=true is for dense models, and this one mixes {shape.num_experts} experts, whose "
+            "router and whose sum over experts are not row-invariant; set it to false"
+        )
+    if shape.family not in BITWISE_FAMILIES:
+        raise ConfigError(
+            f"rollout.bitwise=true was shown for {', '.join(BITWISE_FAMILIES)}, and this model's model_type is "
+            f"{shape.family}, whose layers may have other operations; set it to false"
+        )
+    if HOST.is_cuda:
+        raise ConfigError(
+            "rollout.bitwise=true was shown on CPUs alone; set it to false on a GPU (docs/bitwise.md says what vLLM "
+            "has there)"
+        )
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:

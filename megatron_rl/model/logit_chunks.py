@@ -1,7 +1,8 @@
 """Chunks of logits between the matrix products of logprob.py: how many tokens, in which memory, by which kernel.
 
 Torch's operations work on them, or, where ``model.logprob_kernel`` says so, the Triton kernels of logprob_kernels.py,
-which are held against torch's operations.
+which are held against torch's operations. Under ``rollout.bitwise`` the forward is row-invariant
+(model/invariant.py).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.invariant import BLOCK_ROWS, aligned, elementwise, padded
 
-Kernel = Literal["torch", "triton"]
+Kernel = Literal["torch", "triton", "invariant"]
 UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
 
 # Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens. In bfloat16 that moves 12 bytes
@@ -64,6 +66,7 @@ class Head:
     into_main_grad: bool
     chunk_tokens: int
     kernel: Kernel
+    parts: int = 1  # tensor ranks that one rank computes for, under ``rollout.bitwise``
 
     def slices(self, tokens: int) -> list[slice]:
         return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
@@ -80,6 +83,10 @@ class Head:
         local = targets - self.start
         return torch.where((local >= 0) & (local < self.num_valid), local, -1)
 
+    def log(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logarithms of a row's numbers."""
+        return elementwise(torch.log, x) if self.kernel == "invariant" else x.log()
+
     def chunks(self, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> TorchChunks | TritonChunks:
         """Return what works on the chunks of logits in one pass, with its buffers."""
         match self.kernel:
@@ -87,6 +94,8 @@ class Head:
                 return TorchChunks(self, hidden, weight, backward=backward)
             case "triton":
                 return TritonChunks(self, hidden, weight)
+            case "invariant":
+                return InvariantChunks(self, hidden, weight, backward=backward)
             case _:
                 assert_never(self.kernel)
 
@@ -146,6 +155,25 @@ class TorchChunks:
         target = column.clamp(min=0)[:, None]
         x.scatter_(1, target, x.gather(1, target) + (at_logprob * (column >= 0))[:, None])
         return x if self.product is self.x else self.product[: x.shape[0]].copy_(x)
+
+
+class InvariantChunks(TorchChunks):
+    """Works on blocks of logits; ``gradient`` alone works on whole chunks, as TorchChunks does."""
+
+    def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
+        """Fill one chunk's ``peak`` and ``stats``, as TorchChunks does."""
+        hidden, weight = aligned(self.hidden[rows]), aligned(self.weight).t()
+        for start in range(0, len(hidden), BLOCK_ROWS):
+            own = slice(start, min(start + BLOCK_ROWS, len(hidden)))
+            count = own.stop - own.start
+            x = (padded(hidden[own]) @ weight).to(peak.dtype) / self.head.temperature
+            target = column[own, None]
+            stats[2, own] = x[:count].gather(1, target.clamp(min=0))[:, 0].masked_fill_(target[:, 0] < 0, 0)
+            highest = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
+            x -= highest
+            e = elementwise(torch.exp, x)
+            peak[own], stats[0, own] = highest[:count, 0], e.sum(-1)[:count]
+            stats[1, own] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)[:count]
 
 
 class TritonChunks:

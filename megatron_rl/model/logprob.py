@@ -12,10 +12,13 @@ or Triton kernels (logit_chunks.py).
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.model.invariant import elementwise
 from megatron_rl.model.logit_chunks import Head, Kernel, check_kernel, default_chunk_tokens
 
 
@@ -34,19 +37,14 @@ def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, head: Head):
-        precise = torch.promote_types(hidden.dtype, torch.float32)
-        tokens = hidden.shape[0]
-        column = head.own(targets)
-        peak = hidden.new_empty(tokens, dtype=precise)
-        # Σ e^{x−m}, Σ (x−m) e^{x−m}, x_target, with m this rank's maximum
-        stats = hidden.new_empty((3, tokens), dtype=precise)
-        # This rank's statistics, chunk by chunk; then those of all tensor ranks.
-        chunks = head.chunks(hidden, weight, backward=False)
-        for rows in head.slices(tokens):
-            chunks.statistics(rows, column[rows], peak[rows], stats[:, rows])
-        if head.group is not None and tokens:
-            _combine(peak, stats, head.group)
-        log_sum = stats[0].log()
+        # This rank's statistics, then those of all tensor ranks.
+        if head.kernel == "invariant":
+            peak, stats = _combine_in_order(_by_rank(hidden, weight, targets, head))
+        else:
+            peak, stats = _own_statistics(hidden, weight, targets, head)
+            if head.group is not None and hidden.shape[0]:
+                _combine(peak, stats, head.group)
+        log_sum = head.log(stats[0])
         log_z = peak + log_sum
         logprobs = stats[2] - log_z
         entropy = log_sum - stats[1] / stats[0]
@@ -82,6 +80,55 @@ class _LinearLogProb(torch.autograd.Function):
             dist.all_reduce(grad_hidden, group=head.group)
         grad_weight = _weight_gradient(weight, weight_sum, ctx.parameter) if needs_weight else None
         return grad_hidden, grad_weight, None, None
+
+
+def _own_statistics(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Head
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's maximum m [N], and [3, N]: Σ e^{x−m}, Σ (x−m) e^{x−m} and x_target; chunk by chunk."""
+    precise = torch.promote_types(hidden.dtype, torch.float32)
+    tokens = hidden.shape[0]
+    column = head.own(targets)
+    peak = hidden.new_empty(tokens, dtype=precise)
+    stats = hidden.new_empty((3, tokens), dtype=precise)
+    chunks = head.chunks(hidden, weight, backward=False)
+    for rows in head.slices(tokens):
+        chunks.statistics(rows, column[rows], peak[rows], stats[:, rows])
+    return peak, stats
+
+
+def _by_rank(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Head
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the statistics of every tensor rank, in their order: gathered, or of the parts of a whole weight."""
+    if head.parts == 1:
+        peak, stats = _own_statistics(hidden, weight, targets, head)
+        if head.group is None or not hidden.shape[0]:
+            return [(peak, stats)]
+        own = torch.cat([peak[None], stats])
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(head.group))]
+        dist.all_gather(gathered, own, group=head.group)
+        return [(x[0], x[1:]) for x in gathered]
+    found = []
+    width = -(-head.num_valid // head.parts)
+    for rank in range(head.parts):
+        start, num_valid = own_columns(width, rank, head.num_valid)
+        part = dataclasses.replace(head, start=start, num_valid=num_valid, parts=1)
+        found.append(_own_statistics(hidden, weight[start : start + num_valid], targets, part))
+    return found
+
+
+def _combine_in_order(ranks: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do as ``_combine`` does, row-invariantly: add up the ranks' statistics in their order."""
+    if len(ranks) == 1:
+        return ranks[0]
+    peak = torch.stack([own for own, _ in ranks]).amax(0)
+    total = torch.zeros_like(ranks[0][1])
+    for own, stats in ranks:
+        shift = own - peak
+        factor = elementwise(torch.exp, shift)
+        total += torch.stack([stats[0] * factor, (stats[1] + shift * stats[0]) * factor, stats[2]])
+    return peak, total
 
 
 def _weight_sum(weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.Parameter | None) -> torch.Tensor:
@@ -155,11 +202,11 @@ def linear_logprob(
     into_main_grad: bool = False,
     chunk_tokens: int | None = None,
     kernel: Kernel = "torch",
+    parts: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each target's log-probability and each row's entropy, [N] in nats, from the output layer's input.
 
-    hidden:     [N, H], equal on all tensor ranks; under sequence parallelism already gathered. Outputs are float32, or
-                float64 for a float64 ``hidden`` (then ``weight`` is float64 too).
+    hidden:     [N, H], equal on all tensor ranks; gathered already. Outputs are float32, or float64 for a float64 one.
     weight:     [V/TP, H], this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
                 over the chunks in float32 and cast at the end.
     targets:    int64 [N], global token ids below ``vocab_size``.
@@ -170,19 +217,18 @@ def linear_logprob(
                 gather of a sequence-parallel hidden sums it by reduce-scatter.
     into_main_grad: whether backward adds the weight's gradient, not cast, to ``weight.main_grad``, the float32 buffer
                 of Megatron-Core's DistributedDataParallel, whose hook alone may read the stand-in that autograd gets.
-                Until ``zero_grad_buffer`` the weight may have no other use with a gradient than as a tied embedding. A
-                main_grad that is not float32 gets the gradient through autograd.
+                Until ``zero_grad_buffer`` the weight may have no other use with a gradient than as a tied embedding.
+                Without a float32 main_grad autograd gets it.
     chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra memory beside the
                 gradients: by torch's operations two float32 [chunk_tokens, V/TP], and one more in hidden's dtype where
-                that is not float32; by the Triton kernels one in hidden's dtype.
-    kernel:     torch's operations, or Triton kernels, work on the logits.
+                that is not float32; by the Triton kernels one in hidden's.
+    kernel:     what works on the logits; parts: of "invariant", the tensor ranks that a whole ``weight`` computes for.
 
     Raises ValueError for no tokens a chunk, a rank of pads alone, a missing main_grad, a kernel that cannot run here.
     Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0.
     """
     check_kernel(kernel)
-    if chunk_tokens is None:
-        chunk_tokens = default_chunk_tokens(hidden.device.type, weight.shape[0])
+    chunk_tokens = default_chunk_tokens(hidden.device.type, len(weight)) if chunk_tokens is None else chunk_tokens
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
     if into_main_grad:
@@ -198,5 +244,6 @@ def linear_logprob(
         into_main_grad=into_main_grad,
         chunk_tokens=chunk_tokens,
         kernel=kernel,
+        parts=parts,
     )
     return _LinearLogProb.apply(hidden, weight, targets, head)

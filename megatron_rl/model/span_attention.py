@@ -8,7 +8,8 @@ whole gradient (as in Ring Attention, Liu et al., 2023, arXiv:2310.01889).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +23,28 @@ _LSE_MULTIPLE = 32  # to which the memory-efficient kernel pads its log-sum-exps
 
 
 def span_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batches: tuple[SpanBatch, ...], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batches: tuple[SpanBatch, ...],
+    scale: float,
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Return [T, h, d], the attention of queries [T, h, d] over the keys that their spans name.
 
     key, value: [K, g, d], where g divides h. scale: multiplies the scores.
     batches: the first holds every query once.
+    forward: (query, key, value) → (output [T, h, d], log-sum-exp [h, T]) in place of the kernels' own; they give the
+        gradient all the same.
     """
-    return _SpanAttention.apply(query, key, value, batches, scale)
+    return _SpanAttention.apply(query, key, value, batches, scale, forward)
 
 
 class _SpanAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, batches, scale):
+    def forward(ctx, query, key, value, batches, scale, forward):
         kernel = _kernel_for(query)
-        out, lse = _merged(kernel, query, key, value, batches, scale)
+        out, lse = (forward or partial(_merged, kernel, batches=batches, scale=scale))(query, key, value)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.kernel, ctx.batches, ctx.scale = kernel, batches, scale
         return out
@@ -50,13 +58,13 @@ class _SpanAttention(torch.autograd.Function):
             for query_rows, key_rows, *found in parts:
                 rows = (query_rows, key_rows, key_rows)
                 if len(ctx.batches) == 1 and all(x is EVERYTHING for x in rows):
-                    return (*found, None, None)
+                    return (*found, None, None, None)
                 if not totals:
                     dtype = _wide(query.dtype) if len(ctx.batches) > 1 else query.dtype
                     totals = [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
                 for total, where, part in zip(totals, rows, found, strict=True):
                     _add(total, where, part)
-        return (*(total.to(query.dtype) for total in totals), None, None)
+        return (*(total.to(query.dtype) for total in totals), None, None, None)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -71,7 +79,7 @@ def _add(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
         total.index_add_(0, rows, part.to(total.dtype))
 
 
-def _merged(kernel, query, key, value, batches, scale) -> tuple[torch.Tensor, torch.Tensor]:
+def _merged(kernel, query, key, value, *, batches, scale) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the merged output [T, h, d] and log-sum-exp [h, T]."""
     first, *others = batches
     out = lse = None

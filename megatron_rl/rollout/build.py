@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config import Config
 from megatron_rl.distributed.weight_channel import LOOPBACK, choose_channel
 from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.bitwise_engine import BitwiseEngine
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.transformers_engine import TransformersEngine, stop_tokens
 from megatron_rl.rollout.vllm.engine import VllmEngine
@@ -116,8 +117,11 @@ def place_engine(
     device: torch.device,
     dtype: torch.dtype,
     vocab_size: int,
+    has_trainer: bool = False,
 ) -> tuple[Engine, tuple[int, int] | None, bool]:
     """Build this rank's engine where the settings put it, and start it, without waiting until it serves.
+
+    has_trainer: whether a trainer's log-probs are compared with the engine's, as ``rollout.bitwise`` asks.
 
     Returns the engine, this rank's share of the prompts, and whether trainer and engine take turns on one GPU. Raises
     ConfigError for engines that do not fit the ranks, or that cannot share the GPU as the settings ask.
@@ -125,6 +129,13 @@ def place_engine(
     role = role_of(config, location)
     shared = shares_device(config, device)
     refuse_sharing(config, shared)
+    if config.rollout.bitwise:
+        if not has_trainer:
+            raise ConfigError(
+                "rollout.bitwise=true compares a run's rollouts with its trainer, and the server has none; set it to "
+                "false"
+            )
+        return BitwiseEngine(config, tokenizer), role.share, shared
     engine = build_engine(
         config, tokenizer, location=location, role=role, device=device, dtype=dtype, vocab_size=vocab_size
     )

@@ -231,7 +231,7 @@ class TransformersEngine:
         logprobs = torch.zeros(max_steps, num_rows, dtype=torch.float32, device=self._device)
         for step in range(max_steps):
             # Draw each row's token, and note the rows that it ends.
-            tokens, token_logprobs = _draw(logits, temperature, None if uniforms is None else uniforms[step, rows])
+            tokens, token_logprobs = draw(logits, temperature, None if uniforms is None else uniforms[step, rows])
             token_ids[step, rows], logprobs[step, rows] = tokens, token_logprobs
             for stop_id in self._stop_ids:
                 done |= tokens == stop_id
@@ -358,7 +358,7 @@ def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: in
     return sorted(found)
 
 
-def _draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row; return ids, int64 [R], and their log-probs at ``temperature``, float32 [R].
 
     logits: [R, vocab].

@@ -288,8 +288,15 @@ def _build_engine(
     """Return this rank's engine, its share of the prompts, and whether trainer and engine take turns on one GPU."""
     if not config.generates:
         return IdleEngine(), None, False
-    dtype = DTYPES[config.model.dtype]
-    return place_engine(config, tokenizer, location=location, device=HOST.device, dtype=dtype, vocab_size=vocab_size)
+    return place_engine(
+        config,
+        tokenizer,
+        location=location,
+        device=HOST.device,
+        dtype=DTYPES[config.model.dtype],
+        vocab_size=vocab_size,
+        has_trainer=True,
+    )
 
 
 def unscored(rollouts: Sequence[Rollout]) -> list[Score]:

@@ -17,6 +17,8 @@ from megatron_rl.config.num_steps import moving_rl_steps
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.build import refuse_bitwise
+from megatron_rl.model.hf_config import read_shape
 from megatron_rl.reward import opened_reward
 from megatron_rl.rollout.build import RankLocation, refuse_sharing, role_of, shares_device, weight_channel
 from megatron_rl.rollout.multi_turn import environment_parts
@@ -57,6 +59,8 @@ def check_inputs(config: Config) -> list[int]:
     if config.generates:
         check_lengths(config, hf_config.max_position_embeddings)
     check_critic_model(config, hf_config)
+    if config.rollout.bitwise:
+        refuse_bitwise(read_shape(hf_config, layer_spec="torch"))
     if config.has_teacher and config.teacher.hf_path:
         look_at_teacher(config, hf_config.vocab_size)
     if config.model.init == "pretrained":

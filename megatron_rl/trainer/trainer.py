@@ -247,7 +247,7 @@ class Trainer:
         step, _ = update.steps[number]
         self.reference.measure(result)
         facts = update.batch.facts
-        self.next_row |= self.planner.own_gap_metrics(update, step, result)
+        self.next_row |= self.planner.own_gap_metrics(update, number, result)
         values = {**skip_metrics(step, facts, update.signal, share_prompts=self.backend.rules.share_prompts)}
         values |= performance(self.backend, facts, step, self.timer.seconds["update"]) | self.timer.take()
         is_last = number == len(update.steps) - 1

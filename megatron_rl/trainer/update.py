@@ -24,6 +24,7 @@ from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout.manager import guard_logprob_gap
 from megatron_rl.rollout.training_batch import TrainingBatch
 from megatron_rl.trainer.advantages import AdvantageResult
+from megatron_rl.trainer.bitwise import GAP, compare_rollout, compare_update
 from megatron_rl.trainer.corrections import apply_corrections
 from megatron_rl.trainer.reference_policy import ReferencePolicy
 from megatron_rl.types import Advantages, BatchPlan, LossInputs, StepKind, StepPlan, StepResult
@@ -121,6 +122,7 @@ class UpdatePlanner:
                 old = OldLogProbs(flat=passed.old, own=None, sums={}, metrics=passed.metrics, experts=passed.experts)
             else:
                 old = self.old_logprobs(taken, runs, index, own=self._own_step(plan, taken))
+            equal = compare_rollout(self.backend, taken, old.flat) if self.config.rollout.bitwise else {}
             corrected = apply_corrections(
                 self.config.correction,
                 self.backend,
@@ -155,7 +157,7 @@ class UpdatePlanner:
             reference=reference,
             importance=corrected.weights,
             kl_coefficient=self.reference.loss_coefficient,
-            metrics={**old.metrics, **corrected.metrics},
+            metrics={**old.metrics, **corrected.metrics, **equal},
         )
 
     def _plan(self, batch: Batch, trained: np.ndarray, *, holds: bool) -> BatchPlan:
@@ -196,7 +198,8 @@ class UpdatePlanner:
         runs_own = np.zeros_like(trained)
         if own is not None:
             runs_own[own.order] = True
-        wanted = (trained if self.rule.drops_logprob_passes else np.ones_like(trained)) & ~from_engine & ~runs_own
+        drops = self.rule.drops_logprob_passes and not config.rollout.bitwise  # which compares every sample
+        wanted = (trained if drops else np.ones_like(trained)) & ~from_engine & ~runs_own
         every = config.metrics.dense_every_rollouts
         if every and index % every == 0:
             wanted[np.flatnonzero(~wanted & ~runs_own)[: config.metrics.dense_samples]] = True
@@ -221,9 +224,16 @@ class UpdatePlanner:
         guard_logprob_gap(sums, self.config.rollout, self.config.model.dtype, fresh=fresh)
         return divide({name: sums[name] for name in ("tokens", *GAPS) if name in sums})
 
-    def own_gap_metrics(self, update: Update, step: StepPlan, result: StepResult) -> dict[str, float]:
-        """Return the gap's metrics of a rollout whose ``step`` has measured it; {} for any other step."""
-        if step is not update.old.own:
+    def own_gap_metrics(self, update: Update, number: int, result: StepResult) -> dict[str, float]:
+        """Return the gap's metrics of a rollout whose ``number``-th step has measured it; {} for any other step.
+
+        Under ``rollout.bitwise`` every step gets the rollout's, and the first one is compared itself.
+        """
+        if self.config.rollout.bitwise:
+            if number == 0:
+                compare_update(result)
+            return {GAP: update.metrics[GAP]}
+        if update.steps[number][0] is not update.old.own:
             return {}
         own = {name: result.sums[name] for name in ("tokens", *GAPS)}
         return self.gap_metrics(add_sums(update.old.sums, own), fresh=update.is_fresh)
@@ -237,6 +247,8 @@ class UpdatePlanner:
 
 def needs_old_logprobs(config: Config) -> str | None:
     """Return the setting that needs every π_old before the first optimizer step; None where none does."""
+    if config.rollout.bitwise:
+        return "rollout.bitwise=true"
     if config.correction.old_logprobs != "auto":
         return f"correction.old_logprobs={config.correction.old_logprobs}"
     if config.correction.mode != "none":

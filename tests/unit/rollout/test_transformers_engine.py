@@ -26,7 +26,7 @@ from transformers import (
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import sample_seed
-from megatron_rl.rollout.transformers_engine import TransformersEngine, _draw
+from megatron_rl.rollout.transformers_engine import TransformersEngine, draw
 from megatron_rl.types import Prompt
 from tests.unit.rollout.tiny_model import EOS, SIZES, TEMPERATURE, VOCAB, _model, _tokenizer
 
@@ -198,7 +198,7 @@ def test_draw_never_takes_an_impossible_token():
     # softmax(1, 2, 3) = 0.0900, 0.2447, 0.6652
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, 3.0, -torch.inf]]).repeat(4, 1)
     uniforms = torch.tensor([0.0, 1.0 - 2.0**-53, 0.09, 0.091], dtype=torch.float64)
-    tokens, logprobs = _draw(logits, 1.0, uniforms)
+    tokens, logprobs = draw(logits, 1.0, uniforms)
     assert tokens.tolist() == [1, 3, 1, 2]
     assert torch.equal(logprobs, torch.log_softmax(logits[0], dim=-1)[tokens])
 

@@ -1,0 +1,40 @@
+"""Whether two log-probs of the same token are the same number: the check of ``rollout.bitwise``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.algorithm.finite import sample_name
+from megatron_rl.errors import EngineError
+
+
+def require_equal(
+    trainer: np.ndarray,
+    engine: np.ndarray,
+    loss_mask: np.ndarray,
+    response_tokens: np.ndarray,
+    sample_ids: Sequence[str],
+) -> float:
+    """Return max |log π_old − log μ| over loss tokens, which is 0.0; raise EngineError at the first that differs.
+
+    trainer, engine: float32 [T] flat over response tokens, log π_old and log μ. loss_mask: bool [T].
+    response_tokens: int64 [S], the tokens of each sample. sample_ids: S names; empty: the message gives the index.
+
+    Example: samples of 2 and 3 tokens, where the fourth number differs: position 1 of the second sample.
+    """
+    differs = loss_mask & ~(trainer == engine)  # a NaN equals nothing
+    if differs.any():
+        first = int(np.argmax(differs))
+        ends = np.cumsum(response_tokens)
+        sample = int(np.searchsorted(ends, first, side="right"))
+        position = first - int(ends[sample] - response_tokens[sample])
+        ours, theirs = float(trainer[first]), float(engine[first])
+        raise EngineError(
+            f"rollout.bitwise=true: sample {sample_name(sample_ids, sample)}, position {position} of its response: the "
+            f"engine's log-prob is {theirs!r} and the trainer's {ours!r}, {abs(ours - theirs):.3g} nats apart "
+            f"({int(differs.sum())} such of {int(loss_mask.sum())} tokens). A matrix product here may depend on its "
+            "other rows: run pytest tests/unit/model/test_invariant.py on this host, or set rollout.bitwise=false"
+        )
+    return float(np.abs(trainer - engine)[loss_mask].max(initial=0.0))

@@ -1,0 +1,163 @@
+"""Row-invariant operations: a row's result has the same bits whatever rows stand beside it, and however many.
+
+A matrix product's order of summation may follow its number of rows, and an exponential's rounding the place of an
+element within a vector register. So every product and every sum runs over blocks of ``BLOCK_ROWS`` rows, the last one
+padded, and every function of single elements over pieces whose length is a multiple of ``LANES``, small enough that
+torch does not split them over threads. What is left is that one kernel, called with one shape, treats all rows alike;
+tests/unit/model/test_invariant.py holds the kernels of this host to it. Gradients are those of the ordinary operations,
+which need no such care. The idea of fixed shapes is that of Thinking Machines Lab, "Defeating Nondeterminism in LLM
+Inference" (2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+BLOCK_ROWS = 32  # of every matrix product and every sum over a row
+PIECE = 16_384  # elements; torch splits functions of single elements over threads from 32,768 on
+LANES = 64  # elements, a multiple of what a loop of vector registers takes at once (32 in float32, 64 in bfloat16)
+ALIGNMENT = 64  # bytes, of the memory that torch itself allocates on a CPU
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x in memory that is contiguous and aligned as a new tensor's is."""
+    x = x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def padded(block: torch.Tensor) -> torch.Tensor:
+    """Return [BLOCK_ROWS, K], a block of at most so many rows [r, K] and zeros."""
+    missing = BLOCK_ROWS - len(block)
+    return torch.cat([block, block.new_zeros(missing, block.shape[1])]) if missing else block
+
+
+def in_blocks(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return function(x), [R, …], computed for ``BLOCK_ROWS`` rows of x [R, K] at a time; zeros fill the last block."""
+    blocks = aligned(x).split(BLOCK_ROWS)  # of no rows, one without any
+    return torch.cat([function(padded(block))[: len(block)] for block in blocks])
+
+
+def elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return function(x) of single elements, each of which stands in a full vector register."""
+    flat = aligned(x).view(-1)
+    result = torch.empty_like(flat)
+    whole = flat.numel() // LANES * LANES
+    for start in range(0, whole, PIECE):
+        piece = slice(start, min(start + PIECE, whole))
+        result[piece] = function(flat[piece])
+    if rest := flat.numel() - whole:
+        last = flat.new_ones(LANES)
+        last[:rest] = flat[whole:]
+        result[whole:] = function(last)[:rest]
+    return result.view(x.shape)
+
+
+def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x [R, K] times the transpose of weight [N, K], without a gradient."""
+    weight = aligned(weight).t()
+    return in_blocks(lambda block: block @ weight, x)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, group):
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return matmul(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        gradient = gradient.flatten(0, -2)
+        for_x = (gradient @ weight).view(x.shape) if needs_x else None
+        if for_x is not None and ctx.group is not None:
+            dist.all_reduce(for_x, group=ctx.group)
+        return for_x, gradient.t() @ x.flatten(0, -2) if needs_weight else None, None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return [..., N], x [..., K] times the transpose of weight [N, K].
+
+    group: adds up the gradient of x over its ranks; None leaves it.
+    """
+    return _Linear.apply(x, weight, group)
+
+
+def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of tensors in their order, added up in float32, in their dtype."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+class _RankSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return ordered_sum(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def rank_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of x over a group's ranks, in their order; every rank has the sum's whole gradient."""
+    return x if group.size() == 1 else _RankSum.apply(x, group)
+
+
+class _Silu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return elementwise(F.silu, x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(gradient, x)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """Return x · sigmoid(x)."""
+    return _Silu.apply(x)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the norm as RMSNorm of model/layer_spec.py does: in float32, then cast, then scaled."""
+    return weight * F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+
+        def norm(block: torch.Tensor) -> torch.Tensor:
+            wide = block.float()
+            mean = wide.square().sum(-1, keepdim=True) / wide.shape[-1]
+            return (wide * elementwise(torch.rsqrt, mean + eps)).to(block.dtype)
+
+        return weight * in_blocks(norm, x.flatten(0, -2)).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            result = _rms_norm(x, weight, ctx.eps)
+        return *torch.autograd.grad(result, (x, weight), gradient), None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return weight [H] · x [..., H] / √(mean of x² + eps), the quotient computed in float32 and cast to x's dtype."""
+    return _Norm.apply(x, weight, eps)

@@ -1,0 +1,196 @@
+"""Under rollout.bitwise the engine's log-probs are the trainer's, bit by bit, however the trainer packs the samples.
+
+Its forward is otherwise the model's: log-probs and gradients are those of the ordinary layers but for rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.sight import KEY_BLOCK
+from megatron_rl.rollout.bitwise_engine import BitwiseEngine
+from megatron_rl.types import Prompt, Sample
+from tests.equality.rig import Rig, open_rig, ragged_advantages, sizes
+from tests.reference import reference_logprobs, relative_error
+from tests.unit.rollout.tiny_model import _tokenizer
+from tests.workers.pool import Pool
+
+BITWISE = (
+    "rollout.bitwise=true",
+    "rollout.temperature=0.8",
+    "rollout.max_response_tokens=70",
+    "rollout.max_batch_samples=12",
+    "loss.policy=importance_sampling",
+)
+PROMPTS = (3, KEY_BLOCK + 6, 1, KEY_BLOCK - 1, 17)
+SAMPLES = 4
+CUTS = (
+    dict(max_tokens=10_000),
+    dict(max_tokens=300),
+    dict(max_tokens=1),  # every sample alone
+    dict(samples_per_microbatch=3),
+    dict(max_tokens=300, share_prompts=False),
+    dict(max_tokens=10_000, share_prompts=False, pad_multiple=8),
+)
+FAMILIES = ("qwen2_tied", "qwen3", "llama3_rope", "mistral")
+
+
+def engine_of(rig: Rig, folder) -> BitwiseEngine:
+    (folder / "config.json").write_text(json.dumps(rig.backend.hf_config.to_dict()))
+    config = rig.backend.config
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, hf_path=str(folder)))
+    return BitwiseEngine(config, _tokenizer())
+
+
+def sampled(engine: BitwiseEngine, lengths=PROMPTS) -> tuple[list[Sample], list[int]]:
+    """Sample prompts of these lengths; return the samples as the trainer takes them, and their groups."""
+    random = np.random.default_rng(3)
+    prompts = [
+        Prompt(prompt_id=f"{i}@0", text="", token_ids=tuple(random.integers(2, 22, n).tolist()), columns={})
+        for i, n in enumerate(lengths)
+    ]
+    rollouts = engine.generate(prompts, SAMPLES)
+    samples = [
+        Sample(
+            sample_id=x.sample_id,
+            prompt_tokens=len(x.prompt.token_ids),
+            token_ids=np.array(x.prompt.token_ids + x.response_ids),
+            loss_mask=np.ones(len(x.response_ids), dtype=bool),
+            logprobs=np.array(x.logprobs, dtype=np.float32),
+        )
+        for x in rollouts
+    ]
+    return samples, [i // SAMPLES for i in range(len(samples))]
+
+
+def every_cut(rank: int, world: int, family: str, dtype: str, folder, *layout: str) -> dict[str, object]:
+    """Return, for every cut, the largest gap of a log-prob pass and of an update, and which tokens differ."""
+    found: dict[str, object] = {}
+    with open_rig(family, *BITWISE, f"model.dtype={dtype}", *layout) as rig:
+        own = folder / str(rank)
+        own.mkdir()
+        engine = engine_of(rig, own)
+        engine.load_weights(rig.backend.export(), version=0)
+        samples, groups = sampled(engine)
+        rig.take(samples, groups)
+        wanted = np.concatenate([s.logprobs for s in samples])
+        advantages = ragged_advantages(len(samples))
+        for cut in CUTS:
+            rig.rules(**cut)
+            for chosen in (np.ones(len(samples), dtype=bool), advantages != 0):
+                passed = rig.backend.logprobs(rig.batch, chosen)
+                tokens = np.repeat(chosen, [len(s.logprobs) for s in samples])
+                found[f"pass {cut} {chosen.sum()}"] = int((passed.flat != np.where(tokens, wanted, 0)).sum())
+                assert passed.sums["logprob_gap_max"] == 0.0 and passed.sums["tokens"] == tokens.sum()
+        # The update's own forward, which has a gradient: π_old is the engine's, and the ratio exactly 1.
+        plan = rig.plan(advantages, drops=True)
+        rig.accumulate(advantages, plan)
+        sums = rig.backend.optim_step(plan.mini_batches[0].kind).sums
+        found["update gap"], found["update ratio"] = sums["logprob_gap_max"], sums["ratio"] / sums["tokens"]
+        found["update entropy"] = float(not sums["entropy"] > 0)
+    found["lengths"] = sorted(len(s.logprobs) for s in samples)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_equals_trainer(pool: Pool, tmp_path, family, dtype) -> None:
+    (found,) = pool.run(1, every_cut, family, dtype, tmp_path, timeout_s=120)
+    lengths = found.pop("lengths")
+    assert lengths[-1] > KEY_BLOCK and lengths[0] < 20, "responses reach into a second block of keys, and end early"
+    assert found.pop("update ratio") == 1.0
+    assert len(found) == 2 * len(CUTS) + 2 and not any(found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "dtype"),
+    [
+        (2, (), "float32"),
+        (2, sizes(2, 1), "float32"),
+        (2, sizes(2, 1), "bfloat16"),
+        (2, sizes(1, 2), "float32"),
+        (4, (*sizes(1, 2), "parallel.virtual_pipeline=2"), "float32"),
+        (4, sizes(2, 2), "bfloat16"),
+    ],
+)
+def test_layouts_equal_the_engine(pool: Pool, tmp_path, world, layout, dtype) -> None:
+    """Each rank's engine has the model whole and samples for itself; the trainer spreads the samples by its plan."""
+    for found in pool.run(world, every_cut, "qwen2_tied", dtype, tmp_path, *layout, timeout_s=120):
+        assert found.pop("update ratio") == 1.0 and found.pop("lengths")
+        assert not any(found.values()), found
+
+
+def ordinary(rank: int, world: int, family: str, *layout: str) -> tuple[float, float]:
+    """Return the largest difference of log-probs to a plain loop, and the gradient's to that of the ordinary layers."""
+    gradients, differences = [], []
+    for given in (("rollout.bitwise=true",), ()):
+        with open_rig(family, *given, *layout, samples=10) as rig:
+            advantages = ragged_advantages(10)
+            passed = rig.backend.logprobs(rig.batch, np.ones(10, dtype=bool))
+            with torch.no_grad():
+                wanted = np.concatenate([reference_logprobs(rig.model, s)[0].numpy() for s in rig.samples])
+            loss = np.concatenate([s.loss_mask for s in rig.samples])
+            differences.append(float(np.abs(passed.flat - wanted)[loss].max()))
+            gradients.append(rig.gradient(advantages, rig.plan(advantages, drops=True)))
+    return differences[0], relative_error(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2_tied", ()),
+        ("qwen2_untied", ()),
+        ("qwen3", ()),
+        ("llama3_rope", ()),
+        ("qwen2_tied", sizes(2, 1)),
+        ("qwen3", sizes(2, 2)),
+    ],
+)
+def test_log_probs_and_gradients_equal_those_of_the_ordinary_layers(pool: Pool, family, layout) -> None:
+    world = 1 if not layout else 4 if layout == sizes(2, 2) else 2
+    for difference, error in pool.run(world, ordinary, family, *layout, timeout_s=60):
+        assert difference < 1e-5 and error < 1e-5  # float32, summed in another order
+
+
+def wrong_weights(rank: int, world: int, folder) -> list[str]:
+    """Return what the engine says to weights that are not the model's."""
+    said = []
+    with open_rig("qwen2_tied", *BITWISE) as rig:
+        engine = engine_of(rig, folder)
+        weights = rig.weights()
+        name = "model.norm.weight"
+        wrong = {
+            "missing": {k: v for k, v in weights.items() if k != name}.items(),
+            "unknown": {**weights, "odd": weights[name]}.items(),
+            "twice": [*weights.items(), (name, weights[name])],
+            "shape": {**weights, name: weights[name][:5]}.items(),
+        }
+        for tensors in wrong.values():
+            with pytest.raises(ValueError, match="load_weights") as caught:
+                engine.load_weights(iter(tensors), version=1)
+            said.append(str(caught.value))
+            with pytest.raises(RuntimeError, match="no complete set of weights"):
+                sampled(engine, (3,))
+        report = engine.load_weights(iter(weights.items()), version=1)
+        assert report.num_tensors == len(weights) and engine.weight_version == 1
+    return said
+
+
+def test_weights_that_are_not_the_models_are_refused(pool: Pool, tmp_path) -> None:
+    (said,) = pool.run(1, wrong_weights, tmp_path, timeout_s=60)
+    assert ["model.norm.weight" in said[i] for i in (0, 2, 3)] == [True] * 3 and "odd" in said[1], said
+
+
+def mixture(rank: int, world: int) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.bitwise=true is for dense models, and this one mixes 4 experts"):
+        open_rig("mixtral", "rollout.bitwise=true").__enter__()
+
+
+def test_a_mixture_is_refused(pool: Pool) -> None:
+    pool.run(1, mixture, timeout_s=60)
