@@ -64,6 +64,29 @@ REFUSED = [
         "decoder_sparse_step=2 and mlp_only_layers=.. of qwen3_moe leave dense layers",
     ),
     (changed("qwen3_moe", mlp_only_layers=[1]), {}, "mlp_only_layers=.1. of qwen3_moe leave dense layers"),
+    (
+        changed("glm4_moe", norm_topk_prob=False),
+        {},
+        "norm_topk_prob=false of glm4_moe with num_experts_per_tok=4 is not supported: Megatron-Core",
+    ),
+    (changed("glm4_moe", num_experts_per_tok=1), {}, "norm_topk_prob=true of glm4_moe with num_experts_per_tok=1"),
+    (
+        changed("glm4_moe", num_experts_per_tok=6),
+        {},
+        "n_group=3 and topk_group=2 of glm4_moe with num_experts_per_tok=6 are not supported",
+    ),
+    (changed("glm4_moe", n_shared_experts=0), {}, "n_shared_experts=0 of glm4_moe is not supported"),
+    (changed("glm4_moe"), dict(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence_parallel=true"),
+    (
+        changed("glm4_moe", intermediate_size=97),
+        dict(tensor=2, sequence_parallel=True),
+        "parallel.tensor=2 does not divide intermediate_size=97",
+    ),
+    (
+        changed("glm4_moe", n_shared_experts=1, moe_intermediate_size=33),
+        dict(tensor=2, sequence_parallel=True, expert_tensor=1),
+        "parallel.tensor=2 does not divide the shared experts' width=33",
+    ),
     (changed("qwen3_moe"), dict(pipeline=3), "does not divide num_hidden_layers=2"),
 ]
 
@@ -84,6 +107,7 @@ def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
         "mixtral": False,
         "qwen3_moe": False,
         "qwen3_moe_unnormalised": True,
+        "glm4_moe": False,
     }
 
 
@@ -91,13 +115,14 @@ def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
 def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
     """A token takes 6 flops per element of every matrix but the embedding.
 
-    An expert's count by its share of the choices: 2 of 4.
+    An expert's count by its share of the choices: 2 of 4, say.
     """
     config, model = tiny_model(family)
+    share = config.num_local_experts / config.num_experts_per_tok if family in MIXTURES else 1
     passed = model.lm_head.weight.numel()
     for name, parameter in model.model.layers.named_parameters():
         if parameter.dim() > 1:
-            passed += parameter.numel() / (2 if ".experts." in name else 1)
+            passed += parameter.numel() / (share if ".experts." in name else 1)
     shape = shape_of(config)
     assert flops_per_token(shape, 0.0) == 6 * passed
     assert (
