@@ -27,7 +27,8 @@ MISSING = {
     "gemma3_text": f"{_SANDWICH}, two rotary bases and a sliding window by the layer's kind, {_GEMMA}",
     "gemma3": "a vision tower, and what gemma3_text misses",
     "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
-    "deepseek_v3": "multi-latent attention, shared experts, a sigmoid router with groups and a correction bias",
+    "deepseek_v3": "multi-latent attention, whose rotary angles (yarn) Megatron-Core makes within and whose keys and "
+    "values differ in size; its mixture is built (glm4_moe)",
     "gpt_oss": "attention sinks, clamped gated activations, biases on projections and experts",
     "phi3": "q, k, v in one tensor and gate, up in one, where a layer's entries name each",
 }
