@@ -106,23 +106,6 @@ def test_bfloat16_comes_back_and_a_wrong_bit_is_named(tmp_path: pathlib.Path, mo
     assert "different: model.layers.2.self_attn.k_proj.weight" in printed and "NOT equal" in printed
 
 
-def test_a_routers_bias_is_written_in_float32_and_further_layers_stay_behind(tmp_path: pathlib.Path, capsys) -> None:
-    """``--dtype`` is that of parameters; layers that predict further tokens are named and left out."""
-    write_model(tmp_path / "hf", "glm4_moe", shards="1GB")
-    wanted = tensors_of(tmp_path / "hf")
-    extra = {
-        "model.layers.4.eh_proj.weight": torch.zeros(4, 4),
-        "model.layers.4.shared_head.norm.weight": torch.zeros(4),
-    }
-    save_file(wanted | extra, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    assert run("roundtrip", tmp_path / "hf", "--dtype", "bfloat16") == 0
-    assert run("import", tmp_path / "hf", tmp_path / "megatron", "--dtype", "bfloat16", "--ep", 2) == 0
-    assert run("export", tmp_path / "megatron", tmp_path / "back") == 0
-    kept = {k: v if k.endswith("_bias") else v.bfloat16() for k, v in wanted.items()}
-    assert same(tensors_of(tmp_path / "back"), kept) and any(x.dtype == torch.float32 for x in kept.values())
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
 def test_a_wrong_rotary_frequency_shows_in_the_log_probs(tmp_path: pathlib.Path, monkeypatch) -> None:
     write_model(tmp_path / "hf", "llama3_rope")
     from megatron_rl.model import build
