@@ -125,7 +125,7 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
                     parameter.mul_(3.0)
             for name, buffer in model.named_buffers():  # that moves some tokens to other experts
                 if name.endswith("e_score_correction_bias"):
-                    buffer.add_(0.1 * torch.randn_like(buffer))
+                    buffer.add_(0.2 * torch.randn_like(buffer))
     return config, model
 
 
