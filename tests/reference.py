@@ -17,12 +17,20 @@ from megatron_rl.weights.fused import file_tensors
 
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
 FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral")
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe")
 
 
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
-    from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import (
+        Glm4MoeConfig,
+        LlamaConfig,
+        MistralConfig,
+        MixtralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     sizes = dict(
         vocab_size=vocab_size,
@@ -69,6 +77,23 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
                 norm_topk_prob=family == "qwen3_moe",
                 tie_word_embeddings=True,
             )
+        case "glm4_moe":
+            return Glm4MoeConfig(
+                **sizes,
+                head_dim=hidden // 2,
+                attention_bias=True,
+                use_qk_norm=True,
+                first_k_dense_replace=1,
+                n_routed_experts=12,
+                num_experts_per_tok=4,
+                n_shared_experts=2,
+                n_group=3,
+                topk_group=2,
+                routed_scaling_factor=1.7,
+                moe_intermediate_size=hidden // 2,
+                num_mtp_layers=1,
+                tie_word_embeddings=False,
+            )
     raise ValueError(family)
 
 
@@ -98,6 +123,9 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
                 else:
                     # logits of a fresh model are near uniform, and near equality then proves little
                     parameter.mul_(3.0)
+            for name, buffer in model.named_buffers():  # that moves some tokens to other experts
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(0.2 * torch.randn_like(buffer))
     return config, model
 
 

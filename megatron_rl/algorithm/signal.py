@@ -57,8 +57,8 @@ UNCOUNTED_FIELDS: dict[str, str] = {
     "moe_z_loss_coeff": "the router's z loss is multiplied by the tokens of the micro-batch, pads and prompts among "
     "them: its size depends on the cut into micro-batches, and the division that Megatron-Core expects afterwards has "
     "no place in a sum over tokens",
-    "moe_router_enable_expert_bias": "the bias moves by the token counts of whatever ran, and no Hugging Face "
-    "checkpoint holds it: the rollout engine would send tokens to other experts than the trainer",
+    "moe_router_enable_expert_bias": "the bias would move by the token counts of whatever ran, which dropped "
+    "samples and fillers change; where a checkpoint holds a bias (glm4_moe) it is used as it is, in every engine too",
     "mtp_num_layers": "the loss of the extra predictions runs over every token of a micro-batch, prompts too, and "
     "expects a division that a sum over tokens does not make; no Hugging Face checkpoint of these families holds "
     "those layers, so the rollout engine lacks them",

@@ -99,6 +99,8 @@ class DeviceCopy:
             self.schedule = Schedule(self.chunks, model.topology)
         model.schedule.gather_parameters()
         overwrite(self._parameters(), model.parameters())
+        for own, theirs in zip(self.chunks, model.chunks, strict=True):  # Entry.frozen; others are counters
+            overwrite(list(own.module.buffers()), list(theirs.module.buffers()))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ from megatron_rl.types import BatchPlan, Sample, StepKind, StepPlan, StepResult
 from megatron_rl.weights.config_json import load_hf_config, transformers_model
 from megatron_rl.weights.export import StageEntries, export_weights, load_weights
 from megatron_rl.weights.fused import file_tensors
-from megatron_rl.weights.mapping import adapter_entries, stage_entries
+from megatron_rl.weights.mapping import adapter_entries, trained_entries
 from megatron_rl.weights.model_dtype import settle_dtype
 from megatron_rl.weights.reader import HuggingFaceReader, MemoryReader, WeightReader, check_tensors
 
@@ -386,7 +386,7 @@ class TrainableModel:
     @property
     def trained_entries(self) -> StageEntries:
         """Return the table of the trained weights: the adapters' where there are any, else the whole model's."""
-        return adapter_entries if self.shape.lora_rank else stage_entries
+        return adapter_entries if self.shape.lora_rank else trained_entries
 
     def retire(self) -> None:
         """End the model's threads and hooks; its groups stay. Not a collective."""

@@ -68,6 +68,8 @@ class Cut:
             "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads,
             "intermediate size": shape.ffn_hidden_size,
+            "dense intermediate size": shape.dense_ffn_hidden_size or self.tensor,
+            "shared experts' size": shape.shared_ffn_hidden_size or self.tensor,
         }
         split = [("--tp", self.tensor, name, count) for name, count in heads.items()]
         split.append(("--pp", self.pipeline, "num_hidden_layers", shape.num_layers))
@@ -112,8 +114,8 @@ def check_source(reader: HuggingFaceReader, shape: ModelShape) -> None:
 
 def import_size(shape: ModelShape, reader: HuggingFaceReader, dtype: torch.dtype | None) -> int:
     """Return the bytes of the tensors that ``import_weights`` will report."""
-    entries = [stored.entry for layer in stored_layers(shape) for stored in layer]
-    return sum(math.prod(whole_size(x, shape)) * (dtype or reader.dtype(x.hf[0])).itemsize for x in entries)
+    tensors = [(x.entry, x.dtype(dtype)) for layer in stored_layers(shape) for x in layer]
+    return sum(math.prod(whole_size(x, shape)) * (kind or reader.dtype(x.hf[0])).itemsize for x, kind in tensors)
 
 
 def import_weights(
@@ -157,7 +159,7 @@ def _import_one(
     dtype: torch.dtype | None,
 ) -> int:
     """Write every tensor rank's shard of one Megatron tensor; return their bytes."""
-    entry = stored.entry
+    entry, dtype = stored.entry, stored.dtype(dtype)
     dtypes = {reader.dtype(name) for name in entry.hf}
     if len(dtypes) > 1 and dtype is None:
         raise ConfigError(
@@ -165,8 +167,7 @@ def _import_one(
             "with --dtype"
         )
     # the stacked tensor's whole size
-    stack = (shape.num_layers,) if stored.expert is None else (shape.num_layers, shape.num_experts)
-    size = (*stack[: len(stored.lead)], *whole_size(entry, shape))
+    size = (*stored.stack(shape), *whole_size(entry, shape))
     split = entry.layout is not Layout.REPLICATED
     total = 0
     for rank in range(cut.tensor if split else 1):
@@ -232,7 +233,8 @@ def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype |
     for layer in stored_layers(shape):
         for stored in layer:
             own = check_sizes(stored, shape, reader)
-            planned += [Planned(name=name, shape=hf_size(shape, name), dtype=dtype or own) for name in stored.entry.hf]
+            kind = stored.dtype(dtype) or own
+            planned += [Planned(name=name, shape=hf_size(shape, name), dtype=kind) for name in stored.entry.hf]
             known |= {place.key for place in stored.forms(shape)} | {
                 x.key for x in find(stored, shape, reader.tensors, str(reader.folder))
             }
@@ -272,7 +274,8 @@ def export_folder(
                 for stored in layer:
                     for name, tensor in read_stored(stored, shape, reader):
                         stored_as = (f"{name} of {source.path}", tensor)
-                        tensor = tensor if dtype is None else tensor.to(dtype)
+                        kind = stored.dtype(dtype)
+                        tensor = tensor if kind is None else tensor.to(kind)
                         check_finite(tensor, functools.partial(iter, [stored_as]), WIDER)
                         writer.add(name, tensor)
                         progress(tensor.nbytes)
@@ -282,7 +285,8 @@ def export_folder(
             reader.close()
         names += copy_side_files(hf, partial)
         drop_fields(partial / "config.json", ("quantization_config",))
-        _say_dtype(partial / "config.json", {each.dtype for each in planned})
+        frozen = {name for layer in stored_layers(shape) for x in layer if x.entry.frozen for name in x.entry.hf}
+        _say_dtype(partial / "config.json", {each.dtype for each in planned if each.name not in frozen})
     return names
 
 

@@ -61,6 +61,7 @@ class Stored:
     name:      below ``decoder.layers.`` where layer is not None, else the whole key; an expert's without its number.
     aliases:   other names that a spec gives to the same tensor.
     layer, expert: the tensor's numbers; None where it is not of a layer, or not of an expert.
+    by_layer: whether each layer has tensors of its own, as in a model with layers of two kinds.
     """
 
     entry: Entry
@@ -68,29 +69,40 @@ class Stored:
     aliases: tuple[str, ...] = ()
     layer: int | None = None
     expert: int | None = None
+    by_layer: bool = False
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Return the tensor's first indices in the stacked tensor."""
-        return tuple(x for x in (self.layer, self.expert) if x is not None)
+        """Return the tensor's first indices in the stacked tensor that a checkpoint written here has."""
+        return tuple(x for x in (None if self.by_layer else self.layer, self.expert) if x is not None)
+
+    def stack(self, shape: ModelShape) -> tuple[int, ...]:
+        """Return the counts that ``lead`` counts in."""
+        counts = (None if self.by_layer else self.layer, shape.num_layers), (self.expert, shape.num_experts)
+        return tuple(count for number, count in counts if number is not None)
 
     def keys(self) -> tuple[str, ...]:
         """Return the stacked tensor's keys, which a checkpoint written here has."""
-        prefix = "" if self.layer is None else LAYERS
+        prefix = "" if self.layer is None else f"{LAYERS}{self.layer}." if self.by_layer else LAYERS
         return tuple(prefix + x for x in (self.name, *self.aliases))
+
+    def dtype(self, asked: torch.dtype | None) -> torch.dtype | None:
+        """Return the dtype to write it in where ``asked`` is that of the parameters; None keeps the source's."""
+        return torch.float32 if self.entry.frozen else asked
 
     def forms(self, shape: ModelShape) -> Iterator[Place]:
         """Yield the tensor's place in every form that Megatron-Core writes.
 
         The forms: stacked; by layer (``non_homogeneous_layers``); by layer and expert (``singleton_local_shards``).
         """
-        stack = (shape.num_layers,) if self.expert is None else (shape.num_layers, shape.num_experts)
+        experts = () if self.expert is None else (shape.num_experts,)
+        expert = () if self.expert is None else (self.expert,)
         for name in (self.name, *self.aliases):
             if self.layer is None:
                 yield Place(key=name)
                 continue
-            yield Place(key=LAYERS + name, lead=self.lead, stack=stack)
-            yield Place(key=f"{LAYERS}{self.layer}.{name}", lead=self.lead[1:], stack=stack[1:])
+            yield Place(key=LAYERS + name, lead=(self.layer, *expert), stack=(shape.num_layers, *experts))
+            yield Place(key=f"{LAYERS}{self.layer}.{name}", lead=expert, stack=experts)
             if self.expert is not None:
                 yield Place(
                     key=f"{LAYERS}{self.layer}.{name.replace('experts.experts.', f'experts.experts.{self.expert}.')}"
@@ -103,17 +115,18 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
     fused: ModelShape = dataclasses.replace(shape, layer_spec="transformer_engine")
     for layer in range(shape.num_layers):
         tensors = []
-        for entry in layer_entries(fused):
+        for entry in layer_entries(fused, layer):
             # 0.16.1 and 0.19.2 gpt_layer_specs.py: the local spec maps pre_mlp_layernorm. to
             # mlp.linear_fc1.layer_norm_, experts or not
             aliases = ("mlp.linear_fc1.layer_norm_weight",) if entry.megatron == "pre_mlp_layernorm.weight" else ()
             tensors.append(Stored(entry=_of_layer(entry, layer), name=entry.megatron, aliases=aliases, layer=layer))
-        for expert in range(shape.num_experts):
-            for local in (entry for entries in own_experts(fused, shape.num_experts) for entry in entries):
+        of_layer = 0 if layer < shape.num_dense_layers else shape.num_experts
+        for expert in range(of_layer):
+            for local in (entry for entries in own_experts(fused, shape.num_experts, layer) for entry in entries):
                 entry = dataclasses.replace(local, expert=expert).held_by(0, shape, 1)
                 name = re.sub(r"experts\.(linear_fc\d\.weight)0$", r"experts.experts.\1", local.megatron)
                 tensors.append(Stored(entry=_of_layer(entry, layer), name=name, layer=layer, expert=expert))
-        yield tensors
+        yield [dataclasses.replace(x, by_layer=shape.num_dense_layers > 0) for x in tensors]
     yield [Stored(entry=FINAL_NORM, name=FINAL_NORM.megatron)]
     if not shape.tied_embeddings:
         yield [Stored(entry=HEAD, name=HEAD.megatron)]
@@ -143,14 +156,21 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
         "pre_mlp_layernorm",
     ]
     modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if shape.qk_norm else []
-    modules += [] if shape.num_experts else ["mlp.linear_fc1", "mlp.linear_fc2"]
-    layers, experts = shape.num_layers, shape.num_experts
+    linears = ("linear_fc1", "linear_fc2")
+    layers = shape.num_layers
     keys = ["decoder.final_layernorm._extra_state/shard_0_1"]
     for layer in range(layers):
-        keys += [f"{LAYERS}{x}._extra_state/shard_{layer}_{layers}" for x in modules]
-        for x in ("linear_fc1", "linear_fc2"):
-            prefix = f"{LAYERS}mlp.experts.experts.{x}._extra_state/shard_{layer}"
-            keys += [f"{prefix}.{expert}_{layers}.{experts}" for expert in range(experts)]
+        experts = 0 if layer < shape.num_dense_layers else shape.num_experts
+        own = [*modules, *([] if experts else [f"mlp.{x}" for x in linears])]
+        own += [f"mlp.shared_experts.{x}" for x in linears] if experts and shape.shared_ffn_hidden_size else []
+        if shape.num_dense_layers:  # each layer by itself
+            keys += [f"{LAYERS}{layer}.{x}._extra_state/shard_0_1" for x in own]
+            prefixes = [f"{LAYERS}{layer}.mlp.experts.experts.{x}._extra_state/shard_" for x in linears]
+            keys += [f"{prefix}{expert}_{experts}" for prefix in prefixes for expert in range(experts)]
+            continue
+        keys += [f"{LAYERS}{x}._extra_state/shard_{layer}_{layers}" for x in own]
+        prefixes = [f"{LAYERS}mlp.experts.experts.{x}._extra_state/shard_{layer}" for x in linears]
+        keys += [f"{prefix}.{expert}_{layers}.{experts}" for prefix in prefixes for expert in range(experts)]
     return keys
 
 

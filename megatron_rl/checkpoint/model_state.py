@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase  # isort: skip
 
 REFERENCE = "reference."
 # fields of a ModelShape that may differ between a save and a load
-OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head")
+OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head", "num_extra_layers")
 
 
 def identity(backend: TrainableModel) -> dict[str, object]:
@@ -114,7 +114,7 @@ def load(
     entries = _entries(backend)
     # the reference first: it is read into the model's parameters and copied from there
     if kept["has_reference"]:
-        _put(backend, load_weights(entries, folder, prefix=REFERENCE))
+        _put(backend, load_weights([x for x in entries if x.data.requires_grad], folder, prefix=REFERENCE))
         backend.keep_reference()
     optimizer = backend.optimizer
     if kept["optimizer_steps"]:

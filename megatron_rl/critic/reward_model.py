@@ -22,7 +22,7 @@ from megatron_rl.critic.fresh_head import FreshHead
 from megatron_rl.distributed import topology
 from megatron_rl.model.head import values_of
 from megatron_rl.types import LossInputs, StepPlan
-from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
+from megatron_rl.weights.export import BUCKET_BYTES, export_weights, named_weights, save_hugging_face
 from megatron_rl.weights.reader import WeightReader
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class RewardModel(TrainableModel):
     def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight whole under its Hugging Face name, ``score.weight`` too, as ``MegatronBackend.export``."""
         self.schedule.gather_parameters()
-        parameters = [dict(chunk.module.named_parameters()) for chunk in self.chunks]
+        parameters = [named_weights(chunk.module) for chunk in self.chunks]
         yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
     def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:

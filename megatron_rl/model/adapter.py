@@ -34,6 +34,7 @@ from megatron_rl.distributed import platform  # noqa: F401  (before megatron.cor
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry, Layout
+from megatron_rl.weights.export import named_weights
 from megatron_rl.weights.mapping import (
     adapter_entries,
     adapter_name,
@@ -302,12 +303,12 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class MergedParameters(Mapping[str, torch.Tensor]):
-    """Maps names to a chunk's parameters, a weight with its adapter merged in on request (and not kept)."""
+    """Maps names to a chunk's weights and buffers, a weight with its adapter merged in on request (and not kept)."""
 
     def __init__(self, chunk: torch.nn.Module) -> None:
         adapters = {name: module for name, module in chunk.named_modules() if isinstance(module, Adapter)}
         inside = {f"{name}.{own}" for name, module in adapters.items() for own, _ in module.named_parameters()}
-        self.parameters = {name: parameter for name, parameter in chunk.named_parameters() if name not in inside}
+        self.parameters = {name: weight for name, weight in named_weights(chunk).items() if name not in inside}
         self.adapters = {f"{name.removesuffix(adapter_name(''))}.weight": module for name, module in adapters.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ config settles.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.model.transformer_fields import transformer_fields
 from megatron_rl.weights.families.register import FAMILIES
+from megatron_rl.weights.mapping import stage_layers
 from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.enums import ModelType  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
+from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
@@ -49,11 +52,16 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
             raise ConfigError(
                 f"megatron.transformer.{name}={extra[name]} needs CUDA generators; set it to 0 on a host with no GPU"
             )
+    if shape.router_bias and "moe_router_enable_expert_bias" in config.megatron.transformer:
+        raise ConfigError(
+            f"megatron.transformer.moe_router_enable_expert_bias is settled for {shape.family}: its checkpoint holds "
+            "the bias, which is used as it is; remove the setting"
+        )
     dtype = DTYPES[config.model.dtype]
     fields: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
+        ffn_hidden_size=shape.dense_ffn_hidden_size or shape.ffn_hidden_size,
         kv_channels=shape.head_dim,
         num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_kv_heads,
@@ -151,15 +159,15 @@ def build_model(
         shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     transformer = transformer_config(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
-    layers = shape.num_layers // (topology.pipeline_size * topology.virtual_size)
-    spec = _block_spec(transformer, layer_spec, layers, bitwise=bitwise, shares=shares)
+    stages = topology.pipeline_size * topology.virtual_size
     frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
+        stage = chunk * topology.pipeline_size + topology.pipeline_rank
         model = GPTModel(
             transformer,
-            spec,
+            _block_spec(transformer, layer_spec, stage_layers(shape, stage, stages), bitwise=bitwise, shares=shares),
             vocab_size=shape.padded_vocab_size,
             max_sequence_length=shape.context_tokens,
             pre_process=topology.is_first_stage and chunk == 0,
@@ -183,14 +191,15 @@ def build_model(
         if layer_spec == "transformer_engine" and "gradient_accumulation_fusion" not in given and not given.get("fp8"):
             fuse_weight_gradients(model)
         chunks.append(model.to(HOST.device))
+    _freeze_router_bias(transformer, chunks)
     return chunks, shape
 
 
 def _block_spec(
-    transformer: TransformerConfig, layer_spec: str, layers: int, *, bitwise: bool, shares: bool
+    transformer: TransformerConfig, layer_spec: str, layers: Sequence[int], *, bitwise: bool, shares: bool
 ) -> TransformerBlockSubmodules:
     if bitwise:
-        return invariant_block_spec(transformer, layers)
+        return invariant_block_spec(transformer, len(layers))
     return block_spec(transformer, layer_spec, layers, share_prompts=shares)
 
 
@@ -219,6 +228,18 @@ def refuse_bitwise(shape: ModelShape) -> None:
             "rollout.bitwise=true was shown on CPUs alone; set it to false on a GPU (docs/bitwise.md says what vLLM "
             "has there)"
         )
+
+
+def _freeze_router_bias(transformer: TransformerConfig, chunks: list[GPTModel]) -> None:
+    """Have the routers' correction bias stay what the checkpoint holds.
+
+    Megatron-Core's finalize moves it by the counts of tokens of a step, where the config asks for it, and the routers
+    count (0.16.1 ``distributed/finalize_model_grads.py``, ``moe/router.py``): samples that were dropped, fillers and
+    shared prompts would change it, and the engine would lack the change. The routers go on choosing by it.
+    """
+    transformer.moe_router_enable_expert_bias = False
+    for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
+        module.enable_expert_bias = False
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:

@@ -13,10 +13,13 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.register import FAMILIES, check_family
 from megatron_rl.weights.model_shape import ModelShape
 
+PARTLY_TURNED = ("glm4_moe",)  # families whose modules in transformers read partial_rotary_factor
 
-def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, topology: Topology) -> None:
+
+def _check_divisible(hf_config: Any, shape: ModelShape, config: Config, topology: Topology) -> None:
     """Raise ConfigError where a degree of parallelism does not divide the size that it splits."""
-    name, experts = hf_config.name_or_path or hf_config.model_type, FAMILIES[hf_config.model_type].experts is not None
+    name, family = hf_config.name_or_path or hf_config.model_type, FAMILIES[shape.family]
+    experts, ffn, ffn_name = family.experts is not None, shape.ffn_hidden_size, family.ffn_field
     split = [
         ("parallel.tensor", topology.tensor_size, field, hf_config.to_dict()[field])
         for field in ("num_attention_heads", "num_key_value_heads")
@@ -25,6 +28,8 @@ def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, to
         split += [
             ("parallel.expert_tensor", topology.expert_tensor_size, ffn_name, ffn),
             ("parallel.expert", topology.expert_size, "num_experts", hf_config.num_local_experts),
+            ("parallel.tensor", topology.tensor_size, "intermediate_size", shape.dense_ffn_hidden_size),
+            ("parallel.tensor", topology.tensor_size, "the shared experts' width", shape.shared_ffn_hidden_size),
         ]
     else:
         split += [("parallel.tensor", topology.tensor_size, ffn_name, ffn)]
@@ -59,7 +64,7 @@ def model_shape(hf_config: Any, config: Config, topology: Topology, *, layer_spe
     Raises ConfigError with the name of a feature that cannot be expressed or of a size that cannot be divided.
     """
     shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size)
-    _check_divisible(hf_config, shape.ffn_hidden_size, FAMILIES[shape.family].ffn_field, config, topology)
+    _check_divisible(hf_config, shape, config, topology)
     return shape
 
 
@@ -94,7 +99,10 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
 
 
 def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
-    """Return rotary inverse frequencies, float32 [head_dim / 2], as transformers computes them.
+    """Return rotary inverse frequencies, float32, as transformers computes them: one for each pair that turns.
+
+    They are head_dim / 2, or fewer under ``partial_rotary_factor``: the rest of each head does not turn (Megatron-Core
+    0.16.1 ``rope_utils.py``).
 
     Raises ConfigError for any scaling but default, linear and llama3.
     """
@@ -102,8 +110,13 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
 
     rope = hf_config.rope_parameters
     kind = rope["rope_type"]
-    if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise ConfigError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported; only 1.0 is")
+    share = rope.get("partial_rotary_factor") or 1.0
+    if share != 1.0 and (hf_config.model_type not in PARTLY_TURNED or kind != "default"):
+        raise ConfigError(
+            f"partial_rotary_factor={share} of {hf_config.model_type} with rope_type={kind!r} is not supported; only "
+            f"1.0 is, and another one for {', '.join(PARTLY_TURNED)} with rope_type='default'"
+        )
+    head_dim = int(head_dim * share)
     if kind == "default":
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if kind not in ("linear", "llama3"):

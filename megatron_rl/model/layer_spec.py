@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron_rl.distributed.platform import transformer_engine_importable
@@ -10,6 +12,7 @@ from megatron_rl.model.attention import TorchAttention
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.transformer.moe import moe_utils  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
@@ -54,17 +57,28 @@ def choose_layer_spec(asked: str, dtype: str) -> str:
 
 
 def block_spec(
-    config: TransformerConfig, kind: str, num_layers: int, *, share_prompts: bool = False
+    config: TransformerConfig, kind: str, layers: Sequence[int], *, share_prompts: bool = False
 ) -> TransformerBlockSubmodules:
-    """Return the submodules of this stage's block of ``num_layers`` layers, all dense or all mixtures of experts.
+    """Return the submodules of a stage's block of ``layers``, by their numbers: dense ones and mixtures of experts.
 
     share_prompts: whether samples of a micro-batch may share their prompt, which torch's layers always can.
     Transformer Engine's experts are grouped linears, and its norm before a mixture stands alone; both have run on a
     stand-in of its modules (tests/equality/test_transformer_engine.py), not on a GPU.
     """
-    mixture = dict(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
+    mixtures = config.moe_layer_freq  # Megatron-Core's default of 1 is every layer
+    is_mixture = [isinstance(mixtures, int) or bool(mixtures[layer]) for layer in layers]
+    specs = {each: _layer_spec(config, kind, each, share_prompts=share_prompts) for each in set(is_mixture)}
+    norm = RMSNorm
     if kind == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.extensions.transformer_engine import TENorm as norm
+    return TransformerBlockSubmodules(layer_specs=[specs[each] for each in is_mixture], layer_norm=norm)
+
+
+def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share_prompts: bool) -> ModuleSpec:
+    """Return the submodules of one layer. is_mixture: whether its MLP is a mixture where the model has experts."""
+    experts = config.num_moe_experts if is_mixture else None
+    mixture = dict(num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm)
+    if kind == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **mixture)
@@ -72,14 +86,14 @@ def block_spec(
             from megatron_rl.model.engine_attention import SharedPromptAttention
 
             layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+        return layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, **mixture)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = TorchAttention
     if config.qk_layernorm:  # 0.19 raises on q/k norms that the config does not ask for
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return layer
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:

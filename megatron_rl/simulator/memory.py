@@ -20,7 +20,7 @@ from megatron_rl.config import Config
 from megatron_rl.model.logit_chunks import default_chunk_tokens
 from megatron_rl.planning.timeline import warmup_forwards
 from megatron_rl.simulator.degrees import Degrees
-from megatron_rl.weights.mapping import pair_entries, shard_size, target_entries
+from megatron_rl.weights.mapping import pair_entries, shard_size, stage_layers, target_entries
 from megatron_rl.weights.model_shape import ModelShape
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -71,18 +71,26 @@ class StageMemory:
         return self.state - (offloaded if takes_turns else 0)
 
 
-def layer_parameters(shape: ModelShape, degrees: Degrees) -> tuple[int, int]:
-    """Return a rank's parameters of one layer: those outside the experts, and those of its experts."""
+def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[int, int]:
+    """Return a rank's parameters of a layer: those outside the experts, and those of its experts."""
     tensor, hidden, heads = degrees.tensor_size, shape.hidden_size, shape.num_heads
     qkv = (heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
     attention = qkv * hidden + (qkv if shape.qkv_bias else 0) + heads * shape.head_dim // tensor * hidden
     norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
-    if not shape.num_experts:
-        return attention + norms + 3 * hidden * shape.ffn_hidden_size // tensor, 0
+    if not shape.num_experts or layer < shape.num_dense_layers:
+        return attention + norms + 3 * hidden * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) // tensor, 0
     experts = (
         shape.num_experts // degrees.expert_size * 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
     )
-    return attention + norms + shape.num_experts * hidden, experts
+    shared = 3 * hidden * shape.shared_ffn_hidden_size // tensor
+    return attention + norms + shape.num_experts * hidden + shared, experts
+
+
+def layers_of(shape: ModelShape, degrees: Degrees, stage: int) -> list[int]:
+    """Return the numbers of the layers on a pipeline stage, over all of its chunks."""
+    stages = degrees.pipeline_size * degrees.virtual_size
+    chunks = range(stage, stages, degrees.pipeline_size)
+    return [layer for chunk in chunks for layer in stage_layers(shape, chunk, stages)]
 
 
 def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[int, int]:
@@ -90,7 +98,8 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
 
     A tied embedding lies on both ends of a pipeline; a critic has a row in place of the output matrix.
     """
-    dense, experts = (n * shape.num_layers // degrees.pipeline_size for n in layer_parameters(shape, degrees))
+    layers = (layer_parameters(shape, degrees, layer) for layer in layers_of(shape, degrees, stage))
+    dense, experts = map(sum, zip(*layers, strict=True))
     vocabulary = shape.padded_vocab_size // degrees.tensor_size * shape.hidden_size
     last = stage == degrees.pipeline_size - 1
     if stage == 0:
@@ -116,8 +125,8 @@ def full_recompute(config: Config) -> bool:
     return config.megatron.transformer.get("recompute_granularity") == "full"
 
 
-def kept_elements(shape: ModelShape, config: Config, degrees: Degrees) -> float:
-    """Return the elements that autograd saves per token of a rank and per layer, with torch's layers.
+def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: int) -> float:
+    """Return the elements that autograd saves per token of a rank in a layer, with torch's layers.
 
     Transformer Engine's layers fuse some and keep less. Both norms keep input, normalised and output (6 h, split by
     sequence parallelism); attention keeps the projection of which v is a part, q and k as rotated, its output, and the
@@ -130,11 +139,11 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees) -> float:
     attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if shape.qk_norm else 0)
     attention *= shape.head_dim
     norms = 6 * hidden / (tensor if config.parallel.sequence_parallel else 1)
-    if not shape.num_experts:
-        return norms + attention + 5 * shape.ffn_hidden_size / tensor
+    if not shape.num_experts or layer < shape.num_dense_layers:
+        return norms + attention + 5 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor
     choices = shape.experts_per_token * degrees.expert_tensor_size / tensor
     routed = choices * (2 * hidden + 5 * shape.ffn_hidden_size / degrees.expert_tensor_size)
-    return norms + attention + routed
+    return norms + attention + routed + 5 * shape.shared_ffn_hidden_size / tensor
 
 
 def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
@@ -167,10 +176,11 @@ def stage_memory(
     gradient_bytes = 4 if config.megatron.ddp.get("grad_reduce_in_fp32", True) else size
     # Activations of the micro-batches in flight, kept and recomputed.
     own_tokens, flying = tokens / degrees.context_size, in_flight(degrees, stage, microbatches)
-    layer = own_tokens * kept_elements(shape, config, degrees) * size
+    each = [kept_elements(shape, config, degrees, layer) for layer in layers_of(shape, degrees, stage)]
+    layer = own_tokens * max(each) * size  # of which recomputation keeps one whole
     boundary = own_tokens * shape.hidden_size * size / (degrees.tensor_size if config.parallel.sequence_parallel else 1)
     at_once = config.megatron.transformer.get("recompute_num_layers") or 1
-    kept, recomputed = flying * layers * layer, flying * layers * boundary / at_once + at_once * layer
+    kept, recomputed = flying * own_tokens * sum(each) * size, flying * layers * boundary / at_once + at_once * layer
     has_reference = config.loss.kl_coefficient != 0 or config.preference.needs_reference
     second = has_reference and config.reference.placement == "device" and not shape.value_head
     logits = 0.0

@@ -30,6 +30,13 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "max_position_embeddings": (int, 1, 2**40),
     "rms_norm_eps": (float, 1e-30, 1.0),
     "initializer_range": (float, 0.0, 1e6),
+    "n_routed_experts": (int, 1, 2**16),
+    "n_shared_experts": (int, 1, 2**10),
+    "n_group": (int, 1, 2**16),
+    "topk_group": (int, 1, 2**16),
+    "first_k_dense_replace": (int, 0, 2**16),
+    "routed_scaling_factor": (float, 1e-6, 1e6),
+    "num_nextn_predict_layers": (int, 0, 2**10),
     "num_labels": (int, 0, 2**16),  # transformers makes a name for each
 }
 # The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are made.
@@ -43,6 +50,7 @@ _READ = {
     *("model_type", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "layer_types"),
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
     *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
+    *("use_qk_norm",),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
 }
 # The fields that say nothing of the numbers that a forward pass gives.

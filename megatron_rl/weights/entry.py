@@ -39,12 +39,15 @@ class Entry:
     expert: for an expert's parameter, the expert's number among this rank's experts; ``{expert}`` in its Hugging Face
             names stands for the number among all, which ``held_by`` fills in. Such a parameter is split over expert
             tensor ranks, any other over tensor ranks.
+    frozen: True for a buffer, float32 whatever the dtype of the parameters: it is loaded, kept as it is and exported,
+            and has no gradient.
     """
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
     expert: int | None = None
+    frozen: bool = False
 
     def held_by(self, expert_rank: int, shape: ModelShape, expert_size: int) -> Entry:
         """Return the entry as one expert-parallel rank holds it.

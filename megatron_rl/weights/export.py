@@ -17,6 +17,7 @@ from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry, Layout
+from megatron_rl.weights.families.sigmoid_router import ROUTER_BIAS
 from megatron_rl.weights.finite import check_finite
 from megatron_rl.weights.mapping import (
     TIED_HEAD,
@@ -47,7 +48,7 @@ def load_weights(
 def _load_chunk(
     chunk: torch.nn.Module, stage: int, shape: ModelShape, topology: Topology, reader: WeightReader
 ) -> None:
-    parameters = dict(chunk.named_parameters())
+    parameters = named_weights(chunk)
     for stage_entry in stage_entries(
         shape, stage, topology.pipeline_size * topology.virtual_size, topology.expert_size
     ):
@@ -71,6 +72,12 @@ def _load_chunk(
         raise RuntimeError(
             f"parameters that no Hugging Face tensor fills: {sorted(parameters)}; weights/mapping.py lacks them"
         )
+
+
+def named_weights(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a chunk's parameters by name, and the buffers that a checkpoint holds too (``Entry.frozen``)."""
+    buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)}
+    return dict(chunk.named_parameters()) | buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +106,18 @@ class Bucket:
         return self.entries[0].expert is not None
 
     @property
+    def frozen(self) -> bool:
+        return self.entries[0].frozen
+
+    @property
     def elements(self) -> int:
         return self.gathered_elements + self.copied_elements
 
     def takes(self, other: Bucket) -> bool:
         """Return whether both can travel together. A vocabulary's table travels alone, to be exported uncopied."""
         alone = any(entry.layout is Layout.ROWS for entry in self.entries + other.entries)
-        return self.stage == other.stage and self.of_experts == other.of_experts and not alone
+        kinds = ((x.stage, x.of_experts, x.frozen) for x in (self, other))
+        return len(set(kinds)) == 1 and not alone
 
     def joined(self, other: Bucket) -> Bucket:
         return replace(
@@ -175,8 +187,8 @@ def export_weights(
     A tensor is valid until the next is asked for: copy it out before (and do not write to it). It is a view of the
     export's memory, which the next tensor overwrites, or of the parameter itself where nothing is gathered.
 
-    chunks: this rank's parameters by Megatron name, chunk by chunk, or tensors of the same shapes (gradients).
-            Parameters must be gathered before (backend.export does).
+    chunks: this rank's parameters and frozen buffers by Megatron name, chunk by chunk, or tensors of the same shapes
+            (gradients). Parameters must be gathered before (backend.export does).
     bucket_bytes: the most memory that this takes beside the chunks: all shards of a bucket and one tensor laid out from
             them, allocated once. Only a parameter that needs more by itself (a vocabulary's table: its size; another:
             its size and that of its largest Hugging Face tensor) takes more: it has a bucket of its own. A mapping that
@@ -187,8 +199,11 @@ def export_weights(
         raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1; 1 is an entry at a time")
     example = next(iter(chunks[0].values()))
     buckets = cut_buckets(shape, topology, bucket_bytes // example.element_size(), entries)
-    memory = torch.empty(max(bucket.elements for bucket in buckets), dtype=example.dtype, device=example.device)
-    for bucket in buckets:
+    dtypes = [torch.float32 if bucket.frozen else example.dtype for bucket in buckets]
+    num_bytes = max(bucket.elements * dtype.itemsize for bucket, dtype in zip(buckets, dtypes, strict=True))
+    whole = torch.empty(-(-num_bytes // 8) * 8, dtype=torch.uint8, device=example.device)
+    for bucket, dtype in zip(buckets, dtypes, strict=True):
+        memory = whole.view(dtype)
         gathered = _gather(bucket, chunks, memory, topology)
         spare = memory[bucket.gathered_elements :]
         for entry, of_holders in zip(bucket.entries, gathered, strict=True):

@@ -21,20 +21,29 @@ VALUE_HEAD = Entry(megatron="output_layer.weight", hf=("score.weight",), layout=
 FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",), layout=Layout.REPLICATED)
 
 
-def layer_entries(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of one decoder layer, its experts' aside.
+def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
+    """Return the entries of the model's decoder layer ``layer``, its experts' aside.
 
     Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
     """
-    return FAMILIES[shape.family].layer(shape)
+    family = FAMILIES[shape.family]
+    if layer < shape.num_dense_layers:
+        return family.first_layers(shape)
+    return family.layer(shape)
 
 
-def own_experts(shape: ModelShape, expert_size: int) -> Iterator[tuple[Entry, ...]]:
-    """Yield the entries of each of this rank's experts in one layer, with names as in ``layer_entries``."""
+def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tuple[Entry, ...]]:
+    """Yield the entries of each of this rank's experts in layer ``layer``, with names as in ``layer_entries``."""
     names = FAMILIES[shape.family].experts
-    if names is not None:
+    if names is not None and layer >= shape.num_dense_layers:
         for expert in range(shape.num_experts // expert_size):
             yield expert_entries(names, shape, expert)
+
+
+def stage_layers(shape: ModelShape, stage: int, num_stages: int) -> range:
+    """Return the numbers of a stage's layers among the model's; stages are counted as in ``stage_entries``."""
+    per_stage = shape.num_layers // num_stages
+    return range(stage * per_stage, (stage + 1) * per_stage)
 
 
 def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
@@ -49,10 +58,8 @@ def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: i
     """
     if stage == 0:
         yield EMBEDDING
-    per_stage = shape.num_layers // num_stages
-    for local in range(per_stage):
-        layer = stage * per_stage + local
-        for entries in (layer_entries(shape), *own_experts(shape, expert_size)):
+    for local, layer in enumerate(stage_layers(shape, stage, num_stages)):
+        for entries in (layer_entries(shape, layer), *own_experts(shape, expert_size, layer)):
             for entry in entries:
                 yield dataclasses.replace(
                     entry,
@@ -69,10 +76,20 @@ def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: i
             yield TIED_HEAD
 
 
+def trained_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
+    """Yield ``stage_entries``' entries that have a gradient."""
+    return (entry for entry in stage_entries(shape, stage, num_stages, expert_size) if not entry.frozen)
+
+
 def target_entries(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of one layer's weights that ``lora.targets`` names."""
+    """Return the entries of one layer's weights that ``lora.targets`` names, alike in every layer.
+
+    Where the layers are of two kinds, a target is one of their common attention (``put_adapters`` refuses others).
+    """
     wanted = {f"{name}.weight" for name in shape.lora_targets}
-    return tuple(entry for entry in layer_entries(shape) if entry.megatron.partition(".")[2] in wanted)
+    return tuple(
+        entry for entry in layer_entries(shape, shape.num_layers - 1) if entry.megatron.partition(".")[2] in wanted
+    )
 
 
 def adapter_name(linear: str) -> str:
@@ -100,9 +117,7 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
 
 def adapter_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
     """Yield the adapters' entries of one stage; Hugging Face names are PEFT's without its ``base_model.model.``."""
-    per_stage = shape.num_layers // num_stages
-    for local in range(per_stage):
-        layer = stage * per_stage + local
+    for local, layer in enumerate(stage_layers(shape, stage, num_stages)):
         for entry in (pair for weight in target_entries(shape) for pair in pair_entries(weight)):
             yield dataclasses.replace(
                 entry, megatron=f"decoder.layers.{local}.{entry.megatron}", hf=(f"model.layers.{layer}.{entry.hf[0]}",)

@@ -14,6 +14,13 @@ class ModelShape:
 
     ffn_hidden_size: the width of the MLP, or of one expert where the MLP is a mixture.
     num_experts, experts_per_token: 0 for a dense model.
+    num_dense_layers, dense_ffn_hidden_size: the first layers of a mixture that have one MLP, and its width; else 0.
+    shared_ffn_hidden_size: the width of the expert that every token passes beside its own; 0 without.
+    router_groups, router_groups_per_token: a token's experts lie in so many of the groups of experts; 0 without groups.
+    router_scaling: what the chosen experts' weights are multiplied by.
+    router_bias: True where a number per expert is added to its score for the choice alone (``Entry.frozen``).
+    num_extra_layers: the layers that predict further tokens, which files hold behind the model's own and which are left
+    out.
     router_pre_softmax: True where the chosen experts' weights are a share of all experts' probability and do not add up
     to 1.
     padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
@@ -39,17 +46,31 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 0
     router_pre_softmax: bool = False
+    num_dense_layers: int = 0
+    dense_ffn_hidden_size: int = 0
+    shared_ffn_hidden_size: int = 0
+    router_groups: int = 0
+    router_groups_per_token: int = 0
+    router_scaling: float = 1.0
+    router_bias: bool = False
+    num_extra_layers: int = 0
     value_head: bool = False
     lora_rank: int = 0
     lora_alpha: float = 0.0
     lora_targets: tuple[str, ...] = ()
 
     @property
-    def layer_parameters(self) -> int:
-        """Return the weights of one layer's matrices that a token passes (``experts_per_token`` of a mixture)."""
+    def layer_parameters(self) -> float:
+        """Return the weights of a layer's matrices that a token passes, the mean over the layers.
+
+        Of a mixture they are ``experts_per_token`` experts', the shared one's and the router's.
+        """
         attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
         mlps = self.experts_per_token if self.num_experts else 1
-        return attention + 3 * self.hidden_size * self.ffn_hidden_size * mlps + self.hidden_size * self.num_experts
+        width = 3 * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
+        first = 3 * self.dense_ffn_hidden_size * self.num_dense_layers
+        widths = first + width * (self.num_layers - self.num_dense_layers)
+        return attention + self.hidden_size * widths / self.num_layers
 
     @property
     def square_share(self) -> float:

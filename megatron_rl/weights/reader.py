@@ -229,17 +229,26 @@ def heads_differ(reader: HuggingFaceReader) -> bool:
 def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread: bool = False) -> None:
     """Raise ConfigError unless the files hold the tensors of a model of this shape, in shapes and dtypes that are read.
 
+    Layers that predict further tokens (``num_extra_layers``) are named in a warning and left out, as transformers does.
     allow_unread: tensors of which the model has no part are named in a warning, and not refused
                   (``model.allow_unread_tensors``).
     """
     used = used_names(shape)
-    layers = {int(found[1]) for name in reader.files if (found := re.match(r"model\.layers\.(\d{1,9})\.", name))}
+    extra = tuple(f"model.layers.{shape.num_layers + i}." for i in range(shape.num_extra_layers))
+    ignored = [name for name in reader.files if name.startswith(extra)] if extra else []
+    if ignored:
+        log.warning(
+            "%s holds %d tensors of layers that predict further tokens, %s the first; they are left out",
+            *(reader.path, len(ignored), min(ignored)),
+        )
+    own = set(reader.files) - set(ignored)
+    layers = {int(found[1]) for name in own if (found := re.match(r"model\.layers\.(\d{1,9})\.", name))}
     if layers and layers != set(range(shape.num_layers)) and not (allow_unread and max(layers) >= shape.num_layers):
         raise ConfigError(
             f"{reader.path}: config.json says num_hidden_layers={shape.num_layers} and the files hold {len(layers)} "
             f"layers, {min(layers)} to {max(layers)}; give the config that belongs to them"
         )
-    unread = left_over(reader, used)
+    unread = left_over(reader, used.union(ignored))
     if shape.tied_embeddings or shape.value_head:  # a tied model's copy of its embedding; a critic has no LM head
         unread = [name for name in unread if name != HEAD_NAME]
     if unread:

@@ -26,6 +26,7 @@ SAME = {
     "TP2": (2, (*sizes(2, 1), *PLAIN), "llama", 3),
     "PP2-tied": (2, (*sizes(1, 2), *SHARDED), "qwen2_tied", 3),
     "EP2": (2, (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "qwen3_moe", 3),
+    "EP2-two-kinds-of-layers-bf16": (2, (*sizes(1, 1), *SHARDED, *BF16, "parallel.expert=2"), "glm4_moe", 3),
     "before-any-step": (2, (*sizes(1, 1), *SHARDED, *BF16), "qwen2_tied", 0),
 }
 
@@ -53,6 +54,7 @@ OTHER = {
         (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true"),
         "qwen3_moe",
     ),
+    "PP2-to-EP2": ((*sizes(1, 2), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "glm4_moe"),
     "DP2-to-EP2": ((*sizes(1, 1), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "mixtral"),
     "bf16-TP2-to-DP2-sharded": ((*sizes(2, 1), *PLAIN, *BF16), (*sizes(1, 1), *SHARDED, *BF16), "llama"),
 }

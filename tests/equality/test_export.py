@@ -110,10 +110,16 @@ def test_export_equals_reference_in_buckets_of_any_size(
 
 
 def large(family: str, *, tensor: int, pipeline: int, virtual: int = 1, expert: int = 1, expert_tensor: int = 1):
-    """Return (shape, place) of Qwen3-8B or Qwen3-30B-A3B on paper."""
+    """Return (shape, place) of Qwen3-8B, Qwen3-30B-A3B or GLM-4.5-Air on paper."""
     config = tiny_config(family)
+    if family == "glm4_moe":
+        from transformers import Glm4MoeConfig
+
+        config = Glm4MoeConfig(head_dim=128)  # the class's defaults are GLM-4.5-Air's
     sizes_of = dict(num_attention_heads=32, head_dim=128, vocab_size=151_936, tie_word_embeddings=False)
-    if family == "qwen3":
+    if family == "glm4_moe":
+        sizes_of = {}
+    elif family == "qwen3":
         sizes_of |= dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
     else:
         sizes_of |= dict(
@@ -135,6 +141,7 @@ LARGE = {
     "8B TP1": large("qwen3", tensor=1, pipeline=1),
     "8B TP8": large("qwen3", tensor=8, pipeline=1),
     "8B TP2 PP2 VPP3": large("qwen3", tensor=2, pipeline=2, virtual=3),
+    "GLM-4.5-Air TP2 PP2 EP8": large("glm4_moe", tensor=2, pipeline=2, expert=8),
     "30B TP4 PP4 EP8": large("qwen3_moe", tensor=4, pipeline=4, expert=8),
     "30B TP2 PP2 EP4 ETP2": large("qwen3_moe", tensor=2, pipeline=2, expert=4, expert_tensor=2),
 }
@@ -156,7 +163,7 @@ def test_buckets_hold_every_entry_in_order_within_the_bound(name: str, bucket_by
     assert [(x.stage, entry) for x in buckets for entry in x.entries] == [x for x in entries if x[1] != TIED_HEAD]
     for bucket in buckets:
         assert bucket.elements * 2 <= bucket_bytes or len(bucket.entries) == 1
-        assert len({entry.expert is None for entry in bucket.entries}) == 1
+        assert len({(entry.expert is None, entry.frozen) for entry in bucket.entries}) == 1
     for last, following in itertools.pairwise(buckets):
         first = export._bucket_of(following.stage, following.entries[0], shape, place)
         assert not last.takes(first) or last.joined(first).elements * 2 > bucket_bytes

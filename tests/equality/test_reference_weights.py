@@ -124,6 +124,7 @@ LAYOUTS = {
     "PP2-VPP2": (2, "qwen2_untied", (*sizes(1, 2), "parallel.virtual_pipeline=2")),
     "CP2": (2, "llama3_rope", ("parallel.context=2",)),
     "EP2": (2, "qwen3_moe", ("parallel.expert=2",)),
+    "PP2-router-bias": (2, "glm4_moe", sizes(1, 2)),
     "TP2-PP2": (4, "qwen2_tied", sizes(2, 2)),
     "TP2-adapters": (2, "qwen2_tied", (*sizes(2, 1), "lora.rank=4")),
     "PP2-adapters": (2, "qwen3", (*sizes(1, 2), "lora.rank=4")),

@@ -38,10 +38,10 @@ def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype
     ours, theirs = HuggingFaceReader(back), HuggingFaceReader(source)
     different, equal, total = [], 0, 0
     for layer in stored_layers(shape):
-        for name in (name for stored in layer for name in stored.entry.hf):
+        for name, kind in ((name, stored.dtype(dtype)) for stored in layer for name in stored.entry.hf):
             total += 1
             ours_tensor, theirs_tensor = (x.read(name, 0, 0, x.size(name)[0]) for x in (ours, theirs))
-            theirs_tensor = theirs_tensor if dtype is None else theirs_tensor.to(dtype)
+            theirs_tensor = theirs_tensor if kind is None else theirs_tensor.to(kind)
             same = ours_tensor.dtype == theirs_tensor.dtype and torch.equal(
                 ours_tensor.contiguous().view(torch.uint8), theirs_tensor.contiguous().view(torch.uint8)
             )

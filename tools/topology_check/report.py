@@ -12,6 +12,7 @@ import platform as host_platform
 from collections.abc import Mapping
 
 import torch
+from topology_check.thin import EXPERT_FIELDS
 from topology_check.verdict import Verdict
 
 from megatron_rl.config import Config, ParallelConfig
@@ -56,7 +57,7 @@ def model_line(real, thin) -> str:
         "ffn": "intermediate_size",
         "expert ffn": "moe_intermediate_size",
         "vocabulary": "vocab_size",
-        "experts": "num_local_experts" if "num_local_experts" in full else "num_experts",
+        "experts": next((name for name in EXPERT_FIELDS if name in full), EXPERT_FIELDS[0]),
     }
     sizes = [f"{name} {small[key]} (of {full[key]})" for name, key in named.items() if full.get(key)]
     heads = f"{real.num_attention_heads} heads over {real.num_key_value_heads} of {small['head_dim']}"

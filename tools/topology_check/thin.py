@@ -65,6 +65,9 @@ def read_hf_config(config: Config):
     return read_hf_config(config.model.hf_path)
 
 
+EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
 def num_stages(config: Config) -> int:
     return config.parallel.pipeline * config.parallel.virtual_pipeline
 
@@ -90,6 +93,8 @@ def thin_hf_config(real, config: Config, size: Size):
         fields["layer_types"] = (list(real_fields["layer_types"]) * fields["num_hidden_layers"])[
             : fields["num_hidden_layers"]
         ]
+    if real_fields.get("first_k_dense_replace"):  # dense layers first, and a mixture at the least behind them
+        fields["first_k_dense_replace"] = min(real.first_k_dense_replace, fields["num_hidden_layers"] - 1)
     # Widths that may shrink, each to a multiple that the topology can split.
     if "hidden" not in size.keep:
         fields["hidden_size"] = min(real.hidden_size, HIDDEN)
@@ -106,11 +111,11 @@ def thin_hf_config(real, config: Config, size: Size):
             real.vocab_size, _multiple(max(VOCABULARY, 16 * tensor), tensor) + real.vocab_size % tensor
         )
     if "experts" not in size.keep:
-        for name in ("num_local_experts", "num_experts"):
+        groups = real_fields.get("n_group") or 1
+        for name in EXPERT_FIELDS:
             if real_fields.get(name):
-                fields[name] = min(
-                    real_fields[name], _multiple(max(EXPERTS, 2 * real.num_experts_per_tok), parallel.expert)
-                )
+                wanted = _multiple(max(EXPERTS, 2 * real.num_experts_per_tok), math.lcm(parallel.expert, groups))
+                fields[name] = min(real_fields[name], wanted)
     thin = copy.deepcopy(real)
     for name, value in fields.items():
         setattr(thin, name, value)
@@ -136,6 +141,11 @@ def check_real(real, config: Config) -> None:
             parallel.expert_tensor or parallel.tensor,
         )
         split["num_experts"] = (experts, "parallel.expert", parallel.expert)
+        fields = real.to_dict()
+        if fields.get("first_k_dense_replace"):
+            split["intermediate_size"] = fields["intermediate_size"], "parallel.tensor", parallel.tensor
+        shared = fields.get("n_shared_experts", 0) * real.to_dict()[ffn]
+        split["the shared experts' width"] = shared, "parallel.tensor", parallel.tensor
     for name, (count, key, ranks) in split.items():
         if count % ranks:
             raise ConfigError(f"{key}={ranks} does not divide {name}={count} of {config.model.hf_path}; use a divisor")
@@ -143,7 +153,7 @@ def check_real(real, config: Config) -> None:
 
 def num_experts(hf_config) -> int:
     fields = hf_config.to_dict()
-    return fields.get("num_local_experts") or fields.get("num_experts") or 0
+    return next((fields[name] for name in EXPERT_FIELDS if fields.get(name)), 0)
 
 
 def _multiple(number: int, of: int) -> int:

@@ -32,6 +32,7 @@ class Family:
                   ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
     sizes:        shape → the sizes of a layer's Hugging Face tensors by the same names, norms over the hidden state
                   aside; an expert's stand below ``expert.``.
+    first_layers: the entries of each of the first ``num_dense_layers`` layers of the shape, where it has such.
     layer_fields: shape → the fields of Megatron-Core's TransformerConfig that its layers need beside the common ones.
     """
 
@@ -42,4 +43,5 @@ class Family:
     sizes: Callable[[ModelShape], Mapping[str, tuple[int, ...]]]
     layer_fields: Callable[[ModelShape], dict[str, Any]]
     ffn_field: str = "intermediate_size"
+    first_layers: Callable[[ModelShape], tuple[Entry, ...]] | None = None
     experts: ExpertNames | None = None

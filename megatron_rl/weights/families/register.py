@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.family import Family
+from megatron_rl.weights.families.glm4_moe import GLM4_MOE
 from megatron_rl.weights.families.llama import LLAMA
 from megatron_rl.weights.families.mistral import MISTRAL
 from megatron_rl.weights.families.mixtral import MIXTRAL
@@ -13,7 +14,7 @@ from megatron_rl.weights.families.qwen3 import QWEN3
 from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, MIXTRAL, QWEN3_MOE)
+    family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, MIXTRAL, QWEN3_MOE, GLM4_MOE)
 }
 _GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
 _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
@@ -26,7 +27,8 @@ MISSING = {
     "gemma3_text": f"{_SANDWICH}, two rotary bases and a sliding window by the layer's kind, {_GEMMA}",
     "gemma3": "a vision tower, and what gemma3_text misses",
     "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
-    "deepseek_v3": "multi-latent attention, shared experts, a sigmoid router with groups and a correction bias",
+    "deepseek_v3": "multi-latent attention, whose rotary angles (yarn) Megatron-Core makes within and whose keys and "
+    "values differ in size; its mixture is built (glm4_moe)",
     "gpt_oss": "attention sinks, clamped gated activations, biases on projections and experts",
     "phi3": "q, k, v in one tensor and gate, up in one, where a layer's entries name each",
 }

@@ -176,7 +176,10 @@ def _order(lengths: list[int], size: int) -> torch.Tensor:
 def apply_rotary_pos_emb(
     *, t, freqs, tensor_format="sbhd", fused=False, cu_seqlens=None, cp_size=1, cp_rank=0, **unused
 ):
-    """Turn [T, h, d] by the angles freqs [longest, 1, 1, d], in float32 and rounded once, as the kernel does."""
+    """Turn [T, h, d] by the angles freqs [longest, 1, 1, d2 ≤ d], in float32 and rounded once, as the kernel does.
+
+    The rest of each head is copied (read in 2.x, common/fused_rope/fused_rope.cu, "copy the rest").
+    """
     refuse("apply_rotary_pos_emb", unused)
     require(fused and tensor_format == "thd" and t.dim() == 3, "the stand-in has the fused kernel over [T, h, d] only")
     require(freqs.dim() == 4 and freqs.shape[1:3] == (1, 1), f"freqs are [s, 1, 1, d], not {tuple(freqs.shape)}")
@@ -184,6 +187,7 @@ def apply_rotary_pos_emb(
     lengths = _lengths(cu_seqlens, "cu_seqlens")
     require(freqs.shape[0] >= max(lengths), f"{freqs.shape[0]} angles for a sequence of {max(lengths)}")
     angles = freqs[torch.cat(zigzag(lengths, cp_rank, cp_size)), 0]
-    first, second = t.float().chunk(2, dim=-1)
-    turned = t.float() * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
-    return turned.to(t.dtype)
+    turning, rest = t[..., : freqs.shape[3]].float(), t[..., freqs.shape[3] :]
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+    return torch.cat([turned.to(t.dtype), rest], dim=-1)

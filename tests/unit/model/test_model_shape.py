@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_rl.config import LoraConfig, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.flops import flops_per_token
-from megatron_rl.model.hf_config import model_shape
+from megatron_rl.model.hf_config import inverse_frequencies, model_shape, read_shape
+from megatron_rl.weights.fused import file_tensors
+from megatron_rl.weights.mapping import hf_size, layer_entries
+from megatron_rl.weights.reader import used_names
 from tests.adapted import adapt
 from tests.reference import FAMILIES, LAYERS, MIXTURES, tiny_config, tiny_model
 
@@ -64,6 +69,29 @@ REFUSED = [
         "decoder_sparse_step=2 and mlp_only_layers=.. of qwen3_moe leave dense layers",
     ),
     (changed("qwen3_moe", mlp_only_layers=[1]), {}, "mlp_only_layers=.1. of qwen3_moe leave dense layers"),
+    (
+        changed("glm4_moe", norm_topk_prob=False),
+        {},
+        "norm_topk_prob=false of glm4_moe with num_experts_per_tok=4 is not supported: Megatron-Core",
+    ),
+    (changed("glm4_moe", num_experts_per_tok=1), {}, "norm_topk_prob=true of glm4_moe with num_experts_per_tok=1"),
+    (
+        changed("glm4_moe", num_experts_per_tok=6),
+        {},
+        "n_group=3 and topk_group=2 of glm4_moe with num_experts_per_tok=6 are not supported",
+    ),
+    (changed("glm4_moe", n_shared_experts=0), {}, "n_shared_experts=0 of glm4_moe is not supported"),
+    (changed("glm4_moe"), dict(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence_parallel=true"),
+    (
+        changed("glm4_moe", intermediate_size=97),
+        dict(tensor=2, sequence_parallel=True),
+        "parallel.tensor=2 does not divide intermediate_size=97",
+    ),
+    (
+        changed("glm4_moe", n_shared_experts=1, moe_intermediate_size=33),
+        dict(tensor=2, sequence_parallel=True, expert_tensor=1),
+        "parallel.tensor=2 does not divide the shared experts' width=33",
+    ),
     (changed("qwen3_moe"), dict(pipeline=3), "does not divide num_hidden_layers=2"),
 ]
 
@@ -79,25 +107,54 @@ def test_an_expert_that_only_tensor_ranks_could_not_split_is_accepted() -> None:
     assert shape.ffn_hidden_size == 97 and shape.num_experts == 4 and shape.experts_per_token == 2
 
 
+def test_a_part_of_each_head_turns_where_the_family_says_so() -> None:
+    """Half of glm4_moe's pairs turn; a family whose modules do not read the field is refused."""
+    config = tiny_config("glm4_moe")
+    assert len(inverse_frequencies(config, 32)) == 8 and len(inverse_frequencies(tiny_config("qwen3"), 32)) == 16
+    config.rope_parameters["rope_type"] = "linear"
+    with pytest.raises(ConfigError, match="partial_rotary_factor=0.5 of glm4_moe with rope_type='linear'"):
+        inverse_frequencies(config, 32)
+    other = tiny_config("qwen3")
+    other.rope_parameters["partial_rotary_factor"] = 0.5
+    with pytest.raises(ConfigError, match="partial_rotary_factor=0.5 of qwen3"):
+        inverse_frequencies(other, 32)
+
+
 def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
     assert {family: shape_of(tiny_config(family)).router_pre_softmax for family in MIXTURES} == {
         "mixtral": False,
         "qwen3_moe": False,
         "qwen3_moe_unnormalised": True,
+        "glm4_moe": False,
     }
+
+
+def test_names_and_sizes_of_glm_4_5_air_are_those_of_transformers() -> None:
+    """Names and sizes of a released model are transformers', on paper: 106.9 billion numbers in 17,925 tensors."""
+    from transformers import AutoModelForCausalLM, Glm4MoeConfig
+
+    config = Glm4MoeConfig(head_dim=128, attention_bias=True)  # the class's defaults are GLM-4.5-Air's
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
+    shape = read_shape(config, layer_spec="torch")
+    assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted and len(wanted) == 17_925
+    assert sum(math.prod(size) for size in wanted.values()) == 106_852_251_264
+    assert layer_entries(shape, 0) != layer_entries(shape, 1) == layer_entries(shape, 45)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
     """A token takes 6 flops per element of every matrix but the embedding.
 
-    An expert's count by its share of the choices: 2 of 4.
+    An expert's count by its share of the choices: 2 of 4, say.
     """
     config, model = tiny_model(family)
+    share = config.num_local_experts / config.num_experts_per_tok if family in MIXTURES else 1
     passed = model.lm_head.weight.numel()
     for name, parameter in model.model.layers.named_parameters():
         if parameter.dim() > 1:
-            passed += parameter.numel() / (2 if ".experts." in name else 1)
+            passed += parameter.numel() / (share if ".experts." in name else 1)
     shape = shape_of(config)
     assert flops_per_token(shape, 0.0) == 6 * passed
     assert (
