@@ -16,13 +16,21 @@ from megatron_rl.types import Sample
 from megatron_rl.weights.fused import file_tensors
 
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
-FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral")
+FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral", "phi3", "phi3_partial")
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised")
 
 
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
-    from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import (
+        LlamaConfig,
+        MistralConfig,
+        MixtralConfig,
+        Phi3Config,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     sizes = dict(
         vocab_size=vocab_size,
@@ -57,6 +65,11 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
         case "mistral":
             return MistralConfig(**sizes, head_dim=hidden // 2, sliding_window=None, tie_word_embeddings=False)
+        case "phi3":
+            return Phi3Config(**sizes, sliding_window=256, tie_word_embeddings=False)
+        case "phi3_partial":
+            rope = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.75)
+            return Phi3Config(**sizes, tie_word_embeddings=True, rope_parameters=rope)
         case "mixtral" | "mixtral_top1":
             return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2 if family == "mixtral" else 1)
         case "qwen3_moe" | "qwen3_moe_unnormalised":

@@ -94,7 +94,9 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
 
 
 def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
-    """Return rotary inverse frequencies, float32 [head_dim / 2], as transformers computes them.
+    """Return rotary inverse frequencies, float32 [rotated dimensions / 2], as transformers computes them.
+
+    The rotated dimensions are a head's first ``partial_rotary_factor`` of it, where the family has such a share.
 
     Raises ConfigError for any scaling but default, linear and llama3.
     """
@@ -102,10 +104,14 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
 
     rope = hf_config.rope_parameters
     kind = rope["rope_type"]
-    if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise ConfigError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported; only 1.0 is")
+    share = rope.get("partial_rotary_factor") or 1.0
+    rotated = int(head_dim * share)
+    if share != 1.0 and (not FAMILIES[hf_config.model_type].partial_rotary or kind != "default"):
+        raise ConfigError(f"partial_rotary_factor={share} is not supported here; only 1.0 is")
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise ConfigError(f"partial_rotary_factor={share} of head_dim={head_dim} rotates no whole number of pairs")
     if kind == "default":
-        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated))
     if kind not in ("linear", "llama3"):
         raise ConfigError(
             f"rope_type={kind!r} is not supported (default, linear and llama3 are): it depends on the length or "

@@ -44,6 +44,7 @@ _READ = {
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
     *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
+    *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop"),
 }
 # The fields that say nothing of the numbers that a forward pass gives.
 _NEUTRAL = {

@@ -22,6 +22,7 @@ from megatron_rl.weights.mapping import (
     TIED_HEAD,
     hf_parts,
     hf_size,
+    laid_out,
     load_shard,
     shard_size,
     stage_entries,
@@ -195,10 +196,8 @@ def export_weights(
             # the expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks are expert-parallel
             # rank e's
             for expert_rank, shards in enumerate(of_holders.split(bucket.ranks)):
-                for name, part in hf_parts(entry.held_by(expert_rank, shape, topology.expert_size), shape, shards):
-                    if not part.is_contiguous():
-                        part = spare[: part.numel()].view(part.shape).copy_(part)
-                    yield name, part.view(hf_size(shape, name))
+                for name, parts in hf_parts(entry.held_by(expert_rank, shape, topology.expert_size), shape, shards):
+                    yield name, laid_out(parts, hf_size(shape, name), spare)
 
 
 def _gather(
