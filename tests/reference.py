@@ -16,7 +16,7 @@ from megatron_rl.types import Sample
 from megatron_rl.weights.fused import file_tensors
 
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
-FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral", "phi3", "phi3_partial")
+FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral", "phi3", "phi3_partial", "olmo2")
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised")
 
 
@@ -26,6 +26,7 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
         LlamaConfig,
         MistralConfig,
         MixtralConfig,
+        Olmo2Config,
         Phi3Config,
         Qwen2Config,
         Qwen3Config,
@@ -65,6 +66,8 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
         case "mistral":
             return MistralConfig(**sizes, head_dim=hidden // 2, sliding_window=None, tie_word_embeddings=False)
+        case "olmo2":
+            return Olmo2Config(**sizes, tie_word_embeddings=False)
         case "phi3":
             return Phi3Config(**sizes, sliding_window=256, tie_word_embeddings=False)
         case "phi3_partial":

@@ -22,6 +22,7 @@ from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
 from megatron_rl.model.logit_chunks import check_kernel
+from megatron_rl.model.post_norm import put_norms_behind
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.model.transformer_fields import transformer_fields
 from megatron_rl.weights.families.register import FAMILIES
@@ -146,6 +147,8 @@ def build_model(
     transformer = transformer_config(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
     spec = block_spec(transformer, layer_spec, shape.num_layers // stages, share_prompts=shares)
+    if shape.post_norms:
+        put_norms_behind(spec, layer_spec)
     frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []

@@ -13,6 +13,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.register import FAMILIES, check_family
 from megatron_rl.weights.model_shape import ModelShape
 
+PARTLY_TURNED = ("phi3",)  # families whose modules in transformers read partial_rotary_factor
+
 
 def _check_divisible(hf_config: Any, ffn: int, ffn_name: str, config: Config, topology: Topology) -> None:
     """Raise ConfigError where a degree of parallelism does not divide the size that it splits."""
@@ -94,9 +96,10 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
 
 
 def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
-    """Return rotary inverse frequencies, float32 [rotated dimensions / 2], as transformers computes them.
+    """Return rotary inverse frequencies, float32, as transformers computes them: one for each pair that turns.
 
-    The rotated dimensions are a head's first ``partial_rotary_factor`` of it, where the family has such a share.
+    They are head_dim / 2, or fewer under ``partial_rotary_factor``: the rest of each head does not turn (Megatron-Core
+    0.16.1 ``rope_utils.py``).
 
     Raises ConfigError for any scaling but default, linear and llama3.
     """
@@ -105,13 +108,14 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
     rope = hf_config.rope_parameters
     kind = rope["rope_type"]
     share = rope.get("partial_rotary_factor") or 1.0
-    rotated = int(head_dim * share)
-    if share != 1.0 and (not FAMILIES[hf_config.model_type].partial_rotary or kind != "default"):
-        raise ConfigError(f"partial_rotary_factor={share} is not supported here; only 1.0 is")
-    if rotated % 2 or not 0 < rotated <= head_dim:
-        raise ConfigError(f"partial_rotary_factor={share} of head_dim={head_dim} rotates no whole number of pairs")
+    if share != 1.0 and (hf_config.model_type not in PARTLY_TURNED or kind != "default"):
+        raise ConfigError(
+            f"partial_rotary_factor={share} of {hf_config.model_type} with rope_type={kind!r} is not supported; only "
+            f"1.0 is, and another one for {', '.join(PARTLY_TURNED)} with rope_type='default'"
+        )
+    head_dim = int(head_dim * share)
     if kind == "default":
-        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated))
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if kind not in ("linear", "llama3"):
         raise ConfigError(
             f"rope_type={kind!r} is not supported (default, linear and llama3 are): it depends on the length or "

@@ -10,6 +10,7 @@ A layout says how they lie in it, and how it is split over ranks:
                   SelfAttention.get_query_key_value_tensors).
 - ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); where there is one
                   tensor, each rank's rows of it.
+- ``SPLIT``:      one vector, each rank's share of it (a norm over all heads of q or k).
 
 A family may hold q, k and v, or gate and up, in one Hugging Face tensor, one part after the other (``joined``).
 
@@ -32,6 +33,7 @@ class Layout(Enum):
     COLUMNS = "columns"
     QKV = "qkv"
     GATE_UP = "gate_up"
+    SPLIT = "split"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

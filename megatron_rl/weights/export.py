@@ -124,7 +124,9 @@ def _bucket_of(stage: int, entry: Entry, shape: ModelShape, topology: Topology) 
         ranks, peers = topology.expert_tensor_size, topology.expert_size
     size = shard_size(entry, shape, ranks)
     travels = ranks * peers * topology.pipeline_size > 1
-    copied = entry.layout is Layout.QKV or (ranks > 1 and entry.layout in (Layout.COLUMNS, Layout.GATE_UP))
+    copied = entry.layout is Layout.QKV or (
+        ranks > 1 and entry.layout in (Layout.COLUMNS, Layout.GATE_UP, Layout.SPLIT)
+    )
     return Bucket(
         stage=stage,
         entries=(entry,),

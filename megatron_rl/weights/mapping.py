@@ -137,6 +137,8 @@ def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
             return (first[0], first[1] // ranks)
         case Layout.QKV | Layout.GATE_UP:
             return (sum(hf_size(shape, name)[0] for name in entry.hf) // ranks, *first[1:])
+        case Layout.SPLIT:
+            return (first[0] // ranks,)
 
 
 def part_rows(entry: Entry, shape: ModelShape) -> list[tuple[str, int, int]]:
@@ -173,6 +175,9 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
             return read(entry.hf[0], 1, rank * share, (rank + 1) * share)
         case Layout.GATE_UP:
             return torch.cat(parts())
+        case Layout.SPLIT:
+            share = hf_size(shape, entry.hf[0])[0] // ranks
+            return read(entry.hf[0], 0, rank * share, (rank + 1) * share)
         case Layout.QKV:
             groups = shape.num_kv_heads // ranks
             return torch.cat([x.view(groups, -1, *x.shape[1:]) for x in parts()], dim=1).flatten(0, 1)
@@ -198,6 +203,8 @@ def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[
             yield entry.hf[0], (shards[0],)
         case Layout.COLUMNS:
             yield entry.hf[0], (shards.transpose(0, 1),)
+        case Layout.SPLIT:
+            yield entry.hf[0], (shards,)
         case Layout.GATE_UP if entry.joined and len(shards) == 1:
             yield entry.hf[0], (shards[0],)
         case Layout.GATE_UP:

@@ -26,7 +26,6 @@ class Family:
 
     ffn_field:    the config's field for the width of the MLP, or of one expert.
     experts:      the names of its mixture; None for a dense family.
-    partial_rotary: whether transformers' model reads ``partial_rotary_factor``, the share of a head that is rotated.
     refuse:       raises ConfigError for a config that asks for a feature that the model built here lacks.
     features:     config → the fields of ModelShape by which the family differs from a plain Llama.
     layer:        shape → the entries of one decoder layer, its experts' aside. Megatron names are relative to
@@ -44,4 +43,3 @@ class Family:
     layer_fields: Callable[[ModelShape], dict[str, Any]]
     ffn_field: str = "intermediate_size"
     experts: ExpertNames | None = None
-    partial_rotary: bool = False

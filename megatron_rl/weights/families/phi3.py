@@ -52,5 +52,4 @@ PHI3 = Family(
     layer=joined_layer,
     sizes=joined_sizes,
     layer_fields=dense_fields,
-    partial_rotary=True,
 )

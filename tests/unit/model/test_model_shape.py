@@ -58,6 +58,7 @@ REFUSED = [
     (changed("mistral", sliding_window=8), {}, "sliding_window=8 of mistral is below max_position_embeddings=256"),
     (changed("phi3", sliding_window=8), {}, "sliding_window=8 of phi3 is below max_position_embeddings=256"),
     (changed("phi3", resid_pdrop=0.1), {}, "resid_pdrop=0.1 of phi3 is not supported: set it to 0.0"),
+    (changed("olmo2", attention_bias=True), {}, "a olmo2 model with attention_bias is not supported"),
     (changed("qwen3_moe", use_sliding_window=True), {}, "use_sliding_window=true of qwen3_moe"),
     (changed("qwen3_moe", attention_bias=True), {}, "a qwen3_moe model with attention_bias is not supported"),
     (
