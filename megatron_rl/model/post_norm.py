@@ -32,6 +32,12 @@ class WideRMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return the weight, alike on all ranks, for ``dist_checkpointing``; MLP's method asks its parts for theirs."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
+        )
+
 
 class _SumOverTensorRanks(torch.autograd.Function):
     """Sums over tensor ranks; each rank's output reads the sum, so that backward sums the gradients of all ranks."""
