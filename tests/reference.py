@@ -16,7 +16,7 @@ from megatron_rl.types import Sample
 from megatron_rl.weights.fused import file_tensors
 
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
-FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral")
+FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral", "phi3", "phi3_partial", "olmo2")
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe")
 
 
@@ -27,6 +27,8 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
         LlamaConfig,
         MistralConfig,
         MixtralConfig,
+        Olmo2Config,
+        Phi3Config,
         Qwen2Config,
         Qwen3Config,
         Qwen3MoeConfig,
@@ -65,6 +67,13 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
         case "mistral":
             return MistralConfig(**sizes, head_dim=hidden // 2, sliding_window=None, tie_word_embeddings=False)
+        case "olmo2":
+            return Olmo2Config(**sizes, tie_word_embeddings=False)
+        case "phi3":
+            return Phi3Config(**sizes, sliding_window=256, tie_word_embeddings=False)
+        case "phi3_partial":
+            rope = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.75)
+            return Phi3Config(**sizes, tie_word_embeddings=True, rope_parameters=rope)
         case "mixtral" | "mixtral_top1":
             return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2 if family == "mixtral" else 1)
         case "qwen3_moe" | "qwen3_moe_unnormalised":

@@ -225,6 +225,14 @@ def _check_place(shape: ModelShape) -> None:
             f"lora.targets={list(shape.lora_targets)} names {asked[0]}, and the MLP of {shape.family} is a mixture of "
             "experts, which takes no adapters; set lora.targets=[linear_qkv,linear_proj]"
         )
+    for weight in target_entries(shape):
+        if weight.joined:
+            linear = weight.megatron.removesuffix(".weight").rpartition(".")[2]
+            raise ConfigError(
+                f"lora.targets={list(shape.lora_targets)} names {linear}, which {shape.family} holds as one tensor, "
+                f"{weight.hf[0]}, and no adapter is built for several parts in one; set "
+                "lora.targets=[linear_proj,linear_fc2]"
+            )
 
 
 class _Start:

@@ -25,6 +25,7 @@ from megatron_rl.model.invariant import silu
 from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
 from megatron_rl.model.logit_chunks import check_kernel
+from megatron_rl.model.post_norm import put_norms_behind
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.model.transformer_fields import transformer_fields
 from megatron_rl.weights.families.register import FAMILIES
@@ -167,7 +168,7 @@ def build_model(
         stage = chunk * topology.pipeline_size + topology.pipeline_rank
         model = GPTModel(
             transformer,
-            _block_spec(transformer, layer_spec, stage_layers(shape, stage, stages), bitwise=bitwise, shares=shares),
+            _block_spec(transformer, shape, stage_layers(shape, stage, stages), bitwise=bitwise, shares=shares),
             vocab_size=shape.padded_vocab_size,
             max_sequence_length=shape.context_tokens,
             pre_process=topology.is_first_stage and chunk == 0,
@@ -196,11 +197,14 @@ def build_model(
 
 
 def _block_spec(
-    transformer: TransformerConfig, layer_spec: str, layers: Sequence[int], *, bitwise: bool, shares: bool
+    transformer: TransformerConfig, shape: ModelShape, layers: Sequence[int], *, bitwise: bool, shares: bool
 ) -> TransformerBlockSubmodules:
     if bitwise:
         return invariant_block_spec(transformer, len(layers))
-    return block_spec(transformer, layer_spec, layers, share_prompts=shares)
+    spec = block_spec(transformer, shape.layer_spec, layers, share_prompts=shares)
+    if shape.post_norms:
+        put_norms_behind(spec, shape.layer_spec)
+    return spec
 
 
 def _give_rotary(model: GPTModel, frequencies: torch.Tensor, *, packed: bool) -> None:

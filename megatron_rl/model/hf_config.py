@@ -13,7 +13,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.register import FAMILIES, check_family
 from megatron_rl.weights.model_shape import ModelShape
 
-PARTLY_TURNED = ("glm4_moe",)  # families whose modules in transformers read partial_rotary_factor
+PARTLY_TURNED = ("phi3", "glm4_moe")  # families whose modules in transformers read partial_rotary_factor
 
 
 def _check_divisible(hf_config: Any, shape: ModelShape, config: Config, topology: Topology) -> None:

@@ -77,6 +77,8 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
     qkv = (heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
     attention = qkv * hidden + (qkv if shape.qkv_bias else 0) + heads * shape.head_dim // tensor * hidden
     norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    if shape.post_norms:
+        norms += (heads + shape.num_kv_heads) * shape.head_dim // tensor
     if not shape.num_experts or layer < shape.num_dense_layers:
         return attention + norms + 3 * hidden * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) // tensor, 0
     experts = (
@@ -136,7 +138,8 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     choices: a tensor rank of sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
     """
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
-    attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if shape.qk_norm else 0)
+    normed = shape.qk_norm or shape.post_norms
+    attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if normed else 0)
     attention *= shape.head_dim
     norms = 6 * hidden / (tensor if config.parallel.sequence_parallel else 1)
     if not shape.num_experts or layer < shape.num_dense_layers:

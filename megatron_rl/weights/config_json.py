@@ -52,6 +52,7 @@ _READ = {
     *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
     *("use_qk_norm",),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
+    *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop"),
 }
 # The fields that say nothing of the numbers that a forward pass gives.
 _NEUTRAL = {

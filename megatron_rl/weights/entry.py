@@ -10,6 +10,9 @@ A layout says how they lie in it, and how it is split over ranks:
                   SelfAttention.get_query_key_value_tensors).
 - ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); where there is one
                   tensor, each rank's rows of it.
+- ``SPLIT``:      one vector, each rank's share of it (a norm over all heads of q or k).
+
+A family may hold q, k and v, or gate and up, in one Hugging Face tensor, one part after the other (``joined``).
 
 Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts fused in memory
 (weights/fused.py).
@@ -30,12 +33,14 @@ class Layout(Enum):
     COLUMNS = "columns"
     QKV = "qkv"
     GATE_UP = "gate_up"
+    SPLIT = "split"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """Describes one Megatron parameter and its Hugging Face tensors, in the order of the layout.
 
+    joined: True where one Hugging Face tensor holds the parts of ``QKV`` ([q; k; v]) or ``GATE_UP`` ([gate; up]).
     expert: for an expert's parameter, the expert's number among this rank's experts; ``{expert}`` in its Hugging Face
             names stands for the number among all, which ``held_by`` fills in. Such a parameter is split over expert
             tensor ranks, any other over tensor ranks.
@@ -48,6 +53,7 @@ class Entry:
     layout: Layout
     expert: int | None = None
     frozen: bool = False
+    joined: bool = False
 
     def held_by(self, expert_rank: int, shape: ModelShape, expert_size: int) -> Entry:
         """Return the entry as one expert-parallel rank holds it.

@@ -23,6 +23,7 @@ from megatron_rl.weights.mapping import (
     TIED_HEAD,
     hf_parts,
     hf_size,
+    laid_out,
     load_shard,
     shard_size,
     stage_entries,
@@ -135,7 +136,9 @@ def _bucket_of(stage: int, entry: Entry, shape: ModelShape, topology: Topology) 
         ranks, peers = topology.expert_tensor_size, topology.expert_size
     size = shard_size(entry, shape, ranks)
     travels = ranks * peers * topology.pipeline_size > 1
-    copied = entry.layout is Layout.QKV or (ranks > 1 and entry.layout in (Layout.COLUMNS, Layout.GATE_UP))
+    copied = entry.layout is Layout.QKV or (
+        ranks > 1 and entry.layout in (Layout.COLUMNS, Layout.GATE_UP, Layout.SPLIT)
+    )
     return Bucket(
         stage=stage,
         entries=(entry,),
@@ -210,10 +213,8 @@ def export_weights(
             # the expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks are expert-parallel
             # rank e's
             for expert_rank, shards in enumerate(of_holders.split(bucket.ranks)):
-                for name, part in hf_parts(entry.held_by(expert_rank, shape, topology.expert_size), shape, shards):
-                    if not part.is_contiguous():
-                        part = spare[: part.numel()].view(part.shape).copy_(part)
-                    yield name, part.view(hf_size(shape, name))
+                for name, parts in hf_parts(entry.held_by(expert_rank, shape, topology.expert_size), shape, shards):
+                    yield name, laid_out(parts, hf_size(shape, name), spare)
 
 
 def _gather(

@@ -152,6 +152,23 @@ def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
             return (first[0], first[1] // ranks)
         case Layout.QKV | Layout.GATE_UP:
             return (sum(hf_size(shape, name)[0] for name in entry.hf) // ranks, *first[1:])
+        case Layout.SPLIT:
+            return (first[0] // ranks,)
+
+
+def part_rows(entry: Entry, shape: ModelShape) -> list[tuple[str, int, int]]:
+    """Return (Hugging Face tensor, first row, rows) of each part of a ``QKV`` or ``GATE_UP`` entry, in its order.
+
+    Example: q, k, v of 4 heads over 2 of 16, joined: rows 0 to 64 of the one tensor, 64 to 96 and 96 to 128.
+    """
+    if not entry.joined:
+        return [(name, 0, hf_size(shape, name)[0]) for name in entry.hf]
+    (name,) = entry.hf
+    if entry.layout is Layout.GATE_UP:
+        rows = [hf_size(shape, name)[0] // 2] * 2
+    else:
+        rows = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+    return [(name, sum(rows[:i]), each) for i, each in enumerate(rows)]
 
 
 ReadRows = Callable[[str, int, int, int], torch.Tensor]
@@ -161,21 +178,24 @@ ReadRows = Callable[[str, int, int, int], torch.Tensor]
 def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks: int) -> torch.Tensor:
     """Return this tensor rank's shard of a Megatron parameter, read from its own slices of Hugging Face tensors."""
 
-    def part(name: str, dimension: int) -> torch.Tensor:
-        share = hf_size(shape, name)[dimension] // ranks
-        return read(name, dimension, rank * share, (rank + 1) * share)
+    def parts() -> list[torch.Tensor]:
+        shares = [(name, first, rows // ranks) for name, first, rows in part_rows(entry, shape)]
+        return [read(name, 0, first + rank * x, first + (rank + 1) * x) for name, first, x in shares]
 
     match entry.layout:
         case Layout.REPLICATED:
             return read(entry.hf[0], 0, 0, hf_size(shape, entry.hf[0])[0])
         case Layout.COLUMNS:
-            return part(entry.hf[0], 1)
+            share = hf_size(shape, entry.hf[0])[1] // ranks
+            return read(entry.hf[0], 1, rank * share, (rank + 1) * share)
         case Layout.GATE_UP:
-            return torch.cat([part(name, 0) for name in entry.hf])
+            return torch.cat(parts())
+        case Layout.SPLIT:
+            share = hf_size(shape, entry.hf[0])[0] // ranks
+            return read(entry.hf[0], 0, rank * share, (rank + 1) * share)
         case Layout.QKV:
             groups = shape.num_kv_heads // ranks
-            parts = [part(name, 0) for name in entry.hf]
-            return torch.cat([x.view(groups, -1, *x.shape[1:]) for x in parts], dim=1).flatten(0, 1)
+            return torch.cat([x.view(groups, -1, *x.shape[1:]) for x in parts()], dim=1).flatten(0, 1)
         case Layout.ROWS:
             share = shape.padded_vocab_size // ranks
             start, stop = rank * share, min((rank + 1) * share, shape.vocab_size)
@@ -185,30 +205,58 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
             return torch.cat([rows, rows.new_zeros(share - rows.shape[0], *rows.shape[1:])])
 
 
-def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, part) of the Hugging Face tensors of a Megatron parameter; the inverse of ``load_shard``.
+def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+    """Yield (name, parts) of the Hugging Face tensors of a Megatron parameter; the inverse of ``load_shard``.
 
     shards: [ranks, *shard], those of all tensor ranks; may be rows of a wider buffer, but for ``ROWS``.
 
-    Nothing is copied: each part is a view that has a tensor's elements in order, under more dimensions where ranks or
-    groups cut it (``part.reshape(hf_size(shape, name))`` is the tensor).
+    Nothing is copied: each part is a view that has its elements in order, under more dimensions where ranks or groups
+    cut it. A tensor is its parts, one after the other (``laid_out``): one, or those of an entry that is ``joined``.
     """
     match entry.layout:
         case Layout.REPLICATED:
-            yield entry.hf[0], shards[0]
+            yield entry.hf[0], (shards[0],)
         case Layout.COLUMNS:
-            yield entry.hf[0], shards.transpose(0, 1)
+            yield entry.hf[0], (shards.transpose(0, 1),)
+        case Layout.SPLIT:
+            yield entry.hf[0], (shards,)
+        case Layout.GATE_UP if entry.joined and len(shards) == 1:
+            yield entry.hf[0], (shards[0],)
         case Layout.GATE_UP:
-            yield from zip(entry.hf, shards.unflatten(1, (len(entry.hf), -1)).unbind(1), strict=True)
+            yield from _by_tensor(entry, shards.unflatten(1, (2 if entry.joined else len(entry.hf), -1)).unbind(1))
         case Layout.QKV:
             grouped = shards.unflatten(1, (shape.num_kv_heads // len(shards), -1))
             per_group = shape.num_heads // shape.num_kv_heads * shape.head_dim
-            yield from zip(entry.hf, grouped.split([per_group, shape.head_dim, shape.head_dim], dim=2), strict=True)
+            yield from _by_tensor(entry, grouped.split([per_group, shape.head_dim, shape.head_dim], dim=2))
         case Layout.ROWS:
-            yield entry.hf[0], shards.view(-1, *shards.shape[2:])[: shape.vocab_size]
+            yield entry.hf[0], (shards.view(-1, *shards.shape[2:])[: shape.vocab_size],)
+
+
+def _by_tensor(entry: Entry, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+    if entry.joined:
+        yield entry.hf[0], parts
+    else:
+        yield from ((name, (part,)) for name, part in zip(entry.hf, parts, strict=True))
+
+
+def laid_out(parts: tuple[torch.Tensor, ...], size: tuple[int, ...], spare: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of ``hf_parts``' parts: a view of the one part that lies in order, else a copy in ``spare``.
+
+    spare: one dimension, at least as many elements as the tensor has where a copy is needed.
+    """
+    if len(parts) == 1 and parts[0].is_contiguous():
+        return parts[0].view(size)
+    start = 0
+    for part in parts:
+        spare[start : start + part.numel()].view(part.shape).copy_(part)
+        start += part.numel()
+    return spare[:start].view(size)
 
 
 def merge_shards(entry: Entry, shape: ModelShape, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """Return the Hugging Face tensors of separate shards, each in its own shape; copied where the layout needs it."""
     stacked = shards[0][None] if len(shards) == 1 else torch.stack(shards)
-    return [(name, part.reshape(hf_size(shape, name))) for name, part in hf_parts(entry, shape, stacked)]
+    return [
+        (name, laid_out(parts, hf_size(shape, name), stacked.new_empty(sum(part.numel() for part in parts))))
+        for name, parts in hf_parts(entry, shape, stacked)
+    ]

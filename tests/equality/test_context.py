@@ -58,12 +58,12 @@ def test_every_policy_equals_the_unsplit_run(pool: Pool, policy: str) -> None:
     assert whole["sums"]["tokens"] > 20 and whole["sums"]["kl"] != 0
 
 
-def gaps(rank: int, world: int, extra: tuple[str, ...]) -> tuple[torch.Tensor, dict[str, float]]:
+def gaps(rank: int, world: int, family: str, extra: tuple[str, ...]) -> tuple[torch.Tensor, dict[str, float]]:
     """Return log-probs and sums of a pass over sequences of two to four tokens.
 
     Most are shorter than their 2·CP chunks, and some ranks hold pads alone.
     """
-    with open_rig("qwen3", *extra) as rig:
+    with open_rig(family, *extra) as rig:
         samples = [s for s in make_samples(60) if s.prompt_tokens + len(s.loss_mask) <= 4][:3] + make_samples(4, seed=1)
         assert min(len(s.token_ids) for s in samples) < 8
         rig.take(near_policy(rig.model, samples))
@@ -71,10 +71,13 @@ def gaps(rank: int, world: int, extra: tuple[str, ...]) -> tuple[torch.Tensor, d
         return torch.from_numpy(passed.flat), dict(passed.sums)
 
 
-@pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_sequences_shorter_than_their_chunks(pool: Pool, context: int) -> None:
-    (whole, sums), *_ = pool.run(1, gaps, (), timeout_s=60)
-    for flat, found in pool.run(context, gaps, (f"parallel.context={context}",), timeout_s=60):
+@pytest.mark.parametrize(
+    ("family", "context"),
+    [("qwen3", 2), ("phi3_partial", 2), ("olmo2", 2), pytest.param("qwen3", 4, marks=pytest.mark.long)],
+)
+def test_sequences_shorter_than_their_chunks(pool: Pool, family: str, context: int) -> None:
+    (whole, sums), *_ = pool.run(1, gaps, family, (), timeout_s=60)
+    for flat, found in pool.run(context, gaps, family, (f"parallel.context={context}",), timeout_s=60):
         assert float((flat - whole).abs().max()) < 1e-5
         assert found == pytest.approx(sums, rel=1e-4)
 

@@ -43,6 +43,9 @@ SMALL = [
     ((1, 2, 1), "qwen2_tied", ()),
     ((1, 1, 2), "llama3_rope", ()),
     ((1, 1, 2), "llama3_rope", CP),
+    ((2, 1, 1), "phi3_partial", SP),
+    ((2, 1, 1), "olmo2", ()),
+    ((2, 1, 1), "olmo2", SP),
 ]
 LARGE = [
     ((2, 2, 1), "qwen3", SP),

@@ -148,6 +148,8 @@ FILES = [
         for family in ("qwen2_tied", "llama")
         for tensor, pipeline in SHAPES[1:]
     ),
+    (4, sizes(2, 2), "phi3"),
+    (2, sizes(2, 1), "olmo2"),
     (1, (), "qwen3_moe"),
     (2, TP_SP, "glm4_moe"),
     (2, (*EP, *sizes(1, 1)), "glm4_moe"),

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runs.command import arguments, command_line, rows_of, weights_of
+from tests.workers.inputs import prepare_family
 
 
 def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
@@ -114,6 +115,24 @@ def test_a_mixture_trains_the_same_run(pool, mixture, tmp_path, layout):
         weights.append(weights_of(run_dir))
         gaps += [row["train/logprob_gap_max"] for row in rows_of(run_dir) if "train/logprob_gap_max" in row]
     assert set(weights[0]) == set(load_file(mixture / "model" / "model.safetensors")) == set(weights[1])
+    one, two = (torch.cat([w[name].flatten() for name in sorted(w)]) for w in weights)
+    assert (two - one).norm() / one.norm() < 1e-5 and max(gaps) < 1e-4, gaps
+
+
+@pytest.mark.parametrize("family", ["phi3", "olmo2"])
+def test_a_family_of_other_tensors_trains_the_same_run(pool, arithmetic, tmp_path, family):
+    """A run over two tensor ranks is the run on one, and its engine has the trainer's log-probs after every sync."""
+    folder = prepare_family(arithmetic, tmp_path / "inputs", family)
+    weights, gaps = [], []
+    for world, given in ((1, "parallel.tensor=1"), (2, "parallel.tensor=2")):
+        run_dir = tmp_path / str(world)
+        results = pool.run(world, command_line, arguments(folder, run_dir, given), timeout_s=120)
+        assert [code for code, _ in results] == [0] * world, results
+        weights.append(weights_of(run_dir))
+        gaps += [row["train/logprob_gap_max"] for row in rows_of(run_dir) if "train/logprob_gap_max" in row]
+    first = load_file(folder / "model" / "model.safetensors")
+    assert set(weights[0]) == set(first) == set(weights[1])
+    assert any(not torch.equal(weights[0][name], first[name]) for name in first)
     one, two = (torch.cat([w[name].flatten() for name in sorted(w)]) for w in weights)
     assert (two - one).norm() / one.norm() < 1e-5 and max(gaps) < 1e-4, gaps
 

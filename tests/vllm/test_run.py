@@ -15,6 +15,7 @@ import pytest
 
 from tests.runs.command import ROOT, arguments, command_line, rows_of
 from tests.vllm.served import GAP, VLLM
+from tests.workers.inputs import prepare_family
 
 pytestmark = pytest.mark.vllm
 
@@ -54,6 +55,15 @@ def test_a_mixture_under_expert_parallelism(pool, mixture, tmp_path):
     results = pool.run(2, command_line, given, timeout_s=180)
     assert [code for code, _ in results] == [0, 0], results
     check_rows(tmp_path, 1)
+
+
+@pytest.mark.parametrize("family", ["phi3", "olmo2"])
+def test_a_family_of_other_tensors(pool, arithmetic, tmp_path, family):
+    folder = prepare_family(arithmetic, tmp_path / "inputs", family)
+    given = arguments(folder, tmp_path / "run", *VLLM, "parallel.tensor=2", "rollout.num_engines=1")
+    results = pool.run(2, command_line, given, timeout_s=180)
+    assert [code for code, _ in results] == [0, 0], results
+    check_rows(tmp_path / "run", 1)
 
 
 def test_weights_that_did_not_move_are_not_sent(pool, arithmetic, tmp_path):

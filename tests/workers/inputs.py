@@ -61,3 +61,14 @@ def prepare_mixture(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.P
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     return folder
+
+
+def prepare_family(arithmetic: pathlib.Path, folder: pathlib.Path, family: str) -> pathlib.Path:
+    """Write the data and tokenizer of ``arithmetic`` and a dense model of another family; return ``folder``."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    from make_model import ModelSizes, make_model
+
+    shutil.copytree(arithmetic, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = ModelSizes(hidden=64, layers=2, heads=2, kv_heads=2, intermediate=96, tied=False)
+    make_model(family, sizes, arithmetic / "model", folder / "model", 0)
+    return folder

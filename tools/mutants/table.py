@@ -26,6 +26,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "schedule": ("backend/schedule.py",),
     "optimizer": ("backend/optimizer.py",),
     "packing": ("backend/packing.py", "model/layout.py", "model/attention.py"),
+    "layers": ("model/post_norm.py",),
     "log-probs": ("model/logprob.py", "model/logit_chunks.py", "model/logprob_kernels.py"),
     "feed": (
         "rollout/queue.py",

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.dense_layer import dense_fields, dense_layer, dense_sizes
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.refusals import refuse_other_layers
+from megatron_rl.weights.families.refusals import refuse_narrow_window, refuse_other_layers
 
 
 def refuse(hf_config: Any) -> None:
     """Raise ConfigError for a window narrower than the context or another kind of layer."""
     refuse_other_layers(hf_config)
-    window, context = hf_config.sliding_window, hf_config.max_position_embeddings
-    if window is not None and window < context:
-        raise ConfigError(
-            f"sliding_window={window} of mistral is below max_position_embeddings={context}, and only full attention "
-            "is supported; within the window the two are equal, so lower max_position_embeddings to it in config.json "
-            "if no sequence is longer"
-        )
+    refuse_narrow_window(hf_config)
 
 
 def features(hf_config: Any) -> dict[str, Any]:

@@ -32,3 +32,14 @@ def refuse_sliding_window(hf_config: Any) -> None:
     """Raise ConfigError where a Qwen config turns its sliding window on."""
     if hf_config.use_sliding_window:
         raise ConfigError(f"use_sliding_window=true of {hf_config.model_type} is not supported; only full attention is")
+
+
+def refuse_narrow_window(hf_config: Any) -> None:
+    """Raise ConfigError where a sliding window is narrower than the context."""
+    window, context = hf_config.sliding_window, hf_config.max_position_embeddings
+    if window is not None and window < context:
+        raise ConfigError(
+            f"sliding_window={window} of {hf_config.model_type} is below max_position_embeddings={context}, and only "
+            "full attention is supported; within the window the two are equal, so lower max_position_embeddings to it "
+            "in config.json if no sequence is longer"
+        )

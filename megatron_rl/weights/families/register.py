@@ -9,12 +9,14 @@ from megatron_rl.weights.families.glm4_moe import GLM4_MOE
 from megatron_rl.weights.families.llama import LLAMA
 from megatron_rl.weights.families.mistral import MISTRAL
 from megatron_rl.weights.families.mixtral import MIXTRAL
+from megatron_rl.weights.families.olmo2 import OLMO2
+from megatron_rl.weights.families.phi3 import PHI3
 from megatron_rl.weights.families.qwen2 import QWEN2
 from megatron_rl.weights.families.qwen3 import QWEN3
 from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, MIXTRAL, QWEN3_MOE, GLM4_MOE)
+    family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GLM4_MOE)
 }
 _GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
 _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
@@ -29,8 +31,8 @@ MISSING = {
     "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
     "deepseek_v3": "multi-latent attention, whose rotary angles (yarn) Megatron-Core makes within and whose keys and "
     "values differ in size; its mixture is built (glm4_moe)",
+    "olmo3": "a sliding window in three layers of four, and rotary bases by the layer's kind",
     "gpt_oss": "attention sinks, clamped gated activations, biases on projections and experts",
-    "phi3": "q, k, v in one tensor and gate, up in one, where a layer's entries name each",
 }
 
 

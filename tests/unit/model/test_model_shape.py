@@ -61,6 +61,9 @@ REFUSED = [
     (changed("mixtral", sliding_window=8), {}, "sliding_window=8 of mixtral is not supported"),
     (changed("mixtral", router_jitter_noise=0.1), {}, "router_jitter_noise=0.1 of mixtral is not supported"),
     (changed("mistral", sliding_window=8), {}, "sliding_window=8 of mistral is below max_position_embeddings=256"),
+    (changed("phi3", sliding_window=8), {}, "sliding_window=8 of phi3 is below max_position_embeddings=256"),
+    (changed("phi3", resid_pdrop=0.1), {}, "resid_pdrop=0.1 of phi3 is not supported: set it to 0.0"),
+    (changed("olmo2", attention_bias=True), {}, "a olmo2 model with attention_bias is not supported"),
     (changed("qwen3_moe", use_sliding_window=True), {}, "use_sliding_window=true of qwen3_moe"),
     (changed("qwen3_moe", attention_bias=True), {}, "a qwen3_moe model with attention_bias is not supported"),
     (
@@ -187,6 +190,7 @@ def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() ->
             ["lora.rank=3", "model.layer_spec=transformer_engine", "set model.layer_spec=torch"],
         ),
         ("mixtral", "torch", ["lora.targets=", "linear_fc1", "mixtral", "lora.targets=[linear_qkv,linear_proj]"]),
+        ("phi3", "torch", ["linear_qkv", "self_attn.qkv_proj.weight", "set lora.targets=[linear_proj,linear_fc2]"]),
     ],
 )
 def test_adapters_that_the_layers_have_no_place_for_are_refused_with_the_way_out(

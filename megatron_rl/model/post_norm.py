@@ -1,0 +1,132 @@
+"""OLMo 2's layer of Megatron-Core's parts: norms behind attention and MLP, and over all heads of q and of k together.
+
+Nothing is normed before attention and MLP; what each gives is normed and added to the residual stream (OLMo 2,
+arXiv:2501.00656, section 2; transformers 5.19 ``Olmo2DecoderLayer``). Megatron-Core 0.16.1 has norms before both, and
+over each head of q and k.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.errors import ConfigError
+
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip
+from megatron.core.transformer.attention import SelfAttention  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+from megatron.core.transformer.mlp import MLP  # isort: skip
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
+
+
+class WideRMSNorm(torch.nn.RMSNorm):
+    """Computes the norm and its product with the weight in float32 and rounds once, as Hugging Face's Olmo2RMSNorm."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return the weight, alike on all ranks, for ``dist_checkpointing``; MLP's method asks its parts for theirs."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
+        )
+
+
+class _SumOverTensorRanks(torch.autograd.Function):
+    """Sums over tensor ranks; each rank's output reads the sum, so that backward sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = local.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class ProjectionNorm(torch.nn.Module):
+    """Computes an RMS norm over all heads of q or k, of which a tensor rank holds its own: [T, 1, h, d] → the same.
+
+    weight: [h·d], this rank's shard of the projection's.
+    """
+
+    def __init__(self, config: TransformerConfig, heads: int, head_dim: int, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.eps, self.tp_group = config.layernorm_epsilon, tp_group
+        self.weight = torch.nn.Parameter(torch.ones(heads * head_dim, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide, ranks = x.float(), self.tp_group.size()
+        total = wide.square().sum((-2, -1), keepdim=True)
+        if ranks > 1:
+            total = _SumOverTensorRanks.apply(total, self.tp_group)
+        normed = wide * torch.rsqrt(total / (ranks * self.weight.numel()) + self.eps)
+        return (normed * self.weight.float().view(x.shape[-2:])).to(x.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return the weight under its global shape for ``dist_checkpointing``, so that another layout loads it."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class PostNormAttention(SelfAttention):
+    """Computes attention over q and k normed as whole projections, and norms its output [T, 1, hidden]."""
+
+    def __init__(self, config: TransformerConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        group, head_dim = self.linear_qkv.tp_group, self.hidden_size_per_attention_head
+        self.q_layernorm = ProjectionNorm(config, self.num_attention_heads_per_partition, head_dim, group)
+        self.k_layernorm = ProjectionNorm(config, self.num_query_groups_per_partition, head_dim, group)
+        self.post_norm = WideRMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return self.post_norm(output), bias
+
+
+class PostNormMLP(MLP):
+    """Computes the MLP and norms its output [T, 1, hidden]."""
+
+    def __init__(self, config: TransformerConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.post_norm = WideRMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return self.post_norm(output), bias
+
+
+def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
+    """Make every layer of a block one of OLMo 2's, in place.
+
+    Raises ConfigError for Transformer Engine's layers, whose linears take the norms before them into themselves.
+    """
+    if layer_spec != "torch":
+        raise ConfigError(
+            f"model.layer_spec={layer_spec}: norms behind attention and MLP (olmo2) are built of torch's layers alone; "
+            "set model.layer_spec=torch"
+        )
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        parts.self_attention.module, parts.mlp.module = PostNormAttention, PostNormMLP
+    spec.layer_norm = WideRMSNorm

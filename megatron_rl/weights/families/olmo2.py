@@ -1,0 +1,55 @@
+"""OLMo 2 (``olmo2``): norms behind attention and MLP, none before them, and over the whole of q and of k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.weights.entry import Entry, Layout
+from megatron_rl.weights.families.dense_layer import dense_fields, dense_layer, dense_sizes
+from megatron_rl.weights.families.family import Family
+from megatron_rl.weights.families.refusals import refuse_attention_bias, refuse_other_layers
+from megatron_rl.weights.model_shape import ModelShape
+
+# megatron_rl/model/post_norm.py's names beside Hugging Face's
+_NORMS = {
+    "self_attention.post_norm.weight": ("post_attention_layernorm.weight", Layout.REPLICATED),
+    "mlp.post_norm.weight": ("post_feedforward_layernorm.weight", Layout.REPLICATED),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight", Layout.SPLIT),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", Layout.SPLIT),
+}
+
+
+def refuse(hf_config: Any) -> None:
+    """Raise ConfigError for biases of attention or another kind of layer."""
+    refuse_other_layers(hf_config)
+    refuse_attention_bias(hf_config)
+
+
+def features(hf_config: Any) -> dict[str, Any]:
+    """Return norms behind attention and MLP."""
+    return dict(post_norms=True)
+
+
+def post_norm_layer(shape: ModelShape) -> tuple[Entry, ...]:
+    """Return the entries of a layer: a Llama layer's matrices, and OLMo 2's norms."""
+    matrices = (entry for entry in dense_layer(shape) if entry.layout is not Layout.REPLICATED)
+    norms = (Entry(megatron=name, hf=(hf,), layout=layout) for name, (hf, layout) in _NORMS.items())
+    return (*matrices, *norms)
+
+
+def post_norm_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of a layer's tensors, norms over the hidden state aside."""
+    return dense_sizes(shape) | {
+        "self_attn.q_norm.weight": (shape.num_heads * shape.head_dim,),
+        "self_attn.k_norm.weight": (shape.num_kv_heads * shape.head_dim,),
+    }
+
+
+OLMO2 = Family(
+    model_type="olmo2",
+    refuse=refuse,
+    features=features,
+    layer=post_norm_layer,
+    sizes=post_norm_sizes,
+    layer_fields=dense_fields,
+)

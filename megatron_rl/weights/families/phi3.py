@@ -1,0 +1,55 @@
+"""Phi-3, 3.5 and 4 (``phi3``): a Llama layer with q, k and v in one tensor of a file, and gate and up in another."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.weights.entry import Entry, Layout
+from megatron_rl.weights.families.dense_layer import dense_fields, dense_layer, dense_sizes
+from megatron_rl.weights.families.family import Family
+from megatron_rl.weights.families.refusals import refuse_narrow_window, refuse_other_layers
+from megatron_rl.weights.model_shape import ModelShape
+
+_JOINED = {Layout.QKV: "self_attn.qkv_proj.weight", Layout.GATE_UP: "mlp.gate_up_proj.weight"}
+
+
+def refuse(hf_config: Any) -> None:
+    """Raise ConfigError for a window narrower than the context, dropout or another kind of layer."""
+    refuse_other_layers(hf_config)
+    refuse_narrow_window(hf_config)
+    for name in ("resid_pdrop", "embd_pdrop"):
+        if hf_config.to_dict()[name]:
+            raise ConfigError(f"{name}={hf_config.to_dict()[name]} of phi3 is not supported: set it to 0.0")
+
+
+def features(hf_config: Any) -> dict[str, Any]:
+    """Return no feature beside the common ones."""
+    return {}
+
+
+def joined_layer(shape: ModelShape) -> tuple[Entry, ...]:
+    """Return the entries of a Llama layer whose q, k, v are one tensor, and whose gate, up are another."""
+    return tuple(
+        dataclasses.replace(entry, hf=(_JOINED[entry.layout],), joined=True) if entry.layout in _JOINED else entry
+        for entry in dense_layer(shape)
+    )
+
+
+def joined_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of a layer's tensors, norms over the hidden state aside."""
+    return dense_sizes(shape) | {
+        _JOINED[Layout.QKV]: ((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.hidden_size),
+        _JOINED[Layout.GATE_UP]: (2 * shape.ffn_hidden_size, shape.hidden_size),
+    }
+
+
+PHI3 = Family(
+    model_type="phi3",
+    refuse=refuse,
+    features=features,
+    layer=joined_layer,
+    sizes=joined_sizes,
+    layer_fields=dense_fields,
+)
