@@ -58,6 +58,7 @@ class TransformersEngine:
         self._stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
 
     lost = ()
+    lacks_weights = True  # it takes no adapters apart from the weights
     is_elsewhere, progressed_at = False, -math.inf
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:

@@ -56,6 +56,11 @@ def check_config(config: Config) -> None:
     for key, value in (("loss.kl_coefficient", config.loss.kl_coefficient), ("sft.steps", config.sft.steps)):
         if value:
             raise ConfigError(f"{key}={value} belongs to a training run, and a server's clients bring their own losses")
+    if config.weight_sync.adapters != "merged":
+        raise ConfigError(
+            f"weight_sync.adapters={config.weight_sync.adapters} is for one policy, and a server's engines take turns "
+            "between its clients' models; set it to merged"
+        )
     keys_of(config)
 
 

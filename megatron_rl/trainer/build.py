@@ -269,11 +269,13 @@ def _build_manager(
         engine = with_environment(engine, config, tokenizer)
     on_device: list[TrainableModel] = [backend, critic] if isinstance(critic, Critic) else [backend]
     bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
+    alone = config.weight_sync.adapters == "alone"
     return RolloutManager(
         engine,
         _scorer(reward, watchdog) if reward else unscored,
         config,
-        export=lambda: backend.export(bucket_bytes=bucket_bytes),
+        export=lambda: backend.export(bucket_bytes=bucket_bytes, merges=not alone),
+        export_adapters=(lambda: backend.export_adapters(bucket_bytes=bucket_bytes)) if alone else None,
         version=lambda: backend.weight_version,
         share=share,
         offload=(lambda: [model.offload() for model in on_device]) if shared else None,

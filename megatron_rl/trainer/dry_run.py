@@ -18,7 +18,14 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward import opened_reward
-from megatron_rl.rollout.build import RankLocation, refuse_sharing, role_of, shares_device, weight_channel
+from megatron_rl.rollout.build import (
+    RankLocation,
+    adapter_arguments,
+    refuse_sharing,
+    role_of,
+    shares_device,
+    weight_channel,
+)
 from megatron_rl.rollout.multi_turn import environment_parts
 from megatron_rl.rollout.transformers_engine import check_embedded, stop_tokens
 from megatron_rl.simulator.command import simulate_job
@@ -99,6 +106,7 @@ def check_engine(config: Config, num_ranks: int, on_node: int, *, elsewhere: boo
     location = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=min(on_node, ranks))
     role_of(config, location)
     refuse_sharing(config, shares_device(config, device))
+    adapter_arguments(config, on_gpu=True)
     weight_channel(config, device, {} if elsewhere else os.environ)
     own_engines = config.rollout.engine == "vllm" and not config.rollout.servers
     if own_engines and importlib.util.find_spec("vllm") is None:
