@@ -132,7 +132,7 @@ def test_adapters_in_flight_are_those_that_a_tokens_span_names(adapted):
     versions = {bench.engine.weight_version: 1}
     before, bench.engine._stop_ids = bench.engine._stop_ids, ()  # all answers have their full length
     try:
-        call = Call(bench, samples=2)
+        call = Call(bench, samples=2, few=9)
         for seed in (2, 3):
             call.wait_for_the_middle()
             versions[adapted.load(seed).version] = seed
