@@ -119,6 +119,15 @@ def refuse_sharing(config: Config, shared: bool) -> None:
         )
 
 
+def refuse_mixture(config: Config, num_experts: int) -> None:
+    """Raise ConfigError if a mixture of experts is to take adapters apart from its weights."""
+    if num_experts and config.weight_sync.adapters == "alone":
+        raise ConfigError(
+            f"weight_sync.adapters=alone and a model of {num_experts} experts, whose layers vLLM (0.32.0) prepares for "
+            "adapters by GPU kernels even where they get none, which was not run; set weight_sync.adapters=merged"
+        )
+
+
 def place_engine(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,

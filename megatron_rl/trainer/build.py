@@ -34,7 +34,7 @@ from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.reward import Reward, opened_reward
-from megatron_rl.rollout.build import RankLocation, place_engine
+from megatron_rl.rollout.build import RankLocation, place_engine, refuse_mixture
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.idle_engine import IdleEngine
 from megatron_rl.rollout.manager import RolloutManager
@@ -256,6 +256,7 @@ def _build_manager(
     watchdog: Watchdog,
 ) -> RolloutManager:
     topology = backend.topology
+    refuse_mixture(config, backend.shape.num_experts)
     rank, local_rank = topology.rank, int(os.environ.get("LOCAL_RANK", topology.rank))
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
     location = RankLocation(

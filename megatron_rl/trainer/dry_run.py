@@ -17,10 +17,12 @@ from megatron_rl.config.num_steps import moving_rl_steps
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.hf_config import read_shape
 from megatron_rl.reward import opened_reward
 from megatron_rl.rollout.build import (
     RankLocation,
     adapter_arguments,
+    refuse_mixture,
     refuse_sharing,
     role_of,
     shares_device,
@@ -63,6 +65,7 @@ def check_inputs(config: Config) -> list[int]:
     hf_config = load_hf_config(config.model.hf_path)
     if config.generates:
         check_lengths(config, hf_config.max_position_embeddings)
+        refuse_mixture(config, read_shape(hf_config, layer_spec="torch").num_experts)
     check_critic_model(config, hf_config)
     if config.has_teacher and config.teacher.hf_path:
         look_at_teacher(config, hf_config.vocab_size)

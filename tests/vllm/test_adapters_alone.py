@@ -19,6 +19,7 @@ import torch
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
 from megatron_rl.rollout.weight_sync.transport import is_adapter
 from tests.adapted import adapt, adapters_of, merged
+from tests.vllm.calls import Call, spans
 from tests.vllm.rig import (
     DEADLINE_S,
     LOGPROB_TOLERANCE,
@@ -29,7 +30,6 @@ from tests.vllm.rig import (
     reference_logprobs,
     start_bench,
 )
-from tests.vllm.test_in_flight import Call, spans
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 

@@ -5,6 +5,7 @@ Settings that cannot work are refused with the way out.
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Iterator
 
@@ -16,7 +17,8 @@ from transformers import Qwen2Config
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.hf_config import read_shape
-from megatron_rl.rollout.build import adapter_arguments, engine_arguments, refuse_sharing, shares_device
+from megatron_rl.rollout.build import adapter_arguments, engine_arguments, refuse_mixture, refuse_sharing, shares_device
+from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.vllm.replica import ReplicaLost
 from megatron_rl.rollout.weight_sync.sender import WeightSender
@@ -24,8 +26,7 @@ from megatron_rl.rollout.weight_sync.transport import is_adapter
 from megatron_rl.serve.server import check_config
 from megatron_rl.validate import validate_config
 from megatron_rl.weights.mapping import adapter_entries, stage_entries
-from tests.unit.rollout.test_manager import FakeEngine
-from tests.unit.rollout.test_sender import Engine
+from tests.unit.rollout.receiving_engine import Engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ALONE = ("rollout.engine=vllm", "lora.rank=5", "lora.alpha=2.5", "weight_sync.adapters=alone")
@@ -107,19 +108,32 @@ def test_without_adapters_of_its_own_a_sync_is_what_it_was() -> None:
     sender.free()
 
 
-class Choosy(FakeEngine):
-    """An engine that says whether it lacks the weights, and keeps the names that it was sent."""
+class Choosy:
+    """An engine that says whether it lacks the weights, and keeps the names that it was sent.
 
-    def __init__(self, *, lacks_weights: bool, syncs: tuple[str, ...] = ()) -> None:
-        super().__init__(syncs=syncs)
-        self.lacks_weights, self.names = lacks_weights, []
+    syncs: for each sync whether it comes through.
+    """
 
-    def load_weights(self, tensors, version):
-        kept = dict(tensors)
-        self.names.append(list(kept))
-        report = super().load_weights(iter(kept.items()), version)
-        self.lacks_weights = bool(report.failed)
-        return report
+    lost: tuple[str, ...] = ()
+    is_elsewhere, progressed_at = False, -math.inf
+
+    def __init__(self, *syncs: bool) -> None:
+        self.syncs, self.names = list(syncs), []
+        self.lacks_weights, self.weight_version = True, NO_WEIGHTS
+
+    def recover(self, lost) -> tuple[str, ...]:
+        return ()
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        sent = dict(tensors)
+        self.names.append(list(sent))
+        failed = {} if self.syncs.pop(0) else {"the engine": "a checksum differs"}
+        self.lacks_weights = bool(failed)
+        num_bytes = sum(x.nbytes for x in sent.values())
+        return SyncReport(version=version, num_tensors=len(sent), num_bytes=num_bytes, seconds=0.1, failed=failed)
+
+    def take_report(self, version, failed, lost) -> None:
+        self.weight_version = NO_WEIGHTS if failed else version
 
 
 @pytest.fixture
@@ -132,7 +146,7 @@ def world() -> Iterator[None]:
 @pytest.mark.usefixtures("world")
 def test_the_manager_sends_the_weights_where_an_engine_lacks_them() -> None:
     """It sends them to a fresh engine, pairs alone for the next versions, and both again after a sync that failed."""
-    engine, now = Choosy(lacks_weights=True, syncs=("whole", "whole", "failed", "whole")), [0]
+    engine, now = Choosy(True, True, False, True), [0]
     manager = RolloutManager(
         engine,
         None,
@@ -197,6 +211,13 @@ def test_engines_that_would_drop_the_weights_or_round_the_pairs_are_refused() ->
     with pytest.raises(ConfigError, match="model.dtype=float32: vLLM's adapters compute in 16 bits on a GPU"):
         adapter_arguments(config_of("model.dtype=float32"), on_gpu=True)
     assert adapter_arguments(config_of("model.dtype=float32"), on_gpu=False)["lora_dtype"] == "auto"
+
+
+def test_a_mixture_is_refused_with_adapters_alone_only() -> None:
+    with pytest.raises(ConfigError, match="a model of 8 experts"):
+        refuse_mixture(config_of(), 8)
+    refuse_mixture(config_of(), 0)
+    refuse_mixture(config_of("weight_sync.adapters=merged"), 8)
 
 
 def test_a_server_of_many_models_refuses(arithmetic: pathlib.Path) -> None:
