@@ -12,6 +12,7 @@ from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, CriticConfig, TeacherConfig, critic_config
 from megatron_rl.config.import_path import is_own
 from megatron_rl.config.json_text import quoted, shortened
+from megatron_rl.config.rollout import VLLM_LORA_RANKS
 from megatron_rl.errors import ConfigError
 
 MOST_SAMPLES = 10**7  # of a rollout
@@ -57,6 +58,7 @@ def validate_config(config: Config) -> None:
     _check_sizes(config)
     _check_asynchronous(config)
     check_bitwise(config)
+    check_adapters_alone(config)
     _check_critic(config)
     _check_dead_groups(config)
     check_overlong(config)
@@ -203,6 +205,29 @@ def check_bitwise(config: Config) -> None:
             )
     if config.train.num_rollouts == 0:
         raise ConfigError("rollout.bitwise=true compares rollouts, and train.num_rollouts=0 has none; set it to false")
+
+
+def check_adapters_alone(config: Config) -> None:
+    """Raise ConfigError where ``weight_sync.adapters=alone`` has no adapters, or engines that cannot hold them."""
+    rank, rollout, most = config.lora.rank, config.rollout, max(VLLM_LORA_RANKS)
+    if config.weight_sync.adapters == "merged":
+        return
+    if rank is None or rollout.engine != "vllm":
+        raise ConfigError(
+            "weight_sync.adapters=alone sends adapters to vLLM engines, and lora.rank="
+            f"{'null' if rank is None else rank}, rollout.engine={rollout.engine}; set both, or "
+            "weight_sync.adapters=merged"
+        )
+    if rollout.servers:
+        raise ConfigError(
+            f"weight_sync.adapters=alone and rollout.servers={quoted(list(rollout.servers))}: a vLLM server takes "
+            "adapters from files of its own host alone, by name; use engines of the run's own, or set "
+            "weight_sync.adapters=merged"
+        )
+    if rank > most:
+        raise ConfigError(
+            f"lora.rank={rank} is more than vLLM's engines hold, {most}; lower it, or set weight_sync.adapters=merged"
+        )
 
 
 def _refuse_unread(section: str, given: object, neutral: object, estimator: str, reader: str) -> None:

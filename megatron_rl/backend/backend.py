@@ -279,14 +279,15 @@ class MegatronBackend(TrainableModel):
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
-    def export(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+    def export(self, *, bucket_bytes: int = BUCKET_BYTES, merges: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight whole under its Hugging Face name, with adapters merged in, on every rank.
 
         All ranks must run it to its end. A tensor is valid until the next is asked for: copy it out before.
         bucket_bytes: bounds the memory (``weights.export``); adapters take one parameter's shard more.
+        merges: False for the frozen weights that the adapters belong to.
         """
         self.schedule.gather_parameters()
-        parameters = [MergedParameters(chunk.module) for chunk in self.chunks]
+        parameters = [MergedParameters(chunk.module, merges=merges) for chunk in self.chunks]
         yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
     def export_adapters(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:

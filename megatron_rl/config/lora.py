@@ -10,7 +10,13 @@ from megatron_rl.config.json_text import quoted
 from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
-TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+PROJECTIONS = {  # by target, under their Hugging Face names
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+TARGETS = tuple(PROJECTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)

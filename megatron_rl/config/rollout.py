@@ -25,7 +25,14 @@ OWNED_ARGUMENTS = {
     "generation_config": "rollout.temperature",
     "load_format": "weights come by weight_sync",
     "enable_return_routed_experts": "rollout.routing_replay",
+    "enable_lora": "weight_sync.adapters",
+    "max_loras": "weight_sync.adapters",
+    "max_cpu_loras": "weight_sync.adapters",
+    "max_lora_rank": "lora.rank",
+    "lora_dtype": "model.dtype",
+    "lora_target_modules": "lora.targets",
 }
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that its engines can be built for (config/lora.py, 0.32.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +191,12 @@ class WeightSyncConfig:
     """Seconds that each answer of an engine may take during a sync."""
     attempts: Annotated[int, Range(1, 1000)] = 3
     """Whole syncs that are tried before the run ends."""
+    adapters: str = "merged"
+    """`lora`: `merged` sends every weight, adapters in it; `alone` the weights once, then A and B (docs/lora.md)."""
 
     def __post_init__(self) -> None:
         choose("weight_sync.channel", self.channel, ("auto", "shared_memory", "broadcast", "cuda_ipc"))
+        choose("weight_sync.adapters", self.adapters, ("merged", "alone"))
 
     @property
     def bucket_bytes(self) -> int:

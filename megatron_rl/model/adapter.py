@@ -313,7 +313,9 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 class MergedParameters(Mapping[str, torch.Tensor]):
     """Maps names to a chunk's weights and buffers, a weight with its adapter merged in on request (and not kept)."""
 
-    def __init__(self, chunk: torch.nn.Module) -> None:
+    def __init__(self, chunk: torch.nn.Module, *, merges: bool = True) -> None:
+        """Take the chunk; without ``merges`` a weight is the frozen one."""
+        self.merges = merges
         adapters = {name: module for name, module in chunk.named_modules() if isinstance(module, Adapter)}
         inside = {f"{name}.{own}" for name, module in adapters.items() for own, _ in module.named_parameters()}
         self.parameters = {name: weight for name, weight in named_weights(chunk).items() if name not in inside}
@@ -321,7 +323,7 @@ class MergedParameters(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         parameter = self.parameters[name]
-        if name in self.adapters and self.adapters[name].enabled:
+        if self.merges and name in self.adapters and self.adapters[name].enabled:
             return self.adapters[name].merged(parameter)
         return parameter
 

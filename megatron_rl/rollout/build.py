@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
+from megatron_rl.config.lora import PROJECTIONS
+from megatron_rl.config.rollout import VLLM_LORA_RANKS
 from megatron_rl.distributed.weight_channel import LOOPBACK, choose_channel
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.bitwise_engine import BitwiseEngine
@@ -99,13 +101,31 @@ def shares_device(config: Config, device: torch.device) -> bool:
 
 
 def refuse_sharing(config: Config, shared: bool) -> None:
-    """Raise ConfigError if the engines must generate while the trainer trains and the two take turns on one GPU."""
+    """Raise ConfigError if trainer and engine take turns on one GPU, and settings rule that out.
+
+    Such settings have the engines generate while the trainer trains, or keep weights that an engine drops asleep.
+    """
     producer = config.rollout.producer
+    if shared and config.weight_sync.adapters == "alone":
+        raise ConfigError(
+            "weight_sync.adapters=alone leaves the weights beside the adapters in the engines, which drop them when "
+            f"they sleep on a GPU that they share (rollout.sleep={config.rollout.sleep}); keep both in memory at once "
+            "by rollout.sleep=never, or set weight_sync.adapters=merged"
+        )
     if shared and (producer.ahead or producer.mode == "streaming"):
         raise ConfigError(
             f"rollout.producer.mode={producer.mode} generates while the trainer trains, and the engines share its GPUs "
             f"(rollout.sleep={config.rollout.sleep}); name engines on other GPUs by rollout.servers, keep both in "
             "memory at once by rollout.sleep=never, or set rollout.producer.mode=sync"
+        )
+
+
+def refuse_mixture(config: Config, num_experts: int) -> None:
+    """Raise ConfigError if a mixture of experts is to take adapters apart from its weights."""
+    if num_experts and config.weight_sync.adapters == "alone":
+        raise ConfigError(
+            f"weight_sync.adapters=alone and a model of {num_experts} experts, whose layers vLLM (0.32.0) prepares for "
+            "adapters by GPU kernels even where they get none, which was not run; set weight_sync.adapters=merged"
         )
 
 
@@ -166,6 +186,7 @@ def build_engine(
         deadline_s=settings.deadline_s,
         device=device,
         address=_own_address(rollout.servers),
+        adapter={"rank": config.lora.rank, "alpha": config.lora.alpha} if settings.adapters == "alone" else None,
     )
     return VllmEngine(
         replicas,
@@ -222,7 +243,29 @@ def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
         "seed": config.run.seed,
         **({} if on_gpu else _on_cpu(config)),
     }
-    return owned | defaults | config.rollout.vllm
+    return owned | adapter_arguments(config, on_gpu) | defaults | config.rollout.vllm
+
+
+def adapter_arguments(config: Config, on_gpu: bool) -> dict[str, object]:
+    """Return the fields of vllm.EngineArgs for an engine that gets the policy's adapters alone; none where merged.
+
+    Raises ConfigError for numbers that vLLM's adapters do not compute in.
+    """
+    if config.weight_sync.adapters == "merged":
+        return {}
+    if on_gpu and config.model.dtype == "float32":
+        raise ConfigError(
+            "weight_sync.adapters=alone with model.dtype=float32: vLLM's adapters compute in 16 bits on a GPU "
+            "(lora/ops/triton_ops/lora_shrink_op.py, 0.32.0); set model.dtype=bfloat16, or weight_sync.adapters=merged"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": next(most for most in VLLM_LORA_RANKS if most >= config.lora.rank),
+        "lora_dtype": "auto",
+        "lora_target_modules": [name for target in config.lora.targets for name in PROJECTIONS[target]],
+    }
 
 
 def _on_cpu(config: Config) -> dict[str, object]:

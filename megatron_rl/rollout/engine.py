@@ -55,6 +55,7 @@ class Engine(Protocol):
     """
 
     weight_version: int
+    lacks_weights: bool  # an engine of this rank would take no adapters alone, which belong to weights that it has
     lost: Sequence[str]  # engines of this rank that are known to be gone, by name
     is_elsewhere: bool  # samples in other processes, so that ``generate`` only waits, and may do so in any thread
     progressed_at: float  # time.monotonic() when one of them last said that it computes; −inf where none says so

@@ -16,6 +16,7 @@ class IdleEngine:
     """Has the methods of Engine. Being sent weights or asked for a completion is a fault of the caller's."""
 
     weight_version = NO_WEIGHTS
+    lacks_weights = False
     lost: Sequence[str] = ()
     is_elsewhere, progressed_at = False, -math.inf
 

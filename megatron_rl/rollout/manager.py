@@ -8,6 +8,7 @@ the trainer's state returns.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import time
@@ -47,6 +48,7 @@ class RolloutManager:
     """Runs the rollouts of all ranks. Methods are collectives unless they say otherwise.
 
     export:  returns the trainer's weights under their Hugging Face names (``MegatronBackend.export``).
+    export_adapters: returns its adapters, where ``export`` gives the frozen weights beside them; None: no such two.
     version: returns the version of these weights.
     share:   (this rank's number among the ranks with prompts, their number); None for a rank without an engine.
     offload: moves the trainer off a shared device; None where the engine has a device of its own.
@@ -61,6 +63,7 @@ class RolloutManager:
         config: Config,
         *,
         export: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+        export_adapters: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
         version: Callable[[], int],
         share: tuple[int, int] | None,
         offload: Callable[[], object] | None = None,
@@ -75,7 +78,7 @@ class RolloutManager:
         self.in_background = settings.ahead > 0 or settings.mode == "streaming"
         self.jobs: list[RolloutJob] = []  # started, and not collected whole
         self.sent_version = NO_WEIGHTS  # the same on every rank, even if an engine was lost since
-        self._export, self._version = export, version
+        self._export, self._export_adapters, self._version = export, export_adapters, version
         self.device = ColocatedDevice(engine, offload, restore, self._together, self._note_memory)
         self.metrics: dict[str, float] = {}
         self.turns = self.samples = self.truncated = 0  # of the jobs finished since ``take_metrics``
@@ -114,7 +117,7 @@ class RolloutManager:
             self.device.to_weights()
             self._recover(lost)
             # Send the weights; a failure on one rank fails the attempt on all.
-            report = self.engine.load_weights(self._export(), version)
+            report = self.engine.load_weights(self._tensors(), version)
             reports = collectives.gather_json([report.failed, report.lost, report.num_bytes, report.seconds])
             failed = {name: reason for part in reports for name, reason in part[0].items()}
             self.engine.take_report(version, failed, {name for part in reports for name in part[1]})
@@ -127,6 +130,14 @@ class RolloutManager:
         raise EngineError(
             f"weight version {version} did not arrive in {attempts} attempts (weight_sync.attempts): {reasons}"
         )
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return what to send: every weight, or adapters alone where every engine has the weights beside them."""
+        if self._export_adapters is None:
+            return self._export()
+        if any(collectives.gather_json(self.engine.lacks_weights)):
+            return itertools.chain(self._export(), self._export_adapters())
+        return self._export_adapters()
 
     def _recover(self, lost: Sequence[str]) -> None:
         unreached: list[str] = []

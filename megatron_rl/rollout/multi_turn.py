@@ -148,6 +148,10 @@ class MultiTurnEngine:
         return self.engine.weight_version
 
     @property
+    def lacks_weights(self) -> bool:
+        return self.engine.lacks_weights
+
+    @property
     def lost(self) -> Sequence[str]:
         return self.engine.lost
 

@@ -60,6 +60,7 @@ class TransformersEngine:
         self._notes = ExpertNotes(self._model) if rollout.routing_replay == "rollout" else None
 
     lost = ()
+    lacks_weights = True  # it takes no adapters apart from the weights
     is_elsewhere, progressed_at = False, -math.inf
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:

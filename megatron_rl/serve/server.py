@@ -61,6 +61,11 @@ def check_config(config: Config) -> None:
             f"rollout.routing_replay={config.rollout.routing_replay} replays experts that come with a run's own "
             "rollouts, and a client's samples bring none; set it to off"
         )
+    if config.weight_sync.adapters != "merged":
+        raise ConfigError(
+            f"weight_sync.adapters={config.weight_sync.adapters} is for one policy, and a server's engines take turns "
+            "between its clients' models; set it to merged"
+        )
     keys_of(config)
 
 

@@ -34,7 +34,7 @@ from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.reward import Reward, opened_reward
-from megatron_rl.rollout.build import RankLocation, place_engine
+from megatron_rl.rollout.build import RankLocation, place_engine, refuse_mixture
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.idle_engine import IdleEngine
 from megatron_rl.rollout.manager import RolloutManager
@@ -256,6 +256,7 @@ def _build_manager(
     watchdog: Watchdog,
 ) -> RolloutManager:
     topology = backend.topology
+    refuse_mixture(config, backend.shape.num_experts)
     rank, local_rank = topology.rank, int(os.environ.get("LOCAL_RANK", topology.rank))
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
     location = RankLocation(
@@ -269,11 +270,13 @@ def _build_manager(
         engine = with_environment(engine, config, tokenizer)
     on_device: list[TrainableModel] = [backend, critic] if isinstance(critic, Critic) else [backend]
     bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
+    alone = config.weight_sync.adapters == "alone"
     return RolloutManager(
         engine,
         _scorer(reward, watchdog) if reward else unscored,
         config,
-        export=lambda: backend.export(bucket_bytes=bucket_bytes),
+        export=lambda: backend.export(bucket_bytes=bucket_bytes, merges=not alone),
+        export_adapters=(lambda: backend.export_adapters(bucket_bytes=bucket_bytes)) if alone else None,
         version=lambda: backend.weight_version,
         share=share,
         offload=(lambda: [model.offload() for model in on_device]) if shared else None,

@@ -20,7 +20,15 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import refuse_bitwise
 from megatron_rl.model.hf_config import read_shape
 from megatron_rl.reward import opened_reward
-from megatron_rl.rollout.build import RankLocation, refuse_sharing, role_of, shares_device, weight_channel
+from megatron_rl.rollout.build import (
+    RankLocation,
+    adapter_arguments,
+    refuse_mixture,
+    refuse_sharing,
+    role_of,
+    shares_device,
+    weight_channel,
+)
 from megatron_rl.rollout.multi_turn import environment_parts
 from megatron_rl.rollout.transformers_engine import check_embedded, stop_tokens
 from megatron_rl.simulator.command import simulate_job
@@ -58,6 +66,7 @@ def check_inputs(config: Config) -> list[int]:
     hf_config = load_hf_config(config.model.hf_path)
     if config.generates:
         check_lengths(config, hf_config.max_position_embeddings)
+        refuse_mixture(config, read_shape(hf_config, layer_spec="torch").num_experts)
     check_critic_model(config, hf_config)
     if config.rollout.bitwise:
         refuse_bitwise(read_shape(hf_config, layer_spec="torch"))
@@ -103,6 +112,7 @@ def check_engine(config: Config, num_ranks: int, on_node: int, *, elsewhere: boo
     location = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=min(on_node, ranks))
     role_of(config, location)
     refuse_sharing(config, shares_device(config, device))
+    adapter_arguments(config, on_gpu=True)
     weight_channel(config, device, {} if elsewhere else os.environ)
     own_engines = config.rollout.engine == "vllm" and not config.rollout.servers
     if own_engines and importlib.util.find_spec("vllm") is None:

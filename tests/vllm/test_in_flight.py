@@ -8,10 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -19,18 +17,15 @@ import pytest
 from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.vllm.replica import UPDATING
 from megatron_rl.rollout.vllm.server_replica import ANSWER_S as CONTROL_S
-from megatron_rl.types import Prompt, Rollout
-from tests.patience import patient, until
-from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, make_prompts, model_folder, reference_logprobs, start_bench
+from megatron_rl.types import Rollout
+from tests.vllm.calls import PROMPTS, Call, prompts_of, spans
+from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, model_folder, reference_logprobs, start_bench
 from tests.vllm.served import KEY, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
-PROMPTS = make_prompts(*range(3, 63, 3))
-SAMPLES = 4
 FEW = 4  # of each kind are compared with Hugging Face
 LONG = ("rollout.max_response_tokens=200", "rollout.request_s=200", "weight_sync.in_flight=true")
-ANSWER_S = 200.0
 
 
 @pytest.fixture(scope="module")
@@ -80,64 +75,6 @@ def flying_server(inputs, tmp_path_factory) -> Iterator[Bench]:
 @pytest.fixture(params=["process", pytest.param("server", marks=pytest.mark.long)])
 def either(request) -> Bench:
     return request.getfixturevalue("flying" if request.param == "process" else "flying_server")
-
-
-def prompts_of(bench: Bench, times: int) -> list[Prompt]:
-    """Return prompts for a call that lasts long enough for an update in its middle.
-
-    A busy server's answer to a pause may take a second, so its calls must last for many.
-    """
-    return PROMPTS * times * (1 if bench.replica.ours else 3)
-
-
-class Call:
-    """A call of ``generate`` in a thread of its own, with the finished prompts that it told meanwhile."""
-
-    def __init__(
-        self,
-        bench: Bench,
-        times: int = 1,
-        samples: int = SAMPLES,
-        *,
-        few: int | None = None,
-        temperature: float | None = None,
-    ) -> None:
-        self.prompts = prompts = prompts_of(bench, times)[:few]
-        self.told: list[tuple[int, list[Rollout]]] = []
-        self.waits = 0
-        self._result: Future[list[Rollout]] = Future()
-
-        def finish(index: int, rollouts: list[Rollout]) -> None:
-            self.told.append((index, rollouts))
-
-        def run() -> None:
-            try:
-                self._result.set_result(
-                    bench.engine.generate(prompts, samples, temperature=temperature, on_finished=finish)
-                )
-            except BaseException as error:  # noqa: BLE001 (``result`` raises it)
-                self._result.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-
-    def wait_for_the_middle(self) -> None:
-        """Wait until a third of the prompts has its answers, or the next third.
-
-        Other requests run at that moment, and others wait.
-        """
-        self.waits += 1
-        assert until(lambda: self._result.done() or 3 * len(self.told) >= self.waits * len(self.prompts), ANSWER_S)
-        assert not self._result.done(), "the call was over before its middle"
-
-    def result(self) -> list[Rollout]:
-        return self._result.result(patient(ANSWER_S))
-
-
-def spans(rollout: Rollout) -> Iterator[tuple[int, slice]]:
-    start = 0
-    for version, count in rollout.weight_versions:
-        yield version, slice(start, start + count)
-        start += count
 
 
 def test_every_token_is_of_the_weights_that_its_span_names(either):

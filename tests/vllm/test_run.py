@@ -40,8 +40,18 @@ def check_rows(run_dir: pathlib.Path, engines: int) -> None:
         (("parallel.tensor=2", "rollout.num_engines=1", "weight_sync.channel=broadcast"), 1),
         (("parallel.pipeline=1", "weight_sync.bucket_mb=0.01"), 2),
         (("parallel.tensor=2", "rollout.num_engines=1", "lora.rank=4", "optimizer.lr=5e-3"), 1),
+        (
+            ("parallel.pipeline=1", "lora.rank=4", "optimizer.lr=5e-3", "weight_sync.adapters=alone"),
+            2,
+        ),
     ],
-    ids=["PP2, one engine", "TP2, by broadcast", "DP2, two engines, buckets of 10 kB", "TP2, merged adapters"],
+    ids=[
+        "PP2, one engine",
+        "TP2, by broadcast",
+        "DP2, two engines, buckets of 10 kB",
+        "TP2, merged adapters",
+        "DP2, adapters alone",
+    ],
 )
 def test_log_probs_equal_the_trainers_after_every_sync(pool, arithmetic, tmp_path, layout, engines):
     results = pool.run(2, command_line, arguments(arithmetic, tmp_path, *VLLM, *layout), timeout_s=180)

@@ -130,6 +130,10 @@ class VllmEngine:
         return [replica for replica in self._replicas if replica.name not in self._absent]
 
     @property
+    def lacks_weights(self) -> bool:
+        return self._drives and any(self._sync.lacks_weights(x) for x in self._present)
+
+    @property
     def lost(self) -> list[str]:
         return [x.name for x in self._lost]
 

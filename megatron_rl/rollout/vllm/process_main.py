@@ -35,6 +35,11 @@ class EngineProcess:
         self.connection = connection
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.lora = None
+        if arguments.get("enable_lora"):
+            from megatron_rl.rollout.weight_sync.adapter import policy_request
+
+            self.lora = policy_request()
         self.updating = self.paused = False
         self.told_at = 0.0
 
@@ -94,7 +99,8 @@ class EngineProcess:
 
         try:
             sampling = SamplingParams(**header["sampling"], output_kind=RequestOutputKind.FINAL_ONLY)
-            self.engine.add_request(header["request_id"], {"prompt_token_ids": token_ids.tolist()}, sampling)
+            prompt = {"prompt_token_ids": token_ids.tolist()}
+            self.engine.add_request(header["request_id"], prompt, sampling, lora_request=self.lora)
         except (ValueError, TypeError) as error:
             frames.send(self.connection, {"kind": "refused", "request_id": header["request_id"], "error": str(error)})
 
@@ -150,7 +156,7 @@ class EngineProcess:
                 # device (asynchronous scheduling) is lost, tokens and all (v1/core/sched/scheduler.py, 0.32.0).
                 if not engine.reset_prefix_cache(reset_running_requests=arguments.get("running", False)):
                     raise RuntimeError("the prefix cache could not be reset: requests are still under way")
-            case "weights_received" | "abandon_weight_update":
+            case "weights_received" | "abandon_weight_update" | "use_adapter":
                 return engine.collective_rpc(method)
             case "pause":
                 self.paused = True

@@ -169,8 +169,9 @@ class Replica(Protocol):
         """Call a control method by name, JSON in and JSON out, and return its answer.
 
         The methods: init_weight_transfer, start_weight_update, update_weights, finish_weight_update, weights_received,
-        reset_prefix_cache, sleep, wake, pause, resume. ``pause`` keeps the requests under way, and nothing is sampled
-        until ``resume``; reset_prefix_cache with ``running`` set makes them compute their keys and values again.
+        use_adapter, reset_prefix_cache, sleep, wake, pause, resume. ``pause`` keeps the requests under way, and nothing
+        is sampled until ``resume``; reset_prefix_cache with ``running`` set makes them compute their keys and values
+        again.
         """
         ...
 

@@ -22,17 +22,20 @@ from datetime import timedelta
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload.layerwise import (
-    finalize_layerwise_reload,
-    get_layerwise_info,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
+from megatron_rl.rollout.weight_sync.adapter import adapter_model, put_in_place
+from megatron_rl.rollout.weight_sync.engine_model import (
+    count_values,
+    drop_half_loaded,
+    forget_packed_experts,
+    keep_waiting,
+    partial_layers,
+    plain,
+    process_tied,
+)
 from megatron_rl.rollout.weight_sync.mapped import MappedSegments
-from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive, view_of
+from megatron_rl.rollout.weight_sync.transport import Tally, is_adapter, join_group, open_storage, receive, view_of
 from megatron_rl.weights.bucket_digest import NUM_PARTS, checksum_of, part_digests, parts_of
 
 BACKEND = "megatron_rl"
@@ -63,6 +66,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     tensors: [name, dtype, shape, first byte] of each tensor.
     digests: of the bucket's parts (weights/bucket_digest.py).
     checksum: of the bucket, or, at the end, over all buckets (transport.Tally).
+    adapter: at the end, rank and alpha of the adapters that the sync brought apart from the weights; {} for none.
     """
 
     kind: str
@@ -74,6 +78,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     storage: dict = field(default_factory=dict)
     version: int = -1
     num_tensors: int = 0
+    adapter: dict = field(default_factory=dict)
 
 
 class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
@@ -96,6 +101,9 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._loaded: set[str] = set()  # parameters by vLLM's names; several weights may fill one
         self._wanted: set[str] = set()
         self._wanted_values = 0  # of all wanted parameters, without a vocabulary's padding
+        self._adapter: dict[str, torch.Tensor] = {}  # that arrived apart from the weights, by PEFT's names
+        self._adapter_model = None
+        self._has_weights = False  # all of them, from this trainer
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
 
     def init_transfer_engine(self, init_info: ChannelInfo) -> None:
@@ -142,39 +150,25 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
                 f"vLLM could not load an earlier sync's weights ({self._broken}); start this engine anew"
             )
         if self._open:
-            self._drop_half_loaded()
+            drop_half_loaded(self.model, self.model_config)
+            self._open = False
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
-        self._ended, self._tally, self._arrived, self._loaded = None, Tally(), {}, set()
+        self._ended, self._tally, self._arrived, self._loaded, self._adapter = None, Tally(), {}, set(), {}
         self._maps.release()
+        if self.vllm_config.lora_config is None:
+            self._open_model()
+
+    def _open_model(self) -> None:
+        """Prepare the model for all of its weights. Where adapters may come alone, the first weight does so."""
+        self._has_weights = False
         if self.device.type == "cpu":
-            self._forget_packed_experts()
+            forget_packed_experts(self.model)
         # A tied parameter is listed once here, and under both names after the next line.
-        own_names = {name for name, _ in self.model.named_parameters()}
+        own_names = {plain(name) for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
-        self._wanted = own_names & {name for name, _ in self.model.named_parameters()}
-        self._wanted_values = self._count_values()
+        self._wanted = own_names & {plain(name) for name, _ in self.model.named_parameters()}
+        self._wanted_values = count_values(self.model, self._wanted)
         self._open = True
-
-    def _count_values(self) -> int:
-        padding = {
-            id(layer.weight): (layer.num_embeddings_padded - layer.org_vocab_size) * layer.embedding_dim
-            for layer in self.model.modules()
-            if isinstance(layer, VocabParallelEmbedding)
-        }
-        wanted = [parameter for name, parameter in self.model.named_parameters() if name in self._wanted]
-        return sum(get_tensor_load_numel(parameter) - padding.get(id(parameter), 0) for parameter in wanted)
-
-    def _drop_half_loaded(self) -> None:
-        """Forget the tensors of a sync that broke off, and give every layer its earlier tensors back.
-
-        This sync overwrites all of them. Finalizing with the forgotten ones would load weights that were refused, with
-        a wrong shape for example, and raise for ever.
-        """
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            info.loaded_weights.clear()
-            info.load_numel = 0
-        finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict) -> None:
         # the base class synchronises an accelerator, which a CPU host lacks
@@ -201,8 +195,15 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             if name in self._arrived:
                 raise ValueError(f"weight {name!r} arrived twice; a sync brings every weight once")
             self._arrived[name] = tensor.numel()
+        if self.vllm_config.lora_config is not None:
+            self._adapter |= {name: tensor.clone() for name, tensor in weights if is_adapter(name)}
+            weights = [(name, tensor) for name, tensor in weights if name not in self._adapter]
+        if not weights:
+            return
+        if not self._open:
+            self._open_model()
         try:
-            self._loaded |= self.model.load_weights(weights)
+            self._loaded |= {plain(name) for name in self.model.load_weights(weights)}
         except Exception as error:
             # Half a layer is processed: a later sync could seem to come through.
             self._broken = f"{type(error).__name__}: {error}"
@@ -262,6 +263,16 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
                 f"{arrived[0]} tensors arrived with checksum {arrived[1]}, the trainer sent {end.num_tensors}, "
                 f"{end.checksum}"
             )
+        if self._open:
+            self._check_model()
+        elif not self._has_weights:
+            raise ValueError("adapters came alone, and this engine has not the weights that they belong to")
+        self._adapter_model = None
+        if end.adapter:
+            self._adapter_model = adapter_model(self._adapter, **end.adapter, manager=self.model.lora_manager)
+        self._ended = end
+
+    def _check_model(self) -> None:
         # Every parameter must be filled, and filled whole.
         missing = sorted(self._wanted - self._loaded)
         if missing:
@@ -269,31 +280,17 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
                 f"{len(missing)} of the engine's {len(self._wanted)} parameters did not arrive: "
                 f"{', '.join(missing[:8])}"
             )
-        partial = self._partial()
+        partial = partial_layers(self.model)
         if partial:
             raise ValueError(f"{len(partial)} of the engine's layers arrived in part: {', '.join(partial[:8])}")
         # vLLM takes the values that it needs and ignores the rest: count them.
-        aliases = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self._wanted
-        values = sum(count for name, count in self._arrived.items() if name not in aliases)
+        aliases = {plain(name) for name, _ in self.model.named_parameters(remove_duplicate=False)} - self._wanted
+        values = sum(n for name, n in self._arrived.items() if name not in aliases and name not in self._adapter)
         if self.parallel_config.world_size == 1 and values != self._wanted_values:
             raise ValueError(
                 f"{values:,} values arrived and the engine's parameters have {self._wanted_values:,}: a weight has "
                 "another shape there, or the engine has no such weight"
             )
-        self._ended = end
-
-    def _partial(self) -> list[str]:
-        """Return the layers of several weights (q, k and v; gate and up; experts) that some weights did not reach.
-
-        A complete layer is processed at once and no longer open; the rows that pad a vocabulary never arrive.
-        """
-        partial = []
-        for name, layer in self.model.named_modules():
-            info = get_layerwise_info(layer)
-            size = sum(get_tensor_load_numel(parameter) for parameter in layer.parameters(recurse=False))
-            if info.can_load() and 0 < info.load_numel < size and not isinstance(layer, VocabParallelEmbedding):
-                partial.append(f"{name} ({info.load_numel:,} of {size:,} values)")
-        return partial
 
     def finish_weight_update(self) -> None:
         self._attempt(self._finish)
@@ -303,55 +300,33 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             raise RuntimeError(
                 "finish_weight_update without the sync's end: what arrived may be part of the weights only"
             )
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._open = False
+        if self._open:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._open, self._has_weights = False, True
+            process_tied(self.model)
         self._maps.release()
-        self._process_tied()
+        if self._adapter_model is None:
+            self._sign()
+
+    def use_adapter(self) -> None:
+        self._attempt(self._use_adapter)
+
+    def _use_adapter(self) -> None:
+        if self._ended is None or self._adapter_model is None:
+            raise RuntimeError("no sync has brought adapters that could be used")
+        put_in_place(self._adapter_model, self.model.lora_manager)
+        self._adapter, self._adapter_model = {}, None
+        self._sign()
+
+    def _sign(self) -> None:
         end = self._ended
         self.receipt = {"version": end.version, "checksum": end.checksum, "num_tensors": end.num_tensors}
-
-    def _forget_packed_experts(self) -> None:
-        """Remove the kernels of a mixture's experts, so that vLLM packs the new weights for a CPU.
-
-        vLLM (0.32.0) packs experts when it first builds their kernel, and not again when weights are reloaded: the
-        kernel would read plain weights as packed ones. Without a kernel it builds one anew, and packs.
-        """
-        for module in self.model.modules():
-            if isinstance(module, RoutedExperts):
-                module.quant_method.moe_kernel = None
-
-    def _process_tied(self) -> None:
-        """Process an output layer that is tied to the embedding, as vLLM (0.32.0) does not.
-
-        It receives nothing itself; on a CPU its matrix product would go on with the packed weights of the previous
-        sync, 4 nats off.
-        """
-        seen: set[int] = set()
-        for module in self.model.modules():
-            tied = [p for p in module.parameters(recurse=False) if id(p) in seen]
-            if tied:
-                module.quant_method.process_weights_after_loading(module)
-            seen |= {id(p) for p in module.parameters(recurse=False)}
 
     def shutdown(self) -> None:
         self._maps.release()
         if self._group is not None:
             self._group.abort()  # of a group that broke off, NCCL's kernels still wait
         self._group = None
-
-
-def keep_waiting(model: torch.nn.Module, packed: torch.Tensor, device: torch.device) -> None:
-    """Copy those of a bucket's tensors that vLLM keeps for layers which are not complete yet.
-
-    packed: the bucket, whose memory the sender uses again. A mixture's experts are one layer: with buckets that hold
-        them all, a worker copies their slices too.
-    """
-    memory = packed.untyped_storage().data_ptr()
-    for layer in model.modules():
-        for _, arguments in get_layerwise_info(layer).loaded_weights:
-            for name, value in arguments.arguments.items():
-                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == memory:
-                    arguments.arguments[name] = value.to(device, copy=True)
 
 
 class Receiver:
@@ -371,6 +346,10 @@ class Receiver:
         """
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
+
+    def use_adapter(self) -> None:
+        """Compute with the adapters of the sync that finished: vLLM (0.32.0, gpu_worker.py) drops all at a finish."""
+        self.weight_transfer_engine.use_adapter()
 
     def describe(self) -> dict:
         model, config = self.vllm_config.model_config, self.vllm_config

@@ -13,7 +13,7 @@ up its running requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -23,7 +23,7 @@ from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
 from megatron_rl.rollout.vllm.replica import UPDATING, Replica, ReplicaLost, WeightReceipt
 from megatron_rl.rollout.weight_sync.group import BroadcastGroup
 from megatron_rl.rollout.weight_sync.half import Half, room_of
-from megatron_rl.rollout.weight_sync.transport import Tally
+from megatron_rl.rollout.weight_sync.transport import Tally, is_adapter
 
 BACKEND = "megatron_rl"  # the receiver's name in vLLM's registry; see rollout/weight_sync/receiver.py
 
@@ -36,19 +36,34 @@ class WeightSender:
     bucket_bytes: memory of the two halves together; a tensor above a half enlarges it to its size. Shared memory is
         kept from one sync to the next, since fresh pages cost more than the copy; memory of a device is not.
     deadline_s: seconds for every single answer.
+    adapter: rank and alpha of adapters that come apart from the weights, as their pairs; None: merged, or none.
     """
 
     def __init__(
-        self, *, channel: str, bucket_bytes: int, deadline_s: float, device: torch.device, address: str = "127.0.0.1"
+        self,
+        *,
+        channel: str,
+        bucket_bytes: int,
+        deadline_s: float,
+        device: torch.device,
+        address: str = "127.0.0.1",
+        adapter: Mapping[str, float] | None = None,
     ) -> None:
         self.channel, self.bucket_bytes, self.deadline_s, self.device = channel, bucket_bytes, deadline_s, device
         self.group = BroadcastGroup(device, address, deadline_s)
         self.halves: list[Half | None] = [None, None]
+        self.adapter = adapter
         self._joined: set[int] = set()
+        self._has_weights: set[int] = set()  # the replicas that lack no weight beside adapters, by id
+
+    def lacks_weights(self, replica: Replica) -> bool:
+        """Tell whether adapters alone would find no weights there: it is new, was restarted, or a sync failed."""
+        return id(replica) not in self._has_weights
 
     def forget(self, replica: Replica) -> None:
         """Close the channel to a replica whose engine is another one now; `join` opens it again."""
         self._joined.discard(id(replica))
+        self._has_weights.discard(id(replica))
         if self.group.holds(replica):
             self.group.close()
 
@@ -77,7 +92,13 @@ class WeightSender:
 
         in_flight: whether requests may be under way on the replicas.
         """
-        return _Delivery(self, version, replicas, in_flight).run(tensors)
+        had = [x for x in replicas if not self.lacks_weights(x)]
+        self._has_weights -= {id(x) for x in replicas}
+        delivery = _Delivery(self, version, replicas, in_flight)
+        report = delivery.run(tensors)
+        kept = replicas if delivery.brought_weights else had
+        self._has_weights |= {id(x) for x in kept if x.name not in report.failed}
+        return report
 
     def join(self, replica: Replica) -> None:
         """Open a channel that each replica has for itself, once in its life."""
@@ -99,6 +120,7 @@ class _Delivery:
         self.given_up: list[Future] = []
         self.tally = Tally()
         self.num_bytes = 0
+        self.brought_weights = False  # and not adapters alone
         self.halves = sync.halves
         self.broken = ""  # why the group of a broadcast is gone, and with it this sync for all of its engines
         # a bucket's broadcast has one deadline, and its answer another
@@ -212,6 +234,7 @@ class _Delivery:
         turn = 0
         for name, tensor in tensors:
             self.num_bytes += tensor.numel() * tensor.element_size()
+            self.brought_weights |= not is_adapter(name)
             if not self.living:
                 continue  # the other ranks still gather
             half = self.halves[turn]
@@ -270,11 +293,15 @@ class _Delivery:
         call, deadline_s = replica.control, self.sync.deadline_s
         wanted = WeightReceipt(version=self.version, checksum=self.tally.value(), num_tensors=self.tally.count)
         end = {"kind": "end", "version": self.version, "checksum": wanted.checksum, "num_tensors": wanted.num_tensors}
+        if self.sync.adapter:
+            end["adapter"] = dict(self.sync.adapter)
         call("update_weights", end, deadline_s)
         for worker, receipt in enumerate(call("weights_received", {}, deadline_s)):
             if failure := WeightReceipt(**receipt).failure:
                 raise EngineError(f"worker {worker} of {replica.name}: {failure}")
         call("finish_weight_update", {"weight_version": str(self.version)}, deadline_s)
+        if self.sync.adapter:
+            call("use_adapter", {}, deadline_s)
         call("reset_prefix_cache", {"running": True} if self.in_flight else {}, deadline_s)
         for worker, receipt in enumerate(call("weights_received", {}, deadline_s)):
             if WeightReceipt(**receipt) != wanted:

@@ -112,6 +112,11 @@ def view_of(packed: torch.Tensor, dtype: str, shape: Sequence[int], start: int) 
     return packed[start : start + size.numel() * kind.itemsize].view(kind).view(size)
 
 
+def is_adapter(name: str) -> bool:
+    """Tell whether a tensor is half of an adapter's pair, by its name (PEFT's), and not a weight of the model."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
 class Tally:
     """Counts a sync's tensors, and digests the checksums of its buckets, in order, into one text."""
 

@@ -1,0 +1,89 @@
+"""The policy's LoRA adapters in a vLLM worker, for ``weight_sync.adapters=alone``: checked, built, put in place.
+
+It lives in the engine's process, with the receiver. vLLM (0.32.0, lora/model_manager.py) leaves out, without a word, a
+pair that no layer of the model takes, and copies one of another shape into a corner of its memory: so both are looked
+for here. It multiplies B by alpha / rank as it takes an adapter, and cuts pairs for tensor parallelism itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.linear import QKVParallelLinear
+
+ADAPTER_ID = 1  # the one adapter, whose values every sync replaces
+
+
+def policy_request() -> LoRARequest:
+    """Return the part of a request by which vLLM computes with the policy's adapters, whichever are in place.
+
+    No file has that path: a request that came before the adapters would end the engine.
+    """
+    return LoRARequest(
+        lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="/no file: adapters come by megatron_rl's weight sync"
+    )
+
+
+def adapter_model(tensors: Mapping[str, torch.Tensor], rank: int, alpha: float, manager: LoRAModelManager) -> LoRAModel:
+    """Return vLLM's model of the adapters, in memory of its own.
+
+    tensors: by PEFT's names without its ``base_model.model.``.
+
+    Raises ValueError for half a pair, and for one that no layer of the engine's model takes whole.
+    """
+    halves = {name.removesuffix(".weight").rpartition(".lora_")[::2] for name in tensors}
+    lacking = sorted(f"{name}.lora_{side}" for name, _ in halves for side in "AB" if (name, side) not in halves)
+    if lacking or not halves:
+        raise ValueError(f"{len(lacking)} halves of the adapters' pairs did not arrive: {', '.join(lacking[:8])}")
+    _check_layers({name for name, _ in halves}, tensors, rank, manager)
+    helper = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=sorted({x.rpartition(".")[2] for x, _ in halves}))
+    helper.validate_legal(manager.lora_config)
+    # copies: vLLM multiplies B in its place, and the bucket's memory may be the sender's
+    own = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    return LoRAModel.from_lora_tensors(
+        ADAPTER_ID, own, helper, device="cpu", dtype=manager.lora_config.lora_dtype, model_vocab_size=manager.vocab_size
+    )
+
+
+def _check_layers(
+    projections: set[str], tensors: Mapping[str, torch.Tensor], rank: int, manager: LoRAModelManager
+) -> None:
+    """Raise ValueError where projections are none of the engine's, or their pairs do not cover their layer."""
+    layers = {name: manager.packed_modules.get(name, [name]) for name in manager.modules}
+    unknown = sorted(projections - {part for parts in layers.values() for part in parts})
+    if unknown:
+        raise ValueError(f"the engine has no layer for {len(unknown)} of the adapters: {', '.join(unknown[:8])}")
+    for name, parts in layers.items():
+        given = [part for part in parts if part in projections]
+        if not given:
+            continue
+        rows, columns = _size(manager.modules[name].base_layer)
+        sizes_a = {tuple(tensors[f"{part}.lora_A.weight"].shape) for part in given}
+        sizes_b = [tuple(tensors[f"{part}.lora_B.weight"].shape) for part in given]
+        if given != parts or sizes_a != {(rank, columns)} or sum(x for x, _ in sizes_b) != rows:
+            raise ValueError(
+                f"the engine's layer {name} is [{rows}, {columns}], of {', '.join(parts)}, and its adapters of rank "
+                f"{rank} are A {sorted(sizes_a)} and B {sizes_b}"
+            )
+        if {x for _, x in sizes_b} != {rank}:
+            raise ValueError(f"B of the engine's layer {name} is {sizes_b} and the rank is {rank}")
+
+
+def _size(linear: torch.nn.Module) -> tuple[int, int]:
+    """Return the rows and columns of a linear layer's weight, over all tensor ranks, in a checkpoint."""
+    if isinstance(linear, QKVParallelLinear):  # keys' and values' heads are held more than once on many ranks
+        kv = linear.total_num_kv_heads * (linear.head_size + linear.v_head_size)
+        return linear.total_num_heads * linear.head_size + kv, linear.input_size
+    return linear.output_size, linear.input_size
+
+
+def put_in_place(model: LoRAModel, manager: LoRAModelManager) -> None:
+    """Have requests of ``policy_request`` compute with these adapters, in place of the earlier ones."""
+    manager.remove_adapter(model.id)
+    manager.add_adapter(model)
+    manager.activate_adapter(model.id)
