@@ -142,6 +142,11 @@ def _check_asynchronous(config: Config) -> None:
             f"prefetch_rollouts={producer.prefetch_rollouts} have none; set it to false, or take rollout.engine=vllm "
             "and rollout.producer.mode=prefetch"
         )
+    if config.weight_sync.delta and config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"weight_sync.delta=true sends vLLM engines what changed, and rollout.engine={config.rollout.engine} reads "
+            "the weights in the trainer's own process; set weight_sync.delta=false, or take rollout.engine=vllm"
+        )
     if config.reward.num_workers and config.reward.deadline_s >= config.run.deadline_s:
         raise ConfigError(
             f"reward.deadline_s={config.reward.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, "

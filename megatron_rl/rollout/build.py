@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
+from megatron_rl.config.json_text import quoted
 from megatron_rl.distributed.weight_channel import LOOPBACK, choose_channel
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import Engine
@@ -108,6 +109,23 @@ def refuse_sharing(config: Config, shared: bool) -> None:
         )
 
 
+def refuse_delta(config: Config, shared: bool) -> None:
+    """Raise ConfigError if only changed weights are to travel to engines that discard theirs, or quantize them."""
+    if not config.weight_sync.delta:
+        return
+    if shared:
+        raise ConfigError(
+            f"weight_sync.delta=true sends what changed, and engines that share the trainer's GPUs "
+            f"(rollout.sleep={config.rollout.sleep}) discard their weights while they sleep; set weight_sync.delta=false, "
+            "keep both in memory by rollout.sleep=never, or name engines on other GPUs by rollout.servers"
+        )
+    if quantization := config.rollout.vllm.get("quantization"):
+        raise ConfigError(
+            f"weight_sync.delta=true keeps engines at the trainer's bits, and rollout.vllm.quantization="
+            f"{quoted(quantization)} gives them others; set weight_sync.delta=false, or drop the quantization"
+        )
+
+
 def place_engine(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
@@ -125,6 +143,7 @@ def place_engine(
     role = role_of(config, location)
     shared = shares_device(config, device)
     refuse_sharing(config, shared)
+    refuse_delta(config, shared)
     engine = build_engine(
         config, tokenizer, location=location, role=role, device=device, dtype=dtype, vocab_size=vocab_size
     )
@@ -155,6 +174,7 @@ def build_engine(
         deadline_s=settings.deadline_s,
         device=device,
         address=_own_address(rollout.servers),
+        full_every=settings.full_every if settings.delta else 0,
     )
     return VllmEngine(
         replicas,

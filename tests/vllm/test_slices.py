@@ -80,7 +80,7 @@ def test_only_tensors_of_unfinished_layers_are_copied():
         record_metadata_for_reloading,
     )
 
-    from megatron_rl.rollout.weight_sync.receiver import keep_waiting
+    from megatron_rl.rollout.weight_sync.reload import keep_waiting
 
     model = torch.nn.ModuleList([Narrowing(), Narrowing()])
     record_metadata_for_reloading(model)

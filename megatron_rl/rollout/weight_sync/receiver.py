@@ -22,7 +22,6 @@ from datetime import timedelta
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
@@ -31,9 +30,12 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from megatron_rl.rollout.weight_sync.held import HeldBuckets
 from megatron_rl.rollout.weight_sync.mapped import MappedSegments
+from megatron_rl.rollout.weight_sync.reload import forget_packed_experts, keep_waiting, process_tied
 from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive, view_of
 from megatron_rl.weights.bucket_digest import NUM_PARTS, checksum_of, part_digests, parts_of
+from megatron_rl.weights.delta import difference_of
 
 BACKEND = "megatron_rl"
 
@@ -44,9 +46,11 @@ class ChannelInfo(WeightTransferInitInfo):
 
     channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group of the trainer and all
         engines) or ``cuda_ipc`` (the trainer's memory on the same GPU).
+    holds: whether buckets are held here, so that later syncs may bring what changed alone.
     """
 
     channel: str
+    holds: bool = False
     address: str = ""
     port: int = 0
     first_rank: int = 1
@@ -63,6 +67,8 @@ class BucketInfo(WeightTransferUpdateInfo):
     tensors: [name, dtype, shape, first byte] of each tensor.
     digests: of the bucket's parts (weights/bucket_digest.py).
     checksum: of the bucket, or, at the end, over all buckets (transport.Tally).
+    difference: empty, or how to read a bucket that brings the words that changed (weights/delta.py); its tensors are
+        those of the bucket that is held in its place, and digests and checksum are the whole bucket's.
     """
 
     kind: str
@@ -72,6 +78,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     checksum: str = ""
     segment: str = ""
     storage: dict = field(default_factory=dict)
+    difference: dict = field(default_factory=dict)
     version: int = -1
     num_tensors: int = 0
 
@@ -90,6 +97,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._broken = ""  # vLLM itself failed to load: only a new engine helps
         self._failure = ""  # of the sync under way, or of the channel
         self._maps = MappedSegments(self.device)
+        self._held = HeldBuckets()
+        self._holds = False
         self._ended: BucketInfo | None = None
         self._tally = Tally()
         self._arrived: dict[str, int] = {}  # number of values by the trainer's name
@@ -116,6 +125,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     def _open_channel(self, init_info: ChannelInfo) -> None:
         self.shutdown()
+        self._holds = init_info.holds
+        self._held.clear()
         if init_info.channel == "broadcast":
             self._group = join_group(
                 init_info.address,
@@ -145,9 +156,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             self._drop_half_loaded()
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
         self._ended, self._tally, self._arrived, self._loaded = None, Tally(), {}, set()
+        self._held.begin()
         self._maps.release()
         if self.device.type == "cpu":
-            self._forget_packed_experts()
+            forget_packed_experts(self.model)
         # A tied parameter is listed once here, and under both names after the next line.
         own_names = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
@@ -193,6 +205,12 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     def _take(self, bucket: BucketInfo) -> None:
         packed = self._packed(bucket)
+        if bucket.difference:
+            bucket.tensors, packed = self._held.patch(bucket.difference, packed)
+        elif self._holds:
+            packed = self._held.keep(bucket.tensors, packed)
+        if self._holds and not self._in_place:
+            packed = packed.to(self.device, non_blocking=True)
         self._check_bytes(bucket, packed)
         weights = [(name, view_of(packed, dtype, shape, start)) for name, dtype, shape, start in bucket.tensors]
         # Count them, and let vLLM load them.
@@ -207,7 +225,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             # Half a layer is processed: a later sync could seem to come through.
             self._broken = f"{type(error).__name__}: {error}"
             raise
-        if self._in_place:
+        if self._in_place and not self._holds:
             keep_waiting(self.model, packed, self.device)
 
     @property
@@ -228,7 +246,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         The workers of one engine read a part each, and together all of them; a broadcast is read whole by each.
         """
         parallel = self.parallel_config
-        parts = parts_of(parallel.rank, parallel.world_size) if self._in_place else range(NUM_PARTS)
+        shared = self._in_place and not self._holds
+        parts = parts_of(parallel.rank, parallel.world_size) if shared else range(NUM_PARTS)
         found = part_digests(packed, parts, self.device).tolist()
         wrong = [part for part, seen in zip(parts, found, strict=True) if seen != bucket.digests[part]]
         if wrong or checksum_of(bucket.tensors, len(packed), bucket.digests) != bucket.checksum:
@@ -243,16 +262,15 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
         vLLM keeps tensors until their layer is complete, after the sender uses the bucket's memory again.
         """
+        num_bytes = difference_of(bucket.difference).num_bytes if bucket.difference else bucket.num_bytes
         if self._group is not None:
-            return receive(self._group, bucket.num_bytes, self.device)
+            return receive(self._group, num_bytes, self.device)
         # The trainer's GPU is the first that this engine sees.
         shared = open_storage(bucket.storage, 0) if bucket.storage else self._maps.bytes_of(bucket.segment)
-        if len(shared) < bucket.num_bytes:
-            raise ValueError(
-                f"the segment {bucket.segment} holds {len(shared):,} bytes and the bucket {bucket.num_bytes:,}"
-            )
-        sent = shared[: bucket.num_bytes]
-        return sent if self._in_place else sent.to(self.device, non_blocking=True, copy=True)
+        if len(shared) < num_bytes:
+            raise ValueError(f"the segment {bucket.segment} holds {len(shared):,} bytes and the bucket {num_bytes:,}")
+        sent = shared[:num_bytes]
+        return sent if self._in_place or self._holds else sent.to(self.device, non_blocking=True, copy=True)
 
     def _check_end(self, end: BucketInfo) -> None:
         # Compare all that was sent with all that arrived.
@@ -305,53 +323,17 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             )
         finalize_layerwise_reload(self.model, self.model_config)
         self._open = False
+        self._held.end()
         self._maps.release()
-        self._process_tied()
+        process_tied(self.model)
         end = self._ended
         self.receipt = {"version": end.version, "checksum": end.checksum, "num_tensors": end.num_tensors}
-
-    def _forget_packed_experts(self) -> None:
-        """Remove the kernels of a mixture's experts, so that vLLM packs the new weights for a CPU.
-
-        vLLM (0.32.0) packs experts when it first builds their kernel, and not again when weights are reloaded: the
-        kernel would read plain weights as packed ones. Without a kernel it builds one anew, and packs.
-        """
-        for module in self.model.modules():
-            if isinstance(module, RoutedExperts):
-                module.quant_method.moe_kernel = None
-
-    def _process_tied(self) -> None:
-        """Process an output layer that is tied to the embedding, as vLLM (0.32.0) does not.
-
-        It receives nothing itself; on a CPU its matrix product would go on with the packed weights of the previous
-        sync, 4 nats off.
-        """
-        seen: set[int] = set()
-        for module in self.model.modules():
-            tied = [p for p in module.parameters(recurse=False) if id(p) in seen]
-            if tied:
-                module.quant_method.process_weights_after_loading(module)
-            seen |= {id(p) for p in module.parameters(recurse=False)}
 
     def shutdown(self) -> None:
         self._maps.release()
         if self._group is not None:
             self._group.abort()  # of a group that broke off, NCCL's kernels still wait
         self._group = None
-
-
-def keep_waiting(model: torch.nn.Module, packed: torch.Tensor, device: torch.device) -> None:
-    """Copy those of a bucket's tensors that vLLM keeps for layers which are not complete yet.
-
-    packed: the bucket, whose memory the sender uses again. A mixture's experts are one layer: with buckets that hold
-        them all, a worker copies their slices too.
-    """
-    memory = packed.untyped_storage().data_ptr()
-    for layer in model.modules():
-        for _, arguments in get_layerwise_info(layer).loaded_weights:
-            for name, value in arguments.arguments.items():
-                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == memory:
-                    arguments.arguments[name] = value.to(device, copy=True)
 
 
 class Receiver:

@@ -181,5 +181,6 @@ def broadcast(group, packed: torch.Tensor) -> None:
 
 def receive(group, num_bytes: int, device: torch.device) -> torch.Tensor:
     packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    broadcast(group, packed)
+    if num_bytes:
+        broadcast(group, packed)
     return packed
