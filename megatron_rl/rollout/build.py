@@ -115,9 +115,10 @@ def refuse_delta(config: Config, shared: bool) -> None:
         return
     if shared:
         raise ConfigError(
-            f"weight_sync.delta=true sends what changed, and engines that share the trainer's GPUs "
-            f"(rollout.sleep={config.rollout.sleep}) discard their weights while they sleep; set weight_sync.delta=false, "
-            "keep both in memory by rollout.sleep=never, or name engines on other GPUs by rollout.servers"
+            "weight_sync.delta=true sends what changed, and engines that share the trainer's GPUs "
+            f"(rollout.sleep={config.rollout.sleep}) discard their weights while they sleep; set "
+            "weight_sync.delta=false, keep both in memory by rollout.sleep=never, or name engines on other GPUs by "
+            "rollout.servers"
         )
     if quantization := config.rollout.vllm.get("quantization"):
         raise ConfigError(

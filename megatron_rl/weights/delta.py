@@ -118,8 +118,9 @@ def apply(packed: torch.Tensor, difference: Difference, payload: torch.Tensor) -
 def difference_of(fields: Mapping[str, int]) -> Difference:
     """Return a message's difference. Raises ValueError for numbers that describe none."""
     found = Difference(**fields)
-    if found.word_bytes not in WORDS or found.code_bytes not in (0, *CODES) or min(found.num_codes, found.num_changed) < 0:
-        raise ValueError(f"{found} is no difference: words have 2 or 4 bytes, codes 0, 1 or 2, and no number is below 0")
+    known = found.word_bytes in WORDS and found.code_bytes in (0, *CODES)
+    if not known or min(found.num_codes, found.num_changed) < 0:
+        raise ValueError(f"{found} is no difference: words have 2 or 4 bytes, codes 0, 1 or 2, no number is below 0")
     return found
 
 

@@ -268,6 +268,16 @@ def _feature_cells() -> tuple[Cell, ...]:
         )
         for name in ("shared_memory", "broadcast", "cuda_ipc")
     ]
+    cells += [
+        Cell(
+            name=f"delta-{name.replace('_', '-')}",
+            feature=f"weight sync of what changed, {name}",
+            kind="channel",
+            overrides=(f"weight_sync.channel={name}", "weight_sync.delta=true"),
+            gpus=2 if name == "broadcast" else 0,
+        )
+        for name in ("shared_memory", "broadcast")
+    ]
     cells.append(Cell(name="rollout-embedded", feature="rollouts by the embedded engine", kind="rollout"))
     cells += [
         Cell(

@@ -8,6 +8,7 @@ engine. Both sides import this, so it needs torch alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from megatron_rl.weights.delta import Difference, apply, changed_words, differen
 class Compared:
     """Says how a bucket differs from the one before it.
 
+    num_words: of its tensors, without what pads them.
     difference, payload: None and an empty tensor where the bucket travels whole all the same.
     """
 
@@ -70,8 +72,9 @@ class HeldBuckets:
             apply(held[1], encoded[0], encoded[1].to("cpu"))
             self._next += 1
         difference, payload = encoded or (None, packed[:0])
+        num_bytes = sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape, *_ in tensors)
         return Compared(
-            num_words=len(packed) // word_bytes, num_changed=len(positions), difference=difference, payload=payload
+            num_words=num_bytes // word_bytes, num_changed=len(positions), difference=difference, payload=payload
         )
 
     def keep(self, tensors: Sequence, packed: torch.Tensor) -> torch.Tensor:

@@ -263,7 +263,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         vLLM keeps tensors until their layer is complete, after the sender uses the bucket's memory again.
         """
         num_bytes = difference_of(bucket.difference).num_bytes if bucket.difference else bucket.num_bytes
-        if self._group is not None:
+        if self._group is not None or not num_bytes:
             return receive(self._group, num_bytes, self.device)
         # The trainer's GPU is the first that this engine sees.
         shared = open_storage(bucket.storage, 0) if bucket.storage else self._maps.bytes_of(bucket.segment)

@@ -1,4 +1,4 @@
-"""What a layerwise reload of vLLM (0.32.0) lacks: tensors that outlive their bucket, experts packed anew, tied layers."""
+"""What vLLM's layerwise reload (0.32.0) lacks: tensors that outlive their bucket, packed experts, tied layers."""
 
 from __future__ import annotations
 

@@ -108,6 +108,12 @@ class WeightSender:
             replica.control("init_weight_transfer", info, self.deadline_s)
             self._joined.add(id(replica))
 
+    def rejoin(self, replica: Replica) -> None:
+        """Open a replica's own channel anew, after another sender's; that of a broadcast breaks off by itself."""
+        if self.channel != "broadcast":
+            self._joined.discard(id(replica))
+            self.join(replica)
+
 
 class _Delivery:
     """Runs one sync; each replica has a thread of its own, so its messages keep their order."""
@@ -237,13 +243,13 @@ class _Delivery:
         call, deadline_s = replica.control, self.sync.deadline_s
         if self.in_flight:
             call("pause", {}, deadline_s)
-        receipt = self.sync.receipts.pop(id(replica), None)
-        if not self.full and receipt is not None and receipt.version == self.base:
+        if (receipt := self.sync.receipts.pop(id(replica), None)) is not None:
             found = [WeightReceipt(**x) for x in call("weights_received", {}, deadline_s)]
-            if all(x == receipt for x in found):
+            if any(x != receipt for x in found):
+                log.warning("%s says %s in place of %s, and gets all weights", replica.name, found, receipt)
+                self.sync.rejoin(replica)
+            elif not self.full and receipt.version == self.base:
                 self.current.add(id(replica))
-            else:
-                log.warning("%s holds %s in place of %s, and gets all weights", replica.name, found, receipt)
         call("abandon_weight_update", {}, deadline_s)
         call("start_weight_update", {}, deadline_s)
 

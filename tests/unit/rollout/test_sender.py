@@ -152,7 +152,10 @@ def gpu_sync(cudart: Cudart) -> Iterator[WeightSender]:
 
 
 def test_on_a_gpu_segments_are_registered_once_and_packed_on_the_device(gpu_sync: WeightSender, cudart: Cudart) -> None:
-    """Two syncs register each segment once (one of them is enlarged), every byte arrives, and the device's memory is given back after each."""
+    """Two syncs register each segment once, every byte arrives, and the device's memory is given back after each.
+
+    One segment is enlarged, and so made twice.
+    """
     engine, tensors = Engine("one"), weights()
     for version in (VERSION, VERSION + 1):
         assert gpu_sync.deliver(exported(tensors), version, [engine]).failed == {}

@@ -1,4 +1,4 @@
-"""Checks weights/delta.py against a naive loop over the words: positions, values, bytes, and what an engine then holds."""
+"""Checks weights/delta.py against a naive loop over the words: positions, values, bytes, and the patched bucket."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def test_positions_values_and_bytes_equal_a_naive_loop(share, dtype):
 
 
 def test_each_coding_is_the_cheapest_somewhere():
-    chosen = {encode(changed_words(*pair(share, torch.bfloat16), 2), pair(share, torch.bfloat16)[1], 2)[0].code_bytes
-              for share in SHARES}
+    chosen = {
+        encode(changed_words(*pair(share, torch.bfloat16), 2), pair(share, torch.bfloat16)[1], 2)[0].code_bytes
+        for share in SHARES
+    }
     assert chosen == {0, 1, 2}
 
 
