@@ -54,6 +54,7 @@ def validate_config(config: Config) -> None:
             )
     _check_sizes(config)
     _check_asynchronous(config)
+    check_delta(config)
     _check_critic(config)
     _check_dead_groups(config)
     check_overlong(config)
@@ -127,6 +128,15 @@ def check_environment(config: Config) -> None:
         )
 
 
+def check_delta(config: Config) -> None:
+    """Raise ConfigError where changed weights alone are to travel to an engine in the trainer's own process."""
+    if config.weight_sync.delta and config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"weight_sync.delta=true sends vLLM engines what changed, and rollout.engine={config.rollout.engine} reads "
+            "the weights in the trainer's own process; set weight_sync.delta=false, or take rollout.engine=vllm"
+        )
+
+
 def _check_asynchronous(config: Config) -> None:
     """Raise ConfigError for settings of the rollouts made beside training that contradict one another."""
     producer, rounds = config.rollout.producer, config.rollout.dynamic_sampling.max_rounds
@@ -141,11 +151,6 @@ def _check_asynchronous(config: Config) -> None:
             f"rollout.engine={config.rollout.engine}, rollout.producer.mode={producer.mode}, "
             f"prefetch_rollouts={producer.prefetch_rollouts} have none; set it to false, or take rollout.engine=vllm "
             "and rollout.producer.mode=prefetch"
-        )
-    if config.weight_sync.delta and config.rollout.engine != "vllm":
-        raise ConfigError(
-            f"weight_sync.delta=true sends vLLM engines what changed, and rollout.engine={config.rollout.engine} reads "
-            "the weights in the trainer's own process; set weight_sync.delta=false, or take rollout.engine=vllm"
         )
     if config.reward.num_workers and config.reward.deadline_s >= config.run.deadline_s:
         raise ConfigError(

@@ -18,7 +18,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward import opened_reward
-from megatron_rl.rollout.build import RankLocation, refuse_sharing, role_of, shares_device, weight_channel
+from megatron_rl.rollout.build import RankLocation, refuse_delta, refuse_sharing, role_of, shares_device, weight_channel
 from megatron_rl.rollout.multi_turn import environment_parts
 from megatron_rl.rollout.transformers_engine import check_embedded, stop_tokens
 from megatron_rl.simulator.command import simulate_job
@@ -98,7 +98,9 @@ def check_engine(config: Config, num_ranks: int, on_node: int, *, elsewhere: boo
     ranks = policy_ranks(config, num_ranks)
     location = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=min(on_node, ranks))
     role_of(config, location)
-    refuse_sharing(config, shares_device(config, device))
+    shared = shares_device(config, device)
+    refuse_sharing(config, shared)
+    refuse_delta(config, shared)
     weight_channel(config, device, {} if elsewhere else os.environ)
     own_engines = config.rollout.engine == "vllm" and not config.rollout.servers
     if own_engines and importlib.util.find_spec("vllm") is None:
