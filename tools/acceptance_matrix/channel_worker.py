@@ -33,7 +33,8 @@ class Worker:
 
     def init_weight_transfer(self, info: dict) -> None:
         self.holds = info["holds"]
-        self.held.clear()
+        if not self.holds:
+            self.held.clear()
         if info["channel"] == "broadcast":
             if self.device.type == "cuda":  # another GPU than the trainer's, where there is one
                 self.device = torch.device("cuda", torch.cuda.device_count() - 1)

@@ -126,7 +126,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
     def _open_channel(self, init_info: ChannelInfo) -> None:
         self.shutdown()
         self._holds = init_info.holds
-        self._held.clear()
+        if not self._holds:  # what is held outlives a channel: a broadcast's group is another one for other engines
+            self._held.clear()
         if init_info.channel == "broadcast":
             self._group = join_group(
                 init_info.address,

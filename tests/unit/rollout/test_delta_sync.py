@@ -46,7 +46,8 @@ class Engine:
         match method:
             case "init_weight_transfer":
                 self.holds = arguments["holds"]
-                self.buckets.clear()
+                if not self.holds:
+                    self.buckets.clear()
             case "start_weight_update":
                 self.weights, self.tally, self.changed_buckets = {}, Tally(), 0
                 self.receipt = WeightReceipt(version=NO_WEIGHTS, checksum="", num_tensors=0)
