@@ -72,6 +72,21 @@ def changed_words(old: torch.Tensor, new: torch.Tensor, word_bytes: int) -> torc
     return (old.view(kind) != new.view(kind)).nonzero().flatten()
 
 
+def compare(
+    old: torch.Tensor, new: torch.Tensor, word_bytes: int
+) -> tuple[int, tuple[Difference, torch.Tensor] | None]:
+    """Return the number of changed words, and the difference and payload as ``encode`` gives them.
+
+    Where even a bit for each word, or a byte for each changed one, is too much, no position is written down.
+    """
+    kind = WORDS[word_bytes]
+    changed = int(torch.count_nonzero(old.view(kind) != new.view(kind)))
+    least = changed * word_bytes + min(changed, len(new) // word_bytes // 8)
+    if least >= len(new):
+        return changed, None
+    return changed, encode(changed_words(old, new, word_bytes), new, word_bytes)
+
+
 def encode(positions: torch.Tensor, new: torch.Tensor, word_bytes: int) -> tuple[Difference, torch.Tensor] | None:
     """Return the difference and its payload, uint8 on the device of ``new``; None where the bucket is no larger.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.weights.delta import Difference, apply, changed_words, difference_of, encode, word_bytes_of
+from megatron_rl.weights.delta import Difference, apply, compare, difference_of, word_bytes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,7 @@ class HeldBuckets:
             self.keep(tensors, packed)
             return None
         word_bytes = word_bytes_of([dtype for _, dtype, *_ in tensors])
-        positions = changed_words(held[1].to(packed.device, non_blocking=True), packed, word_bytes)
-        encoded = encode(positions, packed, word_bytes)
+        num_changed, encoded = compare(held[1].to(packed.device, non_blocking=True), packed, word_bytes)
         if encoded is None:
             self.keep(tensors, packed)
         else:
@@ -74,7 +73,7 @@ class HeldBuckets:
         difference, payload = encoded or (None, packed[:0])
         num_bytes = sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape, *_ in tensors)
         return Compared(
-            num_words=num_bytes // word_bytes, num_changed=len(positions), difference=difference, payload=payload
+            num_words=num_bytes // word_bytes, num_changed=num_changed, difference=difference, payload=payload
         )
 
     def keep(self, tensors: Sequence, packed: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.weights import delta
-from megatron_rl.weights.delta import Difference, apply, changed_words, difference_of, encode, word_bytes_of
+from megatron_rl.weights.delta import Difference, apply, changed_words, compare, difference_of, encode, word_bytes_of
 
 SHARES = [0.0, 0.0005, 0.003, 0.02, 0.2, 0.6]
 NUM_WORDS = 40_000
@@ -79,6 +79,19 @@ def test_each_coding_is_the_cheapest_somewhere():
 def test_where_nearly_all_changed_the_bucket_travels_itself(share, dtype):
     old, new = pair(share, dtype)
     assert encode(changed_words(old, new, dtype.itemsize), new, dtype.itemsize) is None
+    assert compare(old, new, dtype.itemsize) == (len(naive_positions(old, new, dtype.itemsize)), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("share", [*SHARES, 0.9, 0.93, 0.95, 0.97])
+def test_a_bucket_is_left_whole_only_where_its_difference_is_no_smaller(share, dtype):
+    old, new = pair(share, dtype)
+    positions = changed_words(old, new, dtype.itemsize)
+    changed, found = compare(old, new, dtype.itemsize)
+    wanted = encode(positions, new, dtype.itemsize)
+    assert changed == len(positions) and (found is None) == (wanted is None)
+    if found is not None:
+        assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
 
 
 def test_bits_are_compared_and_not_numbers():
