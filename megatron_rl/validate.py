@@ -59,6 +59,7 @@ def validate_config(config: Config) -> None:
     _check_asynchronous(config)
     check_bitwise(config)
     check_adapters_alone(config)
+    check_delta(config)
     _check_critic(config)
     _check_dead_groups(config)
     check_overlong(config)
@@ -149,6 +150,20 @@ def check_environment(config: Config) -> None:
         raise ConfigError(
             f"environment.deadline_s={environment.deadline_s:g} must be below "
             f"run.deadline_s={config.run.deadline_s:g}, for which the other ranks wait; raise that"
+        )
+
+
+def check_delta(config: Config) -> None:
+    """Raise ConfigError where changed weights alone are to travel to an engine in the trainer's own process."""
+    if config.weight_sync.delta and config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"weight_sync.delta=true sends vLLM engines what changed, and rollout.engine={config.rollout.engine} reads "
+            "the weights in the trainer's own process; set weight_sync.delta=false, or take rollout.engine=vllm"
+        )
+    if config.weight_sync.delta and config.weight_sync.adapters == "alone":
+        raise ConfigError(
+            "weight_sync.delta=true and weight_sync.adapters=alone both send less than all weights, and adapters "
+            "change in every value; set weight_sync.delta=false, or weight_sync.adapters=merged"
         )
 
 

@@ -193,6 +193,10 @@ class WeightSyncConfig:
     """Whole syncs that are tried before the run ends."""
     adapters: str = "merged"
     """`lora`: `merged` sends every weight, adapters in it; `alone` the weights once, then A and B (docs/lora.md)."""
+    delta: bool = False
+    """`vllm`: whether an engine gets only what changed since the sync before (docs/delta-sync.md)."""
+    full_every: Annotated[int, Range(1, 10**6)] = 50
+    """With `weight_sync.delta`: one of so many syncs brings all weights; 1: every one does."""
 
     def __post_init__(self) -> None:
         choose("weight_sync.channel", self.channel, ("auto", "shared_memory", "broadcast", "cuda_ipc"))

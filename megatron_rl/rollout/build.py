@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
+from megatron_rl.config.json_text import quoted
 from megatron_rl.config.lora import PROJECTIONS
 from megatron_rl.config.rollout import VLLM_LORA_RANKS
 from megatron_rl.distributed.weight_channel import LOOPBACK, choose_channel
@@ -129,6 +130,24 @@ def refuse_mixture(config: Config, num_experts: int) -> None:
         )
 
 
+def refuse_delta(config: Config, shared: bool) -> None:
+    """Raise ConfigError if only changed weights are to travel to engines that discard theirs, or quantize them."""
+    if not config.weight_sync.delta:
+        return
+    if shared:
+        raise ConfigError(
+            "weight_sync.delta=true sends what changed, and engines that share the trainer's GPUs "
+            f"(rollout.sleep={config.rollout.sleep}) discard their weights while they sleep; set "
+            "weight_sync.delta=false, keep both in memory by rollout.sleep=never, or name engines on other GPUs by "
+            "rollout.servers"
+        )
+    if quantization := config.rollout.vllm.get("quantization"):
+        raise ConfigError(
+            f"weight_sync.delta=true keeps engines at the trainer's bits, and rollout.vllm.quantization="
+            f"{quoted(quantization)} gives them others; set weight_sync.delta=false, or drop the quantization"
+        )
+
+
 def place_engine(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
@@ -149,6 +168,7 @@ def place_engine(
     role = role_of(config, location)
     shared = shares_device(config, device)
     refuse_sharing(config, shared)
+    refuse_delta(config, shared)
     if config.rollout.bitwise:
         if not has_trainer:
             raise ConfigError(
@@ -187,6 +207,7 @@ def build_engine(
         device=device,
         address=_own_address(rollout.servers),
         adapter={"rank": config.lora.rank, "alpha": config.lora.alpha} if settings.adapters == "alone" else None,
+        full_every=settings.full_every if settings.delta else 0,
     )
     return VllmEngine(
         replicas,

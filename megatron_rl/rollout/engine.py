@@ -23,6 +23,8 @@ class SyncReport:
     """Reports one weight sync on this rank.
 
     num_bytes: the size of the weights.
+    sent_bytes: the most bytes of weights that one engine was sent.
+    changed_share: of the elements compared with the sync before (docs/delta-sync.md); None where none were.
     failed:    engine → the reason of its failure; empty where all engines hold the version now.
     lost:      the failed engines that are gone or hang.
     """
@@ -33,6 +35,8 @@ class SyncReport:
     seconds: float
     failed: dict[str, str] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
+    sent_bytes: int = 0
+    changed_share: float | None = None
 
 
 class EngineLost(RuntimeError):

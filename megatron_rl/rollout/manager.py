@@ -118,7 +118,16 @@ class RolloutManager:
             self._recover(lost)
             # Send the weights; a failure on one rank fails the attempt on all.
             report = self.engine.load_weights(self._tensors(), version)
-            reports = collectives.gather_json([report.failed, report.lost, report.num_bytes, report.seconds])
+            reports = collectives.gather_json(
+                [
+                    report.failed,
+                    report.lost,
+                    report.num_bytes,
+                    report.seconds,
+                    report.sent_bytes,
+                    report.changed_share,
+                ]
+            )
             failed = {name: reason for part in reports for name, reason in part[0].items()}
             self.engine.take_report(version, failed, {name for part in reports for name in part[1]})
             if not failed:
@@ -147,7 +156,7 @@ class RolloutManager:
             self.engine.leave_out(everywhere)
 
     def _note_sync(self, sent: list) -> None:
-        """Note the size and time of a sync. ``sent``: each rank's [failed, lost, bytes, seconds]."""
+        """Note the size and time of a sync. ``sent``: each rank's [failed, lost, bytes, seconds, sent, changed]."""
         num_bytes, seconds = max(part[2] for part in sent), max(part[3] for part in sent)
         self.waited_s += seconds
         self.totals["syncs"] += 1
@@ -155,6 +164,10 @@ class RolloutManager:
         self.totals["sync_bytes"] += num_bytes
         self.metrics["perf/weight_sync_bytes"] = float(num_bytes)
         self.metrics["perf/weight_sync_bytes_per_second"] = num_bytes / max(seconds, 1e-9)
+        if self.config.weight_sync.delta:
+            self.metrics["perf/weight_sync_sent_bytes"] = float(max(part[4] for part in sent))
+            if shares := [part[5] for part in sent if part[5] is not None]:
+                self.metrics["perf/weight_sync_changed_share"] = max(shares)
 
     def _lost_anywhere(self) -> list[str]:
         return sorted({name for part in collectives.gather_json(self.engine.lost) for name in part})

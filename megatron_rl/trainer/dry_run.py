@@ -23,6 +23,7 @@ from megatron_rl.reward import opened_reward
 from megatron_rl.rollout.build import (
     RankLocation,
     adapter_arguments,
+    refuse_delta,
     refuse_mixture,
     refuse_sharing,
     role_of,
@@ -111,7 +112,9 @@ def check_engine(config: Config, num_ranks: int, on_node: int, *, elsewhere: boo
     ranks = policy_ranks(config, num_ranks)
     location = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=min(on_node, ranks))
     role_of(config, location)
-    refuse_sharing(config, shares_device(config, device))
+    shared = shares_device(config, device)
+    refuse_sharing(config, shared)
+    refuse_delta(config, shared)
     adapter_arguments(config, on_gpu=True)
     weight_channel(config, device, {} if elsewhere else os.environ)
     own_engines = config.rollout.engine == "vllm" and not config.rollout.servers

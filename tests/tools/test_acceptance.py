@@ -214,6 +214,7 @@ def test_every_check_can_fail(pool, cell: str, fault: str, check: str) -> None:
         ("offload", "keep-memory", "held"),
         ("checkpoint", "lose-state", "checkpoint"),
         ("sync-shared-memory", "flip-byte", "delivered"),
+        ("delta-shared-memory", "flip-byte", "delivered"),
         ("rollout-embedded", "other-weights", "engine"),
         ("long", "drop-gradient", "gradient"),
         ("memory", "whole-logits", "memory"),

@@ -242,6 +242,31 @@ def _cells() -> tuple[Cell, ...]:
     return tuple(cells)
 
 
+def _channel_cells() -> list[Cell]:
+    """Return the cells of weight sync by each channel, whole and by what changed."""
+    cells = [
+        Cell(
+            name=f"sync-{name.replace('_', '-')}",
+            feature=f"weight sync, {name}",
+            kind="channel",
+            needs="GPU" if name == "cuda_ipc" else "",
+            overrides=(f"weight_sync.channel={name}",),
+            gpus=2 if name == "broadcast" else 0,
+        )
+        for name in ("shared_memory", "broadcast", "cuda_ipc")
+    ]
+    return cells + [
+        Cell(
+            name=f"delta-{name.replace('_', '-')}",
+            feature=f"weight sync of what changed, {name}",
+            kind="channel",
+            overrides=(f"weight_sync.channel={name}", "weight_sync.delta=true"),
+            gpus=2 if name == "broadcast" else 0,
+        )
+        for name in ("shared_memory", "broadcast")
+    ]
+
+
 def _feature_cells() -> tuple[Cell, ...]:
     """Return the cells that check a feature by a measurement of its own."""
     half = dict(dtype="bfloat16")
@@ -263,17 +288,7 @@ def _feature_cells() -> tuple[Cell, ...]:
         Cell(name="checkpoint-dp2", feature=checkpoint, kind="checkpoint", data=2, **half),
         Cell(name="checkpoint-pp2", feature=checkpoint, kind="checkpoint", pipeline=2),
     ]
-    cells += [
-        Cell(
-            name=f"sync-{name.replace('_', '-')}",
-            feature=f"weight sync, {name}",
-            kind="channel",
-            needs="GPU" if name == "cuda_ipc" else "",
-            overrides=(f"weight_sync.channel={name}",),
-            gpus=2 if name == "broadcast" else 0,
-        )
-        for name in ("shared_memory", "broadcast", "cuda_ipc")
-    ]
+    cells += _channel_cells()
     cells.append(Cell(name="rollout-embedded", feature="rollouts by the embedded engine", kind="rollout"))
     cells += [
         Cell(

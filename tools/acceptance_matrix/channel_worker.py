@@ -15,9 +15,11 @@ from datetime import timedelta
 
 import torch
 
+from megatron_rl.rollout.weight_sync.held import HeldBuckets
 from megatron_rl.rollout.weight_sync.mapped import MappedSegments
 from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive
 from megatron_rl.weights.bucket_digest import bucket_checksum
+from megatron_rl.weights.delta import difference_of
 
 
 class Worker:
@@ -27,8 +29,12 @@ class Worker:
         self.group, self.tally, self.end = None, Tally(), {}
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.maps = MappedSegments(self.device)
+        self.held, self.holds = HeldBuckets(), False
 
     def init_weight_transfer(self, info: dict) -> None:
+        self.holds = info["holds"]
+        if not self.holds:
+            self.held.clear()
         if info["channel"] == "broadcast":
             if self.device.type == "cuda":  # another GPU than the trainer's, where there is one
                 self.device = torch.device("cuda", torch.cuda.device_count() - 1)
@@ -40,26 +46,34 @@ class Worker:
 
     def start_weight_update(self, _: dict) -> None:
         self.tally, self.end = Tally(), {}
+        self.held.begin()
 
     def update_weights(self, message: dict) -> None:
         if message["kind"] == "end":
             self.end = message
             return
-        packed = self.packed(message)[: message["num_bytes"]].to(self.device, non_blocking=True, copy=True)
-        if message.get("flip"):
-            packed[0] ^= 1
-        seen = bucket_checksum(message["tensors"], packed)
+        changes = message.get("difference")
+        num_bytes = difference_of(changes).num_bytes if changes else message["num_bytes"]
+        packed = self.packed(message, num_bytes)[:num_bytes].to(self.device, non_blocking=True, copy=True)
+        if message.get("flip") and len(packed):
+            packed[-1] ^= 1
+        tensors = message.get("tensors")
+        if changes:
+            tensors, packed = self.held.patch(changes, packed)
+        elif self.holds:
+            packed = self.held.keep(tensors, packed)
+        seen = bucket_checksum(tensors, packed.to(self.device))
         if seen != message["checksum"]:
             raise ValueError(f"a bucket arrived with checksum {seen}, the trainer sent {message['checksum']}")
-        self.tally.add(message["checksum"], len(message["tensors"]))
+        self.tally.add(message["checksum"], len(tensors))
 
-    def packed(self, message: dict) -> torch.Tensor:
-        """Return the bucket's bytes, uint8, from the channel that it names."""
+    def packed(self, message: dict, num_bytes: int) -> torch.Tensor:
+        """Return the bytes that a bucket brings, uint8, from the channel that it names."""
         if "segment" in message:
             return self.maps.bytes_of(message["segment"])
         if "storage" in message:
             return open_storage(message["storage"], 0)
-        return receive(self.group, message["num_bytes"], self.device)
+        return receive(self.group, num_bytes, self.device)
 
     def weights_received(self, _: dict) -> list[dict]:
         version = self.end.get("version", -1)

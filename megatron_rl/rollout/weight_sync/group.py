@@ -14,7 +14,9 @@ from megatron_rl.rollout.weight_sync.transport import broadcast, listen, open_gr
 class BroadcastGroup:
     """Brings each bucket to all engines at once. One engine that is gone ends it, for all."""
 
-    def __init__(self, device: torch.device, address: str, deadline_s: float) -> None:
+    def __init__(self, device: torch.device, address: str, deadline_s: float, *, holds: bool = False) -> None:
+        """Remember where the group meets. holds: whether the engines are to hold what they receive."""
+        self._holds = holds
         self._device, self._address, self._deadline_s = device, address, deadline_s
         self._group = None
         self._members: list[Replica] = []
@@ -39,7 +41,13 @@ class BroadcastGroup:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         listener = listen(self._address)
         address, port = listener.getsockname()[:2]
-        info = {"channel": "broadcast", "deadline_s": self._deadline_s, "address": address, "port": port}
+        info = {
+            "channel": "broadcast",
+            "holds": self._holds,
+            "deadline_s": self._deadline_s,
+            "address": address,
+            "port": port,
+        }
         first = 1
         for replica, count in workers:
             invite(replica, {**info, "first_rank": first, "world_size": world, "group_backend": backend})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import Future
 
 import torch
@@ -10,6 +11,7 @@ from megatron_rl.rollout.vllm.replica import Replica
 from megatron_rl.rollout.weight_sync.mapped import Registration
 from megatron_rl.rollout.weight_sync.transport import Segment, share_storage
 from megatron_rl.weights.bucket_digest import NUM_PARTS, checksum_of, part_digests
+from megatron_rl.weights.delta import Difference
 
 ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
 
@@ -29,10 +31,12 @@ class Half:
         self._registration = Registration(self.segment.bytes) if self._staged and device.type == "cuda" else None
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.under_way: list[tuple[Replica, Future]] = []
+        self._changes_segment: Segment | None = None
         self.clear()
 
     def clear(self) -> None:
         self.used, self.tensors = 0, []
+        self.changes = torch.empty(0, dtype=torch.uint8)  # a difference's payload, on the device
 
     def fits(self, tensor: torch.Tensor) -> bool:
         return self.used + room_of(tensor) <= self.num_bytes
@@ -48,11 +52,14 @@ class Half:
         if end < self.used:
             self.bytes[end : self.used].zero_()  # so that equal weights have equal checksums
 
-    def message(self) -> dict[str, object]:
-        """Return the message that brings the half to an engine, once its bytes are where the engine looks."""
+    def message(self, *, whole: bool = True) -> dict[str, object]:
+        """Return the message that brings the half to an engine, once its bytes are where the engine looks.
+
+        whole: whether some engine is to read the bytes; without, ``change_message`` brings what changed.
+        """
         packed = self.bytes[: self.used]
         seen = part_digests(packed, range(NUM_PARTS))
-        if self._staged:
+        if self._staged and whole:
             self.segment.bytes[: self.used].copy_(packed, non_blocking=True)
         digests = seen.tolist()  # waits for the device, and so for the copy
         content = {
@@ -66,16 +73,40 @@ class Half:
             return {**content, "segment": str(self.segment.path)}
         return {**content, "storage": share_storage(self.bytes)} if self.channel == "cuda_ipc" else content
 
+    def change_message(
+        self, message: dict[str, object], difference: Difference, payload: torch.Tensor
+    ) -> dict[str, object]:
+        """Return the message that brings a difference to an engine that holds the bucket before it.
+
+        message: the half's own, whose digests and checksum the engine's bucket must have afterwards.
+        payload: uint8, on the half's device.
+        """
+        self.changes = payload
+        place: dict[str, object] = {}
+        if self.segment:
+            if self._changes_segment is None or len(self._changes_segment.bytes) < len(payload):
+                if self._changes_segment is not None:
+                    self._changes_segment.close()
+                self._changes_segment = Segment(2 * len(payload) + ALIGNMENT)
+            self._changes_segment.bytes[: len(payload)].copy_(payload)
+            place = {"segment": str(self._changes_segment.path)}
+        elif self.channel == "cuda_ipc" and len(payload):
+            place = {"storage": share_storage(payload)}
+        kept = {name: message[name] for name in ("kind", "num_bytes", "digests", "checksum")}
+        return {**kept, "difference": dataclasses.asdict(difference), **place}
+
     def free_device(self) -> None:
         """Give memory of a device back; shared memory stays, since fresh pages cost more than the copy."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.changes = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
         self.free_device()
         if self._registration:
             self._registration.release()
-        if self.segment:
-            self.segment.close()
+        for segment in (self.segment, self._changes_segment):
+            if segment is not None:
+                segment.close()
 
 
 def room_of(tensor: torch.Tensor) -> int:

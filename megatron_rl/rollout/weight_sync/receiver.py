@@ -34,9 +34,11 @@ from megatron_rl.rollout.weight_sync.engine_model import (
     plain,
     process_tied,
 )
+from megatron_rl.rollout.weight_sync.held import HeldBuckets
 from megatron_rl.rollout.weight_sync.mapped import MappedSegments
 from megatron_rl.rollout.weight_sync.transport import Tally, is_adapter, join_group, open_storage, receive, view_of
 from megatron_rl.weights.bucket_digest import NUM_PARTS, checksum_of, part_digests, parts_of
+from megatron_rl.weights.delta import difference_of
 
 BACKEND = "megatron_rl"
 
@@ -47,9 +49,11 @@ class ChannelInfo(WeightTransferInitInfo):
 
     channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group of the trainer and all
         engines) or ``cuda_ipc`` (the trainer's memory on the same GPU).
+    holds: whether buckets are held here, so that later syncs may bring what changed alone.
     """
 
     channel: str
+    holds: bool = False
     address: str = ""
     port: int = 0
     first_rank: int = 1
@@ -67,6 +71,8 @@ class BucketInfo(WeightTransferUpdateInfo):
     digests: of the bucket's parts (weights/bucket_digest.py).
     checksum: of the bucket, or, at the end, over all buckets (transport.Tally).
     adapter: at the end, rank and alpha of the adapters that the sync brought apart from the weights; {} for none.
+    difference: empty, or how to read a bucket that brings the words that changed (weights/delta.py); its tensors are
+        those of the bucket that is held in its place, and digests and checksum are the whole bucket's.
     """
 
     kind: str
@@ -76,6 +82,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     checksum: str = ""
     segment: str = ""
     storage: dict = field(default_factory=dict)
+    difference: dict = field(default_factory=dict)
     version: int = -1
     num_tensors: int = 0
     adapter: dict = field(default_factory=dict)
@@ -95,6 +102,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._broken = ""  # vLLM itself failed to load: only a new engine helps
         self._failure = ""  # of the sync under way, or of the channel
         self._maps = MappedSegments(self.device)
+        self._held = HeldBuckets()
+        self._holds = False
         self._ended: BucketInfo | None = None
         self._tally = Tally()
         self._arrived: dict[str, int] = {}  # number of values by the trainer's name
@@ -124,6 +133,9 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     def _open_channel(self, init_info: ChannelInfo) -> None:
         self.shutdown()
+        self._holds = init_info.holds
+        if not self._holds:  # what is held outlives a channel: a broadcast's group is another one for other engines
+            self._held.clear()
         if init_info.channel == "broadcast":
             self._group = join_group(
                 init_info.address,
@@ -154,6 +166,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             self._open = False
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
         self._ended, self._tally, self._arrived, self._loaded, self._adapter = None, Tally(), {}, set(), {}
+        self._held.begin()
         self._maps.release()
         if self.vllm_config.lora_config is None:
             self._open_model()
@@ -187,6 +200,12 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     def _take(self, bucket: BucketInfo) -> None:
         packed = self._packed(bucket)
+        if bucket.difference:
+            bucket.tensors, packed = self._held.patch(bucket.difference, packed)
+        elif self._holds:
+            packed = self._held.keep(bucket.tensors, packed)
+        if self._holds and not self._in_place:
+            packed = packed.to(self.device, non_blocking=True)
         self._check_bytes(bucket, packed)
         weights = [(name, view_of(packed, dtype, shape, start)) for name, dtype, shape, start in bucket.tensors]
         # Count them, and let vLLM load them.
@@ -208,7 +227,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             # Half a layer is processed: a later sync could seem to come through.
             self._broken = f"{type(error).__name__}: {error}"
             raise
-        if self._in_place:
+        if self._in_place and not self._holds:
             keep_waiting(self.model, packed, self.device)
 
     @property
@@ -229,7 +248,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         The workers of one engine read a part each, and together all of them; a broadcast is read whole by each.
         """
         parallel = self.parallel_config
-        parts = parts_of(parallel.rank, parallel.world_size) if self._in_place else range(NUM_PARTS)
+        shared = self._in_place and not self._holds
+        parts = parts_of(parallel.rank, parallel.world_size) if shared else range(NUM_PARTS)
         found = part_digests(packed, parts, self.device).tolist()
         wrong = [part for part, seen in zip(parts, found, strict=True) if seen != bucket.digests[part]]
         if wrong or checksum_of(bucket.tensors, len(packed), bucket.digests) != bucket.checksum:
@@ -244,16 +264,15 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
         vLLM keeps tensors until their layer is complete, after the sender uses the bucket's memory again.
         """
-        if self._group is not None:
-            return receive(self._group, bucket.num_bytes, self.device)
+        num_bytes = difference_of(bucket.difference).num_bytes if bucket.difference else bucket.num_bytes
+        if self._group is not None or not num_bytes:
+            return receive(self._group, num_bytes, self.device)
         # The trainer's GPU is the first that this engine sees.
         shared = open_storage(bucket.storage, 0) if bucket.storage else self._maps.bytes_of(bucket.segment)
-        if len(shared) < bucket.num_bytes:
-            raise ValueError(
-                f"the segment {bucket.segment} holds {len(shared):,} bytes and the bucket {bucket.num_bytes:,}"
-            )
-        sent = shared[: bucket.num_bytes]
-        return sent if self._in_place else sent.to(self.device, non_blocking=True, copy=True)
+        if len(shared) < num_bytes:
+            raise ValueError(f"the segment {bucket.segment} holds {len(shared):,} bytes and the bucket {num_bytes:,}")
+        sent = shared[:num_bytes]
+        return sent if self._in_place or self._holds else sent.to(self.device, non_blocking=True, copy=True)
 
     def _check_end(self, end: BucketInfo) -> None:
         # Compare all that was sent with all that arrived.
@@ -304,6 +323,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
             self._open, self._has_weights = False, True
             process_tied(self.model)
+        self._held.end()
         self._maps.release()
         if self._adapter_model is None:
             self._sign()

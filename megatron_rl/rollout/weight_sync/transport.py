@@ -185,6 +185,8 @@ def broadcast(group, packed: torch.Tensor) -> None:
 
 
 def receive(group, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return the bytes that rank 0 broadcasts; it broadcasts nothing where there are none."""
     packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    broadcast(group, packed)
+    if num_bytes:
+        broadcast(group, packed)
     return packed

@@ -5,6 +5,7 @@ Each server's workers are processes, which compare every bucket's checksum as vL
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -138,6 +139,36 @@ def test_each_bucket_is_broadcast_once_to_all_servers(sync, servers, broadcasts)
     whole(sync, 3, servers[1:])  # the first has the version already: a group of those that have not
     whole(sync, 4, servers)
     assert len(broadcasts) == 4 * num_buckets
+
+
+def test_a_broadcast_brings_what_changed_unless_one_server_needs_everything(servers, broadcasts):
+    """What servers hold outlives a group; every worker compares the digests of every whole bucket."""
+    sync = WeightSender(
+        channel="broadcast", bucket_bytes=2**12, deadline_s=DEADLINE_S, device=torch.device("cpu"), full_every=100
+    )
+    tensors, version = weights(), itertools.count(1)
+
+    def sent(*targets: Server) -> int:
+        broadcasts.clear()
+        tensors["weight.4"][0] += 1
+        report = sync.deliver(iter(tensors.items()), next(version), targets)
+        assert not report.failed, report.failed
+        assert report.sent_bytes == sum(broadcasts)
+        return sum(broadcasts)
+
+    everything = sum(x.nbytes for x in tensors.values())
+    try:
+        assert sent(*servers[:2]) >= everything
+        assert sent(*servers[:2]) < everything / 20
+        first = sync.group._group
+        assert sent(servers[0]) < everything / 20 and sync.group._group is not first
+        assert sent(*servers[:2]) >= everything  # the second missed a sync
+        assert sent(*servers[:2]) < everything / 20
+        assert sent(*servers) >= everything  # the third is new
+        assert sent(*servers) < everything / 20
+    finally:
+        sync.group.close()
+        sync.free()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

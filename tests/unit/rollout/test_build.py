@@ -7,11 +7,12 @@ import os
 import pytest
 import torch
 
+from megatron_rl import validate
 from megatron_rl.config import Config, load_config
 from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout import build
-from megatron_rl.rollout.build import EngineRole, RankLocation, engine_arguments, role_of, shares_device
+from megatron_rl.rollout.build import EngineRole, RankLocation, engine_arguments, refuse_delta, role_of, shares_device
 from megatron_rl.rollout.vllm.process_replica import engine_environment
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -177,6 +178,7 @@ def test_an_engines_arguments():
         (["weight_sync.channel=carrier"], ["weight_sync.channel='carrier'", "shared_memory"]),
         (["weight_sync.bucket_mb=0"], ["weight_sync.bucket_mb=0", "above 0"]),
         (["weight_sync.attempts=0"], ["weight_sync.attempts=0", "at least 1"]),
+        (["weight_sync.full_every=0"], ["weight_sync.full_every=0", "at least 1"]),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(overrides, words):
@@ -278,3 +280,26 @@ def test_the_cores_counted_are_those_that_this_process_may_use():
     finally:
         os.sched_setaffinity(0, before)
     assert build.usable_cores() == len(before)
+
+
+def test_changes_alone_are_refused_for_engines_that_discard_or_quantize_their_weights():
+    delta, servers = "weight_sync.delta=true", "rollout.servers=[http://a:1]"
+    for overrides, device in (([], CPU), ([servers], GPU), (["rollout.sleep=never"], GPU)):
+        config = config_of(delta, *overrides)
+        refuse_delta(config, shares_device(config, device))
+    with pytest.raises(
+        ConfigError, match="weight_sync.delta=true .*rollout.sleep=auto.* weight_sync.delta=false, keep"
+    ):
+        refuse_delta(config_of(delta), shares_device(config_of(delta), GPU))
+    with pytest.raises(
+        ConfigError, match="weight_sync.delta=true .* rollout.vllm.quantization='fp8' .*=false, or drop"
+    ):
+        refuse_delta(config_of(delta, servers, "rollout.vllm={quantization: fp8}"), False)
+    refuse_delta(config_of("rollout.vllm={quantization: fp8}"), True)
+
+
+def test_changes_alone_are_refused_for_the_trainers_own_engine():
+    config = config_of("weight_sync.delta=true", "rollout.engine=transformers")
+    with pytest.raises(ConfigError, match="weight_sync.delta=true .* rollout.engine=transformers .*=false, or take"):
+        validate.check_delta(config)
+    validate.check_delta(config_of("weight_sync.delta=true"))

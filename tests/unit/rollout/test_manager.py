@@ -190,6 +190,24 @@ def test_a_sync_that_fails_twice_and_comes_through(syncs, caplog):
     assert generation.totals["syncs"] == 1 and generation.take_metrics()["perf/weight_sync_bytes"] == 40.0
 
 
+def test_the_bytes_sent_and_the_share_changed_are_metrics_of_delta_syncs_alone():
+    for settings, share, wanted in (
+        ((), 0.25, {}),
+        (("weight_sync.delta=true",), None, {"sent_bytes": 12.0}),
+        (("weight_sync.delta=true",), 0.25, {"sent_bytes": 12.0, "changed_share": 0.25}),
+    ):
+        engine = FakeEngine()
+        load = engine.load_weights
+        engine.load_weights = lambda *given, load=load, share=share: dataclasses.replace(
+            load(*given), sent_bytes=12, changed_share=share
+        )
+        generation = generation_of(engine, *settings)
+        generation.sync_weights()
+        found = {name: x for name, x in generation.take_metrics().items() if name.startswith("perf/weight_sync_")}
+        added = {f"perf/weight_sync_{name}": value for name, value in wanted.items()}
+        assert found == {"perf/weight_sync_bytes": 40.0, "perf/weight_sync_bytes_per_second": 80.0} | added
+
+
 def test_a_sync_that_fails_too_often_ends_with_its_causes():
     engine = FakeEngine(syncs=("failed",) * 5)
     with pytest.raises(EngineError) as ended:

@@ -112,16 +112,19 @@ def gpu_sync(cudart: Cudart) -> Iterator[WeightSender]:
 
 
 def test_on_a_gpu_segments_are_registered_once_and_packed_on_the_device(gpu_sync: WeightSender, cudart: Cudart) -> None:
-    """Two syncs register each segment once, every byte arrives, and the device's memory is given back after each."""
+    """Two syncs register each segment once, every byte arrives, and the device's memory is given back after each.
+
+    One segment is enlarged, and so made twice.
+    """
     engine, tensors = Engine("one"), weights()
     for version in (VERSION, VERSION + 1):
         assert gpu_sync.deliver(exported(tensors), version, [engine]).failed == {}
         assert all(torch.equal(x, tensors[name]) for name, x in engine.held.items()) and len(engine.held) == 12
         assert len(cudart.held) == 2 and all(not len(x.bytes) and len(x.segment.bytes) for x in gpu_sync.halves)
         assert {x.segment.bytes.data_ptr() for x in gpu_sync.halves} == set(cudart.held)
-    assert sorted(cudart.held.values()) == [128, 65 * 9 * 2 + 14]  # one was enlarged, to a multiple of 16
+    assert sorted(cudart.held.values()) == [63 * 4 + 4, 65 * 9 * 2 + 14]  # both enlarged, one of them anew
     gpu_sync.free()
-    assert not cudart.held and cudart.calls.count("register") == cudart.calls.count("unregister") == 2
+    assert not cudart.held and cudart.calls.count("register") == cudart.calls.count("unregister") == 3
 
 
 def test_segments_are_unregistered_after_errors(gpu_sync: WeightSender, cudart: Cudart) -> None:
