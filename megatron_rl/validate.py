@@ -11,6 +11,7 @@ from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, CriticConfig, TeacherConfig, critic_config
 from megatron_rl.config.import_path import is_own
 from megatron_rl.config.json_text import quoted, shortened
+from megatron_rl.config.stragglers import check_stragglers
 from megatron_rl.errors import ConfigError
 
 MOST_SAMPLES = 10**7  # of a rollout
@@ -142,6 +143,7 @@ def _check_asynchronous(config: Config) -> None:
             f"prefetch_rollouts={producer.prefetch_rollouts} have none; set it to false, or take rollout.engine=vllm "
             "and rollout.producer.mode=prefetch"
         )
+    check_stragglers(config)
     if config.reward.num_workers and config.reward.deadline_s >= config.run.deadline_s:
         raise ConfigError(
             f"reward.deadline_s={config.reward.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, "
