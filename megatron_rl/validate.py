@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 
 from megatron_rl.algorithm import own_estimator
 from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, CriticConfig, TeacherConfig, critic_config
+from megatron_rl.config.bitwise import check_bitwise
 from megatron_rl.config.import_path import is_own
 from megatron_rl.config.json_text import quoted, shortened
-from megatron_rl.config.rollout import VLLM_LORA_RANKS
+from megatron_rl.config.stragglers import check_stragglers
+from megatron_rl.config.weight_sync import check_adapters_alone, check_delta
 from megatron_rl.errors import ConfigError
 
 MOST_SAMPLES = 10**7  # of a rollout
@@ -153,20 +154,6 @@ def check_environment(config: Config) -> None:
         )
 
 
-def check_delta(config: Config) -> None:
-    """Raise ConfigError where changed weights alone are to travel to an engine in the trainer's own process."""
-    if config.weight_sync.delta and config.rollout.engine != "vllm":
-        raise ConfigError(
-            f"weight_sync.delta=true sends vLLM engines what changed, and rollout.engine={config.rollout.engine} reads "
-            "the weights in the trainer's own process; set weight_sync.delta=false, or take rollout.engine=vllm"
-        )
-    if config.weight_sync.delta and config.weight_sync.adapters == "alone":
-        raise ConfigError(
-            "weight_sync.delta=true and weight_sync.adapters=alone both send less than all weights, and adapters "
-            "change in every value; set weight_sync.delta=false, or weight_sync.adapters=merged"
-        )
-
-
 def _check_asynchronous(config: Config) -> None:
     """Raise ConfigError for settings of the rollouts made beside training that contradict one another."""
     producer, rounds = config.rollout.producer, config.rollout.dynamic_sampling.max_rounds
@@ -182,66 +169,11 @@ def _check_asynchronous(config: Config) -> None:
             f"prefetch_rollouts={producer.prefetch_rollouts} have none; set it to false, or take rollout.engine=vllm "
             "and rollout.producer.mode=prefetch"
         )
+    check_stragglers(config)
     if config.reward.num_workers and config.reward.deadline_s >= config.run.deadline_s:
         raise ConfigError(
             f"reward.deadline_s={config.reward.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, "
             "for which the other ranks wait; raise that"
-        )
-
-
-def check_bitwise(config: Config) -> None:
-    """Raise ConfigError for settings under which ``rollout.bitwise`` cannot be had (docs/bitwise.md says why)."""
-    if not config.rollout.bitwise:
-        return
-    parallel, fields = config.parallel, config.megatron.transformer
-    refused: list[tuple[str, object, tuple[object, ...], str]] = [
-        ("rollout.engine", config.rollout.engine, ("transformers",), "vLLM computes with kernels of its own"),
-        ("parallel.sequence_parallel", parallel.sequence_parallel, (False,), "its sums have no order of ranks"),
-        ("parallel.context", parallel.context, (1,), "its attention needs sequences whole on a rank"),
-        ("parallel.expert", parallel.expert, (1,), "it is for dense models"),
-        ("lora.rank", config.lora.rank, (None,), "adapters are added to a product here and merged in the engine"),
-        ("model.layer_spec", config.model.layer_spec, ("auto", "torch"), "its layers are row-invariant ones"),
-        ("model.logprob_kernel", config.model.logprob_kernel, ("torch",), "its kernel is a row-invariant one"),
-        ("rollout.producer.mode", config.rollout.producer.mode, ("sync",), "rollouts ahead have older weights"),
-        ("weight_sync.interval_steps", config.weight_sync.interval_steps, (1,), "the engine's weights would lag"),
-        ("correction.old_logprobs", config.correction.old_logprobs, ("recompute", "auto"), "it would compare nothing"),
-        ("replay.capacity_groups", config.replay.capacity_groups, (0,), "replayed groups have older weights"),
-        *(
-            (f"megatron.transformer.{name}", fields.get(name), (None, 0, 0.0), "dropout is another pass's noise")
-            for name in ("attention_dropout", "hidden_dropout")
-        ),
-    ]
-    for key, value, allowed, reason in refused:
-        if value not in allowed:
-            given, neutral = (x if isinstance(x, str) else json.dumps(x) for x in (value, allowed[-1]))
-            raise ConfigError(
-                f"rollout.bitwise=true cannot be had under {key}={given}: {reason}; set {key}={neutral}, or "
-                "rollout.bitwise=false"
-            )
-    if config.train.num_rollouts == 0:
-        raise ConfigError("rollout.bitwise=true compares rollouts, and train.num_rollouts=0 has none; set it to false")
-
-
-def check_adapters_alone(config: Config) -> None:
-    """Raise ConfigError where ``weight_sync.adapters=alone`` has no adapters, or engines that cannot hold them."""
-    rank, rollout, most = config.lora.rank, config.rollout, max(VLLM_LORA_RANKS)
-    if config.weight_sync.adapters == "merged":
-        return
-    if rank is None or rollout.engine != "vllm":
-        raise ConfigError(
-            "weight_sync.adapters=alone sends adapters to vLLM engines, and lora.rank="
-            f"{'null' if rank is None else rank}, rollout.engine={rollout.engine}; set both, or "
-            "weight_sync.adapters=merged"
-        )
-    if rollout.servers:
-        raise ConfigError(
-            f"weight_sync.adapters=alone and rollout.servers={quoted(list(rollout.servers))}: a vLLM server takes "
-            "adapters from files of its own host alone, by name; use engines of the run's own, or set "
-            "weight_sync.adapters=merged"
-        )
-    if rank > most:
-        raise ConfigError(
-            f"lora.rank={rank} is more than vLLM's engines hold, {most}; lower it, or set weight_sync.adapters=merged"
         )
 
 

@@ -85,17 +85,27 @@ def _check_key(value: object, where: str) -> None:
     check(value[1], f"{where}[1]", int, least=0, most=MOST_COUNT)
 
 
+def _check_places(asked: object, where: str) -> None:
+    """Check [[place, prompt id, attempt], ...]."""
+    for i, entry in enumerate(check(asked, where, list)):
+        if len(check(entry, f"{where}[{i}]", list)) != 3:
+            raise DamagedCheckpoint(f"{where}[{i}] must be a place, a prompt's id and its attempt")
+        check(entry[0], f"{where}[{i}][0]", int, least=0, most=MOST_COUNT)
+        _check_key(entry[1:], f"{where}[{i}]")
+
+
 def _check_queue(queue: Mapping, where: str) -> None:
     _count(queue, "next_rollout", where)
     for number, asked in field(queue, "jobs", dict, where).items():
         place = f"{where}.jobs.{json_text.quoted(number)[1:-1]}"
         if not (number.isascii() and number.isdigit() and len(number) < 16):
             raise DamagedCheckpoint(f"{place}: the name of a rollout must be its number")
-        for i, entry in enumerate(check(asked, place, list)):
-            if len(check(entry, f"{place}[{i}]", list)) != 3:
-                raise DamagedCheckpoint(f"{place}[{i}] must be a place, a prompt's id and its attempt")
-            check(entry[0], f"{place}[{i}][0]", int, least=0, most=MOST_COUNT)
-            _check_key(entry[1:], f"{place}[{i}]")
+        _check_places(asked, place)
+    if "left" in queue:  # older releases write neither stragglers nor lengths
+        _check_places(queue["left"], f"{where}.left")
+    lengths = field(queue, "lengths", dict, where) if "lengths" in queue else {}
+    for row in lengths:
+        _count(lengths, row, f"{where}.lengths")
     keys = set()
     entries = field(field(queue, "replay", dict, where), "entries", list, f"{where}.replay")
     for i, entry in enumerate(entries):

@@ -52,6 +52,8 @@ class ProducerConfig:
     """Groups of a part, which is scored and passed for log-probs by itself; null: the whole rollout is one."""
     max_staleness_steps: Annotated[int, Range(0)] | None = None
     """Optimizer steps between a token's weights and its rollout's first step; null: set by `prefetch_rollouts`."""
+    straggler_share: Annotated[float, Range(0, 0.5)] = 0.0
+    """Share of a rollout's groups that may still be under way when it is trained, and join the next; 0: none."""
 
     def __post_init__(self) -> None:
         choose("rollout.producer.mode", self.mode, ("sync", "prefetch", "streaming"))
@@ -65,6 +67,10 @@ class ProducerConfig:
                 "rollout.producer.mode=streaming scores a rollout in parts, and rollout.producer.min_groups=null is "
                 "one part; set it, say to an eighth of train.prompts_per_rollout"
             )
+
+    def num_stragglers(self, prompts_per_rollout: int) -> int:
+        """Return the groups that a rollout leaves under way: the share of its groups, rounded down."""
+        return int(self.straggler_share * prompts_per_rollout + 1e-9)
 
     @property
     def ahead(self) -> int:
@@ -101,6 +107,8 @@ class RolloutConfig:
     """Samples of each prompt, which are its group."""
     max_response_tokens: Annotated[int, Range(1, 10**8)] = 256
     """Tokens of a response at most, over all turns, observations included."""
+    start_order: str = "drawn"
+    """`drawn`; `longest_first`: the groups that came longest when their prompts were last sampled are started first."""
     temperature: Annotated[float, Range(0.01, 100)] = 1.0
     """Sampling temperature; engine and trainer take log-probs at it everywhere."""
     bitwise: bool = False
@@ -144,6 +152,7 @@ class RolloutConfig:
         choose("rollout.engine", self.engine, ("transformers", "vllm"))
         choose("rollout.sleep", self.sleep, ("auto", "always", "never"))
         choose("rollout.routing_replay", self.routing_replay, ("off", "old_logprobs", "rollout"))
+        choose("rollout.start_order", self.start_order, ("drawn", "longest_first"))
         self._check_servers()
         for name in self.vllm:
             if name in OWNED_ARGUMENTS:

@@ -53,7 +53,8 @@ class EngineLost(RuntimeError):
 class Engine(Protocol):
     """Samples completions from the trainer's weights, for one owner and one call at a time.
 
-    Only under ``weight_sync.in_flight`` may one thread generate while another thread makes the other calls. Tokens that
+    Only under ``weight_sync.in_flight`` may one thread generate while another thread makes the other calls, and with
+    ``rollout.producer.straggler_share`` several threads, each a call of its own. Tokens that
     were sampled before a ``load_weights`` keep their version; later ones, from keys and values that are computed again,
     carry the new version.
     """

@@ -10,26 +10,26 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.config import Config, RolloutConfig
+from megatron_rl.config import Config
 from megatron_rl.distributed import collectives
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.colocation import ColocatedDevice, DeviceOwner
 from megatron_rl.rollout.engine import NO_WEIGHTS, Engine
+from megatron_rl.rollout.start_order import tail_s
+from megatron_rl.rollout.stragglers import choose, hand_out
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt, Rollout, Score
 
 log = logging.getLogger(__name__)
 PARTS = 4  # of run.deadline_s: ranks that wait for engines meet after each
-# Nats per token in the mean; float32's is a hundred times the gap between two correct implementations.
-WARN_GAP = {"float32": 1e-3, "bfloat16": 0.05}
+MEET_S = 0.1  # ranks that wait for most of a rollout meet after each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +200,9 @@ class RolloutManager:
     ) -> RolloutJob:
         """Make the job of this rank's share of the prompts, which every rank names by place. Not a collective.
 
-        Nothing is generated before ``start``.
+        Groups are dealt to the ranks, and started, in the mapping's order. Nothing is generated before ``start``.
         """
-        places = sorted(prompts)
+        places = list(prompts)
         mine = [places[k] for k in self.worker.places(len(places))]
         return RolloutJob(prompts, mine, samples_per_prompt, temperature=temperature)
 
@@ -225,18 +225,49 @@ class RolloutManager:
         Samples that a lost engine owes are asked for again once it has weights again. An error of one rank is raised on
         every rank.
         """
-        started, scored_s = time.perf_counter(), self.worker.scored_here_s
         mine = [place for place in places if place in job.mine]
         try:
-            self._collect(job, mine)
+            return self._timed(lambda: self._collect(job, mine))
         except Exception:
             self.jobs = [other for other in self.jobs if other is not job]  # a caller that goes on does not owe it
             raise
+
+    def _timed(self, wait: Callable[[], object]) -> CollectDurations:
+        started, scored_s = time.perf_counter(), self.worker.scored_here_s
+        wait()
         scored_s = self.worker.scored_here_s - scored_s
         waited_s = time.perf_counter() - started - scored_s
         self.waited_s += waited_s
         self.totals["waited_s"] += waited_s
         return CollectDurations(waited_s=waited_s, scored_s=scored_s)
+
+    def collect_most(
+        self, job: RolloutJob, left: RolloutJob | None, num_groups: int
+    ) -> tuple[RolloutJob, CollectDurations]:
+        """Wait until all of ``left`` and ``num_groups`` in all are scored on all ranks; return a job of these alone.
+
+        What stays in ``job`` stays under way and owed; ``left`` is finished. Errors are those of ``collect``.
+        """
+        jobs = [job] if left is None else [left, job]
+        chosen: list[int] = []
+        durations = self._timed(lambda: chosen.extend(self._collect_most(jobs, num_groups)))
+        whole = hand_out(job, left, chosen)
+        self.jobs = [other for other in self.jobs if other is not left and (other is not job or job.prompts)]
+        return whole, durations
+
+    def _collect_most(self, jobs: Sequence[RolloutJob], num_groups: int) -> list[int]:
+        *left, job = jobs
+        since, num_left = time.monotonic(), sum(len(other.prompts) for other in left)
+        while True:
+            if not self.in_background and any(collectives.gather_json(bool(job.missing))):
+                self._generate_here(job)
+            self._together(lambda: [self.worker.wait(x, x.mine, since=since, most_s=MEET_S) for x in jobs])
+            ranks = collectives.gather_json([x.scored for x in jobs])
+            chosen = choose([place for scored in ranks for place in scored[-1]], num_groups - num_left)
+            if chosen is not None and sum(len(places) for scored in ranks for places in scored[:-1]) == num_left:
+                return chosen
+            if any(lost := self._owed()):
+                self._mend(lost)
 
     def _collect(self, job: RolloutJob, mine: Sequence[int]) -> None:
         while True:
@@ -254,11 +285,12 @@ class RolloutManager:
         Several jobs before one ``take_metrics`` add up.
         """
         self.jobs = [other for other in self.jobs if other is not job]
-        counts = [job.num_turns(), job.num_samples(), job.num_truncated()]
+        counts = [job.num_turns(), job.num_samples(), job.num_truncated(), list(job.ended_s.values())]
         parts = collectives.gather_json([job.num_tokens(), job.generation_s, *counts])
         tokens, seconds, now = sum(part[0] for part in parts), max(part[1] for part in parts), time.perf_counter()
         tokens += self.metrics.get("rollout/tokens", 0.0)
         seconds += self.metrics.get("perf/rollout_generation_s", 0.0)
+        tail = tail_s([end for part in parts for end in part[5]]) + self.metrics.get("perf/rollout_tail_s", 0.0)
         self.turns += sum(part[2] for part in parts)
         self.samples += sum(part[3] for part in parts)
         self.truncated += sum(part[4] for part in parts)
@@ -268,6 +300,7 @@ class RolloutManager:
             "rollout/tokens": float(tokens),
             "rollout/truncated_share": self.truncated / max(1, self.samples),
             "perf/rollout_generation_s": seconds,
+            "perf/rollout_tail_s": tail,
             "perf/rollout_tokens_per_second": tokens / max(seconds, 1e-9),
             "perf/rollout_wait_share": min(1.0, self.waited_s / max(now - self.last_end, 1e-9)),
         }
@@ -357,35 +390,3 @@ class RolloutManager:
     def close(self) -> None:
         self.engine.close()
         self.worker.close()
-
-
-def guard_logprob_gap(sums: Mapping[str, float], rollout: RolloutConfig, dtype: str, *, fresh: bool = True) -> None:
-    """Warn, or raise EngineError, if trainer and engine give different log-probs to the same tokens.
-
-    sums: of a log-prob pass (MegatronBackend.forward) or of an optimizer step, over all ranks, in nats; their mean per
-        token is compared. A pass over no token is not judged.
-    dtype: model.dtype.
-    fresh: whether both had the same weights. If not, training explains a gap, and only a ``warn_logprob_gap`` that is
-        set is compared.
-    """
-    if not sums.get("tokens"):
-        return
-    mean, highest = sums["logprob_gap_abs"] / sums["tokens"], sums["logprob_gap_max"]
-    summary = (
-        f"the engine's log-probs are {mean:.3g} nats per token from the trainer's in the mean, {highest:.3g} at most"
-    )
-    if fresh and not mean <= (math.inf if rollout.max_logprob_gap is None else rollout.max_logprob_gap):
-        raise EngineError(
-            f"{summary}, above rollout.max_logprob_gap={rollout.max_logprob_gap}: it samples from other weights, "
-            "another tokenizer, dtype or temperature. Compare them on one prompt (docs/vllm.md), or raise the setting "
-            "if the difference is meant"
-        )
-    default = WARN_GAP[dtype] if fresh else math.inf
-    limit = default if rollout.warn_logprob_gap is None else rollout.warn_logprob_gap
-    if mean > limit:
-        log.warning(
-            "%s, above rollout.warn_logprob_gap=%g%s",
-            summary,
-            limit,
-            "" if fresh else "; its weights are older than the trainer's",
-        )

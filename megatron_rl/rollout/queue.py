@@ -2,7 +2,8 @@
 
 Every decision is made from data that all ranks hold (prompts, facts, rewards, versions, the buffers' entries), never
 from a clock: a run that generates ahead repeats to the bit, and so does a run that goes on from a checkpoint. Only
-``weight_sync.in_flight`` lets time decide at which token of a completion the weights change.
+``weight_sync.in_flight`` lets time decide at which token of a completion the weights change, and
+``rollout.producer.straggler_share`` which groups join the next rollout.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.replay_buffer import Entry, ReplayBuffer, group_scores
 from megatron_rl.rollout.reroll_buffer import RerollBuffer, failed_groups
 from megatron_rl.rollout.selection import Selection
-from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
 from megatron_rl.rollout.staleness import Start, may_start
+from megatron_rl.rollout.start_order import StartOrder
+from megatron_rl.rollout.stragglers import num_to_start, num_to_train
 from megatron_rl.rollout.training_batch import (
     LogProbPass,
     ScoredBatch,
@@ -64,6 +66,9 @@ class RolloutQueue:
         self.replay = ReplayBuffer(config.replay, config.run.seed)
         self.replay_groups: dict[str, Group] = {}  # this rank's groups of the replay buffer, by their prompts' names
         self.reroll = RerollBuffer(config.reroll)
+        self.start_order = StartOrder(longest_first=config.rollout.start_order == "longest_first")
+        self.num_stragglers = self.settings.num_stragglers(config.train.prompts_per_rollout)
+        self.left: RolloutJob | None = None  # the stragglers of the rollout that was taken last
         self.jobs: dict[int, RolloutJob] = {}  # by the rollout's index
         self.next_rollout = 0  # the next one to be started
         # Set by a checkpoint: a run that goes on from it has engines with the weights of that moment.
@@ -77,7 +82,26 @@ class RolloutQueue:
 
     def _has_prompts(self, index: int) -> bool:
         train = self.config.train
-        return index < train.num_rollouts if train.epochs is None else self.prompts.remain(train.epochs)
+        if train.epochs is None:
+            return index < train.num_rollouts
+        return self.prompts.remain(train.epochs) or (
+            self._is_split and self._outstanding > (index - self._first) * train.prompts_per_rollout
+        )
+
+    @property
+    def _is_split(self) -> bool:
+        """Return whether rollouts leave groups under way, or one did before a checkpoint."""
+        return self.num_stragglers > 0 or self.left is not None
+
+    @property
+    def _first(self) -> int:
+        """Return the index of the first rollout that is not taken."""
+        return min(self.jobs, default=self.next_rollout)
+
+    @property
+    def _outstanding(self) -> int:
+        """Count the groups, over all ranks, that are started and not taken."""
+        return sum(len(job.prompts) for job in [*self.jobs.values(), *([self.left] if self.left else [])])
 
     def start_ahead(self, index: int) -> None:
         """Start rollout ``index`` if it is not started, and the later ones that ``max_staleness_steps`` allows."""
@@ -85,7 +109,7 @@ class RolloutQueue:
             decision = may_start(
                 trained=self.backend.weight_version,
                 engine=self.manager.sent_version,
-                between=self.next_rollout - index,
+                between=self.next_rollout - index + (self.num_stragglers > 0),  # stragglers are trained one later
                 steps_per_rollout=self.steps_per_rollout,
                 max_staleness_steps=self.settings.max_staleness_steps,
                 interval=self.config.weight_sync.interval_steps,
@@ -95,7 +119,7 @@ class RolloutQueue:
                 return
             if decision is Start.AFTER_SYNC:
                 self._send_weights()
-            self._start_rollout(self.next_rollout)
+            self._start_rollout(self.next_rollout, self._room(self.next_rollout))
             self.next_rollout += 1
 
     def _send_weights(self) -> None:
@@ -106,12 +130,26 @@ class RolloutQueue:
             self.manager.sync_weights()
         self.resend_weights = False
 
-    def _start_rollout(self, index: int) -> None:
-        room, epochs = self.config.train.prompts_per_rollout, self.config.train.epochs
+    def _room(self, index: int) -> int:
+        """Return the number of groups that a rollout starts."""
+        train = self.config.train
+        if not self._is_split:
+            return train.prompts_per_rollout
+        return num_to_start(
+            prompts_per_rollout=train.prompts_per_rollout,
+            stragglers=self.num_stragglers,
+            rollouts=index - self._first + 1,
+            outstanding=self._outstanding,
+            is_last=train.epochs is None and index == train.num_rollouts - 1,
+        )
+
+    def _start_rollout(self, index: int, room: int) -> None:
+        epochs = self.config.train.epochs
         rerolled = self.reroll.take(self._fraction_done(index), room)
         prompts = [self.prompts.recall(*key) for key in rerolled]
         prompts += self.prompts.next(room - len(prompts), epochs)
-        self.jobs[index] = self.manager.job(dict(enumerate(prompts)), self.config.rollout.samples_per_prompt)
+        arranged = self.start_order.arrange(dict(enumerate(prompts)))
+        self.jobs[index] = self.manager.job(arranged, self.config.rollout.samples_per_prompt)
         self.manager.start(self.jobs[index])
 
     def _fraction_done(self, index: int) -> float:
@@ -133,13 +171,14 @@ class RolloutQueue:
         # Collect it in parts. If all its groups are too old, generate it again by the current weights.
         num_dropped = 0
         while True:
+            self._hand_out(index)
             parts = list(self._collect_parts(index))
             fresh = {place for scored, _ in parts for place in self._fresh_places(scored)}
             if fresh:
                 break
             num_dropped += self._drop_stale(index, set())
             self._send_weights()
-            self._start_rollout(index)
+            self._start_rollout(index, self.config.train.prompts_per_rollout)
         job = self.jobs[index]
         live = {place for scored, _ in parts for place in scored.live_places()}
         selection = Selection.of_job(job, fresh, live)
@@ -151,6 +190,8 @@ class RolloutQueue:
         staleness = self.backend.weight_version - scored.facts.weight_versions.min()
         metrics = reward_metrics(self.config, scored)
         metrics |= {"async/staleness_max": float(staleness), "async/dropped_stale": float(num_dropped)}
+        if self.num_stragglers:
+            metrics["async/stragglers"] = float(len(self.left.prompts) if self.left else 0)
         # Fill the places of groups without signal.
         selection, refill_metrics = self._refill(selection)
         selection, replay_metrics = self._replay(index, selection)
@@ -168,6 +209,22 @@ class RolloutQueue:
             metrics=metrics | refill_metrics | replay_metrics,
         )
 
+    def _hand_out(self, index: int) -> None:
+        """Wait until enough of a rollout is scored, and put aside what stays under way (rollout/stragglers.py)."""
+        if not self._is_split:
+            return
+        job, left = self.jobs[index], self.left
+        num_groups = num_to_train(
+            prompts_per_rollout=self.config.train.prompts_per_rollout,
+            left=len(left.prompts) if left else 0,
+            started=len(job.prompts),
+        )
+        with self.timer.enter("rollout"):
+            self.jobs[index], durations = self.manager.collect_most(job, left, num_groups)
+        self.timer.add("rollout", durations.waited_s)
+        self.timer.add("reward", durations.scored_s)
+        self.left = job if job.prompts else None
+
     def _collect_parts(self, index: int) -> Iterator[tuple[ScoredBatch, LogProbPass | None]]:
         """Yield a rollout in parts of ``min_groups`` as they come: scored and, if configured, passed for log-probs."""
         job = self.jobs[index]
@@ -175,7 +232,7 @@ class RolloutQueue:
         size = self.settings.min_groups or len(places)
         for first in range(0, len(places), size):
             scored = self._collect(job, places[first : first + size])
-            self._note_failed(scored, job.prompts)
+            self._note(scored, job.prompts)
             log_prob_pass = None
             if self.passes_parts and size < len(places):
                 fresh_S = np.isin(scored.facts.groups, self._fresh_places(scored))
@@ -217,8 +274,9 @@ class RolloutQueue:
             self.prompts.put_back(dropped)
         return len(dropped)
 
-    def _note_failed(self, scored: ScoredBatch, prompts: Mapping[int, Prompt]) -> None:
-        """Give the re-roll buffer the prompts whose groups failed as a whole. Not a collective."""
+    def _note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt]) -> None:
+        """Note how long groups came, and for the re-roll buffer which of them failed as a whole. Not a collective."""
+        self.start_order.note(prompts, scored.facts)
         if self.config.reroll.max_groups:
             failed = failed_groups(scored.rewards.totals, scored.facts.groups, self.config.reroll.fail_threshold)
             failed = np.intersect1d(failed, self._fresh_places(scored))
@@ -234,12 +292,12 @@ class RolloutQueue:
             if not further:
                 break
             num_rounds += 1
-            prompts = dict(zip(selection.dead, further, strict=False))
+            prompts = self.start_order.arrange(dict(zip(selection.dead, further, strict=False)))
             with self.timer.measure("rollout"):
                 job = self.manager.produce(prompts, self.config.rollout.samples_per_prompt)
             with self.timer.measure("reward"):
                 scored = score_groups(self.config, self.backend, job.groups())
-            self._note_failed(scored, prompts)
+            self._note(scored, prompts)
             selection = selection.refill(prompts, job.groups(), scored.live_places())
         if not settings.max_rounds:
             return selection, {}
@@ -302,61 +360,3 @@ class RolloutQueue:
     def _forget(self, keys: Sequence[str]) -> None:
         for key in keys:
             self.replay_groups.pop(key, None)
-
-    # ---- checkpoints ------------------------------------------------------------------------------------------------
-
-    def save(self) -> tuple[dict, bytes]:
-        """Return (the state that every rank holds, as JSON; this rank's own groups, as bytes) between two rollouts.
-
-        Waits for all rollouts under way, since the weights that they come from are gone after a checkpoint. The next
-        rollout that is started has the current weights.
-        """
-        self.manager.settle()
-        self.resend_weights = True
-        groups = {
-            f"kept/{name}": SavedGroup(prompt=group.prompt, rollouts=group.rollouts, scores=group.scores)
-            for name, group in self.replay_groups.items()
-        }
-        for number, job in self.jobs.items():
-            with job.change:  # reward workers may be changing it
-                groups |= {
-                    f"job/{number}/{place}": SavedGroup(
-                        prompt=job.prompts[place], rollouts=job.rollouts[place], scores=job.scores.get(place)
-                    )
-                    for place in job.mine
-                }
-        jobs = {
-            str(number): [[place, prompt.prompt_id, prompt.attempt] for place, prompt in job.prompts.items()]
-            for number, job in self.jobs.items()
-        }
-        state = {
-            "next_rollout": self.next_rollout,
-            "jobs": jobs,
-            "replay": self.replay.state(),
-            "reroll": self.reroll.state(),
-        }
-        return state, pack_groups(groups)
-
-    def restore(self, state: Mapping, rows: Sequence[bytes]) -> None:
-        """Take over the state and the groups that ``save`` returned. Not a collective.
-
-        rows: the bytes that ``save`` returned on some of its ranks; each rank's go to exactly one rank of this run.
-        The prompts' cursor must be restored before.
-        """
-        self.next_rollout, self.resend_weights = state["next_rollout"], True
-        gone = self.replay.load_state(state["replay"])
-        self.reroll.load_state(state["reroll"])
-        groups = {key: group for data in rows for key, group in unpack_groups(data, self.prompts.recall).items()}
-        for number, asked in sorted((int(number), asked) for number, asked in state["jobs"].items()):
-            job = self.manager.restored_job({place: self.prompts.recall(*identity) for place, *identity in asked})
-            for key, group in groups.items():
-                kind, _, place = key.rpartition("/")
-                if kind == f"job/{number}":
-                    job.put(int(place), group.rollouts, group.scores)
-            self.jobs[number] = job
-            self.manager.start(job)
-        kept = {key.removeprefix("kept/"): group for key, group in groups.items() if key.startswith("kept/")}
-        self.replay_groups = {
-            name: Group(rollouts=tuple(group.rollouts), scores=tuple(group.scores)) for name, group in kept.items()
-        }
-        self._forget(gone)

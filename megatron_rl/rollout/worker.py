@@ -1,8 +1,9 @@
 """The rollout worker of one rank: turns prompts into scored groups, at once or in threads while the trainer trains.
 
 Every rank knows all prompts of a rollout by place (their number in it) and takes every n-th of them; a group stays
-whole on one rank. One thread generates, job after job; with reward workers another one scores, if configured in parts
-while the rest is generated. Functions of the rank's own process are called in its main thread, where signals work.
+whole on one rank. One thread generates, job after job, and under ``rollout.producer.straggler_share`` the next one
+beside the last groups of the one before; with reward workers another one scores, if configured in parts while the rest
+is generated. Functions of the rank's own process are called in its main thread, where signals work.
 
 1. Every place of a job ends in ``rollouts`` and then in ``scores`` exactly once, whatever engines are lost in between.
 2. A reward function is called on groups of one job, on at least this rank's share of ``min_groups`` of them but for the
@@ -86,11 +87,12 @@ class RolloutJob:
     """Holds a rank's share of one rollout. Its fields are read and written under ``change``.
 
     prompts: of all ranks, by place.
-    mine:    this rank's places.
+    mine:    this rank's places, in the order in which their groups are started.
     rollouts: place → its rollouts, once they are generated.
     scores:  place → its scores, once they are known.
     lost:    why the engine was lost during the job.
     error:   a thread's exception, for the main thread to raise.
+    ended_s: place → the seconds from the job's making to its group's end, of groups that this process generated.
     temperature: see ``Engine.generate``.
     """
 
@@ -111,6 +113,9 @@ class RolloutJob:
         self.error: BaseException | None = None
         self.generating, self.scoring = False, False
         self.generation_s = 0.0
+        self.generating_since = 0.0  # time.monotonic(), while ``generating``
+        self.made_at = time.monotonic()
+        self.ended_s: dict[int, float] = {}
 
     @property
     def missing(self) -> list[int]:
@@ -120,6 +125,12 @@ class RolloutJob:
     def unscored(self) -> list[int]:
         """Return the places that are generated and not scored, in the order in which they were finished."""
         return [place for place in self.rollouts if place not in self.scores]
+
+    @property
+    def scored(self) -> list[int]:
+        """Return the places that are scored, ascending; reward workers may be scoring others."""
+        with self.change:
+            return sorted(self.scores)
 
     def group(self, place: int) -> Group:
         return Group(rollouts=tuple(self.rollouts[place]), scores=tuple(self.scores[place]))
@@ -134,6 +145,14 @@ class RolloutJob:
         self.rollouts[place] = list(rollouts)
         if scores is not None:
             self.scores[place] = list(scores)
+
+    def take_generation_s(self) -> float:
+        """Return the seconds of generating so far, under the job's lock; what follows is counted anew."""
+        seconds, now = self.generation_s, time.monotonic()
+        if self.generating:
+            seconds, self.generating_since = seconds + now - self.generating_since, now
+        self.generation_s = 0.0
+        return seconds
 
     def num_tokens(self) -> int:
         """Count the tokens that the engine sampled."""
@@ -173,6 +192,7 @@ class RolloutWorker:
         self._score = score
         self._enough = max(1, (config.min_groups or 0) // (share[1] if share else 1))  # a rank's groups of a part
         self._apart = apart and config.mode != "sync"
+        self._in_parts = config.mode == "streaming" or config.straggler_share > 0
         self._jobs: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
         self._to_score: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -205,19 +225,34 @@ class RolloutWorker:
 
     def _generate_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self.generate(job)
+            if self.config.straggler_share:
+                self._generate_to_tail(job)
+            else:
+                self.generate(job)
+
+    def _generate_to_tail(self, job: RolloutJob) -> None:
+        """Generate a job in a thread of its own; return once so few groups are missing that engines may idle."""
+        thread = threading.Thread(target=self.generate, args=(job,), daemon=True, name="rollouts")
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        thread.start()
+        with job.change:
+            most = max(1, int(self.config.straggler_share * len(job.mine)))
+            while job.generating and len(job.missing) > most:
+                job.change.wait(LOOK_S)
 
     def generate(self, job: RolloutJob) -> None:
         """Generate the missing groups of a job in the caller's thread. Raises nothing: the job records an error."""
-        started, lost, error = time.perf_counter(), None, None
-        places = job.missing
+        lost, error = None, None
+        with job.change:
+            places, job.generating_since = job.missing, time.monotonic()
 
         def keep(index: int, rollouts: list[Rollout]) -> None:
             with job.change:
                 job.rollouts[places[index]] = rollouts
                 self._progressed_at = time.monotonic()
+                job.ended_s[places[index]] = self._progressed_at - job.made_at
                 job.change.notify_all()
-            if self._apart and self.config.mode == "streaming":
+            if self._apart and self._in_parts:
                 self._to_score.put(job)
 
         try:
@@ -230,7 +265,7 @@ class RolloutWorker:
             error = caught
         with job.change:
             job.lost, job.error, job.generating = lost, job.error or error, False
-            job.generation_s += time.perf_counter() - started
+            job.generation_s += time.monotonic() - job.generating_since
             self._progressed_at = time.monotonic()
             job.change.notify_all()
         if self._apart:
@@ -245,8 +280,7 @@ class RolloutWorker:
         # Choose the groups under the job's lock: all of them once generation has ended, else a part that streams.
         with job.change:
             ready = [] if job.error else job.unscored
-            streams = self.config.mode == "streaming"
-            enough = len(job.rollouts) == len(job.mine) or (streams and len(ready) >= self._enough)
+            enough = len(job.rollouts) == len(job.mine) or (self._in_parts and len(ready) >= self._enough)
             if not ready or not enough:
                 return False
             if len(job.rollouts) == len(job.mine):

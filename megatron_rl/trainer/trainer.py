@@ -23,6 +23,7 @@ from megatron_rl.observability.throughput import performance
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.reward import Reward
+from megatron_rl.rollout import queue_state
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.queue import RolloutQueue
 from megatron_rl.rollout.training_batch import TrainingBatch
@@ -89,7 +90,7 @@ class Trainer:
         """Restore the run's parts from a checkpoint; model, critic and random states are restored already."""
         self.reference.load_state(restored.reference)
         self.prompts.load_state(restored.prompts)
-        self.rollouts.restore(restored.queue, restored.queue_rows)
+        queue_state.restore(self.rollouts, restored.queue, restored.queue_rows)
         self.recorder.num_rollouts = restored.trace_rollouts
         if self.backend.topology.is_main:  # which alone has the file, and alone warns
             self.watch.resume(read_metrics(self.config.run.path / "metrics.jsonl"))
@@ -230,7 +231,7 @@ class Trainer:
         return self.checkpoints.save_supervised_if_due(num_steps, self._state)
 
     def _state(self) -> RunState:
-        queue, rows = self.rollouts.save()
+        queue, rows = queue_state.save(self.rollouts)
         return RunState(
             queue=queue,
             queue_rows=rows,

@@ -21,7 +21,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.num_steps import steps_per_rollout
 from megatron_rl.observability.metrics import GAPS, add_sums, divide
 from megatron_rl.observability.timer import StepTimer
-from megatron_rl.rollout.manager import guard_logprob_gap
+from megatron_rl.rollout.logprob_gap import guard_logprob_gap
 from megatron_rl.rollout.training_batch import TrainingBatch
 from megatron_rl.trainer.advantages import AdvantageResult
 from megatron_rl.trainer.bitwise import GAP, compare_rollout, compare_update

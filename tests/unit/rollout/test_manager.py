@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
-from megatron_rl.rollout.manager import RolloutManager, guard_logprob_gap
+from megatron_rl.rollout.logprob_gap import guard_logprob_gap
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.types import Prompt, Rollout, Score
 
 PROMPTS = [Prompt(prompt_id=f"{index}@0", text="", token_ids=(5, 6), columns={}) for index in range(7)]

@@ -1,0 +1,154 @@
+"""The order in which groups are started equals a naive choice, moves no sample, and survives a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config import ProducerConfig
+from megatron_rl.rollout.engine import sample_seed
+from megatron_rl.rollout.start_order import StartOrder, tail_s
+from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
+from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
+
+SAMPLES = 2
+
+
+def prompt_of(row: int, *, epoch: int = 0, tokens: int = 1) -> Prompt:
+    return Prompt(prompt_id=f"{row}@{epoch}", text="", token_ids=(5,) * tokens, columns={})
+
+
+def facts_of(lengths: dict[int, list[int]]) -> BatchFacts:
+    """Make facts of groups. ``lengths``: by place, the tokens of each sample."""
+    groups = np.array([place for place, group in lengths.items() for _ in group], dtype=np.int64)
+    response = np.array([length for group in lengths.values() for length in group], dtype=np.int64)
+    zeros = np.zeros_like(groups)
+    return BatchFacts(
+        sample_ids=tuple(str(i) for i in range(len(groups))),
+        groups=groups,
+        prompt_tokens=zeros + 1,
+        response_tokens=response,
+        loss_tokens=response,
+        owners=zeros,
+        owner_rows=zeros,
+    )
+
+
+def naive_order(prompts: dict[int, Prompt], lengths: dict[str, int]) -> list[int]:
+    """Choose one place after the other: any unknown one before a known one, then the longest, then the lowest place."""
+    left, order = sorted(prompts), []
+    while left:
+        best = left[0]
+        for place in left[1:]:
+            row, other = prompts[place].prompt_id.split("@")[0], prompts[best].prompt_id.split("@")[0]
+            unknown, other_unknown = row not in lengths, other not in lengths
+            if unknown and other_unknown:
+                better = len(prompts[place].token_ids) > len(prompts[best].token_ids)
+            elif unknown or other_unknown:
+                better = unknown
+            else:
+                better = lengths[row] > lengths[other]
+            best = place if better else best
+        order.append(best)
+        left.remove(best)
+    return order
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=14),
+    known=st.dictionaries(st.integers(0, 12), st.lists(st.integers(1, 5), min_size=SAMPLES, max_size=SAMPLES)),
+)
+def test_the_order_equals_a_naive_choice(rows, known):
+    prompts = {place: prompt_of(row, epoch=1, tokens=tokens) for place, (row, tokens) in enumerate(rows)}
+    order = StartOrder(longest_first=True)
+    order.note({row: prompt_of(row) for row in known}, facts_of(known))
+    arranged = order.arrange(prompts)
+    assert list(arranged) == naive_order(prompts, {str(row): max(group) for row, group in known.items()})
+    assert arranged == prompts and list(StartOrder(longest_first=False).arrange(prompts)) == sorted(prompts)
+
+
+def test_the_length_is_that_of_the_last_time_and_survives_a_checkpoint():
+    """The latest group of a row counts, a run that goes on has its length, and one in drawn order keeps none."""
+    order = StartOrder(longest_first=True)
+    order.note({0: prompt_of(3), 1: prompt_of(4)}, facts_of({0: [9, 2], 1: [5, 6]}))
+    order.note({0: prompt_of(3, epoch=1)}, facts_of({0: [1, 4]}))
+    assert order.lengths == {"3": 4, "4": 6}
+    again = StartOrder(longest_first=True)
+    again.load_state(json.loads(json.dumps(order.state())))
+    prompts = {place: prompt_of(3 + place, epoch=2) for place in range(2)}
+    assert list(again.arrange(prompts)) == list(order.arrange(prompts)) == [1, 0]
+    drawn = StartOrder(longest_first=False)
+    drawn.load_state(order.state())
+    drawn.note(prompts, facts_of({0: [7, 7], 1: [7, 7]}))
+    assert drawn.state() == {}
+
+
+@given(st.lists(st.floats(0, 1e3), max_size=30))
+def test_the_tail_equals_a_count_of_the_groups_that_ended(ends):
+    """The tail begins when at least three quarters have ended."""
+    begins = next((at for at in sorted(ends) if 4 * sum(end <= at for end in ends) >= 3 * len(ends)), 0.0)
+    assert tail_s(ends) == (max(ends) - begins if ends else 0.0)
+
+
+class SeededEngine:
+    """Draws each sample from its seed alone, and notes the order in which it was asked."""
+
+    is_elsewhere, progressed_at, weight_version = True, -math.inf, 3
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
+        for index, prompt in enumerate(prompts):
+            self.asked.append(prompt.prompt_id)
+            on_finished(index, [self._sample(prompt, sample) for sample in range(samples_per_prompt)])
+
+    def _sample(self, prompt: Prompt, sample: int) -> Rollout:
+        random = np.random.default_rng(sample_seed(1, prompt.prompt_id, sample, self.weight_version, prompt.attempt))
+        ids = tuple(random.integers(0, 99, size=random.integers(1, 9)).tolist())
+        return Rollout(
+            prompt=prompt,
+            sample_index=sample,
+            response_ids=ids,
+            logprobs=tuple(random.normal(size=len(ids)).tolist()),
+            text="",
+            finish_reason="stop",
+            weight_versions=((self.weight_version, len(ids)),),
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_longest_first_equals_drawn_order_bit_for_bit(ranks):
+    """Both orders give the same samples with the same log-probs, at any number of ranks; only the asking differs."""
+    prompts = {place: prompt_of(row, tokens=1 + row % 3) for place, row in enumerate([4, 9, 2, 7, 5, 0, 1])}
+    order = StartOrder(longest_first=True)
+    order.note({0: prompt_of(9), 1: prompt_of(2), 2: prompt_of(5)}, facts_of({0: [3, 1], 1: [8, 2], 2: [5, 5]}))
+    found = {}
+    for name, arranged in (("drawn", prompts), ("longest first", order.arrange(prompts))):
+        groups, asked = {}, []
+        for rank in range(ranks):
+            engine = SeededEngine()
+            worker = RolloutWorker(
+                engine,
+                lambda rollouts: [Score(total=float(x.sample_index), by_function=()) for x in rollouts],
+                ProducerConfig(),
+                apart=False,
+                share=(rank, ranks),
+                deadline_s=60,
+            )
+            mine = [list(arranged)[k] for k in worker.places(len(arranged))]
+            job = RolloutJob(arranged, mine, SAMPLES)
+            worker.generate(job)
+            groups |= job.rollouts
+            asked.append(engine.asked)
+        found[name] = groups, asked
+    (drawn, asked_drawn), (longest, asked_longest) = found.values()
+    assert drawn == longest and sorted(drawn) == sorted(prompts)
+    dealt = [prompts[place].prompt_id for place in naive_order(prompts, order.lengths)]
+    assert asked_longest == [dealt[rank::ranks] for rank in range(ranks)] and asked_longest != asked_drawn

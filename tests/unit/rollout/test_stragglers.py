@@ -1,0 +1,190 @@
+"""Rollouts that leave groups under way: nothing is lost, nothing is trained twice, and each trains as many groups.
+
+The counts are checked against a naive simulation, the worker and the manager over an engine that holds groups back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config import load_config
+from megatron_rl.config.stragglers import check_stragglers
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.stragglers import choose, hand_out, num_to_start, num_to_train
+from megatron_rl.rollout.worker import RolloutJob
+from tests.patience import until
+from tests.unit.rollout.fake_engine import BOUND_S, SAMPLES, FakeEngine, FakeReward, group_of, prompt_of
+
+ON = (
+    "rollout.engine=vllm",
+    "rollout.producer.mode=prefetch",
+    "weight_sync.in_flight=true",
+    "train.prompts_per_rollout=8",
+    "rollout.producer.straggler_share=0.25",
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompts=st.integers(1, 12),
+    share=st.floats(0, 0.5),
+    num_rollouts=st.integers(1, 7),
+    ahead=st.integers(1, 3),
+    rows=st.one_of(st.none(), st.integers(1, 60)),
+    random=st.randoms(use_true_random=False),
+)
+def test_every_group_is_trained_once_in_its_rollout_or_the_next(prompts, share, num_rollouts, ahead, rows, random):
+    """A naive run: rollouts are started ahead, finish in any order, and are trained; the module's invariants hold.
+
+    rows: the prompts of data that end, as under ``train.epochs``; None: ``num_rollouts`` rollouts.
+    """
+    stragglers = int(share * prompts)
+    drawn, started, trained, left = 0, {}, [], []
+    index = 0
+    while True:
+        last = rows is None and index == num_rollouts
+        if last or (rows is not None and drawn == rows and not started and not left):
+            break
+        for number in range(index, index + ahead + 1):
+            outstanding = sum(map(len, started.values())) + len(left)
+            more = number < num_rollouts if rows is None else drawn < rows or outstanding > (number - index) * prompts
+            if number in started or not more:
+                continue
+            room = num_to_start(
+                prompts_per_rollout=prompts,
+                stragglers=stragglers,
+                rollouts=number - index + 1,
+                outstanding=outstanding,
+                is_last=rows is None and number == num_rollouts - 1,
+            )
+            room = room if rows is None else min(room, rows - drawn)
+            started[number] = list(range(drawn, drawn + room))
+            drawn += room
+        own = started.pop(index)
+        count = num_to_train(prompts_per_rollout=prompts, left=len(left), started=len(own))
+        whole = random.sample(own, random.randint(count - len(left), len(own)))
+        assert choose(whole[: count - len(left)][1:], count - len(left)) is None or count == len(left)
+        chosen = choose(whole, count - len(left))
+        trained.append([*left, *chosen])
+        assert set(chosen) <= set(whole) and (rows is not None or len(trained[-1]) == prompts)
+        assert len(trained[-1]) == prompts or drawn == rows
+        left = [group for group in own if group not in chosen]
+        assert len(left) <= stragglers
+        index += 1
+    assert not left and not started
+    assert sorted(group for groups in trained for group in groups) == list(range(drawn))
+    assert drawn == (num_rollouts * prompts if rows is None else rows)
+
+
+def test_handed_out_groups_and_those_that_stay_equal_the_job():
+    """The new job has the groups of the old one and of its predecessor, numbered anew; the rest keeps its places."""
+    left, job = RolloutJob({1: prompt_of(7), 5: prompt_of(8)}, (5,), SAMPLES), None
+    left.put(5, group_of(prompt_of(8)), ["b"])
+    job = RolloutJob({place: prompt_of(place) for place in (2, 0, 1, 3)}, (2, 0), SAMPLES)
+    job.rollouts[0], job.scores[0], job.ended_s[0] = group_of(prompt_of(0)), ["c"], 2.5
+    whole = hand_out(job, left, [0, 3])
+    assert [prompt.name for _, prompt in sorted(whole.prompts.items())] == ["7@0", "8@0", "0@0", "3@0"]
+    assert whole.mine == (1, 2) and whole.scores == {1: ["b"], 2: ["c"]} and whole.ended_s == {2: 2.5}
+    assert whole.rollouts[2] == group_of(prompt_of(0))
+    assert sorted(job.prompts) == [1, 2] and job.mine == (2,) == tuple(job.missing) and not left.prompts
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Make a world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class HoldingEngine(FakeEngine):
+    """Finishes each call's groups at once but those of ``held`` prompts, which wait for ``release``."""
+
+    def __init__(self, held: set[str]) -> None:
+        super().__init__()
+        self.held_names, self.release = held, threading.Event()
+
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
+        self.calls.append([prompt.name for prompt in prompts])
+        late = [k for k, prompt in enumerate(prompts) if prompt.name in self.held_names]
+        for k in [*(k for k in range(len(prompts)) if k not in late), *late]:
+            if k in late:
+                assert self.release.wait(BOUND_S)
+            on_finished(k, group_of(prompts[k]))
+        return []
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_rollout_is_handed_out_while_its_stragglers_go_on(alone, apart):
+    """The first rollout is handed out without the held groups, beside which the second one is generated.
+
+    The second one waits for them, trains them first, and leaves its own: every group once.
+    """
+    engine, reward = HoldingEngine({"1@0", "4@0"}), FakeReward()
+    config = load_config(None, list(ON))
+    manager = RolloutManager(
+        engine, reward, config, export=lambda: iter([]), version=lambda: 0, share=(0, 1), score_apart=apart
+    )
+    manager.sync_weights()
+    first = manager.job({place: prompt_of(place) for place in range(10)}, SAMPLES)
+    second = manager.job({place: prompt_of(10 + place) for place in range(8)}, SAMPLES)
+    manager.start(first)
+    manager.start(second)
+    whole, _ = manager.collect_most(first, None, 8)
+    manager.finish(whole)
+    assert [p.prompt_id for _, p in sorted(whole.prompts.items())] == [f"{k}@0" for k in (0, 2, 3, 5, 6, 7, 8, 9)]
+    assert sorted(first.prompts) == [1, 4] and first.generating
+    assert until(lambda: len(engine.calls) == 2 and not second.missing)  # beside the held groups
+    engine.release.set()
+    whole, _ = manager.collect_most(second, first, 8)
+    manager.finish(whole)
+    assert [p.prompt_id for _, p in sorted(whole.prompts.items())] == [f"{k}@0" for k in (1, 4, *range(10, 16))]
+    assert all(len(whole.scores[place]) == SAMPLES for place in range(8))
+    assert sorted(second.prompts) == [6, 7] and manager.jobs == [second]
+    manager.settle()
+    whole, _ = manager.collect_most(manager.job({}, SAMPLES), second, 2)
+    assert [p.prompt_id for _, p in sorted(whole.prompts.items())] == ["16@0", "17@0"]
+    scored = [name for _, names in reward.calls for name in names]
+    assert len(scored) == len(set(scored)) == 18 * SAMPLES
+    manager.close()
+
+
+def test_a_straggler_whose_engine_is_lost_is_asked_again(alone):
+    """The engine dies after 3 of 4 groups, those of the first hand-out; the straggler comes with the next rollout."""
+    engine = FakeEngine(losses=[3], holds=10**9)
+    config = load_config(None, [*ON, "train.prompts_per_rollout=4"])
+    manager = RolloutManager(engine, FakeReward(), config, export=lambda: iter([]), version=lambda: 0, share=(0, 1))
+    manager.sync_weights()
+    first = manager.job({place: prompt_of(place) for place in range(4)}, SAMPLES)
+    manager.start(first)
+    whole, _ = manager.collect_most(first, None, 3)
+    assert sorted(whole.rollouts) == [0, 1, 2] and sorted(first.prompts) == [3]
+    second = manager.job({0: prompt_of(9)}, SAMPLES)
+    manager.start(second)
+    whole, _ = manager.collect_most(second, first, 2)
+    assert sorted(engine.finished) == ["0@0", "1@0", "2@0", "3@0", "9@0"] and not second.prompts
+    assert [p.prompt_id for _, p in sorted(whole.prompts.items())] == ["3@0", "9@0"]
+    manager.close()
+
+
+def test_what_cannot_leave_groups_under_way_is_refused_by_name():
+    check_stragglers(load_config(None, list(ON)))
+    for given_, word in (
+        ("train.prompts_per_rollout=3", "less than one group"),
+        ("weight_sync.in_flight=false", "weight_sync.in_flight=false"),
+        ("rollout.producer.mode=sync", "rollout.producer.mode="),
+        ("rollout.producer.min_groups=2", "rollout.producer.min_groups=2"),
+        ("rollout.dynamic_sampling.max_rounds=1", "rollout.dynamic_sampling.max_rounds=1"),
+        ("environment.name=calculator", "environment.name="),
+        ("rollout.producer.max_staleness_steps=0", "max_staleness_steps=0"),
+    ):
+        with pytest.raises(ConfigError, match="straggler_share=0.25") as refused:
+            check_stragglers(load_config(None, [*ON, given_]))
+        assert word in str(refused.value)
