@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,16 @@ from megatron_rl.checkpoint.run_state import ResumePoint
 from megatron_rl.checkpoint.state_file import read_model_state, read_state
 from megatron_rl.config import Config
 from megatron_rl.errors import CheckpointError
+from megatron_rl.weights.model_shape import ModelShape
 
 log = logging.getLogger(__name__)
 ROOT, CRITIC, SUPERVISED = "checkpoints", "critic", "supervised"  # of the run's folder, and within the first
-# the identity where every weight is trained; a checkpoint from before there were adapters lacks these
-WITHOUT_LORA = {"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": [], "frozen_weights": None}
+# an older checkpoint's identity lacks the fields that came after it, and its model has none of what they describe
+WITHOUT_LATER_FIELDS = {
+    field.name: [] if field.default == () else field.default
+    for field in dataclasses.fields(ModelShape)
+    if field.default is not dataclasses.MISSING
+} | {"frozen_weights": None}
 
 
 def resumable(
@@ -50,7 +56,7 @@ def check_identity(own: Mapping[str, object], folder: pathlib.Path, model: Mappi
 
     own: this run's ``model_state.identity``, or the fields of it that are known.
     """
-    model = {**WITHOUT_LORA, **model}
+    model = {**WITHOUT_LATER_FIELDS, **model}
     if different := {name: (model.get(name), own[name]) for name in own if model.get(name) != own[name]}:
         summary = ", ".join(
             f"{name.replace('lora_', 'lora.')} {theirs} there and {ours} here"
