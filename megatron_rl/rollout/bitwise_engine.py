@@ -51,6 +51,7 @@ class BitwiseEngine(TransformersEngine):
         self._device = torch.device("cpu")
         self._model: torch.nn.Module | None = model.requires_grad_(False).eval()
         self._max_positions = self._shape.context_tokens
+        self._notes = None  # of a mixture's experts, and these models are dense
         self._stop_ids = stop_tokens(path, tokenizer, self._shape.vocab_size)
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
