@@ -8,7 +8,7 @@ orders: as drawn; longest first by the lengths themselves; by the lengths of the
 a log-normal factor; and by the prompts' lengths, as in the first epoch, which say nothing of the responses' here.
 
 Against two bounds. Counted: decoding steps, each of which gives every running sample one token, against the most of
-(all tokens / slots) and the longest. vllm: the median seconds of a rollout, the orders in turn within each round,
+(all tokens / slots) and the longest, in the mean. vllm: the medians of a rollout, the orders in turn within each round,
 against a rollout of the same tokens that are dealt out evenly.
 """
 
@@ -164,7 +164,7 @@ def measure_vllm(given: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
         {
             "order": name,
             "seconds": statistics.median(values),
-            "of_the_bound": statistics.mean(a / b for a, b in zip(values, even, strict=True)),
+            "of_the_bound": statistics.median(a / b for a, b in zip(values, even, strict=True)),
         }
         for name, values in seconds.items()
     ]
