@@ -41,7 +41,7 @@ IMPORTS = {
     "apex": "from apex.optimizers import FusedAdam",
     "vllm": "import vllm",
 }
-WITHOUT_GPU = ("vllm",)  # modules that also have a CPU build
+WITHOUT_GPU = ("vllm", "CPU")  # modules that also have a CPU build, and a host without a GPU
 COUNT_GPUS = (
     "import torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
     "print(f'GPUS {n} {torch.cuda.get_device_name() if n else str()}')"
@@ -153,6 +153,8 @@ def why_not(cell: Cell, host: dict, max_processes: int, imports: dict[str, str],
 
     imports: the result of each import that was tried, filled here.
     """
+    if cell.needs == "CPU" and host["gpus"]:
+        return f"it is for CPUs alone, this host has {host['gpus']} GPUs"
     if cell.needs and cell.needs not in WITHOUT_GPU and not host["gpus"]:
         return "needs a GPU" + ("" if cell.needs == "GPU" else f" for {cell.needs}") + ", this host has none"
     if shares(cell, host) and not share_gpu:
@@ -161,7 +163,7 @@ def why_not(cell: Cell, host: dict, max_processes: int, imports: dict[str, str],
         return f"needs {cell.world} processes, --max-processes is {max_processes}"
     if shares(cell, host) and cell.needs == "vllm":
         return f"an engine over {cell.world} GPUs needs {cell.world}, this host has {host['gpus']}"
-    if cell.needs == "GPU":
+    if cell.needs in ("GPU", "CPU"):
         return ""
     if cell.needs and cell.needs not in imports:
         imports[cell.needs] = probe(IMPORTS[cell.needs])[1]

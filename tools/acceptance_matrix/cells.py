@@ -27,6 +27,7 @@ LABELS = {
     "checkpoint": "weights and AdamW's tensors that differ after save, load and two more steps (count)",
     "delivered": "tensors that reached another process with other bytes, or not at all (count)",
     "engine": "log-probs of the engine's tokens against the trainer's (mean absolute)",
+    "gap": "log-probs of the engine's tokens against the trainer's, in every step (largest absolute)",
     "memory": "peak memory of the log-probs with their gradient over that with whole logits (ratio)",
     "speed": "seconds of the skip update over the dense update, 75 % of the groups dead (ratio)",
 }
@@ -41,6 +42,7 @@ KINDS = {
     "checkpoint": ("checkpoint",),
     "channel": ("delivered",),
     "rollout": ("engine",),
+    "gap": ("gap",),
     "long": ("logprobs", "gradient"),
     "memory": ("memory",),
     "speed": ("speed",),
@@ -69,7 +71,7 @@ class Cell:
     """Describes one row of the matrix: a feature on a layout.
 
     kind: a key of KINDS.
-    needs: a module without which the cell is not run, or "GPU".
+    needs: a module without which the cell is not run, or "GPU", or "CPU" for a host with no GPU.
     gpus: GPUs that the cell's processes take, where another number than their own count.
     """
 
@@ -128,7 +130,7 @@ def tolerances(dtype: str, *, cuda: bool) -> dict[str, float]:
     memory, speed: far from what was seen (0.1 and 0.25 to 0.4), so that only a lost feature fails, not a busy machine.
     engine: another program's kernels; weights that did not arrive show at 1 and above.
     """
-    counts = ("bitwise", "ghost", "replicas", "frozen", "offload", "checkpoint", "delivered")
+    counts = ("bitwise", "ghost", "replicas", "frozen", "offload", "checkpoint", "delivered", "gap")
     fixed = {**dict.fromkeys(counts, 0.0), "held": 0.05, "memory": 0.5, "speed": 0.75}
     if dtype == "bfloat16":
         relative = {"gradient": 5e-2, "skip": 2e-2, "silent": 5e-2, "moved": 5e-2, "export": 2e-2}
@@ -289,21 +291,7 @@ def _feature_cells() -> tuple[Cell, ...]:
         Cell(name="checkpoint-pp2", feature=checkpoint, kind="checkpoint", pipeline=2),
     ]
     cells += _channel_cells()
-    cells.append(Cell(name="rollout-embedded", feature="rollouts by the embedded engine", kind="rollout"))
-    cells += [
-        Cell(
-            name=name,
-            feature=feature,
-            kind="rollout",
-            needs="vllm",
-            overrides=("rollout.engine=vllm", *overrides),
-            **layout,
-        )
-        for name, feature, layout, overrides in (
-            ("vllm", "rollouts by vLLM (on a GPU: the trainer's, with sleep)", {}, ()),
-            ("vllm-tp2", "the same, engine TP 2", dict(tensor=2), ("rollout.tensor_parallel=2",)),
-        )
-    ]
+    cells += _rollout_cells()
     cells += [
         Cell(name="long", feature="sequences of 8,192 tokens (CPU: 1,024)", kind="long"),
         Cell(name="bf16-long", feature="sequences of 8,192 tokens (CPU: 1,024)", kind="long", **half),
@@ -311,6 +299,30 @@ def _feature_cells() -> tuple[Cell, ...]:
         Cell(name="speed", feature="time of the skip update", kind="speed", **half),
     ]
     return tuple(cells)
+
+
+def _rollout_cells() -> list[Cell]:
+    embedded = "rollouts by the embedded engine"
+    bits = dict(feature="engine and trainer with equal log-probs, to the bit", kind="gap", needs="CPU")
+    longest = ("rollout.start_order=longest_first",)
+    awake = "rollout.sleep=never"
+    alone = ("lora.rank=8", "weight_sync.adapters=alone", awake)
+    engines = (
+        ("vllm", "rollouts by vLLM (on a GPU: the trainer's, with sleep)", {}, ()),
+        ("vllm-tp2", "the same, engine TP 2", dict(tensor=2), ("rollout.tensor_parallel=2",)),
+        ("vllm-delta", "the same, only what changed travels", {}, ("weight_sync.delta=true", awake)),
+        ("vllm-adapters", "the same, adapters alone travel", {}, alone),
+    )
+    return [
+        Cell(name="rollout-embedded", feature=embedded, kind="rollout"),
+        Cell(name="longest-first", feature=f"{embedded}, longest groups first", kind="rollout", overrides=longest),
+        Cell(name="bitwise", **bits, overrides=("rollout.bitwise=true",)),
+        Cell(name="bitwise-tp2", **bits, tensor=2, overrides=("rollout.bitwise=true",)),
+        *(
+            Cell(name=name, feature=x, kind="rollout", needs="vllm", overrides=("rollout.engine=vllm", *more), **layout)
+            for name, x, layout, more in engines
+        ),
+    ]
 
 
 CELLS = (*_cells(), *_feature_cells())

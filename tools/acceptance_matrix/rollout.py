@@ -46,11 +46,10 @@ def make_inputs(folder: pathlib.Path) -> None:
     prepare.main(["--out", str(folder), "--test-rows", "20"])
 
 
-def measure(cell: Cell, fault: str, deadline_s: float, folder: pathlib.Path) -> dict:
+def run_rows(cell: Cell, deadline_s: float, folder: pathlib.Path) -> list[dict]:
+    """Return the metrics' rows of a short run with the cell's settings; its inputs are made first."""
     from megatron_rl.train import main
 
-    if fault == "other-weights":
-        move_exported(0.02)
     inputs = folder / "inputs"
     if os.environ["RANK"] == "0":
         make_inputs(folder / "draft")
@@ -67,6 +66,11 @@ def measure(cell: Cell, fault: str, deadline_s: float, folder: pathlib.Path) -> 
     code = main(arguments)
     if code:
         raise RuntimeError(f"the run of {cell.name} ended with exit code {code}")
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    gaps = [row[GAP] for row in rows if GAP in row]
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def measure(cell: Cell, fault: str, deadline_s: float, folder: pathlib.Path) -> dict:
+    if fault == "other-weights":
+        move_exported(0.02)
+    gaps = [row[GAP] for row in run_rows(cell, deadline_s, folder) if GAP in row]
     return {"errors": {"engine": max(gaps, default=float("nan"))}, "backend": HOST.backend}
