@@ -45,7 +45,9 @@ def default_chunk_tokens(device_type: str, columns: int) -> int:
 def check_kernel(kernel: str) -> None:
     """Raise ConfigError for a kernel (``model.logprob_kernel``) that is unknown or whose package is not installed."""
     if kernel not in get_args(Kernel):
-        raise ConfigError(f"kernel={kernel!r} must be one of {', '.join(get_args(Kernel))} (model.logprob_kernel)")
+        raise ConfigError(
+            f"kernel={kernel!r} must be one of torch, triton (model.logprob_kernel), or invariant (rollout.bitwise)"
+        )
     if kernel == "triton" and importlib.util.find_spec("triton") is None:
         raise ConfigError(
             "kernel='triton' (model.logprob_kernel) needs triton, which is not installed; pip install triton, or take "
