@@ -42,8 +42,8 @@ def test_two_workers_hold_the_whole_models_weights(pair, bucket_bytes):
 def test_a_byte_that_changed_anywhere_is_seen_by_one_of_the_workers(pair, monkeypatch, part):
     message = Half.message
 
-    def flipped(half: Half) -> dict[str, object]:
-        content = message(half)
+    def flipped(half: Half, **given: object) -> dict[str, object]:
+        content = message(half, **given)
         half.segment.bytes[part_bounds(half.used)[part]] ^= 1
         return content
 
