@@ -39,7 +39,6 @@ from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-BITWISE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -222,9 +221,10 @@ def refuse_bitwise(shape: ModelShape) -> None:
             f"rollout.bitwise=true is for dense models, and this one mixes {shape.num_experts} experts, whose "
             "router and whose sum over experts are not row-invariant; set it to false"
         )
-    if shape.family not in BITWISE_FAMILIES:
+    if not FAMILIES[shape.family].bitwise:
+        shown = ", ".join(sorted(name for name, family in FAMILIES.items() if family.bitwise))
         raise ConfigError(
-            f"rollout.bitwise=true was shown for {', '.join(BITWISE_FAMILIES)}, and this model's model_type is "
+            f"rollout.bitwise=true was shown for {shown}, and this model's model_type is "
             f"{shape.family}, whose layers may have other operations; set it to false"
         )
     if HOST.is_cuda:

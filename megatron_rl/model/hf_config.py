@@ -13,8 +13,6 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.register import FAMILIES, check_family
 from megatron_rl.weights.model_shape import ModelShape
 
-PARTLY_TURNED = ("phi3", "glm4_moe")  # families whose modules in transformers read partial_rotary_factor
-
 
 def _check_divisible(hf_config: Any, shape: ModelShape, config: Config, topology: Topology) -> None:
     """Raise ConfigError where a degree of parallelism does not divide the size that it splits."""
@@ -111,10 +109,11 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
     rope = hf_config.rope_parameters
     kind = rope["rope_type"]
     share = rope.get("partial_rotary_factor") or 1.0
-    if share != 1.0 and (hf_config.model_type not in PARTLY_TURNED or kind != "default"):
+    partly = [name for name, family in FAMILIES.items() if family.turns_partly]
+    if share != 1.0 and (hf_config.model_type not in partly or kind != "default"):
         raise ConfigError(
             f"partial_rotary_factor={share} of {hf_config.model_type} with rope_type={kind!r} is not supported; only "
-            f"1.0 is, and another one for {', '.join(PARTLY_TURNED)} with rope_type='default'"
+            f"1.0 is, and another one for {', '.join(partly)} with rope_type='default'"
         )
     head_dim = int(head_dim * share)
     if kind == "default":

@@ -1,4 +1,4 @@
-"""What each query of a micro-batch, or of a step beside a cache, sees: keys by their position in its own sequence.
+"""The keys that each query of a micro-batch, or of a step beside a cache, sees, by position in its own sequence.
 
 model/invariant_attention.py reads them in blocks, a few queries of one sequence at a time.
 """

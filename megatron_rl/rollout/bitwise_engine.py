@@ -46,13 +46,15 @@ class BitwiseEngine(TransformersEngine):
         with torch.random.fork_rng(devices=[]), self._grid.active():
             self._topology = initialize(tensor=1, pipeline=1, deadline_s=config.run.deadline_s, seed=config.run.seed)
             (model,), self._shape = build_model(alone, hf_config, self._topology)
-        self.weight_version = NO_WEIGHTS
-        self._tokenizer, self._rollout, self._seed = tokenizer, config.rollout, config.run.seed
-        self._device = torch.device("cpu")
-        self._model: torch.nn.Module | None = model.requires_grad_(False).eval()
-        self._max_positions = self._shape.context_tokens
-        self._notes = None  # of a mixture's experts, and these models are dense
-        self._stop_ids = stop_tokens(path, tokenizer, self._shape.vocab_size)
+        self._hold(
+            model.requires_grad_(False).eval(),
+            tokenizer,
+            config.rollout,
+            config.run.seed,
+            torch.device("cpu"),
+            self._shape.context_tokens,
+            stop_tokens(path, tokenizer, self._shape.vocab_size),
+        )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Copy every weight into the model, as ``Engine.load_weights`` does; rollouts carry ``version`` >= 0."""
@@ -100,47 +102,38 @@ class BitwiseEngine(TransformersEngine):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Sample one batch, as TransformersEngine does; its arguments and results are the same."""
         with self._grid.active():
-            return self._sample_batch(prompts, repeats, uniforms, temperature, limits)
-
-    def _sample_batch(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        repeats: int,
-        uniforms: torch.Tensor | None,
-        temperature: float,
-        limits: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        model, max_steps = self._open_model(), int(limits.max())
-        weight, vocab_size = head_weight(model), self._shape.vocab_size
-        width = max(map(len, prompts)) + max_steps
-        cache = Cache(num_rows=len(prompts) * repeats * width)
-        hidden = run_prompts(model, cache, prompts, repeats, width)
-        rows = np.arange(len(prompts) * repeats)  # the rows still running, as the caller numbers them
-        lengths = np.repeat([len(prompt) for prompt in prompts], repeats)
-        token_ids = np.zeros((max_steps, len(rows)), dtype=np.int64)
-        logprobs = np.zeros((max_steps, len(rows)), dtype=np.float32)
-        for step in range(max_steps):
-            logits = matmul(hidden, weight[:vocab_size])
-            tokens, _ = draw(logits, temperature, None if uniforms is None else uniforms[step, rows])
-            found, _ = linear_logprob(
-                hidden,
-                weight,
-                tokens,
-                temperature=temperature,
-                vocab_size=vocab_size,
-                kernel="invariant",
-                parts=self._ranks,
-            )
-            token_ids[step, rows], logprobs[step, rows] = tokens.numpy(), found.numpy()
-            runs = (limits[rows] > step + 1) & ~np.isin(token_ids[step, rows], self._stop_ids)
-            rows = rows[runs]
-            if not len(rows):
-                break
-            parts = [
-                (np.array([i]), int(lengths[row]) + step, row * width + np.arange(width)) for i, row in enumerate(rows)
-            ]
-            hidden = run(model, cache, tokens[torch.from_numpy(runs)], parts)
-        return token_ids[: step + 1], logprobs[: step + 1]
+            model, max_steps = self._open_model(), int(limits.max())
+            weight, vocab_size = head_weight(model), self._shape.vocab_size
+            width = max(map(len, prompts)) + max_steps
+            cache = Cache(num_rows=len(prompts) * repeats * width)
+            hidden = run_prompts(model, cache, prompts, repeats, width)
+            rows = np.arange(len(prompts) * repeats)  # the rows still running, as the caller numbers them
+            lengths = np.repeat([len(prompt) for prompt in prompts], repeats)
+            token_ids = np.zeros((max_steps, len(rows)), dtype=np.int64)
+            logprobs = np.zeros((max_steps, len(rows)), dtype=np.float32)
+            for step in range(max_steps):
+                logits = matmul(hidden, weight[:vocab_size])
+                tokens, _ = draw(logits, temperature, None if uniforms is None else uniforms[step, rows])
+                found, _ = linear_logprob(
+                    hidden,
+                    weight,
+                    tokens,
+                    temperature=temperature,
+                    vocab_size=vocab_size,
+                    kernel="invariant",
+                    parts=self._ranks,
+                )
+                token_ids[step, rows], logprobs[step, rows] = tokens.numpy(), found.numpy()
+                runs = (limits[rows] > step + 1) & ~np.isin(token_ids[step, rows], self._stop_ids)
+                rows = rows[runs]
+                if not len(rows):
+                    break
+                parts = [
+                    (np.array([i]), int(lengths[row]) + step, row * width + np.arange(width))
+                    for i, row in enumerate(rows)
+                ]
+                hidden = run(model, cache, tokens[torch.from_numpy(runs)], parts)
+            return token_ids[: step + 1], logprobs[: step + 1]
 
 
 def run(

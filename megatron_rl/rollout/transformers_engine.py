@@ -51,13 +51,27 @@ class TransformersEngine:
 
         Raises ConfigError for a directory that does not exist, a model too large, or an impossible stop token.
         """
+        model = _build_model(hf_path, rollout, dtype, device)
+        text_config = model.config.get_text_config()
+        stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
+        self._hold(model, tokenizer, rollout, seed, device, int(text_config.max_position_embeddings), stop_ids)
+
+    def _hold(
+        self,
+        model: torch.nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: RolloutConfig,
+        seed: int,
+        device: torch.device,
+        max_positions: int,
+        stop_ids: Sequence[int],
+    ) -> None:
+        """Take over what every embedded engine has, before any weights."""
         self.weight_version = NO_WEIGHTS
         self._tokenizer, self._rollout, self._seed, self._device = tokenizer, rollout, seed, device
-        self._model: PreTrainedModel | None = _build_model(hf_path, rollout, dtype, device)
-        text_config = self._model.config.get_text_config()
-        self._max_positions = int(text_config.max_position_embeddings)
-        self._stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
-        self._notes = ExpertNotes(self._model) if rollout.routing_replay == "rollout" else None
+        self._model: torch.nn.Module | None = model
+        self._max_positions, self._stop_ids = max_positions, stop_ids
+        self._notes = ExpertNotes(model) if rollout.routing_replay == "rollout" else None
 
     lost = ()
     lacks_weights = True  # it takes no adapters apart from the weights

@@ -65,12 +65,13 @@ def check_inputs(config: Config) -> list[int]:
     """Check folder, model, tokenizer, data, rewards and environment as a run does; return its first prompts' tokens."""
     look_at_run_folder(config)
     hf_config = load_hf_config(config.model.hf_path)
+    shape = read_shape(hf_config, layer_spec="torch")
     if config.generates:
         check_lengths(config, hf_config.max_position_embeddings)
-        refuse_mixture(config, read_shape(hf_config, layer_spec="torch").num_experts)
+        refuse_mixture(config, shape.num_experts)
     check_critic_model(config, hf_config)
     if config.rollout.bitwise:
-        refuse_bitwise(read_shape(hf_config, layer_spec="torch"))
+        refuse_bitwise(shape)
     if config.has_teacher and config.teacher.hf_path:
         look_at_teacher(config, hf_config.vocab_size)
     if config.model.init == "pretrained":

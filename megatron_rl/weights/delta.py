@@ -62,14 +62,14 @@ def word_bytes_of(dtypes: Sequence[str]) -> int:
 
 
 def changed_words(old: torch.Tensor, new: torch.Tensor, word_bytes: int) -> torch.Tensor:
-    """Return the positions of the words whose bits differ, int64 [changed], ascending.
+    """Return whether each word's bits differ, bool [words].
 
     old, new: uint8, of one size, a multiple of ``word_bytes``, on one device.
     """
     if len(old) != len(new):
         raise ValueError(f"a bucket of {len(new):,} bytes has no difference to one of {len(old):,}")
     kind = WORDS[word_bytes]
-    return (old.view(kind) != new.view(kind)).nonzero().flatten()
+    return old.view(kind) != new.view(kind)
 
 
 def compare(
@@ -79,27 +79,26 @@ def compare(
 
     Where even a bit for each word, or a byte for each changed one, is too much, no position is written down.
     """
-    kind = WORDS[word_bytes]
-    changed = int(torch.count_nonzero(old.view(kind) != new.view(kind)))
-    least = changed * word_bytes + min(changed, len(new) // word_bytes // 8)
-    if least >= len(new):
-        return changed, None
-    return changed, encode(changed_words(old, new, word_bytes), new, word_bytes)
+    changed = changed_words(old, new, word_bytes)
+    count = int(torch.count_nonzero(changed))
+    least = count * word_bytes + min(count, len(new) // word_bytes // 8)
+    return count, None if least >= len(new) else encode(changed, new, word_bytes)
 
 
-def encode(positions: torch.Tensor, new: torch.Tensor, word_bytes: int) -> tuple[Difference, torch.Tensor] | None:
+def encode(changed: torch.Tensor, new: torch.Tensor, word_bytes: int) -> tuple[Difference, torch.Tensor] | None:
     """Return the difference and its payload, uint8 on the device of ``new``; None where the bucket is no larger.
 
-    positions: of the changed words, as ``changed_words`` gives them.
+    changed: bool [words], as ``changed_words`` gives it.
     new: the bucket's bytes, uint8.
     """
-    num_words, changed = len(new) // word_bytes, len(positions)
+    positions = changed.nonzero().flatten()
+    num_words, num_changed = len(changed), len(positions)
     gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
     num_codes = {0: -(-num_words // 8)}
     for code_bytes in CODES:
-        num_codes[code_bytes] = changed + int((gaps // _most(code_bytes)).sum())
+        num_codes[code_bytes] = num_changed + int((gaps // _most(code_bytes)).sum())
     options = [
-        Difference(word_bytes=word_bytes, code_bytes=code_bytes, num_codes=number, num_changed=changed)
+        Difference(word_bytes=word_bytes, code_bytes=code_bytes, num_codes=number, num_changed=num_changed)
         for code_bytes, number in num_codes.items()
     ]
     best = min(options, key=lambda option: option.num_bytes)

@@ -27,6 +27,9 @@ from dataclasses import dataclass, field
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
+
+from one_engine import add_sizes, build_one, sizes_config  # noqa: E402
+
 WAYS = ("merged", "alone")
 
 
@@ -35,12 +38,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         epilog="example: python tools/benchmarks/adapter_sync.py --rank 16 --json runs/adapter_sync.json",
     )
-    parser.add_argument("--hidden", type=int, default=576)
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--heads", type=int, default=9)
-    parser.add_argument("--kv-heads", type=int, default=3)
-    parser.add_argument("--intermediate", type=int, default=1536)
-    parser.add_argument("--vocab", type=int, default=49152)
+    add_sizes(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--channel", choices=("shared_memory", "broadcast"), default="shared_memory")
@@ -60,25 +58,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def make_folder(given: argparse.Namespace, folder: pathlib.Path) -> pathlib.Path:
     """Write a llama's config and random weights, beside the quickstart's tokenizer, which has fewer tokens."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     out = folder / "inputs"
     command = [sys.executable, str(ROOT / "examples/quickstart/prepare.py"), "--out", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    sizes = LlamaConfig(
-        vocab_size=given.vocab,
-        hidden_size=given.hidden,
-        num_hidden_layers=given.layers,
-        num_attention_heads=given.heads,
-        num_key_value_heads=given.kv_heads,
-        intermediate_size=given.intermediate,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=1,
-        dtype=given.dtype,
-    )
+    sizes = sizes_config(given, max_position_embeddings=2048, dtype=given.dtype)
     torch.manual_seed(0)
     LlamaForCausalLM(sizes).to(getattr(torch, given.dtype)).save_pretrained(out / "model")
     return out / "model"
@@ -125,26 +110,6 @@ def config_of(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.Pa
             "rollout.sleep=never",
         ],
     )
-
-
-def open_way(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.Path, name: str) -> Way:
-    import torch
-    from transformers import AutoTokenizer
-
-    from megatron_rl.rollout.build import RankLocation, build_engine, role_of
-
-    config = config_of(given, model, folder, name)
-    location = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    engine = build_engine(
-        config,
-        AutoTokenizer.from_pretrained(model),
-        location=location,
-        role=role_of(config, location),
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        dtype=getattr(torch, given.dtype),
-        vocab_size=given.vocab,
-    )
-    return Way(name, engine)
 
 
 def sync(way: Way, backend, version: int) -> None:
@@ -197,7 +162,7 @@ def measure(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.Path
     gap = 0.0
     try:
         for name in WAYS:
-            ways.append(open_way(given, model, folder, name))
+            ways.append(Way(name, build_one(config_of(given, model, folder, name))))
             ways[-1].engine.recover([])
         backend = MegatronBackend(config_of(given, model, folder, "merged"))
         for turn in range(given.repeats + 1):

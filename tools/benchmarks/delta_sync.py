@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 
+from one_engine import add_sizes, build_one, sizes_config
 from short_run import prepare
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -29,12 +30,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         epilog="example: python tools/benchmarks/delta_sync.py --dtypes bfloat16 --learning-rates 1e-6",
     )
-    parser.add_argument("--hidden", type=int, default=576)
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--heads", type=int, default=9)
-    parser.add_argument("--kv-heads", type=int, default=3)
-    parser.add_argument("--intermediate", type=int, default=1536)
-    parser.add_argument("--vocab", type=int, default=49152)
+    add_sizes(parser)
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
     parser.add_argument("--channels", nargs="+", default=["shared_memory"], choices=["shared_memory", "broadcast"])
@@ -51,26 +47,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def make_folder(given: argparse.Namespace, folder: pathlib.Path) -> pathlib.Path:
     """Write a folder with config.json and a tokenizer, whose weights come by sync."""
-    from transformers import LlamaConfig
-
     prepare(folder / "inputs", hidden=64, layers=1, max_position=512)
     model = folder / "inputs" / "model"
     for path in (*model.glob("*.safetensors"), model / "generation_config.json"):
         path.unlink(missing_ok=True)
-    LlamaConfig(
-        vocab_size=given.vocab,
-        hidden_size=given.hidden,
-        num_hidden_layers=given.layers,
-        num_attention_heads=given.heads,
-        num_key_value_heads=given.kv_heads,
-        intermediate_size=given.intermediate,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=1,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(model)
+    sizes_config(given, max_position_embeddings=512, architectures=["LlamaForCausalLM"]).save_pretrained(model)
     return model
 
 
@@ -106,24 +87,10 @@ class Trainer:
 
 
 def open_engine(model: pathlib.Path, folder: pathlib.Path, dtype: str):
-    import torch
-    from transformers import AutoTokenizer
-
     from megatron_rl.config import load_config
-    from megatron_rl.rollout.build import RankLocation, build_engine, role_of
 
     settings = (f"model.hf_path={model}", f"model.dtype={dtype}", f"run.dir={folder / dtype}", "rollout.engine=vllm")
-    config = load_config(None, [*settings, "data.max_prompt_tokens=64", "rollout.max_response_tokens=64"])
-    location = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    engine = build_engine(
-        config,
-        AutoTokenizer.from_pretrained(model),
-        location=location,
-        role=role_of(config, location),
-        device=torch.device("cpu"),
-        dtype=getattr(torch, dtype),
-        vocab_size=json.loads((model / "config.json").read_text())["vocab_size"],
-    )
+    engine = build_one(load_config(None, [*settings, "data.max_prompt_tokens=64", "rollout.max_response_tokens=64"]))
     try:
         engine.recover([])
     except BaseException:

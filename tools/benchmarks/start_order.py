@@ -101,13 +101,11 @@ def measure_counted(given: argparse.Namespace) -> list[dict]:
 
 def open_engine(given: argparse.Namespace, folder: pathlib.Path):
     """Start an engine of a tiny model of random weights, none of whose samples ends before its bound."""
-    import torch
+    from one_engine import build_one
     from safetensors.torch import load_file
     from short_run import prepare
-    from transformers import AutoConfig, AutoTokenizer
 
     from megatron_rl.config import load_config
-    from megatron_rl.rollout.build import RankLocation, build_engine, role_of
 
     longest = given.most_tokens + 32
     prepare(folder / "inputs", hidden=64, layers=2, max_position=longest)
@@ -124,16 +122,7 @@ def open_engine(given: argparse.Namespace, folder: pathlib.Path):
             f"run.dir={folder / 'run'}",
         ],
     )
-    location = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    engine = build_engine(
-        config,
-        AutoTokenizer.from_pretrained(model),
-        location=location,
-        role=role_of(config, location),
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        dtype=torch.float32,
-        vocab_size=AutoConfig.from_pretrained(model).vocab_size,
-    )
+    engine = build_one(config)
     engine._stop_ids = ()  # a sample has exactly its most tokens
     try:
         engine.recover([])

@@ -38,9 +38,8 @@ class HeldBuckets:
         self._buckets: list[tuple[list, torch.Tensor]] = []
         self._next = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(packed.nbytes for _, packed in self._buckets)
+    def __len__(self) -> int:
+        return len(self._buckets)
 
     def begin(self) -> None:
         self._next = 0
@@ -97,7 +96,7 @@ class HeldBuckets:
         held = self._held_next()
         if held is None:
             raise ValueError(
-                f"the changes of bucket {self._next} arrived, and {len(self._buckets)} buckets are held here; the "
+                f"the changes of bucket {self._next} arrived, and {len(self)} buckets are held here; the "
                 "engine needs all of its weights"
             )
         apply(held[1], difference_of(fields), payload.to("cpu"))

@@ -1,8 +1,6 @@
-"""A plain Llama layer: its entries, its tensors' sizes, and Megatron-Core's fields for it (none beside the common)."""
+"""A plain Llama layer: its entries and its tensors' sizes."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.model_shape import ModelShape
@@ -73,8 +71,3 @@ def dense_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (ffn, hidden),
         "mlp.down_proj.weight": (hidden, ffn),
     }
-
-
-def dense_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return no field: Megatron-Core's layer is a plain one without any."""
-    return {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.weights.entry import Entry
+from megatron_rl.weights.families.dense_layer import dense_layer, dense_sizes
 from megatron_rl.weights.model_shape import ModelShape
 
 
@@ -20,9 +21,14 @@ class ExpertNames:
     down: str
 
 
+def nothing(_: object) -> dict[str, Any]:
+    """Return no fields."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Describes one family, by transformers' ``model_type``.
+    """Describes one family, by transformers' ``model_type``. Where nothing else is said its layer is a plain Llama's.
 
     ffn_field:    the config's field for the width of the MLP, or of one expert.
     experts:      the names of its mixture; None for a dense family.
@@ -34,14 +40,18 @@ class Family:
                   aside; an expert's stand below ``expert.``.
     first_layers: the entries of each of the first ``num_dense_layers`` layers of the shape, where it has such.
     layer_fields: shape → the fields of Megatron-Core's TransformerConfig that its layers need beside the common ones.
+    turns_partly: whether its module in transformers reads ``partial_rotary_factor``.
+    bitwise:      whether ``rollout.bitwise`` was shown for it (tests/equality/test_bitwise.py).
     """
 
     model_type: str
     refuse: Callable[[Any], None]
-    features: Callable[[Any], dict[str, Any]]
-    layer: Callable[[ModelShape], tuple[Entry, ...]]
-    sizes: Callable[[ModelShape], Mapping[str, tuple[int, ...]]]
-    layer_fields: Callable[[ModelShape], dict[str, Any]]
+    features: Callable[[Any], dict[str, Any]] = nothing
+    layer: Callable[[ModelShape], tuple[Entry, ...]] = dense_layer
+    sizes: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = dense_sizes
+    layer_fields: Callable[[ModelShape], dict[str, Any]] = nothing
     ffn_field: str = "intermediate_size"
     first_layers: Callable[[ModelShape], tuple[Entry, ...]] | None = None
     experts: ExpertNames | None = None
+    turns_partly: bool = False
+    bitwise: bool = False

@@ -45,6 +45,7 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 GLM4_MOE = Family(
     model_type="glm4_moe",
+    turns_partly=True,
     ffn_field="moe_intermediate_size",
     refuse=refuse,
     features=features,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.families.dense_layer import dense_fields, dense_layer, dense_sizes
 from megatron_rl.weights.families.family import Family
 from megatron_rl.weights.families.refusals import refuse_other_layers
 
@@ -19,16 +18,8 @@ def refuse(hf_config: Any) -> None:
         )
 
 
-def features(hf_config: Any) -> dict[str, Any]:
-    """Return no feature beside the common ones."""
-    return {}
-
-
 LLAMA = Family(
     model_type="llama",
+    bitwise=True,
     refuse=refuse,
-    features=features,
-    layer=dense_layer,
-    sizes=dense_sizes,
-    layer_fields=dense_fields,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.weights.entry import Entry, Layout
-from megatron_rl.weights.families.dense_layer import dense_fields, dense_layer, dense_sizes
+from megatron_rl.weights.families.dense_layer import dense_layer, dense_sizes
 from megatron_rl.weights.families.family import Family
 from megatron_rl.weights.families.refusals import refuse_attention_bias, refuse_other_layers
 from megatron_rl.weights.model_shape import ModelShape
@@ -51,5 +51,4 @@ OLMO2 = Family(
     features=features,
     layer=post_norm_layer,
     sizes=post_norm_sizes,
-    layer_fields=dense_fields,
 )

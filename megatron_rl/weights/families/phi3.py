@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry, Layout
-from megatron_rl.weights.families.dense_layer import dense_fields, dense_layer, dense_sizes
+from megatron_rl.weights.families.dense_layer import dense_layer, dense_sizes
 from megatron_rl.weights.families.family import Family
 from megatron_rl.weights.families.refusals import refuse_narrow_window, refuse_other_layers
 from megatron_rl.weights.model_shape import ModelShape
@@ -22,11 +22,6 @@ def refuse(hf_config: Any) -> None:
     for name in ("resid_pdrop", "embd_pdrop"):
         if hf_config.to_dict()[name]:
             raise ConfigError(f"{name}={hf_config.to_dict()[name]} of phi3 is not supported: set it to 0.0")
-
-
-def features(hf_config: Any) -> dict[str, Any]:
-    """Return no feature beside the common ones."""
-    return {}
 
 
 def joined_layer(shape: ModelShape) -> tuple[Entry, ...]:
@@ -47,9 +42,8 @@ def joined_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 PHI3 = Family(
     model_type="phi3",
+    turns_partly=True,
     refuse=refuse,
-    features=features,
     layer=joined_layer,
     sizes=joined_sizes,
-    layer_fields=dense_fields,
 )

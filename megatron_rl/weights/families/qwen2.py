@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.weights.families.dense_layer import dense_fields, dense_layer, dense_sizes
 from megatron_rl.weights.families.family import Family
 from megatron_rl.weights.families.refusals import refuse_other_layers, refuse_sliding_window
 
@@ -22,9 +21,7 @@ def features(hf_config: Any) -> dict[str, Any]:
 
 QWEN2 = Family(
     model_type="qwen2",
+    bitwise=True,
     refuse=refuse,
     features=features,
-    layer=dense_layer,
-    sizes=dense_sizes,
-    layer_fields=dense_fields,
 )

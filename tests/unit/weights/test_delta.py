@@ -55,9 +55,9 @@ def pair(share: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("share", SHARES)
 def test_positions_values_and_bytes_equal_a_naive_loop(share, dtype):
     old, new = pair(share, dtype)
-    positions = changed_words(old, new, dtype.itemsize)
-    assert positions.tolist() == naive_positions(old, new, dtype.itemsize)
-    difference, payload = encode(positions, new, dtype.itemsize)
+    changed = changed_words(old, new, dtype.itemsize)
+    assert changed.nonzero().flatten().tolist() == naive_positions(old, new, dtype.itemsize)
+    difference, payload = encode(changed, new, dtype.itemsize)
     payloads = {code: naive_payload(old, new, dtype.itemsize, code) for code in (0, 1, 2)}
     assert bytes(payload.tolist()) == payloads[difference.code_bytes]
     assert len(payload) == min(map(len, payloads.values())) < len(new)
@@ -86,10 +86,10 @@ def test_where_nearly_all_changed_the_bucket_travels_itself(share, dtype):
 @pytest.mark.parametrize("share", [*SHARES, 0.9, 0.93, 0.95, 0.97])
 def test_a_bucket_is_left_whole_only_where_its_difference_is_no_smaller(share, dtype):
     old, new = pair(share, dtype)
-    positions = changed_words(old, new, dtype.itemsize)
-    changed, found = compare(old, new, dtype.itemsize)
-    wanted = encode(positions, new, dtype.itemsize)
-    assert changed == len(positions) and (found is None) == (wanted is None)
+    changed = changed_words(old, new, dtype.itemsize)
+    count, found = compare(old, new, dtype.itemsize)
+    wanted = encode(changed, new, dtype.itemsize)
+    assert count == int(changed.sum()) and (found is None) == (wanted is None)
     if found is not None:
         assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
 
@@ -100,9 +100,9 @@ def test_bits_are_compared_and_not_numbers():
     new = torch.tensor([-0x8000, 0x7FC0, 0x7FC1, 0x3F80, -0x8000], dtype=torch.int16)
     assert new.view(torch.bfloat16).isnan().tolist() == [False, True, True, False, False]
     old, new = (as_bytes(x.repeat(20)) for x in (old, new))
-    positions = changed_words(old, new, 2)
-    assert positions.tolist() == [x for k in range(0, 100, 5) for x in (k, k + 2)]
-    apply(old, *encode(positions, new, 2))
+    changed = changed_words(old, new, 2)
+    assert changed.nonzero().flatten().tolist() == [x for k in range(0, 100, 5) for x in (k, k + 2)]
+    apply(old, *encode(changed, new, 2))
     assert torch.equal(old, new)
 
 
