@@ -84,7 +84,6 @@ def test_virtual_clock_runs_more_stages_than_cores(tmp_path: pathlib.Path) -> No
     )
     assert min(row["dense_s"], row["skip_s"]) > 0 and "optimizer_step_s" not in row
     assert 0 < row["surviving_tokens"] < row["dense_tokens"]
-    assert row["ratio"] == row["dense_s"] / row["skip_s"]
     assert all(m % 4 == 0 for m in row["dense_microbatches"] + row["skip_microbatches"])
 
 
