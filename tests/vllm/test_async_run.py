@@ -5,11 +5,8 @@ The modes agree, tokens carry their weights' versions, and a lost engine is mend
 
 from __future__ import annotations
 
-import os
 import pathlib
-import signal
 import threading
-import time
 
 import pytest
 import torch
