@@ -1,0 +1,196 @@
+"""Measures rollouts of heavy-tailed lengths with and without stragglers that go on (docs/rollout-lengths.md).
+
+    python tools/benchmarks/stragglers.py                # under an environment with vLLM; all samples at once
+    python tools/benchmarks/stragglers.py --slots 8      # an engine that holds fewer than a rollout has
+
+Rollouts are made ahead by RolloutManager, as a run makes them, with weights sent in flight before each; in the place of
+training, which has a device of its own, the main thread sleeps. Lengths are drawn as tools/benchmarks/start_order.py
+draws them. For each ``rollout.producer.straggler_share`` the same groups are generated, all of them to their end, in
+turn within each round; the bound are rollouts of as many tokens that are dealt out evenly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
+EVENLY = "evenly dealt"
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog="example: python tools/benchmarks/stragglers.py --slots 8 --json runs/benchmark_stragglers.json",
+    )
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.125, 0.25, 0.5], metavar="SHARE")
+    parser.add_argument("--prompts", type=int, default=64, help="of a rollout, one sample each")
+    parser.add_argument("--slots", type=int, default=64, help="samples that the engine holds at once")
+    parser.add_argument("--median-tokens", type=float, default=60.0)
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the lengths' logarithm")
+    parser.add_argument("--most-tokens", type=int, default=600)
+    parser.add_argument("--train-s", type=float, default=0.2, help="seconds of training after each rollout")
+    parser.add_argument("--rollouts", type=int, default=6, help="of a round")
+    parser.add_argument("--rounds", type=int, default=3, help="each of lengths of its own")
+    parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
+    given = parser.parse_args(arguments)
+    for name in ("prompts", "slots", "most_tokens", "rollouts", "rounds"):
+        if vars(given)[name] < 1:
+            parser.error(f"--{name.replace('_', '-')} {vars(given)[name]} must be at least 1")
+    if 0.0 not in given.shares:
+        parser.error("--shares must name 0, which the others are compared with")
+    return given
+
+
+class GivenLengths:
+    """Has an engine give every sample of a prompt the length that is asked for."""
+
+    def __init__(self, engine, lengths: Sequence[int]) -> None:
+        self._engine, self._lengths = engine, lengths
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
+        lengths = [int(self._lengths[int(prompt.prompt_id.partition("@")[0])]) for prompt in prompts]
+        found = self._engine.generate(
+            prompts, samples_per_prompt, temperature=temperature, max_tokens=lengths, on_finished=on_finished
+        )
+        if [len(rollout.response_ids) for rollout in found[::samples_per_prompt]] != lengths:
+            raise RuntimeError("a sample has not the length that was asked for")
+        return found
+
+
+def make_manager(engine, config, weights: dict, version: Callable[[], int]):
+    """Return the rollout manager of a run of one rank, whose every sample is worth 1."""
+    from megatron_rl.rollout.manager import RolloutManager
+    from megatron_rl.types import Score
+
+    return RolloutManager(
+        engine,
+        lambda rollouts: [Score(total=1.0, by_function=()) for _ in rollouts],
+        config,
+        export=lambda: iter(weights.items()),
+        version=version,
+        share=(0, 1),
+    )
+
+
+def time_rollouts(given: argparse.Namespace, engine, config, weights: dict, lengths, versions: Iterator[int]) -> float:
+    """Return the seconds of a rollout, of ``given.rollouts`` that are made ahead and trained one after the other."""
+    from megatron_rl.rollout.stragglers import num_to_start, num_to_train
+    from megatron_rl.types import Prompt
+
+    random, now = np.random.default_rng(0), [next(versions)]
+    prompts = (
+        Prompt(prompt_id=f"{i}@0", text="", token_ids=tuple(random.integers(5, 15, size=8).tolist()), columns={})
+        for i in itertools.count()
+    )
+    manager = make_manager(GivenLengths(engine, lengths), config, weights, lambda: now[0])
+    stragglers, jobs, left, trained = config.rollout.producer.num_stragglers(given.prompts), {}, None, 0
+
+    def start(index: int) -> None:
+        count = num_to_start(
+            prompts_per_rollout=given.prompts,
+            stragglers=stragglers,
+            rollouts=index - min(jobs, default=index) + 1,
+            outstanding=sum(len(job.prompts) for job in [*jobs.values(), *([left] if left else [])]),
+            is_last=index == given.rollouts - 1,
+        )
+        jobs[index] = manager.job(dict(enumerate(itertools.islice(prompts, count))), 1)
+        manager.start(jobs[index])
+
+    manager.sync_weights()
+    started = time.perf_counter()
+    for index in range(given.rollouts):
+        for ahead in range(len(jobs) + index, min(index + 2, given.rollouts)):
+            start(ahead)
+        job = jobs.pop(index)
+        if stragglers:
+            room = num_to_train(
+                prompts_per_rollout=given.prompts, left=len(left.prompts) if left else 0, started=len(job.prompts)
+            )
+            whole, _ = manager.collect_most(job, left, room)
+            left = job if job.prompts else None
+        else:
+            whole, left = job, None
+            manager.collect(job, sorted(job.prompts))
+        manager.finish(whole)
+        trained += len(whole.prompts)
+        time.sleep(given.train_s)
+        now[0] = next(versions)
+        manager.sync_weights()
+    seconds = (time.perf_counter() - started) / given.rollouts
+    manager.worker.close()
+    if left is not None or trained != given.prompts * given.rollouts:
+        raise RuntimeError(f"{trained} groups of {given.prompts * given.rollouts} were trained")
+    return seconds
+
+
+def measure(given: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
+    from start_order import draw_lengths, open_engine
+
+    settings = ["rollout.producer.mode=prefetch", "weight_sync.in_flight=true", "correction.mode=token_truncate"]
+    engine, config, weights = open_engine(given, folder, *settings)
+    versions, seconds = itertools.count(1), {}
+    number = given.prompts * given.rollouts
+    drawn = argparse.Namespace(**(vars(given) | {"prompts": number, "epoch_sigma": 0.0}))
+    try:
+        for turn in range(given.rounds + 1):  # the first to warm up
+            lengths, *_ = draw_lengths(drawn, np.random.default_rng(turn))
+            even, rest = divmod(int(lengths.sum()), number)
+            evenly = np.array([even + 1] * rest + [even] * (number - rest))
+            for share, wanted in [(None, evenly), *((share, lengths) for share in given.shares)]:
+                found = time_rollouts(given, engine, with_share(config, share or 0.0), weights, wanted, versions)
+                if turn:
+                    seconds.setdefault(EVENLY if share is None else f"{share:g}", []).append(found)
+    finally:
+        engine.close()
+    return [
+        {
+            "share": name,
+            "seconds": statistics.median(values),
+            "of_the_bound": statistics.median(a / b for a, b in zip(values, seconds[EVENLY], strict=True)),
+        }
+        for name, values in seconds.items()
+    ]
+
+
+def with_share(config, share: float):
+    from dataclasses import replace
+
+    producer = replace(config.rollout.producer, straggler_share=share)
+    return replace(config, rollout=replace(config.rollout, producer=producer))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(given, pathlib.Path(folder))
+    for row in rows:
+        print(f"{row['share']:<16}{row['seconds']:8.2f} s a rollout {row['of_the_bound']:6.3f} of the bound")
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(
+            json.dumps({"given": {k: str(v) for k, v in vars(given).items()}, "rows": rows}, indent=1)
+        )
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
