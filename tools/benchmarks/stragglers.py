@@ -34,13 +34,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         epilog="example: python tools/benchmarks/stragglers.py --slots 8 --json runs/benchmark_stragglers.json",
     )
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.125, 0.25, 0.5], metavar="SHARE")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.125, 0.25], metavar="SHARE")
     parser.add_argument("--prompts", type=int, default=64, help="of a rollout, one sample each")
     parser.add_argument("--slots", type=int, default=64, help="samples that the engine holds at once")
-    parser.add_argument("--median-tokens", type=float, default=60.0)
+    parser.add_argument("--median-tokens", type=float, default=30.0)
     parser.add_argument("--sigma", type=float, default=1.0, help="of the lengths' logarithm")
-    parser.add_argument("--most-tokens", type=int, default=600)
-    parser.add_argument("--train-s", type=float, default=0.2, help="seconds of training after each rollout")
+    parser.add_argument("--most-tokens", type=int, default=300)
+    parser.add_argument("--train-s", type=float, default=0.1, help="seconds of training after each rollout")
     parser.add_argument("--rollouts", type=int, default=6, help="of a round")
     parser.add_argument("--rounds", type=int, default=3, help="each of lengths of its own")
     parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
@@ -147,14 +147,15 @@ def measure(given: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
     number = given.prompts * given.rollouts
     drawn = argparse.Namespace(**(vars(given) | {"prompts": number, "epoch_sigma": 0.0}))
     try:
-        for turn in range(given.rounds + 1):  # the first to warm up
+        warm_up = argparse.Namespace(**(vars(given) | {"rollouts": 1}))
+        time_rollouts(warm_up, engine, config, weights, np.full(given.prompts, 16), versions)
+        for turn in range(given.rounds):
             lengths, *_ = draw_lengths(drawn, np.random.default_rng(turn))
             even, rest = divmod(int(lengths.sum()), number)
             evenly = np.array([even + 1] * rest + [even] * (number - rest))
             for share, wanted in [(None, evenly), *((share, lengths) for share in given.shares)]:
                 found = time_rollouts(given, engine, with_share(config, share or 0.0), weights, wanted, versions)
-                if turn:
-                    seconds.setdefault(EVENLY if share is None else f"{share:g}", []).append(found)
+                seconds.setdefault(EVENLY if share is None else f"{share:g}", []).append(found)
     finally:
         engine.close()
     return [
