@@ -155,7 +155,9 @@ def measure(given: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
             evenly = np.array([even + 1] * rest + [even] * (number - rest))
             for share, wanted in [(None, evenly), *((share, lengths) for share in given.shares)]:
                 found = time_rollouts(given, engine, with_share(config, share or 0.0), weights, wanted, versions)
-                seconds.setdefault(EVENLY if share is None else f"{share:g}", []).append(found)
+                name = EVENLY if share is None else f"{share:g}"
+                print(f"round {turn}: {name}: {found:.2f} s a rollout", file=sys.stderr, flush=True)
+                seconds.setdefault(name, []).append(found)
     finally:
         engine.close()
     return [
