@@ -2,11 +2,13 @@
 
     python tools/benchmarks/stragglers.py                # under an environment with vLLM; all samples at once
     python tools/benchmarks/stragglers.py --slots 8      # an engine that holds fewer than a rollout has
+    python tools/benchmarks/stragglers.py --engine counted    # no engine: decoding steps are counted
 
 Rollouts are made ahead by RolloutManager, as a run makes them, with weights sent in flight before each; in the place of
 training, which has a device of its own, the main thread sleeps. Lengths are drawn as tools/benchmarks/start_order.py
 draws them. For each ``rollout.producer.straggler_share`` the same groups are generated, all of them to their end, in
-turn within each round; the bound are rollouts of as many tokens that are dealt out evenly.
+turn within each round; the bound are rollouts of as many tokens that are dealt out evenly. Counted: each decoding step
+gives every running sample one token, and training takes no time.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         epilog="example: python tools/benchmarks/stragglers.py --slots 8 --json runs/benchmark_stragglers.json",
     )
+    parser.add_argument("--engine", choices=["vllm", "counted"], default="vllm")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.125, 0.25], metavar="SHARE")
     parser.add_argument("--prompts", type=int, default=64, help="of a rollout, one sample each")
     parser.add_argument("--slots", type=int, default=64, help="samples that the engine holds at once")
@@ -138,36 +141,108 @@ def time_rollouts(given: argparse.Namespace, engine, config, weights: dict, leng
     return seconds
 
 
+def count_steps(lengths: Sequence[int], share: float, prompts: int, slots: int, rollouts: int) -> int:
+    """Return the decoding steps of rollouts that are made ahead, as rollout/queue.py and rollout/worker.py start them.
+
+    A rollout's groups are started once it may be made ahead of the one that is waited for, and the one before lacks no
+    more than its stragglers.
+    """
+    from megatron_rl.rollout.stragglers import num_to_start, num_to_train
+
+    stragglers, steps, drawn, started, taken, left = int(share * prompts + 1e-9), 0, 0, 0, 0, 0
+    owed: list[set[int]] = []  # each rollout's samples that are not whole
+    own: list[int] = []  # and how many of its own are not taken
+    waiting: list[int] = []
+    running: dict[int, int] = {}
+    while taken < rollouts:
+        while started < min(taken + 2, rollouts) and (
+            not started or len(owed[-1]) <= (max(1, stragglers) if share else 0)
+        ):
+            count = num_to_start(
+                prompts_per_rollout=prompts,
+                stragglers=stragglers,
+                rollouts=started - taken + 1,
+                outstanding=left + sum(own[taken:]),
+                is_last=started == rollouts - 1,
+            )
+            owed.append(set(range(drawn, drawn + count)))
+            own.append(count)
+            waiting += owed[-1]
+            drawn, started = drawn + count, started + 1
+        while waiting and len(running) < slots:
+            sample = waiting.pop(0)
+            running[sample] = int(lengths[sample])
+        least = min(running.values())
+        steps, running = steps + least, {x: n - least for x, n in running.items()}
+        ended = {x for x, n in running.items() if not n}
+        running = {x: n for x, n in running.items() if n}
+        for samples in owed:
+            samples -= ended
+        while taken < started:
+            room = num_to_train(prompts_per_rollout=prompts, left=left, started=own[taken]) - left
+            if (taken and owed[taken - 1]) or own[taken] - len(owed[taken]) < room:
+                break
+            taken, left = taken + 1, own[taken] - room
+            own[taken - 1] = 0
+    return steps
+
+
+def measure_counted(given: argparse.Namespace) -> list[dict]:
+    found: dict[str, list[float]] = {}
+    for turn in range(given.rounds):
+        lengths, evenly = draw(given, turn)
+        for name, share, wanted in in_turn(given, lengths, evenly):
+            steps = count_steps(wanted, share, given.prompts, given.slots, given.rollouts)
+            found.setdefault(name, []).append(steps / given.rollouts)
+    return table(found, "steps")
+
+
+def draw(given: argparse.Namespace, turn: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lengths of a round's groups, and as many tokens dealt out evenly."""
+    from start_order import draw_lengths
+
+    number = given.prompts * given.rollouts
+    drawn = argparse.Namespace(**(vars(given) | {"prompts": number, "epoch_sigma": 0.0}))
+    lengths, *_ = draw_lengths(drawn, np.random.default_rng(turn))
+    even, rest = divmod(int(lengths.sum()), number)
+    return lengths, np.array([even + 1] * rest + [even] * (number - rest))
+
+
+def in_turn(given: argparse.Namespace, lengths: np.ndarray, evenly: np.ndarray) -> Iterator[tuple]:
+    """Yield name, share and lengths of what a round compares."""
+    yield EVENLY, 0.0, evenly
+    for share in given.shares:
+        yield f"{share:g}", share, lengths
+
+
+def table(found: dict[str, list[float]], unit: str) -> list[dict]:
+    return [
+        {
+            "share": name,
+            unit: statistics.median(values),
+            "of_the_bound": statistics.median(a / b for a, b in zip(values, found[EVENLY], strict=True)),
+        }
+        for name, values in found.items()
+    ]
+
+
 def measure(given: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
-    from start_order import draw_lengths, open_engine
+    from start_order import open_engine
 
     settings = ["rollout.producer.mode=prefetch", "weight_sync.in_flight=true", "correction.mode=token_truncate"]
     engine, config, weights = open_engine(given, folder, *settings)
     versions, seconds = itertools.count(1), {}
-    number = given.prompts * given.rollouts
-    drawn = argparse.Namespace(**(vars(given) | {"prompts": number, "epoch_sigma": 0.0}))
     try:
         warm_up = argparse.Namespace(**(vars(given) | {"rollouts": 1}))
         time_rollouts(warm_up, engine, config, weights, np.full(given.prompts, 16), versions)
         for turn in range(given.rounds):
-            lengths, *_ = draw_lengths(drawn, np.random.default_rng(turn))
-            even, rest = divmod(int(lengths.sum()), number)
-            evenly = np.array([even + 1] * rest + [even] * (number - rest))
-            for share, wanted in [(None, evenly), *((share, lengths) for share in given.shares)]:
-                found = time_rollouts(given, engine, with_share(config, share or 0.0), weights, wanted, versions)
-                name = EVENLY if share is None else f"{share:g}"
+            for name, share, wanted in in_turn(given, *draw(given, turn)):
+                found = time_rollouts(given, engine, with_share(config, share), weights, wanted, versions)
                 print(f"round {turn}: {name}: {found:.2f} s a rollout", file=sys.stderr, flush=True)
                 seconds.setdefault(name, []).append(found)
     finally:
         engine.close()
-    return [
-        {
-            "share": name,
-            "seconds": statistics.median(values),
-            "of_the_bound": statistics.median(a / b for a, b in zip(values, seconds[EVENLY], strict=True)),
-        }
-        for name, values in seconds.items()
-    ]
+    return table(seconds, "seconds")
 
 
 def with_share(config, share: float):
@@ -179,19 +254,23 @@ def with_share(config, share: float):
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
-    import torch.distributed as dist
+    if given.engine == "counted":
+        rows = measure_counted(given)
+    else:
+        import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure(given, pathlib.Path(folder))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with tempfile.TemporaryDirectory() as folder:
+            rows = measure(given, pathlib.Path(folder))
+        dist.destroy_process_group()
+    unit = "steps" if given.engine == "counted" else "seconds"
     for row in rows:
-        print(f"{row['share']:<16}{row['seconds']:8.2f} s a rollout {row['of_the_bound']:6.3f} of the bound")
+        print(f"{row['share']:<16}{row[unit]:10.2f} {unit} a rollout {row['of_the_bound']:6.3f} of the bound")
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(
             json.dumps({"given": {k: str(v) for k, v in vars(given).items()}, "rows": rows}, indent=1)
         )
-    dist.destroy_process_group()
     return 0
 
 
