@@ -167,7 +167,7 @@ def count_steps(lengths: Sequence[int], share: float, prompts: int, slots: int, 
             )
             owed.append(set(range(drawn, drawn + count)))
             own.append(count)
-            waiting += owed[-1]
+            waiting += range(drawn, drawn + count)
             drawn, started = drawn + count, started + 1
         while waiting and len(running) < slots:
             sample = waiting.pop(0)
