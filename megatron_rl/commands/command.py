@@ -40,6 +40,7 @@ def tool(name: str) -> Callable[[], Sequence[str]]:
 VERBS = {
     "train": Verb(does="Train a policy.", program=module("megatron_rl.train"), many=True),
     "serve": Verb(does="Serve Tinker's API on this backend.", program=module("megatron_rl.serve"), many=True),
+    "watch": Verb(does="Follow a run in a browser on this host.", program=module("megatron_rl.watch")),
     "convert": Verb(does="Convert between Hugging Face and Megatron.", program=tool("convert_checkpoint.py")),
     "verify": Verb(
         does="Compare a topology with one process, on a thin model.", program=tool("verify_topology.py"), many=True

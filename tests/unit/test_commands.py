@@ -54,7 +54,7 @@ def test_a_word_becomes_its_program(words: list[str], becomes: list[str]) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["trian"], "'trian' is no command; those are train, serve, convert, verify, simulate, doctor, new"),
+        (["trian"], "'trian' is no command; those are train, serve, watch, convert, verify, simulate, doctor, new"),
         (["train", "--nproc"], "--nproc needs a number of processes"),
         (["train", "--nproc", "0"], "--nproc '0' is no number of processes"),
         (["train", "--nproc=two"], "--nproc 'two' is no number of processes"),
