@@ -53,6 +53,8 @@ def save_rollout(
             of_token = None
             if advantages.of_token is not None:
                 of_token = advantages.of_token[ends[row] - facts.response_tokens[row] : ends[row]].tolist()
+            elif rollout.loss_mask is not None:  # the environment's tokens have none
+                of_token = (advantages.of_sample[row] * np.array(rollout.loss_mask)).tolist()
             seen.update(rollout.response_ids)
             samples.append(
                 sample_row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,6 +96,16 @@ def test_a_saved_rollout_has_its_own_samples_numbers(tmp_path):
     ]
     assert found == [(f"{place}@0", row % 3, *numbers[row], row, [row / 10]) for row, place in enumerate(places)]
     assert whole["tokens"] == {"5": "<5>"} and whole["functions"] == ["f"]
+
+
+def test_the_environments_tokens_are_saved_without_advantage(tmp_path):
+    config = load_config(None, ["reward.functions=[f]", "metrics.save_rollouts=true", f"run.dir={tmp_path}"])
+    taken = taken_of([0], [0])
+    turns = dataclasses.replace(group_of(0).rollouts[0], response_ids=(5, 6, 5), loss_mask=(True, False, True))
+    taken.groups[0] = Group(rollouts=(turns,) * SIZE, scores=group_of(0).scores)
+    save_rollout(config, taken, Advantages(of_sample=np.array([0.5, 0.0, -1.0])), 0, tokenizer=TOKENIZER, rank=0)
+    (group,) = read_rollout(tmp_path, 1)["groups"]
+    assert [s["advantages"] for s in group["samples"]] == [[0.5, 0.0, 0.5], [0.0] * 3, [-1.0, 0.0, -1.0]]
 
 
 def test_rollouts_are_saved_where_it_is_asked_for(tmp_path):
