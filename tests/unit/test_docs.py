@@ -152,7 +152,7 @@ def test_every_configuration_key_exists(name: str) -> None:
         ours = [
             span for row in re.findall(r"^\| ([^|]*) \|", text_of(name), re.M) for span in re.findall(r"`([^`]+)`", row)
         ]
-        assert len(ours) > 50
+        assert len(ours) > 40
     named = {key for span in ours for key in pattern.findall(span)} - NO_KEYS
     assert not {key for key in named if not key_exists(key) and not key.endswith(FILES)}
 
