@@ -33,7 +33,9 @@ LEVELS = (
     ("critic",),
     ("trainer",),
     ("cli",),
-    ("train", "serve"),
+    ("train", "serve", "watch"),
+    ("commands",),
+    ("__main__",),
 )
 HEIGHT = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
 MEGATRON_ROOMS = ("distributed", "weights", "model", "backend", "checkpoint")
