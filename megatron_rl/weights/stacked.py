@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from megatron_rl.weights.families.register import FAMILIES
+from megatron_rl.weights.shards import Planned
 
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of a stack in MXFP4 (weights/mxfp4.py)
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
@@ -42,6 +44,24 @@ def is_stack(name: str, stacked: tuple[str, ...]) -> bool:
     """Return whether a name is a stack's."""
     within, _, last = name.rpartition(".")
     return last in stacked and within.endswith(".experts")
+
+
+def joined_plan(planned: Iterable[Planned], family: str) -> list[Planned]:
+    """Return the tensors of files, in order, where some of ``planned`` are experts' slices that come one by one."""
+    stacked = stacked_names(family)
+    found: list[Planned] = []
+    for tensor in planned:
+        place = stack_of(tensor.name, stacked)
+        if place is None:
+            found.append(tensor)
+        elif place[1] == 0:
+            found.append(replace(tensor, name=place[0], shape=(1, *tensor.shape), slices=(tensor.name,)))
+        else:
+            last = found[-1]
+            assert last.name == place[0] and len(last.slices) == place[1], f"{tensor.name} comes after {last.name}"
+            names = (*last.slices, tensor.name)
+            found[-1] = replace(last, shape=(len(names), *tensor.shape), slices=names)
+    return found
 
 
 def slices(tensors: Iterable[tuple[str, torch.Tensor]], family: str) -> Iterator[tuple[str, torch.Tensor]]:
