@@ -228,11 +228,10 @@ class TorchAttention(torch.nn.Module):
     softmax_offset: [h], sinks (model/sinks.py); None without.
     """
 
-    softmax_offset: torch.nn.Parameter | None = None
-
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.softmax_offset: torch.nn.Parameter | None = None
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_
