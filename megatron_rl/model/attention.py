@@ -244,6 +244,4 @@ class TorchAttention(torch.nn.Module):
             both = _GatherContext.apply(torch.stack([key, value], dim=1), packed_seq_params.context.group)
             key, value = both.index_select(0, packed_seq_params.key_order).unbind(1)
         scale = self.softmax_scale or query.shape[-1] ** -0.5
-        return span_attention(
-            query, key, value, packed_seq_params.spans, scale, sinks=self.softmax_offset
-        ).flatten(1)
+        return span_attention(query, key, value, packed_seq_params.spans, scale, sinks=self.softmax_offset).flatten(1)

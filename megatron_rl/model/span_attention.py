@@ -82,9 +82,7 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
     return (out * (lse - together).exp().mT[..., None]).to(out.dtype), together
 
 
-def _sinks_gradient(
-    gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
-) -> torch.Tensor:
+def _sinks_gradient(gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Return [h], the gradient of the sinks: Σ over queries of −p · (gradient · out), p the sink's probability.
 
     As for any score of a softmax, p · (value · gradient − out · gradient), the sink's value being 0.

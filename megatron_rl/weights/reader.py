@@ -20,8 +20,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.mapping import hf_size, stage_entries
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.quantization import SCALE, block_size, dequantize, trace_of
 from megatron_rl.weights.mxfp4 import GROUP, ExpertOfStack, PackedExpert
+from megatron_rl.weights.quantization import SCALE, block_size, dequantize, trace_of
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
 from megatron_rl.weights.stacked import BLOCKS, SCALES, is_stack, slice_name, stacked_names
 

@@ -20,8 +20,8 @@ from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.shards import Planned, ShardWriter
-from tests.patience import patient
 from megatron_rl.weights.stacked import slices
+from tests.patience import patient
 from tests.reference import FAMILIES, MIXTURES, tiny_config, tiny_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""gpt-oss (``gpt_oss``): attention sinks, biases on every projection, and experts of a clamped SwiGLU, stacked in files."""
+"""gpt-oss (``gpt_oss``): attention sinks, biases on every projection, experts of a clamped SwiGLU, stacked in files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refuse(hf_config: Any) -> None:
         raise ConfigError("attention_bias=false of gpt_oss is not supported; only biases on all projections are")
     if hf_config.swiglu_alpha != QUICK_GELU:
         raise ConfigError(
-            f"swiglu_alpha={hf_config.swiglu_alpha} of gpt_oss is not supported; only {QUICK_GELU} is, which vLLM has too"
+            f"swiglu_alpha={hf_config.swiglu_alpha} of gpt_oss is not supported; only {QUICK_GELU} is, as in vLLM"
         )
     if not hf_config.swiglu_limit > 0:
         raise ConfigError(f"swiglu_limit={hf_config.swiglu_limit} of gpt_oss is not supported; give a number above 0")

@@ -17,7 +17,8 @@ from megatron_rl.weights.families.qwen3 import QWEN3
 from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GLM4_MOE, GPT_OSS)
+    family.model_type: family
+    for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GLM4_MOE, GPT_OSS)
 }
 _GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
 _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
