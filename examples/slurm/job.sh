@@ -7,8 +7,9 @@
 #
 # It works with bash and SLURM's own commands, on the host; only the tasks run in a container.
 cd "${SLURM_SUBMIT_DIR:?this belongs to a batch script: start one with sbatch, from the root of the repository}" || exit 2
-[ -f examples/slurm/node.sh ] || {
-  echo "$SLURM_JOB_NAME: no examples/slurm/node.sh in $PWD; call sbatch in the root of the repository, or with --chdir" >&2
+parts="${SLURM_PARTS:-examples/slurm}" # this folder
+[ -f "$parts/node.sh" ] || {
+  echo "$SLURM_JOB_NAME: no $parts/node.sh in $PWD; call sbatch in the root of the repository, or with --chdir" >&2
   exit 2
 }
 # shellcheck disable=SC2034  # the templates' own
@@ -74,7 +75,7 @@ train_on() {
   shift
   before=$(latest_checkpoint)
   echo "job $SLURM_JOB_ID ($SLURM_JOB_NAME), attempt $attempt: ${hosts[*]}; run $run_dir, checkpoint: $before"
-  step "${hosts[@]}" -- bash examples/slurm/node.sh "${hosts[0]}:$port" -m "${program:-megatron_rl.train}" --run-dir "$run_dir" "$@" &
+  step "${hosts[@]}" -- bash "$parts/node.sh" "${hosts[0]}:$port" -m "${program:-megatron_rl.train}" --run-dir "$run_dir" "$@" &
   trainer=$!
   [ -z "$asked" ] || kill -USR1 "$trainer"
   while kill -0 "$trainer" 2>/dev/null; do

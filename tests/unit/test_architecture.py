@@ -34,6 +34,8 @@ LEVELS = (
     ("trainer",),
     ("cli",),
     ("train", "serve"),
+    ("commands",),
+    ("__main__",),
 )
 HEIGHT = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
 MEGATRON_ROOMS = ("distributed", "weights", "model", "backend", "checkpoint")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.commands.command import VERBS
 from megatron_rl.config import Config, load_config
 from tools import config_table
 
@@ -30,6 +31,7 @@ SECTIONS = [key for key, _ in config_table.sections()]
 FORBIDDEN = {"utils.py", "helpers.py", "common.py"}
 # A package, a function and a tensor, which begin like a section.
 NO_KEYS = {"megatron.core", "train.main", "model.layers.K"}
+NEW_RUN = "my_run/"  # the folder that `megatron-rl new` makes on the pages
 # Endings of files, which a span such as `metrics.jsonl` has in common with a key of the section `metrics`.
 FILES = (".jsonl", ".json", ".yaml", ".safetensors", ".py", ".sh", ".1")
 
@@ -64,7 +66,7 @@ def commands(name: str) -> list[list[str]]:
     lines = [line for _, block in blocks(name) for line in block.replace("\\\n", " ").split("\n")]
     found = []
     for line in lines + spans(name):
-        if not re.match(r"\s*(\S*python\b|torchrun|make|srun|sbatch|bash|\S*pip) ", line):
+        if not re.match(r"\s*(\S*python\b|torchrun|make|srun|sbatch|bash|\S*pip|megatron-rl) ", line):
             continue
         words = shlex.split(re.sub(r"\s#\s.*|\s&$|…", "", line))
         found.append([word for word in words if not word.startswith("$")])
@@ -169,13 +171,18 @@ TRAIN = [ROOT / "megatron_rl" / "cli.py", ROOT / "megatron_rl" / "simulator" / "
 
 def sources_of(words: list[str]) -> list[pathlib.Path]:
     """Return the files that read a command's flags: the script or module that it names, and the folder beside it."""
+    if words[0] == "megatron-rl" and not words[1].isupper():
+        assert words[1] in [*VERBS, "new"], words
+        own = [ROOT / "megatron_rl/commands" / name for name in ("launch.py", "new_run.py")]
+        program = VERBS[words[1]].program() if words[1] in VERBS else ("",)
+        return [*own, *sources_of([word.removeprefix(f"{ROOT}/") for word in program])]
     for position, word in enumerate(words):
         if word == "-m" and words[position + 1].startswith(("megatron_rl", "tests")):
             place = ROOT / words[position + 1].replace(".", "/")
             module = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
             assert module.is_file(), words
             return [module, *(TRAIN if place.name in ("train", "serve") else [])]
-        if word.endswith((".py", ".sh", ".sbatch")) and "/" in word:
+        if word.endswith((".py", ".sh", ".sbatch")) and "/" in word and not word.startswith(NEW_RUN):
             script = ROOT / word
             assert script.is_file(), words
             if script.suffix != ".py":
@@ -193,7 +200,7 @@ def test_every_flag_is_one_of_its_command(name: str) -> None:
         scripts = [
             i
             for i, word in enumerate(words)
-            if word.startswith("megatron_rl.") or word.endswith((".py", ".sh", ".sbatch"))
+            if word.startswith(("megatron_rl.", "megatron-rl")) or word.endswith((".py", ".sh", ".sbatch"))
         ]
         for word in words[scripts[0] + 1 if scripts else len(words) :]:
             flag = word.partition("=")[0]

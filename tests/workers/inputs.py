@@ -79,7 +79,7 @@ def prepare_gpt_oss(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.P
         intermediate_size=48,
         num_local_experts=4,
         num_experts_per_tok=2,
-        layer_types=["full_attention"] * 2,
+        sliding_window=9,
         max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -1,0 +1,10 @@
+"""Start the command: ``python -m megatron_rl`` is ``megatron-rl``."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_rl.commands.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Builds the command lines that `megatron-rl` hands its process to: Python, or torchrun around it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.errors import ConfigError
+
+FLAG = "--nproc"
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def take_processes(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Return the value of ``--nproc`` and the other arguments; None where it is not among them.
+
+    Raises ConfigError for a value that is no number of processes, and for two of them.
+    """
+    processes, others, rest = None, [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name != FLAG:
+            others.append(word)
+            continue
+        if not equals:
+            if not rest:
+                raise ConfigError("--nproc needs a number of processes, as in --nproc 8")
+            value = rest.pop(0)
+        if processes is not None:
+            raise ConfigError(f"--nproc stands twice: {processes} and {value!r}; give it once")
+        if not value.isascii() or not value.isdecimal() or int(value) < 1:
+            raise ConfigError(f"--nproc {value!r} is no number of processes; it is a whole number of at least 1")
+        processes = int(value)
+    return processes, others
+
+
+def command_line(
+    program: Sequence[str], arguments: Sequence[str], processes: int | None, environment: Mapping[str, str]
+) -> list[str]:
+    """Return the words of the process that runs ``program``.
+
+    program: ``-m MODULE`` or the path of a script, as Python and torchrun take it.
+    processes: torchrun starts so many on this host; None: one process without it, or a rank of a launcher's world.
+
+    Raises ConfigError for ``--nproc`` within a world that a launcher has started already.
+    """
+    if processes is None:
+        return [sys.executable, *program, *arguments]
+    inside = [name for name in RANK_VARIABLES if name in environment]
+    if inside:
+        raise ConfigError(
+            f"--nproc {processes} would start torchrun within a rank of another launcher "
+            f"({', '.join(f'{name}={environment[name]}' for name in inside)} in the environment); leave --nproc out"
+        )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*torchrun, *program, *arguments]
+
+
+def become(words: Sequence[str]) -> None:
+    """Replace this process by the command, so that signals and its exit code are the command's own."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun says so at length where it is missing
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(words[0], list(words))
