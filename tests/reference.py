@@ -18,7 +18,7 @@ from megatron_rl.weights.fused import file_tensors
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
 FAMILIES = (
     *("qwen2_tied", "qwen2_untied", "qwen3", "qwen3_yarn", "llama", "llama3_rope", "mistral"),
-    *("phi3", "phi3_partial", "olmo2"),
+    *("phi3", "phi3_partial", "olmo2", "olmo3", "gemma3_text"),
 )
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe", "gpt_oss")
 WINDOWED = ("mistral_window", "phi3_window", "qwen2_window", "qwen3_window", "mixtral_window", "qwen3_moe_window")
@@ -27,12 +27,14 @@ WINDOWED = ("mistral_window", "phi3_window", "qwen2_window", "qwen3_window", "mi
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
     from transformers import (
+        Gemma3TextConfig,
         Glm4MoeConfig,
         GptOssConfig,
         LlamaConfig,
         MistralConfig,
         MixtralConfig,
         Olmo2Config,
+        Olmo3Config,
         Phi3Config,
         Qwen2Config,
         Qwen3Config,
@@ -97,6 +99,17 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             )
         case "olmo2":
             return Olmo2Config(**sizes, tie_word_embeddings=False)
+        case "olmo3":
+            yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+            rope = dict(full_attention=yarn, sliding_attention=dict(rope_type="default", rope_theta=1e4))
+            kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+            return Olmo3Config(**sizes, sliding_window=5, layer_types=kinds, rope_parameters=rope)
+        case "gemma3_text":
+            linear = dict(rope_type="linear", rope_theta=1e6, factor=8.0)
+            rope = dict(full_attention=linear, sliding_attention=dict(rope_type="default", rope_theta=1e4))
+            kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+            gemma = dict(head_dim=hidden // 2, query_pre_attn_scalar=24, layer_types=kinds, sliding_window=5)
+            return Gemma3TextConfig(**sizes, **gemma, rope_parameters=rope)
         case "phi3":
             return Phi3Config(**sizes, sliding_window=256, tie_word_embeddings=False)
         case "phi3_partial":

@@ -1,8 +1,9 @@
-"""OLMo 2's layer of Megatron-Core's parts: norms behind attention and MLP, and over all heads of q and of k together.
+"""Layers of Megatron-Core's parts with norms behind attention and MLP: OLMo 2 and 3, Gemma 3.
 
-Nothing is normed before attention and MLP; what each gives is normed and added to the residual stream (OLMo 2,
-arXiv:2501.00656, section 2; transformers 5.19 ``Olmo2DecoderLayer``). Megatron-Core 0.16.1 has norms before both, and
-over each head of q and k.
+In OLMo nothing is normed before attention and MLP; what each gives is normed and added to the residual stream (OLMo 2,
+arXiv:2501.00656, section 2; transformers 5.19 ``Olmo2DecoderLayer``), and q and k are normed over all heads together.
+Gemma 3 norms before and behind, and multiplies by 1 + weight (transformers 5.19 ``Gemma3DecoderLayer``). Megatron-Core
+0.16.1 has norms before both, and over each head of q and k.
 """
 
 from __future__ import annotations
@@ -91,7 +92,30 @@ class ProjectionNorm(torch.nn.Module):
         )
 
 
+class ShiftedRMSNorm(WideRMSNorm):
+    """Computes the norm times 1 + weight in float32 and rounds once, as Hugging Face's Gemma3RMSNorm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(
+            x.dtype
+        )
+
+
 class PostNormAttention(SelfAttention):
+    """Computes attention and norms its output [T, 1, hidden]."""
+
+    norm: type[WideRMSNorm] = WideRMSNorm
+
+    def __init__(self, config: TransformerConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.post_norm = self.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return self.post_norm(output), bias
+
+
+class ProjectionNormAttention(PostNormAttention):
     """Computes attention over q and k normed as whole projections, and norms its output [T, 1, hidden]."""
 
     def __init__(self, config: TransformerConfig, *args, **kwargs):
@@ -99,23 +123,32 @@ class PostNormAttention(SelfAttention):
         group, head_dim = self.linear_qkv.tp_group, self.hidden_size_per_attention_head
         self.q_layernorm = ProjectionNorm(config, self.num_attention_heads_per_partition, head_dim, group)
         self.k_layernorm = ProjectionNorm(config, self.num_query_groups_per_partition, head_dim, group)
-        self.post_norm = WideRMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
-    def forward(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, bias = super().forward(*args, **kwargs)
-        return self.post_norm(output), bias
+
+class ShiftedPostNormAttention(PostNormAttention):
+    """Computes attention and norms its output times 1 + weight [T, 1, hidden]."""
+
+    norm = ShiftedRMSNorm
 
 
 class PostNormMLP(MLP):
     """Computes the MLP and norms its output [T, 1, hidden]."""
 
+    norm: type[WideRMSNorm] = WideRMSNorm
+
     def __init__(self, config: TransformerConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        self.post_norm = WideRMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.post_norm = self.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(*args, **kwargs)
         return self.post_norm(output), bias
+
+
+class ShiftedPostNormMLP(PostNormMLP):
+    """Computes the MLP and norms its output times 1 + weight [T, 1, hidden]."""
+
+    norm = ShiftedRMSNorm
 
 
 def put_wide_norms(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
@@ -140,11 +173,30 @@ def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
     """
     if layer_spec != "torch":
         raise ConfigError(
-            f"model.layer_spec={layer_spec}: norms behind attention and MLP (olmo2) are built of torch's layers alone; "
-            "set model.layer_spec=torch"
+            f"model.layer_spec={layer_spec}: norms behind attention and MLP (olmo2, olmo3) are built of torch's layers "
+            "alone; set model.layer_spec=torch"
         )
     for layer in spec.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-        parts.self_attention.module, parts.mlp.module = PostNormAttention, PostNormMLP
+        parts.self_attention.module, parts.mlp.module = ProjectionNormAttention, PostNormMLP
     spec.layer_norm = WideRMSNorm
+
+
+def put_norms_around(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
+    """Make every layer of a block one of Gemma 3's, in place: norms before and behind, times 1 + weight.
+
+    Raises ConfigError for Transformer Engine's layers, whose linears take the norms before them into themselves.
+    """
+    if layer_spec != "torch":
+        raise ConfigError(
+            f"model.layer_spec={layer_spec}: norms before and behind attention and MLP (gemma3_text) are built of "
+            "torch's layers alone; set model.layer_spec=torch"
+        )
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = ShiftedRMSNorm
+        parts.self_attention.module, parts.mlp.module = ShiftedPostNormAttention, ShiftedPostNormMLP
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = ShiftedRMSNorm
+    spec.layer_norm = ShiftedRMSNorm

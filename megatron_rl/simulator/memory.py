@@ -79,6 +79,8 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
     norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
     if shape.post_norms:
         norms += (heads + shape.num_kv_heads) * shape.head_dim // tensor
+    if shape.sandwich_norms:
+        norms += 2 * hidden
     if shape.sinks:
         attention += heads // tensor
     if not shape.num_experts or layer < shape.num_dense_layers:

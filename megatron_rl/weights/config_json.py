@@ -54,6 +54,8 @@ _READ = {
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
     *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
     *("use_qk_norm",),
+    *("query_pre_attn_scalar", "hidden_activation", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("use_bidirectional_attention", "rope_local_base_freq", "sliding_window_pattern"),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
     *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop"),
 }
@@ -172,9 +174,17 @@ def _check_sizes(config: Any, where: str) -> None:
     if isinstance(pad := fields.get("pad_token_id"), int) and pad >= fields["vocab_size"]:
         raise ConfigError(f"{where}: pad_token_id={pad} is beyond vocab_size={fields['vocab_size']}; set it to null")
     rope = check(fields.get("rope_parameters"), f"{where}: rope_parameters", dict)
-    kind = field(rope, "rope_type", str, f"{where}: rope_parameters")
+    by_kind = {name: value for name, value in rope.items() if name in ("full_attention", "sliding_attention")}
+    for name, own in by_kind.items():
+        _check_rope(check(own, f"{where}: rope_parameters: {name}", dict), f"{where}: rope_parameters: {name}")
+    if not by_kind:
+        _check_rope(rope, f"{where}: rope_parameters")
+
+
+def _check_rope(rope: dict, where: str) -> None:
+    kind = field(rope, "rope_type", str, where)
     for name in ROPE_NUMBERS.get(kind, ("rope_theta",)):
-        field(rope, name, float, f"{where}: rope_parameters", least=1e-6, most=1e15)
+        field(rope, name, float, where, least=1e-6, most=1e15)
 
 
 def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:

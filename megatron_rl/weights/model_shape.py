@@ -14,6 +14,8 @@ class ModelShape:
 
     ffn_hidden_size: the width of the MLP, or of one expert where the MLP is a mixture.
     post_norms: True for norms behind attention and MLP, and over all heads of q and k together (OLMo 2).
+    sandwich_norms: True for norms before and behind attention and MLP, all multiplying by 1 + weight (Gemma 3).
+    scaled_embedding, gelu: True for the embedding times sqrt(hidden_size), and for gelu (tanh) in the MLP (Gemma).
     windows: of each layer, the tokens that a token sees, itself among them; 0 for all before it, none where all do.
     num_experts, experts_per_token: 0 for a dense model.
     num_dense_layers, dense_ffn_hidden_size: the first layers of a mixture that have one MLP, and its width; else 0.
@@ -49,6 +51,9 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
+    sandwich_norms: bool = False
+    scaled_embedding: bool = False
+    gelu: bool = False
     windows: tuple[int, ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0

@@ -109,10 +109,10 @@ def test_bfloat16_comes_back_and_a_wrong_bit_is_named(tmp_path: pathlib.Path, mo
 
 def test_a_wrong_rotary_frequency_shows_in_the_log_probs(tmp_path: pathlib.Path, monkeypatch) -> None:
     write_model(tmp_path / "hf", "llama3_rope")
-    from megatron_rl.model import build
+    from megatron_rl.model import hf_config
 
-    right = build.inverse_frequencies
-    monkeypatch.setattr(build, "inverse_frequencies", lambda *given: right(*given) * 1.001)
+    right = hf_config.inverse_frequencies
+    monkeypatch.setattr(hf_config, "inverse_frequencies", lambda *given: right(*given) * 1.001)
     assert run("roundtrip", tmp_path / "hf", "--check-logits") == 1
 
 
