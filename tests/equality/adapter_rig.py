@@ -33,6 +33,7 @@ TOPOLOGIES = {
     "TP2": (2, "qwen2_tied", (TP2,), ()),
     "TP2-SP": (2, "qwen3", (TP2, SP), ()),
     "TP2-norms-behind": (2, "olmo2", (TP2,), ()),
+    "TP2-norms-around": (2, "gemma3_text", (TP2,), ()),
     "PP2-tied": (2, "qwen2_tied", (PP2,), ()),
     "PP2-recomputed": (2, "qwen2_untied", (PP2,), RECOMPUTE),
     "PP2-VPP2": (2, "qwen2_tied", (PP2, VPP2), ()),

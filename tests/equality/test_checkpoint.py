@@ -51,6 +51,7 @@ OTHER = {
     ),
     "TP2-to-PP2-joined": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "phi3"),
     "TP2-to-DP2-norms-over-heads": ((*sizes(2, 1), *SHARDED), (*sizes(1, 1), *SHARDED), "olmo2"),
+    "TP2-to-PP2-norms-around": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "gemma3_text"),
     "PP2-to-CP2": ((*sizes(1, 2), *SHARDED), (*sizes(1, 1), *SHARDED, "parallel.context=2"), "llama"),
     "EP2-to-TP2": (
         (*sizes(1, 1), *SHARDED, "parallel.expert=2"),

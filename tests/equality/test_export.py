@@ -44,6 +44,7 @@ TOPOLOGIES = [
     (1, (), "phi3"),
     (4, sizes(2, 2), "phi3"),
     (2, sizes(2, 1), "olmo2"),
+    (2, sizes(2, 1), "gemma3_text"),
     (2, (EP2,), "mixtral"),
     (2, (*sizes(2, 1), SP), "qwen3_moe"),
     (2, (*sizes(2, 1), SP, EP2, ETP1), "mixtral"),

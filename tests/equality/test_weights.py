@@ -171,6 +171,8 @@ FILES = [
     ),
     (4, sizes(2, 2), "phi3"),
     (2, sizes(2, 1), "olmo2"),
+    (2, sizes(2, 1), "olmo3"),
+    (2, sizes(1, 2), "gemma3_text"),
     (1, (), "qwen3_moe"),
     (2, TP_SP, "glm4_moe"),
     (2, (*EP, *sizes(1, 1)), "glm4_moe"),

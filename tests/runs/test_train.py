@@ -140,7 +140,7 @@ def test_experts_stacked_in_files_train_the_same_run(pool, arithmetic, tmp_path)
     assert (two - one).norm() / one.norm() < 1e-5
 
 
-@pytest.mark.parametrize("family", ["phi3", "olmo2"])
+@pytest.mark.parametrize("family", ["phi3", "olmo2", "olmo3", "gemma3_text"])
 def test_a_family_of_other_tensors_trains_the_same_run(pool, arithmetic, tmp_path, family):
     """A run over two tensor ranks is the run on one, and its engine has the trainer's log-probs after every sync."""
     folder = prepare_family(arithmetic, tmp_path / "inputs", family)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
 import sys
@@ -98,4 +99,8 @@ def prepare_family(arithmetic: pathlib.Path, folder: pathlib.Path, family: str) 
     shutil.copytree(arithmetic, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = ModelSizes(hidden=64, layers=2, heads=2, kv_heads=2, intermediate=96, tied=False)
     make_model(family, sizes, arithmetic / "model", folder / "model", 0)
+    config = folder / "model" / "config.json"
+    if "layer_types" in (fields := json.loads(config.read_text())):  # a window that leaves most tokens out
+        kinds = ["sliding_attention", "full_attention"]
+        config.write_text(json.dumps(fields | {"sliding_window": 4, "layer_types": kinds}))
     return folder
