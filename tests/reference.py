@@ -16,18 +16,25 @@ from megatron_rl.types import Sample
 from megatron_rl.weights.fused import file_tensors
 
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
-FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral", "phi3", "phi3_partial", "olmo2")
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe")
+FAMILIES = (
+    *("qwen2_tied", "qwen2_untied", "qwen3", "qwen3_yarn", "llama", "llama3_rope", "mistral"),
+    *("phi3", "phi3_partial", "olmo2", "olmo3", "gemma3_text"),
+)
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe", "gpt_oss")
+WINDOWED = ("mistral_window", "phi3_window", "qwen2_window", "qwen3_window", "mixtral_window", "qwen3_moe_window")
 
 
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
     from transformers import (
+        Gemma3TextConfig,
         Glm4MoeConfig,
+        GptOssConfig,
         LlamaConfig,
         MistralConfig,
         MixtralConfig,
         Olmo2Config,
+        Olmo3Config,
         Phi3Config,
         Qwen2Config,
         Qwen3Config,
@@ -53,6 +60,9 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return Qwen2Config(**sizes, tie_word_embeddings=False)
         case "qwen3":
             return Qwen3Config(**sizes, head_dim=hidden // 2, tie_word_embeddings=True)
+        case "qwen3_yarn":
+            rope = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
+            return Qwen3Config(**sizes, head_dim=hidden // 2, tie_word_embeddings=True, rope_parameters=rope)
         case "llama":
             return LlamaConfig(**sizes, tie_word_embeddings=False)
         case "llama3_rope":
@@ -67,8 +77,39 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
         case "mistral":
             return MistralConfig(**sizes, head_dim=hidden // 2, sliding_window=None, tie_word_embeddings=False)
+        case "mistral_window":
+            return MistralConfig(**sizes, sliding_window=5, tie_word_embeddings=False)
+        case "phi3_window":
+            return Phi3Config(**sizes, sliding_window=5, tie_word_embeddings=False)
+        case "qwen2_window":
+            return Qwen2Config(**sizes, use_sliding_window=True, sliding_window=5, max_window_layers=layers // 2)
+        case "qwen3_window":
+            return Qwen3Config(**sizes, use_sliding_window=True, sliding_window=5, max_window_layers=layers // 2)
+        case "mixtral_window":
+            return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=5)
+        case "qwen3_moe_window":
+            return Qwen3MoeConfig(
+                **sizes,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=hidden // 2,
+                norm_topk_prob=True,
+                use_sliding_window=True,
+                sliding_window=5,
+            )
         case "olmo2":
             return Olmo2Config(**sizes, tie_word_embeddings=False)
+        case "olmo3":
+            yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+            rope = dict(full_attention=yarn, sliding_attention=dict(rope_type="default", rope_theta=1e4))
+            kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+            return Olmo3Config(**sizes, sliding_window=5, layer_types=kinds, rope_parameters=rope)
+        case "gemma3_text":
+            linear = dict(rope_type="linear", rope_theta=1e6, factor=8.0)
+            rope = dict(full_attention=linear, sliding_attention=dict(rope_type="default", rope_theta=1e4))
+            kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+            gemma = dict(head_dim=hidden // 2, query_pre_attn_scalar=24, layer_types=kinds, sliding_window=5)
+            return Gemma3TextConfig(**sizes, **gemma, rope_parameters=rope)
         case "phi3":
             return Phi3Config(**sizes, sliding_window=256, tie_word_embeddings=False)
         case "phi3_partial":
@@ -103,6 +144,26 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
                 num_mtp_layers=1,
                 tie_word_embeddings=False,
             )
+        case "gpt_oss":
+            rope = dict(
+                rope_type="yarn",
+                rope_theta=10000.0,
+                factor=8.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=32,
+            )
+            return GptOssConfig(
+                **sizes,
+                head_dim=hidden // 2,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                sliding_window=5,  # in every second layer, the first among them
+                swiglu_limit=2.0,  # gates and ups of these weights pass it
+                rope_parameters=rope,
+                tie_word_embeddings=False,
+            )
     raise ValueError(family)
 
 
@@ -123,11 +184,11 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
         torch.manual_seed(seed)
         config = tiny_config(family, layers=layers, hidden=hidden)
         # a loop over experts, no grouped kernel
-        experts = {"experts_implementation": "eager"} if family in (*MIXTURES, "mixtral_top1") else {}
+        experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in config.to_dict() else {}
         model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1 or name.endswith("_bias"):  # experts' biases are stacked
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 else:
                     # logits of a fresh model are near uniform, and near equality then proves little

@@ -46,7 +46,7 @@ def identity(backend: TrainableModel) -> dict[str, object]:
 
 def identity_of_shape(shape: ModelShape) -> dict[str, object]:
     """Return the part of a model's ``identity`` that its shape, with its adapters, tells."""
-    fields = dataclasses.asdict(shape) | {"lora_targets": sorted(shape.lora_targets)}
+    fields = dataclasses.asdict(shape) | {"lora_targets": sorted(shape.lora_targets), "windows": list(shape.windows)}
     return {name: value for name, value in sorted(fields.items()) if name not in OF_THE_RUN}
 
 

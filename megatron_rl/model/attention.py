@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,8 +26,11 @@ from megatron_rl.model.attention_spans import (
 from megatron_rl.model.layout import Layout
 from megatron_rl.model.sight import Sight
 from megatron_rl.model.span_attention import span_attention
+from megatron_rl.model.window_spans import windowed_spans
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.utils import is_layer_window_attention  # isort: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,6 +124,7 @@ class PackedSequences(PackedSeqParams):
                None without them.
     context: this rank among those that share the sequences.
     segments: for Transformer Engine where prompts may be shared, in place of the bounds.
+    narrowed: the spans within each window that a layer has asked for, by its tokens.
     """
 
     layout: Layout | None = None
@@ -129,6 +133,19 @@ class PackedSequences(PackedSeqParams):
     key_order: torch.Tensor | None = None
     context: ContextShard = WHOLE
     segments: KeySegments | None = None
+    narrowed: dict[int, tuple[SpanBatch, ...]] = field(default_factory=dict)
+
+    def spans_within(self, window: int | None) -> tuple[SpanBatch, ...]:
+        """Return which queries see which keys where a token sees ``window`` tokens, itself among them; None sees all.
+
+        All layers of one window share what the first of them makes.
+        """
+        if window is None or window >= self.layout.longest:
+            return self.spans
+        if window not in self.narrowed:
+            spans, device = windowed_spans(self.layout, self.context, window), self.position_ids.device
+            self.narrowed[window] = batch_spans(spans, len(self.position_ids), self.layout.num_tokens, device)
+        return self.narrowed[window]
 
     @functools.cached_property
     def sight(self) -> Sight:
@@ -220,15 +237,31 @@ class _GatherContext(torch.autograd.Function):
         return local, None
 
 
+def window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return the tokens that a token of a layer sees, itself among them; None where it sees all before it.
+
+    layer_number: the layer's over all pipeline stages, from 1 on. Megatron-Core's ``window_size`` counts the tokens
+    before the token alone (0.16.1 ``transformer/dot_product_attention.py``).
+    """
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    return config.window_size[0] + 1
+
+
 class TorchAttention(torch.nn.Module):
     """Computes causal attention over packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
 
-    No token sees another sequence's tokens. Takes the arguments with which Megatron-Core builds a core attention.
+    No token sees another sequence's tokens, nor those before its layer's window (``window_of``). Takes the arguments
+    with which Megatron-Core builds a core attention.
+
+    softmax_offset: [h], sinks (model/sinks.py); None without.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.softmax_offset: torch.nn.Parameter | None = None
+        self.window = window_of(config, layer_number)
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_
@@ -241,4 +274,5 @@ class TorchAttention(torch.nn.Module):
             both = _GatherContext.apply(torch.stack([key, value], dim=1), packed_seq_params.context.group)
             key, value = both.index_select(0, packed_seq_params.key_order).unbind(1)
         scale = self.softmax_scale or query.shape[-1] ** -0.5
-        return span_attention(query, key, value, packed_seq_params.spans, scale).flatten(1)
+        spans = packed_seq_params.spans_within(self.window)
+        return span_attention(query, key, value, spans, scale, sinks=self.softmax_offset).flatten(1)

@@ -7,7 +7,8 @@ config settles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +20,17 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.embedding import scale_embedding
 from megatron_rl.model.head import hand_out_hidden, put_value_head
-from megatron_rl.model.hf_config import inverse_frequencies, model_shape
+from megatron_rl.model.hf_config import angle_kinds, model_shape, rotary_tables, softmax_scale
 from megatron_rl.model.invariant import silu
 from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
 from megatron_rl.model.logit_chunks import check_kernel
-from megatron_rl.model.post_norm import put_norms_behind
-from megatron_rl.model.rotary import PackedRotary
+from megatron_rl.model.post_norm import put_norms_around, put_norms_behind, put_wide_norms
+from megatron_rl.model.rotary import PackedRotary, give_angles_by_kind
 from megatron_rl.model.transformer_fields import transformer_fields
+from megatron_rl.weights.families.gpt_oss import QUICK_GELU
 from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.mapping import stage_layers
 from megatron_rl.weights.model_shape import ModelShape
@@ -68,7 +71,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=silu if config.rollout.bitwise else F.silu,
+        activation_func=_activation(shape, bitwise=config.rollout.bitwise),
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
@@ -83,6 +86,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         bf16=dtype is torch.bfloat16,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        softmax_scale=softmax_scale(hf_config, shape.head_dim) if None in angle_kinds(hf_config) else None,
         use_cpu_initialization=not HOST.is_cuda,
         perform_initialization=False,
         calculate_per_token_loss=True,
@@ -93,10 +97,41 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
         overlap_p2p_comm=topology.virtual_size > 1,
         batch_p2p_comm=topology.virtual_size == 1,
-        **FAMILIES[shape.family].layer_fields(shape),
+        **_window_fields(shape, topology),
         **_fusions(shape, extra, shares=shares_prompts(config, shape.layer_spec)),
     )
-    return _build_config({**fields, **extra}, extra, shape)
+    return _build_config({**fields, **FAMILIES[shape.family].layer_fields(shape), **extra}, extra, shape)
+
+
+def _activation(shape: ModelShape, *, bitwise: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the gate's activation: ``quick_gelu`` beside bounds of gate and up (gpt-oss), gelu (Gemma), else SiLU."""
+    if shape.gelu:
+        return partial(F.gelu, approximate="tanh")
+    if shape.swiglu_limit:
+        return quick_gelu
+    return silu if bitwise else F.silu
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return x · σ(1.702 x), as Megatron-Core's own, which torch compiles anew for every shape."""
+    return x * torch.sigmoid(QUICK_GELU * x)
+
+
+def _window_fields(shape: ModelShape, topology: Topology) -> dict[str, Any]:
+    """Return the fields by which ``model/attention.py`` and Transformer Engine's attention know each layer's window.
+
+    Raises ConfigError under Transformer Engine's context parallelism, whose ring has no window.
+    """
+    if not any(shape.windows):
+        return {}
+    if shape.layer_spec == "transformer_engine" and topology.context_size > 1:
+        raise ConfigError(
+            f"parallel.context={topology.context_size} with a sliding window of {max(shape.windows)} tokens is "
+            "computed by torch's layers alone (Transformer Engine's ring has no window); set model.layer_spec=torch or "
+            "parallel.context=1"
+        )
+    (window,) = {x for x in shape.windows if x}
+    return dict(window_size=(window - 1, 0), window_attn_skip_freq=[int(x > 0) for x in shape.windows])
 
 
 def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelShape) -> TransformerConfig:
@@ -160,7 +195,7 @@ def build_model(
     transformer = transformer_config(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
     stages = topology.pipeline_size * topology.virtual_size
-    frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
+    tables = {kind: table.to(HOST.device) for kind, table in rotary_tables(hf_config, shape.head_dim).items()}
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
@@ -179,9 +214,11 @@ def build_model(
         )
         model.model_type = ModelType.encoder_or_decoder
         if bitwise:
-            give_angles(model, frequencies)
+            give_angles(model, tables[None])
         else:
-            _give_rotary(model, frequencies, packed=layer_spec == "torch" or shares)
+            _give_rotary(model, tables, hf_config, packed=layer_spec == "torch" or shares)
+        if shape.scaled_embedding and model.pre_process:
+            scale_embedding(model, transformer.params_dtype)
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
@@ -201,17 +238,24 @@ def _block_spec(
     if bitwise:
         return invariant_block_spec(transformer, len(layers))
     spec = block_spec(transformer, shape.layer_spec, layers, share_prompts=shares)
+    if shape.sinks:
+        put_wide_norms(spec, shape.layer_spec)
     if shape.post_norms:
         put_norms_behind(spec, shape.layer_spec)
+    if shape.sandwich_norms:
+        put_norms_around(spec, shape.layer_spec)
     return spec
 
 
-def _give_rotary(model: GPTModel, frequencies: torch.Tensor, *, packed: bool) -> None:
+def _give_rotary(model: GPTModel, tables: Mapping[str | None, torch.Tensor], hf_config: Any, *, packed: bool) -> None:
     """Give a model its rotary angles; packed: by the positions that come with the tokens."""
-    if packed:
-        model.rotary_pos_emb = PackedRotary(frequencies)
+    if None not in tables:
+        scales = {kind: softmax_scale(hf_config, model.config.kv_channels, kind) for kind in tables}
+        give_angles_by_kind(model, angle_kinds(hf_config), tables, scales)
+    elif packed:
+        model.rotary_pos_emb = PackedRotary(tables[None])
     else:
-        model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
+        model.rotary_pos_emb.inv_freq = tables[None]  # Megatron hard-codes llama3's four constants
 
 
 def refuse_bitwise(shape: ModelShape) -> None:
@@ -226,6 +270,11 @@ def refuse_bitwise(shape: ModelShape) -> None:
         raise ConfigError(
             f"rollout.bitwise=true was shown for {shown}, and this model's model_type is "
             f"{shape.family}, whose layers may have other operations; set it to false"
+        )
+    if any(shape.windows):
+        raise ConfigError(
+            f"rollout.bitwise=true is for attention over all tokens, and this {shape.family} model has a sliding "
+            f"window of {max(shape.windows)} tokens; set it to false"
         )
     if HOST.is_cuda:
         raise ConfigError(

@@ -10,9 +10,11 @@ import torch
 from megatron_rl.distributed.platform import transformer_engine_importable
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import TorchAttention
+from megatron_rl.model.sinks import SinkAttention
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes  # isort: skip
 from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
@@ -38,6 +40,23 @@ class RMSNorm(torch.nn.RMSNorm):
         if x.dtype == torch.float32:
             return super().forward(x)
         return self.weight * torch.nn.functional.rms_norm(x.float(), self.normalized_shape, None, self.eps).to(x.dtype)
+
+
+class ExpertOutput(RowParallelLinear):
+    """Computes an expert's down projection, and hands out its bias, which the expert adds at each token's weight.
+
+    Experts with biases are whole on every rank (0.16.1 ``transformer_config.py``: expert tensor size 1), so that there
+    is nothing to reduce: where nothing is, Megatron-Core's own returns a view of the product, to which its MLP may not
+    add. It also marks the bias as one of sequence parallelism, whose gradients are summed over tensor ranks, though an
+    expert's are reduced over the ranks that hold the expert, and as the same on all tensor ranks, of which the gradient
+    norm counts one, though they hold different experts.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.explicit_expert_comm = True
+        self.bias.sequence_parallel = False
+        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
 
 def choose_layer_spec(asked: str, dtype: str) -> str:
@@ -91,8 +110,10 @@ def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share
         return layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, **mixture)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if experts and config.add_bias_linear:
+        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = TorchAttention
+    attention.core_attention = SinkAttention if config.softmax_type == "learnable" else TorchAttention
     if config.qk_layernorm:  # 0.19 raises on q/k norms that the config does not ask for
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer

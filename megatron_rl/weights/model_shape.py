@@ -14,6 +14,9 @@ class ModelShape:
 
     ffn_hidden_size: the width of the MLP, or of one expert where the MLP is a mixture.
     post_norms: True for norms behind attention and MLP, and over all heads of q and k together (OLMo 2).
+    sandwich_norms: True for norms before and behind attention and MLP, all multiplying by 1 + weight (Gemma 3).
+    scaled_embedding, gelu: True for the embedding times sqrt(hidden_size), and for gelu (tanh) in the MLP (Gemma).
+    windows: of each layer, the tokens that a token sees, itself among them; 0 for all before it, none where all do.
     num_experts, experts_per_token: 0 for a dense model.
     num_dense_layers, dense_ffn_hidden_size: the first layers of a mixture that have one MLP, and its width; else 0.
     shared_ffn_hidden_size: the width of the expert that every token passes beside its own; 0 without.
@@ -24,6 +27,9 @@ class ModelShape:
     out.
     router_pre_softmax: True where the chosen experts' weights are a share of all experts' probability and do not add up
     to 1.
+    linear_bias: True for biases on attention's output, the router and the experts (gpt-oss).
+    sinks: True for a learned logit per head in the softmax's denominator.
+    swiglu_limit: the bound of an expert's gate (above) and up (both sides); 0.0 without.
     padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
     layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
     value_head: True for one number per token in place of the vocabulary's logits; embeddings are then never tied.
@@ -45,6 +51,10 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
+    sandwich_norms: bool = False
+    scaled_embedding: bool = False
+    gelu: bool = False
+    windows: tuple[int, ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0
     router_pre_softmax: bool = False
@@ -56,6 +66,9 @@ class ModelShape:
     router_scaling: float = 1.0
     router_bias: bool = False
     num_extra_layers: int = 0
+    linear_bias: bool = False
+    sinks: bool = False
+    swiglu_limit: float = 0.0
     value_head: bool = False
     lora_rank: int = 0
     lora_alpha: float = 0.0

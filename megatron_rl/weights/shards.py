@@ -25,11 +25,23 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Describes a tensor to come: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` is 128 bytes."""
+    """Describes a tensor to come: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` is 128 bytes.
+
+    slices: the names under which it comes, a slice along its first dimension each, in their order; none where it comes
+        whole.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    slices: tuple[str, ...] = ()
+
+    @property
+    def arrivals(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+        """Return (name, shape, dtype) of what is added for it."""
+        if not self.slices:
+            return ((self.name, self.shape, self.dtype),)
+        return tuple((name, self.shape[1:], self.dtype) for name in self.slices)
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +72,12 @@ class ShardWriter:
                 free_bytes = shard_bytes
             self._shards[-1].append(tensor)
             free_bytes -= tensor.num_bytes
-        self._waiting = [(number, tensor) for number, shard in enumerate(self._shards) for tensor in shard]
+        self._waiting = [
+            (number, arrival)
+            for number, shard in enumerate(self._shards)
+            for tensor in shard
+            for arrival in tensor.arrivals
+        ]
         self._waiting.reverse()
         self._open: tuple[int, BinaryIO] | None = None
 
@@ -92,7 +109,7 @@ class ShardWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         number, planned = self._waiting.pop()
-        arrived = Planned(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+        arrived = (name, tuple(tensor.shape), tensor.dtype)
         assert arrived == planned, f"{arrived} came where {planned} was planned"
         self._start(number).write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
 
