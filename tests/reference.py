@@ -17,13 +17,14 @@ from megatron_rl.weights.fused import file_tensors
 
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
 FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral", "phi3", "phi3_partial", "olmo2")
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe", "llama4", "llama4_interleaved")
 
 
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
     from transformers import (
         Glm4MoeConfig,
+        Llama4TextConfig,
         LlamaConfig,
         MistralConfig,
         MixtralConfig,
@@ -101,6 +102,29 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
                 routed_scaling_factor=1.7,
                 moe_intermediate_size=hidden // 2,
                 num_mtp_layers=1,
+                tie_word_embeddings=False,
+            )
+        case "llama4" | "llama4_interleaved":
+            # chunks and steps of the scale that several samples cross
+            scale = dict(attention_chunk_size=4, attn_scale=0.3, floor_scale=3)
+            if family == "llama4_interleaved":  # dense layers between mixtures, no norms of q and k, scaled angles
+                rope = dict(
+                    rope_type="llama3",
+                    rope_theta=10000.0,
+                    factor=4.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=2.0,
+                    original_max_position_embeddings=32,
+                )
+                scale |= dict(interleave_moe_layer_step=2, use_qk_norm=False, rope_parameters=rope)
+            return Llama4TextConfig(
+                **sizes,
+                **scale,
+                head_dim=hidden // 2,
+                intermediate_size_mlp=hidden,
+                no_rope_layer_interval=2,
+                num_local_experts=4,
+                num_experts_per_tok=1,
                 tie_word_embeddings=False,
             )
     raise ValueError(family)

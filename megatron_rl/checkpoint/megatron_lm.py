@@ -120,7 +120,7 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
             # mlp.linear_fc1.layer_norm_, experts or not
             aliases = ("mlp.linear_fc1.layer_norm_weight",) if entry.megatron == "pre_mlp_layernorm.weight" else ()
             tensors.append(Stored(entry=_of_layer(entry, layer), name=entry.megatron, aliases=aliases, layer=layer))
-        of_layer = 0 if layer < shape.num_dense_layers else shape.num_experts
+        of_layer = shape.num_experts if shape.has_mixture(layer) else 0
         for expert in range(of_layer):
             for local in (entry for entries in own_experts(fused, shape.num_experts, layer) for entry in entries):
                 entry = dataclasses.replace(local, expert=expert).held_by(0, shape, 1)
@@ -160,7 +160,7 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
     layers = shape.num_layers
     keys = ["decoder.final_layernorm._extra_state/shard_0_1"]
     for layer in range(layers):
-        experts = 0 if layer < shape.num_dense_layers else shape.num_experts
+        experts = shape.num_experts if shape.has_mixture(layer) else 0
         own = [*modules, *([] if experts else [f"mlp.{x}" for x in linears])]
         own += [f"mlp.shared_experts.{x}" for x in linears] if experts and shape.shared_ffn_hidden_size else []
         if shape.num_dense_layers:  # each layer by itself

@@ -19,6 +19,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.chunked_attention import put_chunked_attention
 from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape
 from megatron_rl.model.invariant import silu
@@ -167,7 +168,9 @@ def build_model(
         stage = chunk * topology.pipeline_size + topology.pipeline_rank
         model = GPTModel(
             transformer,
-            _block_spec(transformer, shape, stage_layers(shape, stage, stages), bitwise=bitwise, shares=shares),
+            _block_spec(
+                transformer, shape, stage_layers(shape, stage, stages), frequencies, bitwise=bitwise, shares=shares
+            ),
             vocab_size=shape.padded_vocab_size,
             max_sequence_length=shape.context_tokens,
             pre_process=topology.is_first_stage and chunk == 0,
@@ -196,13 +199,21 @@ def build_model(
 
 
 def _block_spec(
-    transformer: TransformerConfig, shape: ModelShape, layers: Sequence[int], *, bitwise: bool, shares: bool
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    layers: Sequence[int],
+    frequencies: torch.Tensor,
+    *,
+    bitwise: bool,
+    shares: bool,
 ) -> TransformerBlockSubmodules:
     if bitwise:
         return invariant_block_spec(transformer, len(layers))
     spec = block_spec(transformer, shape.layer_spec, layers, share_prompts=shares)
     if shape.post_norms:
         put_norms_behind(spec, shape.layer_spec)
+    if shape.chunked is not None:
+        put_chunked_attention(spec, shape, frequencies)
     return spec
 
 

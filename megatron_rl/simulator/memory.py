@@ -79,7 +79,7 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
     norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
     if shape.post_norms:
         norms += (heads + shape.num_kv_heads) * shape.head_dim // tensor
-    if not shape.num_experts or layer < shape.num_dense_layers:
+    if not shape.has_mixture(layer):
         return attention + norms + 3 * hidden * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) // tensor, 0
     experts = (
         shape.num_experts // degrees.expert_size * 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
@@ -142,7 +142,7 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if normed else 0)
     attention *= shape.head_dim
     norms = 6 * hidden / (tensor if config.parallel.sequence_parallel else 1)
-    if not shape.num_experts or layer < shape.num_dense_layers:
+    if not shape.has_mixture(layer):
         return norms + attention + 5 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor
     choices = shape.experts_per_token * degrees.expert_tensor_size / tensor
     routed = choices * (2 * hidden + 5 * shape.ffn_hidden_size / degrees.expert_tensor_size)

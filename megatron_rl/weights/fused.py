@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron_rl.weights.families.family import ExpertNames
 from megatron_rl.weights.families.register import FAMILIES
 
 
@@ -27,6 +28,8 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
     names = FAMILIES[family].experts if family in FAMILIES else None
     if names is None:
         return dict(tensors)
+    if names.stacks_transposed:
+        return _of_transposed_stacks(tensors, names)
     renamed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, mixture, rest = name.partition(".mlp.")
@@ -41,4 +44,18 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
                     renamed[f"{within}.experts.{expert}.{names.down}.weight"] = columns
             case _:
                 renamed[f"{within}.{rest}" if mixture else name] = tensor
+    return renamed
+
+
+def _of_transposed_stacks(tensors: Mapping[str, torch.Tensor], names: ExpertNames) -> dict[str, torch.Tensor]:
+    renamed: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        within, _, last = name.rpartition(".")
+        parts = {"gate_up_proj": (names.gate, names.up), "down_proj": (names.down,)}.get(last)
+        if parts is None or not within.endswith(".experts"):
+            renamed[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            for part, columns in zip(parts, matrix.chunk(len(parts), dim=1), strict=True):
+                renamed[f"{within}.{expert}.{part}.weight"] = columns.t()
     return renamed

@@ -13,12 +13,17 @@ from megatron_rl.weights.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Holds Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``."""
+    """Holds Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``.
+
+    stacks_transposed: whether a file holds all experts of a layer in two tensors of transposed matrices, as
+        transformers does in memory (weights/stacked_experts.py); else it has three tensors per expert.
+    """
 
     block: str
     gate: str
     up: str
     down: str
+    stacks_transposed: bool = False
 
 
 def nothing(_: object) -> dict[str, Any]:
