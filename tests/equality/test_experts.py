@@ -69,6 +69,9 @@ ONCE = {  # with one family each
     "CP2-EP2": (2, FUSED_RANKS, "mixtral"),
     "PP2": (2, layout(pipeline=2), "glm4_moe"),  # a dense layer on one stage, a mixture on the other
     "CP2": (2, ("parallel.context=2",), "glm4_moe"),
+    # dense layers between mixtures, of which each stage has one; attention in chunks that end within a rank's tokens
+    "PP2-interleaved-layers": (2, layout(pipeline=2, virtual=2), "llama4_interleaved"),
+    "CP2-chunks": (2, ("parallel.context=2",), "llama4"),
 }
 LARGE = {
     "EP2-PP2": (4, layout(pipeline=2, expert=2)),
@@ -80,6 +83,7 @@ LARGE = {
 QUICK = {
     *(("EP1", "qwen3_moe"), ("EP2", "qwen3_moe_unnormalised"), ("TP2-SP-EP2-ETP1", "mixtral")),
     *(("EP2", "glm4_moe"), ("TP2-SP-EP2-ETP1", "glm4_moe")),
+    *(("EP2", "llama4_interleaved"), ("TP2-SP-EP2-ETP1", "llama4")),
 }
 CELLS = [
     *(
