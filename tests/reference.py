@@ -17,13 +17,22 @@ from megatron_rl.weights.fused import file_tensors
 
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
 FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral", "phi3", "phi3_partial", "olmo2")
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe", "llama4", "llama4_interleaved")
+MIXTURES = (
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_moe_unnormalised",
+    "glm4_moe",
+    "gpt_oss",
+    "llama4",
+    "llama4_interleaved",
+)
 
 
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
     from transformers import (
         Glm4MoeConfig,
+        GptOssConfig,
         Llama4TextConfig,
         LlamaConfig,
         MistralConfig,
@@ -104,6 +113,26 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
                 num_mtp_layers=1,
                 tie_word_embeddings=False,
             )
+        case "gpt_oss":
+            rope = dict(
+                rope_type="yarn",
+                rope_theta=10000.0,
+                factor=8.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=32,
+            )
+            return GptOssConfig(
+                **sizes,
+                head_dim=hidden // 2,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                layer_types=["full_attention"] * layers,
+                swiglu_limit=2.0,  # gates and ups of these weights pass it
+                rope_parameters=rope,
+                tie_word_embeddings=False,
+            )
         case "llama4" | "llama4_interleaved":
             # chunks and steps of the scale that several samples cross
             scale = dict(attention_chunk_size=4, attn_scale=0.3, floor_scale=3)
@@ -150,8 +179,8 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
         experts = {"experts_implementation": "eager"} if family in (*MIXTURES, "mixtral_top1") else {}
         model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1 or name.endswith("_bias"):  # experts' biases are stacked
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 else:
                     # logits of a fresh model are near uniform, and near equality then proves little

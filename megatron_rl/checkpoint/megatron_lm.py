@@ -30,10 +30,10 @@ from megatron_rl.weights.mapping import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    hf_size,
     layer_entries,
     merge_shards,
     own_experts,
+    shard_size,
 )
 from megatron_rl.weights.model_shape import ModelShape
 
@@ -124,7 +124,7 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
         for expert in range(of_layer):
             for local in (entry for entries in own_experts(fused, shape.num_experts, layer) for entry in entries):
                 entry = dataclasses.replace(local, expert=expert).held_by(0, shape, 1)
-                name = re.sub(r"experts\.(linear_fc\d\.weight)0$", r"experts.experts.\1", local.megatron)
+                name = re.sub(r"experts\.(linear_fc\d\.(?:weight|bias))0$", r"experts.experts.\1", local.megatron)
                 tensors.append(Stored(entry=_of_layer(entry, layer), name=name, layer=layer, expert=expert))
         yield [dataclasses.replace(x, by_layer=shape.num_dense_layers > 0) for x in tensors]
     yield [Stored(entry=FINAL_NORM, name=FINAL_NORM.megatron)]
@@ -138,9 +138,7 @@ def _of_layer(entry: Entry, layer: int) -> Entry:
 
 def whole_size(entry: Entry, shape: ModelShape) -> tuple[int, ...]:
     """Return the shape of the Megatron tensor over all tensor ranks."""
-    sizes = [hf_size(shape, name) for name in entry.hf]
-    rows = shape.padded_vocab_size if entry.layout is Layout.ROWS else sum(x[0] for x in sizes)
-    return (rows, *sizes[0][1:])
+    return shard_size(entry, shape, 1)
 
 
 def extra_state_keys(shape: ModelShape) -> list[str]:

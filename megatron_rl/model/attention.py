@@ -29,6 +29,8 @@ from megatron_rl.model.sight import Sight
 from megatron_rl.model.span_attention import span_attention
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -237,11 +239,26 @@ class TorchAttention(torch.nn.Module):
     """Computes causal attention over packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
 
     No token sees another sequence's tokens. Takes the arguments with which Megatron-Core builds a core attention.
+
+    softmax_offset: [h], this rank's heads' sinks where the config's ``softmax_type`` is learnable, else None; under
+        Megatron-Core's own name (0.16.1 ``transformer/dot_product_attention.py``).
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return the sinks under their global shape for ``dist_checkpointing``, so that another layout loads them."""
+        sinks = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
+        return make_sharded_tensors_for_checkpoint(
+            sinks, prefix, {"softmax_offset": 0}, sharded_offsets, dp_cp_group=(metadata or {}).get("dp_cp_group")
+        )
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_
@@ -254,7 +271,8 @@ class TorchAttention(torch.nn.Module):
             both = _GatherContext.apply(torch.stack([key, value], dim=1), packed_seq_params.context.group)
             key, value = both.index_select(0, packed_seq_params.key_order).unbind(1)
         scale = self.softmax_scale or query.shape[-1] ** -0.5
-        return span_attention(query, key, value, self.spans(packed_seq_params), scale).flatten(1)
+        spans = self.spans(packed_seq_params)
+        return span_attention(query, key, value, spans, scale, sinks=self.softmax_offset).flatten(1)
 
     def spans(self, packed: PackedSequences) -> tuple[SpanBatch, ...]:
         """Return which of the micro-batch's keys this layer's queries see."""

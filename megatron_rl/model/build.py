@@ -7,7 +7,7 @@ config settles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.chunked_attention import put_chunked_attention
 from megatron_rl.model.head import hand_out_hidden, put_value_head
-from megatron_rl.model.hf_config import inverse_frequencies, model_shape
+from megatron_rl.model.hf_config import inverse_frequencies, model_shape, softmax_scale
 from megatron_rl.model.invariant import silu
 from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
 from megatron_rl.model.logit_chunks import check_kernel
-from megatron_rl.model.post_norm import put_norms_behind
+from megatron_rl.model.post_norm import put_norms_behind, put_wide_norms
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.model.transformer_fields import transformer_fields
 from megatron_rl.weights.families.register import FAMILIES
@@ -34,6 +34,7 @@ from megatron_rl.weights.mapping import stage_layers
 from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.enums import ModelType  # isort: skip
+from megatron.core.fusions.fused_bias_geglu import quick_gelu  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
@@ -69,7 +70,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=silu if config.rollout.bitwise else F.silu,
+        activation_func=_activation(shape, bitwise=config.rollout.bitwise),
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
@@ -84,6 +85,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         bf16=dtype is torch.bfloat16,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        softmax_scale=softmax_scale(hf_config, shape.head_dim),
         use_cpu_initialization=not HOST.is_cuda,
         perform_initialization=False,
         calculate_per_token_loss=True,
@@ -94,10 +96,16 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
         overlap_p2p_comm=topology.virtual_size > 1,
         batch_p2p_comm=topology.virtual_size == 1,
-        **FAMILIES[shape.family].layer_fields(shape),
         **_fusions(shape, extra, shares=shares_prompts(config, shape.layer_spec)),
     )
-    return _build_config({**fields, **extra}, extra, shape)
+    return _build_config({**fields, **FAMILIES[shape.family].layer_fields(shape), **extra}, extra, shape)
+
+
+def _activation(shape: ModelShape, *, bitwise: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the gate's activation: x · sigmoid(1.702 x) beside bounds of gate and up (gpt-oss), else SiLU."""
+    if shape.swiglu_limit:
+        return quick_gelu
+    return silu if bitwise else F.silu
 
 
 def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelShape) -> TransformerConfig:
@@ -210,6 +218,8 @@ def _block_spec(
     if bitwise:
         return invariant_block_spec(transformer, len(layers))
     spec = block_spec(transformer, shape.layer_spec, layers, share_prompts=shares)
+    if shape.sinks:
+        put_wide_norms(spec, shape.layer_spec)
     if shape.post_norms:
         put_norms_behind(spec, shape.layer_spec)
     if shape.chunked is not None:

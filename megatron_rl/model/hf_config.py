@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.register import FAMILIES, check_family
 from megatron_rl.weights.model_shape import ModelShape
+
+SCALINGS = ("linear", "llama3", "yarn")
 
 
 def _check_divisible(hf_config: Any, shape: ModelShape, config: Config, topology: Topology) -> None:
@@ -38,6 +41,11 @@ def _check_divisible(hf_config: Any, shape: ModelShape, config: Config, topology
     for key, degree, size_name, size in split:
         if size % degree:
             raise ConfigError(f"{key}={degree} does not divide {size_name}={size} of {name}; use a divisor")
+    if shape.linear_bias and topology.expert_tensor_size > 1:
+        raise ConfigError(
+            f"the experts of {name} have biases, which Megatron-Core takes on whole experts alone, and they are split "
+            f"over {topology.expert_tensor_size} ranks; set parallel.expert_tensor=1"
+        )
     if not experts and topology.expert_size > 1:
         raise ConfigError(
             f"parallel.expert={topology.expert_size} splits experts and {name} has none; set parallel.expert=1"
@@ -102,10 +110,8 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
     They are head_dim / 2, or fewer under ``partial_rotary_factor``: the rest of each head does not turn (Megatron-Core
     0.16.1 ``rope_utils.py``).
 
-    Raises ConfigError for any scaling but default, linear and llama3.
+    Raises ConfigError for any scaling but default, linear, llama3 and yarn.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope = hf_config.rope_parameters
     kind = rope["rope_type"]
     share = rope.get("partial_rotary_factor") or 1.0
@@ -118,14 +124,35 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
     head_dim = int(head_dim * share)
     if kind == "default":
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if kind not in ("linear", "llama3"):
+    if kind not in SCALINGS:
         raise ConfigError(
-            f"rope_type={kind!r} is not supported (default, linear and llama3 are): it depends on the length or "
-            "scales attention"
+            f"rope_type={kind!r} is not supported (default, {', '.join(SCALINGS)} are): it depends on the length"
         )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
-    if factor != 1.0:
+    frequencies, factor = _scaled(hf_config)
+    if factor != 1.0 and kind != "yarn":
         raise ConfigError(f"rope_type={kind!r} with attention factor {factor} is not supported; only 1.0 is")
     if not frequencies.isfinite().all():
         raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
     return frequencies.float()
+
+
+def _scaled(hf_config: Any) -> tuple[torch.Tensor, float]:
+    """Return transformers' own inverse frequencies and attention factor of a config with one of ``SCALINGS``."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ROPE_INIT_FUNCTIONS[hf_config.rope_parameters["rope_type"]](hf_config, torch.device("cpu"))
+
+
+def softmax_scale(hf_config: Any, head_dim: int) -> float | None:
+    """Return what attention's scores are multiplied by; None for 1 / sqrt(head_dim).
+
+    Yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) multiplies cosines and sines of q and of k by its attention
+    factor, ``0.1 · ln(factor) + 1`` where none is given: all of a head turns here, so that each score is multiplied by
+    its square. Megatron-Core's fused rotary kernel takes no factor (0.16.1 ``rope_utils.py``), and its scores do.
+    """
+    if hf_config.rope_parameters["rope_type"] != "yarn":
+        return None
+    _, factor = _scaled(hf_config)
+    if not 0 < factor < math.inf:
+        raise ConfigError(f"rope_type='yarn' with attention factor {factor} is not supported; it must be above 0")
+    return factor**2 / math.sqrt(head_dim)

@@ -11,6 +11,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import TorchAttention
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.tensor_parallel.layers import RowParallelLinear  # isort: skip
 from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
@@ -36,6 +37,21 @@ class RMSNorm(torch.nn.RMSNorm):
         if x.dtype == torch.float32:
             return super().forward(x)
         return self.weight * torch.nn.functional.rms_norm(x.float(), self.normalized_shape, None, self.eps).to(x.dtype)
+
+
+class ExpertOutput(RowParallelLinear):
+    """Computes an expert's down projection, and hands out its bias, which the expert adds at each token's weight.
+
+    Experts with biases are whole on every rank (0.16.1 ``transformer_config.py``: expert tensor size 1), so that there
+    is nothing to reduce: where nothing is, Megatron-Core's own returns a view of the product, to which its MLP may not
+    add. And it marks the bias as one of sequence parallelism, whose gradients are summed over tensor ranks, though an
+    expert's are reduced over the ranks that hold the expert.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.explicit_expert_comm = True
+        self.bias.sequence_parallel = False
 
 
 def choose_layer_spec(asked: str, dtype: str) -> str:
@@ -89,6 +105,8 @@ def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share
         return layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, **mixture)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if experts and config.add_bias_linear:
+        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = TorchAttention
     if config.qk_layernorm:  # 0.19 raises on q/k norms that the config does not ask for

@@ -23,7 +23,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 
 class WideRMSNorm(torch.nn.RMSNorm):
-    """Computes the norm and its product with the weight in float32 and rounds once, as Hugging Face's Olmo2RMSNorm."""
+    """Computes the norm and its product with the weight in float32 and rounds once.
+
+    So do Hugging Face's Olmo2RMSNorm and GptOssRMSNorm.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -113,6 +116,21 @@ class PostNormMLP(MLP):
     def forward(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(*args, **kwargs)
         return self.post_norm(output), bias
+
+
+def put_wide_norms(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
+    """Have every norm of a block multiply by its weight in float32 and round once, as gpt-oss's do, in place.
+
+    Raises ConfigError for Transformer Engine's layers, on which gpt-oss was not shown.
+    """
+    if layer_spec != "torch":
+        raise ConfigError(
+            f"model.layer_spec={layer_spec}: attention sinks and experts with biases (gpt_oss) were shown on torch's "
+            "layers alone; set model.layer_spec=torch"
+        )
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = WideRMSNorm
+    spec.layer_norm = WideRMSNorm
 
 
 def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:

@@ -29,6 +29,7 @@ def span_attention(
     batches: tuple[SpanBatch, ...],
     scale: float,
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [T, h, d], the attention of queries [T, h, d] over the keys that their spans name.
 
@@ -36,35 +37,60 @@ def span_attention(
     batches: the first holds every query once.
     forward: (query, key, value) → (output [T, h, d], log-sum-exp [h, T]) in place of the kernels' own; they give the
         gradient all the same.
+    sinks: [h], a logit per head that every query's softmax has beside its scores, and no value (gpt-oss; with a window
+        and without, as "attention sinks" of Xiao et al., 2023, arXiv:2309.17453, but learned); None without.
     """
-    return _SpanAttention.apply(query, key, value, batches, scale, forward)
+    return _SpanAttention.apply(query, key, value, batches, scale, forward, sinks)
 
 
 class _SpanAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, batches, scale, forward):
+    def forward(ctx, query, key, value, batches, scale, forward, sinks):
         kernel = _kernel_for(query)
         out, lse = (forward or partial(_merged, kernel, batches=batches, scale=scale))(query, key, value)
-        ctx.save_for_backward(query, key, value, out, lse)
+        if sinks is not None:
+            out, lse = _with_sinks(out, lse, sinks)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.kernel, ctx.batches, ctx.scale = kernel, batches, scale
         return out
 
     @staticmethod
     def backward(ctx, gradient):
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, sinks = ctx.saved_tensors
+        of_sinks = None if sinks is None else _sinks_gradient(gradient, out, lse, sinks)
         totals: list[torch.Tensor] = []
         for batch in ctx.batches:
             parts = ctx.kernel.backward(gradient, query, key, value, out, lse, batch, ctx.scale)
             for query_rows, key_rows, *found in parts:
                 rows = (query_rows, key_rows, key_rows)
                 if len(ctx.batches) == 1 and all(x is EVERYTHING for x in rows):
-                    return (*found, None, None, None)
+                    return (*found, None, None, None, of_sinks)
                 if not totals:
                     dtype = _wide(query.dtype) if len(ctx.batches) > 1 else query.dtype
                     totals = [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
                 for total, where, part in zip(totals, rows, found, strict=True):
                     _add(total, where, part)
-        return (*(total.to(query.dtype) for total in totals), None, None, None)
+        return (*(total.to(query.dtype) for total in totals), None, None, None, of_sinks)
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output [T, h, d] and log-sum-exp [h, T] of softmaxes that have their head's sink beside their scores.
+
+    The output shrinks by exp(lse − logaddexp(lse, sink)), the share that the sink leaves.
+    """
+    together = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return (out * (lse - together).exp().mT[..., None]).to(out.dtype), together
+
+
+def _sinks_gradient(
+    gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Return [h], the gradient of the sinks: Σ over queries of −p · (gradient · out), p the sink's probability.
+
+    As for any score of a softmax, p · (value · gradient − out · gradient), the sink's value being 0.
+    """
+    shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(shares * (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(-1).mT).sum(-1).to(sinks.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

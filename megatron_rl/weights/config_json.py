@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.config.json_text import check, field, quoted, read_object
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.register import check_family
-from megatron_rl.weights.quantization import WAY_OUT, block_size
+from megatron_rl.weights.quantization import WAY_OUT, block_size, is_mxfp4
 from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights, heads_differ
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -37,12 +37,15 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "first_k_dense_replace": (int, 0, 2**16),
     "routed_scaling_factor": (float, 1e-6, 1e6),
     "num_nextn_predict_layers": (int, 0, 2**10),
+    "swiglu_alpha": (float, 1e-6, 1e6),
+    "swiglu_limit": (float, 1e-6, 1e30),
     "num_labels": (int, 0, 2**16),  # transformers makes a name for each
 }
 # The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are made.
 ROPE_NUMBERS = {
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("rope_theta", "factor", "original_max_position_embeddings"),
 }
 # The fields that the model built here, its checks or transformers' own config classes settle.
 _READ = {
@@ -67,7 +70,7 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
 
     key: the setting that names the folder, for messages.
 
-    A ``quantization_config`` that is read (block FP8) is taken out, since the weights in memory are full ones. Raises
+    A ``quantization_config`` that is read (block FP8, MXFP4) is taken out, since the weights in memory are full ones. Raises
     ConfigError, naming the file, for a config.json that is missing, no JSON, refused by transformers, or quantised in
     another way.
     """
@@ -186,10 +189,11 @@ def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
 def check_served(folder: str | pathlib.Path) -> None:
     """Raise ConfigError for a folder that a vLLM engine, which reads config.json itself, would build otherwise."""
     path = pathlib.Path(folder) / CONFIG
-    if block_size(read_fields(folder), str(path)) is not None:
+    fields = read_fields(folder)
+    if block_size(fields, str(path)) is not None or is_mxfp4(fields):
         raise ConfigError(
-            f"{path} has a quantization_config, and rollout.engine=vllm would hold FP8 weights where the trainer sends "
-            f"full ones; {WAY_OUT}: tools/convert_checkpoint.py import and export write it"
+            f"{path} has a quantization_config, and rollout.engine=vllm would hold FP8 or MXFP4 weights where the "
+            f"trainer sends full ones; {WAY_OUT}: tools/convert_checkpoint.py import and export write it"
         )
     if read_hf_config(folder).tie_word_embeddings and not load_hf_config(folder).tie_word_embeddings:
         raise ConfigError(

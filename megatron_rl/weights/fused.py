@@ -12,15 +12,15 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_rl.weights.families.family import ExpertNames
 from megatron_rl.weights.families.register import FAMILIES
+from megatron_rl.weights.stacked import slices
 
 
 def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
     """Return views of a model's tensors (weights or gradients) under the names of a checkpoint's files.
 
     tensors: by their names in memory.
-    family: the config's ``model_type``. Any other than a mixture that is built here has the same names in both places.
+    family: the config's ``model_type``. A family whose files stack experts too has a name per expert (stacked.py). Any other than a mixture that is built here has the same names in both places.
 
     Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
     ``model.layers.0.block_sparse_moe.experts.{0…E−1}.w2.weight``.
@@ -28,8 +28,8 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
     names = FAMILIES[family].experts if family in FAMILIES else None
     if names is None:
         return dict(tensors)
-    if names.stacks_transposed:
-        return _of_transposed_stacks(tensors, names)
+    if names.stacked:
+        return dict(slices(tensors.items(), names))
     renamed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, mixture, rest = name.partition(".mlp.")
@@ -46,16 +46,3 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
                 renamed[f"{within}.{rest}" if mixture else name] = tensor
     return renamed
 
-
-def _of_transposed_stacks(tensors: Mapping[str, torch.Tensor], names: ExpertNames) -> dict[str, torch.Tensor]:
-    renamed: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        within, _, last = name.rpartition(".")
-        parts = {"gate_up_proj": (names.gate, names.up), "down_proj": (names.down,)}.get(last)
-        if parts is None or not within.endswith(".experts"):
-            renamed[name] = tensor
-            continue
-        for expert, matrix in enumerate(tensor):
-            for part, columns in zip(parts, matrix.chunk(len(parts), dim=1), strict=True):
-                renamed[f"{within}.{expert}.{part}.weight"] = columns.t()
-    return renamed

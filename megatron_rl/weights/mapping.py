@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -34,10 +35,11 @@ def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
 
 def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tuple[Entry, ...]]:
     """Yield the entries of each of this rank's experts in layer ``layer``, with names as in ``layer_entries``."""
-    names = FAMILIES[shape.family].experts
-    if names is not None and shape.has_mixture(layer):
+    family = FAMILIES[shape.family]
+    if family.experts is not None and shape.has_mixture(layer):
+        of_expert = family.expert_layer or partial(expert_entries, family.experts)
         for expert in range(shape.num_experts // expert_size):
-            yield expert_entries(names, shape, expert)
+            yield of_expert(shape, expert)
 
 
 def stage_layers(shape: ModelShape, stage: int, num_stages: int) -> range:
@@ -154,6 +156,10 @@ def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
             return (sum(hf_size(shape, name)[0] for name in entry.hf) // ranks, *first[1:])
         case Layout.SPLIT:
             return (first[0] // ranks,)
+        case Layout.INTERLEAVED:
+            return (first[-1] // ranks, *first[:-1])
+        case Layout.TRANSPOSED:
+            return (first[1], first[0] // ranks)
 
 
 def part_rows(entry: Entry, shape: ModelShape) -> list[tuple[str, int, int]]:
@@ -193,6 +199,14 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
         case Layout.SPLIT:
             share = hf_size(shape, entry.hf[0])[0] // ranks
             return read(entry.hf[0], 0, rank * share, (rank + 1) * share)
+        case Layout.INTERLEAVED:
+            size = hf_size(shape, entry.hf[0])
+            share = size[-1] // ranks
+            both = read(entry.hf[0], len(size) - 1, rank * share, (rank + 1) * share)
+            return both.unflatten(-1, (-1, 2)).movedim((-1, -2), (0, 1)).flatten(0, 1)
+        case Layout.TRANSPOSED:
+            share = hf_size(shape, entry.hf[0])[0] // ranks
+            return read(entry.hf[0], 0, rank * share, (rank + 1) * share).t()
         case Layout.QKV:
             groups = shape.num_kv_heads // ranks
             return torch.cat([x.view(groups, -1, *x.shape[1:]) for x in parts()], dim=1).flatten(0, 1)
@@ -220,6 +234,10 @@ def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[
             yield entry.hf[0], (shards.transpose(0, 1),)
         case Layout.SPLIT:
             yield entry.hf[0], (shards,)
+        case Layout.INTERLEAVED:  # [ranks, (gate, up), share, …] → […, ranks, share, (gate, up)]
+            yield entry.hf[0], (shards.unflatten(1, (2, -1)).movedim((0, 2, 1), (-3, -2, -1)),)
+        case Layout.TRANSPOSED:
+            yield entry.hf[0], (shards.transpose(1, 2),)
         case Layout.GATE_UP if entry.joined and len(shards) == 1:
             yield entry.hf[0], (shards[0],)
         case Layout.GATE_UP:

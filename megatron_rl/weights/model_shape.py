@@ -46,6 +46,9 @@ class ModelShape:
     out.
     router_pre_softmax: True where the chosen experts' weights are a share of all experts' probability and do not add up
     to 1.
+    linear_bias: True for biases on attention's output, the router and the experts (gpt-oss).
+    sinks: True for a learned logit per head in the softmax's denominator.
+    swiglu_limit: the bound of an expert's gate (above) and up (both sides); 0.0 without.
     padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
     layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
     value_head: True for one number per token in place of the vocabulary's logits; embeddings are then never tied.
@@ -80,6 +83,9 @@ class ModelShape:
     router_scaling: float = 1.0
     router_bias: bool = False
     num_extra_layers: int = 0
+    linear_bias: bool = False
+    sinks: bool = False
+    swiglu_limit: float = 0.0
     value_head: bool = False
     lora_rank: int = 0
     lora_alpha: float = 0.0

@@ -122,8 +122,8 @@ def wanted(
     samples = near_policy(model, make_samples(NUM_SAMPLES))
     with torch.no_grad():
         logprobs = np.concatenate([reference_logprobs(model, s)[0].numpy() * s.loss_mask for s in samples])
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
+    named = [(p.dim() > 1 and not name.endswith("_bias"), p) for name, p in model.named_parameters()]
+    matrices, others = ([p for is_matrix, p in named if is_matrix is wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
     gradients, norms = [], []

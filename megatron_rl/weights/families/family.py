@@ -15,15 +15,17 @@ from megatron_rl.weights.model_shape import ModelShape
 class ExpertNames:
     """Holds Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``.
 
-    stacks_transposed: whether a file holds all experts of a layer in two tensors of transposed matrices, as
-        transformers does in memory (weights/stacked_experts.py); else it has three tensors per expert.
+    stacked: the last parts of the names of tensors that hold all experts of a layer in a file (weights/stacked.py).
+    transposed: whether a stack holds the transposes of an expert's gate and up, or down, under ``gate_up_proj`` and
+        ``down_proj``; else an expert's slice of a stack is a tensor of its own.
     """
 
     block: str
     gate: str
     up: str
     down: str
-    stacks_transposed: bool = False
+    stacked: tuple[str, ...] = ()
+    transposed: bool = False
 
 
 def nothing(_: object) -> dict[str, Any]:
@@ -41,6 +43,8 @@ class Family:
     features:     config → the fields of ModelShape by which the family differs from a plain Llama.
     layer:        shape → the entries of one decoder layer, its experts' aside. Megatron names are relative to
                   ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
+    expert_layer: shape and number → the entries of one of this rank's experts, where they are not
+                  ``mixture_layer.expert_entries``'.
     sizes:        shape → the sizes of a layer's Hugging Face tensors by the same names, norms over the hidden state
                   aside; an expert's stand below ``expert.``.
     first_layers: the entries of each of the first ``num_dense_layers`` layers of the shape, where it has such.
@@ -57,6 +61,7 @@ class Family:
     layer_fields: Callable[[ModelShape], dict[str, Any]] = nothing
     ffn_field: str = "intermediate_size"
     first_layers: Callable[[ModelShape], tuple[Entry, ...]] | None = None
+    expert_layer: Callable[[ModelShape, int], tuple[Entry, ...]] | None = None
     experts: ExpertNames | None = None
     turns_partly: bool = False
     bitwise: bool = False

@@ -15,7 +15,14 @@ from megatron_rl.weights.families.family import ExpertNames, Family
 from megatron_rl.weights.families.refusals import refuse_attention_bias
 from megatron_rl.weights.model_shape import ChunkedAttentionShape, ModelShape
 
-EXPERTS = ExpertNames(block="feed_forward", gate="gate_proj", up="up_proj", down="down_proj", stacks_transposed=True)
+EXPERTS = ExpertNames(
+    block="feed_forward",
+    gate="gate_proj",
+    up="up_proj",
+    down="down_proj",
+    stacked=("gate_up_proj", "down_proj"),
+    transposed=True,
+)
 KINDS = ("chunked_attention", "full_attention")
 
 

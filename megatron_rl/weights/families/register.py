@@ -6,6 +6,7 @@ from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.family import Family
 from megatron_rl.weights.families.glm4_moe import GLM4_MOE
+from megatron_rl.weights.families.gpt_oss import GPT_OSS
 from megatron_rl.weights.families.llama import LLAMA
 from megatron_rl.weights.families.llama4 import LLAMA4
 from megatron_rl.weights.families.mistral import MISTRAL
@@ -18,7 +19,7 @@ from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GLM4_MOE, LLAMA4)
+    for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GLM4_MOE, GPT_OSS, LLAMA4)
 }
 _GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
 _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
@@ -35,7 +36,6 @@ MISSING = {
     "values differ in size; its mixture is built (glm4_moe)",
     "olmo3": "a sliding window in three layers of four, and rotary bases by the layer's kind",
     "llama4": "a vision tower; its text model alone (llama4_text) is built",
-    "gpt_oss": "attention sinks, clamped gated activations, biases on projections and experts",
 }
 
 
