@@ -313,7 +313,7 @@ def test_no_token_is_near_a_tie(family: str) -> None:
         return float((ordered[:, taken - 1] - ordered[:, taken]).min())
 
     def note(module, args, output) -> None:
-        scores = output[0]  # router logits [tokens, experts]
+        scores = output[config.model_type == "llama4_text"]  # router logits [tokens, experts]
         if (bias := getattr(module, "e_score_correction_bias", None)) is not None:
             scores = scores.sigmoid() + bias
             grouped = scores.unflatten(1, (config.n_group, -1))
@@ -324,7 +324,7 @@ def test_no_token_is_near_a_tie(family: str) -> None:
         if config.num_experts_per_tok < scores.shape[1]:
             margins.append(margin(scores, config.num_experts_per_tok))
 
-    mixtures = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    mixtures = [x for name, x in model.named_modules() if name.endswith(("mlp.gate", ".router"))]
     for router in mixtures:
         router.register_forward_hook(note)
     for sample in make_samples(NUM_SAMPLES):

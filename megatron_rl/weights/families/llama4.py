@@ -1,4 +1,4 @@
-"""Llama 4's text models (``llama4_text``): layers without positions, attention in chunks, and experts chosen by a sigmoid.
+"""Llama 4's text models (``llama4_text``): attention in chunks or without positions, one expert by a sigmoid's score.
 
 The router's score multiplies the one expert's input, and not its output; a shared expert stands beside it.
 """
