@@ -40,6 +40,7 @@ from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import HuggingFaceReader, check_tensors, heads_differ, whole_tensors
 from megatron_rl.weights.shards import Planned, ShardWriter
 from megatron_rl.weights.side_files import copy_side_files, drop_fields
+from megatron_rl.weights.stacked import joined_plan
 
 # a GPTModel's keys; the others are an optimizer's, or another model's
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
@@ -245,7 +246,7 @@ def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype |
             f"{unknown[0]} the first; it is another model's config (tie_word_embeddings, attention_bias?), or the "
             "model has parts that no table names"
         )
-    return planned
+    return joined_plan(planned, shape.family)
 
 
 def export_folder(

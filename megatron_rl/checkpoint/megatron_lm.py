@@ -36,6 +36,7 @@ from megatron_rl.weights.mapping import (
     shard_size,
 )
 from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.weights.stacked import stacking
 
 RELEASE, HF_FOLDER = "release", "hf"
 LAYERS = "decoder.layers."
@@ -120,16 +121,23 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
             # mlp.linear_fc1.layer_norm_, experts or not
             aliases = ("mlp.linear_fc1.layer_norm_weight",) if entry.megatron == "pre_mlp_layernorm.weight" else ()
             tensors.append(Stored(entry=_of_layer(entry, layer), name=entry.megatron, aliases=aliases, layer=layer))
-        of_layer = shape.num_experts if shape.has_mixture(layer) else 0
-        for expert in range(of_layer):
-            for local in (entry for entries in own_experts(fused, shape.num_experts, layer) for entry in entries):
-                entry = dataclasses.replace(local, expert=expert).held_by(0, shape, 1)
-                name = re.sub(r"experts\.(linear_fc\d\.(?:weight|bias))0$", r"experts.experts.\1", local.megatron)
-                tensors.append(Stored(entry=_of_layer(entry, layer), name=name, layer=layer, expert=expert))
+        tensors += _stored_experts(fused, layer)
         yield [dataclasses.replace(x, by_layer=shape.num_dense_layers > 0) for x in tensors]
     yield [Stored(entry=FINAL_NORM, name=FINAL_NORM.megatron)]
     if not shape.tied_embeddings:
         yield [Stored(entry=HEAD, name=HEAD.megatron)]
+
+
+def _stored_experts(shape: ModelShape, layer: int) -> Iterator[Stored]:
+    """Yield the tensors of a layer's experts, expert by expert; stack by stack where files stack them."""
+    first = [entry for entries in own_experts(shape, shape.num_experts, layer) for entry in entries]
+    kinds = [[entry] for entry in first] if stacking(shape.family) else [first]
+    for kind in kinds if first else ():
+        for expert in range(shape.num_experts):
+            for local in kind:
+                entry = dataclasses.replace(local, expert=expert).held_by(0, shape, 1)
+                name = re.sub(r"experts\.(linear_fc\d\.(?:weight|bias))0$", r"experts.experts.\1", local.megatron)
+                yield Stored(entry=_of_layer(entry, layer), name=name, layer=layer, expert=expert)
 
 
 def _of_layer(entry: Entry, layer: int) -> Entry:

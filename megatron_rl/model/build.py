@@ -29,12 +29,12 @@ from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.post_norm import put_norms_behind, put_wide_norms
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.model.transformer_fields import transformer_fields
+from megatron_rl.weights.families.gpt_oss import QUICK_GELU
 from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.mapping import stage_layers
 from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.enums import ModelType  # isort: skip
-from megatron.core.fusions.fused_bias_geglu import quick_gelu  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
@@ -102,10 +102,15 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
 
 
 def _activation(shape: ModelShape, *, bitwise: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the gate's activation: x · sigmoid(1.702 x) beside bounds of gate and up (gpt-oss), else SiLU."""
+    """Return the gate's activation: ``quick_gelu`` beside bounds of gate and up (gpt-oss), else SiLU."""
     if shape.swiglu_limit:
         return quick_gelu
     return silu if bitwise else F.silu
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return x · σ(1.702 x), as Megatron-Core's own, which torch compiles anew for every shape."""
+    return x * torch.sigmoid(QUICK_GELU * x)
 
 
 def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelShape) -> TransformerConfig:

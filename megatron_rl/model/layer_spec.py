@@ -11,7 +11,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import TorchAttention
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
-from megatron.core.tensor_parallel.layers import RowParallelLinear  # isort: skip
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes  # isort: skip
 from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
@@ -44,14 +44,16 @@ class ExpertOutput(RowParallelLinear):
 
     Experts with biases are whole on every rank (0.16.1 ``transformer_config.py``: expert tensor size 1), so that there
     is nothing to reduce: where nothing is, Megatron-Core's own returns a view of the product, to which its MLP may not
-    add. And it marks the bias as one of sequence parallelism, whose gradients are summed over tensor ranks, though an
-    expert's are reduced over the ranks that hold the expert.
+    add. It also marks the bias as one of sequence parallelism, whose gradients are summed over tensor ranks, though an
+    expert's are reduced over the ranks that hold the expert, and as the same on all tensor ranks, of which the gradient
+    norm counts one, though they hold different experts.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.explicit_expert_comm = True
         self.bias.sequence_parallel = False
+        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
 
 def choose_layer_spec(asked: str, dtype: str) -> str:

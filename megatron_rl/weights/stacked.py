@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from megatron_rl.weights.families.family import ExpertNames
 from megatron_rl.weights.families.register import FAMILIES
+from megatron_rl.weights.shards import Planned
 
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of a stack in MXFP4 (weights/mxfp4.py)
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([\w.]+)")
@@ -95,6 +97,25 @@ def slice_of(name: str, names: ExpertNames | None) -> Slice | None:
         if last in _last_parts(stack, names):
             return dict(slices_of(f"{within}.{stack}", int(expert), names))[name]
     return None
+
+
+def joined_plan(planned: Iterable[Planned], family: str) -> list[Planned]:
+    """Return the tensors of files, in order, where some of ``planned`` are experts' slices that come one by one."""
+    names = stacking(family)
+    found: list[Planned] = []
+    for tensor in planned:
+        place = slice_of(tensor.name, names)
+        if place is None:
+            found.append(tensor)
+            continue
+        parts = place.parts if place.transposed else 0
+        if (place.expert, place.part) == (0, 0):
+            found.append(replace(tensor, name=place.stack, slices=(), parts=parts))
+        last, expected = found[-1], place.expert * place.parts + place.part
+        assert last.name == place.stack and len(last.slices) == expected, f"{tensor.name} comes after {last.name}"
+        size = place.stack_size(tensor.shape, place.expert + 1)
+        found[-1] = replace(last, shape=size, slices=(*last.slices, tensor.name))
+    return found
 
 
 def slices(tensors: Iterable[tuple[str, torch.Tensor]], names: ExpertNames) -> Iterator[tuple[str, torch.Tensor]]:

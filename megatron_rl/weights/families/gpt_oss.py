@@ -19,7 +19,7 @@ EXPERTS = ExpertNames(
     down="down_proj",
     stacked=("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
 )
-QUICK_GELU = 1.702  # the factor within the sigmoid of Megatron-Core's quick_gelu (0.16.1 fusions/fused_bias_geglu.py)
+QUICK_GELU = 1.702  # the factor within the sigmoid
 
 
 def refuse(hf_config: Any) -> None:
@@ -29,8 +29,7 @@ def refuse(hf_config: Any) -> None:
         raise ConfigError("attention_bias=false of gpt_oss is not supported; only biases on all projections are")
     if hf_config.swiglu_alpha != QUICK_GELU:
         raise ConfigError(
-            f"swiglu_alpha={hf_config.swiglu_alpha} of gpt_oss is not supported: Megatron-Core's quick_gelu has "
-            f"{QUICK_GELU}"
+            f"swiglu_alpha={hf_config.swiglu_alpha} of gpt_oss is not supported; only {QUICK_GELU} is, which vLLM has too"
         )
     if not hf_config.swiglu_limit > 0:
         raise ConfigError(f"swiglu_limit={hf_config.swiglu_limit} of gpt_oss is not supported; give a number above 0")
