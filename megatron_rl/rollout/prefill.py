@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +31,30 @@ def run_prompts(
         logits_to_keep=1,
     )
     return cache, output.logits[:, -1], positions[:, -1:] + 1, mask, padded
+
+
+def counts_pads(model: PreTrainedModel) -> bool:
+    """Return whether a model takes pads before a prompt for positions, so that none may be there.
+
+    Llama 4's scale by position counts the tokens of the cache, whatever the mask and the positions given (transformers
+    5.19 ``Llama4TextAttention.forward``).
+    """
+    config = model.config.get_text_config()
+    return config.model_type == "llama4_text" and config.attn_temperature_tuning
+
+
+def cut_batches(lengths: Sequence[int], most: int, *, alike: bool) -> Iterator[range]:
+    """Yield the places of at most ``most`` prompts that run together, in their order; of one length where ``alike``.
+
+    Example: lengths 2, 2, 2, 5, at most 2: 0 to 2 and 2 to 4, or, alike, 0 to 2, 2 to 3 and 3 to 4.
+    """
+    start = 0
+    while start < len(lengths):
+        stop = min(start + most, len(lengths))
+        if alike:
+            stop = next((i for i in range(start, stop) if lengths[i] != lengths[start]), stop)
+        yield range(start, stop)
+        start = stop
 
 
 def _left_pad(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -124,7 +124,8 @@ class ShardWriter:
 
     def finish(self) -> list[str]:
         """Close the last file, write the index where there are several files, and return the files' names."""
-        assert not self._waiting, f"{len(self._waiting)} planned tensors never came, {self._waiting[-1][1]} is the first"
+        waiting = self._waiting
+        assert not waiting, f"{len(waiting)} planned tensors never came, {waiting[-1][1]} is the first"
         self.abandon()
         names = [self.file_name(i) for i in range(len(self._shards))]
         if len(names) > 1:

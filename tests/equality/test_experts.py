@@ -265,7 +265,7 @@ def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
 
     Both are of the exported weights.
     """
-    prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=(5, 7 + i, 11), columns={}) for i in range(4)]
+    prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=(5, 7, 11, 13, 17)[: i + 2], columns={}) for i in range(4)]
     rollout = RolloutConfig(max_response_tokens=8)
     with open_rig(family, *layout(expert=world)) as rig:
         engine = TransformersEngine(
@@ -277,7 +277,7 @@ def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
             [
                 Sample(
                     sample_id=r.sample_id,
-                    prompt_tokens=3,
+                    prompt_tokens=len(r.prompt.token_ids),
                     token_ids=np.array(r.prompt.token_ids + r.response_ids),
                     loss_mask=np.ones(len(r.response_ids), dtype=bool),
                     logprobs=np.array(r.logprobs, dtype=np.float32),

@@ -124,11 +124,12 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def layer_fields(shape: ModelShape) -> dict[str, Any]:
     """Return TransformerConfig's fields: no angles from Megatron-Core (model/chunked_attention.py), and the mixture."""
+    by_layer = [int(shape.has_mixture(layer)) for layer in range(shape.num_layers)]
     return dict(
         no_rope_freq=[1] * shape.num_layers,
         num_moe_experts=shape.num_experts,
         moe_ffn_hidden_size=shape.ffn_hidden_size,
-        moe_layer_freq=[int(shape.has_mixture(layer)) for layer in range(shape.num_layers)],
+        moe_layer_freq=by_layer if shape.num_dense_layers else 1,
         moe_shared_expert_intermediate_size=shape.shared_ffn_hidden_size,
         moe_router_topk=shape.experts_per_token,
         moe_router_score_function="sigmoid",
