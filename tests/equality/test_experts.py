@@ -69,8 +69,8 @@ ONCE = {  # with one family each
     "CP2-EP2": (2, FUSED_RANKS, "mixtral"),
     "PP2": (2, layout(pipeline=2), "glm4_moe"),  # a dense layer on one stage, a mixture on the other
     "CP2": (2, ("parallel.context=2",), "glm4_moe"),
-    # dense layers between mixtures, of which each stage has one; attention in chunks that end within a rank's tokens
-    "PP2-interleaved-layers": (2, layout(pipeline=2, virtual=2), "llama4_interleaved"),
+    # a layer without positions on the second stage; chunks of attention that end within a rank's tokens
+    "PP2-kinds-of-attention": (2, layout(pipeline=2), "llama4_interleaved"),
     "CP2-chunks": (2, ("parallel.context=2",), "llama4"),
 }
 LARGE = {
