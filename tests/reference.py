@@ -16,15 +16,13 @@ from megatron_rl.types import Sample
 from megatron_rl.weights.fused import file_tensors
 
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
-FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral", "phi3", "phi3_partial", "olmo2")
+FAMILIES = (
+    *("qwen2_tied", "qwen2_untied", "qwen3", "qwen3_yarn", "llama", "llama3_rope", "mistral"),
+    *("phi3", "phi3_partial", "olmo2"),
+)
 MIXTURES = (
-    "mixtral",
-    "qwen3_moe",
-    "qwen3_moe_unnormalised",
-    "glm4_moe",
-    "gpt_oss",
-    "llama4",
-    "llama4_interleaved",
+    *("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe", "gpt_oss"),
+    *("llama4", "llama4_interleaved"),
 )
 
 
@@ -63,6 +61,9 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return Qwen2Config(**sizes, tie_word_embeddings=False)
         case "qwen3":
             return Qwen3Config(**sizes, head_dim=hidden // 2, tie_word_embeddings=True)
+        case "qwen3_yarn":
+            rope = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
+            return Qwen3Config(**sizes, head_dim=hidden // 2, tie_word_embeddings=True, rope_parameters=rope)
         case "llama":
             return LlamaConfig(**sizes, tie_word_embeddings=False)
         case "llama3_rope":

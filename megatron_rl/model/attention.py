@@ -29,8 +29,6 @@ from megatron_rl.model.sight import Sight
 from megatron_rl.model.span_attention import span_attention
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -240,25 +238,14 @@ class TorchAttention(torch.nn.Module):
 
     No token sees another sequence's tokens. Takes the arguments with which Megatron-Core builds a core attention.
 
-    softmax_offset: [h], this rank's heads' sinks where the config's ``softmax_type`` is learnable, else None; under
-        Megatron-Core's own name (0.16.1 ``transformer/dot_product_attention.py``).
+    softmax_offset: [h], sinks (model/sinks.py); None without.
     """
+
+    softmax_offset: torch.nn.Parameter | None = None
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()
         self.softmax_scale = softmax_scale
-        self.softmax_offset = None
-        if config.softmax_type == "learnable":
-            heads = config.num_attention_heads // config.tensor_model_parallel_size
-            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
-            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return the sinks under their global shape for ``dist_checkpointing``, so that another layout loads them."""
-        sinks = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
-        return make_sharded_tensors_for_checkpoint(
-            sinks, prefix, {"softmax_offset": 0}, sharded_offsets, dp_cp_group=(metadata or {}).get("dp_cp_group")
-        )
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_

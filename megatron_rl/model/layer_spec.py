@@ -9,6 +9,7 @@ import torch
 from megatron_rl.distributed.platform import transformer_engine_importable
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import TorchAttention
+from megatron_rl.model.sinks import SinkAttention
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes  # isort: skip
@@ -110,7 +111,7 @@ def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share
     if experts and config.add_bias_linear:
         layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = TorchAttention
+    attention.core_attention = SinkAttention if config.softmax_type == "learnable" else TorchAttention
     if config.qk_layernorm:  # 0.19 raises on q/k norms that the config does not ask for
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer

@@ -333,14 +333,17 @@ class TransformersEngine:
 
 
 def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Build the model of ``hf_path``'s config in eval mode, its weights not yet set. Raises ConfigError."""
+    """Build the model of ``hf_path``'s config in eval mode, its weights not yet set. Raises ConfigError.
+
+    Its attention is torch's (sdpa) where transformers has it for the family; one with sinks has none.
+    """
     config = parse_hf_config(hf_path)
     settle_tying(config, hf_path)
     check_embedded(hf_path, rollout)
     # Modules draw their initial values from torch's global generator, which belongs to the trainer.
     accelerators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=accelerators), torch.device(device):
-        model = transformers_model(config, hf_path, dtype=dtype, attn_implementation="sdpa")
+        model = transformers_model(config, hf_path, dtype=dtype)
     return model.requires_grad_(False).eval()
 
 

@@ -79,13 +79,17 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
     norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
     if shape.post_norms:
         norms += (heads + shape.num_kv_heads) * shape.head_dim // tensor
+    if shape.sinks:
+        attention += heads // tensor
     if not shape.has_mixture(layer):
         return attention + norms + 3 * hidden * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) // tensor, 0
-    experts = (
-        shape.num_experts // degrees.expert_size * 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
-    )
+    expert = 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
+    router = shape.num_experts * hidden
+    if shape.linear_bias:
+        attention, router = attention + hidden, router + shape.num_experts
+        expert += 2 * shape.ffn_hidden_size // degrees.expert_tensor_size + hidden
     shared = 3 * hidden * shape.shared_ffn_hidden_size // tensor
-    return attention + norms + shape.num_experts * hidden + shared, experts
+    return attention + norms + router + shared, shape.num_experts // degrees.expert_size * expert
 
 
 def layers_of(shape: ModelShape, degrees: Degrees, stage: int) -> list[int]:
@@ -133,7 +137,8 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     Transformer Engine's layers fuse some and keep less. Both norms keep input, normalised and output (6 h, split by
     sequence parallelism); attention keeps the projection of which v is a part, q and k as rotated, its output, and the
     cosines and sines, and under q/k norms their inputs, of which k's is a part of the projection, and the normalised
-    too; the MLP keeps gate and up, the activated gate, up, their product. An expert's
+    too; the MLP keeps gate and up, the activated gate, up, their product. Bounds of gate and up keep three more: the
+    bounded gate, its sigmoid and the bounded up. An expert's
     tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of the
     choices: a tensor rank of sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
     """
@@ -145,7 +150,8 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     if not shape.has_mixture(layer):
         return norms + attention + 5 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor
     choices = shape.experts_per_token * degrees.expert_tensor_size / tensor
-    routed = choices * (2 * hidden + 5 * shape.ffn_hidden_size / degrees.expert_tensor_size)
+    widths = 8 if shape.swiglu_limit else 5
+    routed = choices * (2 * hidden + widths * shape.ffn_hidden_size / degrees.expert_tensor_size)
     return norms + attention + routed + 5 * shape.shared_ffn_hidden_size / tensor
 
 

@@ -190,10 +190,11 @@ def check_served(folder: str | pathlib.Path) -> None:
     """Raise ConfigError for a folder that a vLLM engine, which reads config.json itself, would build otherwise."""
     path = pathlib.Path(folder) / CONFIG
     fields = read_fields(folder)
-    if block_size(fields, str(path)) is not None or is_mxfp4(fields):
+    kind = "MXFP4" if is_mxfp4(fields) else "FP8" if block_size(fields, str(path)) is not None else None
+    if kind is not None:
         raise ConfigError(
-            f"{path} has a quantization_config, and rollout.engine=vllm would hold FP8 or MXFP4 weights where the "
-            f"trainer sends full ones; {WAY_OUT}: tools/convert_checkpoint.py import and export write it"
+            f"{path} has a quantization_config, and rollout.engine=vllm would hold {kind} weights where the trainer "
+            f"sends full ones; {WAY_OUT}: tools/convert_checkpoint.py import and export write it"
         )
     if read_hf_config(folder).tie_word_embeddings and not load_hf_config(folder).tie_word_embeddings:
         raise ConfigError(

@@ -29,7 +29,7 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
     if names is None:
         return dict(tensors)
     if names.stacked:
-        return dict(slices(tensors.items(), names))
+        return dict(slices(tensors.items(), family))
     renamed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, mixture, rest = name.partition(".mlp.")

@@ -21,8 +21,8 @@ from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.families.family import ExpertNames
 from megatron_rl.weights.mapping import hf_size, stage_entries
 from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.weights.mxfp4 import GROUP, PackedExpert
 from megatron_rl.weights.quantization import SCALE, block_size, dequantize, trace_of
-from megatron_rl.weights.mxfp4 import PackedExpert
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
 from megatron_rl.weights.stacked import BLOCKS, SCALES, ExpertOfStack, Slice, is_stack, slices_of, stacking
 
@@ -104,6 +104,7 @@ class HuggingFaceReader:
             stack = name.removesuffix(BLOCKS)
             if name != stack and is_stack(stack, names) and f"{stack}{SCALES}" in held:
                 self.mxfp4 |= {name: file, f"{stack}{SCALES}": held[f"{stack}{SCALES}"]}
+                self._check_packed(stack)
             elif not is_stack(name, names):
                 self.files[name] = file
                 continue
@@ -112,6 +113,17 @@ class HuggingFaceReader:
                 for own, place in slices_of(stack, expert, names):
                     self.stacks[own], self.files[own] = place, file
         self.files = {name: file for name, file in self.files.items() if name not in self.mxfp4}
+
+    def _check_packed(self, stack: str) -> None:
+        """Raise ConfigError where a stack in MXFP4 has not a byte of scale for each group of numbers."""
+        blocks, scales = (self.opened(self.mxfp4[x]).get_slice(x) for x in (f"{stack}{BLOCKS}", f"{stack}{SCALES}"))
+        wanted = ("U8", tuple(blocks.get_shape()[:-1]))
+        found = (scales.get_dtype(), tuple(scales.get_shape()))
+        if len(wanted[1]) != 3 or blocks.get_shape()[-1] != GROUP // 2 or found != wanted or blocks.get_dtype() != "U8":
+            raise ConfigError(
+                f"{stack}{SCALES} in {self.path} is {found[0]} of shape {found[1]}; blocks, {blocks.get_dtype()} of "
+                f"{tuple(blocks.get_shape())}, of [experts, rows, groups, {GROUP // 2}] want {wanted[0]} of {wanted[1]}"
+            )
 
     def has(self, name: str) -> bool:
         return name in self.files

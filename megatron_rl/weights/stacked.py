@@ -118,10 +118,11 @@ def joined_plan(planned: Iterable[Planned], family: str) -> list[Planned]:
     return found
 
 
-def slices(tensors: Iterable[tuple[str, torch.Tensor]], names: ExpertNames) -> Iterator[tuple[str, torch.Tensor]]:
+def slices(tensors: Iterable[tuple[str, torch.Tensor]], family: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors, and for each stack the views of each expert under their names."""
+    names = stacking(family)
     for name, tensor in tensors:
-        if is_stack(name, names):
+        if names is not None and is_stack(name, names):
             for expert in range(len(tensor)):
                 yield from ((own, place.view(tensor)) for own, place in slices_of(name, expert, names))
         else:

@@ -27,6 +27,7 @@ SAME = {
     "PP2-tied": (2, (*sizes(1, 2), *SHARDED), "qwen2_tied", 3),
     "EP2": (2, (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "qwen3_moe", 3),
     "EP2-two-kinds-of-layers-bf16": (2, (*sizes(1, 1), *SHARDED, *BF16, "parallel.expert=2"), "glm4_moe", 3),
+    "EP2-sinks-bf16": (2, (*sizes(1, 1), *SHARDED, *BF16, "parallel.expert=2"), "gpt_oss", 3),
     "before-any-step": (2, (*sizes(1, 1), *SHARDED, *BF16), "qwen2_tied", 0),
 }
 
@@ -55,6 +56,11 @@ OTHER = {
         (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
         (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true"),
         "qwen3_moe",
+    ),
+    "EP2-to-TP2-sinks": (
+        (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
+        (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true", "parallel.expert_tensor=1"),
+        "gpt_oss",
     ),
     "PP2-to-EP2": ((*sizes(1, 2), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "glm4_moe"),
     "DP2-to-EP2": ((*sizes(1, 1), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "mixtral"),

@@ -40,6 +40,7 @@ SMALL = [
     ((2, 1, 1), "qwen2_tied", SP),
     ((1, 2, 1), "llama3_rope", ()),
     ((1, 1, 2), "qwen3_moe", ()),
+    ((1, 1, 2), "gpt_oss", ("parallel.expert=2",)),
     ((1, 1, 2), "llama3_rope", CP),
     ((1, 1, 2), "llama4", CP),
 ]

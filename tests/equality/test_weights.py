@@ -67,7 +67,9 @@ def logprobs_and_export(
     found = {}
     mixtures = MIXTURES if tensor == 1 or extra else ()  # several tensor ranks and experts need sequence parallelism
     for family in (*FAMILIES, *mixtures):
-        with open_rig(family, *sizes(tensor, pipeline), f"rollout.temperature={TEMPERATURE}", *extra, samples=7) as rig:
+        whole = ("parallel.expert_tensor=1",) if family == "gpt_oss" else ()  # experts with biases are not split
+        given = (*sizes(tensor, pipeline), f"rollout.temperature={TEMPERATURE}", *extra, *whole)
+        with open_rig(family, *given, samples=7) as rig:
             passed = rig.backend.logprobs(rig.batch, np.ones(7, dtype=bool))
             gap = float(np.abs(passed.flat - wanted_logprobs(rig.model, rig.samples)).max())
             loaded = file_weights(rig.model)
@@ -156,6 +158,8 @@ FILES = [
     (2, (*EP, *sizes(1, 1)), "glm4_moe"),
     (2, sizes(1, 2), "glm4_moe"),
     (2, EP, "mixtral"),
+    (2, EP, "gpt_oss"),
+    (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "gpt_oss"),
     (2, EP, "qwen3_moe"),
     (2, EP, "llama4"),
     (2, TP_SP, "llama4_interleaved"),

@@ -239,7 +239,10 @@ REFUSED = [
     ({"model_type": "gemma3_text"}, "missing for gemma3_text: norms behind attention and behind the MLP"),
     ({"model_type": "mamba"}, "missing for mamba: a file of its own in weights/families"),
     ({"attention_bias": True}, "a llama model with attention_bias"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type='yarn' is not supported"),
+    (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+        "rope_type='dynamic' is not supported",
+    ),
     ({"hidden_size": 128}, "has shape"),
     ({"num_hidden_layers": 3}, "config.json says num_hidden_layers=3 and the files hold 4 layers, 0 to 3"),
     ({"num_hidden_layers": 5}, "holds no tensor named model.layers.4."),

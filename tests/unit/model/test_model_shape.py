@@ -13,7 +13,7 @@ from megatron_rl.config import LoraConfig, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.flops import flops_per_token
-from megatron_rl.model.hf_config import inverse_frequencies, model_shape, read_shape
+from megatron_rl.model.hf_config import inverse_frequencies, model_shape, read_shape, softmax_scale
 from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.mapping import hf_size, layer_entries
 from megatron_rl.weights.reader import used_names
@@ -84,6 +84,13 @@ REFUSED = [
         "n_group=3 and topk_group=2 of glm4_moe with num_experts_per_tok=6 are not supported",
     ),
     (changed("glm4_moe", n_shared_experts=0), {}, "n_shared_experts=0 of glm4_moe is not supported"),
+    (changed("gpt_oss", attention_bias=False), {}, "attention_bias=false of gpt_oss is not supported"),
+    (changed("gpt_oss", swiglu_alpha=1.5), {}, "swiglu_alpha=1.5 of gpt_oss is not supported; only 1.702 is"),
+    (
+        changed("gpt_oss"),
+        dict(tensor=2, sequence_parallel=True),
+        "the experts of gpt_oss have biases, .* split over 2 ranks; set parallel.expert_tensor=1",
+    ),
     (changed("glm4_moe"), dict(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence_parallel=true"),
     (
         changed("glm4_moe", intermediate_size=97),
@@ -123,12 +130,51 @@ def test_a_part_of_each_head_turns_where_the_family_says_so() -> None:
         inverse_frequencies(other, 32)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attention_factor": 0.9}, {"mscale": 1.5, "mscale_all_dim": 0.5}, {"beta_fast": 16, "truncate": False}],
+    ids=lambda x: ",".join(x) or "default",
+)
+def test_yarn_turns_and_scales_as_transformers(changes: dict) -> None:
+    """Scores of q and k at their positions are those under transformers' cosines and sines, which hold the factor."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+    config = tiny_config("qwen3_yarn")
+    config.rope_parameters |= changes
+    random = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 40, 32, dtype=torch.float64, generator=random)
+    positions = torch.arange(40)
+    cos, sin = (x.double() for x in Qwen3RotaryEmbedding(config)(q.float(), positions[None]))
+    wanted = torch.matmul(*(x if i == 0 else x.mT for i, x in enumerate(apply_rotary_pos_emb(q, k, cos, sin))))
+    angles = torch.outer(positions.float(), inverse_frequencies(config, 32)).double().repeat(1, 2)
+    turned = apply_rotary_pos_emb(q, k, angles.cos()[None], angles.sin()[None])
+    found = torch.matmul(turned[0], turned[1].mT) * softmax_scale(config, 32)
+    torch.testing.assert_close(found, wanted * 32**-0.5, rtol=1e-5, atol=1e-5)
+    assert abs(softmax_scale(config, 32) * 32**0.5 - 1) > 0.05 and softmax_scale(tiny_config("qwen3"), 32) is None
+
+
+def test_names_and_sizes_of_gpt_oss_are_those_of_transformers() -> None:
+    """Names and sizes of both released models are transformers', on paper: 20.9 and 116.8 billion numbers."""
+    from transformers import AutoModelForCausalLM, GptOssConfig
+
+    for layers, experts, numbers in ((24, 32, 20_914_757_184), (36, 128, 116_829_156_672)):
+        kinds = ["full_attention"] * layers
+        config = GptOssConfig(num_hidden_layers=layers, num_local_experts=experts, layer_types=kinds)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
+        shape = read_shape(config, layer_spec="torch")
+        assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted
+        assert sum(math.prod(size) for size in wanted.values()) == numbers
+
+
 def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
     assert {family: shape_of(tiny_config(family)).router_pre_softmax for family in MIXTURES} == {
         "mixtral": False,
         "qwen3_moe": False,
         "qwen3_moe_unnormalised": True,
         "glm4_moe": False,
+        "gpt_oss": False,
     }
 
 
@@ -156,7 +202,7 @@ def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
     share = config.num_local_experts / config.num_experts_per_tok if family in MIXTURES else 1
     passed = model.lm_head.weight.numel()
     for name, parameter in model.model.layers.named_parameters():
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 and not name.endswith("_bias"):
             passed += parameter.numel() / (share if ".experts." in name else 1)
     shape = shape_of(config)
     assert flops_per_token(shape, 0.0) == 6 * passed

@@ -159,6 +159,31 @@ def test_spans_equal_one_masked_softmax(case: str, kernel) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_sinks_equal_a_key_without_a_value(case: str, kernel) -> None:
+    """Output and gradients, of the sinks too, equal those of a dense softmax over the scores and a logit per head."""
+    spans, num_queries, num_keys = CASES[case]
+    random = torch.Generator().manual_seed(0)
+    query, key, value, coefficient, sinks = (
+        torch.randn(*size, dtype=torch.float64, generator=random, requires_grad=True)
+        for size in (
+            *((n, h, WIDTH) for n, h in ((num_queries, HEADS), (num_keys, GROUPS), (num_keys, GROUPS))),
+            (num_queries, HEADS, WIDTH),
+            (HEADS,),
+        )
+    )
+    found = span_attention.span_attention(query, key, value, batches(spans, num_queries, num_keys), SCALE, sinks=sinks)
+    keys, values = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * SCALE
+    scores = scores.masked_fill(~seen(spans, num_queries, num_keys), -torch.inf)
+    with_sinks = torch.cat([scores, sinks[:, None, None].expand(-1, num_queries, 1)], dim=-1)
+    wanted = torch.einsum("hqk,khd->qhd", with_sinks.softmax(-1)[..., :-1], values)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    inputs = (query, key, value, sinks)
+    for x, y in zip(*(torch.autograd.grad((o * coefficient).sum(), inputs) for o in (found, wanted)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_parts_in_bfloat16_are_added_in_float32(case: str, kernel) -> None:
     """bfloat16 in, bfloat16 out, and no further from the dense softmax in double than bfloat16's rounding."""
     spans, num_queries, num_keys = CASES[case]
