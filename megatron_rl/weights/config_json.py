@@ -37,6 +37,12 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "first_k_dense_replace": (int, 0, 2**16),
     "routed_scaling_factor": (float, 1e-6, 1e6),
     "num_nextn_predict_layers": (int, 0, 2**10),
+    "intermediate_size_mlp": (int, 1, 2**24),
+    "interleave_moe_layer_step": (int, 1, 2**16),
+    "no_rope_layer_interval": (int, 1, 2**16),
+    "attention_chunk_size": (int, 1, 2**40),
+    "floor_scale": (int, 1, 2**40),
+    "attn_scale": (float, 0.0, 1e6),
     "swiglu_alpha": (float, 1e-6, 1e6),
     "swiglu_limit": (float, 1e-6, 1e30),
     "num_labels": (int, 0, 2**16),  # transformers makes a name for each
@@ -53,7 +59,7 @@ _READ = {
     *("model_type", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "layer_types"),
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
     *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
-    *("use_qk_norm",),
+    *("use_qk_norm", "no_rope_layers", "moe_layers", "attn_temperature_tuning"),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
     *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop"),
 }

@@ -96,6 +96,12 @@ class ModelShape:
         dense = layer in self.dense_layers if self.dense_layers else layer < self.num_dense_layers
         return bool(self.num_experts) and not dense
 
+    def attended(self, mean_context: float) -> float:
+        """Return the tokens that a token attends to, added up over the layers; mean_context: in one that sees all."""
+        chunked = self.chunked.chunked_layers if self.chunked else ()
+        within = min(mean_context, self.chunked.chunk_tokens / 2) if self.chunked else 0.0
+        return (self.num_layers - len(chunked)) * mean_context + len(chunked) * within
+
     @property
     def layer_parameters(self) -> float:
         """Return the weights of a layer's matrices that a token passes, the mean over the layers.

@@ -23,6 +23,7 @@ EXPERTS = ExpertNames(
     stacked=("gate_up_proj", "down_proj"),
     transposed=True,
 )
+ROPES = ("default", "linear", "llama3")
 KINDS = ("chunked_attention", "full_attention")
 
 
@@ -47,6 +48,8 @@ def refuse(hf_config: Any) -> None:
             f"attention_chunk_size={hf_config.attention_chunk_size} of llama4_text is not supported: transformers "
             "refuses it too; give max_position_embeddings for attention without chunks"
         )
+    if (kind := hf_config.rope_parameters["rope_type"]) not in ROPES:
+        raise ConfigError(f"rope_type={kind!r} of llama4_text is not supported; {', '.join(ROPES)} are")
     layers = hf_config.num_hidden_layers
     for name in ("layer_types", "no_rope_layers"):
         if len(listed := hf_config.to_dict()[name]) < layers:

@@ -23,6 +23,14 @@ FAMILIES: dict[str, Family] = {
 }
 _GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
 _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
+_DELTA = (
+    "the gated delta net of three layers in four: Megatron-Core 0.16.1's GatedDeltaNet (ssm/gated_delta_net.py) raises "
+    '"GDN does not support packed sequence for now.", 0.19.2\'s (ssm/gated_delta_net/gdn.py) takes packed sequences '
+    "outside deterministic mode alone, and neither is built without flash-linear-attention and its Triton kernels "
+    '("FLA is not installed"), which need a GPU'
+)
+_GATED_ATTENTION = "gates on attention's output, norms that multiply by 1 + weight"
+_SHARED_GATE = "a gate of the shared expert"
 # Features that a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py,
 # dot_product_attention.py) or the model built here lacks; models as in transformers 5.19.
 MISSING = {
@@ -35,6 +43,11 @@ MISSING = {
     "deepseek_v3": "multi-latent attention, whose rotary angles (yarn) Megatron-Core makes within and whose keys and "
     "values differ in size; its mixture is built (glm4_moe)",
     "olmo3": "a sliding window in three layers of four, and rotary bases by the layer's kind",
+    "qwen3_next": f"{_DELTA}; {_GATED_ATTENTION}, {_SHARED_GATE}",
+    "qwen3_5_text": f"{_DELTA}; {_GATED_ATTENTION}",
+    "qwen3_5_moe_text": f"{_DELTA}; {_GATED_ATTENTION}, {_SHARED_GATE}",
+    "qwen3_5": "a vision tower, and what qwen3_5_text misses",
+    "qwen3_5_moe": "a vision tower, and what qwen3_5_moe_text misses",
     "llama4": "a vision tower; its text model alone (llama4_text) is built",
 }
 
