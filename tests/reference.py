@@ -24,6 +24,7 @@ MIXTURES = (
     *("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe", "gpt_oss"),
     *("llama4", "llama4_interleaved"),
 )
+WINDOWED = ("mistral_window", "phi3_window", "qwen2_window", "qwen3_window", "mixtral_window", "qwen3_moe_window")
 
 
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
@@ -78,6 +79,26 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
         case "mistral":
             return MistralConfig(**sizes, head_dim=hidden // 2, sliding_window=None, tie_word_embeddings=False)
+        case "mistral_window":
+            return MistralConfig(**sizes, sliding_window=5, tie_word_embeddings=False)
+        case "phi3_window":
+            return Phi3Config(**sizes, sliding_window=5, tie_word_embeddings=False)
+        case "qwen2_window":
+            return Qwen2Config(**sizes, use_sliding_window=True, sliding_window=5, max_window_layers=layers // 2)
+        case "qwen3_window":
+            return Qwen3Config(**sizes, use_sliding_window=True, sliding_window=5, max_window_layers=layers // 2)
+        case "mixtral_window":
+            return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=5)
+        case "qwen3_moe_window":
+            return Qwen3MoeConfig(
+                **sizes,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=hidden // 2,
+                norm_topk_prob=True,
+                use_sliding_window=True,
+                sliding_window=5,
+            )
         case "olmo2":
             return Olmo2Config(**sizes, tie_word_embeddings=False)
         case "phi3":
@@ -129,7 +150,7 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
                 head_dim=hidden // 2,
                 num_local_experts=4,
                 num_experts_per_tok=2,
-                layer_types=["full_attention"] * layers,
+                sliding_window=5,  # in every second layer, the first among them
                 swiglu_limit=2.0,  # gates and ups of these weights pass it
                 rope_parameters=rope,
                 tie_word_embeddings=False,
@@ -177,7 +198,7 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
         torch.manual_seed(seed)
         config = tiny_config(family, layers=layers, hidden=hidden)
         # a loop over experts, no grouped kernel
-        experts = {"experts_implementation": "eager"} if family in (*MIXTURES, "mixtral_top1") else {}
+        experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in config.to_dict() else {}
         model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():

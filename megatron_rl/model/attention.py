@@ -27,8 +27,11 @@ from megatron_rl.model.chunked_spans import chunked_spans
 from megatron_rl.model.layout import Layout
 from megatron_rl.model.sight import Sight
 from megatron_rl.model.span_attention import span_attention
+from megatron_rl.model.window_spans import windowed_spans
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.utils import is_layer_window_attention  # isort: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,6 +126,7 @@ class PackedSequences(PackedSeqParams):
                None without them.
     context: this rank among those that share the sequences.
     segments: for Transformer Engine where prompts may be shared, in place of the bounds.
+    narrowed: the spans within each window that a layer has asked for, by its tokens.
     """
 
     layout: Layout | None = None
@@ -132,6 +136,19 @@ class PackedSequences(PackedSeqParams):
     key_order: torch.Tensor | None = None
     context: ContextShard = WHOLE
     segments: KeySegments | None = None
+    narrowed: dict[int, tuple[SpanBatch, ...]] = field(default_factory=dict)
+
+    def spans_within(self, window: int | None) -> tuple[SpanBatch, ...]:
+        """Return which queries see which keys where a token sees ``window`` tokens, itself among them; None sees all.
+
+        All layers of one window share what the first of them makes.
+        """
+        if window is None or window >= self.layout.longest:
+            return self.spans
+        if window not in self.narrowed:
+            spans, device = windowed_spans(self.layout, self.context, window), self.position_ids.device
+            self.narrowed[window] = batch_spans(spans, len(self.position_ids), self.layout.num_tokens, device)
+        return self.narrowed[window]
 
     def spans_of(self, chunk_tokens: int | None) -> tuple[SpanBatch, ...]:
         """Return the spans of a layer whose tokens see their own chunk of positions; None for ``spans``, the whole."""
@@ -233,19 +250,31 @@ class _GatherContext(torch.autograd.Function):
         return local, None
 
 
+def window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return the tokens that a token of a layer sees, itself among them; None where it sees all before it.
+
+    layer_number: the layer's over all pipeline stages, from 1 on. Megatron-Core's ``window_size`` counts the tokens
+    before the token alone (0.16.1 ``transformer/dot_product_attention.py``).
+    """
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    return config.window_size[0] + 1
+
+
 class TorchAttention(torch.nn.Module):
     """Computes causal attention over packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
 
-    No token sees another sequence's tokens. Takes the arguments with which Megatron-Core builds a core attention.
+    No token sees another sequence's tokens, nor those before its layer's window (``window_of``). Takes the arguments
+    with which Megatron-Core builds a core attention.
 
     softmax_offset: [h], sinks (model/sinks.py); None without.
     """
 
-    softmax_offset: torch.nn.Parameter | None = None
-
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.softmax_offset: torch.nn.Parameter | None = None
+        self.window = window_of(config, layer_number)
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_
@@ -263,4 +292,4 @@ class TorchAttention(torch.nn.Module):
 
     def spans(self, packed: PackedSequences) -> tuple[SpanBatch, ...]:
         """Return which of the micro-batch's keys this layer's queries see."""
-        return packed.spans
+        return packed.spans_within(self.window)

@@ -96,6 +96,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
         overlap_p2p_comm=topology.virtual_size > 1,
         batch_p2p_comm=topology.virtual_size == 1,
+        **_window_fields(shape, topology),
         **_fusions(shape, extra, shares=shares_prompts(config, shape.layer_spec)),
     )
     return _build_config({**fields, **FAMILIES[shape.family].layer_fields(shape), **extra}, extra, shape)
@@ -111,6 +112,23 @@ def _activation(shape: ModelShape, *, bitwise: bool) -> Callable[[torch.Tensor],
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """Return x · σ(1.702 x), as Megatron-Core's own, which torch compiles anew for every shape."""
     return x * torch.sigmoid(QUICK_GELU * x)
+
+
+def _window_fields(shape: ModelShape, topology: Topology) -> dict[str, Any]:
+    """Return the fields by which ``model/attention.py`` and Transformer Engine's attention know each layer's window.
+
+    Raises ConfigError under Transformer Engine's context parallelism, whose ring has no window.
+    """
+    if not any(shape.windows):
+        return {}
+    if shape.layer_spec == "transformer_engine" and topology.context_size > 1:
+        raise ConfigError(
+            f"parallel.context={topology.context_size} with a sliding window of {max(shape.windows)} tokens is "
+            "computed by torch's layers alone (Transformer Engine's ring has no window); set model.layer_spec=torch or "
+            "parallel.context=1"
+        )
+    (window,) = {x for x in shape.windows if x}
+    return dict(window_size=(window - 1, 0), window_attn_skip_freq=[int(x > 0) for x in shape.windows])
 
 
 def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelShape) -> TransformerConfig:
@@ -252,6 +270,11 @@ def refuse_bitwise(shape: ModelShape) -> None:
         raise ConfigError(
             f"rollout.bitwise=true was shown for {shown}, and this model's model_type is "
             f"{shape.family}, whose layers may have other operations; set it to false"
+        )
+    if any(shape.windows):
+        raise ConfigError(
+            f"rollout.bitwise=true is for attention over all tokens, and this {shape.family} model has a sliding "
+            f"window of {max(shape.windows)} tokens; set it to false"
         )
     if HOST.is_cuda:
         raise ConfigError(

@@ -61,6 +61,11 @@ class Layout:
         return sum(self.lengths)
 
     @property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence, a shared prompt's with those of its longest response."""
+        return max(length + offset for length, offset in zip(self.lengths, self.offsets, strict=True))
+
+    @property
     def squares(self) -> float:
         """Return the squared tokens of attention: Σ l² of the segments, and 2·p·r where r tokens see a prompt of p."""
         lengths = np.array(self.lengths, dtype=np.float64)

@@ -30,9 +30,5 @@ class SinkAttention(TorchAttention):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return the sinks under their global shape for ``dist_checkpointing``, so that another layout loads them."""
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
         )

@@ -82,9 +82,7 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
     return (out * (lse - together).exp().mT[..., None]).to(out.dtype), together
 
 
-def _sinks_gradient(
-    gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
-) -> torch.Tensor:
+def _sinks_gradient(gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Return [h], the gradient of the sinks: Σ over queries of −p · (gradient · out), p the sink's probability.
 
     As for any score of a softmax, p · (value · gradient − out · gradient), the sink's value being 0.
@@ -130,9 +128,14 @@ def _kernel_for(query: torch.Tensor):
     return _CudaFlash if query.dtype in (torch.bfloat16, torch.float16) else _CudaMemoryEfficient
 
 
-def _heads_first(x: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Return a view [1, h, n, d] of rows of [T, h, d]."""
-    return x[rows].transpose(0, 1)[None]
+def _heads_first(x: torch.Tensor, rows: slice, mirrored: bool = False) -> torch.Tensor:
+    """Return [1, h, n, d] of rows of [T, h, d]: a view, or a copy from the last row to the first."""
+    return _turned(x[rows], mirrored).transpose(0, 1)[None]
+
+
+def _turned(x: torch.Tensor, mirrored: bool, dim: int = 0) -> torch.Tensor:
+    """Return x, or its copy from last to first where a span is mirrored."""
+    return x.flip(dim) if mirrored else x
 
 
 class _CpuFlash:
@@ -142,30 +145,30 @@ class _CpuFlash:
     def forward(query, key, value, batch, scale) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
         for span in batch.spans:
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads_first(query, span.queries),
-                _heads_first(key, span.keys),
-                _heads_first(value, span.keys),
+                _heads_first(query, span.queries, span.mirrored),
+                _heads_first(key, span.keys, span.mirrored),
+                _heads_first(value, span.keys, span.mirrored),
                 0.0,
                 span.causal,
                 scale=scale,
             )
-            yield span.queries, out[0].transpose(0, 1), lse[0]
+            yield span.queries, _turned(out[0].transpose(0, 1), span.mirrored), _turned(lse[0], span.mirrored, 1)
 
     @staticmethod
     def backward(gradient, query, key, value, out, lse, batch, scale) -> Iterator[tuple]:
         for span in batch.spans:
             found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _heads_first(gradient, span.queries),
-                _heads_first(query, span.queries),
-                _heads_first(key, span.keys),
-                _heads_first(value, span.keys),
-                _heads_first(out, span.queries),
-                lse[None, :, span.queries].contiguous(),
+                _heads_first(gradient, span.queries, span.mirrored),
+                _heads_first(query, span.queries, span.mirrored),
+                _heads_first(key, span.keys, span.mirrored),
+                _heads_first(value, span.keys, span.mirrored),
+                _heads_first(out, span.queries, span.mirrored),
+                _turned(lse[:, span.queries], span.mirrored, 1)[None].contiguous(),
                 0.0,
                 span.causal,
                 scale=scale,
             )
-            yield span.queries, span.keys, *(x[0].transpose(0, 1) for x in found)
+            yield span.queries, span.keys, *(_turned(x[0].transpose(0, 1), span.mirrored) for x in found)
 
 
 class _CudaFlash:
@@ -221,16 +224,17 @@ class _CudaMemoryEfficient:
     def forward(query, key, value, batch, scale) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
         for span in batch.spans:
             out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-                _heads_first(query, span.queries),
-                _repeated(_heads_first(key, span.keys), query.shape[1]),
-                _repeated(_heads_first(value, span.keys), query.shape[1]),
+                _heads_first(query, span.queries, span.mirrored),
+                _repeated(_heads_first(key, span.keys, span.mirrored), query.shape[1]),
+                _repeated(_heads_first(value, span.keys, span.mirrored), query.shape[1]),
                 None,
                 True,
                 0.0,
                 span.causal,
                 scale=scale,
             )
-            yield span.queries, out[0].transpose(0, 1), lse[0, :, : span.num_queries]
+            lse = _turned(lse[0, :, : span.num_queries], span.mirrored, 1)
+            yield span.queries, _turned(out[0].transpose(0, 1), span.mirrored), lse
 
     @staticmethod
     def backward(gradient, query, key, value, out, lse, batch, scale) -> Iterator[tuple]:
@@ -239,13 +243,13 @@ class _CudaMemoryEfficient:
         for span in batch.spans:
             pad = -span.num_queries % _LSE_MULTIPLE
             of_query, *of_keys, _ = aten._scaled_dot_product_efficient_attention_backward(
-                _heads_first(gradient, span.queries),
-                _heads_first(query, span.queries),
-                _repeated(_heads_first(key, span.keys), heads),
-                _repeated(_heads_first(value, span.keys), heads),
+                _heads_first(gradient, span.queries, span.mirrored),
+                _heads_first(query, span.queries, span.mirrored),
+                _repeated(_heads_first(key, span.keys, span.mirrored), heads),
+                _repeated(_heads_first(value, span.keys, span.mirrored), heads),
                 None,
-                _heads_first(out, span.queries),
-                F.pad(lse[None, :, span.queries], (0, pad), value=torch.inf),
+                _heads_first(out, span.queries, span.mirrored),
+                F.pad(_turned(lse[:, span.queries], span.mirrored, 1)[None], (0, pad), value=torch.inf),
                 unused,
                 unused,
                 0.0,
@@ -253,8 +257,9 @@ class _CudaMemoryEfficient:
                 span.causal,
                 scale=scale,
             )
-            summed = (x[0].unflatten(0, (groups, heads // groups)).sum(1).transpose(0, 1) for x in of_keys)
-            yield span.queries, span.keys, of_query[0].transpose(0, 1), *summed
+            summed = (x[0].unflatten(0, (groups, heads // groups)).sum(1) for x in of_keys)
+            found = (x.transpose(0, 1) for x in (of_query[0], *summed))
+            yield span.queries, span.keys, *(_turned(x, span.mirrored) for x in found)
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -39,9 +39,7 @@ class ExpertNotes:
         self._prompts: torch.Tensor | None = None
         self._steps: torch.Tensor | None = None
         for number, router in enumerate(routers):
-            router.register_forward_hook(
-                lambda module, given, output, number=number: self._keep(number, output)
-            )
+            router.register_forward_hook(lambda module, given, output, number=number: self._keep(number, output))
 
     def _keep(self, number: int, output: tuple[torch.Tensor, ...]) -> None:
         self._latest[number] = output[2]

@@ -76,9 +76,9 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
 
     key: the setting that names the folder, for messages.
 
-    A ``quantization_config`` that is read (block FP8, MXFP4) is taken out, since the weights in memory are full ones. Raises
-    ConfigError, naming the file, for a config.json that is missing, no JSON, refused by transformers, or quantised in
-    another way.
+    A ``quantization_config`` that is read (block FP8, MXFP4) is taken out, since the weights in memory are full ones.
+    Raises ConfigError, naming the file, for a config.json that is missing, no JSON, refused by transformers, or
+    quantised in another way.
     """
     from transformers import AutoConfig
 

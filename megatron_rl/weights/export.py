@@ -275,7 +275,9 @@ def save_hugging_face(
     """
     with replacing_folder(path) as partial:
         experts = hf_config.to_dict().get("num_local_experts") or 0
-        save_file(copies(tensors, hf_config.model_type, experts), partial / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            copies(tensors, hf_config.model_type, experts), partial / "model.safetensors", metadata={"format": "pt"}
+        )
         other = pathlib.Path(tokenizer_source) if tokenizer_source else None
         names = copy_side_files(pathlib.Path(source), partial, tokenizer=other) if source else []
         if not any(is_tokenizers(partial / name) for name in names):

@@ -20,7 +20,8 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
     """Return views of a model's tensors (weights or gradients) under the names of a checkpoint's files.
 
     tensors: by their names in memory.
-    family: the config's ``model_type``. A family whose files stack experts too has a name per expert (stacked.py). Any other than a mixture that is built here has the same names in both places.
+    family: the config's ``model_type``. Any other than a mixture that is built here has the same names in both places;
+        one whose files stack experts too has a name per expert (weights/stacked.py).
 
     Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
     ``model.layers.0.block_sparse_moe.experts.{0…E−1}.w2.weight``.
@@ -45,4 +46,3 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
             case _:
                 renamed[f"{within}.{rest}" if mixture else name] = tensor
     return renamed
-

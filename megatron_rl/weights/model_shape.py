@@ -35,6 +35,7 @@ class ModelShape:
     ffn_hidden_size: the width of the MLP, or of one expert where the MLP is a mixture.
     chunked: a Llama 4's attention, whose layers are of two kinds (``ChunkedAttentionShape``); None for any other's.
     post_norms: True for norms behind attention and MLP, and over all heads of q and k together (OLMo 2).
+    windows: of each layer, the tokens that a token sees, itself among them; 0 for all before it, none where all do.
     num_experts, experts_per_token: 0 for a dense model.
     num_dense_layers, dense_ffn_hidden_size: the first layers of a mixture that have one MLP, and its width; else 0.
     dense_layers: the numbers of the ``num_dense_layers`` layers with one MLP where they are not the first ones.
@@ -70,6 +71,7 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
+    windows: tuple[int, ...] = ()
     chunked: ChunkedAttentionShape | None = None
     num_experts: int = 0
     experts_per_token: int = 0

@@ -38,6 +38,7 @@ TOPOLOGIES = {
     "PP2-VPP2": (2, "qwen2_tied", (PP2, VPP2), ()),
     "CP2": (2, "llama3_rope", (CP2,), ()),
     "EP2": (2, "qwen3_moe", (EP2,), (ATTENTION,)),
+    "EP2-sinks": (2, "gpt_oss", (EP2,), (ATTENTION,)),
     "TP2-PP2": (4, "qwen2_untied", (TP2, PP2), ()),
     "TP2-SP-PP2-VPP2": (4, "qwen3", (TP2, SP, PP2, VPP2), ()),
     "PP2-DP2": (4, "qwen2_tied", (PP2,), ()),

@@ -118,7 +118,7 @@ def large(family: str, *, tensor: int, pipeline: int, virtual: int = 1, expert: 
     if family == "gpt_oss":
         from transformers import GptOssConfig
 
-        config = GptOssConfig(layer_types=["full_attention"] * 36)  # the class's other defaults are gpt-oss-120b's
+        config = GptOssConfig()  # the class's defaults are gpt-oss-120b's
     if family == "glm4_moe":
         from transformers import Glm4MoeConfig
 

@@ -26,7 +26,7 @@ from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.reader import HuggingFaceReader
 from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig, ragged_advantages, sizes
 from tests.patience import patient
-from tests.reference import FAMILIES, MIXTURES, file_weights, make_samples, reference_logprobs, tiny_model
+from tests.reference import FAMILIES, MIXTURES, WINDOWED, file_weights, make_samples, reference_logprobs, tiny_model
 from tests.workers.pool import Pool
 
 # Two implementations of a forward pass in float32 (4 layers, |logprob| < 20): seen 2e-6; a lost bias or a wrong rotary
@@ -64,9 +64,19 @@ def logprobs_and_export(
     rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]
 ) -> dict[str, tuple[float, bool]]:
     """Return each family's largest gap of a log-prob to the reference, and whether the export equals the import."""
-    found = {}
     mixtures = MIXTURES if tensor == 1 or extra else ()  # several tensor ranks and experts need sequence parallelism
-    for family in (*FAMILIES, *mixtures):
+    return gaps_of((*FAMILIES, *mixtures), tensor, pipeline, extra)
+
+
+def windowed_gaps(rank: int, world: int, extra: tuple[str, ...]) -> dict[str, tuple[float, bool]]:
+    return gaps_of(WINDOWED, 1, world, extra)
+
+
+def gaps_of(
+    families: Iterable[str], tensor: int, pipeline: int, extra: tuple[str, ...]
+) -> dict[str, tuple[float, bool]]:
+    found = {}
+    for family in families:
         whole = ("parallel.expert_tensor=1",) if family == "gpt_oss" else ()  # experts with biases are not split
         given = (*sizes(tensor, pipeline), f"rollout.temperature={TEMPERATURE}", *extra, *whole)
         with open_rig(family, *given, samples=7) as rig:
@@ -100,6 +110,14 @@ def test_logprobs_under_sequence_parallelism_equal_hugging_face(pool: Pool) -> N
 def test_logprobs_under_interleaved_stages_equal_hugging_face(pool: Pool) -> None:
     for found in pool.run(2, logprobs_and_export, 1, 2, ("parallel.virtual_pipeline=2",), timeout_s=60):
         print("PP2 VPP2", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
+        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
+        assert all(same for _, same in found.values()), found
+
+
+def test_logprobs_within_a_sliding_window_equal_hugging_face(pool: Pool) -> None:
+    """Windows of 5 tokens, in all layers or in the second half: each stage knows its layers' own."""
+    for found in pool.run(2, windowed_gaps, (), timeout_s=60):
+        print("PP2", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
         assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
         assert all(same for _, same in found.values()), found
 

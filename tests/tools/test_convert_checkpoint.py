@@ -84,10 +84,7 @@ def test_a_round_trip_is_bitwise_and_log_probs_are_those_of_transformers(tmp_pat
     found = json.loads((tmp_path / "found.json").read_text())
     print(family, f"{found['logprob_gap']:.1e}")
     tensors = file_tensors(tensors_of(tmp_path / "hf"), model.config.model_type)  # an expert's in a stack one by one
-    assert (
-        found["equal"] == found["tensors"] == len(tensors)
-        and found["equal_files"] == found["files"] >= 4
-    )
+    assert found["equal"] == found["tensors"] == len(tensors) and found["equal_files"] == found["files"] >= 4
 
 
 def test_bfloat16_comes_back_and_a_wrong_bit_is_named(tmp_path: pathlib.Path, monkeypatch, capsys) -> None:

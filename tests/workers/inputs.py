@@ -63,6 +63,33 @@ def prepare_mixture(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.P
     return folder
 
 
+def prepare_gpt_oss(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Write the data and tokenizer of ``arithmetic`` and a gpt-oss of four experts; return ``folder``."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig
+
+    shutil.copytree(arithmetic, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
+    config = GptOssConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=48,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=9,
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return folder
+
+
 def prepare_family(arithmetic: pathlib.Path, folder: pathlib.Path, family: str) -> pathlib.Path:
     """Write the data and tokenizer of ``arithmetic`` and a dense model of another family; return ``folder``."""
     sys.path.insert(0, str(ROOT / "tools"))

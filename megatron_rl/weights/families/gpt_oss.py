@@ -1,4 +1,4 @@
-"""gpt-oss (``gpt_oss``): attention sinks, biases on every projection, and experts of a clamped SwiGLU, stacked in files."""
+"""gpt-oss (``gpt_oss``): attention sinks, sliding windows, biases everywhere, stacked experts of a clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatron_rl.weights.families.dense_layer import attention_entries, attentio
 from megatron_rl.weights.families.family import ExpertNames, Family
 from megatron_rl.weights.families.mixture_layer import softmax_router
 from megatron_rl.weights.families.refusals import refuse_other_layers
+from megatron_rl.weights.families.windows import windows_of
 from megatron_rl.weights.model_shape import ModelShape
 
 EXPERTS = ExpertNames(
@@ -24,23 +25,24 @@ QUICK_GELU = 1.702  # the factor within the sigmoid
 
 def refuse(hf_config: Any) -> None:
     """Raise ConfigError for another activation, missing biases or another kind of layer."""
-    refuse_other_layers(hf_config)
+    refuse_other_layers(hf_config, windows=True)
     if hf_config.attention_bias is not True:
         raise ConfigError("attention_bias=false of gpt_oss is not supported; only biases on all projections are")
     if hf_config.swiglu_alpha != QUICK_GELU:
         raise ConfigError(
-            f"swiglu_alpha={hf_config.swiglu_alpha} of gpt_oss is not supported; only {QUICK_GELU} is, which vLLM has too"
+            f"swiglu_alpha={hf_config.swiglu_alpha} of gpt_oss is not supported; only {QUICK_GELU} is, as in vLLM"
         )
     if not hf_config.swiglu_limit > 0:
         raise ConfigError(f"swiglu_limit={hf_config.swiglu_limit} of gpt_oss is not supported; give a number above 0")
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return biases, sinks, the bound of the activations and the sizes of the mixture."""
+    """Return biases, sinks, the layers' windows, the bound of the activations and the sizes of the mixture."""
     return dict(
         qkv_bias=True,
         linear_bias=True,
         sinks=True,
+        windows=windows_of(hf_config),
         swiglu_limit=float(hf_config.swiglu_limit),
         num_experts=hf_config.num_local_experts,
         experts_per_token=hf_config.num_experts_per_tok,

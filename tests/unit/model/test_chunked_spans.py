@@ -32,9 +32,7 @@ def naive(layout: Layout, chunk_tokens: int) -> np.ndarray:
             if prompt is not None and segments[key] == prompt.segment:
                 same = positions[key] < prompt.tokens
             earlier = positions[key] <= positions[query]
-            found[query, key] = (
-                same and earlier and positions[key] // chunk_tokens == positions[query] // chunk_tokens
-            )
+            found[query, key] = same and earlier and positions[key] // chunk_tokens == positions[query] // chunk_tokens
     return found
 
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.model import attention_spans, span_attention
 from megatron_rl.model.attention import pack
-from megatron_rl.model.attention_spans import ContextShard, Span, SpanBatch, causal_spans, context_positions
+from megatron_rl.model.attention_spans import WHOLE, ContextShard, Span, SpanBatch, causal_spans, context_positions
 from megatron_rl.model.layout import Layout
+from megatron_rl.model.window_spans import windowed_spans
 from tests.unit.backend.packed import CPU
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.4
@@ -32,15 +33,24 @@ CASES = {
     "context": (causal_spans((8, 16), ContextShard(rank=1, size=2)), 12, 24),
     "shared": (SHARED, 14, 14),
     "chain": (CHAIN, 14, 14),
+    "window": (windowed_spans(Layout.of((9, 3, 7)), WHOLE, 3), 19, 19),
+    "window, context": (windowed_spans(Layout.of((8, 16)), ContextShard(rank=1, size=2), 3), 12, 24),
 }
+
+
+def block_of(span: Span) -> torch.Tensor:
+    """Return bool [queries, keys] of a span, True where a query sees a key."""
+    block = torch.ones(span.num_queries, span.num_keys, dtype=torch.bool)
+    if not span.causal:
+        return block
+    return block.triu() if span.mirrored else block.tril()
 
 
 def seen(spans: list[Span], num_queries: int, num_keys: int) -> torch.Tensor:
     """Return bool [Q, K], True where a query sees a key."""
     found = torch.zeros(num_queries, num_keys, dtype=torch.bool)
     for span in spans:
-        block = torch.ones(span.num_queries, span.num_keys, dtype=torch.bool)
-        found[span.queries, span.keys] |= block.tril() if span.causal else block
+        found[span.queries, span.keys] |= block_of(span)
     return found
 
 

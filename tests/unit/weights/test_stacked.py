@@ -1,4 +1,4 @@
-"""Stacks of transposed experts: each expert's gate, up and down are read, written and put together as they lie there."""
+"""Stacks of transposed experts: gate, up and down of each are read, written and put together as they lie there."""
 
 from __future__ import annotations
 
