@@ -150,7 +150,7 @@ def tensor_class(name: str) -> str:
         ("attention qkv", r"\.[qkv]_proj\."),
         ("attention output", r"\.o_proj\."),
         ("norms", r"norm"),
-        ("router", r"\.gate\."),
+        ("router", r"\.(gate|router)\."),
         ("mlp gate/up", r"\.(gate|up|gate_up)_proj"),
         ("mlp down", r"\.down_proj"),
     ):
@@ -160,9 +160,9 @@ def tensor_class(name: str) -> str:
 
 
 _BACKWARD = (
-    r"experts|mlp\.down_proj",
-    r"mlp\.(gate|up)_proj",
-    r"\.gate\.",
+    r"experts|(mlp|feed_forward)\.down_proj",
+    r"(mlp|feed_forward)\.(gate|up)_proj",
+    r"\.(gate|router)\.",
     r"post_attention_layernorm",
     r"\.o_proj\.",
     r"\.[qk]_norm\.",
