@@ -196,12 +196,10 @@ def build_model(
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
-        stage = chunk * topology.pipeline_size + topology.pipeline_rank
+        layers = stage_layers(shape, chunk * topology.pipeline_size + topology.pipeline_rank, stages)
         model = GPTModel(
             transformer,
-            _block_spec(
-                transformer, shape, stage_layers(shape, stage, stages), frequencies, bitwise=bitwise, shares=shares
-            ),
+            _block_spec(transformer, shape, layers, frequencies, bitwise=bitwise, shares=shares),
             vocab_size=shape.padded_vocab_size,
             max_sequence_length=shape.context_tokens,
             pre_process=topology.is_first_stage and chunk == 0,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
+
+T = TypeVar("T")
 
 
 def run_prompts(
@@ -43,17 +46,20 @@ def counts_pads(model: PreTrainedModel) -> bool:
     return config.model_type == "llama4_text" and config.attn_temperature_tuning
 
 
-def cut_batches(lengths: Sequence[int], most: int, *, alike: bool) -> Iterator[range]:
-    """Yield the places of at most ``most`` prompts that run together, in their order; of one length where ``alike``.
+def cut_batches(
+    prompts: Sequence[T], length_of: Callable[[T], int], most: int, *, alike: bool
+) -> Iterator[Sequence[T]]:
+    """Yield at most ``most`` prompts that run together, in their order; of one length where ``alike``.
 
-    Example: lengths 2, 2, 2, 5, at most 2: 0 to 2 and 2 to 4, or, alike, 0 to 2, 2 to 3 and 3 to 4.
+    Example: a to d of lengths 2, 2, 2, 5, at most 2: ab and cd, or, alike, ab, c and d.
     """
     start = 0
-    while start < len(lengths):
-        stop = min(start + most, len(lengths))
+    while start < len(prompts):
+        stop = min(start + most, len(prompts))
         if alike:
-            stop = next((i for i in range(start, stop) if lengths[i] != lengths[start]), stop)
-        yield range(start, stop)
+            first = length_of(prompts[start])
+            stop = next((i for i in range(start, stop) if length_of(prompts[i]) != first), stop)
+        yield prompts[start:stop]
         start = stop
 
 

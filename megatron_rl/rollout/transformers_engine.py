@@ -55,7 +55,7 @@ class TransformersEngine:
         text_config = model.config.get_text_config()
         stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
         self._hold(model, tokenizer, rollout, seed, device, int(text_config.max_position_embeddings), stop_ids)
-        self._alike = counts_pads(model)  # prompts of a batch have one length
+        self._alike = counts_pads(model)
 
     def _hold(
         self,
@@ -72,12 +72,11 @@ class TransformersEngine:
         self._tokenizer, self._rollout, self._seed, self._device = tokenizer, rollout, seed, device
         self._model: torch.nn.Module | None = model
         self._max_positions, self._stop_ids = max_positions, stop_ids
-        self._alike = False
         self._notes = ExpertNotes(model) if rollout.routing_replay == "rollout" else None
 
     lost = ()
     lacks_weights = True  # it takes no adapters apart from the weights
-    is_elsewhere, progressed_at = False, -math.inf
+    is_elsewhere, progressed_at, _alike = False, -math.inf, False
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Do nothing: the engine is in this process, and lives and dies with it."""
@@ -169,9 +168,7 @@ class TransformersEngine:
         for first in range(0, samples_per_prompt, max_rows):
             samples = range(first, min(first + max_rows, samples_per_prompt))
             num_prompts = max_rows // len(samples)
-            lengths = [len(prompts[index].token_ids) for index in order]
-            for places in cut_batches(lengths, num_prompts, alike=self._alike):
-                batch = [order[place] for place in places]
+            for batch in cut_batches(order, lambda i: len(prompts[i].token_ids), num_prompts, alike=self._alike):
                 rows = [(prompts[index], sample) for index in batch for sample in samples]
                 limits = np.repeat([bounds[index] for index in batch], len(samples))
                 uniforms = None if greedy else self._uniforms(rows, int(limits.max()))

@@ -61,9 +61,8 @@ def sample_requests(
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))  # like lengths pad least
     rows = [(i, sample) for i in order for sample in range(requests[i].num_samples)]
     sequences: dict[int, list[SampledSequence]] = {i: [] for i in order}
-    lengths = [len(requests[i].token_ids) for i, _ in rows]
-    for places in cut_batches(lengths, max_rows, alike=counts_pads(model)):
-        part = [rows[place] for place in places]
+    alike = counts_pads(model)
+    for part in cut_batches(rows, lambda row: len(requests[row[0]].token_ids), max_rows, alike=alike):
         decoded = _decode_rows(model, decode, [_new_row(requests[i], sample) for i, sample in part])
         for (i, _), row in zip(part, decoded, strict=True):
             sequences[i].append(_finished(row))
