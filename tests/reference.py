@@ -20,7 +20,10 @@ FAMILIES = (
     *("qwen2_tied", "qwen2_untied", "qwen3", "qwen3_yarn", "llama", "llama3_rope", "mistral"),
     *("phi3", "phi3_partial", "olmo2", "olmo3", "gemma3_text"),
 )
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe", "gpt_oss")
+MIXTURES = (
+    *("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe", "gpt_oss"),
+    *("llama4", "llama4_interleaved"),
+)
 WINDOWED = ("mistral_window", "phi3_window", "qwen2_window", "qwen3_window", "mixtral_window", "qwen3_moe_window")
 
 
@@ -30,6 +33,7 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
         Gemma3TextConfig,
         Glm4MoeConfig,
         GptOssConfig,
+        Llama4TextConfig,
         LlamaConfig,
         MistralConfig,
         MixtralConfig,
@@ -163,6 +167,29 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
                 # gates and ups of these weights pass 2; vLLM has the released models' 7 and no other
                 swiglu_limit=2.0 if family == "gpt_oss" else 7.0,
                 rope_parameters=rope,
+                tie_word_embeddings=False,
+            )
+        case "llama4" | "llama4_interleaved":
+            # chunks and steps of the scale that several samples cross
+            scale = dict(attention_chunk_size=4, attn_scale=0.3, floor_scale=3)
+            if family == "llama4_interleaved":  # dense layers between mixtures, no norms of q and k, scaled angles
+                rope = dict(
+                    rope_type="llama3",
+                    rope_theta=10000.0,
+                    factor=4.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=2.0,
+                    original_max_position_embeddings=32,
+                )
+                scale |= dict(interleave_moe_layer_step=2, use_qk_norm=False, rope_parameters=rope)
+            return Llama4TextConfig(
+                **sizes,
+                **scale,
+                head_dim=hidden // 2,
+                intermediate_size_mlp=hidden,
+                no_rope_layer_interval=2,
+                num_local_experts=4,
+                num_experts_per_tok=1,
                 tie_word_embeddings=False,
             )
     raise ValueError(family)

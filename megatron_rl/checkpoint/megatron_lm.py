@@ -36,7 +36,7 @@ from megatron_rl.weights.mapping import (
     shard_size,
 )
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.stacked import stacked_names
+from megatron_rl.weights.stacked import stacking
 
 RELEASE, HF_FOLDER = "release", "hf"
 LAYERS = "decoder.layers."
@@ -131,7 +131,7 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
 def _stored_experts(shape: ModelShape, layer: int) -> Iterator[Stored]:
     """Yield the tensors of a layer's experts, expert by expert; stack by stack where files stack them."""
     first = [entry for entries in own_experts(shape, shape.num_experts, layer) for entry in entries]
-    kinds = [[entry] for entry in first] if stacked_names(shape.family) else [first]
+    kinds = [[entry] for entry in first] if stacking(shape.family) else [first]
     for kind in kinds if first else ():
         for expert in range(shape.num_experts):
             for local in kind:
@@ -166,7 +166,7 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
     layers = shape.num_layers
     keys = ["decoder.final_layernorm._extra_state/shard_0_1"]
     for layer in range(layers):
-        experts = 0 if layer < shape.num_dense_layers else shape.num_experts
+        experts = shape.num_experts if shape.has_mixture(layer) else 0
         own = [*modules, *([] if experts else [f"mlp.{x}" for x in linears])]
         own += [f"mlp.shared_experts.{x}" for x in linears] if experts and shape.shared_ffn_hidden_size else []
         if shape.num_dense_layers:  # each layer by itself

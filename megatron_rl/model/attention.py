@@ -23,6 +23,7 @@ from megatron_rl.model.attention_spans import (
     batch_spans,
     context_positions,
 )
+from megatron_rl.model.chunked_spans import chunked_spans
 from megatron_rl.model.layout import Layout
 from megatron_rl.model.sight import Sight
 from megatron_rl.model.span_attention import span_attention
@@ -120,6 +121,7 @@ class PackedSequences(PackedSeqParams):
     For ``TorchAttention``, and empty where Transformer Engine attends:
     position_ids: int64 [T], the position of each of this rank's tokens in its own sequence, for the rotary embedding.
     spans: which queries see which keys.
+    chunked: the same of layers that see chunks of positions, by the chunks' tokens; made as ``spans_of`` asks for them.
     key_order: int64 [CP·T], the row of each of the micro-batch's tokens among those gathered from all context ranks;
                None without them.
     context: this rank among those that share the sequences.
@@ -130,6 +132,7 @@ class PackedSequences(PackedSeqParams):
     layout: Layout | None = None
     position_ids: torch.Tensor | None = None
     spans: tuple[SpanBatch, ...] = ()
+    chunked: dict[int, tuple[SpanBatch, ...]] = field(default_factory=dict)
     key_order: torch.Tensor | None = None
     context: ContextShard = WHOLE
     segments: KeySegments | None = None
@@ -146,6 +149,16 @@ class PackedSequences(PackedSeqParams):
             spans, device = windowed_spans(self.layout, self.context, window), self.position_ids.device
             self.narrowed[window] = batch_spans(spans, len(self.position_ids), self.layout.num_tokens, device)
         return self.narrowed[window]
+
+    def spans_of(self, chunk_tokens: int | None) -> tuple[SpanBatch, ...]:
+        """Return the spans of a layer whose tokens see their own chunk of positions; None for ``spans``, the whole."""
+        if chunk_tokens is None:
+            return self.spans
+        if chunk_tokens not in self.chunked:
+            found = chunked_spans(self.layout, chunk_tokens, self.context)
+            queries, keys = len(self.position_ids), self.layout.num_tokens
+            self.chunked[chunk_tokens] = batch_spans(found, queries, keys, self.position_ids.device)
+        return self.chunked[chunk_tokens]
 
     @functools.cached_property
     def sight(self) -> Sight:
@@ -274,5 +287,9 @@ class TorchAttention(torch.nn.Module):
             both = _GatherContext.apply(torch.stack([key, value], dim=1), packed_seq_params.context.group)
             key, value = both.index_select(0, packed_seq_params.key_order).unbind(1)
         scale = self.softmax_scale or query.shape[-1] ** -0.5
-        spans = packed_seq_params.spans_within(self.window)
+        spans = self.spans(packed_seq_params)
         return span_attention(query, key, value, spans, scale, sinks=self.softmax_offset).flatten(1)
+
+    def spans(self, packed: PackedSequences) -> tuple[SpanBatch, ...]:
+        """Return which of the micro-batch's keys this layer's queries see."""
+        return packed.spans_within(self.window)

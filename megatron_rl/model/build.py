@@ -20,6 +20,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.chunked_attention import put_chunked_attention
 from megatron_rl.model.embedding import scale_embedding
 from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.hf_config import angle_kinds, model_shape, rotary_tables, softmax_scale
@@ -199,10 +200,10 @@ def build_model(
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
-        stage = chunk * topology.pipeline_size + topology.pipeline_rank
+        layers = stage_layers(shape, chunk * topology.pipeline_size + topology.pipeline_rank, stages)
         model = GPTModel(
             transformer,
-            _block_spec(transformer, shape, stage_layers(shape, stage, stages), bitwise=bitwise, shares=shares),
+            _block_spec(transformer, shape, layers, tables.get(None), bitwise=bitwise, shares=shares),
             vocab_size=shape.padded_vocab_size,
             max_sequence_length=shape.context_tokens,
             pre_process=topology.is_first_stage and chunk == 0,
@@ -233,7 +234,13 @@ def build_model(
 
 
 def _block_spec(
-    transformer: TransformerConfig, shape: ModelShape, layers: Sequence[int], *, bitwise: bool, shares: bool
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    layers: Sequence[int],
+    frequencies: torch.Tensor | None,
+    *,
+    bitwise: bool,
+    shares: bool,
 ) -> TransformerBlockSubmodules:
     if bitwise:
         return invariant_block_spec(transformer, len(layers))
@@ -244,6 +251,8 @@ def _block_spec(
         put_norms_behind(spec, shape.layer_spec)
     if shape.sandwich_norms:
         put_norms_around(spec, shape.layer_spec)
+    if shape.chunked is not None:
+        put_chunked_attention(spec, shape, frequencies)
     return spec
 
 

@@ -17,9 +17,9 @@ def adapter_parameters(shape: ModelShape) -> int:
 def flops_per_token(shape: ModelShape, mean_context: float) -> float:
     """Return forward and backward FLOPs of one token: 6 per parameter it passes, 4 per frozen one, and attention's.
 
-    mean_context: tokens, the mean number that a token attends to.
+    mean_context: tokens, the mean number that a token attends to in a layer that sees all before it.
     """
     linear = shape.num_layers * shape.layer_parameters + shape.vocab_size * shape.hidden_size
     if shape.lora_rank:
         linear = 4.0 / 6.0 * linear + shape.num_layers * adapter_parameters(shape)
-    return 6.0 * linear + 12.0 * shape.num_layers * shape.num_heads * shape.head_dim * mean_context
+    return 6.0 * linear + 12.0 * shape.num_heads * shape.head_dim * shape.attended(mean_context)

@@ -98,6 +98,7 @@ OWNED_FIELDS = {
             "moe_layer_freq",
             "moe_shared_expert_intermediate_size",
             "moe_shared_expert_gate",
+            "moe_apply_probs_on_input",
             "moe_router_num_groups",
             "moe_router_group_topk",
             "moe_router_topk_limited_devices",

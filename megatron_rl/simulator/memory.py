@@ -83,7 +83,7 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
         norms += 2 * hidden
     if shape.sinks:
         attention += heads // tensor
-    if not shape.num_experts or layer < shape.num_dense_layers:
+    if not shape.has_mixture(layer):
         return attention + norms + 3 * hidden * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) // tensor, 0
     expert = 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
     router = shape.num_experts * hidden
@@ -149,7 +149,7 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if normed else 0)
     attention *= shape.head_dim
     norms = 6 * hidden / (tensor if config.parallel.sequence_parallel else 1)
-    if not shape.num_experts or layer < shape.num_dense_layers:
+    if not shape.has_mixture(layer):
         return norms + attention + 5 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor
     choices = shape.experts_per_token * degrees.expert_tensor_size / tensor
     widths = 8 if shape.swiglu_limit else 5

@@ -28,7 +28,7 @@ def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
     Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
     """
     family = FAMILIES[shape.family]
-    if layer < shape.num_dense_layers:
+    if shape.num_experts and not shape.has_mixture(layer):
         return family.first_layers(shape)
     return family.layer(shape)
 
@@ -36,7 +36,7 @@ def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
 def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tuple[Entry, ...]]:
     """Yield the entries of each of this rank's experts in layer ``layer``, with names as in ``layer_entries``."""
     family = FAMILIES[shape.family]
-    if family.experts is not None and layer >= shape.num_dense_layers:
+    if family.experts is not None and shape.has_mixture(layer):
         of_expert = family.expert_layer or partial(expert_entries, family.experts)
         for expert in range(shape.num_experts // expert_size):
             yield of_expert(shape, expert)

@@ -9,16 +9,38 @@ from megatron_rl.config import LoraConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedAttentionShape:
+    """Holds what Llama 4's attention has beside sizes, by the numbers of the layers.
+
+    chunk_tokens: positions are cut in chunks of it, and a token of a chunked layer sees its own chunk alone.
+    chunked_layers: those layers; the others see the whole sequence.
+    turned_layers: those whose q and k are turned by rotary angles; the others' have no positions.
+    l2_norm: whether q and k of turned layers are divided by their root mean square.
+    scale, scale_tokens: the query at position p of a layer without positions is multiplied by
+        1 + scale · log(1 + floor((p + 1) / scale_tokens)); 0.0 for none.
+    """
+
+    chunk_tokens: int
+    chunked_layers: tuple[int, ...]
+    turned_layers: tuple[int, ...]
+    l2_norm: bool
+    scale: float
+    scale_tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Holds a model's sizes by its Hugging Face config. Sizes are in elements, ``context_tokens`` in tokens.
 
     ffn_hidden_size: the width of the MLP, or of one expert where the MLP is a mixture.
+    chunked: a Llama 4's attention, whose layers are of two kinds (``ChunkedAttentionShape``); None for any other's.
     post_norms: True for norms behind attention and MLP, and over all heads of q and k together (OLMo 2).
     sandwich_norms: True for norms before and behind attention and MLP, all multiplying by 1 + weight (Gemma 3).
     scaled_embedding, gelu: True for the embedding times sqrt(hidden_size), and for gelu (tanh) in the MLP (Gemma).
     windows: of each layer, the tokens that a token sees, itself among them; 0 for all before it, none where all do.
     num_experts, experts_per_token: 0 for a dense model.
     num_dense_layers, dense_ffn_hidden_size: the first layers of a mixture that have one MLP, and its width; else 0.
+    dense_layers: the numbers of the ``num_dense_layers`` layers with one MLP where they are not the first ones.
     shared_ffn_hidden_size: the width of the expert that every token passes beside its own; 0 without.
     router_groups, router_groups_per_token: a token's experts lie in so many of the groups of experts; 0 without groups.
     router_scaling: what the chosen experts' weights are multiplied by.
@@ -55,10 +77,12 @@ class ModelShape:
     scaled_embedding: bool = False
     gelu: bool = False
     windows: tuple[int, ...] = ()
+    chunked: ChunkedAttentionShape | None = None
     num_experts: int = 0
     experts_per_token: int = 0
     router_pre_softmax: bool = False
     num_dense_layers: int = 0
+    dense_layers: tuple[int, ...] = ()
     dense_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int = 0
     router_groups: int = 0
@@ -73,6 +97,17 @@ class ModelShape:
     lora_rank: int = 0
     lora_alpha: float = 0.0
     lora_targets: tuple[str, ...] = ()
+
+    def has_mixture(self, layer: int) -> bool:
+        """Return whether the MLP of the model's layer of this number is a mixture."""
+        dense = layer in self.dense_layers if self.dense_layers else layer < self.num_dense_layers
+        return bool(self.num_experts) and not dense
+
+    def attended(self, mean_context: float) -> float:
+        """Return the tokens that a token attends to, added up over the layers; mean_context: in one that sees all."""
+        chunked = self.chunked.chunked_layers if self.chunked else ()
+        within = min(mean_context, self.chunked.chunk_tokens / 2) if self.chunked else 0.0
+        return (self.num_layers - len(chunked)) * mean_context + len(chunked) * within
 
     @property
     def layer_parameters(self) -> float:

@@ -48,19 +48,3 @@ class PackedExpert:
         columns, rows = index if isinstance(index, tuple) else (index, slice(None))
         packed = self.blocks[self.expert, rows], self.scales[self.expert, rows]
         return unpack(*packed).t()[columns]
-
-
-class ExpertOfStack:
-    """Reads one expert's slices of a stack of full weights; ``stack``: safetensors' slice of it."""
-
-    def __init__(self, stack, expert: int):
-        self.stack, self.expert = stack, expert
-
-    def get_shape(self) -> list[int]:
-        return self.stack.get_shape()[1:]
-
-    def get_dtype(self) -> str:
-        return self.stack.get_dtype()
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
-        return self.stack[(self.expert, *(index if isinstance(index, tuple) else (index,)))]

@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.config.json_text import check, field, quoted, read_object
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry
+from megatron_rl.weights.families.family import ExpertNames
 from megatron_rl.weights.mapping import hf_size, stage_entries
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.mxfp4 import GROUP, ExpertOfStack, PackedExpert
+from megatron_rl.weights.mxfp4 import GROUP, PackedExpert
 from megatron_rl.weights.quantization import SCALE, block_size, dequantize, trace_of
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
-from megatron_rl.weights.stacked import BLOCKS, SCALES, is_stack, slice_name, stacked_names
+from megatron_rl.weights.stacked import BLOCKS, SCALES, ExpertOfStack, Slice, is_stack, slices_of, stacking
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class HuggingFaceReader:
     Nor are stacks of experts (weights/stacked.py), but a tensor for each expert; one of MXFP4 is read as bfloat16.
 
     files: each tensor's name and its file.
-    stacks: the stack and the number of each expert's tensor that lies in one; mxfp4: the stacks in that format.
+    stacks: the place of each expert's tensor that lies in a stack; mxfp4: the stacks in that format.
     blocks: rows and columns of a block of FP8, None for full weights.
 
     Raises ConfigError, naming the file, for files that are missing, cut short, malformed or outside the folder, and
@@ -91,26 +92,26 @@ class HuggingFaceReader:
                 if self._dtype_name(name.removesuffix(SCALE)) == FP8:
                     self.scales[name] = self.files[name]
             self.files = {name: file for name, file in self.files.items() if name not in self.scales}
-        self.stacks: dict[str, tuple[str, int]] = {}
+        self.stacks: dict[str, Slice] = {}
         self.mxfp4: dict[str, pathlib.Path] = {}
-        if stacked := stacked_names(fields.get("model_type")):
-            self._unstack(stacked)
+        if names := stacking(fields.get("model_type")):
+            self._unstack(names)
 
-    def _unstack(self, stacked: tuple[str, ...]) -> None:
+    def _unstack(self, names: ExpertNames) -> None:
         """Put a name for each expert in the place of each stack's, in ``files``."""
         held, self.files = self.files, {}
         for name, file in held.items():
             stack = name.removesuffix(BLOCKS)
-            if name != stack and is_stack(stack, stacked) and f"{stack}{SCALES}" in held:
+            if name != stack and is_stack(stack, names) and f"{stack}{SCALES}" in held:
                 self.mxfp4 |= {name: file, f"{stack}{SCALES}": held[f"{stack}{SCALES}"]}
                 self._check_packed(stack)
-            elif not is_stack(name, stacked):
+            elif not is_stack(name, names):
                 self.files[name] = file
                 continue
             experts = self.opened(file).get_slice(name).get_shape()[0]
             for expert in range(experts):
-                self.stacks[slice_name(stack, expert)] = (stack, expert)
-                self.files[slice_name(stack, expert)] = file
+                for own, place in slices_of(stack, expert, names):
+                    self.stacks[own], self.files[own] = place, file
         self.files = {name: file for name, file in self.files.items() if name not in self.mxfp4}
 
     def _check_packed(self, stack: str) -> None:
@@ -147,9 +148,10 @@ class HuggingFaceReader:
             )
         if name not in self.stacks:
             return self.opened(file).get_slice(name)
-        stack, expert = self.stacks[name]
+        place = self.stacks[name]
+        stack, expert = place.stack, place.expert
         if f"{stack}{BLOCKS}" not in self.mxfp4:
-            return ExpertOfStack(self.opened(file).get_slice(stack), expert)
+            return ExpertOfStack(self.opened(file).get_slice(stack), place)
         return PackedExpert(
             *(self.opened(self.mxfp4[x]).get_slice(x) for x in (f"{stack}{BLOCKS}", f"{stack}{SCALES}")), expert
         )

@@ -64,6 +64,11 @@ OTHER = {
         "gpt_oss",
     ),
     "PP2-to-EP2": ((*sizes(1, 2), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "glm4_moe"),
+    "PP2-to-EP2-dense-layers-between": (
+        (*sizes(1, 2), *PLAIN),
+        (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
+        "llama4_interleaved",
+    ),
     "DP2-to-EP2": ((*sizes(1, 1), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "mixtral"),
     "bf16-TP2-to-DP2-sharded": ((*sizes(2, 1), *PLAIN, *BF16), (*sizes(1, 1), *SHARDED, *BF16), "llama"),
 }

@@ -69,6 +69,9 @@ ONCE = {  # with one family each
     "CP2-EP2": (2, FUSED_RANKS, "mixtral"),
     "PP2": (2, layout(pipeline=2), "glm4_moe"),  # a dense layer on one stage, a mixture on the other
     "CP2": (2, ("parallel.context=2",), "glm4_moe"),
+    # a layer without positions on the second stage; chunks of attention that end within a rank's tokens
+    "PP2-kinds-of-attention": (2, layout(pipeline=2), "llama4_interleaved"),
+    "CP2-chunks": (2, ("parallel.context=2",), "llama4"),
 }
 LARGE = {
     "EP2-PP2": (4, layout(pipeline=2, expert=2)),
@@ -81,6 +84,7 @@ QUICK = {
     *(("EP1", "qwen3_moe"), ("EP2", "qwen3_moe_unnormalised"), ("TP2-SP-EP2-ETP1", "mixtral")),
     *(("EP2", "glm4_moe"), ("TP2-SP-EP2-ETP1", "glm4_moe")),
     *(("EP2", "gpt_oss"), ("TP2-SP-EP2-ETP1", "gpt_oss")),
+    *(("EP2", "llama4_interleaved"), ("TP2-SP-EP2-ETP1", "llama4")),
 }
 CELLS = [
     *(
@@ -263,7 +267,7 @@ def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
 
     Both are of the exported weights.
     """
-    prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=(5, 7 + i, 11), columns={}) for i in range(4)]
+    prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=(5, 7, 11, 13, 17)[: i + 2], columns={}) for i in range(4)]
     rollout = RolloutConfig(max_response_tokens=8)
     with open_rig(family, *layout(expert=world)) as rig:
         engine = TransformersEngine(
@@ -275,7 +279,7 @@ def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
             [
                 Sample(
                     sample_id=r.sample_id,
-                    prompt_tokens=3,
+                    prompt_tokens=len(r.prompt.token_ids),
                     token_ids=np.array(r.prompt.token_ids + r.response_ids),
                     loss_mask=np.ones(len(r.response_ids), dtype=bool),
                     logprobs=np.array(r.logprobs, dtype=np.float32),
@@ -311,7 +315,7 @@ def test_no_token_is_near_a_tie(family: str) -> None:
         return float((ordered[:, taken - 1] - ordered[:, taken]).min())
 
     def note(module, args, output) -> None:
-        scores = output[0]  # router logits [tokens, experts]
+        scores = output[config.model_type == "llama4_text"]  # router logits [tokens, experts]
         if (bias := getattr(module, "e_score_correction_bias", None)) is not None:
             scores = scores.sigmoid() + bias
             grouped = scores.unflatten(1, (config.n_group, -1))
@@ -322,8 +326,7 @@ def test_no_token_is_near_a_tie(family: str) -> None:
         if config.num_experts_per_tok < scores.shape[1]:
             margins.append(margin(scores, config.num_experts_per_tok))
 
-    routers = [getattr(layer.mlp, "router", getattr(layer.mlp, "gate", None)) for layer in model.model.layers]
-    mixtures = [router for router in routers if router is not None]
+    mixtures = [x for name, x in model.named_modules() if name.endswith(("mlp.gate", ".router"))]
     for router in mixtures:
         router.register_forward_hook(note)
     for sample in make_samples(NUM_SAMPLES):

@@ -42,6 +42,7 @@ SMALL = [
     ((1, 1, 2), "qwen3_moe", ()),
     ((1, 1, 2), "gpt_oss", ("parallel.expert=2",)),
     ((1, 1, 2), "llama3_rope", CP),
+    ((1, 1, 2), "llama4", CP),
 ]
 LARGE = [
     ((1, 2, 1), "qwen2_tied", VPP),

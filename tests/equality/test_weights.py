@@ -22,8 +22,8 @@ from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.distributed import topology
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.weights.export import load_weights, named_weights
+from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.reader import HuggingFaceReader
-from megatron_rl.weights.stacked import slices
 from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig, ragged_advantages, sizes
 from tests.patience import patient
 from tests.reference import FAMILIES, MIXTURES, WINDOWED, file_weights, make_samples, reference_logprobs, tiny_model
@@ -181,6 +181,8 @@ FILES = [
     (2, EP, "gpt_oss"),
     (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "gpt_oss"),
     (2, EP, "qwen3_moe"),
+    (2, EP, "llama4"),
+    (2, TP_SP, "llama4_interleaved"),
     (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "mixtral"),
     (2, TP_SP, "qwen3_moe"),
     (4, (*EP, *TP_SP), "mixtral"),
@@ -203,8 +205,8 @@ def test_files_load_in_slices_and_come_back(
     _, model = tiny_model(family, layers=4)
     source, copy = tmp_path / "source", tmp_path / "copy"
     model.save_pretrained(source, max_shard_size="100KB")
-    files = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
-    wanted = dict(slices(files.items(), family))
+    wanted = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
+    wanted = file_tensors(wanted, model.config.model_type)
     assert len(list(source.glob("*.safetensors"))) > 3
     (source / "additional_chat_templates").mkdir()
     travels = ["generation_config.json", "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "LICENSE"]
@@ -277,7 +279,8 @@ def test_names_in_memory_become_those_of_files(tmp_path: pathlib.Path, family: s
     """
     _, model = tiny_model(family)
     model.save_pretrained(tmp_path)
-    written = dict(slices(load_file(tmp_path / "model.safetensors").items(), family))
+    # experts that files stack too go by a name each, on either side
+    written = file_tensors(load_file(tmp_path / "model.safetensors"), model.config.model_type)
     found = file_weights(model)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     assert set(found) == set(written) | tied

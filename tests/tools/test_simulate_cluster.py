@@ -42,6 +42,7 @@ SPLITS = {
         "parallel.sequence_parallel=true",
         "parallel.expert_tensor=1",
     ),
+    "PP2, dense layers between": ("llama4_interleaved", "parallel.pipeline=2"),
     "DP2, sharded": ("llama", "optimizer.distributed=true"),
     "PP2, second model": (
         "qwen2_tied",
@@ -157,9 +158,13 @@ OVER_TENSOR_RANKS = ("parallel.tensor=2", "parallel.sequence_parallel=true", "pa
         ("qwen3_moe", ()),
         ("qwen3_moe", (*OVER_TENSOR_RANKS, "parallel.expert=2")),
         ("glm4_moe", ()),
+        ("llama4", ()),
         ("gpt_oss", ()),
     ],
-    ids=["qwen2", "qwen3", "olmo2", "gemma3", "mixture", "mixture, whole experts over TP2", "glm4_moe", "gpt_oss"],
+    ids=[
+        *("qwen2", "qwen3", "olmo2", "gemma3", "mixture", "mixture, whole experts over TP2"),
+        *("glm4_moe", "llama4", "gpt_oss"),
+    ],
 )
 def test_activations_are_what_autograd_saves(pool, family: str, overrides: tuple[str, ...]) -> None:
     """The activations of a layer are within 5 % of the bytes that autograd saves for it, on the mean of the ranks.

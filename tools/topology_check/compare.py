@@ -160,8 +160,8 @@ def tensor_class(name: str) -> str:
 
 
 _BACKWARD = (
-    r"experts|mlp\.down_proj",
-    r"mlp\.(gate|up)_proj",
+    r"experts|(mlp|feed_forward)\.down_proj",
+    r"(mlp|feed_forward)\.(gate|up)_proj",
     r"\.(gate|router)\.",
     r"post_attention_layernorm",
     r"\.o_proj\.",

@@ -16,6 +16,8 @@ class ExpertNames:
     """Holds Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``.
 
     stacked: the last parts of the names of tensors that hold all experts of a layer in a file (weights/stacked.py).
+    transposed: whether a stack holds the transposes of an expert's gate and up, or down, under ``gate_up_proj`` and
+        ``down_proj``; else an expert's slice of a stack is a tensor of its own.
     """
 
     block: str
@@ -23,6 +25,7 @@ class ExpertNames:
     up: str
     down: str
     stacked: tuple[str, ...] = ()
+    transposed: bool = False
 
 
 def nothing(_: object) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from megatron_rl.weights.families.gemma3 import GEMMA3_TEXT
 from megatron_rl.weights.families.glm4_moe import GLM4_MOE
 from megatron_rl.weights.families.gpt_oss import GPT_OSS
 from megatron_rl.weights.families.llama import LLAMA
+from megatron_rl.weights.families.llama4 import LLAMA4
 from megatron_rl.weights.families.mistral import MISTRAL
 from megatron_rl.weights.families.mixtral import MIXTRAL
 from megatron_rl.weights.families.olmo2 import OLMO2
@@ -20,8 +21,19 @@ from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA3_TEXT, MIXTRAL, QWEN3_MOE, GLM4_MOE, GPT_OSS)
+    for family in (
+        *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA3_TEXT),
+        *(MIXTRAL, QWEN3_MOE, GLM4_MOE, GPT_OSS, LLAMA4),
+    )
 }
+_DELTA = (
+    "the gated delta net of three layers in four: Megatron-Core 0.16.1's GatedDeltaNet (ssm/gated_delta_net.py) raises "
+    '"GDN does not support packed sequence for now.", 0.19.2\'s (ssm/gated_delta_net/gdn.py) takes packed sequences '
+    "outside deterministic mode alone, and neither is built without flash-linear-attention and its Triton kernels "
+    '("FLA is not installed"), which need a GPU'
+)
+_GATED_ATTENTION = "gates on attention's output, norms that multiply by 1 + weight"
+_SHARED_GATE = "a gate of the shared expert"
 # Features that a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py,
 # dot_product_attention.py) or the model built here lacks; models as in transformers 5.19.
 MISSING = {
@@ -32,6 +44,12 @@ MISSING = {
     "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
     "deepseek_v3": "multi-latent attention, whose rotary angles (yarn) Megatron-Core makes within and whose keys and "
     "values differ in size; its mixture is built (glm4_moe)",
+    "qwen3_next": f"{_DELTA}; {_GATED_ATTENTION}, {_SHARED_GATE}",
+    "qwen3_5_text": f"{_DELTA}; {_GATED_ATTENTION}",
+    "qwen3_5_moe_text": f"{_DELTA}; {_GATED_ATTENTION}, {_SHARED_GATE}",
+    "qwen3_5": "a vision tower, and what qwen3_5_text misses",
+    "qwen3_5_moe": "a vision tower, and what qwen3_5_moe_text misses",
+    "llama4": "a vision tower; its text model alone (llama4_text) is built",
 }
 
 

@@ -101,6 +101,19 @@ REFUSED = [
         dict(tensor=2, sequence_parallel=True, expert_tensor=1),
         "parallel.tensor=2 does not divide the shared experts' width=33",
     ),
+    (changed("llama4", num_experts_per_tok=2), {}, "num_experts_per_tok=2 of llama4_text is not supported: Megatron"),
+    (changed("llama4", attention_bias=True), {}, "a llama4_text model with attention_bias is not supported"),
+    (changed("llama4", hidden_act="gelu"), {}, "hidden_act='gelu' of llama4_text is not supported"),
+    (changed("llama4", router_jitter_noise=0.1), {}, "router_jitter_noise=0.1 of llama4_text is not supported"),
+    (changed("llama4", attention_chunk_size=None), {}, "attention_chunk_size=None of llama4_text is not supported"),
+    (changed("llama4", moe_layers=[]), {}, "moe_layers=.* of llama4_text leaves no mixture"),
+    (changed("llama4", no_rope_layers=[1]), {}, "no_rope_layers of llama4_text has 1 entries, below"),
+    (changed("llama4", layer_types=["sliding_attention"] * 2), {}, "layer_types=.* of llama4_text is not supported"),
+    (
+        changed("llama4", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        {},
+        "rope_type='yarn' of llama4_text is not supported; default, linear, llama3 are",
+    ),
     (changed("qwen3_moe"), dict(pipeline=3), "does not divide num_hidden_layers=2"),
 ]
 
@@ -174,6 +187,8 @@ def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
         "qwen3_moe_unnormalised": True,
         "glm4_moe": False,
         "gpt_oss": False,
+        "llama4": False,
+        "llama4_interleaved": False,
     }
 
 
@@ -191,6 +206,22 @@ def test_names_and_sizes_of_glm_4_5_air_are_those_of_transformers() -> None:
     assert layer_entries(shape, 0) != layer_entries(shape, 1) == layer_entries(shape, 45)
 
 
+def test_names_and_sizes_of_llama_4_are_those_of_transformers() -> None:
+    """Names and sizes of Scout's and Maverick's text models are transformers', on paper: 107.8 and 400.7 billion."""
+    from transformers import AutoModelForCausalLM, Llama4TextConfig
+
+    maverick = dict(num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False)
+    for changes, numbers in (({}, 107_769_861_120), (maverick, 400_711_848_960)):
+        config = Llama4TextConfig(**changes)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
+        shape = read_shape(config, layer_spec="torch")
+        assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted
+        assert sum(math.prod(size) for size in wanted.values()) == numbers
+        assert shape.chunked.turned_layers == tuple(i for i in range(48) if i % 4 != 3)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
     """A token takes 6 flops per element of every matrix but the embedding.
@@ -205,10 +236,10 @@ def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
             passed += parameter.numel() / (share if ".experts." in name else 1)
     shape = shape_of(config)
     assert flops_per_token(shape, 0.0) == 6 * passed
-    assert (
-        flops_per_token(shape, 10.0) - flops_per_token(shape, 0.0)
-        == 12 * 10 * LAYERS * shape.num_heads * shape.head_dim
-    )
+    # a chunk's tokens see half of it on average
+    kinds = config.to_dict().get("layer_types") or ["full_attention"] * LAYERS
+    seen = sum(config.attention_chunk_size / 2 if kind == "chunked_attention" else 10 for kind in kinds)
+    assert flops_per_token(shape, 10.0) - flops_per_token(shape, 0.0) == 12 * seen * shape.num_heads * shape.head_dim
 
 
 def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() -> None:

@@ -14,7 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.mxfp4 import unpack
 from megatron_rl.weights.reader import HuggingFaceReader
 from megatron_rl.weights.shards import Planned
-from megatron_rl.weights.stacked import copies, joined_plan, slice_name, slices, stack_of
+from megatron_rl.weights.stacked import copies, joined_plan, slice_of, slices, slices_of, stacking
 
 EXPERTS, ROWS, GROUPS = 3, 8, 2
 
@@ -47,6 +47,11 @@ QUANTIZED = {"quantization_config": {"quant_method": "mxfp4"}}
 STACK = "model.layers.0.mlp.experts.down_proj"
 
 
+def slice_name(stack: str, expert: int) -> str:
+    ((name, _),) = slices_of(stack, expert, stacking("gpt_oss"))
+    return name
+
+
 def test_slices_of_full_and_packed_stacks_equal_those_of_the_whole(tmp_path: pathlib.Path) -> None:
     blocks, scales = packed()
     whole = convert_moe_packed_tensors(blocks, scales).contiguous()
@@ -73,7 +78,8 @@ def test_stacks_come_apart_and_together() -> None:
     random = torch.Generator().manual_seed(1)
     stack, other = torch.randn(EXPERTS, 4, 5, generator=random), torch.randn(7, generator=random)
     apart = dict(slices({STACK: stack, "model.norm.weight": other}.items(), "gpt_oss"))
-    assert [stack_of(name, ("down_proj",)) for name in apart] == [*((STACK, e) for e in range(EXPERTS)), None]
+    places = [slice_of(name, stacking("gpt_oss")) for name in apart]
+    assert [place and place[:2] for place in places] == [*((STACK, e) for e in range(EXPERTS)), None]
     order = sorted(apart.items(), reverse=True)  # as expert ranks may bring them
     together = copies(iter(order), "gpt_oss", EXPERTS)
     assert set(together) == {STACK, "model.norm.weight"} and torch.equal(together[STACK], stack)
