@@ -15,7 +15,7 @@ VENV := $(CURDIR)/.venv
 STAMP := .venv/.installed
 PYTHON_LATEST ?= python3.12
 LATEST := .venv-latest
-LATEST_TESTS ?= tests/equality/test_matrix.py tests/equality/test_checkpoint.py tests/equality/test_convert_megatron.py tests/equality/test_transformer_engine.py tests/unit/config/test_megatron_fields.py tests/tools/test_verify_topology.py tests/tools/test_verify_topology_naming.py tests/latest
+LATEST_TESTS ?= tests/equality/test_matrix.py tests/equality/test_weights.py::test_files_load_in_slices_and_come_back tests/equality/test_routing_replay.py tests/equality/test_bitwise.py tests/equality/test_checkpoint.py tests/equality/test_convert_megatron.py tests/equality/test_transformer_engine.py tests/unit/config/test_megatron_fields.py tests/tools/test_verify_topology.py tests/tools/test_verify_topology_naming.py tests/latest
 VLLM := .venv-vllm
 ORACLES := .venv-oracles
 TINKER := .venv-tinker
@@ -38,7 +38,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-tinker tinker-demo test-extras test-slurm bench acceptance gpu-report golden docs lint clean
+.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-tinker tinker-demo test-extras test-slurm test-browser bench acceptance gpu-report golden docs lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -149,6 +149,10 @@ test-extras: $(STAMP)  ## what asks the package index: that each installation of
 
 test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine (root; installs it); "Error 77": skipped, not passed
 	python -m tests.slurm.check
+
+test-browser: $(STAMP)  ## the page of `megatron-rl watch` in a headless Chromium (root installs Debian's where none is)
+	command -v chromium chromium-browser google-chrome >/dev/null || { apt-get update -qq && apt-get install -y -q chromium; }
+	python -m pytest tests/runs/test_watch.py $(PYTEST_ARGS)
 
 acceptance: $(STAMP)  ## fill the support matrix on this machine, its GPUs or gloo; runs/acceptance.{md,json}
 	python tools/acceptance.py --json runs/acceptance.json --markdown runs/acceptance.md $(ACCEPTANCE_ARGS)

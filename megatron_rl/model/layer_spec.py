@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,6 +13,7 @@ from megatron_rl.model.attention import TorchAttention
 from megatron_rl.model.sinks import SinkAttention
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
 from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes  # isort: skip
 from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
@@ -115,6 +117,14 @@ def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share
     if config.qk_layernorm:  # 0.19 raises on q/k norms that the config does not ask for
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
+
+
+def mlp_spec(module: type[MLP], linear_fc1: type, linear_fc2: type) -> ModuleSpec | Callable[..., MLP]:
+    """Return what a layer's ``mlp`` takes for an MLP of these linears: 0.16.1 a ModuleSpec, 0.19.2 a function."""
+    parts = MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
+    if hasattr(module, "as_mlp_submodule"):
+        return functools.partial(module.as_mlp_submodule, submodules=parts)
+    return ModuleSpec(module=module, submodules=parts)
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:

@@ -12,8 +12,13 @@ import torch.distributed as dist
 
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.layer_spec import mlp_spec
 
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip
+from megatron.core.tensor_parallel.layers import (  # isort: skip
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.mlp import MLP  # isort: skip
@@ -146,5 +151,6 @@ def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
     for layer in spec.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-        parts.self_attention.module, parts.mlp.module = PostNormAttention, PostNormMLP
+        parts.self_attention.module = PostNormAttention
+        parts.mlp = mlp_spec(PostNormMLP, ColumnParallelLinear, RowParallelLinear)
     spec.layer_norm = WideRMSNorm

@@ -17,7 +17,7 @@ from megatron_rl.model.attention import TorchAttention, pack
 from megatron_rl.model.invariant import BLOCK_ROWS, PIECE
 from megatron_rl.model.invariant_attention import Cache, CachedSequences, InvariantAttention, attend
 from megatron_rl.model.layout import lay_out
-from megatron_rl.model.logprob import linear_logprob
+from megatron_rl.model.logprob import linear_logprob, rank_logits, rank_logprob
 from megatron_rl.model.sight import KEY_BLOCK, QUERIES, Sight
 from tests.unit.backend.packed import attention_config
 from tests.unit.model.logits import SINGLE, gradients
@@ -229,6 +229,11 @@ def test_log_probs_do_not_depend_on_the_other_rows(dtype, temperature):
         )
 
     assert_row_invariant(tested, torch.cat([hidden.float(), targets[:, None].float()], dim=1))
+    whole, _ = linear_logprob(hidden, weight, targets, kernel="invariant", **given)
+    for ranks, most in ((1, 0.0), (3, 1e-5)):  # to the bit on several ranks: tests/equality/test_bitwise.py
+        logits = rank_logits(hidden, weight, vocab_size=vocab_size, ranks=ranks)
+        assert [x.shape[1] for x in logits] == ([203] if ranks == 1 else [68, 68, 67])
+        assert (rank_logprob(logits, targets, temperature=temperature) - whole).abs().max() <= most
     coefficients = normal(tokens, seed=2)
     (found, _), found_gradient = gradients(
         lambda x: linear_logprob(x, weight, targets, kernel="invariant", **given), hidden, coefficients
