@@ -197,7 +197,6 @@ def build_model(
     shares = shares_prompts(config, layer_spec)
     stages = topology.pipeline_size * topology.virtual_size
     tables = {kind: table.to(HOST.device) for kind, table in rotary_tables(hf_config, shape.head_dim).items()}
-    # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
         layers = stage_layers(shape, chunk * topology.pipeline_size + topology.pipeline_rank, stages)

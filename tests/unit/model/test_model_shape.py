@@ -14,6 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.flops import flops_per_token
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape, read_shape, softmax_scale
+from megatron_rl.model.post_norm import put_norms_behind, put_wide_norms
 from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.mapping import hf_size, layer_entries
 from megatron_rl.weights.reader import used_names
@@ -178,6 +179,12 @@ def test_names_and_sizes_of_gpt_oss_are_those_of_transformers() -> None:
         assert shape.windows == (128, 0) * (layers // 2)
         assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted
         assert sum(math.prod(size) for size in wanted.values()) == numbers
+
+
+@pytest.mark.parametrize("put", [put_norms_behind, put_wide_norms])
+def test_layers_that_were_shown_on_torchs_alone_refuse_transformer_engines(put) -> None:
+    with pytest.raises(ConfigError, match="model.layer_spec=transformer_engine: .* set model.layer_spec=torch"):
+        put(SimpleNamespace(layer_specs=[]), "transformer_engine")
 
 
 def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
