@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config.json_text import check, field, quoted, read_object
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.families.register import check_family
+from megatron_rl.weights.families.register import FAMILIES, check_family
 from megatron_rl.weights.quantization import WAY_OUT, block_size, is_mxfp4
 from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights, heads_differ
 
@@ -202,7 +202,9 @@ def check_served(folder: str | pathlib.Path) -> None:
             f"{path} has a quantization_config, and rollout.engine=vllm would hold {kind} weights where the trainer "
             f"sends full ones; {WAY_OUT}: tools/convert_checkpoint.py import and export write it"
         )
-    if read_hf_config(folder).tie_word_embeddings and not load_hf_config(folder).tie_word_embeddings:
+    config = read_hf_config(folder)
+    FAMILIES[config.model_type].refuse_served(config)
+    if config.tie_word_embeddings and not load_hf_config(folder).tie_word_embeddings:
         raise ConfigError(
             f"{path} says tie_word_embeddings=true and the files hold a {HEAD_NAME} of their own, which "
             "rollout.engine=vllm would leave out; set tie_word_embeddings to false there"

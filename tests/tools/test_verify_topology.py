@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.patience import patient
-from tests.reference import tiny_config
+from tests.reference import MIXTURES, tiny_config
 from tests.workers.environment import worker_environment
 from tests.workers.nursery import Nursery
 
@@ -102,6 +102,7 @@ PASSING_LONG = {
     "TP2 SP, PP2, VPP2": (4, "qwen2_tied", (*SP, "parallel.pipeline=2", "parallel.virtual_pipeline=2")),
     "EP2": (2, "mixtral", EXPERTS),
     "TP2 SP, EP2": (2, "qwen3_moe", (*SP, *EXPERTS)),
+    "TP2 SP, EP2, sinks": (2, "gpt_oss", (*SP, *EXPERTS)),
     "EP2, PP2, layers of two kinds": (4, "glm4_moe", ("parallel.expert=2", "parallel.pipeline=2")),
     "PP2, dense layers between": (2, "llama4_interleaved", ("parallel.pipeline=2",)),
     "TP2, bfloat16": (2, "qwen2_tied", ("parallel.tensor=2", "--dtype", "bfloat16")),
@@ -120,10 +121,9 @@ def test_a_right_topology_passes_with_every_check_compared(nursery, tmp_path, ce
     assert found["passed"] and "verdict: PASSED" in output and all(row["passed"] for row in checks.values())
     kinds = {"embedding", "attention qkv", "attention output", "norms"}
     two_kinds = family in ("glm4_moe", "llama4_interleaved")  # of layers
-    mixture = family in ("mixtral", "qwen3_moe") or two_kinds
-    kinds |= {"router", "experts"} if mixture else {"mlp gate/up", "mlp down"}
+    kinds |= {"router", "experts"} if family in MIXTURES or two_kinds else {"mlp gate/up", "mlp down"}
     kinds |= {"mlp gate/up", "mlp down"} if two_kinds else set()
-    kinds |= {"lm head"} if family in ("qwen2_untied", "llama", "mixtral") or two_kinds else set()
+    kinds |= {"lm head"} if family in ("qwen2_untied", "llama", "mixtral", "gpt_oss") or two_kinds else set()
     wanted = {f"gradient: {kind}" for kind in kinds} | {
         "activations of one sample",
         "log-probs per sample",
@@ -149,7 +149,7 @@ def model_ranks(found: dict) -> int:
 
 
 def points(family: str) -> int:
-    return 6 if family in ("mixtral", "qwen3_moe") else 5
+    return 6 if family in MIXTURES else 5
 
 
 TP_FAULT = ("--inject", "tp_all_reduce", "--layers-per-stage", "3", "--inject-layer")

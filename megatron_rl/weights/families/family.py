@@ -40,6 +40,7 @@ class Family:
     ffn_field:    the config's field for the width of the MLP, or of one expert.
     experts:      the names of its mixture; None for a dense family.
     refuse:       raises ConfigError for a config that asks for a feature that the model built here lacks.
+    refuse_served: raises ConfigError for a config that vLLM would build otherwise.
     features:     config → the fields of ModelShape by which the family differs from a plain Llama.
     layer:        shape → the entries of one decoder layer, its experts' aside. Megatron names are relative to
                   ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
@@ -55,6 +56,7 @@ class Family:
 
     model_type: str
     refuse: Callable[[Any], None]
+    refuse_served: Callable[[Any], None] = nothing
     features: Callable[[Any], dict[str, Any]] = nothing
     layer: Callable[[ModelShape], tuple[Entry, ...]] = dense_layer
     sizes: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = dense_sizes

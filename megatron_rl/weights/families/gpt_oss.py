@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.families.dense_layer import attention_entries, attention_sizes
@@ -34,6 +35,28 @@ def refuse(hf_config: Any) -> None:
         )
     if not hf_config.swiglu_limit > 0:
         raise ConfigError(f"swiglu_limit={hf_config.swiglu_limit} of gpt_oss is not supported; give a number above 0")
+
+
+def refuse_served(hf_config: Any) -> None:
+    """Raise ConfigError for a config of which vLLM would build another model.
+
+    vLLM 0.32 does not read these fields (``models/gpt_oss.py``, ``layers/activation.py`` SwigluOAIAndMul).
+    """
+    rope = hf_config.rope_parameters
+    kinds = ["sliding_attention", "full_attention"] * hf_config.num_hidden_layers
+    fixed = {
+        "swiglu_limit": (hf_config.swiglu_limit, 7.0),
+        "rms_norm_eps": (hf_config.rms_norm_eps, 1e-5),
+        "layer_types": (list(hf_config.layer_types), kinds[: hf_config.num_hidden_layers]),
+        "rope_type": (rope["rope_type"], "yarn"),
+        **{name: (rope.get(name), None) for name in ("attention_factor", "mscale", "mscale_all_dim")},
+    }
+    for name, (value, wanted) in fixed.items():
+        if value != wanted:
+            raise ConfigError(
+                f"{name}={quoted(value)} of gpt_oss cannot be served by rollout.engine=vllm, which builds "
+                f"{quoted(wanted)} whatever config.json says; use rollout.engine=transformers"
+            )
 
 
 def features(hf_config: Any) -> dict[str, Any]:
@@ -111,6 +134,7 @@ def layer_fields(shape: ModelShape) -> dict[str, Any]:
 GPT_OSS = Family(
     model_type="gpt_oss",
     refuse=refuse,
+    refuse_served=refuse_served,
     features=features,
     layer=layer,
     expert_layer=expert_layer,
