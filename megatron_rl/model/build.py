@@ -23,6 +23,12 @@ from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape
 from megatron_rl.model.invariant import silu
 from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
+from megatron_rl.model.latent_attention import (
+    give_latent_rotary,
+    latent_angles,
+    latent_fields,
+    put_latent_attention,
+)
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.post_norm import put_norms_behind
@@ -37,7 +43,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # isort: skip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -96,6 +102,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         **FAMILIES[shape.family].layer_fields(shape),
         **_fusions(shape, extra, shares=shares_prompts(config, shape.layer_spec)),
     )
+    fields |= latent_fields(shape, hf_config, extra)
     return _build_config({**fields, **extra}, extra, shape)
 
 
@@ -107,7 +114,7 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
     field is set behind the check.
     """
     try:
-        transformer = TransformerConfig(**fields)
+        transformer = (MLATransformerConfig if shape.kv_lora_rank else TransformerConfig)(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={extra}: {error}") from error
     transformer.moe_router_pre_softmax = shape.router_pre_softmax
@@ -160,7 +167,11 @@ def build_model(
     transformer = transformer_config(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
     stages = topology.pipeline_size * topology.virtual_size
-    frequencies = inverse_frequencies(hf_config, shape.head_dim).to(HOST.device)
+    if shape.kv_lora_rank:
+        frequencies, factor = latent_angles(hf_config, shape)
+    else:
+        frequencies, factor = inverse_frequencies(hf_config, shape.head_dim), 1.0
+    frequencies = frequencies.to(HOST.device)
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
@@ -180,6 +191,8 @@ def build_model(
         model.model_type = ModelType.encoder_or_decoder
         if bitwise:
             give_angles(model, frequencies)
+        elif shape.kv_lora_rank:
+            give_latent_rotary(model, frequencies, factor)
         else:
             _give_rotary(model, frequencies, packed=layer_spec == "torch" or shares)
         if model.post_process:
@@ -203,6 +216,8 @@ def _block_spec(
     spec = block_spec(transformer, shape.layer_spec, layers, share_prompts=shares)
     if shape.post_norms:
         put_norms_behind(spec, shape.layer_spec)
+    if shape.kv_lora_rank:
+        put_latent_attention(spec, shape.layer_spec)
     return spec
 
 

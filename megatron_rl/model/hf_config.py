@@ -79,7 +79,7 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
     heads, vocab = hf_config.num_attention_heads, hf_config.vocab_size
     # head_dim is absent in qwen2's config, None in some llamas'
     head_dim = hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads
-    return ModelShape(
+    fields = dict(
         family=family.model_type,
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -92,8 +92,8 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
         context_tokens=hf_config.max_position_embeddings,
         tied_embeddings=bool(hf_config.tie_word_embeddings),
         layer_spec=layer_spec,
-        **family.features(hf_config),
     )
+    return ModelShape(**fields | family.features(hf_config))
 
 
 def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:

@@ -37,11 +37,17 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "first_k_dense_replace": (int, 0, 2**16),
     "routed_scaling_factor": (float, 1e-6, 1e6),
     "num_nextn_predict_layers": (int, 0, 2**10),
+    "q_lora_rank": (int, 1, 2**20),
+    "kv_lora_rank": (int, 1, 2**20),
+    "qk_nope_head_dim": (int, 1, 2**16),
+    "qk_rope_head_dim": (int, 2, 2**16),
+    "v_head_dim": (int, 1, 2**16),
     "num_labels": (int, 0, 2**16),  # transformers makes a name for each
 }
 # The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are made.
 ROPE_NUMBERS = {
     "linear": ("rope_theta", "factor"),
+    "yarn": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 # The fields that the model built here, its checks or transformers' own config classes settle.
@@ -50,7 +56,7 @@ _READ = {
     *("model_type", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "layer_types"),
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
     *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
-    *("use_qk_norm",),
+    *("use_qk_norm", "rope_interleave", "scoring_func", "topk_method", "moe_layer_freq"),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
     *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop"),
 }
@@ -58,6 +64,7 @@ _READ = {
 _NEUTRAL = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("id2label", "label2id", "problem_type", "pretraining_tp", "output_router_logits"),
+    *("aux_loss_alpha", "seq_aux", "ep_size"),
     *("router_aux_loss_coef", "chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states"),
 }
 

@@ -13,6 +13,10 @@ class ModelShape:
     """Holds a model's sizes by its Hugging Face config. Sizes are in elements, ``context_tokens`` in tokens.
 
     ffn_hidden_size: the width of the MLP, or of one expert where the MLP is a mixture.
+    head_dim: the width of one head's q and k, and of its v where ``value_head_dim`` is 0.
+    q_lora_rank, kv_lora_rank: of multi-latent attention, the widths of the vectors that q, and that k and v, are made
+    of; 0 without, and a q_lora_rank of 0 makes q of the hidden state.
+    rope_head_dim, value_head_dim: there, the part of a head's q and k that turns, and the width of its v; else 0.
     post_norms: True for norms behind attention and MLP, and over all heads of q and k together (OLMo 2).
     num_experts, experts_per_token: 0 for a dense model.
     num_dense_layers, dense_ffn_hidden_size: the first layers of a mixture that have one MLP, and its width; else 0.
@@ -45,6 +49,10 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    rope_head_dim: int = 0
+    value_head_dim: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
     router_pre_softmax: bool = False
@@ -61,13 +69,38 @@ class ModelShape:
     lora_alpha: float = 0.0
     lora_targets: tuple[str, ...] = ()
 
+    def attention_parameters(self, tensor_size: int = 1) -> int:
+        """Return the weights of a layer's matrices of attention, those of one of ``tensor_size`` tensor ranks.
+
+        A rank holds its own heads' share, and what makes the latents of multi-latent attention whole.
+        """
+        hidden, heads = self.hidden_size, self.num_heads // tensor_size
+        if not self.kv_lora_rank:
+            return 2 * hidden * (self.num_heads + self.num_kv_heads) * self.head_dim // tensor_size
+        of_hidden = self.q_lora_rank + self.kv_lora_rank + self.rope_head_dim + heads * self.value_head_dim
+        keys_and_values = self.head_dim - self.rope_head_dim + self.value_head_dim
+        of_latents = (self.q_lora_rank or hidden) * self.head_dim + self.kv_lora_rank * keys_and_values
+        return hidden * of_hidden + heads * of_latents
+
+    @property
+    def score_width(self) -> float:
+        """Return the mean of the widths of all heads' q and v, that a query meets at each key."""
+        return self.num_heads * (self.head_dim + (self.value_head_dim or self.head_dim)) / 2
+
+    @property
+    def cached_elements(self) -> int:
+        """Return what an engine keeps per token and layer: keys and values, or the latents that they are made of."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.rope_head_dim
+        return 2 * self.num_kv_heads * self.head_dim
+
     @property
     def layer_parameters(self) -> float:
         """Return the weights of a layer's matrices that a token passes, the mean over the layers.
 
         Of a mixture they are ``experts_per_token`` experts', the shared one's and the router's.
         """
-        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+        attention = self.attention_parameters()
         mlps = self.experts_per_token if self.num_experts else 1
         width = 3 * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
         first = 3 * self.dense_ffn_hidden_size * self.num_dense_layers
@@ -77,7 +110,7 @@ class ModelShape:
     @property
     def square_share(self) -> float:
         """Return attention's cost per squared token of a causal sequence, over a layer's matrices' per token."""
-        return self.num_heads * self.head_dim / self.layer_parameters
+        return self.score_width / self.layer_parameters
 
     @property
     def head_layers(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.families.deepseek_v3 import DEEPSEEK_V3
 from megatron_rl.weights.families.family import Family
 from megatron_rl.weights.families.glm4_moe import GLM4_MOE
 from megatron_rl.weights.families.llama import LLAMA
@@ -16,7 +17,8 @@ from megatron_rl.weights.families.qwen3 import QWEN3
 from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GLM4_MOE)
+    family.model_type: family
+    for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3)
 }
 _GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
 _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
@@ -29,8 +31,6 @@ MISSING = {
     "gemma3_text": f"{_SANDWICH}, two rotary bases and a sliding window by the layer's kind, {_GEMMA}",
     "gemma3": "a vision tower, and what gemma3_text misses",
     "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
-    "deepseek_v3": "multi-latent attention, whose rotary angles (yarn) Megatron-Core makes within and whose keys and "
-    "values differ in size; its mixture is built (glm4_moe)",
     "olmo3": "a sliding window in three layers of four, and rotary bases by the layer's kind",
     "gpt_oss": "attention sinks, clamped gated activations, biases on projections and experts",
 }
