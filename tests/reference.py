@@ -122,7 +122,7 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
                 beta_slow=1.0,
                 original_max_position_embeddings=64,
             )
-            return DeepseekV3Config(**shared, q_lora_rank=24, n_group=3, topk_group=2, rope_parameters=rope)
+            return DeepseekV3Config(**shared, q_lora_rank=28, n_group=3, topk_group=2, rope_parameters=rope)
     raise ValueError(family)
 
 

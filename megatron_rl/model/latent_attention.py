@@ -74,7 +74,7 @@ def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> d
         qk_head_dim=shape.head_dim - shape.rope_head_dim,
         qk_pos_emb_head_dim=shape.rope_head_dim,
         v_head_dim=shape.value_head_dim,
-        rope_type="yarn",  # with a factor on the angles' cos and sin; LatentRotary has the angles themselves
+        rope_type="rope",  # ``give_latent_rotary`` makes it yarn, whose own table asks for pinned memory when built
         rotary_base=rope["rope_theta"],
         rotary_scaling_factor=rope.get("factor") or 1.0,
         mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
@@ -206,7 +206,11 @@ def _engine_parts(plain: ModuleSpec) -> tuple[type, ModuleSpec]:
 
 
 def give_latent_rotary(model: GPTModel, frequencies: torch.Tensor, factor: float) -> None:
-    """Give every attention of a model its rotary angles, by the positions that come with the tokens."""
+    """Give every attention of a model its rotary angles, by the positions that come with the tokens.
+
+    Under ``rope_type="yarn"`` an embedding returns a factor on cos and sin beside the angles.
+    """
+    model.config.rope_type = "yarn"
     for module in model.modules():
         if isinstance(module, MLASelfAttention):
             module.rotary_pos_emb = LatentRotary(frequencies, factor)

@@ -34,6 +34,8 @@ SPLITS = {
     "TP2 ETP1": ("qwen3_moe", "parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.expert_tensor=1"),
     "PP2, layers of two kinds": ("glm4_moe", "parallel.pipeline=2"),
     "TP2 SP, layers of two kinds": ("glm4_moe", "parallel.tensor=2", "parallel.sequence_parallel=true"),
+    "TP2 SP, latents": ("deepseek_v3", "parallel.tensor=2", "parallel.sequence_parallel=true"),
+    "EP2, latents": ("moonlight", "parallel.expert=2"),
     "DP2, sharded": ("llama", "optimizer.distributed=true"),
     "PP2, second model": (
         "qwen2_tied",
@@ -148,8 +150,10 @@ OVER_TENSOR_RANKS = ("parallel.tensor=2", "parallel.sequence_parallel=true", "pa
         ("qwen3_moe", ()),
         ("qwen3_moe", (*OVER_TENSOR_RANKS, "parallel.expert=2")),
         ("glm4_moe", ()),
+        ("deepseek_v3", ()),
+        ("moonlight", (*OVER_TENSOR_RANKS, "parallel.expert=2")),
     ],
-    ids=["qwen2", "qwen3", "olmo2", "mixture", "mixture, whole experts over TP2", "glm4_moe"],
+    ids=["qwen2", "qwen3", "olmo2", "mixture", "mixture, whole experts over TP2", "glm4_moe", "latents", "latents over TP2"],
 )
 def test_activations_are_what_autograd_saves(pool, family: str, overrides: tuple[str, ...]) -> None:
     """The activations of a layer are within 5 % of the bytes that autograd saves for it, on the mean of the ranks.
