@@ -131,7 +131,7 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
     Raises ConfigError for a model that no table expresses, naming the missing part.
     """
     from megatron_rl.errors import ConfigError
-    from megatron_rl.model.hf_config import inverse_frequencies, read_shape
+    from megatron_rl.model.hf_config import inverse_frequencies, latent_angles, read_shape
     from megatron_rl.weights.config_json import read_fields, read_hf_config
     from megatron_rl.weights.families.register import FAMILIES, MISSING
 
@@ -147,7 +147,8 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
         )
     config = read_hf_config(folder)
     shape = read_shape(config, layer_spec="torch", vocab_multiple=vocab_multiple)
-    inverse_frequencies(config, shape.head_dim)  # raises for a rope scaling that the model would not apply
+    # either raises for a rope scaling that the model would not apply
+    latent_angles(config, shape) if shape.kv_lora_rank else inverse_frequencies(config, shape.head_dim)
     return config, shape
 
 

@@ -224,7 +224,8 @@ class TorchAttention(torch.nn.Module):
     """Computes causal attention over packed input: q [T, h, d], k [T, g, d] and v [T, g, e] → [T, h·e].
 
     No token sees another sequence's tokens. Where v is narrower than q and k (model/latent_attention.py) it is filled
-    up with zeros, which the kernels' outputs then hold too: they take one width. Takes the arguments with which Megatron-Core builds a core attention.
+    up with zeros, which the kernels' outputs then hold too: they take one width. Takes the arguments with which
+    Megatron-Core builds a core attention.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):

@@ -20,12 +20,11 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.head import hand_out_hidden, put_value_head
-from megatron_rl.model.hf_config import inverse_frequencies, model_shape
+from megatron_rl.model.hf_config import inverse_frequencies, latent_angles, model_shape
 from megatron_rl.model.invariant import silu
 from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
 from megatron_rl.model.latent_attention import (
     give_latent_rotary,
-    latent_angles,
     latent_fields,
     put_latent_attention,
 )

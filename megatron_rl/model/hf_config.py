@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -129,3 +130,19 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> torch.Tensor:
     if not frequencies.isfinite().all():
         raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
     return frequencies.float()
+
+
+def latent_angles(hf_config: Any, shape: ModelShape) -> tuple[torch.Tensor, float]:
+    """Return multi-latent attention's inverse frequencies [rope_head_dim / 2], and the factor on cos and sin.
+
+    They are as transformers computes them, under yarn too. Raises ConfigError where they are not finite.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = hf_config.rope_parameters
+    if rope["rope_type"] != "yarn":
+        return inverse_frequencies(hf_config, shape.rope_head_dim), 1.0
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
+    if not (frequencies.isfinite().all() and math.isfinite(factor)):
+        raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
+    return frequencies.float(), float(factor)

@@ -14,15 +14,12 @@ gradients, and finalize sums the weights'.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
 
-from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import PackedSequences, TorchAttention
-from megatron_rl.model.hf_config import inverse_frequencies
 from megatron_rl.model.layer_spec import RMSNorm
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.weights.model_shape import ModelShape
@@ -80,22 +77,6 @@ def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> d
         mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
         apply_rope_fusion=False,
     )
-
-
-def latent_angles(hf_config: Any, shape: ModelShape) -> tuple[torch.Tensor, float]:
-    """Return the inverse frequencies [rope_head_dim / 2] and the factor on cos and sin, as transformers computes them.
-
-    Raises ConfigError where they are not finite.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = hf_config.rope_parameters
-    if rope["rope_type"] != "yarn":
-        return inverse_frequencies(hf_config, shape.rope_head_dim), 1.0
-    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
-    if not (frequencies.isfinite().all() and math.isfinite(factor)):
-        raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
-    return frequencies.float(), float(factor)
 
 
 class LatentRotary(PackedRotary):

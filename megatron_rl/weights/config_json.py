@@ -64,7 +64,7 @@ _READ = {
 _NEUTRAL = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("id2label", "label2id", "problem_type", "pretraining_tp", "output_router_logits"),
-    *("aux_loss_alpha", "seq_aux", "ep_size"),
+    *("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"),  # the last is the sum of its parts
     *("router_aux_loss_coef", "chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states"),
 }
 

@@ -153,7 +153,16 @@ OVER_TENSOR_RANKS = ("parallel.tensor=2", "parallel.sequence_parallel=true", "pa
         ("deepseek_v3", ()),
         ("moonlight", (*OVER_TENSOR_RANKS, "parallel.expert=2")),
     ],
-    ids=["qwen2", "qwen3", "olmo2", "mixture", "mixture, whole experts over TP2", "glm4_moe", "latents", "latents over TP2"],
+    ids=[
+        "qwen2",
+        "qwen3",
+        "olmo2",
+        "mixture",
+        "mixture, whole experts over TP2",
+        "glm4_moe",
+        "latents",
+        "latents over TP2",
+    ],
 )
 def test_activations_are_what_autograd_saves(pool, family: str, overrides: tuple[str, ...]) -> None:
     """The activations of a layer are within 5 % of the bytes that autograd saves for it, on the mean of the ranks.
