@@ -110,9 +110,10 @@ class EngineLatentAttention(MLASelfAttention):
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        for part in ("linear_q_up_proj", "linear_kv_up_proj"):  # TELayerNormColumnParallelLinear
-            if hasattr(self, part):
-                getattr(self, part).eps = LATENT_NORM_EPS
+        for part in ("q", "kv") if config.q_lora_rank is not None else ("kv",):
+            getattr(self, f"linear_{part}_up_proj").eps = LATENT_NORM_EPS  # TELayerNormColumnParallelLinear
+            # Transformer Engine marks any linear's weight as split; the gradient norm would count every rank's copy
+            getattr(self, f"linear_{part}_down_proj").weight.tensor_model_parallel = False
 
     def get_query_key_value_tensors(
         self,
