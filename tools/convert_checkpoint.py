@@ -133,12 +133,12 @@ def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object
     from megatron_rl.errors import ConfigError
     from megatron_rl.model.hf_config import inverse_frequencies, latent_angles, read_shape
     from megatron_rl.weights.config_json import read_fields, read_hf_config
-    from megatron_rl.weights.families.register import FAMILIES, MISSING
+    from megatron_rl.weights.families.register import ALIASES, FAMILIES, MISSING
 
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json; name a Hugging Face directory")
     family = read_fields(folder).get("model_type")
-    if family not in FAMILIES:
+    if ALIASES.get(family, family) not in FAMILIES:
         missing = MISSING.get(family, "a file of its own in weights/families (CONTRIBUTING.md, Adding a family)")
         raise ConfigError(
             f"{folder} holds a {family!r} model, and the tables are for {', '.join(FAMILIES)}; missing for {family}: "

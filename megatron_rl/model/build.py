@@ -166,11 +166,7 @@ def build_model(
     transformer = transformer_config(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
     stages = topology.pipeline_size * topology.virtual_size
-    if shape.kv_lora_rank:
-        frequencies, factor = latent_angles(hf_config, shape)
-    else:
-        frequencies, factor = inverse_frequencies(hf_config, shape.head_dim), 1.0
-    frequencies = frequencies.to(HOST.device)
+    frequencies, factor = _angles(hf_config, shape)
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
@@ -190,10 +186,8 @@ def build_model(
         model.model_type = ModelType.encoder_or_decoder
         if bitwise:
             give_angles(model, frequencies)
-        elif shape.kv_lora_rank:
-            give_latent_rotary(model, frequencies, factor)
         else:
-            _give_rotary(model, frequencies, packed=layer_spec == "torch" or shares)
+            _give_rotary(model, frequencies, factor, packed=layer_spec == "torch" or shares)
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
@@ -220,9 +214,20 @@ def _block_spec(
     return spec
 
 
-def _give_rotary(model: GPTModel, frequencies: torch.Tensor, *, packed: bool) -> None:
-    """Give a model its rotary angles; packed: by the positions that come with the tokens."""
-    if packed:
+def _angles(hf_config: Any, shape: ModelShape) -> tuple[torch.Tensor, float]:
+    """Return the rotary frequencies on this device, and the factor on cos and sin that only latent attention has."""
+    if shape.kv_lora_rank:
+        frequencies, factor = latent_angles(hf_config, shape)
+    else:
+        frequencies, factor = inverse_frequencies(hf_config, shape.head_dim), 1.0
+    return frequencies.to(HOST.device), factor
+
+
+def _give_rotary(model: GPTModel, frequencies: torch.Tensor, factor: float, *, packed: bool) -> None:
+    """Give a model its rotary angles; packed: by the positions that come with the tokens, as latent attention's are."""
+    if model.config.multi_latent_attention:
+        give_latent_rotary(model, frequencies, factor)
+    elif packed:
         model.rotary_pos_emb = PackedRotary(frequencies)
     else:
         model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config.json_text import check, field, quoted, read_object
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.families.register import check_family
+from megatron_rl.weights.families.register import ALIASES, check_family
 from megatron_rl.weights.quantization import WAY_OUT, block_size
 from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights, heads_differ
 
@@ -78,12 +78,18 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
     ConfigError, naming the file, for a config.json that is missing, no JSON, refused by transformers, or quantised in
     another way.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     path = pathlib.Path(folder) / CONFIG
-    block_size(read_fields(folder, key), str(path))
+    fields = read_fields(folder, key)
+    block_size(fields, str(path))
+    family = ALIASES.get(str(fields.get("model_type")))
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if family is None:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        else:
+            config = CONFIG_MAPPING[family].from_dict({**fields, "model_type": family, "auto_map": None})
+            config.name_or_path = str(folder)
     except Exception as error:  # its validators raise errors of many classes
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} is refused by transformers: {type(error).__name__}: {reason[:400]}") from error

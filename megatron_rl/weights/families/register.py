@@ -20,6 +20,8 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3)
 }
+# Other names of a family's model_type, which transformers has no class for.
+ALIASES = {"kimi_k2": "deepseek_v3"}
 _GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
 _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
 # Features that a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py,
@@ -38,6 +40,6 @@ MISSING = {
 
 def check_family(family: object, where: str) -> None:
     """Raise ConfigError, naming the missing parts, where ``family`` (a config's ``model_type``) is not in FAMILIES."""
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(family, str) or ALIASES.get(family, family) not in FAMILIES:
         missing = f"; missing for {family}: {MISSING[family]}" if str(family) in MISSING else ""
         raise ConfigError(f"{where} holds a {quoted(family)} model; this version builds {', '.join(FAMILIES)}{missing}")
