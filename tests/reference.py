@@ -22,6 +22,7 @@ FAMILIES = (
 )
 MIXTURES = (
     *("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe", "gpt_oss"),
+    *("deepseek_v3", "moonlight"),
     *("llama4", "llama4_interleaved"),
 )
 WINDOWED = ("mistral_window", "phi3_window", "qwen2_window", "qwen3_window", "mixtral_window", "qwen3_moe_window")
@@ -30,6 +31,7 @@ WINDOWED = ("mistral_window", "phi3_window", "qwen2_window", "qwen3_window", "mi
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
     from transformers import (
+        DeepseekV3Config,
         Gemma3TextConfig,
         Glm4MoeConfig,
         GptOssConfig,
@@ -192,6 +194,25 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
                 num_experts_per_tok=1,
                 tie_word_embeddings=False,
             )
+        case "deepseek_v3" | "moonlight":
+            latents = dict(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, kv_lora_rank=32)
+            mixture = dict(n_routed_experts=12, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=1)
+            shared = {**sizes, **latents, **mixture, "num_key_value_heads": 4, "moe_intermediate_size": hidden // 2}
+            if family == "moonlight":  # q of the hidden state, plain angles, no groups
+                return DeepseekV3Config(
+                    **shared, q_lora_rank=None, n_group=1, topk_group=1, rms_norm_eps=1e-5, num_mtp_layers=0
+                )
+            rope = dict(
+                rope_type="yarn",
+                rope_theta=10000.0,
+                factor=4.0,
+                mscale=1.0,
+                mscale_all_dim=0.7,  # other than mscale, so that cos and sin are multiplied too
+                beta_fast=32.0,
+                beta_slow=1.0,
+                original_max_position_embeddings=64,
+            )
+            return DeepseekV3Config(**shared, q_lora_rank=28, n_group=3, topk_group=2, rope_parameters=rope)
     raise ValueError(family)
 
 

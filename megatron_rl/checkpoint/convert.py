@@ -177,7 +177,8 @@ def _import_one(
         check_finite(shard, functools.partial(whole_tensors, entry, shape, reader), WIDER)
         # two chunks for a rank's gate and up, as in Megatron-Core (0.16.1 transformer/mlp.py
         # apply_swiglu_sharded_factory)
-        halves = shard.chunk(2) if entry.layout in (Layout.GATE_UP, Layout.INTERLEAVED) else (shard,)
+        parts = 2 if entry.joined or entry.layout is Layout.INTERLEAVED else len(entry.hf)
+        halves = shard.chunk(parts) if entry.layout in (Layout.GATE_UP, Layout.INTERLEAVED) else (shard,)
         for half, part in enumerate(halves):
             offsets = [0] * part.dim()
             if entry.layout in (Layout.COLUMNS, Layout.TRANSPOSED):

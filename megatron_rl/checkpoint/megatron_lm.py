@@ -155,8 +155,13 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
     A model asks for them when it loads, and Megatron-Core raises where one is missing. Run for the torch spec;
     Transformer Engine's list is read in its source (it has more of them than a model asks for, which does no harm).
     """
+    projections = ["qkv"]
+    if shape.kv_lora_rank:
+        projections = ["q_down_proj", "q_up_proj"] if shape.q_lora_rank else ["q_proj"]
+        projections += ["kv_down_proj", "kv_up_proj"]
     modules = [
-        "self_attention.linear_qkv",
+        *(f"self_attention.linear_{x}" for x in projections),
+        *(["input_layernorm"] if shape.kv_lora_rank else []),
         "self_attention.linear_proj",
         "self_attention.core_attention",
         "pre_mlp_layernorm",

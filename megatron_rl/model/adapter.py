@@ -219,6 +219,13 @@ def _check_place(shape: ModelShape) -> None:
             f"model.layer_spec={shape.layer_spec} linear_qkv and linear_fc1 take their input before its norm, which "
             "is within them; set model.layer_spec=torch"
         )
+    asked = [name for name in shape.lora_targets if name != "linear_proj"]
+    if shape.kv_lora_rank and asked:
+        raise ConfigError(
+            f"lora.targets={list(shape.lora_targets)} names {asked[0]}, and in {shape.family}, whose keys and values "
+            "are made of latents and whose MLP is a mixture of experts, adapters are built for linear_proj alone; set "
+            "lora.targets=[linear_proj]"
+        )
     asked = [name for name in shape.lora_targets if name in ("linear_fc1", "linear_fc2")]
     if shape.num_experts and asked:
         raise ConfigError(

@@ -262,10 +262,11 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 class TorchAttention(torch.nn.Module):
-    """Computes causal attention over packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
+    """Computes causal attention over packed input: q [T, h, d], k [T, g, d] and v [T, g, e] → [T, h·e].
 
-    No token sees another sequence's tokens, nor those before its layer's window (``window_of``). Takes the arguments
-    with which Megatron-Core builds a core attention.
+    No token sees another sequence's tokens, nor those before its layer's window (``window_of``). Where v is narrower
+    than q and k (model/latent_attention.py) it is filled up with zeros, which the kernels' outputs then hold too: they
+    take one width. Takes the arguments with which Megatron-Core builds a core attention.
 
     softmax_offset: [h], sinks (model/sinks.py); None without.
     """
@@ -283,12 +284,14 @@ class TorchAttention(torch.nn.Module):
             raise TypeError(
                 f"TorchAttention takes PackedSequences as packed_seq_params, not {type(packed_seq_params).__name__}"
             )
+        scale, width = self.softmax_scale or query.shape[-1] ** -0.5, value.shape[-1]
+        if width < key.shape[-1]:
+            value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
         if packed_seq_params.context.size > 1:
             both = _GatherContext.apply(torch.stack([key, value], dim=1), packed_seq_params.context.group)
             key, value = both.index_select(0, packed_seq_params.key_order).unbind(1)
-        scale = self.softmax_scale or query.shape[-1] ** -0.5
         spans = self.spans(packed_seq_params)
-        return span_attention(query, key, value, spans, scale, sinks=self.softmax_offset).flatten(1)
+        return span_attention(query, key, value, spans, scale, sinks=self.softmax_offset)[..., :width].flatten(1)
 
     def spans(self, packed: PackedSequences) -> tuple[SpanBatch, ...]:
         """Return which of the micro-batch's keys this layer's queries see."""

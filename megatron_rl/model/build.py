@@ -23,9 +23,14 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.chunked_attention import put_chunked_attention
 from megatron_rl.model.embedding import scale_embedding
 from megatron_rl.model.head import hand_out_hidden, put_value_head
-from megatron_rl.model.hf_config import angle_kinds, model_shape, rotary_tables, softmax_scale
+from megatron_rl.model.hf_config import angle_kinds, latent_angles, model_shape, rotary_tables, softmax_scale
 from megatron_rl.model.invariant import silu
 from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
+from megatron_rl.model.latent_attention import (
+    give_latent_rotary,
+    latent_fields,
+    put_latent_attention,
+)
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.post_norm import put_norms_around, put_norms_behind, put_wide_norms
@@ -41,7 +46,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # isort: skip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -87,7 +92,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         bf16=dtype is torch.bfloat16,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        softmax_scale=softmax_scale(hf_config, shape.head_dim) if None in angle_kinds(hf_config) else None,
+        softmax_scale=_scale(shape, hf_config),
         use_cpu_initialization=not HOST.is_cuda,
         perform_initialization=False,
         calculate_per_token_loss=True,
@@ -101,7 +106,16 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         **_window_fields(shape, topology),
         **_fusions(shape, extra, shares=shares_prompts(config, shape.layer_spec)),
     )
-    return _build_config({**fields, **FAMILIES[shape.family].layer_fields(shape), **extra}, extra, shape)
+    fields |= FAMILIES[shape.family].layer_fields(shape)
+    fields |= latent_fields(shape, hf_config, extra)
+    return _build_config({**fields, **extra}, extra, shape)
+
+
+def _scale(shape: ModelShape, hf_config: Any) -> float | None:
+    """Return ``softmax_scale`` of all layers; None where a layer or latent attention has its own."""
+    if shape.kv_lora_rank or None not in angle_kinds(hf_config):
+        return None
+    return softmax_scale(hf_config, shape.head_dim)
 
 
 def _activation(shape: ModelShape, *, bitwise: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -143,7 +157,7 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
     field is set behind the check.
     """
     try:
-        transformer = TransformerConfig(**fields)
+        transformer = (MLATransformerConfig if shape.kv_lora_rank else TransformerConfig)(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={extra}: {error}") from error
     transformer.moe_router_pre_softmax = shape.router_pre_softmax
@@ -196,7 +210,7 @@ def build_model(
     transformer = transformer_config(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
     stages = topology.pipeline_size * topology.virtual_size
-    tables = {kind: table.to(HOST.device) for kind, table in rotary_tables(hf_config, shape.head_dim).items()}
+    tables, factor = _angles(hf_config, shape)
     chunks = []
     for chunk in range(topology.virtual_size):
         layers = stage_layers(shape, chunk * topology.pipeline_size + topology.pipeline_rank, stages)
@@ -216,7 +230,7 @@ def build_model(
         if bitwise:
             give_angles(model, tables[None])
         else:
-            _give_rotary(model, tables, hf_config, packed=layer_spec == "torch" or shares)
+            _give_rotary(model, tables, factor, hf_config, packed=layer_spec == "torch" or shares)
         if shape.scaled_embedding and model.pre_process:
             scale_embedding(model, transformer.params_dtype)
         if model.post_process:
@@ -252,12 +266,26 @@ def _block_spec(
         put_norms_around(spec, shape.layer_spec)
     if shape.chunked is not None:
         put_chunked_attention(spec, shape, frequencies)
+    if shape.kv_lora_rank:
+        put_latent_attention(spec, shape.layer_spec)
     return spec
 
 
-def _give_rotary(model: GPTModel, tables: Mapping[str | None, torch.Tensor], hf_config: Any, *, packed: bool) -> None:
-    """Give a model its rotary angles; packed: by the positions that come with the tokens."""
-    if None not in tables:
+def _angles(hf_config: Any, shape: ModelShape) -> tuple[dict[str | None, torch.Tensor], float]:
+    """Return ``rotary_tables`` on this device, and the factor on cos and sin that only latent attention has."""
+    if shape.kv_lora_rank:
+        frequencies, factor = latent_angles(hf_config, shape)
+        return {None: frequencies.to(HOST.device)}, factor
+    return {kind: table.to(HOST.device) for kind, table in rotary_tables(hf_config, shape.head_dim).items()}, 1.0
+
+
+def _give_rotary(
+    model: GPTModel, tables: Mapping[str | None, torch.Tensor], factor: float, hf_config: Any, *, packed: bool
+) -> None:
+    """Give a model its rotary angles; packed: by the positions that come with the tokens, as latent attention's are."""
+    if model.config.multi_latent_attention:
+        give_latent_rotary(model, tables[None], factor)
+    elif None not in tables:
         scales = {kind: softmax_scale(hf_config, model.config.kv_channels, kind) for kind in tables}
         give_angles_by_kind(model, angle_kinds(hf_config), tables, scales)
     elif packed:

@@ -22,4 +22,4 @@ def flops_per_token(shape: ModelShape, mean_context: float) -> float:
     linear = shape.num_layers * shape.layer_parameters + shape.vocab_size * shape.hidden_size
     if shape.lora_rank:
         linear = 4.0 / 6.0 * linear + shape.num_layers * adapter_parameters(shape)
-    return 6.0 * linear + 12.0 * shape.num_heads * shape.head_dim * shape.attended(mean_context)
+    return 6.0 * linear + 12.0 * shape.score_width * shape.attended(mean_context)

@@ -88,7 +88,7 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
     heads, vocab = hf_config.num_attention_heads, hf_config.vocab_size
     # head_dim is absent in qwen2's config, None in some llamas'
     head_dim = hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads
-    return ModelShape(
+    fields = dict(
         family=family.model_type,
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -101,8 +101,8 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> M
         context_tokens=hf_config.max_position_embeddings,
         tied_embeddings=bool(hf_config.tie_word_embeddings),
         layer_spec=layer_spec,
-        **family.features(hf_config),
     )
+    return ModelShape(**fields | family.features(hf_config))
 
 
 def angle_kinds(hf_config: Any) -> tuple[str | None, ...]:
@@ -178,3 +178,19 @@ def softmax_scale(hf_config: Any, head_dim: int, kind: str | None = None) -> flo
     if not 0 < factor < math.inf:
         raise ConfigError(f"rope_type='yarn' with attention factor {factor} is not supported; it must be above 0")
     return factor**2 / math.sqrt(scalar or head_dim)
+
+
+def latent_angles(hf_config: Any, shape: ModelShape) -> tuple[torch.Tensor, float]:
+    """Return multi-latent attention's inverse frequencies [rope_head_dim / 2], and the factor on cos and sin.
+
+    They are as transformers computes them, under yarn too. Raises ConfigError where they are not finite.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = hf_config.rope_parameters
+    if rope["rope_type"] != "yarn":
+        return inverse_frequencies(hf_config, shape.rope_head_dim), 1.0
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
+    if not (frequencies.isfinite().all() and math.isfinite(factor)):
+        raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
+    return frequencies.float(), float(factor)

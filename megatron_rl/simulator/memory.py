@@ -75,8 +75,8 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
     """Return a rank's parameters of a layer: those outside the experts, and those of its experts."""
     tensor, hidden, heads = degrees.tensor_size, shape.hidden_size, shape.num_heads
     qkv = (heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
-    attention = qkv * hidden + (qkv if shape.qkv_bias else 0) + heads * shape.head_dim // tensor * hidden
-    norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    attention = shape.attention_parameters(tensor) + (qkv if shape.qkv_bias else 0)
+    norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0) + shape.q_lora_rank + shape.kv_lora_rank
     if shape.post_norms:
         norms += (heads + shape.num_kv_heads) * shape.head_dim // tensor
     if shape.sandwich_norms:
@@ -139,8 +139,9 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     Transformer Engine's layers fuse some and keep less. Both norms keep input, normalised and output (6 h, split by
     sequence parallelism); attention keeps the projection of which v is a part, q and k as rotated, its output, and the
     cosines and sines, and under q/k norms their inputs, of which k's is a part of the projection, and the normalised
-    too; the MLP keeps gate and up, the activated gate, up, their product. Bounds of gate and up keep three more: the
-    bounded gate, its sigmoid and the bounded up. An expert's
+    too; multi-latent attention, whose latents' norms are as the other norms, keeps q, k, v and its output at q's width,
+    and the output once more at v's; the MLP keeps gate and up, the activated gate, up, their product. Bounds of gate and
+    up keep three more: the bounded gate, its sigmoid and the bounded up. An expert's
     tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of the
     choices: a tensor rank of sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
     """
@@ -149,6 +150,11 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if normed else 0)
     attention *= shape.head_dim
     norms = 6 * hidden / (tensor if config.parallel.sequence_parallel else 1)
+    if shape.kv_lora_rank:
+        apart = shape.value_head_dim if shape.value_head_dim != shape.head_dim else 0
+        attention = heads * (4 * shape.head_dim + apart) / tensor + 4 * shape.rope_head_dim
+        latents = 3 * (shape.q_lora_rank + shape.kv_lora_rank) + shape.rope_head_dim
+        norms += latents / (tensor if config.parallel.sequence_parallel else 1)
     if not shape.has_mixture(layer):
         return norms + attention + 5 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor
     choices = shape.experts_per_token * degrees.expert_tensor_size / tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config.json_text import check, field, quoted, read_object
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.families.register import FAMILIES, check_family
+from megatron_rl.weights.families.register import ALIASES, FAMILIES, check_family
 from megatron_rl.weights.quantization import WAY_OUT, block_size, is_mxfp4
 from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights, heads_differ
 
@@ -45,6 +45,11 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "attn_scale": (float, 0.0, 1e6),
     "swiglu_alpha": (float, 1e-6, 1e6),
     "swiglu_limit": (float, 1e-6, 1e30),
+    "q_lora_rank": (int, 1, 2**20),
+    "kv_lora_rank": (int, 1, 2**20),
+    "qk_nope_head_dim": (int, 1, 2**16),
+    "qk_rope_head_dim": (int, 2, 2**16),
+    "v_head_dim": (int, 1, 2**16),
     "num_labels": (int, 0, 2**16),  # transformers makes a name for each
 }
 # The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are made.
@@ -62,6 +67,7 @@ _READ = {
     *("use_qk_norm", "no_rope_layers", "moe_layers", "attn_temperature_tuning"),
     *("query_pre_attn_scalar", "hidden_activation", "attn_logit_softcapping", "final_logit_softcapping"),
     *("use_bidirectional_attention", "rope_local_base_freq", "sliding_window_pattern"),
+    *("rope_interleave", "scoring_func", "topk_method", "moe_layer_freq"),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
     *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop"),
 }
@@ -69,6 +75,7 @@ _READ = {
 _NEUTRAL = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("id2label", "label2id", "problem_type", "pretraining_tp", "output_router_logits"),
+    *("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"),  # the last is the sum of its parts
     *("router_aux_loss_coef", "chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states"),
 }
 
@@ -82,12 +89,18 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
     Raises ConfigError, naming the file, for a config.json that is missing, no JSON, refused by transformers, or
     quantised in another way.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     path = pathlib.Path(folder) / CONFIG
-    block_size(read_fields(folder, key), str(path))
+    fields = read_fields(folder, key)
+    block_size(fields, str(path))
+    family = ALIASES.get(str(fields.get("model_type")))
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if family is None:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        else:
+            config = CONFIG_MAPPING[family].from_dict({**fields, "model_type": family, "auto_map": None})
+            config.name_or_path = str(folder)
     except Exception as error:  # its validators raise errors of many classes
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} is refused by transformers: {type(error).__name__}: {reason[:400]}") from error

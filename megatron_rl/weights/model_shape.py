@@ -33,6 +33,10 @@ class ModelShape:
     """Holds a model's sizes by its Hugging Face config. Sizes are in elements, ``context_tokens`` in tokens.
 
     ffn_hidden_size: the width of the MLP, or of one expert where the MLP is a mixture.
+    head_dim: the width of one head's q and k, and of its v where ``value_head_dim`` is 0.
+    q_lora_rank, kv_lora_rank: of multi-latent attention, the widths of the vectors that q, and that k and v, are made
+    of; 0 without, and a q_lora_rank of 0 makes q of the hidden state.
+    rope_head_dim, value_head_dim: there, the part of a head's q and k that turns, and the width of its v; else 0.
     chunked: a Llama 4's attention, whose layers are of two kinds (``ChunkedAttentionShape``); None for any other's.
     post_norms: True for norms behind attention and MLP, and over all heads of q and k together (OLMo 2).
     sandwich_norms: True for norms before and behind attention and MLP, all multiplying by 1 + weight (Gemma 3).
@@ -78,6 +82,10 @@ class ModelShape:
     gelu: bool = False
     windows: tuple[int, ...] = ()
     chunked: ChunkedAttentionShape | None = None
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    rope_head_dim: int = 0
+    value_head_dim: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
     router_pre_softmax: bool = False
@@ -109,13 +117,38 @@ class ModelShape:
         within = min(mean_context, self.chunked.chunk_tokens / 2) if self.chunked else 0.0
         return (self.num_layers - len(chunked)) * mean_context + len(chunked) * within
 
+    def attention_parameters(self, tensor_size: int = 1) -> int:
+        """Return the weights of a layer's matrices of attention, those of one of ``tensor_size`` tensor ranks.
+
+        A rank holds its own heads' share, and what makes the latents of multi-latent attention whole.
+        """
+        hidden, heads = self.hidden_size, self.num_heads // tensor_size
+        if not self.kv_lora_rank:
+            return 2 * hidden * (self.num_heads + self.num_kv_heads) * self.head_dim // tensor_size
+        of_hidden = self.q_lora_rank + self.kv_lora_rank + self.rope_head_dim + heads * self.value_head_dim
+        keys_and_values = self.head_dim - self.rope_head_dim + self.value_head_dim
+        of_latents = (self.q_lora_rank or hidden) * self.head_dim + self.kv_lora_rank * keys_and_values
+        return hidden * of_hidden + heads * of_latents
+
+    @property
+    def score_width(self) -> float:
+        """Return the mean of the widths of all heads' q and v, that a query meets at each key."""
+        return self.num_heads * (self.head_dim + (self.value_head_dim or self.head_dim)) / 2
+
+    @property
+    def cached_elements(self) -> int:
+        """Return what an engine keeps per token and layer: keys and values, or the latents that they are made of."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.rope_head_dim
+        return 2 * self.num_kv_heads * self.head_dim
+
     @property
     def layer_parameters(self) -> float:
         """Return the weights of a layer's matrices that a token passes, the mean over the layers.
 
         Of a mixture they are ``experts_per_token`` experts', the shared one's and the router's.
         """
-        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+        attention = self.attention_parameters()
         mlps = self.experts_per_token if self.num_experts else 1
         width = 3 * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
         first = 3 * self.dense_ffn_hidden_size * self.num_dense_layers
@@ -125,7 +158,7 @@ class ModelShape:
     @property
     def square_share(self) -> float:
         """Return attention's cost per squared token of a causal sequence, over a layer's matrices' per token."""
-        return self.num_heads * self.head_dim / self.layer_parameters
+        return self.score_width / self.layer_parameters
 
     @property
     def head_layers(self) -> float:

@@ -69,6 +69,11 @@ OTHER = {
         (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
         "llama4_interleaved",
     ),
+    "TP2-to-EP2-latents": (
+        (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true"),
+        (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
+        "deepseek_v3",
+    ),
     "DP2-to-EP2": ((*sizes(1, 1), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "mixtral"),
     "bf16-TP2-to-DP2-sharded": ((*sizes(2, 1), *PLAIN, *BF16), (*sizes(1, 1), *SHARDED, *BF16), "llama"),
 }

@@ -177,6 +177,8 @@ FILES = [
     (2, TP_SP, "glm4_moe"),
     (2, (*EP, *sizes(1, 1)), "glm4_moe"),
     (2, sizes(1, 2), "glm4_moe"),
+    (2, TP_SP, "deepseek_v3"),
+    (2, (*EP, *sizes(1, 1)), "moonlight"),
     (2, EP, "mixtral"),
     (2, EP, "gpt_oss"),
     (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "gpt_oss"),

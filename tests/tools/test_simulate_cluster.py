@@ -43,6 +43,8 @@ SPLITS = {
         "parallel.expert_tensor=1",
     ),
     "PP2, dense layers between": ("llama4_interleaved", "parallel.pipeline=2"),
+    "TP2 SP, latents": ("deepseek_v3", "parallel.tensor=2", "parallel.sequence_parallel=true"),
+    "EP2, latents": ("moonlight", "parallel.expert=2"),
     "DP2, sharded": ("llama", "optimizer.distributed=true"),
     "PP2, second model": (
         "qwen2_tied",
@@ -160,10 +162,12 @@ OVER_TENSOR_RANKS = ("parallel.tensor=2", "parallel.sequence_parallel=true", "pa
         ("glm4_moe", ()),
         ("llama4", ()),
         ("gpt_oss", ()),
+        ("deepseek_v3", ()),
+        ("moonlight", (*OVER_TENSOR_RANKS, "parallel.expert=2")),
     ],
     ids=[
         *("qwen2", "qwen3", "olmo2", "gemma3", "mixture", "mixture, whole experts over TP2"),
-        *("glm4_moe", "llama4", "gpt_oss"),
+        *("glm4_moe", "llama4", "gpt_oss", "latents", "latents over TP2"),
     ],
 )
 def test_activations_are_what_autograd_saves(pool, family: str, overrides: tuple[str, ...]) -> None:

@@ -14,7 +14,9 @@ from tests.vllm.rig import LOGPROB_TOLERANCE, make_prompts, start_bench
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss_released", "llama4", "olmo3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", "gpt_oss_released", "llama4", "olmo3", "gemma3_text", "deepseek_v3", "moonlight"]
+)
 def test_logprobs_of_a_family_equal_hugging_faces(inputs: pathlib.Path, tmp_path: pathlib.Path, family: str) -> None:
     """What a family alone has arrives: a router's bias (glm4_moe), sinks and experts' biases (gpt_oss).
 

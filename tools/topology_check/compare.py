@@ -147,7 +147,7 @@ def tensor_class(name: str) -> str:
         ("embedding", r"embed_tokens"),
         ("lm head", r"lm_head"),
         ("experts", r"\.experts?\."),
-        ("attention qkv", r"\.[qkv]_proj\.|\.sinks"),
+        ("attention qkv", r"\.[qkv]_proj\.|\.sinks|\.(q_a|q_b|kv_b)_proj\.|\.kv_a_proj_with_mqa\."),
         ("attention output", r"\.o_proj\."),
         ("norms", r"norm"),
         ("router", r"\.(gate|router)\."),
@@ -170,6 +170,12 @@ _BACKWARD = (
     r"\.v_proj\.",
     r"\.k_proj\.",
     r"\.q_proj\.",
+    r"\.kv_b_proj\.",
+    r"\.kv_a_layernorm\.",
+    r"\.kv_a_proj_with_mqa\.",
+    r"\.q_b_proj\.",
+    r"\.q_a_layernorm\.",
+    r"\.q_a_proj\.",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.families.deepseek_v3 import DEEPSEEK_V3
 from megatron_rl.weights.families.family import Family
 from megatron_rl.weights.families.gemma3 import GEMMA3_TEXT
 from megatron_rl.weights.families.glm4_moe import GLM4_MOE
@@ -23,9 +24,11 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA3_TEXT),
-        *(MIXTRAL, QWEN3_MOE, GLM4_MOE, GPT_OSS, LLAMA4),
+        *(MIXTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, GPT_OSS, LLAMA4),
     )
 }
+# Other names of a family's model_type, which transformers has no class for.
+ALIASES = {"kimi_k2": "deepseek_v3"}
 _DELTA = (
     "the gated delta net of three layers in four: Megatron-Core 0.16.1's GatedDeltaNet (ssm/gated_delta_net.py) raises "
     '"GDN does not support packed sequence for now.", 0.19.2\'s (ssm/gated_delta_net/gdn.py) takes packed sequences '
@@ -42,8 +45,6 @@ MISSING = {
     "built (gemma3_text)",
     "gemma3": "a vision tower; its language model alone is gemma3_text",
     "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
-    "deepseek_v3": "multi-latent attention, whose rotary angles (yarn) Megatron-Core makes within and whose keys and "
-    "values differ in size; its mixture is built (glm4_moe)",
     "qwen3_next": f"{_DELTA}; {_GATED_ATTENTION}, {_SHARED_GATE}",
     "qwen3_5_text": f"{_DELTA}; {_GATED_ATTENTION}",
     "qwen3_5_moe_text": f"{_DELTA}; {_GATED_ATTENTION}, {_SHARED_GATE}",
@@ -55,6 +56,6 @@ MISSING = {
 
 def check_family(family: object, where: str) -> None:
     """Raise ConfigError, naming the missing parts, where ``family`` (a config's ``model_type``) is not in FAMILIES."""
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(family, str) or ALIASES.get(family, family) not in FAMILIES:
         missing = f"; missing for {family}: {MISSING[family]}" if str(family) in MISSING else ""
         raise ConfigError(f"{where} holds a {quoted(family)} model; this version builds {', '.join(FAMILIES)}{missing}")

@@ -116,6 +116,15 @@ REFUSED = [
         "rope_type='yarn' of llama4_text is not supported; default, linear, llama3 are",
     ),
     (changed("qwen3_moe"), dict(pipeline=3), "does not divide num_hidden_layers=2"),
+    (changed("deepseek_v3", rope_interleave=False), {}, "rope_interleave=false of deepseek_v3 is not supported"),
+    (changed("deepseek_v3", scoring_func="softmax"), {}, "scoring_func='softmax' of deepseek_v3 is not supported"),
+    (changed("deepseek_v3", num_key_value_heads=2), {}, "num_key_value_heads=2 of deepseek_v3 is not supported"),
+    (changed("deepseek_v3", attention_bias=True), {}, "a deepseek_v3 model with attention_bias is not supported"),
+    (
+        changed("moonlight", rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)),
+        {},
+        "rope_type='linear' of deepseek_v3 is not supported; default and yarn are",
+    ),
 ]
 
 
@@ -196,6 +205,8 @@ def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
         "gpt_oss": False,
         "llama4": False,
         "llama4_interleaved": False,
+        "deepseek_v3": False,
+        "moonlight": False,
     }
 
 
@@ -229,6 +240,48 @@ def test_names_and_sizes_of_llama_4_are_those_of_transformers() -> None:
         assert shape.chunked.turned_layers == tuple(i for i in range(48) if i % 4 != 3)
 
 
+MOONLIGHT = dict(
+    vocab_size=163840,
+    hidden_size=2048,
+    intermediate_size=11264,
+    moe_intermediate_size=1408,
+    num_hidden_layers=27,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    n_shared_experts=2,
+    n_routed_experts=64,
+    routed_scaling_factor=2.446,
+    q_lora_rank=None,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=6,
+    first_k_dense_replace=1,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    num_mtp_layers=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "numbers"),
+    [({}, 45_395, 671_026_419_200), (MOONLIGHT, 5_317, 15_960_110_208)],
+    ids=["DeepSeek-V3", "Moonlight-16B-A3B"],
+)
+def test_names_and_sizes_of_latent_attention_are_those_of_transformers(
+    fields: dict, tensors: int, numbers: int
+) -> None:
+    """Names and sizes of released models are transformers', on paper; the class's defaults are DeepSeek-V3's."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    config = DeepseekV3Config(**fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
+    shape = read_shape(config, layer_spec="torch")
+    assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted and len(wanted) == tensors
+    assert sum(math.prod(size) for size in wanted.values()) == numbers
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
     """A token takes 6 flops per element of every matrix but the embedding.
@@ -246,7 +299,8 @@ def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
     # a chunk's tokens see half of it on average
     kinds = config.to_dict().get("layer_types") or ["full_attention"] * LAYERS
     seen = sum(config.attention_chunk_size / 2 if kind == "chunked_attention" else 10 for kind in kinds)
-    assert flops_per_token(shape, 10.0) - flops_per_token(shape, 0.0) == 12 * seen * shape.num_heads * shape.head_dim
+    widths = shape.head_dim + getattr(config, "v_head_dim", shape.head_dim)  # q times k, probabilities times v
+    assert flops_per_token(shape, 10.0) - flops_per_token(shape, 0.0) == 6 * seen * shape.num_heads * widths
 
 
 def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() -> None:
@@ -273,6 +327,7 @@ def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() ->
             ["lora.rank=3", "model.layer_spec=transformer_engine", "set model.layer_spec=torch"],
         ),
         ("mixtral", "torch", ["lora.targets=", "linear_fc1", "mixtral", "lora.targets=[linear_qkv,linear_proj]"]),
+        ("moonlight", "torch", ["linear_qkv", "deepseek_v3", "set lora.targets=[linear_proj]"]),
         ("phi3", "torch", ["linear_qkv", "self_attn.qkv_proj.weight", "set lora.targets=[linear_proj,linear_fc2]"]),
     ],
 )

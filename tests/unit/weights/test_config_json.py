@@ -111,6 +111,28 @@ def test_every_familys_config_is_read_as_transformers_reads_it(tmp_path: pathlib
     assert ignored_fields(tmp_path) == {}
 
 
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: pathlib.Path) -> None:
+    """A config.json as Moonshot writes it: a name and code that transformers has not, and yarn by its old field."""
+    fields = tiny_config("deepseek_v3").to_dict()
+    others = ("rope_parameters", "model_type", "num_nextn_predict_layers", "_name_or_path")
+    wanted = {k: v for k, v in fields.items() if k not in others}
+    rope = {k: v for k, v in fields["rope_parameters"].items() if k not in ("rope_theta", "rope_type")}
+    written = wanted | dict(
+        model_type="kimi_k2",
+        auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        rope_theta=50000.0,
+        rope_scaling=rope | {"type": "yarn"},
+        num_nextn_predict_layers=0,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+    )
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    found = read_hf_config(tmp_path)
+    assert found.model_type == "deepseek_v3" and found.num_mtp_layers == 0
+    assert found.rope_parameters == rope | {"rope_type": "yarn", "type": "yarn", "rope_theta": 50000.0}
+    assert {k: v for k, v in found.to_dict().items() if k in wanted} == wanted and ignored_fields(tmp_path) == {}
+
+
 def test_fields_that_are_not_read_are_named(tmp_path: pathlib.Path) -> None:
     write(tmp_path, attention_dropout=0.1, final_logit_softcapping=30.0, resid_pdrop=0.0, transformers_version="4")
     assert ignored_fields(tmp_path) == {"attention_dropout": 0.1, "final_logit_softcapping": 30.0}
