@@ -18,13 +18,15 @@ PREFIX = "base_model.model."  # PEFT's, of the model that PeftModel wraps
 
 def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
     """Return PEFT's LoraConfig (0.21). ``hf_path``: the directory of the frozen model."""
-    modules = [name.removesuffix(".weight").rpartition(".")[2] for entry in target_entries(shape) for name in entry.hf]
+    # one expert of the two kinds of layers: their projections have the same names wherever they lie
+    weights = [x for layer in (0, shape.num_layers - 1) for x in target_entries(shape, layer, shape.num_experts or 1)]
+    modules = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for x in weights for name in x.hf)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": shape.lora_rank,
         "lora_alpha": shape.lora_alpha,
-        "target_modules": modules,
+        "target_modules": list(modules),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

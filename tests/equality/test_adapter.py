@@ -16,7 +16,7 @@ from megatron_rl.distributed import topology
 from megatron_rl.model.adapter import adapters_of as own_adapters
 from megatron_rl.model.adapter import adapters_off
 from megatron_rl.types import StepKind
-from tests.adapted import adapters_of, merged
+from tests.adapted import adapters_of, merged, without_adapters
 from tests.allocated import AllocationMeter
 from tests.equality.adapter_rig import (
     ALPHA,
@@ -102,8 +102,9 @@ def replicas_agree(rig: Rig) -> bool:
 
     Only the first rank's were exported.
     """
-    group, same = rig.backend.topology.tensor_group, True
+    same = True
     for adapter in own_adapters(rig.backend.chunks):
+        group = adapter.tp_group
         for parameter in (p for name, p in adapter.named_parameters() if name not in adapter.split):
             first = parameter.detach().clone()
             dist.broadcast(first, dist.get_process_group_ranks(group)[0], group=group)
@@ -141,15 +142,6 @@ def three_steps(
             and all(torch.equal(x, base[k]) and torch.equal(x, apart[k]) for k, x in frozen.items()),
             "replicas": replicas_agree(rig),
         }
-
-
-def without_adapters(model: torch.nn.Module) -> torch.nn.Module:
-    """Take the adapters out of a model and return the same object, whose state has them no longer."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and "lora_A" in module._modules:
-            del module.lora_A, module.lora_B
-            module._forward_hooks.clear()
-    return model
 
 
 SHARDED = {
