@@ -16,6 +16,9 @@ from megatron_rl.distributed import topology
 from megatron_rl.model.adapter import adapters_of as own_adapters
 from megatron_rl.model.adapter import adapters_off
 from megatron_rl.types import StepKind
+from megatron_rl.weights.export import load_weights
+from megatron_rl.weights.fused import file_tensors
+from megatron_rl.weights.reader import MemoryReader
 from tests.adapted import adapters_of, merged, without_adapters
 from tests.allocated import AllocationMeter
 from tests.equality.adapter_rig import (
@@ -39,6 +42,8 @@ from tests.equality.shared_samples import SHARED, advantages_of
 from tests.pairwise import quick
 from tests.reference import (
     file_weights,
+    make_samples,
+    near_policy,
     reference_gradient,
     relative_error,
     tiny_model,
@@ -74,6 +79,52 @@ def test_skip_and_dense_gradients_of_adapters_equal_reference(pool: Pool, name: 
     found = pool.run(world, gradients, family, parallel, extra, timeout_s=90)
     print(name, found)
     assert all(max(x.values()) < TOLERANCE for x in found), found
+
+
+def merged_apart(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> float:
+    """Return the largest gap of a token's log-prob between adapters beside the weights and merged in them."""
+    everyone = np.ones(NUM_SAMPLES, dtype=bool)
+    with open_adapted(family, parallel, extra) as rig:
+        samples, beside, weights = rig.samples, rig.backend.logprobs(rig.batch, everyone).flat, rig.weights()
+    others = [x for x in extra if not x.startswith("lora.")]
+    with open_rig(family, *(f"parallel.{x}" for x in parallel), *others) as rig:
+        backend, chunks = rig.backend, [chunk.module for chunk in rig.backend.chunks]
+        rig.take(samples)
+        base = backend.logprobs(rig.batch, everyone).flat
+        load_weights(chunks, backend.shape, backend.topology, MemoryReader(weights))
+        gap = float(np.abs(backend.logprobs(rig.batch, everyone).flat - beside).max())
+        assert float(np.abs(base - beside).max()) > 0.01, "the adapters do something"
+    return gap
+
+
+@pytest.mark.parametrize("name", ["TP2-SP", "experts", "experts-EP2", "experts-TP2-SP", "experts-PP2"])
+def test_adapters_beside_weights_equal_merged_ones(pool: Pool, name: str) -> None:
+    world, family, parallel, extra = TOPOLOGIES[name]
+    found = pool.run(world, merged_apart, family, parallel, extra, timeout_s=90)
+    print(name, found)
+    assert max(found) < TOLERANCE, found
+
+
+def without_tokens(rank: int, world: int) -> dict[str, object]:
+    """Return how many experts one short sample leaves without a token, and what its gradient is for their adapters."""
+    with open_adapted("glm4_moe", ("expert=2",), samples=0) as rig:
+        rig.take(near_policy(rig.model, make_samples(2)[:1] * 2))
+        reference_gradient(rig.model, rig.samples, rig.groups, [1.0, 1.0])
+        named = {name: p.grad for name, p in rig.model.named_parameters() if ".lora_" in name}
+        want = file_tensors(named, rig.model.config.model_type)
+        advantages = np.ones(2)
+        gradient = rig.gradient(advantages, rig.plan(advantages, drops=True))
+        idle = [name for name, x in want.items() if ".experts." in name and not x.any()]
+        return {
+            "idle": len(idle),
+            "zero": not any(gradient[name].any() for name in idle),
+            "error": relative_error(gradient, want),
+        }
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero(pool: Pool) -> None:
+    for found in pool.run(2, without_tokens, timeout_s=60):
+        assert found["idle"] and found["zero"] and found["error"] < TOLERANCE, found
 
 
 @pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-tied", "CP2", "DP2"])
@@ -148,10 +199,20 @@ SHARDED = {
     "DP2-sharded-overlaps": (2, "llama3_rope", (), (*GATHER, "optimizer.distributed=true")),
     "PP2-DP2-sharded-overlaps": (4, "qwen2_tied", (PP2,), (*GATHER, "optimizer.distributed=true")),
     "EP2-DP2-sharded": (4, "qwen3_moe", (EP2,), (ATTENTION, "optimizer.distributed=true")),
+    "experts-EP2-sharded-overlaps": (2, "qwen3_moe", (EP2,), (*GATHER, "optimizer.distributed=true")),
+    "experts-EP2-DP2-sharded": (4, "qwen3_moe", (EP2,), ("optimizer.distributed=true",)),
 }
 
 
-LARGE = ("TP2-PP2", "PP2-DP2", "TP2-SP-CP2", "TP2-SP-EP2", "PP2-recomputed", "EP2-DP2-sharded")
+LARGE = (
+    "TP2-PP2",
+    "PP2-DP2",
+    "TP2-SP-CP2",
+    "TP2-SP-EP2",
+    "PP2-recomputed",
+    "EP2-DP2-sharded",
+    "experts-EP2-DP2-sharded",
+)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +252,13 @@ def ghosts(rank: int, world: int, family: str, parallel: tuple[str, ...], extra:
 
 
 @pytest.mark.parametrize(
-    "name", quick(["DP2", "TP2-SP", "PP2-DP2", "PP2-DP2-sharded-overlaps"], "TP2-SP", "PP2-DP2-sharded-overlaps")
+    "name",
+    quick(
+        ["DP2", "TP2-SP", "PP2-DP2", "PP2-DP2-sharded-overlaps", "experts-EP2"],
+        "TP2-SP",
+        "experts-EP2",
+        "PP2-DP2-sharded-overlaps",
+    ),
 )
 def test_ghost_step_of_adapters_equals_zero_gradient_step(pool: Pool, name: str) -> None:
     world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
@@ -243,10 +310,15 @@ def test_every_layout_starts_with_the_same_adapters(pool: Pool) -> None:
     assert len({x.flatten()[0].item() for x in columns}) == len(columns), "no two are drawn alike"
 
 
-def off_and_on(rank: int, world: int, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, bool]:
-    """Return whether adapters off give the log-probs of the model without any, and on again what they were."""
+def off_and_on(
+    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
+) -> dict[str, bool]:
+    """Return whether adapters off give the log-probs of the model without any, and on again what they were.
+
+    Untrained adapters, whose B is 0, must give those log-probs too.
+    """
     everyone = np.ones(NUM_SAMPLES, dtype=bool)
-    with open_adapted("qwen2_tied", parallel, extra) as rig:
+    with open_adapted(family, parallel, extra) as rig:
         samples, backend = rig.samples, rig.backend
         before = backend.logprobs(rig.batch, everyone).flat
         backend.schedule.gather_parameters()
@@ -255,23 +327,27 @@ def off_and_on(rank: int, world: int, parallel: tuple[str, ...], extra: tuple[st
         after = backend.logprobs(rig.batch, everyone).flat
         rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
         results = rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
-    with open_rig("qwen2_tied", *(f"parallel.{x}" for x in parallel), *extra) as rig:
+    with open_rig(family, *overrides_of(parallel, extra)) as rig:
+        rig.take(samples)
+        untrained = rig.backend.logprobs(rig.batch, everyone).flat
+    with open_rig(family, *(f"parallel.{x}" for x in parallel), *extra) as rig:
         rig.take(samples)
         base = rig.backend.logprobs(rig.batch, everyone).flat
         with pytest.raises(ValueError, match="set lora.rank"), adapters_off(rig.backend.chunks):
             pass
     return {
         "off is the model without": np.array_equal(inside, base),
+        "untrained is the model without": np.array_equal(untrained, base),
         "on again": np.array_equal(after, before),
         "they differ": float(np.abs(before - base).max()) > 0.01,
         "training goes on": results[0].applied and results[0].grad_norm > 0,
     }
 
 
-@pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-VPP2", "DP2-sharded-overlaps"])
+@pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-VPP2", "DP2-sharded-overlaps", "experts-EP2"])
 def test_adapters_off_is_the_frozen_model_to_the_bit(pool: Pool, name: str) -> None:
-    world, _, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
-    for found in pool.run(world, off_and_on, parallel, extra, timeout_s=90):
+    world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
+    for found in pool.run(world, off_and_on, family, parallel, extra, timeout_s=90):
         assert all(found.values()), found
 
 

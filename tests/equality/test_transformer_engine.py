@@ -20,6 +20,7 @@ import torch
 
 from megatron_rl.backend import optimizer, packing
 from megatron_rl.model import attention
+from tests.equality import matrix, test_adapter
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages, sizes
 from tests.equality.saved_steps import SHARDED, save_and_load
@@ -242,6 +243,31 @@ def by_engine_adam(rank: int, world: int, overrides: tuple[str, ...]) -> dict[st
     plain = measured("qwen2_tied", *overrides)
     with mock.patch.object(optimizer, "_adam_class", lambda name: FusedAdam):
         return gaps(measured("qwen2_tied", *overrides, "optimizer.kernel=transformer_engine"), plain)
+
+
+ADAPTED = {  # in the form of adapter_rig.TOPOLOGIES
+    "qwen3": (1, "qwen3", ()),
+    "TP2-SP": (2, "qwen2_untied", (matrix.TP2, matrix.SP)),
+    "PP2": (2, "qwen2_tied", (matrix.PP2,)),
+    "two kinds of layers": (1, "glm4_moe", ()),
+    "EP2": (2, "qwen3_moe", (matrix.EP2,)),
+    "TP2-SP-ETP2": (2, "glm4_moe", (matrix.TP2, matrix.SP)),
+    "TP2-SP-ETP1": (2, "mixtral", (matrix.TP2, matrix.SP, "expert_tensor=1")),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_beside_engine_layers_equal_merged_weights_and_the_reference(engine_pool: Pool, name: str) -> None:
+    """Log-probs are those of merged weights; gradient, norm, steps and export those of a plain loop with A and B."""
+    world, family, parallel = ADAPTED[name]
+    given = (family, parallel, ENGINE)
+    assert max(engine_pool.run(world, test_adapter.merged_apart, *given)) < TOLERANCE
+    for found in engine_pool.run(world, test_adapter.gradients, *given):
+        assert max(found.values()) < TOLERANCE, found
+    for found in engine_pool.run(world, test_adapter.three_steps, *given):
+        print(name, found)
+        assert found["norm"] < 1e-6 and found["moved"] < 1e-3 and found["export"] < TOLERANCE, found
+        assert found["frozen"] and found["trained"] and found["replicas"], found
 
 
 @pytest.mark.parametrize("distributed", ["false", "true"])
