@@ -20,14 +20,13 @@ import torch
 
 from megatron_rl.backend import optimizer, packing
 from megatron_rl.model import attention
-from tests.equality import matrix, test_adapter
+from tests.equality.engine_rig import ENGINE, engine_workers
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages, sizes
 from tests.equality.saved_steps import SHARDED, save_and_load
 from tests.equality.shared_samples import advantages_of, group_samples
 from tests.reference import MIXTURES, file_weights, near_policy, relative_error
 from tests.stand_ins.transformer_engine import linears
-from tests.workers.nursery import Nursery
 from tests.workers.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -38,32 +37,7 @@ SETTINGS = (
     "optimizer.clip_grad=0.5",
     "plan.max_tokens_per_microbatch=48",
 )
-# As on a GPU: Transformer Engine's modules make their parameters on the device by themselves.
-ENGINE = ("model.layer_spec=transformer_engine", "megatron.transformer.use_cpu_initialization=false") + (
-    "plan.share_prompts=false",  # the tests that share say so: with shared prompts the rotary angles are not fused
-)
 SHARED, TORCH = "plan.share_prompts=true", ("model.layer_spec=torch",)
-# What the rigs use of tests/workers/nursery.py's list. The stand-in comes first.
-IMPORTED = (
-    "tests.stand_ins.install",
-    "tests.equality.rig",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe")),
-)
-
-
-@contextlib.contextmanager
-def engine_workers(version: str) -> Iterator[Pool]:
-    """Start gloo workers that find the stand-in for that Transformer Engine installed.
-
-    torch.compile is off in them: Megatron-Core's fused SwiGLU runs as written, and its C++ is not waited for.
-    """
-    variables = dict(STAND_IN_TRANSFORMER_ENGINE=version, STAND_IN_ANY_DTYPE="1", TORCHDYNAMO_DISABLE="1")
-    with (
-        mock.patch.dict(os.environ, variables),
-        Nursery(imported=IMPORTED) as nursery,
-        Pool(max_world=2, nursery=nursery) as workers,
-    ):
-        yield workers
 
 
 @pytest.fixture(scope="module")
@@ -243,31 +217,6 @@ def by_engine_adam(rank: int, world: int, overrides: tuple[str, ...]) -> dict[st
     plain = measured("qwen2_tied", *overrides)
     with mock.patch.object(optimizer, "_adam_class", lambda name: FusedAdam):
         return gaps(measured("qwen2_tied", *overrides, "optimizer.kernel=transformer_engine"), plain)
-
-
-ADAPTED = {  # in the form of adapter_rig.TOPOLOGIES
-    "qwen3": (1, "qwen3", ()),
-    "TP2-SP": (2, "qwen2_untied", (matrix.TP2, matrix.SP)),
-    "PP2": (2, "qwen2_tied", (matrix.PP2,)),
-    "two kinds of layers": (1, "glm4_moe", ()),
-    "EP2": (2, "qwen3_moe", (matrix.EP2,)),
-    "TP2-SP-ETP2": (2, "glm4_moe", (matrix.TP2, matrix.SP)),
-    "TP2-SP-ETP1": (2, "mixtral", (matrix.TP2, matrix.SP, "expert_tensor=1")),
-}
-
-
-@pytest.mark.parametrize("name", ADAPTED)
-def test_adapters_beside_engine_layers_equal_merged_weights_and_the_reference(engine_pool: Pool, name: str) -> None:
-    """Log-probs are those of merged weights; gradient, norm, steps and export those of a plain loop with A and B."""
-    world, family, parallel = ADAPTED[name]
-    given = (family, parallel, ENGINE)
-    assert max(engine_pool.run(world, test_adapter.merged_apart, *given)) < TOLERANCE
-    for found in engine_pool.run(world, test_adapter.gradients, *given):
-        assert max(found.values()) < TOLERANCE, found
-    for found in engine_pool.run(world, test_adapter.three_steps, *given):
-        print(name, found)
-        assert found["norm"] < 1e-6 and found["moved"] < 1e-3 and found["export"] < TOLERANCE, found
-        assert found["frozen"] and found["trained"] and found["replicas"], found
 
 
 @pytest.mark.parametrize("distributed", ["false", "true"])
