@@ -14,7 +14,7 @@ from tests.adapted import adapters_of, merged, without_adapters
 from tests.equality.adapter_rig import ALPHA, CLIP, DECAY, LR, NUM_SAMPLES, PER_MINI_BATCH, RANK, STEPS, open_adapted
 from tests.equality.rig import Rig, open_rig, ragged_advantages
 from tests.equality.shared_samples import SHARED, advantages_of
-from tests.reference import file_weights, reference_gradient, relative_error, tiny_model
+from tests.reference import file_weights, reference_gradient, reference_logprobs, relative_error, tiny_model
 
 
 def gradients(
@@ -34,7 +34,10 @@ def gradients(
 
 
 def merged_apart(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> float:
-    """Return the largest gap of a token's log-prob between adapters beside the weights and merged in them."""
+    """Return the largest gap of a token's log-prob between adapters beside the weights and merged in them.
+
+    Merged weights are those of a second backend, and of transformers' model.
+    """
     everyone = np.ones(NUM_SAMPLES, dtype=bool)
     with open_adapted(family, parallel, extra) as rig:
         samples, beside, weights = rig.samples, rig.backend.logprobs(rig.batch, everyone).flat, rig.weights()
@@ -45,6 +48,12 @@ def merged_apart(rank: int, world: int, family: str, parallel: tuple[str, ...], 
         base = backend.logprobs(rig.batch, everyone).flat
         load_weights(chunks, backend.shape, backend.topology, MemoryReader(weights))
         gap = float(np.abs(backend.logprobs(rig.batch, everyone).flat - beside).max())
+        with torch.no_grad():
+            for name, tensor in file_weights(rig.model).items():
+                tensor.copy_(weights.get(name, tensor))
+            apart = np.concatenate([reference_logprobs(rig.model, sample)[0] for sample in samples])
+        mask = np.concatenate([sample.loss_mask for sample in samples])
+        gap = max(gap, float(np.abs(apart - beside)[mask].max()))
         assert float(np.abs(base - beside).max()) > 0.01, "the adapters do something"
     return gap
 

@@ -5,6 +5,8 @@ Compared are gradient, norm, steps, export and checkpoints.
 
 from __future__ import annotations
 
+import pathlib
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
 from megatron_rl.distributed import topology
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.adapter import adapters_of as own_adapters
 from megatron_rl.model.adapter import adapters_off
 from megatron_rl.types import StepKind
@@ -282,6 +285,27 @@ def test_merging_takes_a_parameter_beside_the_bucket(pool: Pool, parallel: tuple
         print(parallel, found)
         one = 192 * 64 * 4
         assert found[200_000] <= 200_000 + 3 * one and found[1] <= 5 * one, found
+
+
+class NoTokenizer:
+    def save_pretrained(self, path: pathlib.Path) -> None: ...
+
+
+def written(rank: int, world: int, folder: str) -> list[str]:
+    """Return what an export of GLM-4.5 with adapters writes, and of Qwen3's mixture, and a refusal's words."""
+    with open_rig("glm4_moe", *LORA) as rig:
+        rig.backend.save_hugging_face(pathlib.Path(folder) / "hf", NoTokenizer())
+        with pytest.raises(ConfigError) as caught:
+            rig.backend.save_adapters(pathlib.Path(folder) / "adapter")
+    with open_rig("qwen3_moe", *LORA) as rig:
+        rig.backend.save_hugging_face(pathlib.Path(folder) / "other", NoTokenizer())
+    return [*sorted(x.name for x in pathlib.Path(folder).iterdir()), str(caught.value)]
+
+
+def test_adapters_that_peft_would_leave_out_are_not_written(pool: Pool, tmp_path: pathlib.Path) -> None:
+    (found,) = pool.run(1, written, str(tmp_path), timeout_s=60)
+    assert found[:-1] == ["hf", "other", "other_adapter"]
+    assert "gate_proj of glm4_moe" in found[-1] and "hf, or set lora.targets" in found[-1]
 
 
 def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> bool:

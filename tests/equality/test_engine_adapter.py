@@ -41,8 +41,11 @@ def test_adapters_beside_engine_layers_equal_merged_weights_and_the_reference(en
     """Log-probs are those of merged weights; gradient, norm, steps and export those of a plain loop with A and B."""
     world, family, parallel = ADAPTED[name]
     given = (family, parallel, ENGINE)
-    assert max(engine_pool.run(world, merged_apart, *given)) < TOLERANCE
-    for found in engine_pool.run(world, gradients, *given):
+    apart = engine_pool.run(world, merged_apart, *given)
+    assert max(apart) < TOLERANCE, apart
+    taken = engine_pool.run(world, gradients, *given)
+    print(name, apart, taken)
+    for found in taken:
         assert max(found.values()) < TOLERANCE, found
     for found in engine_pool.run(world, three_steps, *given):
         print(name, found)
