@@ -5,6 +5,7 @@ Its fused layers have their norm within, and its experts are one grouped linear.
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,8 @@ from tests.equality.adapter_measures import gradients, merged_apart, three_steps
 from tests.equality.engine_rig import ENGINE, engine_workers
 from tests.equality.layouts import TOLERANCE
 from tests.equality.matrix import EP2, PP2, SP, TP2
+from tests.equality.rig import sizes
+from tests.equality.saved_steps import SHARDED, save_and_load
 from tests.pairwise import quick
 from tests.workers.pool import Pool
 
@@ -51,3 +54,18 @@ def test_adapters_beside_engine_layers_equal_merged_weights_and_the_reference(en
         print(name, found)
         assert found["norm"] < 1e-6 and found["moved"] < 1e-3 and found["export"] < TOLERANCE, found
         assert found["frozen"] and found["trained"] and found["replicas"], found
+
+
+LORA_EP2 = (*sizes(1, 1), *SHARDED, "parallel.expert=2", "lora.rank=3", "lora.alpha=5")
+RESUMED = {"engine": (ENGINE, ENGINE), "torch-to-engine": (("model.layer_spec=torch",), ENGINE)}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_checkpoint_of_experts_adapters_goes_on_under_the_engine(
+    engine_pool: Pool, tmp_path: pathlib.Path, name: str
+) -> None:
+    """Merged weights come back to the bit, from the other layer spec too; with the same spec so do the next steps."""
+    given = [(*LORA_EP2, *spec) for spec in RESUMED[name]]
+    for found in engine_pool.run(2, save_and_load, str(tmp_path), *given, "glm4_moe", 3):
+        assert found["loaded"] and found["moved"] > 1e-3 and found["error"] < TOLERANCE, found
+        assert found["next"] or name != "engine", found
