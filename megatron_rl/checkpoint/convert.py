@@ -35,7 +35,7 @@ from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Layout
 from megatron_rl.weights.finite import check_finite
-from megatron_rl.weights.mapping import EMBEDDING, adapter_name, hf_size, load_shard
+from megatron_rl.weights.mapping import ADAPTER, EMBEDDING, hf_size, load_shard
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import HuggingFaceReader, check_tensors, heads_differ, whole_tensors
 from megatron_rl.weights.shards import Planned, ShardWriter
@@ -224,7 +224,7 @@ def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype |
     Raises ConfigError where the checkpoint lacks one, one has another size, or the checkpoint's model has parts that
     the config's has not.
     """
-    adapters = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and f"{adapter_name('')}." in key)
+    adapters = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and f"{ADAPTER}." in key)
     if adapters:
         raise ConfigError(
             f"{reader.folder} holds adapters (lora.rank), {adapters[0]} the first, and not the weights that they "

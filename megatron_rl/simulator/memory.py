@@ -121,12 +121,18 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
     return dense, experts
 
 
-def stage_adapters(shape: ModelShape, config: Config, degrees: Degrees) -> int:
-    """Count the adapter parameters on a rank of any pipeline stage; 0 if every weight is trained."""
-    adapted = shape.with_adapters(config.lora)
-    entries = [pair for weight in target_entries(adapted) for pair in pair_entries(weight)]
-    layer = sum(math.prod(shard_size(entry, adapted, degrees.tensor_size)) for entry in entries)
-    return layer * shape.num_layers // degrees.pipeline_size
+def stage_adapters(shape: ModelShape, config: Config, degrees: Degrees, stage: int) -> tuple[int, int]:
+    """Count a rank's adapter parameters on the stage, outside the experts and in them; 0 if every weight is trained."""
+    adapted, dense, experts = shape.with_adapters(config.lora), 0, 0
+    for layer in layers_of(shape, degrees, stage):
+        for weight in target_entries(adapted, layer, shape.num_experts or 1):  # of the experts, one
+            ranks = degrees.tensor_size if weight.expert is None else degrees.expert_tensor_size
+            count = sum(math.prod(shard_size(entry, adapted, ranks)) for entry in pair_entries(weight))
+            if weight.expert is None:
+                dense += count
+            else:
+                experts += count * (shape.num_experts // degrees.expert_size)
+    return dense, experts
 
 
 def full_recompute(config: Config) -> bool:
@@ -141,8 +147,8 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     cosines and sines, and under q/k norms their inputs, of which k's is a part of the projection, and the normalised
     too; multi-latent attention, whose latents' norms are as the other norms, keeps q, k, v and its output at q's width,
     and the output once more at v's; the MLP keeps gate and up, the activated gate, up, their product. Bounds of gate
-    and up keep three more: the bounded gate, its sigmoid and the bounded up. An expert's tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of the
-    choices: a tensor rank of sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
+    and up keep three more: the bounded gate, its sigmoid and the bounded up. An expert's tokens lie in memory before and
+    after it, once per choice; evenly routed, a rank's experts get its share of the choices: a tensor rank of sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
     """
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     normed = shape.qk_norm or shape.post_norms
@@ -180,10 +186,10 @@ def stage_memory(
     # Parameters, and their optimizer state.
     size, layers = ELEMENT_BYTES[config.model.dtype], shape.num_layers // degrees.pipeline_size
     dense, experts = stage_parameters(shape, degrees, stage)
-    adapters = 0 if shape.value_head else stage_adapters(shape, config, degrees)
-    weights = dense + experts + adapters
-    if adapters:
-        dense, experts = adapters, 0  # only the adapters are trained
+    adapters = (0, 0) if shape.value_head else stage_adapters(shape, config, degrees, stage)
+    weights = dense + experts + sum(adapters)
+    if any(adapters):
+        dense, experts = adapters  # only the adapters are trained
     per_parameter = 8 + (4 if size == 2 else 0)
     whole = (dense + experts) * per_parameter
     sharded = round(

@@ -83,20 +83,42 @@ def trained_entries(shape: ModelShape, stage: int, num_stages: int, expert_size:
     return (entry for entry in stage_entries(shape, stage, num_stages, expert_size) if not entry.frozen)
 
 
-def target_entries(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of one layer's weights that ``lora.targets`` names, alike in every layer.
+def target_entries(shape: ModelShape, layer: int, expert_size: int) -> tuple[Entry, ...]:
+    """Return the entries of a layer's weights that ``lora.targets`` names: of its own, and of this rank's experts.
 
-    Where the layers are of two kinds, a target is one of their common attention (``put_adapters`` refuses others).
+    Names are as in ``layer_entries``. A target is every linear layer of that name: linear_fc1 is that of a dense MLP,
+    of a shared expert and of each routed one.
     """
-    wanted = {f"{name}.weight" for name in shape.lora_targets}
-    return tuple(
-        entry for entry in layer_entries(shape, shape.num_layers - 1) if entry.megatron.partition(".")[2] in wanted
-    )
+    experts = (entry for entries in own_experts(shape, expert_size, layer) for entry in entries)
+    return tuple(x for x in (*layer_entries(shape, layer), *experts) if target_of(x.megatron) in shape.lora_targets)
 
 
-def adapter_name(linear: str) -> str:
-    """Return the name of a linear layer's adapters, a module beside it: mlp.linear_fc1 → mlp.linear_fc1_adapter."""
-    return f"{linear}_adapter"
+def target_of(name: str) -> str:
+    """Return the linear layer that a weight belongs to, as ``lora.targets`` names it; "" for any other parameter.
+
+    Example: mlp.experts.linear_fc1.weight3 → linear_fc1.
+    """
+    linear, _, last = name.rpartition(".")
+    return linear.rpartition(".")[2] if re.fullmatch(r"weight\d*", last) else ""
+
+
+ADAPTER = "_adapter"
+
+
+def adapter_name(weight: str) -> str:
+    """Return the name of a weight's adapters, a module beside its linear layer, or one per expert of a grouped linear.
+
+    Examples: mlp.linear_fc1.weight → mlp.linear_fc1_adapter; mlp.experts.linear_fc1.weight3 →
+    mlp.experts.linear_fc1_adapter.3.
+    """
+    linear, _, number = weight.rpartition(".weight")
+    return linear + ADAPTER + (f".{number}" if number else "")
+
+
+def adapted_weight(adapter: str) -> str:
+    """Return the weight that adapters of this name belong to; the inverse of ``adapter_name``."""
+    linear, _, number = adapter.rpartition(ADAPTER)
+    return f"{linear}.weight{number.removeprefix('.')}"
 
 
 def pair_entries(weight: Entry) -> Iterator[Entry]:
@@ -105,22 +127,25 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
     For a layer that is split by rows, A is whole on every tensor rank and B is split by rows, in the order of its own
     tensor; for one that is split by columns, A is split by columns and B is whole.
     """
-    linear = adapter_name(weight.megatron.removesuffix(".weight"))
     in_rows = weight.layout is not Layout.COLUMNS
     for tensor in weight.hf:
         projection = tensor.removesuffix(".weight")
         for side, split, layout in (("A", not in_rows, Layout.COLUMNS), ("B", in_rows, Layout.GATE_UP)):
             yield Entry(
-                megatron=f"{linear}.{projection.rpartition('.')[2]}_{side}",
+                megatron=f"{adapter_name(weight.megatron)}.{projection.rpartition('.')[2]}_{side}",
                 hf=(f"{projection}.lora_{side}.weight",),
                 layout=layout if split else Layout.REPLICATED,
+                expert=weight.expert,
             )
 
 
 def adapter_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
-    """Yield the adapters' entries of one stage; Hugging Face names are PEFT's without its ``base_model.model.``."""
+    """Yield the adapters' entries of one stage; Hugging Face names are PEFT's without its ``base_model.model.``.
+
+    As in ``stage_entries``, an expert's entry stands for the i-th expert of every expert-parallel rank.
+    """
     for local, layer in enumerate(stage_layers(shape, stage, num_stages)):
-        for entry in (pair for weight in target_entries(shape) for pair in pair_entries(weight)):
+        for entry in (pair for weight in target_entries(shape, layer, expert_size) for pair in pair_entries(weight)):
             yield dataclasses.replace(
                 entry, megatron=f"decoder.layers.{local}.{entry.megatron}", hf=(f"model.layers.{layer}.{entry.hf[0]}",)
             )

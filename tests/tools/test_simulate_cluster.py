@@ -54,6 +54,8 @@ SPLITS = {
         "reference.placement=device",
     ),
     "TP2, adapters": ("qwen3", "parallel.tensor=2", "lora.rank=3"),
+    "EP2, adapters on experts": ("glm4_moe", "parallel.expert=2", "lora.rank=3"),
+    "TP2-SP, adapters on experts": ("mixtral", "parallel.tensor=2", "parallel.sequence_parallel=true", "lora.rank=3"),
     "PP2 VPP2, adapters": (
         "qwen2_tied",
         "parallel.pipeline=2",

@@ -51,6 +51,7 @@ class Family:
     first_layers: the entries of each of the first ``num_dense_layers`` layers of the shape, where it has such.
     layer_fields: shape → the fields of Megatron-Core's TransformerConfig that its layers need beside the common ones.
     turns_partly: whether its module in transformers reads ``partial_rotary_factor``.
+    expert_adapters: whether adapters on its experts were shown (tests/equality/test_adapter.py).
     bitwise:      whether ``rollout.bitwise`` was shown for it (tests/equality/test_bitwise.py).
     """
 
@@ -66,4 +67,5 @@ class Family:
     expert_layer: Callable[[ModelShape, int], tuple[Entry, ...]] | None = None
     experts: ExpertNames | None = None
     turns_partly: bool = False
+    expert_adapters: bool = False
     bitwise: bool = False

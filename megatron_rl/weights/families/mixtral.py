@@ -40,5 +40,6 @@ MIXTRAL = Family(
     layer=partial(mixture_layer, EXPERTS),
     sizes=partial(mixture_sizes, EXPERTS),
     layer_fields=softmax_router,
+    expert_adapters=True,
     experts=EXPERTS,
 )

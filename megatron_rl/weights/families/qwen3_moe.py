@@ -45,5 +45,6 @@ QWEN3_MOE = Family(
     layer=partial(mixture_layer, EXPERTS),
     sizes=partial(mixture_sizes, EXPERTS),
     layer_fields=softmax_router,
+    expert_adapters=True,
     experts=EXPERTS,
 )

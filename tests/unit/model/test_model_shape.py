@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -11,8 +10,9 @@ import torch
 
 from megatron_rl.config import LoraConfig, load_config
 from megatron_rl.errors import ConfigError
+from megatron_rl.model import adapter
 from megatron_rl.model.adapter import put_adapters
-from megatron_rl.model.flops import flops_per_token
+from megatron_rl.model.flops import adapter_parameters, flops_per_token
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape, read_shape, softmax_scale
 from megatron_rl.model.post_norm import put_norms_behind, put_wide_norms
 from megatron_rl.weights.fused import file_tensors
@@ -303,6 +303,16 @@ def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
     assert flops_per_token(shape, 10.0) - flops_per_token(shape, 0.0) == 6 * seen * shape.num_heads * widths
 
 
+def test_flops_of_adapters_on_experts_count_those_that_a_token_passes() -> None:
+    """Of the adapters of 12 experts a token passes 4, in the layers that are mixtures."""
+    config, model = tiny_model("glm4_moe")
+    adapt(model, rank=3, alpha=5.0)
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    routed = sum(count for name, count in trained.items() if ".experts." in name)
+    passed = sum(trained.values()) - routed + routed * config.num_experts_per_tok // config.n_routed_experts
+    assert adapter_parameters(shape_of(config).with_adapters(LoraConfig(rank=3))) == passed
+
+
 def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() -> None:
     """A token takes 4 flops per element of a frozen matrix, and 6 per element of A and B."""
     config, model = tiny_model("qwen3")
@@ -319,22 +329,22 @@ def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() ->
 
 
 @pytest.mark.parametrize(
-    "family,spec,words",
+    "family,overlaps,found,words",
     [
-        (
-            "qwen2_tied",
-            "transformer_engine",
-            ["lora.rank=3", "model.layer_spec=transformer_engine", "set model.layer_spec=torch"],
-        ),
-        ("mixtral", "torch", ["lora.targets=", "linear_fc1", "mixtral", "lora.targets=[linear_qkv,linear_proj]"]),
-        ("moonlight", "torch", ["linear_qkv", "deepseek_v3", "set lora.targets=[linear_proj]"]),
-        ("phi3", "torch", ["linear_qkv", "self_attn.qkv_proj.weight", "set lora.targets=[linear_proj,linear_fc2]"]),
+        ("phi3", False, None, ["linear_qkv", "self_attn.qkv_proj.weight", "set lora.targets=[linear_proj,linear_fc2]"]),
+        ("glm4_moe", True, None, ["linear_fc1", "moe_shared_expert_overlap=true", "[linear_qkv,linear_proj]"]),
+        ("llama", False, (), ["lora.targets=", "linear_qkv", "llama has no linear layer of that name"]),
+        ("moonlight", False, None, ["linear_qkv", "deepseek_v3", "set lora.targets=[linear_proj]"]),
+        ("gpt_oss", False, None, ["linear_fc1", "were not shown for gpt_oss", "[linear_qkv,linear_proj]"]),
     ],
 )
 def test_adapters_that_the_layers_have_no_place_for_are_refused_with_the_way_out(
-    family: str, spec: str, words: list[str]
+    monkeypatch: pytest.MonkeyPatch, family: str, overlaps: bool, found: tuple | None, words: list[str]
 ) -> None:
-    shape = dataclasses.replace(shape_of(tiny_config(family)), layer_spec=spec)
+    """found: the layers' weights that are targets, in place of the family's own."""
+    if found is not None:
+        monkeypatch.setattr(adapter, "target_entries", lambda *given: found)
+    chunk = SimpleNamespace(config=SimpleNamespace(moe_shared_expert_overlap=overlaps))
     with pytest.raises(ConfigError) as error:
-        put_adapters([], shape, LoraConfig(rank=3), SimpleNamespace(), 0)
+        put_adapters([chunk], shape_of(tiny_config(family)), LoraConfig(rank=3), SimpleNamespace(), 0)
     assert all(word in str(error.value) for word in words), str(error.value)
