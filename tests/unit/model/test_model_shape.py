@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_rl.config import LoraConfig, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.flops import flops_per_token
-from megatron_rl.model.hf_config import inverse_frequencies, model_shape
+from megatron_rl.model.hf_config import inverse_frequencies, model_shape, read_shape
+from megatron_rl.weights.fused import file_tensors
+from megatron_rl.weights.mapping import hf_size, layer_entries
+from megatron_rl.weights.reader import used_names
 from tests.adapted import adapt
 from tests.reference import FAMILIES, LAYERS, MIXTURES, tiny_config, tiny_model
 
@@ -125,6 +130,20 @@ def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
         "qwen3_moe_unnormalised": True,
         "glm4_moe": False,
     }
+
+
+def test_names_and_sizes_of_glm_4_5_air_are_those_of_transformers() -> None:
+    """Names and sizes of a released model are transformers', on paper: 106.9 billion numbers in 17,925 tensors."""
+    from transformers import AutoModelForCausalLM, Glm4MoeConfig
+
+    config = Glm4MoeConfig(head_dim=128, attention_bias=True)  # the class's defaults are GLM-4.5-Air's
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
+    shape = read_shape(config, layer_spec="torch")
+    assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted and len(wanted) == 17_925
+    assert sum(math.prod(size) for size in wanted.values()) == 106_852_251_264
+    assert layer_entries(shape, 0) != layer_entries(shape, 1) == layer_entries(shape, 45)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
