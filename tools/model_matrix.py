@@ -40,6 +40,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog="example: python tools/model_matrix.py --page docs/models.md --vllm-python .venv-vllm/bin/python",
     )
     parser.add_argument("--page", type=pathlib.Path, metavar="PATH", help="write the table there, between its markers")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only columns whose title contains it; others' cases are --json's"
+    )
     parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write the outcome of each case there")
     parser.add_argument(
         "--vllm-python", type=pathlib.Path, metavar="PATH", help="the python of an environment with vLLM"
@@ -51,6 +54,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--timeout", type=float, default=3600.0, metavar="S", help="seconds that pytest may take (default 3600)"
     )
     given = parser.parse_args(arguments)
+    if not any(given.only in column.title for column in COLUMNS):
+        parser.error(f"--only {given.only!r} is in no column's title; they are {[x.title for x in COLUMNS]}")
     if given.page and not given.list and BEGIN not in given.page.read_text(encoding="utf-8"):
         parser.error(f"--page {given.page} has no line '{BEGIN}', which the table follows")
     return given
@@ -85,16 +90,20 @@ def run(python: str, tests: list[str], given: argparse.Namespace, *, long: bool)
 
 def run_all(given: argparse.Namespace) -> tuple[dict[str, dict], dict[str, str]]:
     """Run the proofs of every column; return the cases, and the reason of each column that was not run."""
-    own = [test for column in COLUMNS if not column.vllm for test in column.tests]
-    of_vllm = [test for column in COLUMNS if column.vllm for test in column.tests]
-    cases, why = run(sys.executable, own, given, long=given.long)
-    reasons = {column.title: why for column in COLUMNS if why and not column.vllm}
-    if given.list or given.vllm_python:
-        more, why = run(str(given.vllm_python or sys.executable), of_vllm, given, long=True)
-        cases |= more
-    else:
-        why = "no --vllm-python"
-    return cases, reasons | {column.title: why for column in COLUMNS if why and column.vllm}
+    cases, reasons = {}, {}
+    if given.only and given.json and given.json.exists():
+        kept = json.loads(given.json.read_text())
+        cases, reasons = kept["cases"], kept["not_run"]
+    for vllm in (False, True):
+        columns = [x for x in COLUMNS if x.vllm is vllm and given.only in x.title]
+        python = given.vllm_python if vllm and not given.list else sys.executable
+        why = "" if python else "no --vllm-python"
+        if columns and python:
+            tests = [test for column in columns for test in column.tests]
+            found, why = run(str(python), tests, given, long=vllm or given.long)
+            cases |= found
+        reasons |= {column.title: why for column in columns}
+    return cases, {title: why for title, why in reasons.items() if why}
 
 
 def cell(family: str, title: str, cases: dict[str, dict], reasons: dict[str, str]) -> str:
@@ -104,14 +113,15 @@ def cell(family: str, title: str, cases: dict[str, dict], reasons: dict[str, str
     ran = counts[PASSED] + counts[FAILED]
     if title in reasons:
         return f"{NOT_RUN}: {reasons[title]}"
+    waiting = f"; {counts['collected']} to run" if counts["collected"] else ""
     if counts[FAILED]:
-        return f"{FAILED}: {counts[FAILED]} of {ran}"
+        return f"{FAILED}: {counts[FAILED]} of {ran}{waiting}"
     if counts[PASSED]:
-        return f"{PASSED} ({counts[PASSED]})"
+        return f"{PASSED} ({counts[PASSED]}){waiting}"
     if counts["skipped"]:
         return f"{NOT_RUN}: " + next(x["reason"] for x in own if x["outcome"] == "skipped")
-    if counts["collected"]:
-        return f"{NOT_RUN}: {counts['collected']} to run"
+    if waiting:
+        return NOT_RUN + waiting.replace(";", ":")
     return f"{NOT_RUN}: {counts['long']} long" if counts["long"] else f"{NOT_RUN}: no case"
 
 
@@ -128,6 +138,8 @@ def table(cases: dict[str, dict], reasons: dict[str, str], host: dict, seconds: 
     """Return the lines between the markers."""
     versions = ", ".join(f"{name} {version}" for name, version in host["versions"].items())
     made = f"{datetime.date.today()}, {host['device']}, Python {host['python']}, {versions}"
+    waiting = sum(x["outcome"] == "collected" for x in cases.values())
+    note += f"{'; ' if note and waiting else ''}ended with {waiting} of {len(cases)} cases not run" if waiting else ""
     lines = [
         f"`python tools/model_matrix.py`, {seconds / 60:.0f} min, {made}{'; ' if note else ''}{note}",
         "",

@@ -20,6 +20,11 @@ import json
 import pathlib
 from typing import Any
 
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.hf_config import read_shape
+from megatron_rl.weights.config_json import read_hf_config
+from megatron_rl.weights.families.register import FAMILIES
+
 HERE = pathlib.Path(__file__).parent
 # The elements of each model's tensors, routers' correction biases among them.
 ELEMENTS = {
@@ -34,6 +39,8 @@ ELEMENTS = {
     "gpt-oss-20b": 20_914_757_184,
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
 }
+# The part by which a config may be refused, by name, where its family is built without that part.
+PART_REFUSED = {"gpt-oss-20b": "layer_types=['sliding_attention'"}
 LAYERS, HEAD_DIM, VOCABULARY = 4, 16, 99
 # Sizes of a thin copy; a field that the config lacks, or that is null there, stays so.
 THIN = {
@@ -59,6 +66,22 @@ THIN = {
 def fields_of(name: str) -> dict[str, Any]:
     """Return the fields of a release's config.json."""
     return json.loads((HERE / name / "config.json").read_text(encoding="utf-8"))
+
+
+def is_refused(name: str, folder: pathlib.Path) -> bool:
+    """Tell whether this version refuses a release's config, or its thin copy in ``folder``, and check its words.
+
+    A family that is not built is refused by its name; no other refusal is right but PART_REFUSED's.
+    """
+    try:
+        read_shape(read_hf_config(folder), layer_spec="torch")
+    except ConfigError as error:
+        family = fields_of(name)["model_type"]
+        by_name = f"config.json holds a {family!r} model; this version builds qwen2, "
+        expected = PART_REFUSED.get(name) if family in FAMILIES else by_name
+        assert expected and expected in str(error), str(error)
+        return True
+    return False
 
 
 def thin_fields(name: str) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def test_the_page_has_a_row_for_each_family_of_the_register() -> None:
         ([case("skipped", reason="no GPU")], "not run: no GPU"),
         ([case("long"), case("long")], "not run: 2 long"),
         ([case("collected")], "not run: 1 to run"),
+        ([case("passed"), case("collected")], "passed (1); 1 to run"),
         ([case("passed", "llama"), case("passed", column="forecast")], "not run: no case"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
