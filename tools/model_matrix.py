@@ -88,10 +88,15 @@ def run(python: str, tests: list[str], given: argparse.Namespace, *, long: bool)
         return json.loads(found.read_text()), ""
 
 
+def continues(given: argparse.Namespace) -> bool:
+    """Tell whether the columns that are not asked for come from an earlier call's --json."""
+    return bool(given.only and given.json and given.json.exists())
+
+
 def run_all(given: argparse.Namespace) -> tuple[dict[str, dict], dict[str, str]]:
     """Run the proofs of every column; return the cases, and the reason of each column that was not run."""
     cases, reasons = {}, {}
-    if given.only and given.json and given.json.exists():
+    if continues(given):
         kept = json.loads(given.json.read_text())
         cases, reasons = kept["cases"], kept["not_run"]
     for vllm in (False, True):
@@ -162,12 +167,14 @@ def write(page: pathlib.Path, text: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     started = time.monotonic()
+    before = json.loads(given.json.read_text())["seconds"] if continues(given) else 0.0
     cases, reasons = run_all(given)
-    text = table(cases, reasons, machine(), time.monotonic() - started, given.note)
+    seconds = time.monotonic() - started + before
+    text = table(cases, reasons, machine(), seconds, given.note)
     print(text)
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps({"cases": cases, "not_run": reasons}, indent=1) + "\n")
+        given.json.write_text(json.dumps({"cases": cases, "not_run": reasons, "seconds": seconds}, indent=1) + "\n")
     if given.page and not given.list:
         write(given.page, text)
     failed = [name for name, x in cases.items() if x["outcome"] == FAILED]
