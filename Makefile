@@ -7,6 +7,7 @@
 #   VLLM_LANES   the same for make test-vllm, where a lane starts engines of its own
 #   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
 #   ACCEPTANCE_ARGS  the same for tools/acceptance.py                     (make acceptance ACCEPTANCE_ARGS="--only pp2")
+#   MODELS_ARGS  the same for tools/model_matrix.py                         (make models MODELS_ARGS=--long)
 #   GPU_REPORT_ARGS  the same for tools/gpu_report.py                     (make gpu-report GPU_REPORT_ARGS="--stage 2")
 
 PYTHON ?= python3
@@ -26,6 +27,7 @@ VLLM_LANES ?= 2
 FAR = $(foreach room,equality latest runs faults vllm oracles slurm tinker,--ignore=tests/$(room))
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
+MODELS_ARGS ?=
 GPU_REPORT_ARGS ?= --minutes 30
 BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
 CLOCK_ARGS ?= --pp 4 --layers 8 --virtual-clock --calibrate --batches 3 --repeats 2 --dead-share 0.75 0.9
@@ -38,7 +40,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-tinker tinker-demo test-extras test-slurm test-browser bench acceptance gpu-report golden docs lint clean
+.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-tinker tinker-demo test-extras test-slurm test-browser bench acceptance models gpu-report golden docs lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -156,6 +158,10 @@ test-browser: $(STAMP)  ## the page of `megatron-rl watch` in a headless Chromiu
 
 acceptance: $(STAMP)  ## fill the support matrix on this machine, its GPUs or gloo; runs/acceptance.{md,json}
 	python tools/acceptance.py --json runs/acceptance.json --markdown runs/acceptance.md $(ACCEPTANCE_ARGS)
+
+models: $(STAMP)  ## run each family's proofs and write the table of docs/models.md; vLLM's too where .venv-vllm has it
+	python tools/model_matrix.py --page docs/models.md --json runs/models.json \
+	  $(if $(wildcard $(VLLM)/bin/python),--vllm-python $(VLLM)/bin/python) $(MODELS_ARGS)
 
 gpu-report: $(STAMP)  ## cells and benchmarks on one GPU in 30 minutes, small shapes without one; runs/gpu-report/report.{md,json}
 	python tools/gpu_report.py $(GPU_REPORT_ARGS)
