@@ -216,9 +216,7 @@ def build_model(
         if bitwise:
             give_angles(model, tables[None])
         else:
-            _give_rotary(model, tables, hf_config, packed=layer_spec == "torch" or shares)
-        if shape.scaled_embedding and model.pre_process:
-            scale_embedding(model, transformer.params_dtype)
+            _give_inputs(model, tables, hf_config, shape, packed=layer_spec == "torch" or shares)
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
@@ -247,8 +245,15 @@ def _block_spec(
     return spec
 
 
-def _give_rotary(model: GPTModel, tables: Mapping[str | None, torch.Tensor], hf_config: Any, *, packed: bool) -> None:
-    """Give a model its rotary angles; packed: by the positions that come with the tokens."""
+def _give_inputs(
+    model: GPTModel, tables: Mapping[str | None, torch.Tensor], hf_config: Any, shape: ModelShape, *, packed: bool
+) -> None:
+    """Give a model its rotary angles, and a first stage's embedding its factor.
+
+    packed: the angles are by the positions that come with the tokens.
+    """
+    if shape.scaled_embedding and model.pre_process:
+        scale_embedding(model, model.config.params_dtype)
     if None not in tables:
         scales = {kind: softmax_scale(hf_config, model.config.kv_channels, kind) for kind in tables}
         give_angles_by_kind(model, angle_kinds(hf_config), tables, scales)

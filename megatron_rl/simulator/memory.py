@@ -137,7 +137,7 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     """Return the elements that autograd saves per token of a rank in a layer, with torch's layers.
 
     Transformer Engine's layers fuse some and keep less. Both norms keep input, normalised and output (6 h, split by
-    sequence parallelism); attention keeps the projection of which v is a part, q and k as rotated, its output, and the
+    sequence parallelism), and norms behind them besides the first two; attention keeps the projection of which v is a part, q and k as rotated, its output, and the
     cosines and sines, and under q/k norms their inputs, of which k's is a part of the projection, and the normalised
     too; the MLP keeps gate and up, the activated gate, up, their product. Bounds of gate and up keep three more: the
     bounded gate, its sigmoid and the bounded up. An expert's
@@ -148,7 +148,7 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     normed = shape.qk_norm or shape.post_norms
     attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if normed else 0)
     attention *= shape.head_dim
-    norms = 6 * hidden / (tensor if config.parallel.sequence_parallel else 1)
+    norms = (10 if shape.sandwich_norms else 6) * hidden / (tensor if config.parallel.sequence_parallel else 1)
     if not shape.num_experts or layer < shape.num_dense_layers:
         return norms + attention + 5 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor
     choices = shape.experts_per_token * degrees.expert_tensor_size / tensor
