@@ -137,10 +137,10 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     """Return the elements that autograd saves per token of a rank in a layer, with torch's layers.
 
     Transformer Engine's layers fuse some and keep less. Both norms keep input, normalised and output (6 h, split by
-    sequence parallelism), and norms behind them besides the first two; attention keeps the projection of which v is a part, q and k as rotated, its output, and the
-    cosines and sines, and under q/k norms their inputs, of which k's is a part of the projection, and the normalised
-    too; the MLP keeps gate and up, the activated gate, up, their product. Bounds of gate and up keep three more: the
-    bounded gate, its sigmoid and the bounded up. An expert's
+    sequence parallelism), and norms behind them input and normalised; attention keeps the projection of which v is a
+    part, q and k as rotated, its output, and the cosines and sines, and under q/k norms their inputs, of which k's is a
+    part of the projection, and the normalised too; the MLP keeps gate and up, the activated gate, up, their product.
+    Bounds of gate and up keep three more: the bounded gate, its sigmoid and the bounded up. An expert's
     tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of the
     choices: a tensor rank of sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
     """
