@@ -230,9 +230,7 @@ def build_model(
         if bitwise:
             give_angles(model, tables[None])
         else:
-            _give_rotary(model, tables, factor, hf_config, packed=layer_spec == "torch" or shares)
-        if shape.scaled_embedding and model.pre_process:
-            scale_embedding(model, transformer.params_dtype)
+            _give_inputs(model, tables, factor, hf_config, shape, packed=layer_spec == "torch" or shares)
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
@@ -279,11 +277,22 @@ def _angles(hf_config: Any, shape: ModelShape) -> tuple[dict[str | None, torch.T
     return {kind: table.to(HOST.device) for kind, table in rotary_tables(hf_config, shape.head_dim).items()}, 1.0
 
 
-def _give_rotary(
-    model: GPTModel, tables: Mapping[str | None, torch.Tensor], factor: float, hf_config: Any, *, packed: bool
+def _give_inputs(
+    model: GPTModel,
+    tables: Mapping[str | None, torch.Tensor],
+    factor: float,
+    hf_config: Any,
+    shape: ModelShape,
+    *,
+    packed: bool,
 ) -> None:
-    """Give a model its rotary angles; packed: by the positions that come with the tokens, as latent attention's are."""
-    if model.config.multi_latent_attention:
+    """Give a model its rotary angles, and a first stage's embedding its factor.
+
+    packed: the angles are by the positions that come with the tokens, as latent attention's are.
+    """
+    if shape.scaled_embedding and model.pre_process:
+        scale_embedding(model, model.config.params_dtype)
+    if shape.kv_lora_rank:
         give_latent_rotary(model, tables[None], factor)
     elif None not in tables:
         scales = {kind: softmax_scale(hf_config, model.config.kv_channels, kind) for kind in tables}

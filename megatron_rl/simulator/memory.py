@@ -143,19 +143,19 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     """Return the elements that autograd saves per token of a rank in a layer, with torch's layers.
 
     Transformer Engine's layers fuse some and keep less. Both norms keep input, normalised and output (6 h, split by
-    sequence parallelism); attention keeps the projection of which v is a part, q and k as rotated, its output, and the
-    cosines and sines, and under q/k norms their inputs, of which k's is a part of the projection, and the normalised
-    too; multi-latent attention, whose latents' norms are as the other norms, keeps q, k, v and its output at q's width,
-    and the output once more at v's; the MLP keeps gate and up, the activated gate, up, their product. Bounds of gate
-    and up keep three more: the bounded gate, its sigmoid and the bounded up. An expert's tokens lie in memory before
-    and after it, once per choice; evenly routed, a rank's experts get its share of the choices: a tensor rank of
-    sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
+    sequence parallelism), and norms behind them input and normalised; attention keeps the projection of which v is a
+    part, q and k as rotated, its output, and the cosines and sines, and under q/k norms their inputs, of which k's is a
+    part of the projection, and the normalised too; multi-latent attention, whose latents' norms are as the other norms,
+    keeps q, k, v and its output at q's width, and the output once more at v's; the MLP keeps gate and up, the activated
+    gate, up, their product. Bounds of gate and up keep three more: the bounded gate, its sigmoid and the bounded up. An
+    expert's tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of
+    the choices: a tensor rank of sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
     """
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     normed = shape.qk_norm or shape.post_norms
     attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if normed else 0)
     attention *= shape.head_dim
-    norms = 6 * hidden / (tensor if config.parallel.sequence_parallel else 1)
+    norms = (10 if shape.sandwich_norms else 6) * hidden / (tensor if config.parallel.sequence_parallel else 1)
     if shape.kv_lora_rank:
         apart = shape.value_head_dim if shape.value_head_dim != shape.head_dim else 0
         attention = heads * (4 * shape.head_dim + apart) / tensor + 4 * shape.rope_head_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from megatron_rl.errors import ConfigError
@@ -12,14 +13,10 @@ from megatron_rl.weights.families.refusals import refuse_attention_bias
 from megatron_rl.weights.families.windows import windows_of
 from megatron_rl.weights.model_shape import ModelShape
 
-# Hugging Face's names of the norms by Megatron's; those behind are megatron_rl/model/post_norm.py's
-_NORMS = {
-    "input_layernorm.weight": "input_layernorm.weight",
+# Hugging Face's names of the norms behind by megatron_rl/model/post_norm.py's
+_BEHIND = {
     "self_attention.post_norm.weight": "post_attention_layernorm.weight",
-    "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
     "mlp.post_norm.weight": "post_feedforward_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
 
 
@@ -44,10 +41,15 @@ def features(hf_config: Any) -> dict[str, Any]:
 
 
 def layer(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of a layer: a Llama layer's matrices, and Gemma's six norms."""
-    matrices = (entry for entry in dense_layer(shape) if entry.layout is not Layout.REPLICATED)
-    norms = (Entry(megatron=name, hf=(hf,), layout=Layout.REPLICATED) for name, hf in _NORMS.items())
-    return (*matrices, *norms)
+    """Return the entries of a layer: a Llama layer's, its norm before the MLP by Gemma's name, and the norms behind."""
+    before = (
+        dataclasses.replace(entry, hf=("pre_feedforward_layernorm.weight",))
+        if entry.hf == ("post_attention_layernorm.weight",)
+        else entry
+        for entry in dense_layer(shape)
+    )
+    behind = (Entry(megatron=name, hf=(hf,), layout=Layout.REPLICATED) for name, hf in _BEHIND.items())
+    return (*before, *behind)
 
 
 GEMMA3_TEXT = Family(

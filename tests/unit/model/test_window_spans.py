@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,9 +15,12 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model import attention
 from megatron_rl.model.attention import TorchAttention, pack, window_of
 from megatron_rl.model.attention_spans import ContextShard, batch_spans, context_positions
+from megatron_rl.model.build import _window_fields, refuse_bitwise
+from megatron_rl.model.hf_config import read_shape
 from megatron_rl.model.layout import Layout, lay_out
 from megatron_rl.model.window_spans import windowed_spans
 from megatron_rl.weights.families.windows import windows_of
+from tests.reference import tiny_config
 from tests.unit.backend.packed import CPU, attention_config
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -182,3 +186,19 @@ def test_windows_of_a_config_are_by_the_kinds_of_its_layers() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             windows_of(hf_config(**fields))
+
+
+def test_each_layer_s_window_reaches_megatron_core_and_where_none_is_computed_it_is_refused() -> None:
+    """Megatron-Core's fields name each layer's window; Transformer Engine's ring and the bitwise mode have none."""
+    shape = read_shape(tiny_config("olmo3", layers=4), layer_spec="torch")
+    assert shape.windows == (5, 0, 5, 0)
+    fields = _window_fields(shape, SimpleNamespace(context_size=2))
+    assert fields == dict(window_size=(4, 0), window_attn_skip_freq=[1, 0, 1, 0])
+    engine = dataclasses.replace(shape, layer_spec="transformer_engine")
+    assert _window_fields(engine, SimpleNamespace(context_size=1)) == fields
+    with pytest.raises(ConfigError, match="parallel.context=2 with a sliding window of 5 tokens"):
+        _window_fields(engine, SimpleNamespace(context_size=2))
+    with pytest.raises(
+        ConfigError, match="rollout.bitwise=true is for .* this mistral model has a sliding window of 5"
+    ):
+        refuse_bitwise(read_shape(tiny_config("mistral_window"), layer_spec="torch"))
