@@ -23,7 +23,7 @@ from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape, softmax_scale
 from megatron_rl.model.invariant import silu
 from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
-from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
+from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients, settle_expert_biases
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.post_norm import put_norms_behind, put_wide_norms
 from megatron_rl.model.rotary import PackedRotary
@@ -216,6 +216,8 @@ def build_model(
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
+        if shape.linear_bias:
+            settle_expert_biases(model)
         if shape.num_experts and topology.expert_tensor_size != topology.tensor_size:
             _mark_experts(model)
         given = config.megatron.transformer
