@@ -216,8 +216,6 @@ def build_model(
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
-        if shape.linear_bias:
-            settle_expert_biases(model)
         if shape.num_experts and topology.expert_tensor_size != topology.tensor_size:
             _mark_experts(model)
         given = config.megatron.transformer
@@ -306,6 +304,7 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
                 and not hasattr(module.weight, "tensor_model_parallel")
             ):
                 tensor_parallel.set_tensor_model_parallel_attributes(module.weight, True, dimension, 1)
+    settle_expert_biases(model)
 
 
 def _mark_experts(model: GPTModel) -> None:
