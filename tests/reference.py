@@ -150,7 +150,7 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
                 num_mtp_layers=1,
                 tie_word_embeddings=False,
             )
-        case "gpt_oss" | "gpt_oss_released":
+        case "gpt_oss":
             rope = dict(
                 rope_type="yarn",
                 rope_theta=10000.0,
@@ -166,8 +166,7 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
                 num_local_experts=4,
                 num_experts_per_tok=2,
                 sliding_window=5,  # in every second layer, the first among them
-                # gates and ups of these weights pass 2; vLLM has the released models' 7 and no other
-                swiglu_limit=2.0 if family == "gpt_oss" else 7.0,
+                swiglu_limit=2.0,  # gates and ups of these weights pass it
                 rope_parameters=rope,
                 tie_word_embeddings=False,
             )

@@ -31,7 +31,7 @@ from megatron_rl.model.latent_attention import (
     latent_fields,
     put_latent_attention,
 )
-from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
+from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients, settle_expert_biases
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.post_norm import put_norms_around, put_norms_behind, put_wide_norms
 from megatron_rl.model.rotary import PackedRotary, give_angles_by_kind
@@ -360,6 +360,7 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
                 and not hasattr(module.weight, "tensor_model_parallel")
             ):
                 tensor_parallel.set_tensor_model_parallel_attributes(module.weight, True, dimension, 1)
+    settle_expert_biases(model)
 
 
 def _mark_experts(model: GPTModel) -> None:

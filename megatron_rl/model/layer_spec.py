@@ -42,23 +42,6 @@ class RMSNorm(torch.nn.RMSNorm):
         return self.weight * torch.nn.functional.rms_norm(x.float(), self.normalized_shape, None, self.eps).to(x.dtype)
 
 
-class ExpertOutput(RowParallelLinear):
-    """Computes an expert's down projection, and hands out its bias, which the expert adds at each token's weight.
-
-    Experts with biases are whole on every rank (0.16.1 ``transformer_config.py``: expert tensor size 1), so that there
-    is nothing to reduce: where nothing is, Megatron-Core's own returns a view of the product, to which its MLP may not
-    add. It also marks the bias as one of sequence parallelism, whose gradients are summed over tensor ranks, though an
-    expert's are reduced over the ranks that hold the expert, and as the same on all tensor ranks, of which the gradient
-    norm counts one, though they hold different experts.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.explicit_expert_comm = True
-        self.bias.sequence_parallel = False
-        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
-
-
 def choose_layer_spec(asked: str, dtype: str) -> str:
     """Return "transformer_engine" or "torch" for ``model.layer_spec``.
 
@@ -110,8 +93,6 @@ def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share
         return layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, **mixture)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if experts and config.add_bias_linear:
-        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SinkAttention if config.softmax_type == "learnable" else TorchAttention
     if config.qk_layernorm:  # 0.19 raises on q/k norms that the config does not ask for
@@ -125,6 +106,22 @@ def mlp_spec(module: type[MLP], linear_fc1: type, linear_fc2: type) -> ModuleSpe
     if hasattr(module, "as_mlp_submodule"):
         return functools.partial(module.as_mlp_submodule, submodules=parts)
     return ModuleSpec(module=module, submodules=parts)
+
+
+def settle_expert_biases(model: torch.nn.Module) -> None:
+    """Have each expert's down projection hand out its bias as the expert adds it, at each token's weight.
+
+    Experts with biases are whole on every rank (0.16.1 ``transformer_config.py``: expert tensor size 1), so that there
+    is nothing to reduce: where nothing is, Megatron-Core's linear returns a view of the product, to which its MLP may
+    not add. It also marks the bias as one of sequence parallelism, whose gradients are summed over tensor ranks, though
+    an expert's are reduced over the ranks that hold the expert, and as the same on all tensor ranks, of which the
+    gradient norm counts one, though they hold different experts.
+    """
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
+            module.explicit_expert_comm = True
+            module.bias.sequence_parallel = False
+            set_tensor_model_parallel_attributes(module.bias, True, 0, 1)
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:

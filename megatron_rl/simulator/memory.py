@@ -149,7 +149,7 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     keeps q, k, v and its output at q's width, and the output once more at v's; the MLP keeps gate and up, the activated
     gate, up, their product. Bounds of gate and up keep three more: the bounded gate, its sigmoid and the bounded up. An
     expert's tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of
-    the choices: a tensor rank of sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
+    the choices: a tensor rank of sequence parallelism sends its own tokens alone, expert-tensor ranks take the same.
     """
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     normed = shape.qk_norm or shape.post_norms
