@@ -54,8 +54,8 @@ _READ = {
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
     *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
     *("use_qk_norm",),
-    *("query_pre_attn_scalar", "hidden_activation", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("use_bidirectional_attention", "rope_local_base_freq", "sliding_window_pattern"),
+    *("query_pre_attn_scalar", "hidden_activation", "use_bidirectional_attention", "rope_local_base_freq"),
+    *("sliding_window_pattern", "_sliding_window_pattern"),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
     *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop"),
 }
