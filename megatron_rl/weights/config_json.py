@@ -58,6 +58,9 @@ ROPE_NUMBERS = {
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("rope_theta", "factor", "original_max_position_embeddings"),
 }
+# The fields that vLLM reads (0.32 ``deepseek_v2.py``) and transformers does not write; without them it builds a router
+# by softmax, with no bias.
+SERVED: dict[object, dict[str, str]] = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
 # The fields that the model built here, its checks or transformers' own config classes settle.
 _READ = {
     *RANGES,
@@ -227,6 +230,12 @@ def check_served(folder: str | pathlib.Path) -> None:
         )
     config = read_hf_config(folder)
     FAMILIES[config.model_type].refuse_served(config)
+    for name, value in SERVED.get(ALIASES.get(str(fields["model_type"]), fields["model_type"]), {}).items():
+        if fields.get(name) != value:
+            raise ConfigError(
+                f"{path} lacks {name}={value!r}, without which rollout.engine=vllm builds another router than the "
+                "trainer's; transformers leaves the field out when it saves: set it there"
+            )
     if config.tie_word_embeddings and not load_hf_config(folder).tie_word_embeddings:
         raise ConfigError(
             f"{path} says tie_word_embeddings=true and the files hold a {HEAD_NAME} of their own, which "

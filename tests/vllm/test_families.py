@@ -14,11 +14,11 @@ from tests.vllm.rig import LOGPROB_TOLERANCE, make_prompts, start_bench
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "olmo3", "gemma3_text", "deepseek_v3", "moonlight"])
+@pytest.mark.parametrize("family", ["glm4_moe", "gemma3_text"])
 def test_logprobs_of_a_family_equal_hugging_faces(inputs: pathlib.Path, tmp_path: pathlib.Path, family: str) -> None:
     """What a family alone has arrives, and the engine has what is the config's.
 
-    A router's bias (glm4_moe), latents (deepseek_v3), windows and angles by the layer's kind (olmo3, gemma3_text).
+    A router's bias (glm4_moe), windows and angles by the layer's kind (gemma3_text).
     """
     folder = tmp_path / "model"
     shutil.copytree(inputs / "model", folder, ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))

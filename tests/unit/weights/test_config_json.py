@@ -133,6 +133,17 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: pathlib.Path) -> None:
     assert {k: v for k, v in found.to_dict().items() if k in wanted} == wanted and ignored_fields(tmp_path) == {}
 
 
+def test_vllm_is_refused_a_config_that_would_give_it_another_router(tmp_path: pathlib.Path) -> None:
+    """transformers writes neither field, and vLLM reads both."""
+    config = tiny_config("moonlight")
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="lacks scoring_func='sigmoid', without which rollout.engine=vllm"):
+        check_served(tmp_path)
+    config.scoring_func, config.topk_method = "sigmoid", "noaux_tc"
+    config.save_pretrained(tmp_path)
+    check_served(tmp_path)
+
+
 def test_fields_that_are_not_read_are_named(tmp_path: pathlib.Path) -> None:
     write(tmp_path, attention_dropout=0.1, final_logit_softcapping=30.0, resid_pdrop=0.0, transformers_version="4")
     assert ignored_fields(tmp_path) == {"attention_dropout": 0.1, "final_logit_softcapping": 30.0}
