@@ -29,6 +29,7 @@ def model_of(*overrides: str, **fields: object) -> TrainableModel:
     """Make a model with its configuration and the fields given, and with neither chunks nor a world."""
     model = object.__new__(TrainableModel)
     model.config, model.rules = load_config(None, overrides), PlanRules()
+    model.shape = SimpleNamespace(windows=())
     for name, value in fields.items():
         setattr(model, name, value)
     return model
