@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class SkippingEngine(MegatronEngineWithLMHead):
     """Trains verl's language models under Megatron-Core, without the rows that no gradient comes from.
 
-    A mini-batch that has no signal on any data-parallel rank is a ghost step: no forward, no backward, no reduction, and
+    A mini-batch without signal on any data-parallel rank is a ghost step: no forward, no backward, no reduction, and
     verl's ``optimizer_step`` on zero gradients. Where only some ranks have none, those are silent: they run fillers of
     weight zero, as many micro-batches as the others.
     """
@@ -93,8 +93,9 @@ class SkippingEngine(MegatronEngineWithLMHead):
             )
         else:
             logger.warning(
-                "megatron_rl's zero-advantage skip is ON in verl's Megatron engine: rows whose every advantage is 0 run "
-                "in no update; multiply verl's mfu by skip/executed_share. VERL_USE_EXTERNAL_PLUGINS=none turns it off"
+                "megatron_rl's zero-advantage skip is ON in verl's Megatron engine: updates run without the rows whose "
+                "every advantage is 0 (skip/executed_share times verl's mfu is the mfu of what ran); "
+                "VERL_USE_EXTERNAL_PLUGINS=none turns it off"
             )
 
     @property
@@ -136,7 +137,9 @@ class SkippingEngine(MegatronEngineWithLMHead):
             number += step
 
     def _ghost(self, dense_tokens: int) -> dict[str, Any]:
-        """Return what verl's method returns, of a mini-batch that nothing ran of."""
+        """Return what verl's method returns, of a mini-batch that nothing ran of: metrics where verl reads them."""
+        if not self.is_mp_src_rank_with_outputs():
+            return {}
         loss = Metric(value=0.0, aggregation=AggregationType.SUM)
         metrics = {"actor/pg_loss": loss, **_metrics(0, dense_tokens, ghost=True)}
         return {"model_output": {}, "loss": [0.0], "metrics": metrics}

@@ -95,7 +95,7 @@ def loss_obstacles(loss_function: Callable, own_loss: Callable, batch: Any, poli
 
 
 def model_obstacles(transformer: Mapping[str, Any]) -> list[str]:
-    """Return the fields of Megatron-Core's TransformerConfig, each as ``key=value``, that ``skip.mode=exact`` refuses."""
+    """Return what ``skip.mode=exact`` refuses of Megatron-Core's TransformerConfig, each as ``key=value``."""
     found = [
         f"{field}={transformer[field]}"
         for field, harmless in COUPLING_FIELDS.items()

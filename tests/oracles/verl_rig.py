@@ -181,7 +181,7 @@ def loss_of(**changes) -> functools.partial:
 def padded_rows(num_rows: int, dead: set[int], seed: int = 0) -> TensorDict:
     """Return rows as verl's trainer has them: prompts padded on the left, responses on the right.
 
-    dead: the rows whose advantages are 0. Row 1, where it is alive, has an advantage at masked tokens alone.
+    dead: the rows whose advantages are 0. Beside such, row 1 has an advantage at masked tokens alone.
     """
     random = torch.Generator().manual_seed(seed)
     prompts = torch.randint(2, VOCABULARY, (num_rows, PROMPT_TOKENS), generator=random)
@@ -192,9 +192,10 @@ def padded_rows(num_rows: int, dead: set[int], seed: int = 0) -> TensorDict:
     after = torch.arange(RESPONSE_TOKENS) < response_tokens
     attention = torch.cat([before, after], 1).long()
     mask = after & (torch.rand(after.shape, generator=random) < 0.8)
+    mask[:, 0] = True
     advantages = torch.randn(num_rows, 1, generator=random) * after
     advantages[sorted(dead)] = 0.0
-    if 1 not in dead:
+    if dead and 1 not in dead:
         advantages[1] = advantages[1] * ~mask[1] + (~mask[1] & after[1])
     return TensorDict(
         {
@@ -220,7 +221,10 @@ def mini_batch(rows: TensorDict, *, dynamic: bool, jagged: bool = False, **more)
     here = len(rows) // size
     data = left_right_2_no_padding(rows[rank * here : (rank + 1) * here].clone())
     if jagged:
-        before, after = data["attention_mask"][:, :PROMPT_TOKENS].bool(), data["attention_mask"][:, PROMPT_TOKENS:].bool()
+        before, after = (
+            data["attention_mask"][:, :PROMPT_TOKENS].bool(),
+            data["attention_mask"][:, PROMPT_TOKENS:].bool(),
+        )
         for key in ("response_mask", "advantages", "old_log_probs", "responses", "prompts"):
             kept = before if key == "prompts" else after
             data[key] = torch.nested.as_nested_tensor(
