@@ -11,7 +11,6 @@ import functools
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 
 import megatron_rl.distributed.platform  # noqa: F401  (before megatron.core)
@@ -21,9 +20,11 @@ from megatron_rl.model.layer_spec import block_spec
 from megatron_rl.model.layout import Layout
 
 from verl.utils import tensordict_utils as tu  # isort: skip
+from verl.utils.metric import Metric  # isort: skip
 from verl.utils.megatron_utils import register_megatron_training_hooks  # isort: skip
 from verl.workers.config import ActorConfig, McoreEngineConfig  # isort: skip
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead  # isort: skip
+from verl.workers.engine_workers import TrainingWorker  # isort: skip
 from verl.workers.utils.losses import ppo_loss  # isort: skip
 from verl.workers.utils.padding import left_right_2_no_padding  # isort: skip
 
@@ -250,8 +251,13 @@ def largest_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.T
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
 
 
-def summed(number: int) -> int:
-    """Return a number summed over all ranks."""
-    total = torch.tensor(number)
-    dist.all_reduce(total)
-    return int(total)
+def reported(engine: OnHost, output: dict) -> dict[str, float]:
+    """Return what verl's TrainingWorker makes of a training batch's output, over all data-parallel ranks."""
+    worker = SimpleNamespace(engine=engine, device_name="cpu", flops_counter=None)
+    given = dict(global_token_num=None, delta_time=1.0, forward_only=False, images_seqlens=None)
+    del output["model_output"]
+    metrics = tu.get(TrainingWorker._postprocess_output(worker, output, **given), "metrics")
+    return {
+        name: Metric.aggregate_dp(value) if isinstance(value, list) and isinstance(value[0], Metric) else value
+        for name, value in metrics.items()
+    }
