@@ -109,6 +109,8 @@ setup(
         "console_scripts": [
             "megatron-rl = megatron_rl.commands.command:main",
             "megatron_rl-doctor = megatron_rl.doctor:main",
-        ]
+        ],
+        # loaded at `import verl`: docs/verl.md
+        "verl.plugins": ["megatron_rl = megatron_rl.integrations.verl"],
     },
 )

@@ -33,7 +33,7 @@ LEVELS = (
     ("critic",),
     ("trainer",),
     ("cli",),
-    ("train", "serve", "watch"),
+    ("train", "serve", "watch", "integrations"),
     ("commands",),
     ("__main__",),
 )

@@ -1,0 +1,1 @@
+"""What other trainers load of this package: the skip inside verl's Megatron engine."""

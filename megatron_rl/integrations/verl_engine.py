@@ -1,0 +1,173 @@
+"""verl's Megatron engine with the zero-advantage skip inside its training batch. Written for verl 0.9.1.
+
+Everything but ``forward_backward_batch`` in training is verl's own. Before verl cuts the mini-batch into micro-batches,
+rows without signal leave it; verl then packs, schedules and reduces what is left. The loss keeps the counts of before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.metric import AggregationType, Metric
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
+
+from megatron_rl.integrations.verl_rows import Rows, loss_obstacles, model_obstacles, round_up, rows_of
+
+logger = logging.getLogger(__name__)
+
+
+class SkippingEngine(MegatronEngineWithLMHead):
+    """Trains verl's language models under Megatron-Core, without the rows that no gradient comes from.
+
+    A mini-batch without signal on any data-parallel rank is a ghost step: no forward, no backward, no reduction, and
+    verl's ``optimizer_step`` on zero gradients. Where only some ranks have none, those are silent: they run fillers of
+    weight zero, as many micro-batches as the others.
+    """
+
+    _said: tuple[str, ...] | None = None  # the obstacles that the log has named
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Callable, forward_only: bool = False) -> Any:
+        """Run one mini-batch, as verl's method of this name; in training, without its rows of weight zero.
+
+        Each rank gives its own rows. The metrics of the last stage say what was left out, over all data-parallel ranks.
+        """
+        if forward_only:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        obstacles = tuple(self._obstacles(data, loss_function))
+        self._say(obstacles)
+        if obstacles:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        rows = rows_of(data)
+        with_signal, loss_tokens, dense_tokens = self._over_ranks(
+            [len(rows.kept), rows.loss_tokens, sum(rows.lengths)], dist.ReduceOp.SUM
+        )
+        if not with_signal and not self._overlaps:
+            return self._ghost(dense_tokens)
+        chosen = self._choose(rows, data)
+        if chosen is None:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        (executed,) = self._over_ranks([rows.tokens(chosen)], dist.ReduceOp.SUM)
+        if chosen != list(range(len(data))):
+            data = tu.index_select_tensor_dict(data, chosen)
+        output = super().forward_backward_batch(data, _counting(loss_function, loss_tokens), forward_only)
+        if "metrics" in output:
+            output["metrics"] |= _metrics(executed, dense_tokens, ghost=False)
+        return output
+
+    def _obstacles(self, data: TensorDict, loss_function: Callable) -> list[str]:
+        """Return why this mini-batch stays whole, each as ``key=value``; the same on every rank."""
+        found = loss_obstacles(loss_function, ppo_loss, data, get_policy_loss_fn)
+        found += model_obstacles(vars(self.tf_config))
+        untried = {
+            "dynamic_context_parallel": self.engine_config.dynamic_context_parallel,
+            "use_megatron_fsdp": self.engine_config.use_megatron_fsdp,
+            "router_replay": self.enable_routing_replay,
+            "qat": self._qat_enabled,
+            "vision_config": hasattr(self.model_config.hf_config, "vision_config"),
+            "force_group_size": tu.get_non_tensor_data(data, key="force_group_size", default=1) != 1,
+            "lora.dropout": self.peft_cls is not None and bool(self.model_config.lora.get("dropout", 0)),
+        }
+        return found + [f"{name} (not tried)" for name, is_on in untried.items() if is_on]
+
+    def _say(self, obstacles: tuple[str, ...]) -> None:
+        if obstacles == self._said:
+            return
+        self._said = obstacles
+        if dist.get_rank() != 0:
+            return
+        if obstacles:
+            logger.warning(
+                "megatron_rl's zero-advantage skip drops NOTHING in this run: a row without advantage still trains, or "
+                "is not known not to, under %s; verl's engine runs as it is",
+                ", ".join(obstacles),
+            )
+        else:
+            logger.warning(
+                "megatron_rl's zero-advantage skip is ON in verl's Megatron engine: updates run without the rows whose "
+                "every advantage is 0 (skip/executed_share times verl's mfu is the mfu of what ran); "
+                "VERL_USE_EXTERNAL_PLUGINS=none turns it off"
+            )
+
+    @property
+    def _overlaps(self) -> bool:
+        """Return whether a step must run a schedule for the collectives that overlap it."""
+        config = self.module[0].ddp_config
+        return config.overlap_grad_reduce or config.overlap_param_gather
+
+    def _over_ranks(self, values: list[int], op: dist.ReduceOp) -> list[int]:
+        found = torch.tensor(values, dtype=torch.int64, device=get_device_name())
+        dist.all_reduce(found, op=op, group=self.get_data_parallel_group())
+        return found.tolist()
+
+    def _choose(self, rows: Rows, data: TensorDict) -> list[int] | None:
+        """Return this rank's rows to run, fillers last, such that verl cuts all ranks' into as many micro-batches.
+
+        None, on every rank, where a rank lacks rows to fill up with. What is tried is what verl will try
+        (utils/seqlen_balancing.py ``rearrange_micro_batches``): the number found here is one that it cannot miss.
+        """
+        step = self.tf_config.microbatch_group_size_per_vp_stage if len(self.module) > 1 else 1
+        dynamic = tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True)
+        if dynamic:
+            limit = data["max_token_len_per_gpu"] * self.engine_config.context_parallel_size
+            needed = -(-rows.tokens(rows.kept) // limit)
+        else:
+            size = data["micro_batch_size_per_gpu"]
+            needed = -(-len(rows.kept) // size)
+        (number,) = self._over_ranks([max(needed, 1)], dist.ReduceOp.MAX)
+        number = round_up(number, step)
+        while True:
+            chosen = rows.with_fillers(number if dynamic else number * size)
+            if chosen is None:
+                state = 0
+            else:
+                state = 1 + (not dynamic or _fits([rows.lengths[row] for row in chosen], number, limit))
+            (state,) = self._over_ranks([state], dist.ReduceOp.MIN)
+            if state != 1:
+                return chosen if state == 2 else None
+            number += step
+
+    def _ghost(self, dense_tokens: int) -> dict[str, Any]:
+        """Return what verl's method returns, of a mini-batch that nothing ran of: metrics where verl reads them."""
+        if not self.is_mp_src_rank_with_outputs():
+            return {}
+        loss = Metric(value=0.0, aggregation=AggregationType.SUM)
+        metrics = {"actor/pg_loss": loss, **_metrics(0, dense_tokens, ghost=True)}
+        return {"model_output": {}, "loss": [0.0], "metrics": metrics}
+
+
+def _fits(lengths: list[int], number: int, limit: int) -> bool:
+    """Return whether verl's cut of rows into ``number`` micro-batches keeps each within ``limit`` tokens."""
+    work = calculate_workload(torch.tensor(lengths, dtype=torch.int64)).tolist()
+    parts = get_seqlen_balanced_partitions(work, number, equal_size=False)
+    return all(sum(lengths[row] for row in part) <= limit for part in parts)
+
+
+def _counting(loss_function: Callable, loss_tokens: int) -> Callable:
+    """Return the loss with ``batch_num_tokens`` of the whole mini-batch, which verl counts over what it is given."""
+
+    def counted(model_output: dict, data: TensorDict, dp_group: Any = None) -> Any:
+        tu.assign_non_tensor(data, batch_num_tokens=loss_tokens)
+        return loss_function(model_output=model_output, data=data, dp_group=dp_group)
+
+    return counted
+
+
+def _metrics(executed: int, dense: int, *, ghost: bool) -> dict[str, Metric]:
+    """Return the metrics of a mini-batch, the same on every rank; tokens over all data-parallel ranks."""
+    values = {
+        "skip/executed_tokens": executed,
+        "skip/dense_tokens": dense,
+        "skip/executed_share": executed / dense,
+        "skip/ghost_steps": float(ghost),
+    }
+    return {name: Metric(value=value, aggregation=AggregationType.MEAN) for name, value in values.items()}
