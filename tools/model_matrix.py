@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -49,6 +50,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--long", action="store_true", help="run the long cases too; vLLM's run always")
     parser.add_argument("--list", action="store_true", help="count the cases of each cell, run none, and stop")
+    parser.add_argument(
+        "--junit",
+        type=pathlib.Path,
+        nargs="+",
+        metavar="PATH",
+        help="run none: take the outcomes of earlier runs (pytest's --junitxml=PATH -o junit_family=xunit1)",
+    )
     parser.add_argument("--note", default="", metavar="TEXT", help="added to the table's line of machine and date")
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="seconds that pytest may take (default 3600)"
@@ -70,9 +78,9 @@ def run(python: str, tests: list[str], given: argparse.Namespace, *, long: bool)
         found = pathlib.Path(folder) / "found.json"
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.model_proofs.outcomes"]
         command += ["--proofs", str(found), *(["--proofs-long"] if long else [])]
-        command += ["--collect-only", "-q"] if given.list else []
+        command += ["--collect-only", "-q"] if given.list or given.junit else []
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
-        output = subprocess.DEVNULL if given.list else None
+        output = subprocess.DEVNULL if given.list or given.junit else None
         process = subprocess.Popen([*command, *tests], cwd=ROOT, env=environment, stdout=output, start_new_session=True)
         try:
             code = process.wait(given.timeout)
@@ -88,6 +96,26 @@ def run(python: str, tests: list[str], given: argparse.Namespace, *, long: bool)
         return json.loads(found.read_text()), ""
 
 
+def outcomes_of(path: pathlib.Path) -> dict[str, tuple[str, str]]:
+    """Return outcome and reason of each case of a report in JUnit's form (pytest's family xunit1), by node id."""
+    found = {}
+    for case in xml.etree.ElementTree.parse(path).iter("testcase"):
+        outcome, reason = PASSED, ""
+        for kind, name in (("failure", FAILED), ("error", FAILED), ("skipped", "skipped")):
+            if (element := case.find(kind)) is not None:
+                outcome, reason = name, element.get("message", "").split("\n")[0]
+        found[f"{case.get('file')}::{case.get('name')}"] = outcome, reason
+    return found
+
+
+def take_outcomes(cases: dict[str, dict], reports: list[pathlib.Path]) -> None:
+    """Give the collected cases the outcomes of earlier runs; one that no report names stays to run."""
+    for path in reports:
+        for name, (outcome, reason) in outcomes_of(path).items():
+            if name in cases:
+                cases[name] |= dict(outcome=outcome, reason=reason)
+
+
 def continues(given: argparse.Namespace) -> bool:
     """Tell whether the columns that are not asked for come from an earlier call's --json."""
     return bool(given.only and given.json and given.json.exists())
@@ -101,13 +129,14 @@ def run_all(given: argparse.Namespace) -> tuple[dict[str, dict], dict[str, str]]
         cases, reasons = kept["cases"], kept["not_run"]
     for vllm in (False, True):
         columns = [x for x in COLUMNS if x.vllm is vllm and given.only in x.title]
-        python = given.vllm_python if vllm and not given.list else sys.executable
+        python = given.vllm_python if vllm and not (given.list or given.junit) else sys.executable
         why = "" if python else "no --vllm-python"
         if columns and python:
             tests = [test for column in columns for test in column.tests]
             found, why = run(str(python), tests, given, long=vllm or given.long)
             cases |= found
         reasons |= {column.title: why for column in columns}
+    take_outcomes(cases, given.junit or [])
     return cases, {title: why for title, why in reasons.items() if why}
 
 

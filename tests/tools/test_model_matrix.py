@@ -84,6 +84,24 @@ def test_a_column_that_did_not_run_is_never_passed() -> None:
     assert model_matrix.cell("qwen3", COLUMNS[0].title, {"x": case("passed")}, reasons) == "not run: pytest did not end"
 
 
+def test_outcomes_of_an_earlier_run_are_taken_by_node_id(tmp_path: pathlib.Path) -> None:
+    """Of three collected cases one passed, one failed, and one no report names; a case of no column is passed over."""
+    report = tmp_path / "report.xml"
+    tests = "tests/a.py"
+    report.write_text(
+        f'<testsuites><testsuite><testcase file="{tests}" name="test_x[1]" /><testcase file="{tests}" name="test_x[2]">'
+        f'<failure message="assert 1\n2">...</failure></testcase><testcase file="{tests}" name="test_y" />'
+        "</testsuite></testsuites>"
+    )
+    cases = {f"{tests}::test_x[{number}]": case("collected") for number in (1, 2, 3)}
+    model_matrix.take_outcomes(cases, [report])
+    assert [(x["outcome"], x["reason"]) for x in cases.values()] == [
+        ("passed", ""),
+        ("failed", "assert 1 2"),
+        ("collected", ""),
+    ]
+
+
 def test_the_table_stands_between_the_markers_and_nothing_else_changes(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "models.md"
     page.write_text(f"before\n{model_matrix.BEGIN}\nold\n{model_matrix.END}\nafter\n")
