@@ -23,10 +23,12 @@ MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe")
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
     from transformers import (
+        GemmaConfig,
         Glm4MoeConfig,
         LlamaConfig,
         MistralConfig,
         MixtralConfig,
+        NemotronConfig,
         Olmo2Config,
         Phi3Config,
         Qwen2Config,
@@ -67,6 +69,10 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
         case "mistral":
             return MistralConfig(**sizes, head_dim=hidden // 2, sliding_window=None, tie_word_embeddings=False)
+        case "gemma":  # built by Megatron-Bridge alone (tests/bridge)
+            return GemmaConfig(**sizes, head_dim=hidden // 2, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
+        case "nemotron":
+            return NemotronConfig(**sizes, head_dim=hidden // 4, hidden_act="relu2", tie_word_embeddings=False)
         case "olmo2":
             return Olmo2Config(**sizes, tie_word_embeddings=False)
         case "phi3":

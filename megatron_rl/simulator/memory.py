@@ -80,7 +80,8 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
     if shape.post_norms:
         norms += (heads + shape.num_kv_heads) * shape.head_dim // tensor
     if not shape.num_experts or layer < shape.num_dense_layers:
-        return attention + norms + 3 * hidden * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) // tensor, 0
+        width = shape.mlp_matrices * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size)
+        return attention + norms + width * hidden // tensor, 0
     experts = (
         shape.num_experts // degrees.expert_size * 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
     )

@@ -86,14 +86,17 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
     return config
 
 
-def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> Any:
+def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
     """Return ``parse_hf_config``'s config, of a family that is built here and with every number in its range.
+
+    provider: ``model.provider``; under ``bridge`` a family of any name is read.
 
     Raises ConfigError, naming the file and the field.
     """
     path = pathlib.Path(folder) / CONFIG
     fields = read_fields(folder, key)
-    check_family(fields.get("model_type"), str(path))
+    if provider == "native":
+        check_family(fields.get("model_type"), str(path))
     for name, (kind, least, most) in RANGES.items():  # before transformers makes a list of num_hidden_layers
         if fields.get(name) is not None:
             check(fields[name], f"{path}: {name}", kind, least=least, most=most)
@@ -102,9 +105,9 @@ def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> An
     return config
 
 
-def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> Any:
+def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
     """Return ``read_hf_config``'s config, with ``tie_word_embeddings`` as the folder's weights have it."""
-    config = read_hf_config(folder, key)
+    config = read_hf_config(folder, key, provider=provider)
     settle_tying(config, folder)
     return config
 

@@ -14,6 +14,7 @@ class ModelShape:
 
     ffn_hidden_size: the width of the MLP, or of one expert where the MLP is a mixture.
     post_norms: True for norms behind attention and MLP, and over all heads of q and k together (OLMo 2).
+    mlp_matrices: an MLP's: gate, up and down, or 2 without a gate.
     num_experts, experts_per_token: 0 for a dense model.
     num_dense_layers, dense_ffn_hidden_size: the first layers of a mixture that have one MLP, and its width; else 0.
     shared_ffn_hidden_size: the width of the expert that every token passes beside its own; 0 without.
@@ -45,6 +46,7 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
+    mlp_matrices: int = 3
     num_experts: int = 0
     experts_per_token: int = 0
     router_pre_softmax: bool = False
@@ -69,7 +71,7 @@ class ModelShape:
         """
         attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
         mlps = self.experts_per_token if self.num_experts else 1
-        width = 3 * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
+        width = self.mlp_matrices * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
         first = 3 * self.dense_ffn_hidden_size * self.num_dense_layers
         widths = first + width * (self.num_layers - self.num_dense_layers)
         return attention + self.hidden_size * widths / self.num_layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.families.family import Family
+from megatron_rl.weights.families.bridged import Families
 from megatron_rl.weights.families.glm4_moe import GLM4_MOE
 from megatron_rl.weights.families.llama import LLAMA
 from megatron_rl.weights.families.mistral import MISTRAL
@@ -15,9 +15,9 @@ from megatron_rl.weights.families.qwen2 import QWEN2
 from megatron_rl.weights.families.qwen3 import QWEN3
 from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GLM4_MOE)
-}
+FAMILIES = Families(
+    {family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GLM4_MOE)}
+)
 _GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
 _SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
 # Features that a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py,
