@@ -27,10 +27,10 @@ INSTALL = "pip install 'megatron_rl[bridge]', in an environment of its own (docs
 _FINAL_BIAS = Entry(megatron="decoder.final_layernorm.bias", hf=("model.norm.bias",), layout=Layout.REPLICATED)
 # Fields of a provider, the values that the layers built here have, and what another value would ask for.
 PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
-    "multi_latent_attention": ((False,), "multi-latent attention, whose keys and values differ in size"),
-    "num_moe_experts": ((None, 0), "a mixture of experts; those that are built here are families of our own"),
+    "multi_latent_attention": ((False,), "multi-latent attention"),
+    "num_moe_experts": ((None, 0), "a mixture of experts (the families of docs/models.md have them)"),
     "mtp_num_layers": ((None, 0), "layers that predict further tokens"),
-    "window_size": ((None,), "a sliding window, which the packed attention here does not take"),
+    "window_size": ((None,), "a sliding window"),
     "softmax_scale": ((None,), "a scale of the attention scores of its own"),
     "softmax_type": (("vanilla",), "attention sinks"),
     "attn_logit_softcapping": ((None, 0, 0.0), "soft-capped attention scores"),
@@ -149,7 +149,9 @@ def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> Mo
 def _family(provider: Any, registry: Any, model_type: str, layer_spec: str, *, tied: bool) -> Family:
     """Return the family of a provider: its layers' entries, by the mapping."""
     names = _parameters(provider, fused=layer_spec == "transformer_engine")
-    entries = tuple(_entry(registry, name, kind, model_type) for name, kind in names.items())
+    entries = tuple(
+        _entry(registry, name, kind, model_type, gated=provider.gated_linear_unit) for name, kind in names.items()
+    )
     ends = [(EMBEDDING, EMBEDDING.hf[0]), (FINAL_NORM, FINAL_NORM.hf[0])]
     ends += [] if tied else [(HEAD, HEAD.hf[0])]
     last = (_FINAL_BIAS,) if provider.normalization == "LayerNorm" else ()
@@ -194,7 +196,7 @@ def _parameters(provider: Any, *, fused: bool) -> dict[str, str]:
     return names
 
 
-def _entry(registry: Any, name: str, kind: str, model_type: str) -> Entry:
+def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool) -> Entry:
     """Return the entry of a layer's parameter by the mapping's own kind. Raises ConfigError for one that has no layout.
 
     The layouts of q, k, v and of gate and up are the same in both (tests/bridge_oracle.py, tests/bridge).
@@ -218,6 +220,8 @@ def _entry(registry: Any, name: str, kind: str, model_type: str) -> Entry:
     if type(found) not in layouts or (isinstance(found, param_mapping.AutoMapping) and found.permute_dims):
         raise ConfigError(f"{where} has a {type(found).__name__} for {name}, whose layout is not read here")
     layout, joined = layouts[type(found)]
+    if gated and name == "mlp.linear_fc1.weight" and layout is Layout.GATE_UP and isinstance(found.hf_param, str):
+        raise ConfigError(f"{where} has gate and up in one tensor, {found.hf_param}, whose layout is not read here")
     tensors = tuple(found.hf_param.values()) if isinstance(found.hf_param, dict) else (found.hf_param,)
     strange = [x for x in tensors if not x.startswith("model.layers.0.")]
     if strange:

@@ -24,6 +24,7 @@ from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
+from megatron.core.transformer.enums import AttnBackend  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
@@ -85,6 +86,8 @@ def bridged_config(shape: ModelShape, hf_config: Any, config: Config, topology: 
         deallocate_pipeline_outputs=False,
         **seam_fields(config, topology),
     )
+    if not engine:
+        fields["attention_backend"] = AttnBackend.auto  # whose variables of the environment torch's attention ignores
     for name, value in {**fields, **extra}.items():
         setattr(provider, name, value)
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()

@@ -138,7 +138,7 @@ def _read_model(config: Config):
     hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
     if config.generates:
         if config.rollout.engine == "vllm":
-            check_served(config.model.hf_path)
+            check_served(config.model.hf_path, provider=config.model.provider)
         check_lengths(config, hf_config.max_position_embeddings)
     check_critic_model(config, hf_config)
     return hf_config

@@ -84,7 +84,7 @@ def check_inputs(config: Config) -> list[int]:
     elif config.rollout.engine == "transformers":
         check_embedded(config.model.hf_path, config.rollout)
     else:
-        check_served(config.model.hf_path)
+        check_served(config.model.hf_path, provider=config.model.provider)
     one_worker = dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))  # it speaks for all
     with opened_reward(one_worker, config.run.deadline_s) as reward:
         required = reward.required_columns if reward else ()

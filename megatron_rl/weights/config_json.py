@@ -186,7 +186,7 @@ def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
     }
 
 
-def check_served(folder: str | pathlib.Path) -> None:
+def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> None:
     """Raise ConfigError for a folder that a vLLM engine, which reads config.json itself, would build otherwise."""
     path = pathlib.Path(folder) / CONFIG
     if block_size(read_fields(folder), str(path)) is not None:
@@ -194,7 +194,8 @@ def check_served(folder: str | pathlib.Path) -> None:
             f"{path} has a quantization_config, and rollout.engine=vllm would hold FP8 weights where the trainer sends "
             f"full ones; {WAY_OUT}: tools/convert_checkpoint.py import and export write it"
         )
-    if read_hf_config(folder).tie_word_embeddings and not load_hf_config(folder).tie_word_embeddings:
+    written, settled = (read(folder, provider=provider) for read in (read_hf_config, load_hf_config))
+    if written.tie_word_embeddings and not settled.tie_word_embeddings:
         raise ConfigError(
             f"{path} says tie_word_embeddings=true and the files hold a {HEAD_NAME} of their own, which "
             "rollout.engine=vllm would leave out; set tie_word_embeddings to false there"
