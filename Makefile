@@ -19,11 +19,12 @@ LATEST_TESTS ?= tests/equality/test_matrix.py tests/equality/test_checkpoint.py 
 VLLM := .venv-vllm
 ORACLES := .venv-oracles
 TINKER := .venv-tinker
+BRIDGE := .venv-bridge
 TINKER_PINS := tests/tinker/constraints.txt
 PYTEST_ARGS ?=
 LANES ?= 3
 VLLM_LANES ?= 2
-FAR = $(foreach room,equality latest runs faults vllm oracles slurm tinker,--ignore=tests/$(room))
+FAR = $(foreach room,equality latest runs faults vllm oracles slurm tinker bridge,--ignore=tests/$(room))
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
 GPU_REPORT_ARGS ?= --minutes 30
@@ -144,8 +145,22 @@ $(TINKER)/.installed: setup.py $(TINKER_PINS)
 	$(TINKER)/bin/python -m pip install --quiet --no-deps --target $(TINKER)/sdk-0.34.0 tinker==0.34.0
 	@touch $@
 
-test-extras: $(STAMP)  ## what asks the package index: that each installation of docs/installation.md resolves, three rollouts of a real model
+test-extras: $(STAMP) $(BRIDGE)/.installed  ## what asks the package index: that installations resolve, a real model, Megatron-Bridge in .venv-bridge (5 GB)
 	$(VENV)/bin/python -m pytest tests/extras $(PYTEST_ARGS)
+	PATH="$(CURDIR)/$(BRIDGE)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(BRIDGE)" $(BRIDGE)/bin/python -m pytest tests/bridge \
+	  tests/tools/test_convert_bridge.py $(PYTEST_ARGS)
+
+# megatron-bridge asks for packages of a GPU; what it imports on a CPU comes with ours or is named here. Its import in docs/bridge.md's
+# way is what the tests would skip for.
+$(BRIDGE)/.installed: setup.py tests/extras/bridge.txt
+	@test -x $(BRIDGE)/bin/python || { export PATH="$(CALLED_PATH)"; \
+	  "$(PYTHON_LATEST)" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' || { \
+	    $(SAY) "'$(PYTHON_LATEST)' is no Python 3.12 with venv, which megatron-bridge needs; name one: make test-extras PYTHON_LATEST=/path/to/python3.12"; exit 1; }; \
+	  echo "making $(BRIDGE) and installing into it: 5 GB, some minutes, once"; "$(PYTHON_LATEST)" -m venv $(BRIDGE); }
+	$(BRIDGE)/bin/python -m pip install --quiet -c tests/extras/bridge.txt torch==2.13.0 -e '.[dev]'
+	$(BRIDGE)/bin/python -m pip install --quiet --no-deps -c tests/extras/bridge.txt megatron-bridge einops omegaconf hydra-core antlr4-python3-runtime==4.9.3
+	$(BRIDGE)/bin/python -c 'import tests.bridge.engine; import megatron.bridge'
+	@touch $@
 
 test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine (root; installs it); "Error 77": skipped, not passed
 	python -m tests.slurm.check

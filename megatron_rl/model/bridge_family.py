@@ -8,6 +8,7 @@ GPT layers, of which those built here differ in attention's kernel alone; any ot
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.metadata
 import importlib.util
 import re
@@ -110,7 +111,7 @@ def refuse_other_layers(provider: Any, family: str) -> None:
             raise ConfigError(f"{where} has {name}={value}: {what}, which the layers here do not express")
     spec = provider.transformer_layer_spec
     if spec is not default_layer_spec:
-        name = getattr(spec, "func", spec)
+        name = spec.func if isinstance(spec, functools.partial) else spec
         raise ConfigError(
             f"{where} has layers of its own ({name.__module__}.{name.__qualname__}), and their attention does not take "
             "the packed sequences and shared prompts that the token sum is built on; only plain GPT layers are taken"
