@@ -68,7 +68,7 @@ def test_what_the_seam_does_not_take_is_refused_with_the_reason() -> None:
         "qwen3_moe": "has num_moe_experts=4: a mixture of experts",
         "gemma2": "a sliding window",
         "deepseek_v3": "multi-latent attention",
-        "exaone4": "layers of its own (megatron.bridge.models.exaone.exaone4.exaone4_bridge.exaone4_layer_spec)",
+        "exaone4": "layers of its own (megatron.bridge.models.exaone.exaone4.exaone4_provider.exaone4_layer_spec)",
     }
     for name, part in expected.items():
         assert said[name].startswith("refused: model.provider=bridge") and part in said[name], said[name]
