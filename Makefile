@@ -7,6 +7,7 @@
 #   VLLM_LANES   the same for make test-vllm, where a lane starts engines of its own
 #   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
 #   ACCEPTANCE_ARGS  the same for tools/acceptance.py                     (make acceptance ACCEPTANCE_ARGS="--only pp2")
+#   MODELS_ARGS  the same for tools/model_matrix.py                         (make models MODELS_ARGS=--long)
 #   GPU_REPORT_ARGS  the same for tools/gpu_report.py                     (make gpu-report GPU_REPORT_ARGS="--stage 2")
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ VENV := $(CURDIR)/.venv
 STAMP := .venv/.installed
 PYTHON_LATEST ?= python3.12
 LATEST := .venv-latest
-LATEST_TESTS ?= tests/equality/test_matrix.py tests/equality/test_checkpoint.py tests/equality/test_convert_megatron.py tests/equality/test_transformer_engine.py tests/unit/config/test_megatron_fields.py tests/tools/test_verify_topology.py tests/tools/test_verify_topology_naming.py tests/latest
+LATEST_TESTS ?= tests/equality/test_matrix.py tests/equality/test_weights.py::test_files_load_in_slices_and_come_back tests/equality/test_routing_replay.py tests/equality/test_bitwise.py tests/equality/test_checkpoint.py tests/equality/test_convert_megatron.py tests/equality/test_transformer_engine.py tests/unit/config/test_megatron_fields.py tests/tools/test_verify_topology.py tests/tools/test_verify_topology_naming.py tests/latest
 VLLM := .venv-vllm
 ORACLES := .venv-oracles
 TINKER := .venv-tinker
@@ -27,6 +28,7 @@ VLLM_LANES ?= 2
 FAR = $(foreach room,equality latest runs faults vllm oracles slurm tinker bridge,--ignore=tests/$(room))
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
+MODELS_ARGS ?=
 GPU_REPORT_ARGS ?= --minutes 30
 BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
 CLOCK_ARGS ?= --pp 4 --layers 8 --virtual-clock --calibrate --batches 3 --repeats 2 --dead-share 0.75 0.9
@@ -39,7 +41,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-tinker tinker-demo test-extras test-slurm bench acceptance gpu-report golden docs lint clean
+.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-tinker tinker-demo test-extras test-slurm test-browser bench acceptance models gpu-report golden docs lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -165,8 +167,16 @@ $(BRIDGE)/.installed: setup.py tests/extras/bridge.txt
 test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine (root; installs it); "Error 77": skipped, not passed
 	python -m tests.slurm.check
 
+test-browser: $(STAMP)  ## the page of `megatron-rl watch` in a headless Chromium (root installs Debian's where none is)
+	command -v chromium chromium-browser google-chrome >/dev/null || { apt-get update -qq && apt-get install -y -q chromium; }
+	python -m pytest tests/runs/test_watch.py $(PYTEST_ARGS)
+
 acceptance: $(STAMP)  ## fill the support matrix on this machine, its GPUs or gloo; runs/acceptance.{md,json}
 	python tools/acceptance.py --json runs/acceptance.json --markdown runs/acceptance.md $(ACCEPTANCE_ARGS)
+
+models: $(STAMP)  ## run each family's proofs and write the table of docs/models.md; vLLM's too where .venv-vllm has it
+	python tools/model_matrix.py --page docs/models.md --json runs/models.json \
+	  $(if $(wildcard $(VLLM)/bin/python),--vllm-python $(VLLM)/bin/python) $(MODELS_ARGS)
 
 gpu-report: $(STAMP)  ## cells and benchmarks on one GPU in 30 minutes, small shapes without one; runs/gpu-report/report.{md,json}
 	python tools/gpu_report.py $(GPU_REPORT_ARGS)

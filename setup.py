@@ -40,7 +40,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl.commands": ["templates/*"]},
+    package_data={"megatron_rl.commands": ["templates/*"], "megatron_rl.watch": ["page/*"]},
     cmdclass={"build_py": BuildWithTools},
     install_requires=[
         "torch>=2.9",

@@ -16,20 +16,33 @@ from megatron_rl.types import Sample
 from megatron_rl.weights.fused import file_tensors
 
 LAYERS = 2  # of a tiny model: one for either stage of PP=2, and every kind of boundary between two
-FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3", "llama", "llama3_rope", "mistral", "phi3", "phi3_partial", "olmo2")
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe")
+FAMILIES = (
+    *("qwen2_tied", "qwen2_untied", "qwen3", "qwen3_yarn", "llama", "llama3_rope", "mistral"),
+    *("phi3", "phi3_partial", "olmo2", "olmo3", "gemma3_text"),
+)
+MIXTURES = (
+    *("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "glm4_moe", "gpt_oss"),
+    *("deepseek_v3", "moonlight"),
+    *("llama4", "llama4_interleaved"),
+)
+WINDOWED = ("mistral_window", "phi3_window", "qwen2_window", "qwen3_window", "mixtral_window", "qwen3_moe_window")
 
 
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
     from transformers import (
+        DeepseekV3Config,
+        Gemma3TextConfig,
         GemmaConfig,
         Glm4MoeConfig,
+        GptOssConfig,
+        Llama4TextConfig,
         LlamaConfig,
         MistralConfig,
         MixtralConfig,
         NemotronConfig,
         Olmo2Config,
+        Olmo3Config,
         Phi3Config,
         Qwen2Config,
         Qwen3Config,
@@ -55,6 +68,9 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return Qwen2Config(**sizes, tie_word_embeddings=False)
         case "qwen3":
             return Qwen3Config(**sizes, head_dim=hidden // 2, tie_word_embeddings=True)
+        case "qwen3_yarn":
+            rope = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
+            return Qwen3Config(**sizes, head_dim=hidden // 2, tie_word_embeddings=True, rope_parameters=rope)
         case "llama":
             return LlamaConfig(**sizes, tie_word_embeddings=False)
         case "llama3_rope":
@@ -73,8 +89,39 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return GemmaConfig(**sizes, head_dim=hidden // 2, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
         case "nemotron":
             return NemotronConfig(**sizes, head_dim=hidden // 4, hidden_act="relu2", tie_word_embeddings=False)
+        case "mistral_window":
+            return MistralConfig(**sizes, sliding_window=5, tie_word_embeddings=False)
+        case "phi3_window":
+            return Phi3Config(**sizes, sliding_window=5, tie_word_embeddings=False)
+        case "qwen2_window":
+            return Qwen2Config(**sizes, use_sliding_window=True, sliding_window=5, max_window_layers=layers // 2)
+        case "qwen3_window":
+            return Qwen3Config(**sizes, use_sliding_window=True, sliding_window=5, max_window_layers=layers // 2)
+        case "mixtral_window":
+            return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=5)
+        case "qwen3_moe_window":
+            return Qwen3MoeConfig(
+                **sizes,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=hidden // 2,
+                norm_topk_prob=True,
+                use_sliding_window=True,
+                sliding_window=5,
+            )
         case "olmo2":
             return Olmo2Config(**sizes, tie_word_embeddings=False)
+        case "olmo3":
+            yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+            rope = dict(full_attention=yarn, sliding_attention=dict(rope_type="default", rope_theta=1e4))
+            kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+            return Olmo3Config(**sizes, sliding_window=5, layer_types=kinds, rope_parameters=rope)
+        case "gemma3_text":
+            linear = dict(rope_type="linear", rope_theta=1e6, factor=8.0)
+            rope = dict(full_attention=linear, sliding_attention=dict(rope_type="default", rope_theta=1e4))
+            kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+            gemma = dict(head_dim=hidden // 2, query_pre_attn_scalar=24, layer_types=kinds, sliding_window=5)
+            return Gemma3TextConfig(**sizes, **gemma, rope_parameters=rope)
         case "phi3":
             return Phi3Config(**sizes, sliding_window=256, tie_word_embeddings=False)
         case "phi3_partial":
@@ -109,6 +156,68 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
                 num_mtp_layers=1,
                 tie_word_embeddings=False,
             )
+        case "gpt_oss":
+            rope = dict(
+                rope_type="yarn",
+                rope_theta=10000.0,
+                factor=8.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=32,
+            )
+            return GptOssConfig(
+                **sizes,
+                head_dim=hidden // 2,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                sliding_window=5,  # in every second layer, the first among them
+                swiglu_limit=2.0,  # gates and ups of these weights pass it
+                rope_parameters=rope,
+                tie_word_embeddings=False,
+            )
+        case "llama4" | "llama4_interleaved":
+            # chunks and steps of the scale that several samples cross
+            scale = dict(attention_chunk_size=4, attn_scale=0.3, floor_scale=3)
+            if family == "llama4_interleaved":  # dense layers between mixtures, no norms of q and k, scaled angles
+                rope = dict(
+                    rope_type="llama3",
+                    rope_theta=10000.0,
+                    factor=4.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=2.0,
+                    original_max_position_embeddings=32,
+                )
+                scale |= dict(interleave_moe_layer_step=2, use_qk_norm=False, rope_parameters=rope)
+            return Llama4TextConfig(
+                **sizes,
+                **scale,
+                head_dim=hidden // 2,
+                intermediate_size_mlp=hidden,
+                no_rope_layer_interval=2,
+                num_local_experts=4,
+                num_experts_per_tok=1,
+                tie_word_embeddings=False,
+            )
+        case "deepseek_v3" | "moonlight":
+            latents = dict(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, kv_lora_rank=32)
+            mixture = dict(n_routed_experts=12, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=1)
+            shared = {**sizes, **latents, **mixture, "num_key_value_heads": 4, "moe_intermediate_size": hidden // 2}
+            if family == "moonlight":  # q of the hidden state, plain angles, no groups
+                return DeepseekV3Config(
+                    **shared, q_lora_rank=None, n_group=1, topk_group=1, rms_norm_eps=1e-5, num_mtp_layers=0
+                )
+            rope = dict(
+                rope_type="yarn",
+                rope_theta=10000.0,
+                factor=4.0,
+                mscale=1.0,
+                mscale_all_dim=0.7,  # other than mscale, so that cos and sin are multiplied too
+                beta_fast=32.0,
+                beta_slow=1.0,
+                original_max_position_embeddings=64,
+            )
+            return DeepseekV3Config(**shared, q_lora_rank=28, n_group=3, topk_group=2, rope_parameters=rope)
     raise ValueError(family)
 
 
@@ -129,11 +238,11 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
         torch.manual_seed(seed)
         config = tiny_config(family, layers=layers, hidden=hidden)
         # a loop over experts, no grouped kernel
-        experts = {"experts_implementation": "eager"} if family in (*MIXTURES, "mixtral_top1") else {}
+        experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in config.to_dict() else {}
         model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1 or name.endswith("_bias"):  # experts' biases are stacked
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 else:
                     # logits of a fresh model are near uniform, and near equality then proves little

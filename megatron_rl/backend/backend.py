@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,9 @@ from megatron_rl.types import BatchPlan, LossInputs, Sample, StepKind, StepPlan
 from megatron_rl.weights.checksum import Checksum
 from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
 from megatron_rl.weights.mapping import adapter_entries
-from megatron_rl.weights.peft import adapter_config, save_peft
+from megatron_rl.weights.peft import adapter_config, lost_by_peft, save_peft
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,7 +343,8 @@ class MegatronBackend(TrainableModel):
     def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
         """Write the policy as a Hugging Face directory; the main rank writes, all take part.
 
-        Adapters are merged into it, and written to PEFT's own directory as well, ``<path>_adapter``.
+        Adapters are merged into it, and written to PEFT's own directory as well, ``<path>_adapter``, where PEFT reads
+        all of them.
         """
         if self.topology.is_main:
             model = self.config.model
@@ -355,18 +359,22 @@ class MegatronBackend(TrainableModel):
         else:
             _run_through(self.export())
         adapters = path.with_name(f"{path.name}_adapter")
-        if self.shape.lora_rank:
+        lost = lost_by_peft(self.shape)
+        if self.shape.lora_rank and not lost:
             self.save_adapters(adapters)
         elif self.topology.is_main:
             shutil.rmtree(adapters, ignore_errors=True)  # an earlier run's
+            if lost:
+                log.warning("%s is not written: %s", adapters.name, lost)
 
     def save_adapters(self, path: pathlib.Path) -> None:
         """Write the adapters as PEFT's directory; the main rank writes, all take part.
 
-        Raises ValueError where the model has none.
+        Raises ValueError where the model has none, and ConfigError where PEFT would leave some out.
         """
+        config = adapter_config(self.shape, self.config.model.hf_path)
         if self.topology.is_main:
-            save_peft(self.export_adapters(), adapter_config(self.shape, self.config.model.hf_path), path)
+            save_peft(self.export_adapters(), config, path)
         else:
             _run_through(self.export_adapters())
 

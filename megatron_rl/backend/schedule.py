@@ -121,7 +121,7 @@ class StageLaps:
     """Holds the times of one ``run`` on this rank and the sizes of its M micro-batches; all arrays are float64.
 
     forward_s, backward_s: [chunks, M], seconds of each micro-batch; the forward's hold the loss.
-    tokens, squares: [M], each micro-batch's Σ l and Σ l² over its sequences.
+    tokens, squares: [M], each micro-batch's Σ l and Σ l² (``Layout.squares``) over its sequences.
     """
 
     forward_s: np.ndarray
@@ -138,7 +138,7 @@ class _Run:
     forward: list[tuple]
     backward: list[tuple]
 
-    def laps(self, topology: Topology) -> StageLaps:
+    def laps(self, topology: Topology, windows: tuple[int, ...]) -> StageLaps:
         packed = list(dict.fromkeys(microbatch for _, microbatch in self.forwarded))
         number_of = {id(x): i for i, x in enumerate(packed)}
         shape = (topology.virtual_size, len(packed))
@@ -152,16 +152,21 @@ class _Run:
             forward_s=forward_s,
             backward_s=backward_s,
             tokens=np.array([float(x.packed.layout.num_tokens) for x in packed]),
-            squares=np.array([x.packed.layout.squares for x in packed]),
+            squares=np.array([x.packed.layout.squares(windows) for x in packed]),
         )
 
 
 class Schedule:
-    """Runs packed micro-batches through this rank's stage, forward and (unless ``forward_only``) backward."""
+    """Runs packed micro-batches through this rank's stage, forward and (unless ``forward_only``) backward.
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], topology: Topology):
+    windows: the model's, for the laps' squared tokens.
+    """
+
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], topology: Topology, windows: tuple[int, ...] = ()
+    ) -> None:
         self.chunks = list(chunks)
-        self.topology = topology
+        self.topology, self.windows = topology, windows
         self.routing: RoutingReplay | None = None  # of the chunks' routers, where experts are replayed
         self.run_schedule = schedules.get_forward_backward_func()
         self._forward = _Laps()
@@ -256,7 +261,7 @@ class Schedule:
         Call it once the device has come past them (a step's end reads the gradient norm).
         """
         runs, self._runs = self._runs, []
-        return [run.laps(self.topology) for run in runs]
+        return [run.laps(self.topology, self.windows) for run in runs]
 
 
 def measured_sums(runs: Sequence[StageLaps]) -> np.ndarray:

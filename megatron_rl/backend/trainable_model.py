@@ -113,7 +113,7 @@ class TrainableModel:
         ddp = DistributedDataParallelConfig(**ddp_fields)
         # later chunks' gradients are reduced behind the first's backward: Megatron-LM does not bucket them
         self.chunks = [DistributedDataParallel(m.config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
-        self.schedule = Schedule(self.chunks, self.topology)
+        self.schedule = Schedule(self.chunks, self.topology, self.shape.windows)
         self.optimizer = Optimizer(self.chunks, config, self.topology, total_steps=total_steps)
         shares = shares_prompts(config, self.shape.layer_spec)
         self.rules = plan_rules(config, self.topology, self.shape, share_prompts=shares)
@@ -183,7 +183,7 @@ class TrainableModel:
         return plan_steps(
             purpose,
             mini_batches,
-            tokens_of(facts, share_prompts=self.rules.share_prompts),
+            tokens_of(facts, share_prompts=self.rules.share_prompts, windows=self.shape.windows),
             signal,
             self.rules,
             drops=drops,

@@ -35,11 +35,12 @@ from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Layout
 from megatron_rl.weights.finite import check_finite
-from megatron_rl.weights.mapping import EMBEDDING, adapter_name, hf_size, load_shard
+from megatron_rl.weights.mapping import ADAPTER, EMBEDDING, hf_size, load_shard
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import HuggingFaceReader, check_tensors, heads_differ, whole_tensors
 from megatron_rl.weights.shards import Planned, ShardWriter
 from megatron_rl.weights.side_files import copy_side_files, drop_fields
+from megatron_rl.weights.stacked import joined_plan
 
 # a GPTModel's keys; the others are an optimizer's, or another model's
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
@@ -176,10 +177,11 @@ def _import_one(
         check_finite(shard, functools.partial(whole_tensors, entry, shape, reader), WIDER)
         # two chunks for a rank's gate and up, as in Megatron-Core (0.16.1 transformer/mlp.py
         # apply_swiglu_sharded_factory)
-        halves = shard.chunk(2) if entry.layout is Layout.GATE_UP else (shard,)
+        parts = 2 if entry.joined or entry.layout is Layout.INTERLEAVED else len(entry.hf)
+        halves = shard.chunk(parts) if entry.layout in (Layout.GATE_UP, Layout.INTERLEAVED) else (shard,)
         for half, part in enumerate(halves):
             offsets = [0] * part.dim()
-            if entry.layout is Layout.COLUMNS:
+            if entry.layout in (Layout.COLUMNS, Layout.TRANSPOSED):
                 offsets[1] = rank * part.shape[1]
             elif split:
                 offsets[0] = (half * cut.tensor + rank) * part.shape[0]
@@ -222,7 +224,7 @@ def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype |
     Raises ConfigError where the checkpoint lacks one, one has another size, or the checkpoint's model has parts that
     the config's has not.
     """
-    adapters = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and f"{adapter_name('')}." in key)
+    adapters = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and f"{ADAPTER}." in key)
     if adapters:
         raise ConfigError(
             f"{reader.folder} holds adapters (lora.rank), {adapters[0]} the first, and not the weights that they "
@@ -245,7 +247,7 @@ def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype |
             f"{unknown[0]} the first; it is another model's config (tie_word_embeddings, attention_bias?), or the "
             "model has parts that no table names"
         )
-    return planned
+    return joined_plan(planned, shape.family)
 
 
 def export_folder(

@@ -30,12 +30,13 @@ from megatron_rl.weights.mapping import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    hf_size,
     layer_entries,
     merge_shards,
     own_experts,
+    shard_size,
 )
 from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.weights.stacked import stacking
 
 RELEASE, HF_FOLDER = "release", "hf"
 LAYERS = "decoder.layers."
@@ -120,16 +121,23 @@ def stored_layers(shape: ModelShape) -> Iterator[list[Stored]]:
             # mlp.linear_fc1.layer_norm_, experts or not
             aliases = ("mlp.linear_fc1.layer_norm_weight",) if entry.megatron == "pre_mlp_layernorm.weight" else ()
             tensors.append(Stored(entry=_of_layer(entry, layer), name=entry.megatron, aliases=aliases, layer=layer))
-        of_layer = 0 if layer < shape.num_dense_layers else shape.num_experts
-        for expert in range(of_layer):
-            for local in (entry for entries in own_experts(fused, shape.num_experts, layer) for entry in entries):
-                entry = dataclasses.replace(local, expert=expert).held_by(0, shape, 1)
-                name = re.sub(r"experts\.(linear_fc\d\.weight)0$", r"experts.experts.\1", local.megatron)
-                tensors.append(Stored(entry=_of_layer(entry, layer), name=name, layer=layer, expert=expert))
+        tensors += _stored_experts(fused, layer)
         yield [dataclasses.replace(x, by_layer=shape.num_dense_layers > 0) for x in tensors]
     yield [Stored(entry=FINAL_NORM, name=FINAL_NORM.megatron)]
     if not shape.tied_embeddings:
         yield [Stored(entry=HEAD, name=HEAD.megatron)]
+
+
+def _stored_experts(shape: ModelShape, layer: int) -> Iterator[Stored]:
+    """Yield the tensors of a layer's experts, expert by expert; stack by stack where files stack them."""
+    first = [entry for entries in own_experts(shape, shape.num_experts, layer) for entry in entries]
+    kinds = [[entry] for entry in first] if stacking(shape.family) else [first]
+    for kind in kinds if first else ():
+        for expert in range(shape.num_experts):
+            for local in kind:
+                entry = dataclasses.replace(local, expert=expert).held_by(0, shape, 1)
+                name = re.sub(r"experts\.(linear_fc\d\.(?:weight|bias))0$", r"experts.experts.\1", local.megatron)
+                yield Stored(entry=_of_layer(entry, layer), name=name, layer=layer, expert=expert)
 
 
 def _of_layer(entry: Entry, layer: int) -> Entry:
@@ -138,9 +146,7 @@ def _of_layer(entry: Entry, layer: int) -> Entry:
 
 def whole_size(entry: Entry, shape: ModelShape) -> tuple[int, ...]:
     """Return the shape of the Megatron tensor over all tensor ranks."""
-    sizes = [hf_size(shape, name) for name in entry.hf]
-    rows = shape.padded_vocab_size if entry.layout is Layout.ROWS else sum(x[0] for x in sizes)
-    return (rows, *sizes[0][1:])
+    return shard_size(entry, shape, 1)
 
 
 def extra_state_keys(shape: ModelShape) -> list[str]:
@@ -149,8 +155,13 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
     A model asks for them when it loads, and Megatron-Core raises where one is missing. Run for the torch spec;
     Transformer Engine's list is read in its source (it has more of them than a model asks for, which does no harm).
     """
+    projections = ["qkv"]
+    if shape.kv_lora_rank:
+        projections = ["q_down_proj", "q_up_proj"] if shape.q_lora_rank else ["q_proj"]
+        projections += ["kv_down_proj", "kv_up_proj"]
     modules = [
-        "self_attention.linear_qkv",
+        *(f"self_attention.linear_{x}" for x in projections),
+        *(["input_layernorm"] if shape.kv_lora_rank else []),
         "self_attention.linear_proj",
         "self_attention.core_attention",
         "pre_mlp_layernorm",
@@ -160,7 +171,7 @@ def extra_state_keys(shape: ModelShape) -> list[str]:
     layers = shape.num_layers
     keys = ["decoder.final_layernorm._extra_state/shard_0_1"]
     for layer in range(layers):
-        experts = 0 if layer < shape.num_dense_layers else shape.num_experts
+        experts = shape.num_experts if shape.has_mixture(layer) else 0
         own = [*modules, *([] if experts else [f"mlp.{x}" for x in linears])]
         own += [f"mlp.shared_experts.{x}" for x in linears] if experts and shape.shared_ffn_hidden_size else []
         if shape.num_dense_layers:  # each layer by itself

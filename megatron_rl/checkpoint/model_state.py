@@ -7,6 +7,7 @@ again.
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 from collections.abc import Mapping
 
@@ -47,7 +48,8 @@ def identity(backend: TrainableModel) -> dict[str, object]:
 def identity_of_shape(shape: ModelShape) -> dict[str, object]:
     """Return the part of a model's ``identity`` that its shape, with its adapters, tells."""
     fields = dataclasses.asdict(shape) | {"lora_targets": sorted(shape.lora_targets)}
-    return {name: value for name, value in sorted(fields.items()) if name not in OF_THE_RUN}
+    own = {name: value for name, value in sorted(fields.items()) if name not in OF_THE_RUN}
+    return json.loads(json.dumps(own))  # as it is read back: lists for tuples
 
 
 def numbers(backend: TrainableModel) -> dict[str, object]:

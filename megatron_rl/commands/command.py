@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megatron_rl.commands.launch import become, command_line, take_processes
 from megatron_rl.commands.new_run import new_command
 from megatron_rl.commands.shipped import shipped
+from megatron_rl.commands.translate.command import translate_command
 from megatron_rl.errors import ConfigError
 
 EXIT_CONFIG = 2
@@ -40,6 +41,7 @@ def tool(name: str) -> Callable[[], Sequence[str]]:
 VERBS = {
     "train": Verb(does="Train a policy.", program=module("megatron_rl.train"), many=True),
     "serve": Verb(does="Serve Tinker's API on this backend.", program=module("megatron_rl.serve"), many=True),
+    "watch": Verb(does="Follow a run in a browser on this host.", program=module("megatron_rl.watch")),
     "convert": Verb(does="Convert between Hugging Face and Megatron.", program=tool("convert_checkpoint.py")),
     "verify": Verb(
         does="Compare a topology with one process, on a thin model.", program=tool("verify_topology.py"), many=True
@@ -47,18 +49,22 @@ VERBS = {
     "simulate": Verb(does="Predict times, memory and gain on N nodes.", program=tool("simulate_cluster.py")),
     "doctor": Verb(does="Find faults of this installation and their mends.", program=module("megatron_rl.doctor")),
 }
-NEW = "Write a folder with a configuration, a reward function, prompts and a SLURM job."
+# The words that this process follows itself.
+HERE = {
+    "new": ("Write a folder with a configuration, a reward function, prompts and a SLURM job.", new_command),
+    "translate": ("Translate verl's or TRL's settings into a configuration.", translate_command),
+}
 
 
 def usage() -> str:
-    width = max(map(len, [*VERBS, "new"])) + 2
+    width = max(map(len, [*VERBS, *HERE])) + 2
     lines = [f"  {name:{width}}{verb.does}{' Takes --nproc.' if verb.many else ''}" for name, verb in VERBS.items()]
     return "\n".join(
         [
             "usage: megatron-rl COMMAND [--nproc N] [arguments of the command ...]",
             "",
             *lines,
-            f"  {'new':{width}}{NEW}",
+            *(f"  {name:{width}}{does}" for name, (does, _) in HERE.items()),
             "",
             "--nproc N starts N processes on this host by torchrun. megatron-rl COMMAND --help says more.",
             "example: megatron-rl train --nproc 8 --config my_run/run.yaml",
@@ -77,10 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if words else EXIT_CONFIG
     name, *rest = words
     try:
-        if name == "new":
-            return new_command(rest)
+        if name in HERE:
+            return HERE[name][1](rest)
         if name not in VERBS:
-            raise ConfigError(f"{name!r} is no command; those are {', '.join([*VERBS, 'new'])}")
+            raise ConfigError(f"{name!r} is no command; those are {', '.join([*VERBS, *HERE])}")
         verb = VERBS[name]
         processes, others = take_processes(rest)
         if processes is not None and not verb.many:

@@ -83,6 +83,8 @@ class MetricsConfig:
     """Every so many rollouts some dropped samples get log-prob passes, for the metrics alone; 0: never."""
     dense_samples: Annotated[int, Range(0, 10**6)] = 4
     """Dropped samples that such a rollout passes; 0: none."""
+    save_rollouts: bool = False
+    """Whether the rollouts of completions_every_rollouts are saved whole under `rollouts/`, for `megatron-rl watch`."""
     save_plans: bool = False
     """Whether each rollout's plan is written as JSON under `plans/` in the run's folder."""
     untrained_warning_steps: Annotated[int, Range(1)] | None = 20

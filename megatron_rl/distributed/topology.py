@@ -26,6 +26,8 @@ class Topology:
 
     data_group: the replicas of this shard, without context ranks (``data_size`` counts replicas, not processes).
     expert_group: the ranks that together hold one layer's experts, the expert's tensor ranks first.
+    expert_tensor_group: the ranks that share one expert's matrices.
+    expert_data_rank: this rank's among those that hold the same shard of the same experts.
 
     Example: world 4, TP=1, PP=2, DP=2: global ranks 0, 1 are stage 0 of replicas 0, 1; ranks 2, 3 their stage 1.
     """
@@ -45,11 +47,13 @@ class Topology:
     expert_size: int
     expert_tensor_rank: int
     expert_tensor_size: int
+    expert_data_rank: int
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     context_group: dist.ProcessGroup
     expert_group: dist.ProcessGroup
+    expert_tensor_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
 
     @property
@@ -266,11 +270,13 @@ def current() -> Topology:
         expert_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
         expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        expert_data_rank=parallel_state.get_expert_data_parallel_rank(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),
         context_group=parallel_state.get_context_parallel_group(),
         expert_group=parallel_state.get_expert_tensor_and_model_parallel_group(),
+        expert_tensor_group=parallel_state.get_expert_tensor_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,11 +23,15 @@ from megatron_rl.model.attention_spans import (
     batch_spans,
     context_positions,
 )
+from megatron_rl.model.chunked_spans import chunked_spans
 from megatron_rl.model.layout import Layout
 from megatron_rl.model.sight import Sight
 from megatron_rl.model.span_attention import span_attention
+from megatron_rl.model.window_spans import windowed_spans
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.utils import is_layer_window_attention  # isort: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,18 +121,44 @@ class PackedSequences(PackedSeqParams):
     For ``TorchAttention``, and empty where Transformer Engine attends:
     position_ids: int64 [T], the position of each of this rank's tokens in its own sequence, for the rotary embedding.
     spans: which queries see which keys.
+    chunked: the same of layers that see chunks of positions, by the chunks' tokens; made as ``spans_of`` asks for them.
     key_order: int64 [CP·T], the row of each of the micro-batch's tokens among those gathered from all context ranks;
                None without them.
     context: this rank among those that share the sequences.
     segments: for Transformer Engine where prompts may be shared, in place of the bounds.
+    narrowed: the spans within each window that a layer has asked for, by its tokens.
     """
 
     layout: Layout | None = None
     position_ids: torch.Tensor | None = None
     spans: tuple[SpanBatch, ...] = ()
+    chunked: dict[int, tuple[SpanBatch, ...]] = field(default_factory=dict)
     key_order: torch.Tensor | None = None
     context: ContextShard = WHOLE
     segments: KeySegments | None = None
+    narrowed: dict[int, tuple[SpanBatch, ...]] = field(default_factory=dict)
+
+    def spans_within(self, window: int | None) -> tuple[SpanBatch, ...]:
+        """Return which queries see which keys where a token sees ``window`` tokens, itself among them; None sees all.
+
+        All layers of one window share what the first of them makes.
+        """
+        if window is None or window >= self.layout.longest:
+            return self.spans
+        if window not in self.narrowed:
+            spans, device = windowed_spans(self.layout, self.context, window), self.position_ids.device
+            self.narrowed[window] = batch_spans(spans, len(self.position_ids), self.layout.num_tokens, device)
+        return self.narrowed[window]
+
+    def spans_of(self, chunk_tokens: int | None) -> tuple[SpanBatch, ...]:
+        """Return the spans of a layer whose tokens see their own chunk of positions; None for ``spans``, the whole."""
+        if chunk_tokens is None:
+            return self.spans
+        if chunk_tokens not in self.chunked:
+            found = chunked_spans(self.layout, chunk_tokens, self.context)
+            queries, keys = len(self.position_ids), self.layout.num_tokens
+            self.chunked[chunk_tokens] = batch_spans(found, queries, keys, self.position_ids.device)
+        return self.chunked[chunk_tokens]
 
     @functools.cached_property
     def sight(self) -> Sight:
@@ -220,15 +250,32 @@ class _GatherContext(torch.autograd.Function):
         return local, None
 
 
-class TorchAttention(torch.nn.Module):
-    """Computes causal attention over packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
+def window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return the tokens that a token of a layer sees, itself among them; None where it sees all before it.
 
-    No token sees another sequence's tokens. Takes the arguments with which Megatron-Core builds a core attention.
+    layer_number: the layer's over all pipeline stages, from 1 on. Megatron-Core's ``window_size`` counts the tokens
+    before the token alone (0.16.1 ``transformer/dot_product_attention.py``).
+    """
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    return config.window_size[0] + 1
+
+
+class TorchAttention(torch.nn.Module):
+    """Computes causal attention over packed input: q [T, h, d], k [T, g, d] and v [T, g, e] → [T, h·e].
+
+    No token sees another sequence's tokens, nor those before its layer's window (``window_of``). Where v is narrower
+    than q and k (model/latent_attention.py) it is filled up with zeros, which the kernels' outputs then hold too: they
+    take one width. Takes the arguments with which Megatron-Core builds a core attention.
+
+    softmax_offset: [h], sinks (model/sinks.py); None without.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.softmax_offset: torch.nn.Parameter | None = None
+        self.window = window_of(config, layer_number)
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_
@@ -237,8 +284,15 @@ class TorchAttention(torch.nn.Module):
             raise TypeError(
                 f"TorchAttention takes PackedSequences as packed_seq_params, not {type(packed_seq_params).__name__}"
             )
+        scale, width = self.softmax_scale or query.shape[-1] ** -0.5, value.shape[-1]
+        if width < key.shape[-1]:
+            value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
         if packed_seq_params.context.size > 1:
             both = _GatherContext.apply(torch.stack([key, value], dim=1), packed_seq_params.context.group)
             key, value = both.index_select(0, packed_seq_params.key_order).unbind(1)
-        scale = self.softmax_scale or query.shape[-1] ** -0.5
-        return span_attention(query, key, value, packed_seq_params.spans, scale).flatten(1)
+        spans = self.spans(packed_seq_params)
+        return span_attention(query, key, value, spans, scale, sinks=self.softmax_offset)[..., :width].flatten(1)
+
+    def spans(self, packed: PackedSequences) -> tuple[SpanBatch, ...]:
+        """Return which of the micro-batch's keys this layer's queries see."""
+        return packed.spans_within(self.window)

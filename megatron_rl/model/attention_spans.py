@@ -1,8 +1,8 @@
 """Spans: which tokens of a micro-batch see which, as ranges of queries that see ranges of keys.
 
-A span is one block of the attention matrix: queries in a row that all see the same keys, or a causal triangle. A query
-may be in several spans; their softmaxes are merged by their log-sum-exp (model/span_attention.py). So nothing here is
-of the size [queries, keys].
+A span is one block of the attention matrix: queries in a row that all see the same keys, or a causal triangle, or the
+triangle above the diagonal that a sliding window leaves (model/window_spans.py). A query may be in several spans; their
+softmaxes are merged by their log-sum-exp (model/span_attention.py). So nothing here is of the size [queries, keys].
 
 Under context parallelism queries stay on their rank and keys and values are gathered: each sequence is cut in 2·CP
 chunks and rank r holds chunks r and 2·CP − 1 − r, so that causal work is the same on every rank (Megatron-Core's THD
@@ -68,7 +68,9 @@ class Span(NamedTuple):
 
     first_query: place among this rank's tokens.
     first_key:   place in the micro-batch, of which other context ranks hold a part.
-    causal:      whether the queries are the keys, and each sees itself and those before it; else it sees all of them.
+    causal:      whether there are as many queries as keys, and query i sees keys 0 to i; else it sees all of them.
+    mirrored:    whether causal holds with both read from their last to their first: query i sees key i and those after
+                 it.
     """
 
     first_query: int
@@ -76,6 +78,7 @@ class Span(NamedTuple):
     first_key: int
     num_keys: int
     causal: bool
+    mirrored: bool = False
 
     @property
     def queries(self) -> slice:
@@ -129,6 +132,10 @@ class SpanBatch:
     def causal(self) -> bool:
         return self.spans[0].causal
 
+    @property
+    def mirrored(self) -> bool:
+        return self.spans[0].mirrored
+
 
 def batch_spans(spans: Iterable[Span], num_queries: int, num_keys: int, device: torch.device) -> tuple[SpanBatch, ...]:
     """Group spans in few batches, in their order, and send each batch's rows and bounds to the device.
@@ -138,7 +145,9 @@ def batch_spans(spans: Iterable[Span], num_queries: int, num_keys: int, device: 
     groups: list[list[Span]] = []
     for span in spans:
         for group in groups:
-            if group[-1].causal == span.causal and group[-1].queries.stop <= span.first_query:
+            last = group[-1]
+            alike = (last.causal, last.mirrored) == (span.causal, span.mirrored)
+            if alike and last.queries.stop <= span.first_query:
                 group.append(span)
                 break
         else:
@@ -149,8 +158,9 @@ def batch_spans(spans: Iterable[Span], num_queries: int, num_keys: int, device: 
 
 
 def _on_device(spans: tuple[Span, ...], num_queries: int, num_keys: int, device: torch.device) -> SpanBatch:
-    query_rows = np.concatenate([np.arange(span.queries.start, span.queries.stop) for span in spans])
-    key_rows = np.concatenate([np.arange(span.keys.start, span.keys.stop) for span in spans])
+    step = -1 if spans[0].mirrored else 1
+    query_rows = np.concatenate([np.arange(span.queries.start, span.queries.stop)[::step] for span in spans])
+    key_rows = np.concatenate([np.arange(span.keys.start, span.keys.stop)[::step] for span in spans])
 
     def rows(found: np.ndarray, everything: int) -> torch.Tensor | None:
         if np.array_equal(found, np.arange(everything)):

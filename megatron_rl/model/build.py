@@ -7,7 +7,8 @@ config settles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +20,23 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.bridge_model import bridged_config, check_frequencies, provide_chunk, put_norms
+from megatron_rl.model.chunked_attention import put_chunked_attention
+from megatron_rl.model.embedding import scale_embedding
 from megatron_rl.model.head import hand_out_hidden, put_value_head
-from megatron_rl.model.hf_config import inverse_frequencies, model_shape
+from megatron_rl.model.hf_config import angle_kinds, latent_angles, model_shape, rotary_tables, softmax_scale
 from megatron_rl.model.invariant import silu
 from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
-from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients
+from megatron_rl.model.latent_attention import (
+    give_latent_rotary,
+    latent_fields,
+    put_latent_attention,
+)
+from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients, settle_expert_biases
 from megatron_rl.model.logit_chunks import check_kernel
-from megatron_rl.model.post_norm import put_norms_behind
-from megatron_rl.model.rotary import PackedRotary
+from megatron_rl.model.post_norm import put_norms_around, put_norms_behind, put_wide_norms
+from megatron_rl.model.rotary import PackedRotary, give_angles_by_kind
 from megatron_rl.model.seam_fields import seam_fields, users_fields
+from megatron_rl.weights.families.gpt_oss import QUICK_GELU
 from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.mapping import stage_layers
 from megatron_rl.weights.model_shape import ModelShape
@@ -37,7 +46,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # isort: skip
 
 
 def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
@@ -58,15 +67,56 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=silu if config.rollout.bitwise else F.silu,
+        activation_func=_activation(shape, bitwise=config.rollout.bitwise),
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        softmax_scale=_scale(shape, hf_config),
         **seam_fields(config, topology),
-        **FAMILIES[shape.family].layer_fields(shape),
+        **_window_fields(shape, topology),
         **_fusions(shape, extra, shares=shares_prompts(config, shape.layer_spec)),
     )
+    fields |= FAMILIES[shape.family].layer_fields(shape)
+    fields |= latent_fields(shape, hf_config, extra)
     return _build_config({**fields, **extra}, extra, shape)
+
+
+def _scale(shape: ModelShape, hf_config: Any) -> float | None:
+    """Return ``softmax_scale`` of all layers; None where a layer or latent attention has its own."""
+    if shape.kv_lora_rank or None not in angle_kinds(hf_config):
+        return None
+    return softmax_scale(hf_config, shape.head_dim)
+
+
+def _activation(shape: ModelShape, *, bitwise: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the gate's activation: ``quick_gelu`` beside bounds of gate and up (gpt-oss), gelu (Gemma), else SiLU."""
+    if shape.gelu:
+        return partial(F.gelu, approximate="tanh")
+    if shape.swiglu_limit:
+        return quick_gelu
+    return silu if bitwise else F.silu
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return x · σ(1.702 x), as Megatron-Core's own, which torch compiles anew for every shape."""
+    return x * torch.sigmoid(QUICK_GELU * x)
+
+
+def _window_fields(shape: ModelShape, topology: Topology) -> dict[str, Any]:
+    """Return the fields by which ``model/attention.py`` and Transformer Engine's attention know each layer's window.
+
+    Raises ConfigError under Transformer Engine's context parallelism, whose ring has no window.
+    """
+    if not any(shape.windows):
+        return {}
+    if shape.layer_spec == "transformer_engine" and topology.context_size > 1:
+        raise ConfigError(
+            f"parallel.context={topology.context_size} with a sliding window of {max(shape.windows)} tokens is "
+            "computed by torch's layers alone (Transformer Engine's ring has no window); set model.layer_spec=torch or "
+            "parallel.context=1"
+        )
+    (window,) = {x for x in shape.windows if x}
+    return dict(window_size=(window - 1, 0), window_attn_skip_freq=[int(x > 0) for x in shape.windows])
 
 
 def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelShape) -> TransformerConfig:
@@ -77,7 +127,7 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
     field is set behind the check.
     """
     try:
-        transformer = TransformerConfig(**fields)
+        transformer = (MLATransformerConfig if shape.kv_lora_rank else TransformerConfig)(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={extra}: {error}") from error
     transformer.moe_router_pre_softmax = shape.router_pre_softmax
@@ -131,20 +181,19 @@ def build_model(
     transformer = (bridged_config if bridged else transformer_config)(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
     stages = topology.pipeline_size * topology.virtual_size
-    partly = FAMILIES[shape.family].turns_partly
-    frequencies = inverse_frequencies(hf_config, shape.head_dim, turns_partly=partly).to(HOST.device)
+    tables, factor = _angles(hf_config, shape)
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
-        stage = chunk * topology.pipeline_size + topology.pipeline_rank
-        spec = _block_spec(transformer, shape, stage_layers(shape, stage, stages), bitwise=bitwise, shares=shares)
+        layers = stage_layers(shape, chunk * topology.pipeline_size + topology.pipeline_rank, stages)
+        spec = _block_spec(transformer, shape, layers, tables.get(None), bitwise=bitwise, shares=shares)
         model = _make_chunk(transformer, shape, spec, topology, chunk, bridged=bridged)
         if bridged:
-            check_frequencies(model, frequencies)
+            check_frequencies(model, tables[None])
         if bitwise:
-            give_angles(model, frequencies)
+            give_angles(model, tables[None])
         else:
-            _give_rotary(model, frequencies, packed=layer_spec == "torch" or shares)
+            _give_inputs(model, tables, factor, hf_config, shape, packed=layer_spec == "torch" or shares)
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
@@ -192,22 +241,63 @@ def _make_chunk(
 
 
 def _block_spec(
-    transformer: TransformerConfig, shape: ModelShape, layers: Sequence[int], *, bitwise: bool, shares: bool
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    layers: Sequence[int],
+    frequencies: torch.Tensor | None,
+    *,
+    bitwise: bool,
+    shares: bool,
 ) -> TransformerBlockSubmodules:
     if bitwise:
         return invariant_block_spec(transformer, len(layers))
     spec = block_spec(transformer, shape.layer_spec, layers, share_prompts=shares)
+    if shape.sinks:
+        put_wide_norms(spec, shape.layer_spec)
     if shape.post_norms:
         put_norms_behind(spec, shape.layer_spec)
+    if shape.sandwich_norms:
+        put_norms_around(spec, shape.layer_spec)
+    if shape.chunked is not None:
+        put_chunked_attention(spec, shape, frequencies)
+    if shape.kv_lora_rank:
+        put_latent_attention(spec, shape.layer_spec)
     return spec
 
 
-def _give_rotary(model: GPTModel, frequencies: torch.Tensor, *, packed: bool) -> None:
-    """Give a model its rotary angles; packed: by the positions that come with the tokens."""
-    if packed:
-        model.rotary_pos_emb = PackedRotary(frequencies)
+def _angles(hf_config: Any, shape: ModelShape) -> tuple[dict[str | None, torch.Tensor], float]:
+    """Return ``rotary_tables`` on this device, and the factor on cos and sin that only latent attention has."""
+    if shape.kv_lora_rank:
+        frequencies, factor = latent_angles(hf_config, shape)
+        return {None: frequencies.to(HOST.device)}, factor
+    tables = rotary_tables(hf_config, shape.head_dim, turns_partly=FAMILIES[shape.family].turns_partly)
+    return {kind: table.to(HOST.device) for kind, table in tables.items()}, 1.0
+
+
+def _give_inputs(
+    model: GPTModel,
+    tables: Mapping[str | None, torch.Tensor],
+    factor: float,
+    hf_config: Any,
+    shape: ModelShape,
+    *,
+    packed: bool,
+) -> None:
+    """Give a model its rotary angles, and a first stage's embedding its factor.
+
+    packed: the angles are by the positions that come with the tokens, as latent attention's are.
+    """
+    if shape.scaled_embedding and model.pre_process:
+        scale_embedding(model, model.config.params_dtype)
+    if shape.kv_lora_rank:
+        give_latent_rotary(model, tables[None], factor)
+    elif None not in tables:
+        scales = {kind: softmax_scale(hf_config, model.config.kv_channels, kind) for kind in tables}
+        give_angles_by_kind(model, angle_kinds(hf_config), tables, scales)
+    elif packed:
+        model.rotary_pos_emb = PackedRotary(tables[None])
     else:
-        model.rotary_pos_emb.inv_freq = frequencies  # Megatron hard-codes llama3's four constants
+        model.rotary_pos_emb.inv_freq = tables[None]  # Megatron hard-codes llama3's four constants
 
 
 def refuse_bitwise(shape: ModelShape) -> None:
@@ -222,6 +312,11 @@ def refuse_bitwise(shape: ModelShape) -> None:
         raise ConfigError(
             f"rollout.bitwise=true was shown for {shown}, and this model's model_type is "
             f"{shape.family}, whose layers may have other operations; set it to false"
+        )
+    if any(shape.windows):
+        raise ConfigError(
+            f"rollout.bitwise=true is for attention over all tokens, and this {shape.family} model has a sliding "
+            f"window of {max(shape.windows)} tokens; set it to false"
         )
     if HOST.is_cuda:
         raise ConfigError(
@@ -262,6 +357,7 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
                 and not hasattr(module.weight, "tensor_model_parallel")
             ):
                 tensor_parallel.set_tensor_model_parallel_attributes(module.weight, True, dimension, 1)
+    settle_expert_biases(model)
 
 
 def _mark_experts(model: GPTModel) -> None:

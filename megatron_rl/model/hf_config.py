@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.bridge_family import bridged_shape
 from megatron_rl.weights.families.register import FAMILIES, check_family
+from megatron_rl.weights.families.windows import FULL
 from megatron_rl.weights.model_shape import ModelShape
+
+SCALINGS = ("linear", "llama3", "yarn")
 
 
 def _check_divisible(hf_config: Any, shape: ModelShape, config: Config, topology: Topology) -> None:
@@ -39,6 +43,11 @@ def _check_divisible(hf_config: Any, shape: ModelShape, config: Config, topology
     for key, degree, size_name, size in split:
         if size % degree:
             raise ConfigError(f"{key}={degree} does not divide {size_name}={size} of {name}; use a divisor")
+    if shape.linear_bias and topology.expert_tensor_size > 1:
+        raise ConfigError(
+            f"the experts of {name} have biases, which Megatron-Core takes on whole experts alone, and they are split "
+            f"over {topology.expert_tensor_size} ranks; set parallel.expert_tensor=1"
+        )
     if not experts and topology.expert_size > 1:
         raise ConfigError(
             f"parallel.expert={topology.expert_size} splits experts and {name} has none; set parallel.expert=1"
@@ -84,7 +93,7 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, prov
     heads, vocab = hf_config.num_attention_heads, hf_config.vocab_size
     # head_dim is absent in qwen2's config, None in some llamas'
     head_dim = hf_config.to_dict().get("head_dim") or hf_config.hidden_size // heads
-    return ModelShape(
+    fields = dict(
         family=family.model_type,
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -97,23 +106,44 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, prov
         context_tokens=hf_config.max_position_embeddings,
         tied_embeddings=bool(hf_config.tie_word_embeddings),
         layer_spec=layer_spec,
-        **family.features(hf_config),
     )
+    return ModelShape(**fields | family.features(hf_config))
 
 
-def inverse_frequencies(hf_config: Any, head_dim: int, *, turns_partly: bool = False) -> torch.Tensor:
+def angle_kinds(hf_config: Any) -> tuple[str | None, ...]:
+    """Return of each layer the kind whose rotary parameters it has (OLMo 3, Gemma 3); None where all layers share."""
+    if FULL in hf_config.rope_parameters:
+        return tuple(hf_config.layer_types)
+    return (None,) * hf_config.num_hidden_layers
+
+
+def rotary_tables(hf_config: Any, head_dim: int, *, turns_partly: bool = False) -> dict[str | None, torch.Tensor]:
+    """Return ``inverse_frequencies`` of each of ``angle_kinds``; raise ConfigError where it does."""
+    return {
+        kind: inverse_frequencies(hf_config, head_dim, kind, turns_partly=turns_partly)
+        for kind in dict.fromkeys(angle_kinds(hf_config))
+    }
+
+
+def _rope(hf_config: Any, kind: str | None) -> dict[str, Any]:
+    return hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
+
+
+def inverse_frequencies(
+    hf_config: Any, head_dim: int, layer_kind: str | None = None, *, turns_partly: bool = False
+) -> torch.Tensor:
     """Return rotary inverse frequencies, float32, as transformers computes them: one for each pair that turns.
+
+    layer_kind: one of ``angle_kinds``.
 
     They are head_dim / 2, or fewer under ``partial_rotary_factor``: the rest of each head does not turn (Megatron-Core
     0.16.1 ``rope_utils.py``).
 
     turns_partly: whether another family than ours reads ``partial_rotary_factor``.
 
-    Raises ConfigError for any scaling but default, linear and llama3.
+    Raises ConfigError for any scaling but default, linear, llama3 and yarn.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = hf_config.rope_parameters
+    rope = _rope(hf_config, layer_kind)
     kind = rope["rope_type"]
     share = rope.get("partial_rotary_factor") or 1.0
     partly = [name for name, family in FAMILIES.items() if family.turns_partly]
@@ -125,14 +155,54 @@ def inverse_frequencies(hf_config: Any, head_dim: int, *, turns_partly: bool = F
     head_dim = int(head_dim * share)
     if kind == "default":
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if kind not in ("linear", "llama3"):
+    if kind not in SCALINGS:
         raise ConfigError(
-            f"rope_type={kind!r} is not supported (default, linear and llama3 are): it depends on the length or "
-            "scales attention"
+            f"rope_type={kind!r} is not supported (default, {', '.join(SCALINGS)} are): it depends on the length"
         )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
-    if factor != 1.0:
+    frequencies, factor = _scaled(hf_config, layer_kind)
+    if factor != 1.0 and kind != "yarn":
         raise ConfigError(f"rope_type={kind!r} with attention factor {factor} is not supported; only 1.0 is")
     if not frequencies.isfinite().all():
         raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
     return frequencies.float()
+
+
+def _scaled(hf_config: Any, kind: str | None) -> tuple[torch.Tensor, float]:
+    """Return transformers' own inverse frequencies and attention factor of a config with one of ``SCALINGS``."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    initial = ROPE_INIT_FUNCTIONS[_rope(hf_config, kind)["rope_type"]]
+    return initial(hf_config, torch.device("cpu"), layer_type=kind)
+
+
+def softmax_scale(hf_config: Any, head_dim: int, kind: str | None = None) -> float | None:
+    """Return what attention's scores are multiplied by; None for 1 / sqrt(head_dim). kind: one of ``angle_kinds``.
+
+    Gemma's config has ``query_pre_attn_scalar`` in place of head_dim.
+    Yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) multiplies cosines and sines of q and of k by its attention
+    factor, ``0.1 · ln(factor) + 1`` where none is given: all of a head turns here, so that each score is multiplied by
+    its square. Megatron-Core's fused rotary kernel takes no factor (0.16.1 ``rope_utils.py``), and its scores do.
+    """
+    scalar = hf_config.to_dict().get("query_pre_attn_scalar")
+    if _rope(hf_config, kind)["rope_type"] != "yarn":
+        return None if scalar is None else scalar**-0.5
+    _, factor = _scaled(hf_config, kind)
+    if not 0 < factor < math.inf:
+        raise ConfigError(f"rope_type='yarn' with attention factor {factor} is not supported; it must be above 0")
+    return factor**2 / math.sqrt(scalar or head_dim)
+
+
+def latent_angles(hf_config: Any, shape: ModelShape) -> tuple[torch.Tensor, float]:
+    """Return multi-latent attention's inverse frequencies [rope_head_dim / 2], and the factor on cos and sin.
+
+    They are as transformers computes them, under yarn too. Raises ConfigError where they are not finite.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = hf_config.rope_parameters
+    if rope["rope_type"] != "yarn":
+        return inverse_frequencies(hf_config, shape.rope_head_dim), 1.0
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
+    if not (frequencies.isfinite().all() and math.isfinite(factor)):
+        raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
+    return frequencies.float(), float(factor)

@@ -39,15 +39,11 @@ def attend(
         # [ITEMS · g, (h / g) · QUERIES, …], a group's heads one after the other
         q = _grouped(query.index_select(0, rows.flatten()).float().view(ITEMS, QUERIES, groups, -1, width))
         limit = seen[:, None, None].expand(ITEMS, groups, heads // groups, QUERIES).reshape(ITEMS * groups, -1, 1)
-        found, found_lse = _one_product(q, limit, key, value, sight.keys[part, : _padded(int(seen.max()))], scale)
+        found, found_lse = _one_product(q, limit, key, value, sight.key_rows(part), scale)
         found = found.view(ITEMS, heads, QUERIES, width).transpose(1, 2)
         out[rows[real]] = found[real].to(out.dtype)
         lse[:, rows[real]] = found_lse.view(ITEMS, heads, QUERIES).transpose(1, 2)[real].t()
     return out, lse
-
-
-def _padded(length: int) -> int:
-    return -(-length // KEY_BLOCK) * KEY_BLOCK
 
 
 def _grouped(x: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,12 @@ import torch
 
 from megatron_rl.model import invariant
 from megatron_rl.model.invariant_attention import InvariantAttention, NoRotary
+from megatron_rl.model.layer_spec import mlp_spec
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # isort: skip
+from megatron.core.transformer.mlp import MLP  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
@@ -69,10 +71,10 @@ def invariant_block_spec(config: TransformerConfig, num_layers: int) -> Transfor
     """Return the submodules of a block of ``num_layers`` dense layers."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = InvariantNorm
-    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    layer.submodules.mlp = mlp_spec(MLP, InvariantColumnLinear, InvariantRowLinear)
+    attention = layer.submodules.self_attention.submodules
     attention.core_attention = InvariantAttention
     attention.linear_qkv, attention.linear_proj = InvariantColumnLinear, InvariantRowLinear
-    mlp.linear_fc1, mlp.linear_fc2 = InvariantColumnLinear, InvariantRowLinear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = InvariantNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=InvariantNorm)

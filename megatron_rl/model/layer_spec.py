@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megatron_rl.distributed.platform import transformer_engine_importable
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import TorchAttention
+from megatron_rl.model.sinks import SinkAttention
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes  # isort: skip
 from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
@@ -90,10 +94,34 @@ def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, **mixture)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = TorchAttention
+    attention.core_attention = SinkAttention if config.softmax_type == "learnable" else TorchAttention
     if config.qk_layernorm:  # 0.19 raises on q/k norms that the config does not ask for
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
+
+
+def mlp_spec(module: type[MLP], linear_fc1: type, linear_fc2: type) -> ModuleSpec | Callable[..., MLP]:
+    """Return what a layer's ``mlp`` takes for an MLP of these linears: 0.16.1 a ModuleSpec, 0.19.2 a function."""
+    parts = MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
+    if hasattr(module, "as_mlp_submodule"):
+        return functools.partial(module.as_mlp_submodule, submodules=parts)
+    return ModuleSpec(module=module, submodules=parts)
+
+
+def settle_expert_biases(model: torch.nn.Module) -> None:
+    """Have each expert's down projection hand out its bias as the expert adds it, at each token's weight.
+
+    Experts with biases are whole on every rank (0.16.1 ``transformer_config.py``: expert tensor size 1), so that there
+    is nothing to reduce: where nothing is, Megatron-Core's linear returns a view of the product, to which its MLP may
+    not add. It also marks the bias as one of sequence parallelism, whose gradients are summed over tensor ranks, though
+    an expert's are reduced over the ranks that hold the expert, and as the same on all tensor ranks, of which the
+    gradient norm counts one, though they hold different experts.
+    """
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
+            module.explicit_expert_comm = True
+            module.bias.sequence_parallel = False
+            set_tensor_model_parallel_attributes(module.bias, True, 0, 1)
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.model.attention_spans import WHOLE, ContextShard, Span, causal_spans
+from megatron_rl.planning.tokens import window_squares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +62,18 @@ class Layout:
         return sum(self.lengths)
 
     @property
-    def squares(self) -> float:
-        """Return the squared tokens of attention: Σ l² of the segments, and 2·p·r where r tokens see a prompt of p."""
-        lengths = np.array(self.lengths, dtype=np.float64)
-        seen = sum(2.0 * x.tokens * lengths[x.segment + 1 :][: x.num_responses].sum() for x in self.shared)
-        return float((lengths**2).sum() + seen)
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence, a shared prompt's with those of its longest response."""
+        return max(length + offset for length, offset in zip(self.lengths, self.offsets, strict=True))
+
+    def squares(self, windows: tuple[int, ...]) -> float:
+        """Return the squared tokens of attention: Σ l² of the segments, and 2·p·r where r tokens see a prompt of p.
+
+        windows: the model's (``window_squares``).
+        """
+        offsets = np.array(self.offsets)
+        whole, prompts = (window_squares(x, windows) for x in (offsets + np.array(self.lengths), offsets))
+        return float((whole - prompts).sum())
 
     def positions(self) -> np.ndarray:
         """Return int64 [T], the position of each token in its own sequence."""

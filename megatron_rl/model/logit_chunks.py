@@ -68,7 +68,6 @@ class Head:
     into_main_grad: bool
     chunk_tokens: int
     kernel: Kernel
-    parts: int = 1  # tensor ranks that one rank computes for, under ``rollout.bitwise``
 
     def slices(self, tokens: int) -> list[slice]:
         return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
@@ -167,15 +166,20 @@ class InvariantChunks(TorchChunks):
         hidden, weight = aligned(self.hidden[rows]), aligned(self.weight).t()
         for start in range(0, len(hidden), BLOCK_ROWS):
             own = slice(start, min(start + BLOCK_ROWS, len(hidden)))
-            count = own.stop - own.start
-            x = (padded(hidden[own]) @ weight).to(peak.dtype) / self.head.temperature
-            target = column[own, None]
-            stats[2, own] = x[:count].gather(1, target.clamp(min=0))[:, 0].masked_fill_(target[:, 0] < 0, 0)
-            highest = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
-            x -= highest
-            e = elementwise(torch.exp, x)
-            peak[own], stats[0, own] = highest[:count, 0], e.sum(-1)[:count]
-            stats[1, own] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)[:count]
+            block_statistics(padded(hidden[own]) @ weight, self.head.temperature, column[own], peak[own], stats[:, own])
+
+
+def block_statistics(
+    logits: torch.Tensor, temperature: float, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor
+) -> None:
+    """Fill ``peak`` [r] and ``stats`` [3, r] of a block's first r rows, row-invariantly; logits: [BLOCK_ROWS, V]."""
+    x, count = logits.to(peak.dtype) / temperature, len(peak)
+    stats[2] = x[:count].gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
+    highest = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
+    x -= highest
+    e = elementwise(torch.exp, x)
+    peak[:], stats[0] = highest[:count, 0], e.sum(-1)[:count]
+    stats[1] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)[:count]
 
 
 class TritonChunks:

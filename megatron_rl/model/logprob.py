@@ -12,14 +12,14 @@ or Triton kernels (logit_chunks.py).
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.model.invariant import elementwise
-from megatron_rl.model.logit_chunks import Head, Kernel, check_kernel, default_chunk_tokens
+from megatron_rl.model.invariant import BLOCK_ROWS, elementwise, matmul, padded
+from megatron_rl.model.logit_chunks import Head, Kernel, block_statistics, check_kernel, default_chunk_tokens
 
 
 def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
@@ -100,22 +100,14 @@ def _own_statistics(
 def _by_rank(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Head
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the statistics of every tensor rank, in their order: gathered, or of the parts of a whole weight."""
-    if head.parts == 1:
-        peak, stats = _own_statistics(hidden, weight, targets, head)
-        if head.group is None or not hidden.shape[0]:
-            return [(peak, stats)]
-        own = torch.cat([peak[None], stats])
-        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(head.group))]
-        dist.all_gather(gathered, own, group=head.group)
-        return [(x[0], x[1:]) for x in gathered]
-    found = []
-    width = -(-head.num_valid // head.parts)
-    for rank in range(head.parts):
-        start, num_valid = own_columns(width, rank, head.num_valid)
-        part = dataclasses.replace(head, start=start, num_valid=num_valid, parts=1)
-        found.append(_own_statistics(hidden, weight[start : start + num_valid], targets, part))
-    return found
+    """Return the statistics of every tensor rank, in their order."""
+    peak, stats = _own_statistics(hidden, weight, targets, head)
+    if head.group is None or not hidden.shape[0]:
+        return [(peak, stats)]
+    own = torch.cat([peak[None], stats])
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(head.group))]
+    dist.all_gather(gathered, own, group=head.group)
+    return [(x[0], x[1:]) for x in gathered]
 
 
 def _combine_in_order(ranks: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,7 +194,6 @@ def linear_logprob(
     into_main_grad: bool = False,
     chunk_tokens: int | None = None,
     kernel: Kernel = "torch",
-    parts: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each target's log-probability and each row's entropy, [N] in nats, from the output layer's input.
 
@@ -222,7 +213,7 @@ def linear_logprob(
     chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra memory beside the
                 gradients: by torch's operations two float32 [chunk_tokens, V/TP], and one more in hidden's dtype where
                 that is not float32; by the Triton kernels one in hidden's.
-    kernel:     what works on the logits; parts: of "invariant", the tensor ranks that a whole ``weight`` computes for.
+    kernel:     what works on the logits.
 
     Raises ValueError for no tokens a chunk, a rank of pads alone, a missing main_grad, a kernel that cannot run here.
     Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0.
@@ -244,6 +235,32 @@ def linear_logprob(
         into_main_grad=into_main_grad,
         chunk_tokens=chunk_tokens,
         kernel=kernel,
-        parts=parts,
     )
     return _LinearLogProb.apply(hidden, weight, targets, head)
+
+
+def rank_logits(hidden: torch.Tensor, weight: torch.Tensor, *, vocab_size: int, ranks: int) -> list[torch.Tensor]:
+    """Return what so many tensor ranks have as logits, one after the other, by the kernel "invariant".
+
+    hidden: [N, H]; weight: [≥ vocab_size, H], whole. Each [N, its share of the vocabulary], of the last ones less.
+    """
+    width = -(-vocab_size // ranks)
+    columns = [own_columns(width, rank, vocab_size) for rank in range(ranks)]
+    return [matmul(hidden, weight[start : start + count]) for start, count in columns]
+
+
+def rank_logprob(ranks: Sequence[torch.Tensor], targets: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """Return each target's log-probability [N] from ``rank_logits``: to the bit, linear_logprob's on as many ranks."""
+    found, start = [], 0
+    for logits in ranks:
+        tokens, width = logits.shape
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        peak, stats = logits.new_empty(tokens, dtype=precise), logits.new_empty((3, tokens), dtype=precise)
+        column = torch.where((targets >= start) & (targets < start + width), targets - start, -1)
+        for first in range(0, tokens, BLOCK_ROWS):
+            own = slice(first, first + BLOCK_ROWS)
+            block_statistics(padded(logits[own]), temperature, column[own], peak[own], stats[:, own])
+        found.append((peak, stats))
+        start += width
+    peak, stats = _combine_in_order(found)
+    return stats[2] - (peak + elementwise(torch.log, stats[0]))

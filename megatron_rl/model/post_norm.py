@@ -1,8 +1,9 @@
-"""OLMo 2's layer of Megatron-Core's parts: norms behind attention and MLP, and over all heads of q and of k together.
+"""Layers of Megatron-Core's parts with norms behind attention and MLP: OLMo 2 and 3, Gemma 3.
 
-Nothing is normed before attention and MLP; what each gives is normed and added to the residual stream (OLMo 2,
-arXiv:2501.00656, section 2; transformers 5.19 ``Olmo2DecoderLayer``). Megatron-Core 0.16.1 has norms before both, and
-over each head of q and k.
+In OLMo nothing is normed before attention and MLP; what each gives is normed and added to the residual stream (OLMo 2,
+arXiv:2501.00656, section 2; transformers 5.19 ``Olmo2DecoderLayer``), and q and k are normed over all heads together.
+Gemma 3 norms before and behind, and multiplies by 1 + weight (transformers 5.19 ``Gemma3DecoderLayer``). Megatron-Core
+0.16.1 has norms before both, and over each head of q and k.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ import torch.distributed as dist
 
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.layer_spec import mlp_spec
 
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip
+from megatron.core.tensor_parallel.layers import (  # isort: skip
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.mlp import MLP  # isort: skip
@@ -23,7 +29,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 
 class WideRMSNorm(torch.nn.RMSNorm):
-    """Computes the norm and its product with the weight in float32 and rounds once, as Hugging Face's Olmo2RMSNorm."""
+    """Computes the norm and its product with the weight in float32 and rounds once.
+
+    So do Hugging Face's Olmo2RMSNorm and GptOssRMSNorm.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -88,7 +97,30 @@ class ProjectionNorm(torch.nn.Module):
         )
 
 
+class ShiftedRMSNorm(WideRMSNorm):
+    """Computes the norm times 1 + weight in float32 and rounds once, as Hugging Face's Gemma3RMSNorm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(
+            x.dtype
+        )
+
+
 class PostNormAttention(SelfAttention):
+    """Computes attention and norms its output [T, 1, hidden]."""
+
+    norm: type[WideRMSNorm] = WideRMSNorm
+
+    def __init__(self, config: TransformerConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.post_norm = self.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return self.post_norm(output), bias
+
+
+class ProjectionNormAttention(PostNormAttention):
     """Computes attention over q and k normed as whole projections, and norms its output [T, 1, hidden]."""
 
     def __init__(self, config: TransformerConfig, *args, **kwargs):
@@ -96,23 +128,47 @@ class PostNormAttention(SelfAttention):
         group, head_dim = self.linear_qkv.tp_group, self.hidden_size_per_attention_head
         self.q_layernorm = ProjectionNorm(config, self.num_attention_heads_per_partition, head_dim, group)
         self.k_layernorm = ProjectionNorm(config, self.num_query_groups_per_partition, head_dim, group)
-        self.post_norm = WideRMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
-    def forward(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, bias = super().forward(*args, **kwargs)
-        return self.post_norm(output), bias
+
+class ShiftedPostNormAttention(PostNormAttention):
+    """Computes attention and norms its output times 1 + weight [T, 1, hidden]."""
+
+    norm = ShiftedRMSNorm
 
 
 class PostNormMLP(MLP):
     """Computes the MLP and norms its output [T, 1, hidden]."""
 
+    norm: type[WideRMSNorm] = WideRMSNorm
+
     def __init__(self, config: TransformerConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        self.post_norm = WideRMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.post_norm = self.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(*args, **kwargs)
         return self.post_norm(output), bias
+
+
+class ShiftedPostNormMLP(PostNormMLP):
+    """Computes the MLP and norms its output times 1 + weight [T, 1, hidden]."""
+
+    norm = ShiftedRMSNorm
+
+
+def put_wide_norms(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
+    """Have every norm of a block multiply by its weight in float32 and round once, as gpt-oss's do, in place.
+
+    Raises ConfigError for Transformer Engine's layers, on which gpt-oss was not shown.
+    """
+    if layer_spec != "torch":
+        raise ConfigError(
+            f"model.layer_spec={layer_spec}: attention sinks and experts with biases (gpt_oss) were shown on torch's "
+            "layers alone; set model.layer_spec=torch"
+        )
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = WideRMSNorm
+    spec.layer_norm = WideRMSNorm
 
 
 def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
@@ -122,11 +178,32 @@ def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
     """
     if layer_spec != "torch":
         raise ConfigError(
-            f"model.layer_spec={layer_spec}: norms behind attention and MLP (olmo2) are built of torch's layers alone; "
-            "set model.layer_spec=torch"
+            f"model.layer_spec={layer_spec}: norms behind attention and MLP (olmo2, olmo3) are built of torch's layers "
+            "alone; set model.layer_spec=torch"
         )
     for layer in spec.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-        parts.self_attention.module, parts.mlp.module = PostNormAttention, PostNormMLP
+        parts.self_attention.module = ProjectionNormAttention
+        parts.mlp = mlp_spec(PostNormMLP, ColumnParallelLinear, RowParallelLinear)
     spec.layer_norm = WideRMSNorm
+
+
+def put_norms_around(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
+    """Make every layer of a block one of Gemma 3's, in place: norms before and behind, times 1 + weight.
+
+    Raises ConfigError for Transformer Engine's layers, whose linears take the norms before them into themselves.
+    """
+    if layer_spec != "torch":
+        raise ConfigError(
+            f"model.layer_spec={layer_spec}: norms before and behind attention and MLP (gemma3_text) are built of "
+            "torch's layers alone; set model.layer_spec=torch"
+        )
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = ShiftedRMSNorm
+        parts.self_attention.module = ShiftedPostNormAttention
+        parts.mlp = mlp_spec(ShiftedPostNormMLP, ColumnParallelLinear, RowParallelLinear)
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = ShiftedRMSNorm
+    spec.layer_norm = ShiftedRMSNorm

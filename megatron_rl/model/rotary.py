@@ -7,9 +7,14 @@ that it gets: [T, 1, d] beside q [T, h, d].
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
+
 import torch
 
 from megatron_rl.model.attention import PackedSequences
+
+from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 
 
 class PackedRotary(torch.nn.Module):
@@ -32,3 +37,40 @@ class PackedRotary(torch.nn.Module):
         """Return [T, 1, d], the angles of tokens at ``position_ids`` [T], the two halves alike."""
         angles = torch.outer(position_ids.to(self.inv_freq.dtype), self.inv_freq)
         return torch.cat([angles, angles], dim=-1)[:, None]
+
+
+class RotaryByKind(PackedRotary):
+    """Gives the angles of layers of several kinds, of which each layer takes its own.
+
+    inv_freq: [kinds, d / 2] float32.
+    """
+
+    def forward(self, position_ids: torch.Tensor, *_, **__) -> torch.Tensor:
+        """Return [kinds, T, 1, d], the angles of tokens at ``position_ids`` [T], the two halves alike."""
+        angles = position_ids.to(self.inv_freq.dtype)[:, None] * self.inv_freq[:, None]
+        return torch.cat([angles, angles], dim=-1)[:, :, None]
+
+
+def _take_angles(number: int, module: torch.nn.Module, given: tuple, named: dict) -> tuple[tuple, dict]:
+    return given, named | {"rotary_pos_emb": named["rotary_pos_emb"][number]}
+
+
+def give_angles_by_kind(
+    model: GPTModel,
+    kinds: Sequence[str],
+    tables: Mapping[str, torch.Tensor],
+    scales: Mapping[str, float | None],
+) -> None:
+    """Give each layer the rotary angles and the scale of the scores of its kind.
+
+    kinds: of each layer over all pipeline stages. tables: inverse frequencies [d / 2]. scales: None for 1 / sqrt(d).
+
+    Megatron-Core hands one tensor of angles to all layers (0.16.1 and 0.19.2 ``transformer_block.py``), to attention by
+    name.
+    """
+    names = list(tables)
+    model.rotary_pos_emb = RotaryByKind(torch.stack([tables[name] for name in names]))
+    for layer in model.decoder.layers:
+        kind = kinds[layer.layer_number - 1]
+        layer.self_attention.core_attention.softmax_scale = scales[kind]
+        layer.self_attention.register_forward_pre_hook(partial(_take_angles, names.index(kind)), with_kwargs=True)

@@ -49,6 +49,11 @@ def check_routing_replay(config: Config, shape: ModelShape) -> None:
             f"{setting} replays the experts of a mixture, and the model of model.hf_path has none; set "
             "rollout.routing_replay=off"
         )
+    if shape.chunked is not None and config.rollout.routing_replay == "rollout":
+        raise ConfigError(
+            f"{setting} takes the experts that an engine's routers tell, and transformers' router of {shape.family} "
+            "(5.19 Llama4Router) tells scores alone; set rollout.routing_replay=off"
+        )
     for name, (harmless, reason) in REFUSED_FIELDS.items():
         value = config.megatron.transformer.get(name, harmless[0])
         if value not in harmless:

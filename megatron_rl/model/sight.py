@@ -25,13 +25,15 @@ class Sight:
     queries: int64 [I, QUERIES], rows of the query tensor; 0 where ``real`` is False.
     real:    bool [I, QUERIES], whether there is such a query.
     seen:    int64 [I, QUERIES], how many keys it sees, from its sequence's first one on; at least 1.
-    keys:    int64 [I, blocks · KEY_BLOCK], rows of the key tensor by their position; 0 after the last one.
+    keys:    int64 [K], rows of the key tensor, one sequence after the other, each by position.
+    first:   int64 [I], where the keys of an item's sequence begin among ``keys``.
     """
 
     queries: torch.Tensor
     real: torch.Tensor
     seen: torch.Tensor
     keys: torch.Tensor
+    first: torch.Tensor
 
     @classmethod
     def of(cls, parts: Iterable[tuple[np.ndarray, int, np.ndarray]]) -> Sight:
@@ -39,26 +41,35 @@ class Sight:
 
         A query at position p sees the keys of positions 0 to p.
         """
-        items: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        items: list[tuple[np.ndarray, np.ndarray, int]] = []
+        sequences: list[np.ndarray] = []
+        begin = 0
         for rows, first, keys in parts:
             for start in range(0, len(rows), QUERIES):
                 own = rows[start : start + QUERIES]
-                seen = first + start + 1 + np.arange(len(own))
-                items.append((own, seen, keys[: seen[-1]]))
-        items.sort(key=lambda item: len(item[2]))  # those of like length share a product
+                items.append((own, first + start + 1 + np.arange(len(own)), begin))
+            sequences.append(keys)
+            begin += len(keys)
+        items.sort(key=lambda item: item[1][-1])  # those that see about as many keys share a product
         count = -(-len(items) // ITEMS) * ITEMS
-        width = -(-max(len(keys) for _, _, keys in items) // KEY_BLOCK) * KEY_BLOCK
         queries, real = np.zeros((count, QUERIES), dtype=np.int64), np.zeros((count, QUERIES), dtype=bool)
-        seen_by, key_rows = np.ones((count, QUERIES), dtype=np.int64), np.zeros((count, width), dtype=np.int64)
-        for i, (own, seen, keys) in enumerate(items):
+        seen_by, begins = np.ones((count, QUERIES), dtype=np.int64), np.zeros(count, dtype=np.int64)
+        for i, (own, seen, begin) in enumerate(items):
             queries[i, : len(own)], real[i, : len(own)], seen_by[i, : len(own)] = own, True, seen
-            key_rows[i, : len(keys)] = keys
-        return cls(
-            **{
-                name: torch.from_numpy(array)
-                for name, array in (("queries", queries), ("real", real), ("seen", seen_by), ("keys", key_rows))
-            }
-        )
+            begins[i] = begin
+        arrays = dict(queries=queries, real=real, seen=seen_by, keys=np.concatenate(sequences), first=begins)
+        return cls(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+    def key_rows(self, part: slice) -> torch.Tensor:
+        """Return int64 [items, blocks · KEY_BLOCK], the key rows of the items ``part`` by position; 0 after the last.
+
+        They are made for one product at a time: for all items they would be as many as queries times keys.
+        """
+        last = self.seen[part].amax(1, keepdim=True)
+        width = -(-int(last.max()) // KEY_BLOCK) * KEY_BLOCK
+        positions = torch.arange(width)[None]
+        places = (self.first[part][:, None] + positions).clamp(max=len(self.keys) - 1)
+        return torch.where(positions < last, self.keys[places], 0)
 
     @classmethod
     def of_layout(cls, layout: Layout) -> Sight:

@@ -29,6 +29,7 @@ def span_attention(
     batches: tuple[SpanBatch, ...],
     scale: float,
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [T, h, d], the attention of queries [T, h, d] over the keys that their spans name.
 
@@ -36,35 +37,58 @@ def span_attention(
     batches: the first holds every query once.
     forward: (query, key, value) → (output [T, h, d], log-sum-exp [h, T]) in place of the kernels' own; they give the
         gradient all the same.
+    sinks: [h], a logit per head that every query's softmax has beside its scores, and no value (gpt-oss; with a window
+        and without, as "attention sinks" of Xiao et al., 2023, arXiv:2309.17453, but learned); None without.
     """
-    return _SpanAttention.apply(query, key, value, batches, scale, forward)
+    return _SpanAttention.apply(query, key, value, batches, scale, forward, sinks)
 
 
 class _SpanAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, batches, scale, forward):
+    def forward(ctx, query, key, value, batches, scale, forward, sinks):
         kernel = _kernel_for(query)
         out, lse = (forward or partial(_merged, kernel, batches=batches, scale=scale))(query, key, value)
-        ctx.save_for_backward(query, key, value, out, lse)
+        if sinks is not None:
+            out, lse = _with_sinks(out, lse, sinks)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.kernel, ctx.batches, ctx.scale = kernel, batches, scale
         return out
 
     @staticmethod
     def backward(ctx, gradient):
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, sinks = ctx.saved_tensors
+        of_sinks = None if sinks is None else _sinks_gradient(gradient, out, lse, sinks)
         totals: list[torch.Tensor] = []
         for batch in ctx.batches:
             parts = ctx.kernel.backward(gradient, query, key, value, out, lse, batch, ctx.scale)
             for query_rows, key_rows, *found in parts:
                 rows = (query_rows, key_rows, key_rows)
                 if len(ctx.batches) == 1 and all(x is EVERYTHING for x in rows):
-                    return (*found, None, None, None)
+                    return (*found, None, None, None, of_sinks)
                 if not totals:
                     dtype = _wide(query.dtype) if len(ctx.batches) > 1 else query.dtype
                     totals = [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
                 for total, where, part in zip(totals, rows, found, strict=True):
                     _add(total, where, part)
-        return (*(total.to(query.dtype) for total in totals), None, None, None)
+        return (*(total.to(query.dtype) for total in totals), None, None, None, of_sinks)
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output [T, h, d] and log-sum-exp [h, T] of softmaxes that have their head's sink beside their scores.
+
+    The output shrinks by exp(lse − logaddexp(lse, sink)), the share that the sink leaves.
+    """
+    together = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return (out * (lse - together).exp().mT[..., None]).to(out.dtype), together
+
+
+def _sinks_gradient(gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return [h], the gradient of the sinks: Σ over queries of −p · (gradient · out), p the sink's probability.
+
+    As for any score of a softmax, p · (value · gradient − out · gradient), the sink's value being 0.
+    """
+    shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(shares * (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(-1).mT).sum(-1).to(sinks.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -104,9 +128,14 @@ def _kernel_for(query: torch.Tensor):
     return _CudaFlash if query.dtype in (torch.bfloat16, torch.float16) else _CudaMemoryEfficient
 
 
-def _heads_first(x: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Return a view [1, h, n, d] of rows of [T, h, d]."""
-    return x[rows].transpose(0, 1)[None]
+def _heads_first(x: torch.Tensor, rows: slice, mirrored: bool = False) -> torch.Tensor:
+    """Return [1, h, n, d] of rows of [T, h, d]: a view, or a copy from the last row to the first."""
+    return _turned(x[rows], mirrored).transpose(0, 1)[None]
+
+
+def _turned(x: torch.Tensor, mirrored: bool, dim: int = 0) -> torch.Tensor:
+    """Return x, or its copy from last to first where a span is mirrored."""
+    return x.flip(dim) if mirrored else x
 
 
 class _CpuFlash:
@@ -116,30 +145,30 @@ class _CpuFlash:
     def forward(query, key, value, batch, scale) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
         for span in batch.spans:
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads_first(query, span.queries),
-                _heads_first(key, span.keys),
-                _heads_first(value, span.keys),
+                _heads_first(query, span.queries, span.mirrored),
+                _heads_first(key, span.keys, span.mirrored),
+                _heads_first(value, span.keys, span.mirrored),
                 0.0,
                 span.causal,
                 scale=scale,
             )
-            yield span.queries, out[0].transpose(0, 1), lse[0]
+            yield span.queries, _turned(out[0].transpose(0, 1), span.mirrored), _turned(lse[0], span.mirrored, 1)
 
     @staticmethod
     def backward(gradient, query, key, value, out, lse, batch, scale) -> Iterator[tuple]:
         for span in batch.spans:
             found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _heads_first(gradient, span.queries),
-                _heads_first(query, span.queries),
-                _heads_first(key, span.keys),
-                _heads_first(value, span.keys),
-                _heads_first(out, span.queries),
-                lse[None, :, span.queries].contiguous(),
+                _heads_first(gradient, span.queries, span.mirrored),
+                _heads_first(query, span.queries, span.mirrored),
+                _heads_first(key, span.keys, span.mirrored),
+                _heads_first(value, span.keys, span.mirrored),
+                _heads_first(out, span.queries, span.mirrored),
+                _turned(lse[:, span.queries], span.mirrored, 1)[None].contiguous(),
                 0.0,
                 span.causal,
                 scale=scale,
             )
-            yield span.queries, span.keys, *(x[0].transpose(0, 1) for x in found)
+            yield span.queries, span.keys, *(_turned(x[0].transpose(0, 1), span.mirrored) for x in found)
 
 
 class _CudaFlash:
@@ -195,16 +224,17 @@ class _CudaMemoryEfficient:
     def forward(query, key, value, batch, scale) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
         for span in batch.spans:
             out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-                _heads_first(query, span.queries),
-                _repeated(_heads_first(key, span.keys), query.shape[1]),
-                _repeated(_heads_first(value, span.keys), query.shape[1]),
+                _heads_first(query, span.queries, span.mirrored),
+                _repeated(_heads_first(key, span.keys, span.mirrored), query.shape[1]),
+                _repeated(_heads_first(value, span.keys, span.mirrored), query.shape[1]),
                 None,
                 True,
                 0.0,
                 span.causal,
                 scale=scale,
             )
-            yield span.queries, out[0].transpose(0, 1), lse[0, :, : span.num_queries]
+            lse = _turned(lse[0, :, : span.num_queries], span.mirrored, 1)
+            yield span.queries, _turned(out[0].transpose(0, 1), span.mirrored), lse
 
     @staticmethod
     def backward(gradient, query, key, value, out, lse, batch, scale) -> Iterator[tuple]:
@@ -213,13 +243,13 @@ class _CudaMemoryEfficient:
         for span in batch.spans:
             pad = -span.num_queries % _LSE_MULTIPLE
             of_query, *of_keys, _ = aten._scaled_dot_product_efficient_attention_backward(
-                _heads_first(gradient, span.queries),
-                _heads_first(query, span.queries),
-                _repeated(_heads_first(key, span.keys), heads),
-                _repeated(_heads_first(value, span.keys), heads),
+                _heads_first(gradient, span.queries, span.mirrored),
+                _heads_first(query, span.queries, span.mirrored),
+                _repeated(_heads_first(key, span.keys, span.mirrored), heads),
+                _repeated(_heads_first(value, span.keys, span.mirrored), heads),
                 None,
-                _heads_first(out, span.queries),
-                F.pad(lse[None, :, span.queries], (0, pad), value=torch.inf),
+                _heads_first(out, span.queries, span.mirrored),
+                F.pad(_turned(lse[:, span.queries], span.mirrored, 1)[None], (0, pad), value=torch.inf),
                 unused,
                 unused,
                 0.0,
@@ -227,8 +257,9 @@ class _CudaMemoryEfficient:
                 span.causal,
                 scale=scale,
             )
-            summed = (x[0].unflatten(0, (groups, heads // groups)).sum(1).transpose(0, 1) for x in of_keys)
-            yield span.queries, span.keys, of_query[0].transpose(0, 1), *summed
+            summed = (x[0].unflatten(0, (groups, heads // groups)).sum(1) for x in of_keys)
+            found = (x.transpose(0, 1) for x in (of_query[0], *summed))
+            yield span.queries, span.keys, *(_turned(x, span.mirrored) for x in found)
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -98,6 +98,7 @@ OWNED_FIELDS = {
             "moe_layer_freq",
             "moe_shared_expert_intermediate_size",
             "moe_shared_expert_gate",
+            "moe_apply_probs_on_input",
             "moe_router_num_groups",
             "moe_router_group_topk",
             "moe_router_topk_limited_devices",
@@ -171,7 +172,8 @@ def _with_fp8(fields: dict[str, Any], config: Config) -> dict[str, Any]:
         )
     if config.lora.rank is not None:
         raise ConfigError(
-            f"lora.rank={config.lora.rank} trains adapters beside torch's layers, and FP8 needs Transformer Engine's; "
-            "remove megatron.transformer.fp8 or lora.rank"
+            f"lora.rank={config.lora.rank} trains adapters, whose products are of model.dtype, beside frozen weights "
+            "whose products FP8 would round by themselves, which was not run; remove megatron.transformer.fp8 or "
+            "lora.rank"
         )
     return fields | {"tp_only_amax_red": True}

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_rl.config import MetricsConfig
 from megatron_rl.errors import RunError
-from megatron_rl.observability import completions
+from megatron_rl.observability import completions, saved_rollouts
 from megatron_rl.observability.completions import Completion
 from megatron_rl.observability.sinks import Sink, open_sinks, set_aside
 from megatron_rl.planning.tokens import read_tokens, tokens_of
@@ -194,7 +194,7 @@ class MetricsWriter:
         last_step = None if resumed is None else -1 if self._last_step is None else self._last_step
         values = {**(config or {}), "total_steps": total_steps}
         self._sinks = open_sinks(run_dir, metrics_config, values, last_step=last_step)
-        for name in (METRICS_FILE, completions.FILE_NAME):
+        for name in (METRICS_FILE, completions.FILE_NAME, saved_rollouts.FOLDER):
             if (run_dir / name).exists() and not resumed:
                 set_aside(run_dir / name)
         self._file = (run_dir / METRICS_FILE).open("a" if resumed else "x", encoding="utf-8")

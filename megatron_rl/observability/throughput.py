@@ -15,7 +15,7 @@ def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, 
 
     FLOPs are those executed; dense-equivalent tokens are those that the dense run would have processed.
     """
-    tokens = tokens_of(facts, share_prompts=model.rules.share_prompts)
+    tokens = tokens_of(facts, share_prompts=model.rules.share_prompts, windows=model.shape.windows)
     metrics = {
         "perf/dense_equivalent_tokens_per_second": float(facts.total_tokens[mini_batch.members].sum() / seconds),
         "perf/peak_memory_bytes": float(HOST.peak_memory_bytes()),

@@ -4,6 +4,8 @@ A micro-batch of T tokens in sequences of lengths l takes on one stage, forward 
 
     t = overhead + token · T + square · Σ l²
 
+with l² less what sliding windows leave out (planning/tokens.py ``window_squares``).
+
 A rank's micro-batches take t_1 … t_m on its slowest stage. The rank takes Σ t_i on that stage and, once, while the
 pipeline fills and drains or waits for it, its longest micro-batch on each other stage over the interleaved chunks v:
 Σ_i t_i + Σ_{s ≠ slowest} max(t) / v. For equal micro-batches that is the time of 1F1B (Narayanan et al.,

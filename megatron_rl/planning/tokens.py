@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,20 +18,23 @@ class SampleTokens:
     prompt: int64 [S], tokens of its prompt, which run once for all samples of its group in a micro-batch; 0 where the
             prompt is among ``own``.
     group:  int64 [S], equal where the prompts are.
+    windows: tokens that a token of each layer sees, 0 for all before it; none where all layers see all.
 
     Attention costs Σ l² of sequences that stand alone; an answer of r tokens to a shared prompt of p sees p·r keys
-    besides its own triangle, so that it costs r² + 2·p·r, and the prompt p² once.
+    besides its own triangle, so that it costs r² + 2·p·r, and the prompt p² once. Under windows it is
+    ``window_squares`` of the sequences.
     """
 
     own: np.ndarray
     prompt: np.ndarray
     group: np.ndarray
+    windows: tuple[int, ...] = ()
 
     @classmethod
-    def alone(cls, lengths: np.ndarray) -> SampleTokens:
+    def alone(cls, lengths: np.ndarray, windows: tuple[int, ...] = ()) -> SampleTokens:
         """Return samples of [S] ``lengths`` that share nothing."""
         lengths = np.asarray(lengths, dtype=np.int64)
-        return cls(own=lengths, prompt=np.zeros_like(lengths), group=np.arange(len(lengths)))
+        return cls(own=lengths, prompt=np.zeros_like(lengths), group=np.arange(len(lengths)), windows=windows)
 
     @property
     def whole(self) -> np.ndarray:
@@ -45,12 +49,12 @@ class SampleTokens:
     def padded(self, multiple: int) -> SampleTokens:
         """Return the same with each part rounded up to the multiple."""
         own, prompt = (padded_lengths(part, multiple) for part in (self.own, self.prompt))
-        return SampleTokens(own=own, prompt=prompt, group=self.group)
+        return dataclasses.replace(self, own=own, prompt=prompt)
 
     def squares(self) -> tuple[np.ndarray, np.ndarray]:
         """Return float64 [S] twice: the squared tokens of each sample's own part, and of its prompt."""
-        own, prompt = self.own.astype(np.float64), self.prompt.astype(np.float64)
-        return own * own + 2 * own * prompt, prompt * prompt
+        whole, prompt = (window_squares(lengths, self.windows) for lengths in (self.whole, self.prompt))
+        return whole - prompt, prompt
 
     def sums(self, order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return float64 [M] twice: tokens and squared tokens of each micro-batch.
@@ -61,7 +65,7 @@ class SampleTokens:
         """
         if len(order) == 0:
             return np.zeros(0), np.zeros(0)
-        run = SampleTokens(own=self.own[order], prompt=self.prompt[order], group=self.group[order])
+        run = dataclasses.replace(self, own=self.own[order], prompt=self.prompt[order], group=self.group[order])
         own_squares, prompt_squares = run.squares()
         tokens = np.add.reduceat(run.own.astype(np.float64), offsets[:-1])
         squares = np.add.reduceat(own_squares, offsets[:-1])
@@ -78,6 +82,18 @@ class SampleTokens:
         return (float(tokens[0]), float(squares[0])) if len(samples) else (0.0, 0.0)
 
 
+def window_squares(lengths: np.ndarray, windows: tuple[int, ...]) -> np.ndarray:
+    """Return float64 [S]: twice the queries' seen keys of sequences of ``lengths`` [S], the mean over the layers.
+
+    It is l², less (l − w)² for a layer whose tokens see w of them.
+
+    Example: length 10, windows (4, 0): (100 − 36 + 100) / 2.
+    """
+    lengths = np.asarray(lengths, dtype=np.float64)
+    left_out = sum(np.maximum(lengths - window, 0.0) ** 2 for window in windows if window)
+    return lengths**2 - left_out / max(len(windows), 1)
+
+
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
     """Return int64: each length rounded up to the multiple."""
     return -(-lengths // pad_multiple) * pad_multiple
@@ -88,9 +104,12 @@ def read_tokens(facts: BatchFacts) -> np.ndarray:
     return facts.response_tokens if facts.response_inputs is None else facts.response_inputs
 
 
-def tokens_of(facts: BatchFacts, *, share_prompts: bool) -> SampleTokens:
-    """Return the tokens that a batch's samples run, without pads: none after the last that a loss token needs."""
+def tokens_of(facts: BatchFacts, *, share_prompts: bool, windows: tuple[int, ...] = ()) -> SampleTokens:
+    """Return the tokens that a batch's samples run, without pads: none after the last that a loss token needs.
+
+    windows: the model's, where squared tokens are asked for.
+    """
     responses = read_tokens(facts)
     if not share_prompts or facts.prompt_keys is None:
-        return SampleTokens.alone(facts.prompt_tokens + responses)
-    return SampleTokens(own=responses, prompt=facts.prompt_tokens, group=facts.prompt_keys)
+        return SampleTokens.alone(facts.prompt_tokens + responses, windows)
+    return SampleTokens(own=responses, prompt=facts.prompt_tokens, group=facts.prompt_keys, windows=windows)

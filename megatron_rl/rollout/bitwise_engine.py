@@ -16,10 +16,9 @@ from megatron_rl.distributed.topology import Grid, initialize
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import build_model
 from megatron_rl.model.head import head_weight
-from megatron_rl.model.invariant import matmul
 from megatron_rl.model.invariant_attention import Cache, CachedSequences
 from megatron_rl.model.invariant_layers import compute_for_ranks
-from megatron_rl.model.logprob import linear_logprob
+from megatron_rl.model.logprob import rank_logits, rank_logprob
 from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
 from megatron_rl.rollout.sampling import SampleRequest, SampleResult
 from megatron_rl.rollout.transformers_engine import TransformersEngine, check_embedded, draw, stop_tokens
@@ -112,17 +111,10 @@ class BitwiseEngine(TransformersEngine):
             token_ids = np.zeros((max_steps, len(rows)), dtype=np.int64)
             logprobs = np.zeros((max_steps, len(rows)), dtype=np.float32)
             for step in range(max_steps):
-                logits = matmul(hidden, weight[:vocab_size])
-                tokens, _ = draw(logits, temperature, None if uniforms is None else uniforms[step, rows])
-                found, _ = linear_logprob(
-                    hidden,
-                    weight,
-                    tokens,
-                    temperature=temperature,
-                    vocab_size=vocab_size,
-                    kernel="invariant",
-                    parts=self._ranks,
-                )
+                logits = rank_logits(hidden, weight, vocab_size=vocab_size, ranks=self._ranks)
+                given = None if uniforms is None else uniforms[step, rows]
+                tokens, _ = draw(torch.cat(logits, dim=1), temperature, given)
+                found = rank_logprob(logits, tokens, temperature=temperature)
                 token_ids[step, rows], logprobs[step, rows] = tokens.numpy(), found.numpy()
                 runs = (limits[rows] > step + 1) & ~np.isin(token_ids[step, rows], self._stop_ids)
                 rows = rows[runs]

@@ -25,6 +25,7 @@ from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica, engine_environment
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from megatron_rl.rollout.weight_sync.sender import WeightSender
+from megatron_rl.weights.config_json import read_fields
 
 log = logging.getLogger(__name__)
 
@@ -267,6 +268,18 @@ def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
     return owned | adapter_arguments(config, on_gpu) | defaults | config.rollout.vllm
 
 
+def family_arguments(hf_path: str) -> dict[str, object]:
+    """Return the fields of vllm.EngineArgs by which an engine computes what the model's config.json says.
+
+    Llama 4's scale by position is on in vLLM (0.32.0 ``models/llama4.py``) only for a max_model_len above 32,768,
+    whatever config.json says, unless the generation config does.
+    """
+    fields = read_fields(hf_path)
+    if fields.get("model_type") != "llama4_text":
+        return {}
+    return {"override_generation_config": {"attn_temperature_tuning": fields.get("attn_temperature_tuning", True)}}
+
+
 def adapter_arguments(config: Config, on_gpu: bool) -> dict[str, object]:
     """Return the fields of vllm.EngineArgs for an engine that gets the policy's adapters alone; none where merged.
 
@@ -340,7 +353,8 @@ def _process(config: Config, location: RankLocation, device: torch.device) -> Pr
         )
         threads = max(1, usable_cores() // engines_here)
     log_path = config.run.path / "engines" / f"vllm_{location.rank}.log"
-    return ProcessReplica(engine_arguments(config, device), engine_environment(os.environ, devices, threads), log_path)
+    arguments = family_arguments(config.model.hf_path) | engine_arguments(config, device)
+    return ProcessReplica(arguments, engine_environment(os.environ, devices, threads), log_path)
 
 
 def _servers(config: Config) -> list[ServerReplica]:

@@ -15,6 +15,11 @@ from transformers import PreTrainedModel
 from megatron_rl.errors import ConfigError
 
 
+def routers_of(mlp: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a layer's router, by transformers' names of it (``gate``; gpt_oss: ``router``); none of a dense MLP."""
+    return [module for name, module in mlp.named_children() if name in ("gate", "router")]
+
+
 class ExpertNotes:
     """Keeps the experts of a batch that is sampled: of its prompts, then of each step's tokens.
 
@@ -24,7 +29,8 @@ class ExpertNotes:
     def __init__(self, model: PreTrainedModel) -> None:
         """Hook the model's routers. Raises ConfigError for a model without mixtures of experts."""
         layers = model.model.layers
-        if not all(hasattr(layer.mlp, "gate") for layer in layers):
+        routers = [router for layer in layers for router in routers_of(layer.mlp)]
+        if len(routers) < len(layers):
             raise ConfigError(
                 f"rollout.routing_replay=rollout replays the experts of a mixture, and a {type(model).__name__} has "
                 "none; set rollout.routing_replay=off"
@@ -32,10 +38,8 @@ class ExpertNotes:
         self._latest: list[torch.Tensor | None] = [None] * len(layers)
         self._prompts: torch.Tensor | None = None
         self._steps: torch.Tensor | None = None
-        for number, layer in enumerate(layers):
-            layer.mlp.gate.register_forward_hook(
-                lambda module, given, output, number=number: self._keep(number, output)
-            )
+        for number, router in enumerate(routers):
+            router.register_forward_hook(lambda module, given, output, number=number: self._keep(number, output))
 
     def _keep(self, number: int, output: tuple[torch.Tensor, ...]) -> None:
         self._latest[number] = output[2]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
+
+T = TypeVar("T")
 
 
 def run_prompts(
@@ -31,6 +34,33 @@ def run_prompts(
         logits_to_keep=1,
     )
     return cache, output.logits[:, -1], positions[:, -1:] + 1, mask, padded
+
+
+def counts_pads(model: PreTrainedModel) -> bool:
+    """Return whether a model takes pads before a prompt for positions, so that none may be there.
+
+    Llama 4's scale by position counts the tokens of the cache, whatever the mask and the positions given (transformers
+    5.19 ``Llama4TextAttention.forward``).
+    """
+    config = model.config.get_text_config()
+    return config.model_type == "llama4_text" and config.attn_temperature_tuning
+
+
+def cut_batches(
+    prompts: Sequence[T], length_of: Callable[[T], int], most: int, *, alike: bool
+) -> Iterator[Sequence[T]]:
+    """Yield at most ``most`` prompts that run together, in their order; of one length where ``alike``.
+
+    Example: a to d of lengths 2, 2, 2, 5, at most 2: ab and cd, or, alike, ab, c and d.
+    """
+    start = 0
+    while start < len(prompts):
+        stop = min(start + most, len(prompts))
+        if alike:
+            first = length_of(prompts[start])
+            stop = next((i for i in range(start, stop) if length_of(prompts[i]) != first), stop)
+        yield prompts[start:stop]
+        start = stop
 
 
 def _left_pad(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

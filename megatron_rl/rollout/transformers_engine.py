@@ -14,7 +14,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import NO_WEIGHTS, OnFinished, SyncReport, sample_seed, token_bounds
 from megatron_rl.rollout.expert_notes import ExpertNotes
-from megatron_rl.rollout.prefill import run_prompts
+from megatron_rl.rollout.prefill import counts_pads, cut_batches, run_prompts
 from megatron_rl.rollout.sampling import SampleRequest, SampleResult
 from megatron_rl.rollout.transformers_sampling import sample_requests
 from megatron_rl.types import Prompt, Rollout
@@ -55,6 +55,7 @@ class TransformersEngine:
         text_config = model.config.get_text_config()
         stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
         self._hold(model, tokenizer, rollout, seed, device, int(text_config.max_position_embeddings), stop_ids)
+        self._alike = counts_pads(model)
 
     def _hold(
         self,
@@ -75,7 +76,7 @@ class TransformersEngine:
 
     lost = ()
     lacks_weights = True  # it takes no adapters apart from the weights
-    is_elsewhere, progressed_at = False, -math.inf
+    is_elsewhere, progressed_at, _alike = False, -math.inf, False
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Do nothing: the engine is in this process, and lives and dies with it."""
@@ -167,8 +168,7 @@ class TransformersEngine:
         for first in range(0, samples_per_prompt, max_rows):
             samples = range(first, min(first + max_rows, samples_per_prompt))
             num_prompts = max_rows // len(samples)
-            for start in range(0, len(order), num_prompts):
-                batch = order[start : start + num_prompts]
+            for batch in cut_batches(order, lambda i: len(prompts[i].token_ids), num_prompts, alike=self._alike):
                 rows = [(prompts[index], sample) for index in batch for sample in samples]
                 limits = np.repeat([bounds[index] for index in batch], len(samples))
                 uniforms = None if greedy else self._uniforms(rows, int(limits.max()))
@@ -330,14 +330,17 @@ class TransformersEngine:
 
 
 def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Build the model of ``hf_path``'s config in eval mode, its weights not yet set. Raises ConfigError."""
+    """Build the model of ``hf_path``'s config in eval mode, its weights not yet set. Raises ConfigError.
+
+    Its attention is torch's (sdpa) where transformers has it for the family; one with sinks has none.
+    """
     config = parse_hf_config(hf_path)
     settle_tying(config, hf_path)
     check_embedded(hf_path, rollout)
     # Modules draw their initial values from torch's global generator, which belongs to the trainer.
     accelerators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=accelerators), torch.device(device):
-        model = transformers_model(config, hf_path, dtype=dtype, attn_implementation="sdpa")
+        model = transformers_model(config, hf_path, dtype=dtype)
     return model.requires_grad_(False).eval()
 
 

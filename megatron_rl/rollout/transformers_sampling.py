@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from megatron_rl.rollout.prefill import run_prompts
+from megatron_rl.rollout.prefill import counts_pads, cut_batches, run_prompts
 from megatron_rl.rollout.sampling import EMPTY, SampledSequence, SampleRequest, SampleResult, TopLogProbs
 
 Decode = Callable[[list[int]], str]
@@ -61,8 +61,8 @@ def sample_requests(
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))  # like lengths pad least
     rows = [(i, sample) for i in order for sample in range(requests[i].num_samples)]
     sequences: dict[int, list[SampledSequence]] = {i: [] for i in order}
-    for first in range(0, len(rows), max_rows):
-        part = rows[first : first + max_rows]
+    alike = counts_pads(model)
+    for part in cut_batches(rows, lambda row: len(requests[row[0]].token_ids), max_rows, alike=alike):
         decoded = _decode_rows(model, decode, [_new_row(requests[i], sample) for i, sample in part])
         for (i, _), row in zip(part, decoded, strict=True):
             sequences[i].append(_finished(row))

@@ -70,11 +70,13 @@ def engine_memory(config: Config, shape: ModelShape, degrees: Degrees, gpu_bytes
     plain = dataclasses.replace(shape, lora_rank=0, lora_targets=())  # adapters come merged
     weights = sum(stage_parameters(plain, ONE_GPU, 0)) * size
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-    sample = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size * longest
+    cached = sum(min(longest, window or longest) for window in shape.windows or (0,) * shape.num_layers)
+    sample = shape.cached_elements * size * cached
     if rollout.engine == "vllm":
         width = rollout.tensor_parallel
         share, turns = int(rollout.gpu_memory_utilization * gpu_bytes), rollout.sleep != "never"
-        needed = weights // width + sample // min(width, shape.num_kv_heads)
+        shards = 1 if shape.kv_lora_rank else min(width, shape.num_kv_heads)  # latents are whole on every rank
+        needed = weights // width + sample // shards
         return EngineMemory(
             while_training=0 if turns else share, while_generating=share, needed=needed, takes_turns=turns
         )

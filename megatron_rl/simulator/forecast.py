@@ -130,12 +130,15 @@ class Job:
         config = self.config
         members = split_mini_batches(np.arange(len(signal)), config.train.samples_per_mini_batch)
         merge = config.skip.steps == "merge" and drops
-        tokens = self.workload.tokens(share_prompts=rules.share_prompts)
+        tokens = self._tokens(rules)
         return plan_steps("train", members, tokens, signal, rules, drops=drops, merge=merge)
 
     def padded(self, rules: PlanRules) -> SampleTokens:
         """Return the tokens that each sample runs, pads included."""
-        return self.workload.tokens(share_prompts=rules.share_prompts).padded(rules.pad_multiple)
+        return self._tokens(rules).padded(rules.pad_multiple)
+
+    def _tokens(self, rules: PlanRules) -> SampleTokens:
+        return self.workload.tokens(share_prompts=rules.share_prompts, windows=self.shape.windows)
 
 
 def forecast(job: Job) -> Forecast:

@@ -83,7 +83,7 @@ class Costs:
 
 def layer_flops(shape: ModelShape) -> tuple[float, float]:
     """Return the FLOPs of one layer, forward and backward: per token without attention scores, and per Σ l²."""
-    return 6.0 * shape.layer_parameters, 6.0 * shape.num_heads * shape.head_dim
+    return 6.0 * shape.layer_parameters, 6.0 * shape.score_width
 
 
 def machine_costs(

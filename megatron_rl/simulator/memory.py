@@ -75,18 +75,24 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
     """Return a rank's parameters of a layer: those outside the experts, and those of its experts."""
     tensor, hidden, heads = degrees.tensor_size, shape.hidden_size, shape.num_heads
     qkv = (heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
-    attention = qkv * hidden + (qkv if shape.qkv_bias else 0) + heads * shape.head_dim // tensor * hidden
-    norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    attention = shape.attention_parameters(tensor) + (qkv if shape.qkv_bias else 0)
+    norms = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0) + shape.q_lora_rank + shape.kv_lora_rank
     if shape.post_norms:
         norms += (heads + shape.num_kv_heads) * shape.head_dim // tensor
-    if not shape.num_experts or layer < shape.num_dense_layers:
+    if shape.sandwich_norms:
+        norms += 2 * hidden
+    if shape.sinks:
+        attention += heads // tensor
+    if not shape.has_mixture(layer):
         width = shape.mlp_matrices * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size)
         return attention + norms + width * hidden // tensor, 0
-    experts = (
-        shape.num_experts // degrees.expert_size * 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
-    )
+    expert = 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
+    router = shape.num_experts * hidden
+    if shape.linear_bias:
+        attention, router = attention + hidden, router + shape.num_experts
+        expert += 2 * shape.ffn_hidden_size // degrees.expert_tensor_size + hidden
     shared = 3 * hidden * shape.shared_ffn_hidden_size // tensor
-    return attention + norms + shape.num_experts * hidden + shared, experts
+    return attention + norms + router + shared, shape.num_experts // degrees.expert_size * expert
 
 
 def layers_of(shape: ModelShape, degrees: Degrees, stage: int) -> list[int]:
@@ -116,12 +122,18 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
     return dense, experts
 
 
-def stage_adapters(shape: ModelShape, config: Config, degrees: Degrees) -> int:
-    """Count the adapter parameters on a rank of any pipeline stage; 0 if every weight is trained."""
-    adapted = shape.with_adapters(config.lora)
-    entries = [pair for weight in target_entries(adapted) for pair in pair_entries(weight)]
-    layer = sum(math.prod(shard_size(entry, adapted, degrees.tensor_size)) for entry in entries)
-    return layer * shape.num_layers // degrees.pipeline_size
+def stage_adapters(shape: ModelShape, config: Config, degrees: Degrees, stage: int) -> tuple[int, int]:
+    """Count a rank's adapter parameters on the stage, outside the experts and in them; 0 if every weight is trained."""
+    adapted, dense, experts = shape.with_adapters(config.lora), 0, 0
+    for layer in layers_of(shape, degrees, stage):
+        for weight in target_entries(adapted, layer, shape.num_experts or 1):  # of the experts, one
+            ranks = degrees.tensor_size if weight.expert is None else degrees.expert_tensor_size
+            count = sum(math.prod(shard_size(entry, adapted, ranks)) for entry in pair_entries(weight))
+            if weight.expert is None:
+                dense += count
+            else:
+                experts += count * (shape.num_experts // degrees.expert_size)
+    return dense, experts
 
 
 def full_recompute(config: Config) -> bool:
@@ -132,21 +144,29 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     """Return the elements that autograd saves per token of a rank in a layer, with torch's layers.
 
     Transformer Engine's layers fuse some and keep less. Both norms keep input, normalised and output (6 h, split by
-    sequence parallelism); attention keeps the projection of which v is a part, q and k as rotated, its output, and the
-    cosines and sines, and under q/k norms their inputs, of which k's is a part of the projection, and the normalised
-    too; the MLP keeps gate and up, the activated gate, up, their product. An expert's
-    tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of the
-    choices: a tensor rank of sequence parallelism sends its own tokens alone, and expert-tensor ranks take the same.
+    sequence parallelism), and norms behind them input and normalised; attention keeps the projection of which v is a
+    part, q and k as rotated, its output, and the cosines and sines, and under q/k norms their inputs, of which k's is a
+    part of the projection, and the normalised too; multi-latent attention, whose latents' norms are as the other norms,
+    keeps q, k, v and its output at q's width, and the output once more at v's; the MLP keeps gate and up, the activated
+    gate, up, their product. Bounds of gate and up keep three more: the bounded gate, its sigmoid and the bounded up. An
+    expert's tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of
+    the choices: a tensor rank of sequence parallelism sends its own tokens alone, expert-tensor ranks take the same.
     """
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     normed = shape.qk_norm or shape.post_norms
     attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if normed else 0)
     attention *= shape.head_dim
-    norms = 6 * hidden / (tensor if config.parallel.sequence_parallel else 1)
-    if not shape.num_experts or layer < shape.num_dense_layers:
+    norms = (10 if shape.sandwich_norms else 6) * hidden / (tensor if config.parallel.sequence_parallel else 1)
+    if shape.kv_lora_rank:
+        apart = shape.value_head_dim if shape.value_head_dim != shape.head_dim else 0
+        attention = heads * (4 * shape.head_dim + apart) / tensor + 4 * shape.rope_head_dim
+        latents = 3 * (shape.q_lora_rank + shape.kv_lora_rank) + shape.rope_head_dim
+        norms += latents / (tensor if config.parallel.sequence_parallel else 1)
+    if not shape.has_mixture(layer):
         return norms + attention + 5 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor
     choices = shape.experts_per_token * degrees.expert_tensor_size / tensor
-    routed = choices * (2 * hidden + 5 * shape.ffn_hidden_size / degrees.expert_tensor_size)
+    widths = 8 if shape.swiglu_limit else 5
+    routed = choices * (2 * hidden + widths * shape.ffn_hidden_size / degrees.expert_tensor_size)
     return norms + attention + routed + 5 * shape.shared_ffn_hidden_size / tensor
 
 
@@ -168,10 +188,10 @@ def stage_memory(
     # Parameters, and their optimizer state.
     size, layers = ELEMENT_BYTES[config.model.dtype], shape.num_layers // degrees.pipeline_size
     dense, experts = stage_parameters(shape, degrees, stage)
-    adapters = 0 if shape.value_head else stage_adapters(shape, config, degrees)
-    weights = dense + experts + adapters
-    if adapters:
-        dense, experts = adapters, 0  # only the adapters are trained
+    adapters = (0, 0) if shape.value_head else stage_adapters(shape, config, degrees, stage)
+    weights = dense + experts + sum(adapters)
+    if any(adapters):
+        dense, experts = adapters  # only the adapters are trained
     per_parameter = 8 + (4 if size == 2 else 0)
     whole = (dense + experts) * per_parameter
     sharded = round(

@@ -66,11 +66,13 @@ class Workload:
         """Return [S] int64: the response tokens that the model reads."""
         return self.response_tokens if self.response_inputs is None else self.response_inputs
 
-    def tokens(self, *, share_prompts: bool) -> SampleTokens:
-        """Return the samples' tokens, without pads; a group's samples have one prompt."""
+    def tokens(self, *, share_prompts: bool, windows: tuple[int, ...] = ()) -> SampleTokens:
+        """Return the samples' tokens, without pads; a group's samples have one prompt. windows: the model's."""
         if not share_prompts:
-            return SampleTokens.alone(self.lengths)
-        return SampleTokens(own=self.read_response_tokens, prompt=self.prompt_tokens, group=self.groups)
+            return SampleTokens.alone(self.lengths, windows)
+        return SampleTokens(
+            own=self.read_response_tokens, prompt=self.prompt_tokens, group=self.groups, windows=windows
+        )
 
     def signal(self, config: Config) -> np.ndarray:
         """Return [S] bool, True for a sample with signal, by the run's own advantages and rule.

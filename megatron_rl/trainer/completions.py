@@ -1,7 +1,7 @@
-"""Chooses the completions of a rollout or of an evaluation that are recorded with their rewards.
+"""Chooses the completions of a rollout or of an evaluation that are recorded; saves whole rollouts.
 
-They are of prompts that this rank generated, so that nothing is sent for them; the first rank generates with every
-engine and every layout, and alone records them. Choosing them draws no random number and changes none of a run's.
+Completions are of prompts that this rank generated, so that nothing is sent for them; the first rank generates with
+every engine and every layout, and alone records them. Choosing them draws no random number and changes none of a run's.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.observability.completions import TRAIN, Completion, best_to_worst, of_rollout, share_of_groups
+from megatron_rl.observability.saved_rollouts import sample_row, token_texts, write_rollout
 from megatron_rl.rollout.training_batch import TrainingBatch
 from megatron_rl.rollout.worker import Group
+from megatron_rl.types import Advantages
 
 
 def of_training(config: Config, taken: TrainingBatch, advantages: np.ndarray, index: int) -> list[Completion]:
@@ -30,6 +32,59 @@ def of_training(config: Config, taken: TrainingBatch, advantages: np.ndarray, in
         return totals[members].tolist(), advantages[members].tolist()
 
     return _chosen(config, taken.groups, numbers, source=TRAIN, number=index + 1)
+
+
+def save_rollout(
+    config: Config, taken: TrainingBatch, advantages: Advantages, index: int, *, tokenizer: object, rank: int
+) -> None:
+    """Save this rank's groups of rollout ``index`` whole, where ``metrics.save_rollouts`` asks for it.
+
+    Not a collective: a rank writes the samples that it generated, with the rewards and advantages that all ranks know.
+    """
+    if not config.metrics.save_rollouts or index % config.metrics.completions_every_rollouts or not taken.groups:
+        return
+    facts, totals = taken.facts, taken.scored.rewards.totals
+    ends = np.cumsum(facts.response_tokens)
+    groups, seen = [], set()
+    for place in sorted(taken.groups):
+        group, samples = taken.groups[place], []
+        for member, row in enumerate(np.flatnonzero(facts.groups == place).tolist()):
+            rollout = group.rollouts[member]
+            of_token = None
+            if advantages.of_token is not None:
+                of_token = advantages.of_token[ends[row] - facts.response_tokens[row] : ends[row]].tolist()
+            elif rollout.loss_mask is not None:  # the environment's tokens have none
+                of_token = (advantages.of_sample[row] * np.array(rollout.loss_mask)).tolist()
+            seen.update(rollout.response_ids)
+            samples.append(
+                sample_row(
+                    sample=rollout.sample_index,
+                    ids=rollout.response_ids,
+                    advantage=float(advantages.of_sample[row]),
+                    advantages=of_token,
+                    reward=float(totals[row]),
+                    rewards=group.scores[member].by_function,
+                    finish_reason=rollout.finish_reason,
+                    weight_version=rollout.weight_version,
+                    excluded=rollout.excluded,
+                )
+            )
+        prompt = group.rollouts[0].prompt
+        answer = prompt.columns.get("answer")
+        groups.append(
+            {
+                "prompt": prompt.text,
+                "prompt_id": prompt.name,
+                "answer": None if answer is None else str(answer),
+                "samples": samples,
+            }
+        )
+    document = {
+        "functions": list(config.reward.functions),
+        "tokens": {str(id): text for id, text in token_texts(tokenizer, seen).items()},
+        "groups": groups,
+    }
+    write_rollout(config.run.path, index + 1, rank, document)
 
 
 def of_evaluation(config: Config, name: str, groups: Mapping[int, Group]) -> list[Completion]:

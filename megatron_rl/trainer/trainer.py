@@ -19,6 +19,7 @@ from megatron_rl.distributed.watchdog import Watchdog
 from megatron_rl.observability.completions import Completion
 from megatron_rl.observability.metrics import MetricsWriter, read_metrics, skip_metrics, step_metrics
 from megatron_rl.observability.progress_bar import ProgressBar
+from megatron_rl.observability.saved_rollouts import forget_after
 from megatron_rl.observability.throughput import performance
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
@@ -36,7 +37,7 @@ from megatron_rl.trainer.advantages import (
     kl_penalty,
     teacher_advantages,
 )
-from megatron_rl.trainer.completions import of_training
+from megatron_rl.trainer.completions import of_training, save_rollout
 from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.reference_policy import ReferencePolicy
 from megatron_rl.trainer.teacher import Teacher
@@ -94,6 +95,7 @@ class Trainer:
         self.recorder.num_rollouts = restored.trace_rollouts
         if self.backend.topology.is_main:  # which alone has the file, and alone warns
             self.watch.resume(read_metrics(self.config.run.path / "metrics.jsonl"))
+            forget_after(self.config.run.path, restored.rollouts or 0)
         self.rollouts_done = restored.rollouts
         self.supervised_steps_done = restored.supervised_steps or 0
 
@@ -141,6 +143,8 @@ class Trainer:
         self.next_row |= self.rollouts.remember(taken, result.plain)
         if self.backend.topology.is_main:
             self.sampled += of_training(self.config, taken, result.advantages.of_sample, index)
+        rank = self.backend.topology.rank
+        save_rollout(self.config, taken, result.advantages, index, tokenizer=self.tokenizer, rank=rank)
         return result
 
     def _against_teacher(self, taken: TrainingBatch, mask: np.ndarray, index: int) -> AdvantageResult:

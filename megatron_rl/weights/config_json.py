@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_rl.config.json_text import check, field, quoted, read_object
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.families.register import check_family
-from megatron_rl.weights.quantization import WAY_OUT, block_size
+from megatron_rl.weights.families.register import ALIASES, FAMILIES, check_family
+from megatron_rl.weights.quantization import WAY_OUT, block_size, is_mxfp4
 from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights, heads_differ
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -37,12 +37,26 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "first_k_dense_replace": (int, 0, 2**16),
     "routed_scaling_factor": (float, 1e-6, 1e6),
     "num_nextn_predict_layers": (int, 0, 2**10),
+    "intermediate_size_mlp": (int, 1, 2**24),
+    "interleave_moe_layer_step": (int, 1, 2**16),
+    "no_rope_layer_interval": (int, 1, 2**16),
+    "attention_chunk_size": (int, 1, 2**40),
+    "floor_scale": (int, 1, 2**40),
+    "attn_scale": (float, 0.0, 1e6),
+    "swiglu_alpha": (float, 1e-6, 1e6),
+    "swiglu_limit": (float, 1e-6, 1e30),
+    "q_lora_rank": (int, 1, 2**20),
+    "kv_lora_rank": (int, 1, 2**20),
+    "qk_nope_head_dim": (int, 1, 2**16),
+    "qk_rope_head_dim": (int, 2, 2**16),
+    "v_head_dim": (int, 1, 2**16),
     "num_labels": (int, 0, 2**16),  # transformers makes a name for each
 }
 # The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are made.
 ROPE_NUMBERS = {
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("rope_theta", "factor", "original_max_position_embeddings"),
 }
 # The fields that the model built here, its checks or transformers' own config classes settle.
 _READ = {
@@ -50,7 +64,10 @@ _READ = {
     *("model_type", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "layer_types"),
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
     *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_jitter_noise", "is_causal"),
-    *("use_qk_norm",),
+    *("use_qk_norm", "no_rope_layers", "moe_layers", "attn_temperature_tuning"),
+    *("query_pre_attn_scalar", "hidden_activation", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("use_bidirectional_attention", "rope_local_base_freq", "sliding_window_pattern"),
+    *("rope_interleave", "scoring_func", "topk_method", "moe_layer_freq"),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
     *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop"),
 }
@@ -58,6 +75,7 @@ _READ = {
 _NEUTRAL = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("id2label", "label2id", "problem_type", "pretraining_tp", "output_router_logits"),
+    *("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"),  # the last is the sum of its parts
     *("router_aux_loss_coef", "chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states"),
 }
 
@@ -67,16 +85,22 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
 
     key: the setting that names the folder, for messages.
 
-    A ``quantization_config`` that is read (block FP8) is taken out, since the weights in memory are full ones. Raises
-    ConfigError, naming the file, for a config.json that is missing, no JSON, refused by transformers, or quantised in
-    another way.
+    A ``quantization_config`` that is read (block FP8, MXFP4) is taken out, since the weights in memory are full ones.
+    Raises ConfigError, naming the file, for a config.json that is missing, no JSON, refused by transformers, or
+    quantised in another way.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     path = pathlib.Path(folder) / CONFIG
-    block_size(read_fields(folder, key), str(path))
+    fields = read_fields(folder, key)
+    block_size(fields, str(path))
+    family = ALIASES.get(str(fields.get("model_type")))
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if family is None:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        else:
+            config = CONFIG_MAPPING[family].from_dict({**fields, "model_type": family, "auto_map": None})
+            config.name_or_path = str(folder)
     except Exception as error:  # its validators raise errors of many classes
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} is refused by transformers: {type(error).__name__}: {reason[:400]}") from error
@@ -172,9 +196,17 @@ def _check_sizes(config: Any, where: str) -> None:
     if isinstance(pad := fields.get("pad_token_id"), int) and pad >= fields["vocab_size"]:
         raise ConfigError(f"{where}: pad_token_id={pad} is beyond vocab_size={fields['vocab_size']}; set it to null")
     rope = check(fields.get("rope_parameters"), f"{where}: rope_parameters", dict)
-    kind = field(rope, "rope_type", str, f"{where}: rope_parameters")
+    by_kind = {name: value for name, value in rope.items() if name in ("full_attention", "sliding_attention")}
+    for name, own in by_kind.items():
+        _check_rope(check(own, f"{where}: rope_parameters: {name}", dict), f"{where}: rope_parameters: {name}")
+    if not by_kind:
+        _check_rope(rope, f"{where}: rope_parameters")
+
+
+def _check_rope(rope: dict, where: str) -> None:
+    kind = field(rope, "rope_type", str, where)
     for name in ROPE_NUMBERS.get(kind, ("rope_theta",)):
-        field(rope, name, float, f"{where}: rope_parameters", least=1e-6, most=1e15)
+        field(rope, name, float, where, least=1e-6, most=1e15)
 
 
 def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
@@ -189,12 +221,16 @@ def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
 def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> None:
     """Raise ConfigError for a folder that a vLLM engine, which reads config.json itself, would build otherwise."""
     path = pathlib.Path(folder) / CONFIG
-    if block_size(read_fields(folder), str(path)) is not None:
+    fields = read_fields(folder)
+    kind = "MXFP4" if is_mxfp4(fields) else "FP8" if block_size(fields, str(path)) is not None else None
+    if kind is not None:
         raise ConfigError(
-            f"{path} has a quantization_config, and rollout.engine=vllm would hold FP8 weights where the trainer sends "
-            f"full ones; {WAY_OUT}: tools/convert_checkpoint.py import and export write it"
+            f"{path} has a quantization_config, and rollout.engine=vllm would hold {kind} weights where the trainer "
+            f"sends full ones; {WAY_OUT}: tools/convert_checkpoint.py import and export write it"
         )
     written, settled = (read(folder, provider=provider) for read in (read_hf_config, load_hf_config))
+    if provider == "native":
+        FAMILIES[written.model_type].refuse_served(written)
     if written.tie_word_embeddings and not settled.tie_word_embeddings:
         raise ConfigError(
             f"{path} says tie_word_embeddings=true and the files hold a {HEAD_NAME} of their own, which "

@@ -10,12 +10,16 @@ A layout says how they lie in it, and how it is split over ranks:
                   SelfAttention.get_query_key_value_tensors).
 - ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); where there is one
                   tensor, each rank's rows of it.
-- ``SPLIT``:      one vector, each rank's share of it (a norm over all heads of q or k).
+- ``SPLIT``:      one vector, each rank's share of it (a norm over all heads of q or k, sinks).
+- ``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core; in the one Hugging Face tensor, which is the transpose, gate and up
+                  take turns: columns 0, 2, … are gate's, 1, 3, … up's. A bias likewise, and has no transpose.
+- ``TRANSPOSED``: as ``COLUMNS`` in Megatron-Core; the Hugging Face tensor is the transpose.
 
 A family may hold q, k and v, or gate and up, in one Hugging Face tensor, one part after the other (``joined``).
 
 Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts fused in memory
-(weights/fused.py).
+(weights/fused.py). A file's tensor that stacks all experts (gpt_oss) has a name per expert here, with its number before
+the last part: ``…experts.3.down_proj`` is ``…experts.down_proj[3]`` (weights/stacked.py).
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ class Layout(Enum):
     QKV = "qkv"
     GATE_UP = "gate_up"
     SPLIT = "split"
+    INTERLEAVED = "interleaved"
+    TRANSPOSED = "transposed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from megatron_rl.weights.mapping import (
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import WeightReader, whole_tensors
 from megatron_rl.weights.side_files import copy_side_files, is_tokenizers
+from megatron_rl.weights.stacked import copies
 
 BUCKET_BYTES = 512 * 2**20
 StageEntries = Callable[[ModelShape, int, int, int], Iterator[Entry]]
@@ -136,7 +137,7 @@ def _bucket_of(stage: int, entry: Entry, shape: ModelShape, topology: Topology) 
         ranks, peers = topology.expert_tensor_size, topology.expert_size
     size = shard_size(entry, shape, ranks)
     travels = ranks * peers * topology.pipeline_size > 1
-    copied = entry.layout is Layout.QKV or (
+    copied = entry.layout in (Layout.QKV, Layout.INTERLEAVED, Layout.TRANSPOSED) or (
         ranks > 1 and entry.layout in (Layout.COLUMNS, Layout.GATE_UP, Layout.SPLIT)
     )
     return Bucket(
@@ -273,8 +274,10 @@ def save_hugging_face(
     tokenizer_source: the directory of another tokenizer than ``source``'s; None for the same.
     """
     with replacing_folder(path) as partial:
-        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # each is valid until the next one
-        save_file(copies, partial / "model.safetensors", metadata={"format": "pt"})
+        experts = hf_config.to_dict().get("num_local_experts") or 0
+        save_file(
+            copies(tensors, hf_config.model_type, experts), partial / "model.safetensors", metadata={"format": "pt"}
+        )
         other = pathlib.Path(tokenizer_source) if tokenizer_source else None
         names = copy_side_files(pathlib.Path(source), partial, tokenizer=other) if source else []
         if not any(is_tokenizers(partial / name) for name in names):

@@ -13,13 +13,15 @@ from collections.abc import Mapping
 import torch
 
 from megatron_rl.weights.families.register import FAMILIES
+from megatron_rl.weights.stacked import slices
 
 
 def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
     """Return views of a model's tensors (weights or gradients) under the names of a checkpoint's files.
 
     tensors: by their names in memory.
-    family: the config's ``model_type``. Any other than a mixture that is built here has the same names in both places.
+    family: the config's ``model_type``. Any other than a mixture that is built here has the same names in both places;
+        one whose files stack experts too has a name per expert (weights/stacked.py).
 
     Example: ``model.layers.0.mlp.experts.down_proj`` of a mixtral →
     ``model.layers.0.block_sparse_moe.experts.{0…E−1}.w2.weight``.
@@ -27,6 +29,8 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
     names = FAMILIES[family].experts if family in FAMILIES else None
     if names is None:
         return dict(tensors)
+    if names.stacked:
+        return dict(slices(tensors.items(), family))
     renamed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, mixture, rest = name.partition(".mlp.")

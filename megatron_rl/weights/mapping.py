@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -27,17 +28,18 @@ def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
     Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
     """
     family = FAMILIES[shape.family]
-    if layer < shape.num_dense_layers:
+    if shape.num_experts and not shape.has_mixture(layer):
         return family.first_layers(shape)
     return family.layer(shape)
 
 
 def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tuple[Entry, ...]]:
     """Yield the entries of each of this rank's experts in layer ``layer``, with names as in ``layer_entries``."""
-    names = FAMILIES[shape.family].experts
-    if names is not None and layer >= shape.num_dense_layers:
+    family = FAMILIES[shape.family]
+    if family.experts is not None and shape.has_mixture(layer):
+        of_expert = family.expert_layer or partial(expert_entries, family.experts)
         for expert in range(shape.num_experts // expert_size):
-            yield expert_entries(names, shape, expert)
+            yield of_expert(shape, expert)
 
 
 def stage_layers(shape: ModelShape, stage: int, num_stages: int) -> range:
@@ -82,20 +84,42 @@ def trained_entries(shape: ModelShape, stage: int, num_stages: int, expert_size:
     return (entry for entry in stage_entries(shape, stage, num_stages, expert_size) if not entry.frozen)
 
 
-def target_entries(shape: ModelShape) -> tuple[Entry, ...]:
-    """Return the entries of one layer's weights that ``lora.targets`` names, alike in every layer.
+def target_entries(shape: ModelShape, layer: int, expert_size: int) -> tuple[Entry, ...]:
+    """Return the entries of a layer's weights that ``lora.targets`` names: of its own, and of this rank's experts.
 
-    Where the layers are of two kinds, a target is one of their common attention (``put_adapters`` refuses others).
+    Names are as in ``layer_entries``. A target is every linear layer of that name: linear_fc1 is that of a dense MLP,
+    of a shared expert and of each routed one.
     """
-    wanted = {f"{name}.weight" for name in shape.lora_targets}
-    return tuple(
-        entry for entry in layer_entries(shape, shape.num_layers - 1) if entry.megatron.partition(".")[2] in wanted
-    )
+    experts = (entry for entries in own_experts(shape, expert_size, layer) for entry in entries)
+    return tuple(x for x in (*layer_entries(shape, layer), *experts) if target_of(x.megatron) in shape.lora_targets)
 
 
-def adapter_name(linear: str) -> str:
-    """Return the name of a linear layer's adapters, a module beside it: mlp.linear_fc1 → mlp.linear_fc1_adapter."""
-    return f"{linear}_adapter"
+def target_of(name: str) -> str:
+    """Return the linear layer that a weight belongs to, as ``lora.targets`` names it; "" for any other parameter.
+
+    Example: mlp.experts.linear_fc1.weight3 → linear_fc1.
+    """
+    linear, _, last = name.rpartition(".")
+    return linear.rpartition(".")[2] if re.fullmatch(r"weight\d*", last) else ""
+
+
+ADAPTER = "_adapter"
+
+
+def adapter_name(weight: str) -> str:
+    """Return the name of a weight's adapters, a module beside its linear layer, or one per expert of a grouped linear.
+
+    Examples: mlp.linear_fc1.weight → mlp.linear_fc1_adapter; mlp.experts.linear_fc1.weight3 →
+    mlp.experts.linear_fc1_adapter.3.
+    """
+    linear, _, number = weight.rpartition(".weight")
+    return linear + ADAPTER + (f".{number}" if number else "")
+
+
+def adapted_weight(adapter: str) -> str:
+    """Return the weight that adapters of this name belong to; the inverse of ``adapter_name``."""
+    linear, _, number = adapter.rpartition(ADAPTER)
+    return f"{linear}.weight{number.removeprefix('.')}"
 
 
 def pair_entries(weight: Entry) -> Iterator[Entry]:
@@ -104,22 +128,25 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
     For a layer that is split by rows, A is whole on every tensor rank and B is split by rows, in the order of its own
     tensor; for one that is split by columns, A is split by columns and B is whole.
     """
-    linear = adapter_name(weight.megatron.removesuffix(".weight"))
     in_rows = weight.layout is not Layout.COLUMNS
     for tensor in weight.hf:
         projection = tensor.removesuffix(".weight")
         for side, split, layout in (("A", not in_rows, Layout.COLUMNS), ("B", in_rows, Layout.GATE_UP)):
             yield Entry(
-                megatron=f"{linear}.{projection.rpartition('.')[2]}_{side}",
+                megatron=f"{adapter_name(weight.megatron)}.{projection.rpartition('.')[2]}_{side}",
                 hf=(f"{projection}.lora_{side}.weight",),
                 layout=layout if split else Layout.REPLICATED,
+                expert=weight.expert,
             )
 
 
 def adapter_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
-    """Yield the adapters' entries of one stage; Hugging Face names are PEFT's without its ``base_model.model.``."""
+    """Yield the adapters' entries of one stage; Hugging Face names are PEFT's without its ``base_model.model.``.
+
+    As in ``stage_entries``, an expert's entry stands for the i-th expert of every expert-parallel rank.
+    """
     for local, layer in enumerate(stage_layers(shape, stage, num_stages)):
-        for entry in (pair for weight in target_entries(shape) for pair in pair_entries(weight)):
+        for entry in (pair for weight in target_entries(shape, layer, expert_size) for pair in pair_entries(weight)):
             yield dataclasses.replace(
                 entry, megatron=f"decoder.layers.{local}.{entry.megatron}", hf=(f"model.layers.{layer}.{entry.hf[0]}",)
             )
@@ -155,6 +182,10 @@ def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
             return (sum(hf_size(shape, name)[0] for name in entry.hf) // ranks, *first[1:])
         case Layout.SPLIT:
             return (first[0] // ranks,)
+        case Layout.INTERLEAVED:
+            return (first[-1] // ranks, *first[:-1])
+        case Layout.TRANSPOSED:
+            return (first[1], first[0] // ranks)
 
 
 def part_rows(entry: Entry, shape: ModelShape) -> list[tuple[str, int, int]]:
@@ -194,6 +225,14 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
         case Layout.SPLIT:
             share = hf_size(shape, entry.hf[0])[0] // ranks
             return read(entry.hf[0], 0, rank * share, (rank + 1) * share)
+        case Layout.INTERLEAVED:
+            size = hf_size(shape, entry.hf[0])
+            share = size[-1] // ranks
+            both = read(entry.hf[0], len(size) - 1, rank * share, (rank + 1) * share)
+            return both.unflatten(-1, (-1, 2)).movedim((-1, -2), (0, 1)).flatten(0, 1)
+        case Layout.TRANSPOSED:
+            share = hf_size(shape, entry.hf[0])[0] // ranks
+            return read(entry.hf[0], 0, rank * share, (rank + 1) * share).t()
         case Layout.QKV:
             groups = shape.num_kv_heads // ranks
             return torch.cat([x.view(groups, -1, *x.shape[1:]) for x in parts()], dim=1).flatten(0, 1)
@@ -221,6 +260,10 @@ def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[
             yield entry.hf[0], (shards.transpose(0, 1),)
         case Layout.SPLIT:
             yield entry.hf[0], (shards,)
+        case Layout.INTERLEAVED:  # [ranks, (gate, up), share, …] → […, ranks, share, (gate, up)]
+            yield entry.hf[0], (shards.unflatten(1, (2, -1)).movedim((0, 2, 1), (-3, -2, -1)),)
+        case Layout.TRANSPOSED:
+            yield entry.hf[0], (shards.transpose(1, 2),)
         case Layout.GATE_UP if entry.joined and len(shards) == 1:
             yield entry.hf[0], (shards[0],)
         case Layout.GATE_UP:

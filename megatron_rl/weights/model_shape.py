@@ -9,14 +9,43 @@ from megatron_rl.config import LoraConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedAttentionShape:
+    """Holds what Llama 4's attention has beside sizes, by the numbers of the layers.
+
+    chunk_tokens: positions are cut in chunks of it, and a token of a chunked layer sees its own chunk alone.
+    chunked_layers: those layers; the others see the whole sequence.
+    turned_layers: those whose q and k are turned by rotary angles; the others' have no positions.
+    l2_norm: whether q and k of turned layers are divided by their root mean square.
+    scale, scale_tokens: the query at position p of a layer without positions is multiplied by
+        1 + scale · log(1 + floor((p + 1) / scale_tokens)); 0.0 for none.
+    """
+
+    chunk_tokens: int
+    chunked_layers: tuple[int, ...]
+    turned_layers: tuple[int, ...]
+    l2_norm: bool
+    scale: float
+    scale_tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Holds a model's sizes by its Hugging Face config. Sizes are in elements, ``context_tokens`` in tokens.
 
     ffn_hidden_size: the width of the MLP, or of one expert where the MLP is a mixture.
+    head_dim: the width of one head's q and k, and of its v where ``value_head_dim`` is 0.
+    q_lora_rank, kv_lora_rank: of multi-latent attention, the widths of the vectors that q, and that k and v, are made
+    of; 0 without, and a q_lora_rank of 0 makes q of the hidden state.
+    rope_head_dim, value_head_dim: there, the part of a head's q and k that turns, and the width of its v; else 0.
+    chunked: a Llama 4's attention, whose layers are of two kinds (``ChunkedAttentionShape``); None for any other's.
     post_norms: True for norms behind attention and MLP, and over all heads of q and k together (OLMo 2).
     mlp_matrices: an MLP's: gate, up and down, or 2 without a gate.
+    sandwich_norms: True for norms before and behind attention and MLP, all multiplying by 1 + weight (Gemma 3).
+    scaled_embedding, gelu: True for the embedding times sqrt(hidden_size), and for gelu (tanh) in the MLP (Gemma).
+    windows: of each layer, the tokens that a token sees, itself among them; 0 for all before it, none where all do.
     num_experts, experts_per_token: 0 for a dense model.
     num_dense_layers, dense_ffn_hidden_size: the first layers of a mixture that have one MLP, and its width; else 0.
+    dense_layers: the numbers of the ``num_dense_layers`` layers with one MLP where they are not the first ones.
     shared_ffn_hidden_size: the width of the expert that every token passes beside its own; 0 without.
     router_groups, router_groups_per_token: a token's experts lie in so many of the groups of experts; 0 without groups.
     router_scaling: what the chosen experts' weights are multiplied by.
@@ -25,6 +54,9 @@ class ModelShape:
     out.
     router_pre_softmax: True where the chosen experts' weights are a share of all experts' probability and do not add up
     to 1.
+    linear_bias: True for biases on attention's output, the router and the experts (gpt-oss).
+    sinks: True for a learned logit per head in the softmax's denominator.
+    swiglu_limit: the bound of an expert's gate (above) and up (both sides); 0.0 without.
     padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
     layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
     value_head: True for one number per token in place of the vocabulary's logits; embeddings are then never tied.
@@ -47,10 +79,20 @@ class ModelShape:
     qk_norm: bool = False
     post_norms: bool = False
     mlp_matrices: int = 3
+    sandwich_norms: bool = False
+    scaled_embedding: bool = False
+    gelu: bool = False
+    windows: tuple[int, ...] = ()
+    chunked: ChunkedAttentionShape | None = None
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    rope_head_dim: int = 0
+    value_head_dim: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
     router_pre_softmax: bool = False
     num_dense_layers: int = 0
+    dense_layers: tuple[int, ...] = ()
     dense_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int = 0
     router_groups: int = 0
@@ -58,10 +100,49 @@ class ModelShape:
     router_scaling: float = 1.0
     router_bias: bool = False
     num_extra_layers: int = 0
+    linear_bias: bool = False
+    sinks: bool = False
+    swiglu_limit: float = 0.0
     value_head: bool = False
     lora_rank: int = 0
     lora_alpha: float = 0.0
     lora_targets: tuple[str, ...] = ()
+
+    def has_mixture(self, layer: int) -> bool:
+        """Return whether the MLP of the model's layer of this number is a mixture."""
+        dense = layer in self.dense_layers if self.dense_layers else layer < self.num_dense_layers
+        return bool(self.num_experts) and not dense
+
+    def attended(self, mean_context: float) -> float:
+        """Return the tokens that a token attends to, added up over the layers; mean_context: in one that sees all."""
+        chunked = self.chunked.chunked_layers if self.chunked else ()
+        within = min(mean_context, self.chunked.chunk_tokens / 2) if self.chunked else 0.0
+        return (self.num_layers - len(chunked)) * mean_context + len(chunked) * within
+
+    def attention_parameters(self, tensor_size: int = 1) -> int:
+        """Return the weights of a layer's matrices of attention, those of one of ``tensor_size`` tensor ranks.
+
+        A rank holds its own heads' share, and what makes the latents of multi-latent attention whole.
+        """
+        hidden, heads = self.hidden_size, self.num_heads // tensor_size
+        if not self.kv_lora_rank:
+            return 2 * hidden * (self.num_heads + self.num_kv_heads) * self.head_dim // tensor_size
+        of_hidden = self.q_lora_rank + self.kv_lora_rank + self.rope_head_dim + heads * self.value_head_dim
+        keys_and_values = self.head_dim - self.rope_head_dim + self.value_head_dim
+        of_latents = (self.q_lora_rank or hidden) * self.head_dim + self.kv_lora_rank * keys_and_values
+        return hidden * of_hidden + heads * of_latents
+
+    @property
+    def score_width(self) -> float:
+        """Return the mean of the widths of all heads' q and v, that a query meets at each key."""
+        return self.num_heads * (self.head_dim + (self.value_head_dim or self.head_dim)) / 2
+
+    @property
+    def cached_elements(self) -> int:
+        """Return what an engine keeps per token and layer: keys and values, or the latents that they are made of."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.rope_head_dim
+        return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def layer_parameters(self) -> float:
@@ -69,7 +150,7 @@ class ModelShape:
 
         Of a mixture they are ``experts_per_token`` experts', the shared one's and the router's.
         """
-        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+        attention = self.attention_parameters()
         mlps = self.experts_per_token if self.num_experts else 1
         width = self.mlp_matrices * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
         first = 3 * self.dense_ffn_hidden_size * self.num_dense_layers
@@ -79,7 +160,7 @@ class ModelShape:
     @property
     def square_share(self) -> float:
         """Return attention's cost per squared token of a causal sequence, over a layer's matrices' per token."""
-        return self.num_heads * self.head_dim / self.layer_parameters
+        return self.score_width / self.layer_parameters
 
     @property
     def head_layers(self) -> float:

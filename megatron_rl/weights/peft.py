@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.distributed.atomic_file import replacing_folder
+from megatron_rl.errors import ConfigError
+from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.mapping import target_entries
 from megatron_rl.weights.model_shape import ModelShape
 
@@ -17,14 +19,22 @@ PREFIX = "base_model.model."  # PEFT's, of the model that PeftModel wraps
 
 
 def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
-    """Return PEFT's LoraConfig (0.21). ``hf_path``: the directory of the frozen model."""
-    modules = [name.removesuffix(".weight").rpartition(".")[2] for entry in target_entries(shape) for name in entry.hf]
+    """Return PEFT's LoraConfig (0.21). ``hf_path``: the directory of the frozen model.
+
+    Experts' projections have the names that files give them; PEFT stacks their pairs as transformers 5 stacks the
+    experts, gate's and up's block-diagonally (``utils/transformers_weight_conversion.py``). Raises ConfigError where it
+    would leave some out (``lost_by_peft``).
+    """
+    lost = lost_by_peft(shape)
+    if lost:
+        raise ConfigError(lost)
+    modules = dict.fromkeys(_projection(name) for entry in _targets(shape) for name in entry.hf)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": shape.lora_rank,
         "lora_alpha": shape.lora_alpha,
-        "target_modules": modules,
+        "target_modules": list(modules),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -34,6 +44,33 @@ def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
         "inference_mode": True,
         "base_model_name_or_path": hf_path,
     }
+
+
+def lost_by_peft(shape: ModelShape) -> str:
+    """Return the reason why PEFT's directory would not hold the model, "" where it does.
+
+    Over transformers 5 PEFT (0.21.2, read and run) takes the name of a routed expert's projection for those of the
+    stacked experts alone, and leaves out, with a warning or none, the pairs of other layers of that name.
+    """
+    targets = _targets(shape)
+    routed = {_projection(name) for entry in targets if entry.expert is not None for name in entry.hf}
+    both = [x for entry in targets if entry.expert is None for x in map(_projection, entry.hf) if x in routed]
+    if not both:
+        return ""
+    return (
+        f"adapters on {both[0]} of {shape.family} are on routed experts and on a shared expert or a dense layer, and "
+        "PEFT (0.21.2) over transformers 5 would leave out the latter; take the weights with adapters merged in, hf, "
+        "or set lora.targets=[linear_qkv,linear_proj]"
+    )
+
+
+def _targets(shape: ModelShape) -> list[Entry]:
+    """Return the targets of the two kinds of layers, of the experts one."""
+    return [x for layer in (0, shape.num_layers - 1) for x in target_entries(shape, layer, shape.num_experts or 1)]
+
+
+def _projection(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def save_peft(tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object], path: pathlib.Path) -> None:

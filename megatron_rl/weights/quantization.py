@@ -1,4 +1,6 @@
-"""Quantised checkpoints: FP8 in blocks is read as the numbers that it stands for, every other kind is refused by name.
+"""Quantised checkpoints: two kinds are read as the numbers that they stand for, every other one is refused by name.
+
+They are FP8 in blocks, and MXFP4 in the experts of gpt-oss (weights/mxfp4.py).
 
 Block FP8 (DeepSeek-V3, "finegrained fp8" in transformers): ``x.weight`` is float8_e4m3fn [rows, columns] and
 ``x.weight_scale_inv`` float32 or bfloat16, one number per block of ``weight_block_size`` elements. The weight is their
@@ -38,8 +40,17 @@ _TRACES = {
 }
 
 
+def is_mxfp4(fields: Mapping[str, object]) -> bool:
+    """Return whether a config.json's fields say that a gpt_oss model's experts are in MXFP4."""
+    settings = fields.get("quantization_config")
+    return isinstance(settings, dict) and (settings.get("quant_method"), fields.get("model_type")) == (
+        "mxfp4",
+        "gpt_oss",
+    )
+
+
 def block_size(fields: Mapping[str, object], where: str) -> tuple[int, int] | None:
-    """Return (rows, columns) of a block where a config.json's fields say block FP8, None for full weights.
+    """Return (rows, columns) of a block where a config.json's fields say block FP8, None for full weights and MXFP4.
 
     where: the file, for messages.
 
@@ -50,6 +61,8 @@ def block_size(fields: Mapping[str, object], where: str) -> tuple[int, int] | No
         if settings is None:
             continue
         settings = check(settings, f"{where}: {name}", dict)
+        if is_mxfp4(fields):
+            continue
         method, blocks = settings.get("quant_method"), settings.get("weight_block_size")
         if name == "compression_config" or method != "fp8" or blocks is None:
             label = quoted("fp8 without weight_block_size" if method == "fp8" else method)

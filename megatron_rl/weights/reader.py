@@ -18,10 +18,13 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.config.json_text import check, field, quoted, read_object
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry
+from megatron_rl.weights.families.family import ExpertNames
 from megatron_rl.weights.mapping import hf_size, stage_entries
 from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.weights.mxfp4 import GROUP, PackedExpert
 from megatron_rl.weights.quantization import SCALE, block_size, dequantize, trace_of
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
+from megatron_rl.weights.stacked import BLOCKS, SCALES, ExpertOfStack, Slice, is_stack, slices_of, stacking
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +69,10 @@ class HuggingFaceReader:
     """Reads slices of a Hugging Face directory's safetensors files, sharded or not; never a whole file.
 
     A weight of block FP8 is read as the float32 numbers that it stands for; its scales are no tensors of ``files``.
+    Nor are stacks of experts (weights/stacked.py), but a tensor for each expert; one of MXFP4 is read as bfloat16.
 
     files: each tensor's name and its file.
+    stacks: the place of each expert's tensor that lies in a stack; mxfp4: the stacks in that format.
     blocks: rows and columns of a block of FP8, None for full weights.
 
     Raises ConfigError, naming the file, for files that are missing, cut short, malformed or outside the folder, and
@@ -79,13 +84,46 @@ class HuggingFaceReader:
         self.open_files: dict[pathlib.Path, object] = {}
         self.files = _list_tensors(self)
         config = self.path / "config.json"
-        self.blocks = block_size(read_object(config), str(config)) if config.is_file() else None
+        fields = read_object(config) if config.is_file() else {}
+        self.blocks = block_size(fields, str(config))
         self.scales: dict[str, pathlib.Path] = {}
         if self.blocks is not None:
             for name in [x for x in self.files if x.endswith(SCALE) and x.removesuffix(SCALE) in self.files]:
                 if self._dtype_name(name.removesuffix(SCALE)) == FP8:
                     self.scales[name] = self.files[name]
             self.files = {name: file for name, file in self.files.items() if name not in self.scales}
+        self.stacks: dict[str, Slice] = {}
+        self.mxfp4: dict[str, pathlib.Path] = {}
+        if names := stacking(fields.get("model_type")):
+            self._unstack(names)
+
+    def _unstack(self, names: ExpertNames) -> None:
+        """Put a name for each expert in the place of each stack's, in ``files``."""
+        held, self.files = self.files, {}
+        for name, file in held.items():
+            stack = name.removesuffix(BLOCKS)
+            if name != stack and is_stack(stack, names) and f"{stack}{SCALES}" in held:
+                self.mxfp4 |= {name: file, f"{stack}{SCALES}": held[f"{stack}{SCALES}"]}
+                self._check_packed(stack)
+            elif not is_stack(name, names):
+                self.files[name] = file
+                continue
+            experts = self.opened(file).get_slice(name).get_shape()[0]
+            for expert in range(experts):
+                for own, place in slices_of(stack, expert, names):
+                    self.stacks[own], self.files[own] = place, file
+        self.files = {name: file for name, file in self.files.items() if name not in self.mxfp4}
+
+    def _check_packed(self, stack: str) -> None:
+        """Raise ConfigError where a stack in MXFP4 has not a byte of scale for each group of numbers."""
+        blocks, scales = (self.opened(self.mxfp4[x]).get_slice(x) for x in (f"{stack}{BLOCKS}", f"{stack}{SCALES}"))
+        wanted = ("U8", tuple(blocks.get_shape()[:-1]))
+        found = (scales.get_dtype(), tuple(scales.get_shape()))
+        if len(wanted[1]) != 3 or blocks.get_shape()[-1] != GROUP // 2 or found != wanted or blocks.get_dtype() != "U8":
+            raise ConfigError(
+                f"{stack}{SCALES} in {self.path} is {found[0]} of shape {found[1]}; blocks, {blocks.get_dtype()} of "
+                f"{tuple(blocks.get_shape())}, of [experts, rows, groups, {GROUP // 2}] want {wanted[0]} of {wanted[1]}"
+            )
 
     def has(self, name: str) -> bool:
         return name in self.files
@@ -108,7 +146,15 @@ class HuggingFaceReader:
             raise ConfigError(
                 f"{self.path} holds no tensor named {name}; its config and its weights do not belong together"
             )
-        return self.opened(file).get_slice(name)
+        if name not in self.stacks:
+            return self.opened(file).get_slice(name)
+        place = self.stacks[name]
+        stack, expert = place.stack, place.expert
+        if f"{stack}{BLOCKS}" not in self.mxfp4:
+            return ExpertOfStack(self.opened(file).get_slice(stack), place)
+        return PackedExpert(
+            *(self.opened(self.mxfp4[x]).get_slice(x) for x in (f"{stack}{BLOCKS}", f"{stack}{SCALES}")), expert
+        )
 
     def _dtype_name(self, name: str) -> str:
         return str(self._slice(name).get_dtype())

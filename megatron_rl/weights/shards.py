@@ -25,11 +25,26 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Describes a tensor to come: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` is 128 bytes."""
+    """Describes a tensor to come: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` is 128 bytes.
+
+    slices: the names under which it comes, a slice along its first dimension each, in their order; none where it comes
+        whole.
+    parts: above 0, a slice comes as the transposes of so many equal shares of its columns, under a name each.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    slices: tuple[str, ...] = ()
+    parts: int = 0
+
+    @property
+    def arrivals(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+        """Return (name, shape, dtype) of what is added for it."""
+        if not self.slices:
+            return ((self.name, self.shape, self.dtype),)
+        size = (self.shape[2] // self.parts, self.shape[1]) if self.parts else self.shape[1:]
+        return tuple((name, size, self.dtype) for name in self.slices)
 
     @property
     def num_bytes(self) -> int:
@@ -60,8 +75,14 @@ class ShardWriter:
                 free_bytes = shard_bytes
             self._shards[-1].append(tensor)
             free_bytes -= tensor.num_bytes
-        self._waiting = [(number, tensor) for number, shard in enumerate(self._shards) for tensor in shard]
+        self._waiting = [
+            (number, arrival, tensor.parts)
+            for number, shard in enumerate(self._shards)
+            for tensor in shard
+            for arrival in tensor.arrivals
+        ]
         self._waiting.reverse()
+        self._parts: list[torch.Tensor] = []  # of a slice that has not come whole
         self._open: tuple[int, BinaryIO] | None = None
 
     def file_name(self, number: int) -> str:
@@ -91,14 +112,20 @@ class ShardWriter:
         return file
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        number, planned = self._waiting.pop()
-        arrived = Planned(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+        number, planned, parts = self._waiting.pop()
+        arrived = (name, tuple(tensor.shape), tensor.dtype)
         assert arrived == planned, f"{arrived} came where {planned} was planned"
+        if parts:
+            self._parts.append(tensor.t().contiguous())
+            if len(self._parts) < parts:
+                return
+            tensor, self._parts = torch.cat(self._parts, dim=1), []
         self._start(number).write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
 
     def finish(self) -> list[str]:
         """Close the last file, write the index where there are several files, and return the files' names."""
-        assert not self._waiting, f"{len(self._waiting)} planned tensors never came, {self._waiting[-1]} is the first"
+        waiting = self._waiting
+        assert not waiting, f"{len(waiting)} planned tensors never came, {waiting[-1][1]} is the first"
         self.abandon()
         names = [self.file_name(i) for i in range(len(self._shards))]
         if len(names) > 1:

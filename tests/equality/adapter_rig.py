@@ -25,6 +25,7 @@ STEPS = (
     f"optimizer.clip_grad={CLIP}",
 )
 ATTENTION = "lora.targets=[linear_qkv,linear_proj]"
+ETP1 = "expert_tensor=1"
 # (processes, model, what of parallel.*, anything else)
 TOPOLOGIES = {
     "1 process": (1, "qwen3", (), ()),
@@ -33,16 +34,25 @@ TOPOLOGIES = {
     "TP2": (2, "qwen2_tied", (TP2,), ()),
     "TP2-SP": (2, "qwen3", (TP2, SP), ()),
     "TP2-norms-behind": (2, "olmo2", (TP2,), ()),
+    "TP2-norms-around": (2, "gemma3_text", (TP2,), ()),
     "PP2-tied": (2, "qwen2_tied", (PP2,), ()),
     "PP2-recomputed": (2, "qwen2_untied", (PP2,), RECOMPUTE),
     "PP2-VPP2": (2, "qwen2_tied", (PP2, VPP2), ()),
     "CP2": (2, "llama3_rope", (CP2,), ()),
     "EP2": (2, "qwen3_moe", (EP2,), (ATTENTION,)),
+    "EP2-sinks": (2, "gpt_oss", (EP2,), (ATTENTION,)),
     "TP2-PP2": (4, "qwen2_untied", (TP2, PP2), ()),
     "TP2-SP-PP2-VPP2": (4, "qwen3", (TP2, SP, PP2, VPP2), ()),
     "PP2-DP2": (4, "qwen2_tied", (PP2,), ()),
     "TP2-SP-CP2": (4, "qwen2_untied", (TP2, SP, CP2), ()),
     "TP2-SP-EP2": (4, "mixtral", (TP2, SP, EP2), (ATTENTION,)),
+    "experts": (1, "glm4_moe", (), ()),
+    "experts-EP2": (2, "qwen3_moe", (EP2,), ()),
+    "experts-TP2-SP": (2, "glm4_moe", (TP2, SP), ()),
+    "experts-TP2-SP-ETP1": (2, "mixtral", (TP2, SP, ETP1), ()),
+    "experts-TP2-SP-EP2-ETP1": (2, "qwen3_moe", (TP2, SP, EP2, ETP1), ()),
+    "experts-PP2": (2, "qwen3_moe", (PP2,), ()),
+    "experts-TP2-SP-EP2": (4, "mixtral", (TP2, SP, EP2), ()),
 }
 
 

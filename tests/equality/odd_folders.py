@@ -223,7 +223,7 @@ FOLDERS = {
     ),
     "a layer of sliding attention": Folder(
         change=config(layer_types=["full_attention", "sliding_attention"]),
-        refusal="only full_attention is",
+        refusal="sliding_window=None of qwen2 with sliding_attention",
     ),
     "attention to what follows": Folder(change=config(is_causal=False), refusal="is_causal=False of qwen2"),
     # ---- numbers

@@ -5,40 +5,39 @@ Compared are gradient, norm, steps, export and checkpoints.
 
 from __future__ import annotations
 
+import pathlib
+
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
 from megatron_rl.distributed import topology
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.adapter import adapters_of as own_adapters
 from megatron_rl.model.adapter import adapters_off
 from megatron_rl.types import StepKind
-from tests.adapted import adapters_of, merged
+from megatron_rl.weights.fused import file_tensors
 from tests.allocated import AllocationMeter
+from tests.equality.adapter_measures import gradients, merged_apart, three_steps
 from tests.equality.adapter_rig import (
-    ALPHA,
     ATTENTION,
-    CLIP,
-    DECAY,
     LORA,
-    LR,
     NUM_SAMPLES,
-    PER_MINI_BATCH,
-    RANK,
     STEPS,
     TOPOLOGIES,
     open_adapted,
     overrides_of,
 )
 from tests.equality.matrix import EP2, GATHER, PP2, SP, TP2, VPP2
-from tests.equality.rig import DEFAULTS, Rig, equal, equal_by_name, open_rig, ragged_advantages
-from tests.equality.shared_samples import SHARED, advantages_of
+from tests.equality.rig import DEFAULTS, equal, equal_by_name, open_rig, ragged_advantages
+from tests.equality.shared_samples import SHARED
 from tests.pairwise import quick
 from tests.reference import (
     file_weights,
+    make_samples,
+    near_policy,
     reference_gradient,
     relative_error,
     tiny_model,
@@ -49,31 +48,52 @@ from tests.workers.pool import Pool
 TOLERANCE = 1e-5
 
 
-def gradients(
-    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
-) -> dict[str, float]:
-    """Return relative errors of the dense and of the skip run's gradient; log-probs are where the gradient is taken."""
-    found = {}
-    with open_adapted(family, parallel, extra) as rig:
-        count = len(rig.samples)
-        advantages = advantages_of(count) if SHARED in extra else ragged_advantages(count)
-        want, _ = reference_gradient(rig.model, rig.samples, rig.groups, list(advantages))
-        for drops in (False, True):
-            gradient = rig.gradient(advantages, rig.plan(advantages, drops=drops))
-            assert set(gradient) == set(adapters_of(rig.model))
-            found["skip" if drops else "dense"] = relative_error(gradient, want)
-    return found
-
-
 @pytest.mark.parametrize(
     "name",
-    quick(TOPOLOGIES, *(x for x in TOPOLOGIES if x not in ("TP2-SP-PP2-VPP2", "PP2-DP2", "TP2-SP-CP2", "TP2-PP2"))),
+    quick(
+        TOPOLOGIES,
+        *(
+            x
+            for x in TOPOLOGIES
+            if x not in ("TP2-SP-PP2-VPP2", "PP2-DP2", "TP2-SP-CP2", "TP2-PP2", "experts-TP2-SP-EP2")
+        ),
+    ),
 )
 def test_skip_and_dense_gradients_of_adapters_equal_reference(pool: Pool, name: str) -> None:
     world, family, parallel, extra = TOPOLOGIES[name]
     found = pool.run(world, gradients, family, parallel, extra, timeout_s=90)
     print(name, found)
     assert all(max(x.values()) < TOLERANCE for x in found), found
+
+
+@pytest.mark.parametrize("name", ["TP2-SP", "experts", "experts-EP2", "experts-TP2-SP", "experts-PP2"])
+def test_adapters_beside_weights_equal_merged_ones(pool: Pool, name: str) -> None:
+    world, family, parallel, extra = TOPOLOGIES[name]
+    found = pool.run(world, merged_apart, family, parallel, extra, timeout_s=90)
+    print(name, found)
+    assert max(found) < TOLERANCE, found
+
+
+def without_tokens(rank: int, world: int) -> dict[str, object]:
+    """Return how many experts one short sample leaves without a token, and what its gradient is for their adapters."""
+    with open_adapted("glm4_moe", ("expert=2",), samples=0) as rig:
+        rig.take(near_policy(rig.model, make_samples(2)[:1] * 2))
+        reference_gradient(rig.model, rig.samples, rig.groups, [1.0, 1.0])
+        named = {name: p.grad for name, p in rig.model.named_parameters() if ".lora_" in name}
+        want = file_tensors(named, rig.model.config.model_type)
+        advantages = np.ones(2)
+        gradient = rig.gradient(advantages, rig.plan(advantages, drops=True))
+        idle = [name for name, x in want.items() if ".experts." in name and not x.any()]
+        return {
+            "idle": len(idle),
+            "zero": not any(gradient[name].any() for name in idle),
+            "error": relative_error(gradient, want),
+        }
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero(pool: Pool) -> None:
+    for found in pool.run(2, without_tokens, timeout_s=60):
+        assert found["idle"] and found["zero"] and found["error"] < TOLERANCE, found
 
 
 @pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-tied", "CP2", "DP2"])
@@ -84,82 +104,24 @@ def test_gradients_of_adapters_over_shared_prompts_equal_reference(pool: Pool, n
     assert all(max(x.values()) < TOLERANCE for x in found), found
 
 
-def reference_steps(model: torch.nn.Module, samples: list, groups: list[int], advantages: list[float]) -> list[float]:
-    """Return the gradient norms of torch's AdamW over the same mini-batches; the adapters end where they are wanted."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=DECAY)
-    norms = []
-    for start in range(0, NUM_SAMPLES, PER_MINI_BATCH):
-        part = slice(start, min(start + PER_MINI_BATCH, NUM_SAMPLES))
-        reference_gradient(model, samples[part], groups[part], advantages[part])
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
-        optimizer.step()
-    return norms
-
-
-def replicas_agree(rig: Rig) -> bool:
-    """Return whether every tensor rank holds the same bits of what is not split.
-
-    Only the first rank's were exported.
-    """
-    group, same = rig.backend.topology.tensor_group, True
-    for adapter in own_adapters(rig.backend.chunks):
-        for parameter in (p for name, p in adapter.named_parameters() if name not in adapter.split):
-            first = parameter.detach().clone()
-            dist.broadcast(first, dist.get_process_group_ranks(group)[0], group=group)
-            same &= torch.equal(first, parameter)
-    return same
-
-
-def three_steps(
-    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
-) -> dict[str, object]:
-    """Compare three steps with torch's AdamW.
-
-    The errors are of the first norm, of the adapters' movement and of the merged weights; ``frozen`` says whether W is
-    still what it was.
-    """
-    advantages = ragged_advantages(NUM_SAMPLES)
-    with open_adapted(family, parallel, (*STEPS, *extra)) as rig:
-        before, old = adapters_of(rig.model), np.concatenate([s.logprobs for s in rig.samples])
-        norms = reference_steps(rig.model, rig.samples, rig.groups, list(advantages))
-        results = rig.step(advantages, drops=True, old=old)
-        found = {name: x.clone() for name, x in rig.backend.export_adapters()}
-        after = adapters_of(rig.model)
-        whole = merged({**file_weights(without_adapters(rig.model)), **found}, rank=RANK, alpha=ALPHA)
-        exported = rig.weights()
-        with adapters_off([chunk.module for chunk in rig.backend.chunks]):
-            frozen = rig.weights()
-        apart = {name: x.clone() for name, x in rig.backend.export(merges=False)}  # what adapters alone belong to
-        base = file_weights(tiny_model(family, layers=rig.model.config.num_hidden_layers)[1])
-        return {
-            "norm": abs(results[0].grad_norm / norms[0] - 1),
-            "moved": relative_error({k: found[k] - before[k] for k in found}, {k: after[k] - before[k] for k in found}),
-            "export": relative_error(exported, {k: whole[k] for k in exported}),
-            "trained": relative_error(exported, {k: base[k] for k in exported}) > 1e-2,
-            "frozen": set(apart) == set(frozen) == set(exported)
-            and all(torch.equal(x, base[k]) and torch.equal(x, apart[k]) for k, x in frozen.items()),
-            "replicas": replicas_agree(rig),
-        }
-
-
-def without_adapters(model: torch.nn.Module) -> torch.nn.Module:
-    """Take the adapters out of a model and return the same object, whose state has them no longer."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and "lora_A" in module._modules:
-            del module.lora_A, module.lora_B
-            module._forward_hooks.clear()
-    return model
-
-
 SHARDED = {
     "DP2-sharded-overlaps": (2, "llama3_rope", (), (*GATHER, "optimizer.distributed=true")),
     "PP2-DP2-sharded-overlaps": (4, "qwen2_tied", (PP2,), (*GATHER, "optimizer.distributed=true")),
     "EP2-DP2-sharded": (4, "qwen3_moe", (EP2,), (ATTENTION, "optimizer.distributed=true")),
+    "experts-EP2-sharded-overlaps": (2, "qwen3_moe", (EP2,), (*GATHER, "optimizer.distributed=true")),
+    "experts-EP2-DP2-sharded": (4, "qwen3_moe", (EP2,), ("optimizer.distributed=true",)),
 }
 
 
-LARGE = ("TP2-PP2", "PP2-DP2", "TP2-SP-CP2", "TP2-SP-EP2", "PP2-recomputed", "EP2-DP2-sharded")
+LARGE = (
+    "TP2-PP2",
+    "PP2-DP2",
+    "TP2-SP-CP2",
+    "TP2-SP-EP2",
+    "PP2-recomputed",
+    "EP2-DP2-sharded",
+    "experts-EP2-DP2-sharded",
+)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +161,13 @@ def ghosts(rank: int, world: int, family: str, parallel: tuple[str, ...], extra:
 
 
 @pytest.mark.parametrize(
-    "name", quick(["DP2", "TP2-SP", "PP2-DP2", "PP2-DP2-sharded-overlaps"], "TP2-SP", "PP2-DP2-sharded-overlaps")
+    "name",
+    quick(
+        ["DP2", "TP2-SP", "PP2-DP2", "PP2-DP2-sharded-overlaps", "experts-EP2"],
+        "TP2-SP",
+        "experts-EP2",
+        "PP2-DP2-sharded-overlaps",
+    ),
 )
 def test_ghost_step_of_adapters_equals_zero_gradient_step(pool: Pool, name: str) -> None:
     world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
@@ -251,10 +219,15 @@ def test_every_layout_starts_with_the_same_adapters(pool: Pool) -> None:
     assert len({x.flatten()[0].item() for x in columns}) == len(columns), "no two are drawn alike"
 
 
-def off_and_on(rank: int, world: int, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, bool]:
-    """Return whether adapters off give the log-probs of the model without any, and on again what they were."""
+def off_and_on(
+    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
+) -> dict[str, bool]:
+    """Return whether adapters off give the log-probs of the model without any, and on again what they were.
+
+    Untrained adapters, whose B is 0, must give those log-probs too.
+    """
     everyone = np.ones(NUM_SAMPLES, dtype=bool)
-    with open_adapted("qwen2_tied", parallel, extra) as rig:
+    with open_adapted(family, parallel, extra) as rig:
         samples, backend = rig.samples, rig.backend
         before = backend.logprobs(rig.batch, everyone).flat
         backend.schedule.gather_parameters()
@@ -263,23 +236,27 @@ def off_and_on(rank: int, world: int, parallel: tuple[str, ...], extra: tuple[st
         after = backend.logprobs(rig.batch, everyone).flat
         rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
         results = rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
-    with open_rig("qwen2_tied", *(f"parallel.{x}" for x in parallel), *extra) as rig:
+    with open_rig(family, *overrides_of(parallel, extra)) as rig:
+        rig.take(samples)
+        untrained = rig.backend.logprobs(rig.batch, everyone).flat
+    with open_rig(family, *(f"parallel.{x}" for x in parallel), *extra) as rig:
         rig.take(samples)
         base = rig.backend.logprobs(rig.batch, everyone).flat
         with pytest.raises(ValueError, match="set lora.rank"), adapters_off(rig.backend.chunks):
             pass
     return {
         "off is the model without": np.array_equal(inside, base),
+        "untrained is the model without": np.array_equal(untrained, base),
         "on again": np.array_equal(after, before),
         "they differ": float(np.abs(before - base).max()) > 0.01,
         "training goes on": results[0].applied and results[0].grad_norm > 0,
     }
 
 
-@pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-VPP2", "DP2-sharded-overlaps"])
+@pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-VPP2", "DP2-sharded-overlaps", "experts-EP2"])
 def test_adapters_off_is_the_frozen_model_to_the_bit(pool: Pool, name: str) -> None:
-    world, _, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
-    for found in pool.run(world, off_and_on, parallel, extra, timeout_s=90):
+    world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
+    for found in pool.run(world, off_and_on, family, parallel, extra, timeout_s=90):
         assert all(found.values()), found
 
 
@@ -308,6 +285,27 @@ def test_merging_takes_a_parameter_beside_the_bucket(pool: Pool, parallel: tuple
         print(parallel, found)
         one = 192 * 64 * 4
         assert found[200_000] <= 200_000 + 3 * one and found[1] <= 5 * one, found
+
+
+class NoTokenizer:
+    def save_pretrained(self, path: pathlib.Path) -> None: ...
+
+
+def written(rank: int, world: int, folder: str) -> list[str]:
+    """Return what an export of GLM-4.5 with adapters writes, and of Qwen3's mixture, and a refusal's words."""
+    with open_rig("glm4_moe", *LORA) as rig:
+        rig.backend.save_hugging_face(pathlib.Path(folder) / "hf", NoTokenizer())
+        with pytest.raises(ConfigError) as caught:
+            rig.backend.save_adapters(pathlib.Path(folder) / "adapter")
+    with open_rig("qwen3_moe", *LORA) as rig:
+        rig.backend.save_hugging_face(pathlib.Path(folder) / "other", NoTokenizer())
+    return [*sorted(x.name for x in pathlib.Path(folder).iterdir()), str(caught.value)]
+
+
+def test_adapters_that_peft_would_leave_out_are_not_written(pool: Pool, tmp_path: pathlib.Path) -> None:
+    (found,) = pool.run(1, written, str(tmp_path), timeout_s=60)
+    assert found[:-1] == ["hf", "other", "other_adapter"]
+    assert "gate_proj of glm4_moe" in found[-1] and "hf, or set lora.targets" in found[-1]
 
 
 def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> bool:

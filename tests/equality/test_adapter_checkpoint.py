@@ -24,7 +24,8 @@ from tests.workers.pool import Pool
 LORA = ("lora.rank=3", "lora.alpha=5")
 ATTENTION = "lora.targets=[linear_qkv,linear_proj]"
 PLAIN, SHARDED, BF16 = ("optimizer.distributed=false",), ("optimizer.distributed=true",), ("model.dtype=bfloat16",)
-SP, VPP2, EP2 = "parallel.sequence_parallel=true", "parallel.virtual_pipeline=2", "parallel.expert=2"
+SP, VPP2 = "parallel.sequence_parallel=true", "parallel.virtual_pipeline=2"
+EP2, ETP1 = "parallel.expert=2", "parallel.expert_tensor=1"
 
 
 def open_lora(topology: tuple[str, ...], family: str, lora: tuple[str, ...] = LORA):
@@ -75,6 +76,8 @@ SAME = {
     "TP2-SP": (2, (*sizes(2, 1), SP, *SHARDED), "qwen3"),
     "PP2-tied": (2, (*sizes(1, 2), *SHARDED), "qwen2_tied"),
     "TP2-PP2": (4, (*sizes(2, 2), *PLAIN), "llama"),
+    "EP2-experts": (2, (*sizes(1, 1), EP2, *SHARDED), "glm4_moe"),
+    "TP2-SP-ETP1-experts": (2, (*sizes(2, 1), SP, ETP1, *PLAIN), "mixtral"),
 }
 
 
@@ -100,6 +103,8 @@ OTHER = {
     "TP2-to-PP2-VPP2": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), VPP2, *SHARDED), "qwen2_tied"),
     "PP2-to-TP2": ((*sizes(1, 2), *SHARDED), (*sizes(2, 1), *SHARDED), "llama"),
     "EP2-to-TP2": ((*sizes(1, 1), *SHARDED, EP2, ATTENTION), (*sizes(2, 1), *SHARDED, SP, ATTENTION), "qwen3_moe"),
+    "EP2-to-TP2-experts": ((*sizes(1, 1), *SHARDED, EP2), (*sizes(2, 1), *PLAIN, SP), "glm4_moe"),
+    "TP2-EP2-ETP1-to-PP2-experts": ((*sizes(2, 1), *SHARDED, SP, EP2, ETP1), (*sizes(1, 2), *SHARDED), "qwen3_moe"),
 }
 
 

@@ -27,6 +27,7 @@ SAME = {
     "PP2-tied": (2, (*sizes(1, 2), *SHARDED), "qwen2_tied", 3),
     "EP2": (2, (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "qwen3_moe", 3),
     "EP2-two-kinds-of-layers-bf16": (2, (*sizes(1, 1), *SHARDED, *BF16, "parallel.expert=2"), "glm4_moe", 3),
+    "EP2-sinks-bf16": (2, (*sizes(1, 1), *SHARDED, *BF16, "parallel.expert=2"), "gpt_oss", 3),
     "before-any-step": (2, (*sizes(1, 1), *SHARDED, *BF16), "qwen2_tied", 0),
 }
 
@@ -50,13 +51,29 @@ OTHER = {
     ),
     "TP2-to-PP2-joined": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "phi3"),
     "TP2-to-DP2-norms-over-heads": ((*sizes(2, 1), *SHARDED), (*sizes(1, 1), *SHARDED), "olmo2"),
+    "TP2-to-PP2-norms-around": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "gemma3_text"),
     "PP2-to-CP2": ((*sizes(1, 2), *SHARDED), (*sizes(1, 1), *SHARDED, "parallel.context=2"), "llama"),
     "EP2-to-TP2": (
         (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
         (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true"),
         "qwen3_moe",
     ),
+    "EP2-to-TP2-sinks": (
+        (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
+        (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true", "parallel.expert_tensor=1"),
+        "gpt_oss",
+    ),
     "PP2-to-EP2": ((*sizes(1, 2), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "glm4_moe"),
+    "PP2-to-EP2-dense-layers-between": (
+        (*sizes(1, 2), *PLAIN),
+        (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
+        "llama4_interleaved",
+    ),
+    "TP2-to-EP2-latents": (
+        (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true"),
+        (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
+        "deepseek_v3",
+    ),
     "DP2-to-EP2": ((*sizes(1, 1), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "mixtral"),
     "bf16-TP2-to-DP2-sharded": ((*sizes(2, 1), *PLAIN, *BF16), (*sizes(1, 1), *SHARDED, *BF16), "llama"),
 }

@@ -73,7 +73,7 @@ def gaps(rank: int, world: int, family: str, extra: tuple[str, ...]) -> tuple[to
 
 @pytest.mark.parametrize(
     ("family", "context"),
-    [("qwen3", 2), ("phi3_partial", 2), ("olmo2", 2), pytest.param("qwen3", 4, marks=pytest.mark.long)],
+    [("qwen3", 2), ("phi3_partial", 2), ("olmo2", 2), ("olmo3", 2), pytest.param("qwen3", 4, marks=pytest.mark.long)],
 )
 def test_sequences_shorter_than_their_chunks(pool: Pool, family: str, context: int) -> None:
     (whole, sums), *_ = pool.run(1, gaps, family, (), timeout_s=60)

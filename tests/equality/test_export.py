@@ -44,6 +44,7 @@ TOPOLOGIES = [
     (1, (), "phi3"),
     (4, sizes(2, 2), "phi3"),
     (2, sizes(2, 1), "olmo2"),
+    (2, sizes(2, 1), "gemma3_text"),
     (2, (EP2,), "mixtral"),
     (2, (*sizes(2, 1), SP), "qwen3_moe"),
     (2, (*sizes(2, 1), SP, EP2, ETP1), "mixtral"),
@@ -113,14 +114,18 @@ def test_export_equals_reference_in_buckets_of_any_size(
 
 
 def large(family: str, *, tensor: int, pipeline: int, virtual: int = 1, expert: int = 1, expert_tensor: int = 1):
-    """Return (shape, place) of Qwen3-8B, Qwen3-30B-A3B or GLM-4.5-Air on paper."""
+    """Return (shape, place) of Qwen3-8B, Qwen3-30B-A3B, GLM-4.5-Air or gpt-oss-120b on paper."""
     config = tiny_config(family)
+    if family == "gpt_oss":
+        from transformers import GptOssConfig
+
+        config = GptOssConfig()  # the class's defaults are gpt-oss-120b's
     if family == "glm4_moe":
         from transformers import Glm4MoeConfig
 
         config = Glm4MoeConfig(head_dim=128)  # the class's defaults are GLM-4.5-Air's
     sizes_of = dict(num_attention_heads=32, head_dim=128, vocab_size=151_936, tie_word_embeddings=False)
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "gpt_oss"):
         sizes_of = {}
     elif family == "qwen3":
         sizes_of |= dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
@@ -145,6 +150,7 @@ LARGE = {
     "8B TP8": large("qwen3", tensor=8, pipeline=1),
     "8B TP2 PP2 VPP3": large("qwen3", tensor=2, pipeline=2, virtual=3),
     "GLM-4.5-Air TP2 PP2 EP8": large("glm4_moe", tensor=2, pipeline=2, expert=8),
+    "gpt-oss-120b TP2 PP2 EP8": large("gpt_oss", tensor=2, pipeline=2, expert=8),
     "30B TP4 PP4 EP8": large("qwen3_moe", tensor=4, pipeline=4, expert=8),
     "30B TP2 PP2 EP4 ETP2": large("qwen3_moe", tensor=2, pipeline=2, expert=4, expert_tensor=2),
 }

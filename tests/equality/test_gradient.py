@@ -46,6 +46,10 @@ SMALL = [
     ((2, 1, 1), "phi3_partial", SP),
     ((2, 1, 1), "olmo2", ()),
     ((2, 1, 1), "olmo2", SP),
+    ((2, 1, 1), "olmo3", SP),
+    ((1, 2, 1), "gemma3_text", ()),
+    ((2, 1, 1), "gemma3_text", ()),
+    ((1, 1, 2), "gemma3_text", CP),
 ]
 LARGE = [
     ((2, 2, 1), "qwen3", SP),
@@ -54,6 +58,7 @@ LARGE = [
     ((1, 1, 4), "qwen2_tied", ()),
     ((1, 4, 1), "qwen2_tied", ()),
     ((1, 2, 1), "qwen3", RECOMPUTE),
+    ((1, 2, 1), "olmo3", RECOMPUTE),
     ((1, 2, 1), "qwen2_tied", VPP),
     ((1, 2, 2), "qwen2_untied", VPP),
     ((2, 2, 1), "qwen3", VPP),

@@ -30,6 +30,9 @@ from tests.reference import (
 )
 from tests.workers.pool import Pool
 
+from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # isort: skip
+
 # Float32 and another order of summation, as in test_experts.py; a token of one layer that goes elsewhere shows at 1e-2.
 TOLERANCE = 1e-5
 REPLAY = "rollout.routing_replay=rollout"
@@ -200,6 +203,55 @@ def test_the_old_policys_own_experts_are_replayed(pool: Pool, world: int, overri
     for found in pool.run(world, recorded, overrides, timeout_s=60):
         assert not found["wrong"] and found["moved"] > 20, found
         assert found["error"] < TOLERANCE, found
+
+
+def beside_router_replay(rank: int, world: int, family: str) -> list[tuple[torch.Tensor, ...]]:
+    """Return what a router gives and its gradients, by our seam and by Megatron-Core's RouterReplay.
+
+    Each of two micro-batches runs forward with given experts, is recomputed, and runs with the router's own choice.
+    """
+    random = torch.Generator().manual_seed(7)
+    with open_rig(family, REPLAY) as rig:
+        routing, (chunk,) = rig.backend.schedule.routing, rig.backend.chunks
+        router = next(x for x in chunk.modules() if isinstance(x, TopKRouter))
+        num_experts, width = router.weight.shape
+        inputs = [torch.randn(rows, 1, width, generator=random, requires_grad=True) for rows in (23, 9)]
+        experts = [torch.rand(len(x), num_experts, generator=random).argsort(1)[:, : router.topk] for x in inputs]
+        weights = [torch.randn(len(x), num_experts, generator=random) for x in inputs]
+
+        def run(number: int) -> tuple[torch.Tensor, ...]:
+            probs, chosen = router(inputs[number])
+            loss = (probs.view_as(weights[number]) * weights[number]).sum()
+            return probs.detach(), chosen, *torch.autograd.grad(loss, [router.weight, inputs[number]])
+
+        ours, theirs = [], []
+        for number, places in enumerate(experts):
+            replays = places.short().expand(len(routing.layers), -1, -1)
+            with routing.forward(0, inputs[number], replays, counts=False):
+                ours += run(number)
+        ours += [*run(0), *run(1)]  # outside of a forward pass: recomputation
+        with routing.recording() as record, routing.forward(0, inputs[0], None, counts=False):
+            ours += run(0)
+        ours.append(record[id(inputs[0])][1][0])
+        router.router_replay = replay = RouterReplay()
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        for number, places in enumerate(experts):
+            replay.set_target_indices(places)
+            theirs += run(number)
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        theirs += [*run(0), *run(1)]
+        replay.set_router_replay_action(RouterReplayAction.RECORD)
+        theirs += [*run(0), replay.get_recorded_indices()]
+        RouterReplay.clear_global_router_replay_instances()
+    assert not torch.equal(ours[1], ours[-4])  # the given experts are not the router's own
+    return list(zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_unnormalised", "mixtral", "glm4_moe"])
+def test_a_router_gives_what_it_gives_under_megatron_cores_router_replay(pool: Pool, family: str) -> None:
+    """Forward, recomputation and recording are those of RouterReplay, to the bit, in every release that has it."""
+    (found,) = pool.run(1, beside_router_replay, family, timeout_s=60)
+    assert len(found) == 5 * 4 + 1 and all(torch.equal(one, other) for one, other in found)
 
 
 def share_of(rank: int, world: int, overrides: tuple[str, ...]) -> tuple[float, float]:

@@ -40,7 +40,10 @@ SMALL = [
     ((2, 1, 1), "qwen2_tied", SP),
     ((1, 2, 1), "llama3_rope", ()),
     ((1, 1, 2), "qwen3_moe", ()),
+    ((1, 1, 2), "gpt_oss", ("parallel.expert=2",)),
     ((1, 1, 2), "llama3_rope", CP),
+    ((1, 1, 2), "llama4", CP),
+    ((1, 1, 1), "deepseek_v3", ()),
 ]
 LARGE = [
     ((1, 2, 1), "qwen2_tied", VPP),
@@ -48,6 +51,7 @@ LARGE = [
     ((2, 2, 1), "qwen3", SP),
     ((1, 1, 4), "llama", CP),
     ((1, 1, 2), "qwen3_moe", ("parallel.expert=2",)),
+    ((1, 1, 2), "moonlight", CP),
 ]
 TOPOLOGIES = SMALL + LARGE
 

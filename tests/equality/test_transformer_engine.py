@@ -20,13 +20,13 @@ import torch
 
 from megatron_rl.backend import optimizer, packing
 from megatron_rl.model import attention
+from tests.equality.engine_rig import ENGINE, engine_workers
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages, sizes
 from tests.equality.saved_steps import SHARDED, save_and_load
 from tests.equality.shared_samples import advantages_of, group_samples
 from tests.reference import MIXTURES, file_weights, near_policy, relative_error
 from tests.stand_ins.transformer_engine import linears
-from tests.workers.nursery import Nursery
 from tests.workers.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -37,32 +37,7 @@ SETTINGS = (
     "optimizer.clip_grad=0.5",
     "plan.max_tokens_per_microbatch=48",
 )
-# As on a GPU: Transformer Engine's modules make their parameters on the device by themselves.
-ENGINE = ("model.layer_spec=transformer_engine", "megatron.transformer.use_cpu_initialization=false") + (
-    "plan.share_prompts=false",  # the tests that share say so: with shared prompts the rotary angles are not fused
-)
 SHARED, TORCH = "plan.share_prompts=true", ("model.layer_spec=torch",)
-# What the rigs use of tests/workers/nursery.py's list. The stand-in comes first.
-IMPORTED = (
-    "tests.stand_ins.install",
-    "tests.equality.rig",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe")),
-)
-
-
-@contextlib.contextmanager
-def engine_workers(version: str) -> Iterator[Pool]:
-    """Start gloo workers that find the stand-in for that Transformer Engine installed.
-
-    torch.compile is off in them: Megatron-Core's fused SwiGLU runs as written, and its C++ is not waited for.
-    """
-    variables = dict(STAND_IN_TRANSFORMER_ENGINE=version, STAND_IN_ANY_DTYPE="1", TORCHDYNAMO_DISABLE="1")
-    with (
-        mock.patch.dict(os.environ, variables),
-        Nursery(imported=IMPORTED) as nursery,
-        Pool(max_world=2, nursery=nursery) as workers,
-    ):
-        yield workers
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +118,8 @@ CASES = {
     ),
     "EP2": (2, "qwen3_moe", ("parallel.expert=2",)),
     "two kinds of layers": (1, "glm4_moe", ()),
+    "latents": (1, "moonlight", ()),
+    "TP2-SP-latents": (2, "deepseek_v3", TP2),
     "EP2-permutation": (2, "qwen3_moe", ("parallel.expert=2", "megatron.transformer.moe_permute_fusion=true")),
     "TP2-SP-ETP2": (2, "qwen3_moe", TP2),
     "TP2-SP-EP2-ETP1": (2, "qwen3_moe", (*TP2, "parallel.expert=2", "parallel.expert_tensor=1")),
@@ -159,7 +136,7 @@ def test_engine_spec_equals_torch_spec(engine_pool: Pool, name: str) -> None:
         assert found["exported"]
         assert max(found["gaps"].values()) < TOLERANCE, found["gaps"]
         reached = {f"{x}.forward" for x in ("LayerNormLinear", "DotProductAttention")}
-        reached |= {"apply_rotary_pos_emb", "added to main_grad"}
+        reached |= {"added to main_grad"} | (set() if "latents" in name else {"apply_rotary_pos_emb"})
         assert found["calls"] >= reached | ({"GroupedLinear.forward"} if family in MIXTURES else set())
         assert ("moe_permute_with_probs" in found["calls"]) == (name == "EP2-permutation")
 
@@ -183,7 +160,7 @@ def with_shared_prompts(rank: int, world: int, family: str, overrides: tuple[str
     return gaps(measured(family, *overrides, *ENGINE, SHARED, grouped=True), plain), set(CALLS)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mixture", "TP2-SP", "PP2", "recomputation", "DP2-overlap"])
+@pytest.mark.parametrize("name", ["qwen2", "mixture", "TP2-SP", "PP2", "recomputation", "DP2-overlap", "latents"])
 def test_shared_prompts_equal_torch_without(engine_pool: Pool, name: str) -> None:
     """A response's keys are the prompt's and its own, and its angles go on from the prompt's, pads or none between."""
     world, family, overrides = CASES[name]

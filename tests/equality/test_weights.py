@@ -22,10 +22,11 @@ from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.distributed import topology
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.weights.export import load_weights, named_weights
+from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.reader import HuggingFaceReader
 from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig, ragged_advantages, sizes
 from tests.patience import patient
-from tests.reference import FAMILIES, MIXTURES, file_weights, make_samples, reference_logprobs, tiny_model
+from tests.reference import FAMILIES, MIXTURES, WINDOWED, file_weights, make_samples, reference_logprobs, tiny_model
 from tests.workers.pool import Pool
 
 # Two implementations of a forward pass in float32 (4 layers, |logprob| < 20): seen 2e-6; a lost bias or a wrong rotary
@@ -63,10 +64,22 @@ def logprobs_and_export(
     rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]
 ) -> dict[str, tuple[float, bool]]:
     """Return each family's largest gap of a log-prob to the reference, and whether the export equals the import."""
-    found = {}
     mixtures = MIXTURES if tensor == 1 or extra else ()  # several tensor ranks and experts need sequence parallelism
-    for family in (*FAMILIES, *mixtures):
-        with open_rig(family, *sizes(tensor, pipeline), f"rollout.temperature={TEMPERATURE}", *extra, samples=7) as rig:
+    return gaps_of((*FAMILIES, *mixtures), tensor, pipeline, extra)
+
+
+def windowed_gaps(rank: int, world: int, extra: tuple[str, ...]) -> dict[str, tuple[float, bool]]:
+    return gaps_of(WINDOWED, 1, world, extra)
+
+
+def gaps_of(
+    families: Iterable[str], tensor: int, pipeline: int, extra: tuple[str, ...]
+) -> dict[str, tuple[float, bool]]:
+    found = {}
+    for family in families:
+        whole = ("parallel.expert_tensor=1",) if family == "gpt_oss" else ()  # experts with biases are not split
+        given = (*sizes(tensor, pipeline), f"rollout.temperature={TEMPERATURE}", *extra, *whole)
+        with open_rig(family, *given, samples=7) as rig:
             passed = rig.backend.logprobs(rig.batch, np.ones(7, dtype=bool))
             gap = float(np.abs(passed.flat - wanted_logprobs(rig.model, rig.samples)).max())
             loaded = file_weights(rig.model)
@@ -97,6 +110,14 @@ def test_logprobs_under_sequence_parallelism_equal_hugging_face(pool: Pool) -> N
 def test_logprobs_under_interleaved_stages_equal_hugging_face(pool: Pool) -> None:
     for found in pool.run(2, logprobs_and_export, 1, 2, ("parallel.virtual_pipeline=2",), timeout_s=60):
         print("PP2 VPP2", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
+        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
+        assert all(same for _, same in found.values()), found
+
+
+def test_logprobs_within_a_sliding_window_equal_hugging_face(pool: Pool) -> None:
+    """Windows of 5 tokens, in all layers or in the second half: each stage knows its layers' own."""
+    for found in pool.run(2, windowed_gaps, (), timeout_s=60):
+        print("PP2", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
         assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
         assert all(same for _, same in found.values()), found
 
@@ -150,12 +171,20 @@ FILES = [
     ),
     (4, sizes(2, 2), "phi3"),
     (2, sizes(2, 1), "olmo2"),
+    (2, sizes(2, 1), "olmo3"),
+    (2, sizes(1, 2), "gemma3_text"),
     (1, (), "qwen3_moe"),
     (2, TP_SP, "glm4_moe"),
     (2, (*EP, *sizes(1, 1)), "glm4_moe"),
     (2, sizes(1, 2), "glm4_moe"),
+    (2, TP_SP, "deepseek_v3"),
+    (2, (*EP, *sizes(1, 1)), "moonlight"),
     (2, EP, "mixtral"),
+    (2, EP, "gpt_oss"),
+    (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "gpt_oss"),
     (2, EP, "qwen3_moe"),
+    (2, EP, "llama4"),
+    (2, TP_SP, "llama4_interleaved"),
     (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "mixtral"),
     (2, TP_SP, "qwen3_moe"),
     (4, (*EP, *TP_SP), "mixtral"),
@@ -179,6 +208,7 @@ def test_files_load_in_slices_and_come_back(
     source, copy = tmp_path / "source", tmp_path / "copy"
     model.save_pretrained(source, max_shard_size="100KB")
     wanted = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
+    wanted = file_tensors(wanted, model.config.model_type)
     assert len(list(source.glob("*.safetensors"))) > 3
     (source / "additional_chat_templates").mkdir()
     travels = ["generation_config.json", "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "LICENSE"]
@@ -251,7 +281,9 @@ def test_names_in_memory_become_those_of_files(tmp_path: pathlib.Path, family: s
     """
     _, model = tiny_model(family)
     model.save_pretrained(tmp_path)
-    written, found = load_file(tmp_path / "model.safetensors"), file_weights(model)
+    # experts that files stack too go by a name each, on either side
+    written = file_tensors(load_file(tmp_path / "model.safetensors"), model.config.model_type)
+    found = file_weights(model)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     assert set(found) == set(written) | tied
     assert all(torch.equal(found[k], written[k]) for k in written)

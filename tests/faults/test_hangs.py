@@ -150,8 +150,9 @@ def test_the_keeper_blames_who_is_not_waiting_then_who_is_behind(peers, guilty, 
 def place(rank: int, world: int, *, pipeline: int = 1) -> Topology:
     """Return a Topology of data and pipeline parallelism, with no groups behind it."""
     sizes = {f"{name}_size": 1 for name in ("tensor", "context", "expert", "expert_tensor", "virtual")}
-    ranks = {f"{name}_rank": 0 for name in ("tensor", "context", "expert", "expert_tensor")}
-    groups = {f"{name}_group": None for name in ("tensor", "pipeline", "data", "context", "expert", "model")}
+    ranks = {f"{name}_rank": 0 for name in ("tensor", "context", "expert", "expert_tensor", "expert_data")}
+    named = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "model")
+    groups = {f"{name}_group": None for name in named}
     return Topology(
         rank=rank,
         world_size=world,

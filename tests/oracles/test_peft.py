@@ -11,14 +11,21 @@ import torch
 
 from tests.adapted import PROJECTIONS, adapt, adapters_of
 from tests.equality.rig import open_rig, ragged_advantages
-from tests.reference import make_samples, near_policy, reference_gradient, relative_error, tiny_model
+from tests.reference import (
+    file_weights,
+    make_samples,
+    near_policy,
+    reference_gradient,
+    relative_error,
+    tiny_model,
+)
 from tests.workers.pool import Pool
 
 peft = pytest.importorskip("peft")
 
 RANK, ALPHA, COUNT = 3, 5.0, 6
 ALL = tuple(name for names in PROJECTIONS.values() for name in names)
-FAMILIES = ("qwen2_tied", "qwen3", "llama")
+FAMILIES, MIXTURES = ("qwen2_tied", "qwen3", "llama"), ("qwen3_moe", "mixtral")
 
 
 def peft_model(family: str):
@@ -66,29 +73,34 @@ def write(rank: int, world: int, folder: str, family: str, overrides: tuple[str,
         return rig.weights() | untrained
 
 
-@pytest.mark.parametrize("overrides", [(), ("parallel.tensor=2",), ("parallel.pipeline=2",)], ids=["DP2", "TP2", "PP2"])
-@pytest.mark.parametrize("family", FAMILIES)
+TP2, PP2, EP2 = ("parallel.tensor=2",), ("parallel.pipeline=2",), ("parallel.expert=2",)
+CASES = [(family, overrides) for family in FAMILIES for overrides in ((), TP2, PP2)]
+CASES += [(family, overrides) for family in MIXTURES for overrides in ((), EP2, PP2)]
+
+
+@pytest.mark.parametrize("family,overrides", CASES)
 def test_peft_reads_our_directory_and_merges_it_to_our_export(
     pool: Pool, tmp_path: pathlib.Path, family: str, overrides: tuple
 ) -> None:
-    """PEFT reads our directory and merges it to our export.
+    """PEFT reads our directory and merges it to our export; it stacks the pairs of experts itself.
 
     Untrained adapters are drawn as PEFT draws them: uniform within ±1/√in, B zero.
     """
     found = pool.run(2, write, str(tmp_path / "adapter"), family, overrides, timeout_s=90)[0]
     _, model = tiny_model(family)
     read = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"] == list(ALL)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"] == list(
+        (*ALL[:4], "w1", "w3", "w2") if family == "mixtral" else ALL
+    )
     for name, tensor in found.items():
         if ".lora_B." in name:
             assert not tensor.any()
         elif ".lora_A." in name:
             bound = 1 / math.sqrt(tensor.shape[1])
             assert tensor.abs().max() <= bound and abs(float(tensor.std()) / (bound / math.sqrt(3)) - 1) < 0.2
-    wanted = read.merge_and_unload().state_dict()
+    wanted = file_weights(read.merge_and_unload())
     exported = {name: x for name, x in found.items() if ".lora_" not in name}
     assert relative_error(exported, {name: wanted[name] for name in exported}) < 1e-6
     _, untouched = tiny_model(family)
-    assert relative_error(exported, {name: untouched.state_dict()[name] for name in exported}) > 1e-3, (
-        "three steps moved something"
-    )
+    before = file_weights(untouched)
+    assert relative_error(exported, {name: before[name] for name in exported}) > 1e-3, "three steps moved something"

@@ -52,22 +52,22 @@ def one_bit_off(rank: int, world: int, given: list[str]) -> tuple[int, str]:
     """Run the command line with an engine that reports one token's log-prob a bit too high."""
     from megatron_rl.rollout import bitwise_engine
 
-    true = bitwise_engine.linear_logprob
+    true = bitwise_engine.rank_logprob
     calls = 0
 
     def moved(*arguments, **named):
         nonlocal calls
-        logprobs, entropy = true(*arguments, **named)
+        logprobs = true(*arguments, **named)
         calls += 1
         if calls == 2:
             logprobs[3] = torch.nextafter(logprobs[3], torch.zeros(()))
-        return logprobs, entropy
+        return logprobs
 
-    bitwise_engine.linear_logprob = moved
+    bitwise_engine.rank_logprob = moved
     try:
         return command_line(rank, world, given)
     finally:
-        bitwise_engine.linear_logprob = true
+        bitwise_engine.rank_logprob = true
 
 
 def test_one_bit_in_one_log_prob_ends_the_run(pool, arithmetic, tmp_path) -> None:

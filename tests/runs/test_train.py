@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runs.command import arguments, command_line, rows_of, weights_of
-from tests.workers.inputs import prepare_family
+from tests.workers.inputs import prepare_family, prepare_gpt_oss
 
 
 def test_a_run_leaves_its_pinned_files_and_names(pool, arithmetic, tmp_path):
@@ -119,7 +119,28 @@ def test_a_mixture_trains_the_same_run(pool, mixture, tmp_path, layout):
     assert (two - one).norm() / one.norm() < 1e-5 and max(gaps) < 1e-4, gaps
 
 
-@pytest.mark.parametrize("family", ["phi3", "olmo2"])
+def test_experts_stacked_in_files_train_the_same_run(pool, arithmetic, tmp_path):
+    """gpt-oss over two expert ranks is the run on one process, with the engine's own experts replayed.
+
+    Its export is what transformers writes: the experts of a layer stacked in one tensor.
+    """
+    folder, weights = prepare_gpt_oss(arithmetic, tmp_path / "inputs"), []
+    for world in (1, 2):
+        run_dir, given = tmp_path / str(world), (f"parallel.expert={world}", "rollout.routing_replay=rollout")
+        results = pool.run(world, command_line, arguments(folder, run_dir, *given), timeout_s=120)
+        assert [code for code, _ in results] == [0] * world, results
+        weights.append(weights_of(run_dir))
+        rows = rows_of(run_dir)
+        assert max(row["train/logprob_gap_max"] for row in rows if "train/logprob_gap_max" in row) < 1e-4
+        assert rows[0]["train/rerouted_token_share"] == 0.0
+    first = load_file(folder / "model" / "model.safetensors")
+    assert {k: x.shape for k, x in weights[0].items()} == {k: x.shape for k, x in first.items()}
+    assert any(not torch.equal(weights[0][name], first[name]) for name in first)
+    one, two = (torch.cat([w[name].flatten() for name in sorted(w)]) for w in weights)
+    assert (two - one).norm() / one.norm() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["phi3", "olmo2", "olmo3", "gemma3_text"])
 def test_a_family_of_other_tensors_trains_the_same_run(pool, arithmetic, tmp_path, family):
     """A run over two tensor ranks is the run on one, and its engine has the trainer's log-probs after every sync."""
     folder = prepare_family(arithmetic, tmp_path / "inputs", family)

@@ -30,10 +30,21 @@ SPLITS = {
     "PP2 VPP2": ("qwen3", "parallel.pipeline=2", "parallel.virtual_pipeline=2"),
     "TP2, joined projections": ("phi3", "parallel.tensor=2"),
     "TP2, norms over heads": ("olmo2", "parallel.tensor=2"),
+    "PP2, norms around": ("gemma3_text", "parallel.pipeline=2"),
     "EP2": ("mixtral", "parallel.expert=2"),
     "TP2 ETP1": ("qwen3_moe", "parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.expert_tensor=1"),
     "PP2, layers of two kinds": ("glm4_moe", "parallel.pipeline=2"),
     "TP2 SP, layers of two kinds": ("glm4_moe", "parallel.tensor=2", "parallel.sequence_parallel=true"),
+    "EP2, biases and sinks": ("gpt_oss", "parallel.expert=2"),
+    "TP2 SP ETP1, biases and sinks": (
+        "gpt_oss",
+        "parallel.tensor=2",
+        "parallel.sequence_parallel=true",
+        "parallel.expert_tensor=1",
+    ),
+    "PP2, dense layers between": ("llama4_interleaved", "parallel.pipeline=2"),
+    "TP2 SP, latents": ("deepseek_v3", "parallel.tensor=2", "parallel.sequence_parallel=true"),
+    "EP2, latents": ("moonlight", "parallel.expert=2"),
     "DP2, sharded": ("llama", "optimizer.distributed=true"),
     "PP2, second model": (
         "qwen2_tied",
@@ -43,6 +54,8 @@ SPLITS = {
         "reference.placement=device",
     ),
     "TP2, adapters": ("qwen3", "parallel.tensor=2", "lora.rank=3"),
+    "EP2, adapters on experts": ("glm4_moe", "parallel.expert=2", "lora.rank=3"),
+    "TP2-SP, adapters on experts": ("mixtral", "parallel.tensor=2", "parallel.sequence_parallel=true", "lora.rank=3"),
     "PP2 VPP2, adapters": (
         "qwen2_tied",
         "parallel.pipeline=2",
@@ -145,11 +158,19 @@ OVER_TENSOR_RANKS = ("parallel.tensor=2", "parallel.sequence_parallel=true", "pa
         ("qwen2_tied", ()),
         ("qwen3", ()),
         ("olmo2", ()),
+        ("gemma3_text", ()),
         ("qwen3_moe", ()),
         ("qwen3_moe", (*OVER_TENSOR_RANKS, "parallel.expert=2")),
         ("glm4_moe", ()),
+        ("llama4", ()),
+        ("gpt_oss", ()),
+        ("deepseek_v3", ()),
+        ("moonlight", (*OVER_TENSOR_RANKS, "parallel.expert=2")),
     ],
-    ids=["qwen2", "qwen3", "olmo2", "mixture", "mixture, whole experts over TP2", "glm4_moe"],
+    ids=[
+        *("qwen2", "qwen3", "olmo2", "gemma3", "mixture", "mixture, whole experts over TP2"),
+        *("glm4_moe", "llama4", "gpt_oss", "latents", "latents over TP2"),
+    ],
 )
 def test_activations_are_what_autograd_saves(pool, family: str, overrides: tuple[str, ...]) -> None:
     """The activations of a layer are within 5 % of the bytes that autograd saves for it, on the mean of the ranks.

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.patience import patient
-from tests.reference import tiny_config
+from tests.reference import MIXTURES, tiny_config
 from tests.workers.environment import worker_environment
 from tests.workers.nursery import Nursery
 
@@ -93,6 +93,7 @@ OVERLAPS = (
 )
 SP = ("parallel.tensor=2", "parallel.sequence_parallel=true")
 EXPERTS = ("parallel.expert=2", "parallel.expert_tensor=1")
+TWO_KINDS = ("glm4_moe", "deepseek_v3", "llama4_interleaved")  # of layers: a dense one, then a mixture
 PASSING = {"TP2": (2, "qwen2_tied", ("parallel.tensor=2",))}
 PASSING_LONG = {
     "PP2": (2, "qwen3", ("parallel.pipeline=2",)),
@@ -102,7 +103,10 @@ PASSING_LONG = {
     "TP2 SP, PP2, VPP2": (4, "qwen2_tied", (*SP, "parallel.pipeline=2", "parallel.virtual_pipeline=2")),
     "EP2": (2, "mixtral", EXPERTS),
     "TP2 SP, EP2": (2, "qwen3_moe", (*SP, *EXPERTS)),
+    "TP2 SP, EP2, sinks": (2, "gpt_oss", (*SP, *EXPERTS)),
     "EP2, PP2, layers of two kinds": (4, "glm4_moe", ("parallel.expert=2", "parallel.pipeline=2")),
+    "PP2, dense layers between": (2, "llama4_interleaved", ("parallel.pipeline=2",)),
+    "TP2 SP, latents": (2, "deepseek_v3", (*SP, *EXPERTS)),
     "TP2, bfloat16": (2, "qwen2_tied", ("parallel.tensor=2", "--dtype", "bfloat16")),
 }
 
@@ -118,9 +122,9 @@ def test_a_right_topology_passes_with_every_check_compared(nursery, tmp_path, ce
     checks = {row["check"]: row for row in found["checks"]}
     assert found["passed"] and "verdict: PASSED" in output and all(row["passed"] for row in checks.values())
     kinds = {"embedding", "attention qkv", "attention output", "norms"}
-    kinds |= {"router", "experts"} if family in ("mixtral", "qwen3_moe", "glm4_moe") else {"mlp gate/up", "mlp down"}
-    kinds |= {"mlp gate/up", "mlp down"} if family == "glm4_moe" else set()
-    kinds |= {"lm head"} if family in ("qwen2_untied", "llama", "mixtral", "glm4_moe") else set()
+    kinds |= {"router", "experts"} if family in MIXTURES else {"mlp gate/up", "mlp down"}
+    kinds |= {"mlp gate/up", "mlp down"} if family in TWO_KINDS else set()
+    kinds |= {"lm head"} if family in ("qwen2_untied", "llama", "mixtral", "gpt_oss", *TWO_KINDS) else set()
     wanted = {f"gradient: {kind}" for kind in kinds} | {
         "activations of one sample",
         "log-probs per sample",
@@ -134,7 +138,7 @@ def test_a_right_topology_passes_with_every_check_compared(nursery, tmp_path, ce
     assert max(found["measured"]["microbatches"]) >= 4, "with one micro-batch an average over micro-batches would hide"
     layers = found["topology"]["parallel"]["pipeline"] * found["topology"]["parallel"]["virtual_pipeline"]
     assert {x["layer"] for x in found["activations"]} == {-1, *range(layers)}
-    points_of_layers = 5 + 6 if family == "glm4_moe" else layers * points(family)  # a dense layer, and a mixture
+    points_of_layers = 5 + 6 if family in TWO_KINDS and layers == 2 else layers * points(family)
     assert len(found["activations"]) == found["topology"]["world_size"] // model_ranks(found) * (2 + points_of_layers)
     assert "lm_head.weight" in found["gradient_tensors"] or "lm head" not in kinds
     assert str(tmp_path) not in json.dumps({k: v for k, v in found.items() if k != "topology"})
@@ -146,7 +150,7 @@ def model_ranks(found: dict) -> int:
 
 
 def points(family: str) -> int:
-    return 6 if family in ("mixtral", "qwen3_moe") else 5
+    return 6 if family in MIXTURES else 5
 
 
 TP_FAULT = ("--inject", "tp_all_reduce", "--layers-per-stage", "3", "--inject-layer")

@@ -33,7 +33,7 @@ LEVELS = (
     ("critic",),
     ("trainer",),
     ("cli",),
-    ("train", "serve"),
+    ("train", "serve", "watch"),
     ("commands",),
     ("__main__",),
 )

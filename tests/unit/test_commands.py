@@ -54,7 +54,10 @@ def test_a_word_becomes_its_program(words: list[str], becomes: list[str]) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["trian"], "'trian' is no command; those are train, serve, convert, verify, simulate, doctor, new"),
+        (
+            ["trian"],
+            "'trian' is no command; those are train, serve, watch, convert, verify, simulate, doctor, new, translate",
+        ),
         (["train", "--nproc"], "--nproc needs a number of processes"),
         (["train", "--nproc", "0"], "--nproc '0' is no number of processes"),
         (["train", "--nproc=two"], "--nproc 'two' is no number of processes"),
@@ -79,7 +82,7 @@ def test_processes_are_refused_within_a_world(
 def test_help_names_every_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"\n  {name} " in said for name in [*command.VERBS, "new"])
+    assert all(f"\n  {name} " in said for name in [*command.VERBS, *command.HERE])
     assert command.main([]) == command.EXIT_CONFIG
 
 

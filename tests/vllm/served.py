@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 
 import psutil
@@ -59,6 +60,24 @@ def engines_of(driver: int) -> list[int]:
         if parent == driver:
             found.append(int(path.parent.name))
     return found
+
+
+def kill_engines(workers: int, run_dir: pathlib.Path, moments: int, done: list[int], rows: int = 0) -> None:
+    """Send SIGKILL to the run's engine process whenever it has begun to work again, ``moments`` times.
+
+    workers: the process that forks the pool's. rows: of the run's metrics that come before the first time.
+    """
+    log = run_dir / "metrics.jsonl"
+    while len(done) < moments:
+        time.sleep(0.05)
+        text = log.read_text() if log.exists() else ""
+        if text.count("\n") <= rows:
+            continue
+        for pid in engines_of(workers):
+            os.kill(pid, signal.SIGKILL)
+            done.append(pid)
+            rows = text.count("\n") + 1
+            break
 
 
 class Served:

@@ -5,17 +5,14 @@ The modes agree, tokens carry their weights' versions, and a lost engine is mend
 
 from __future__ import annotations
 
-import os
 import pathlib
-import signal
 import threading
-import time
 
 import pytest
 import torch
 
 from tests.runs.command import arguments, command_line, rows_of, timeless, trained_prompts, weights_of
-from tests.vllm.served import engines_of
+from tests.vllm.served import kill_engines
 
 pytestmark = pytest.mark.vllm
 VLLM = (
@@ -60,25 +57,6 @@ def test_streaming_without_staleness_is_the_synchronous_run(pool, arithmetic, tm
             k: v for k, v in timeless(other).items() if not k.startswith(gaps)
         }
     assert all(torch.equal(value, weights_of(two)[name]) for name, value in weights_of(one).items())
-
-
-def kill_engines(workers: int, run_dir: pathlib.Path, moments: int, done: list[int]) -> None:
-    """Send SIGKILL to the run's engine process whenever it has begun to work again, ``moments`` times.
-
-    workers: the process that forks the pool's.
-    """
-    log = run_dir / "metrics.jsonl"
-    rows = 0
-    while len(done) < moments:
-        time.sleep(0.05)
-        text = log.read_text() if log.exists() else ""
-        if text.count("\n") <= rows:
-            continue
-        for pid in engines_of(workers):
-            os.kill(pid, signal.SIGKILL)
-            done.append(pid)
-            rows = text.count("\n") + 1
-            break
 
 
 def test_an_engine_that_dies_twice_while_it_works_ahead(nursery, pool, arithmetic, tmp_path):

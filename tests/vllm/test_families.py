@@ -1,4 +1,4 @@
-"""A real embedded vLLM engine of a mixture with a sigmoid router gives Hugging Face's log-probs after a sync."""
+"""A real embedded vLLM engine of a mixture gives Hugging Face's log-probs after a sync."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from tests.vllm.rig import LOGPROB_TOLERANCE, make_prompts, start_bench
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
 
-@pytest.mark.parametrize("family", ["glm4_moe"])
+@pytest.mark.parametrize("family", ["glm4_moe", "olmo3", "gemma3_text", "deepseek_v3", "moonlight"])
 def test_logprobs_of_a_family_equal_hugging_faces(inputs: pathlib.Path, tmp_path: pathlib.Path, family: str) -> None:
-    """The router's bias arrives too: without it some tokens would go to other experts."""
+    """What a family alone has arrives, and the engine has what is the config's.
+
+    A router's bias (glm4_moe), latents (deepseek_v3), windows and angles by the layer's kind (olmo3, gemma3_text).
+    """
     folder = tmp_path / "model"
     shutil.copytree(inputs / "model", folder, ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
     config, model = tiny_model(family)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
 import sys
@@ -63,6 +64,33 @@ def prepare_mixture(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.P
     return folder
 
 
+def prepare_gpt_oss(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Write the data and tokenizer of ``arithmetic`` and a gpt-oss of four experts; return ``folder``."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig
+
+    shutil.copytree(arithmetic, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
+    config = GptOssConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=48,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=9,
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return folder
+
+
 def prepare_family(arithmetic: pathlib.Path, folder: pathlib.Path, family: str) -> pathlib.Path:
     """Write the data and tokenizer of ``arithmetic`` and a dense model of another family; return ``folder``."""
     sys.path.insert(0, str(ROOT / "tools"))
@@ -71,4 +99,8 @@ def prepare_family(arithmetic: pathlib.Path, folder: pathlib.Path, family: str) 
     shutil.copytree(arithmetic, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = ModelSizes(hidden=64, layers=2, heads=2, kv_heads=2, intermediate=96, tied=False)
     make_model(family, sizes, arithmetic / "model", folder / "model", 0)
+    config = folder / "model" / "config.json"
+    if "layer_types" in (fields := json.loads(config.read_text())):  # a window that leaves most tokens out
+        kinds = ["sliding_attention", "full_attention"]
+        config.write_text(json.dumps(fields | {"sliding_window": 4, "layer_types": kinds}))
     return folder

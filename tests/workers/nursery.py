@@ -35,7 +35,10 @@ from tests.patience import HANG_S, patient
 from tests.workers.environment import worker_environment
 
 START_S = 300.0  # importing takes 8 s; on a loaded host with a cold disk it has taken a minute
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "phi3", "olmo2", "mixtral", "qwen3_moe", "glm4_moe")
+FAMILIES = (
+    *("qwen2", "qwen3", "llama", "mistral", "phi3", "olmo2", "olmo3", "gemma3"),
+    *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "llama4", "deepseek_v3"),
+)
 IMPORTED = (
     "megatron_rl.distributed.platform",  # before anything of Megatron-Core
     "megatron_rl.trainer.trainer",

@@ -99,8 +99,11 @@ def measure_counted(given: argparse.Namespace) -> list[dict]:
     return [{"order": name, "of_the_bound": statistics.mean(values)} for name, values in ratios.items()]
 
 
-def open_engine(given: argparse.Namespace, folder: pathlib.Path):
-    """Start an engine of a tiny model of random weights, none of whose samples ends before its bound."""
+def open_engine(given: argparse.Namespace, folder: pathlib.Path, *settings: str):
+    """Start an engine of a tiny model of random weights, none of whose samples ends before its bound.
+
+    Returns it, its configuration with ``settings``, and its weights, which it has as version 0.
+    """
     from one_engine import build_one
     from safetensors.torch import load_file
     from short_run import prepare
@@ -120,6 +123,7 @@ def open_engine(given: argparse.Namespace, folder: pathlib.Path):
             f"rollout.max_response_tokens={given.most_tokens}",
             f"rollout.vllm={{max_num_seqs: {given.slots}}}",
             f"run.dir={folder / 'run'}",
+            *settings,
         ],
     )
     engine = build_one(config)
@@ -131,11 +135,11 @@ def open_engine(given: argparse.Namespace, folder: pathlib.Path):
     except BaseException:
         engine.close()
         raise
-    return engine
+    return engine, config, weights
 
 
 def measure_vllm(given: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
-    engine = open_engine(given, folder)
+    engine, *_ = open_engine(given, folder)
     seconds: dict[str, list[float]] = {}
     try:
         _generate(engine, given, np.full(given.slots, 16), np.full(given.slots, 8))  # to warm up

@@ -21,12 +21,13 @@ def family_of(folder: pathlib.Path) -> str | None:
 
 def needs_bridge(given: argparse.Namespace) -> bool:
     """Return True for an import or export of a family that our tables lack, if megatron-bridge is installed."""
-    from megatron_rl.weights.families.register import FAMILIES
+    from megatron_rl.weights.families.register import ALIASES, FAMILIES
 
     if given.command not in ("import", "export"):
         return False
     family = family_of(given.source if given.command == "import" else given.hf or given.source / "hf")
-    return family is not None and family not in FAMILIES and importlib.util.find_spec("megatron.bridge") is not None
+    built = ALIASES.get(family, family) in FAMILIES
+    return family is not None and not built and importlib.util.find_spec("megatron.bridge") is not None
 
 
 def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:

@@ -147,10 +147,10 @@ def tensor_class(name: str) -> str:
         ("embedding", r"embed_tokens"),
         ("lm head", r"lm_head"),
         ("experts", r"\.experts?\."),
-        ("attention qkv", r"\.[qkv]_proj\."),
+        ("attention qkv", r"\.[qkv]_proj\.|\.sinks|\.(q_a|q_b|kv_b)_proj\.|\.kv_a_proj_with_mqa\."),
         ("attention output", r"\.o_proj\."),
         ("norms", r"norm"),
-        ("router", r"\.gate\."),
+        ("router", r"\.(gate|router)\."),
         ("mlp gate/up", r"\.(gate|up|gate_up)_proj"),
         ("mlp down", r"\.down_proj"),
     ):
@@ -160,15 +160,22 @@ def tensor_class(name: str) -> str:
 
 
 _BACKWARD = (
-    r"experts|mlp\.down_proj",
-    r"mlp\.(gate|up)_proj",
-    r"\.gate\.",
+    r"experts|(mlp|feed_forward)\.down_proj",
+    r"(mlp|feed_forward)\.(gate|up)_proj",
+    r"\.(gate|router)\.",
     r"post_attention_layernorm",
     r"\.o_proj\.",
+    r"\.sinks",
     r"\.[qk]_norm\.",
     r"\.v_proj\.",
     r"\.k_proj\.",
     r"\.q_proj\.",
+    r"\.kv_b_proj\.",
+    r"\.kv_a_layernorm\.",
+    r"\.kv_a_proj_with_mqa\.",
+    r"\.q_b_proj\.",
+    r"\.q_a_layernorm\.",
+    r"\.q_a_proj\.",
 )
 
 

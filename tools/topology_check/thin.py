@@ -95,11 +95,15 @@ def thin_hf_config(real, config: Config, size: Size):
         ]
     if real_fields.get("first_k_dense_replace"):  # dense layers first, and a mixture at the least behind them
         fields["first_k_dense_replace"] = min(real.first_k_dense_replace, fields["num_hidden_layers"] - 1)
+    if real_fields.get("no_rope_layers"):  # Llama 4's lists by layer; transformers made them of the steps
+        depth = fields["num_hidden_layers"]
+        fields["no_rope_layers"] = (list(real.no_rope_layers) * depth)[:depth]
+        fields["moe_layers"] = [layer for layer in real.moe_layers if layer < depth] or [depth - 1]
     # Widths that may shrink, each to a multiple that the topology can split.
     if "hidden" not in size.keep:
         fields["hidden_size"] = min(real.hidden_size, HIDDEN)
     if "ffn" not in size.keep:
-        for name in ("intermediate_size", "moe_intermediate_size"):
+        for name in ("intermediate_size", "moe_intermediate_size", "intermediate_size_mlp"):
             if real_fields.get(name):
                 fields[name] = min(
                     real_fields[name],

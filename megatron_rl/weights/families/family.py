@@ -13,12 +13,19 @@ from megatron_rl.weights.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Holds Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``."""
+    """Holds Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``.
+
+    stacked: the last parts of the names of tensors that hold all experts of a layer in a file (weights/stacked.py).
+    transposed: whether a stack holds the transposes of an expert's gate and up, or down, under ``gate_up_proj`` and
+        ``down_proj``; else an expert's slice of a stack is a tensor of its own.
+    """
 
     block: str
     gate: str
     up: str
     down: str
+    stacked: tuple[str, ...] = ()
+    transposed: bool = False
 
 
 def nothing(_: object) -> dict[str, Any]:
@@ -33,20 +40,25 @@ class Family:
     ffn_field:    the config's field for the width of the MLP, or of one expert.
     experts:      the names of its mixture; None for a dense family.
     refuse:       raises ConfigError for a config that asks for a feature that the model built here lacks.
+    refuse_served: raises ConfigError for a config that vLLM would build otherwise.
     features:     config → the fields of ModelShape by which the family differs from a plain Llama.
     layer:        shape → the entries of one decoder layer, its experts' aside. Megatron names are relative to
                   ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
+    expert_layer: shape and number → the entries of one of this rank's experts, where they are not
+                  ``mixture_layer.expert_entries``'.
     sizes:        shape → the sizes of a layer's Hugging Face tensors by the same names, norms over the hidden state
                   aside; an expert's stand below ``expert.``.
     first_layers: the entries of each of the first ``num_dense_layers`` layers of the shape, where it has such.
     last:         entries beside the final norm's weight, on the last stage.
     layer_fields: shape → the fields of Megatron-Core's TransformerConfig that its layers need beside the common ones.
     turns_partly: whether its module in transformers reads ``partial_rotary_factor``.
+    expert_adapters: whether adapters on its experts were shown (tests/equality/test_adapter.py).
     bitwise:      whether ``rollout.bitwise`` was shown for it (tests/equality/test_bitwise.py).
     """
 
     model_type: str
     refuse: Callable[[Any], None]
+    refuse_served: Callable[[Any], None] = nothing
     features: Callable[[Any], dict[str, Any]] = nothing
     layer: Callable[[ModelShape], tuple[Entry, ...]] = dense_layer
     sizes: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = dense_sizes
@@ -54,6 +66,8 @@ class Family:
     ffn_field: str = "intermediate_size"
     first_layers: Callable[[ModelShape], tuple[Entry, ...]] | None = None
     last: tuple[Entry, ...] = ()
+    expert_layer: Callable[[ModelShape, int], tuple[Entry, ...]] | None = None
     experts: ExpertNames | None = None
     turns_partly: bool = False
+    expert_adapters: bool = False
     bitwise: bool = False

@@ -53,5 +53,6 @@ GLM4_MOE = Family(
     first_layers=dense_layer,
     sizes=sizes,
     layer_fields=sigmoid_router,
+    expert_adapters=True,
     experts=EXPERTS,
 )

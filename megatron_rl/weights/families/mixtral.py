@@ -9,17 +9,14 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.family import ExpertNames, Family
 from megatron_rl.weights.families.mixture_layer import mixture_layer, mixture_sizes, softmax_router
 from megatron_rl.weights.families.refusals import refuse_other_layers
+from megatron_rl.weights.families.windows import windows_of
 
 EXPERTS = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for a sliding window, noise on the router or another kind of layer."""
-    refuse_other_layers(hf_config)
-    if hf_config.sliding_window is not None:
-        raise ConfigError(
-            f"sliding_window={hf_config.sliding_window} of mixtral is not supported; only full attention (null) is"
-        )
+    """Raise ConfigError for noise on the router or another kind of layer."""
+    refuse_other_layers(hf_config, windows=True)
     if hf_config.router_jitter_noise:
         raise ConfigError(
             f"router_jitter_noise={hf_config.router_jitter_noise} of mixtral is not supported: it draws noise per "
@@ -28,8 +25,12 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return the sizes of the mixture."""
-    return dict(num_experts=hf_config.num_local_experts, experts_per_token=hf_config.num_experts_per_tok)
+    """Return the layers' windows and the sizes of the mixture."""
+    return dict(
+        windows=windows_of(hf_config),
+        num_experts=hf_config.num_local_experts,
+        experts_per_token=hf_config.num_experts_per_tok,
+    )
 
 
 MIXTRAL = Family(
@@ -39,5 +40,6 @@ MIXTRAL = Family(
     layer=partial(mixture_layer, EXPERTS),
     sizes=partial(mixture_sizes, EXPERTS),
     layer_fields=softmax_router,
+    expert_adapters=True,
     experts=EXPERTS,
 )

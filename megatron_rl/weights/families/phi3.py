@@ -9,19 +9,24 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.families.dense_layer import dense_layer, dense_sizes
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.refusals import refuse_narrow_window, refuse_other_layers
+from megatron_rl.weights.families.refusals import refuse_other_layers
+from megatron_rl.weights.families.windows import windows_of
 from megatron_rl.weights.model_shape import ModelShape
 
 _JOINED = {Layout.QKV: "self_attn.qkv_proj.weight", Layout.GATE_UP: "mlp.gate_up_proj.weight"}
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for a window narrower than the context, dropout or another kind of layer."""
-    refuse_other_layers(hf_config)
-    refuse_narrow_window(hf_config)
+    """Raise ConfigError for dropout or another kind of layer."""
+    refuse_other_layers(hf_config, windows=True)
     for name in ("resid_pdrop", "embd_pdrop"):
         if hf_config.to_dict()[name]:
             raise ConfigError(f"{name}={hf_config.to_dict()[name]} of phi3 is not supported: set it to 0.0")
+
+
+def features(hf_config: Any) -> dict[str, Any]:
+    """Return the layers' windows."""
+    return dict(windows=windows_of(hf_config))
 
 
 def joined_layer(shape: ModelShape) -> tuple[Entry, ...]:
@@ -44,6 +49,7 @@ PHI3 = Family(
     model_type="phi3",
     turns_partly=True,
     refuse=refuse,
+    features=features,
     layer=joined_layer,
     sizes=joined_sizes,
 )

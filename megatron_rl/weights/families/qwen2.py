@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.refusals import refuse_other_layers, refuse_sliding_window
+from megatron_rl.weights.families.refusals import refuse_other_layers
+from megatron_rl.weights.families.windows import windows_of
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for a sliding window or another kind of layer."""
-    refuse_other_layers(hf_config)
-    refuse_sliding_window(hf_config)
+    """Raise ConfigError for another kind of layer."""
+    refuse_other_layers(hf_config, windows=True)
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return biases on q, k and v."""
-    return dict(qkv_bias=True)
+    """Return biases on q, k and v, and the layers' windows."""
+    return dict(qkv_bias=True, windows=windows_of(hf_config))
 
 
 QWEN2 = Family(

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.refusals import refuse_attention_bias, refuse_other_layers, refuse_sliding_window
+from megatron_rl.weights.families.refusals import refuse_attention_bias, refuse_other_layers
+from megatron_rl.weights.families.windows import windows_of
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for biases of attention, a sliding window or another kind of layer."""
-    refuse_other_layers(hf_config)
+    """Raise ConfigError for biases of attention or another kind of layer."""
+    refuse_other_layers(hf_config, windows=True)
     refuse_attention_bias(hf_config)
-    refuse_sliding_window(hf_config)
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return norms of q and k."""
-    return dict(qk_norm=True)
+    """Return norms of q and k, and the layers' windows."""
+    return dict(qk_norm=True, windows=windows_of(hf_config))
 
 
 QWEN3 = Family(

@@ -8,16 +8,16 @@ from typing import Any
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.family import ExpertNames, Family
 from megatron_rl.weights.families.mixture_layer import mixture_layer, mixture_sizes, softmax_router
-from megatron_rl.weights.families.refusals import refuse_attention_bias, refuse_other_layers, refuse_sliding_window
+from megatron_rl.weights.families.refusals import refuse_attention_bias, refuse_other_layers
+from megatron_rl.weights.families.windows import windows_of
 
 EXPERTS = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
 
 
 def refuse(hf_config: Any) -> None:
-    """Raise ConfigError for dense layers between the mixtures, biases, a sliding window or another kind of layer."""
-    refuse_other_layers(hf_config)
+    """Raise ConfigError for dense layers between the mixtures, biases or another kind of layer."""
+    refuse_other_layers(hf_config, windows=True)
     refuse_attention_bias(hf_config)
-    refuse_sliding_window(hf_config)
     if hf_config.decoder_sparse_step != 1 or hf_config.mlp_only_layers:
         raise ConfigError(
             f"decoder_sparse_step={hf_config.decoder_sparse_step} and mlp_only_layers={hf_config.mlp_only_layers} of "
@@ -27,9 +27,10 @@ def refuse(hf_config: Any) -> None:
 
 
 def features(hf_config: Any) -> dict[str, Any]:
-    """Return norms of q and k, the sizes of the mixture, and whether its weights are left unnormalised."""
+    """Return norms of q and k, windows, the mixture's sizes, and whether its weights are left unnormalised."""
     return dict(
         qk_norm=True,
+        windows=windows_of(hf_config),
         num_experts=hf_config.num_local_experts,
         experts_per_token=hf_config.num_experts_per_tok,
         router_pre_softmax=not hf_config.norm_topk_prob,
@@ -44,5 +45,6 @@ QWEN3_MOE = Family(
     layer=partial(mixture_layer, EXPERTS),
     sizes=partial(mixture_sizes, EXPERTS),
     layer_fields=softmax_router,
+    expert_adapters=True,
     experts=EXPERTS,
 )

@@ -8,12 +8,15 @@ from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 
 
-def refuse_other_layers(hf_config: Any) -> None:
-    """Raise ConfigError unless every layer has causal attention over the whole sequence and silu in its MLP."""
+def refuse_other_layers(hf_config: Any, *, windows: bool = False) -> None:
+    """Raise ConfigError unless every layer has causal attention and silu in its MLP.
+
+    windows: whether layers may have a sliding window; their kinds are ``windows.windows_of``'s to check then.
+    """
     family, fields = hf_config.model_type, hf_config.to_dict()
     if hf_config.hidden_act != "silu":
         raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of {family} is not supported; only silu is")
-    if set(kinds := fields.get("layer_types") or []) - {"full_attention"}:
+    if not windows and set(kinds := fields.get("layer_types") or []) - {"full_attention"}:
         raise ConfigError(f"layer_types={quoted(kinds)} of {family} is not supported; only full_attention is")
     if fields.get("is_causal", True) is not True:
         raise ConfigError(f"is_causal={fields['is_causal']} of {family} is not supported; only causal attention is")
@@ -25,21 +28,4 @@ def refuse_attention_bias(hf_config: Any) -> None:
         raise ConfigError(
             f"a {hf_config.model_type} model with attention_bias is not supported: its output projection carries a "
             "bias too"
-        )
-
-
-def refuse_sliding_window(hf_config: Any) -> None:
-    """Raise ConfigError where a Qwen config turns its sliding window on."""
-    if hf_config.use_sliding_window:
-        raise ConfigError(f"use_sliding_window=true of {hf_config.model_type} is not supported; only full attention is")
-
-
-def refuse_narrow_window(hf_config: Any) -> None:
-    """Raise ConfigError where a sliding window is narrower than the context."""
-    window, context = hf_config.sliding_window, hf_config.max_position_embeddings
-    if window is not None and window < context:
-        raise ConfigError(
-            f"sliding_window={window} of {hf_config.model_type} is below max_position_embeddings={context}, and only "
-            "full attention is supported; within the window the two are equal, so lower max_position_embeddings to it "
-            "in config.json if no sequence is longer"
         )

@@ -5,39 +5,59 @@ from __future__ import annotations
 from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.bridged import Families
+from megatron_rl.weights.families.deepseek_v3 import DEEPSEEK_V3
+from megatron_rl.weights.families.gemma3 import GEMMA3_TEXT
 from megatron_rl.weights.families.glm4_moe import GLM4_MOE
+from megatron_rl.weights.families.gpt_oss import GPT_OSS
 from megatron_rl.weights.families.llama import LLAMA
+from megatron_rl.weights.families.llama4 import LLAMA4
 from megatron_rl.weights.families.mistral import MISTRAL
 from megatron_rl.weights.families.mixtral import MIXTRAL
 from megatron_rl.weights.families.olmo2 import OLMO2
+from megatron_rl.weights.families.olmo3 import OLMO3
 from megatron_rl.weights.families.phi3 import PHI3
 from megatron_rl.weights.families.qwen2 import QWEN2
 from megatron_rl.weights.families.qwen3 import QWEN3
 from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES = Families(
-    {family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GLM4_MOE)}
+    {
+        family.model_type: family
+        for family in (
+            *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA3_TEXT),
+            *(MIXTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, GPT_OSS, LLAMA4),
+        )
+    }
 )
-_GEMMA = "the embedding times sqrt(hidden_size), norms that multiply by 1 + weight, a gelu (tanh) MLP"
-_SANDWICH = "norms behind attention and behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
+# Other names of a family's model_type, which transformers has no class for.
+ALIASES = {"kimi_k2": "deepseek_v3"}
+_DELTA = (
+    "the gated delta net of three layers in four: Megatron-Core 0.16.1's GatedDeltaNet (ssm/gated_delta_net.py) raises "
+    '"GDN does not support packed sequence for now.", 0.19.2\'s (ssm/gated_delta_net/gdn.py) takes packed sequences '
+    "outside deterministic mode alone, and neither is built without flash-linear-attention and its Triton kernels "
+    '("FLA is not installed"), which need a GPU'
+)
+_GATED_ATTENTION = "gates on attention's output, norms that multiply by 1 + weight"
+_SHARED_GATE = "a gate of the shared expert"
 # Features that a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py, transformer_layer.py,
 # dot_product_attention.py) or the model built here lacks; models as in transformers 5.19.
 MISSING = {
-    "gemma": _GEMMA,
-    "gemma2": "soft-capped attention scores (attn_logit_softcapping) and logits (final_logit_softcapping), "
-    f"{_SANDWICH}, a sliding window in every second layer, {_GEMMA}",
-    "gemma3_text": f"{_SANDWICH}, two rotary bases and a sliding window by the layer's kind, {_GEMMA}",
-    "gemma3": "a vision tower, and what gemma3_text misses",
+    "gemma": "norms before attention and MLP alone that multiply by 1 + weight; the rest is built (gemma3_text)",
+    "gemma2": "soft-capped attention scores (attn_logit_softcapping) and logits (final_logit_softcapping); the rest is "
+    "built (gemma3_text)",
+    "gemma3": "a vision tower; its language model alone is gemma3_text",
     "qwen2_moe": "a shared expert with a gate of its own beside the routed experts",
-    "deepseek_v3": "multi-latent attention, whose rotary angles (yarn) Megatron-Core makes within and whose keys and "
-    "values differ in size; its mixture is built (glm4_moe)",
-    "olmo3": "a sliding window in three layers of four, and rotary bases by the layer's kind",
-    "gpt_oss": "attention sinks, clamped gated activations, biases on projections and experts",
+    "qwen3_next": f"{_DELTA}; {_GATED_ATTENTION}, {_SHARED_GATE}",
+    "qwen3_5_text": f"{_DELTA}; {_GATED_ATTENTION}",
+    "qwen3_5_moe_text": f"{_DELTA}; {_GATED_ATTENTION}, {_SHARED_GATE}",
+    "qwen3_5": "a vision tower, and what qwen3_5_text misses",
+    "qwen3_5_moe": "a vision tower, and what qwen3_5_moe_text misses",
+    "llama4": "a vision tower; its text model alone (llama4_text) is built",
 }
 
 
 def check_family(family: object, where: str) -> None:
     """Raise ConfigError, naming the missing parts, where ``family`` (a config's ``model_type``) is not in FAMILIES."""
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(family, str) or ALIASES.get(family, family) not in FAMILIES:
         missing = f"; missing for {family}: {MISSING[family]}" if str(family) in MISSING else ""
         raise ConfigError(f"{where} holds a {quoted(family)} model; this version builds {', '.join(FAMILIES)}{missing}")

@@ -62,7 +62,9 @@ class DotProductAttention(torch.nn.Module):
         require(cp_group is None or cp_comm_type in ("p2p", "all_gather", "a2a"), f"cp_comm_type {cp_comm_type}")
         require(cp_group is None or len(cp_global_ranks) == cp_group.size(), "cp_global_ranks name the cp_group")
         ranks = tp_size if tp_group is None else tp_group.size()
-        self.kv_channels, self.softmax_scale = kv_channels, softmax_scale or kv_channels**-0.5
+        # the width of k, and of v where it has another
+        self.channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        self.softmax_scale = softmax_scale or self.channels[0] ** -0.5
         self.attn_mask_type, self.cp_group = attn_mask_type, cp_group
         self.heads, self.groups = num_attention_heads // ranks, (num_gqa_groups or num_attention_heads) // ranks
 
@@ -118,14 +120,14 @@ class DotProductAttention(torch.nn.Module):
         half = query.dtype in (torch.bfloat16, torch.float16) or os.environ.get(ANY_DTYPE) == "1"
         require(half, f"no attention backend for packed sequences of {query.dtype}")
         require(query.dtype == key.dtype == value.dtype, "Queries, keys and values must have the same data type!")
-        for name, states, heads in (
-            ("query", query, self.heads),
-            ("key", key, self.groups),
-            ("value", value, self.groups),
+        for name, states, heads, channels in (
+            ("query", query, self.heads, self.channels[0]),
+            ("key", key, self.groups, self.channels[0]),
+            ("value", value, self.groups, self.channels[1]),
         ):
             require(
-                states.shape[1:] == (heads, self.kv_channels),
-                f"{name} of {tuple(states.shape)} is not [tokens, {heads}, {self.kv_channels}]",
+                states.shape[1:] == (heads, channels),
+                f"{name} of {tuple(states.shape)} is not [tokens, {heads}, {channels}]",
             )
             require(states.stride(-1) == 1, "q, k and v must have stride 1 in their last dimension!")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -9,6 +11,13 @@ from megatron_rl.backend.packing import pack_microbatch
 from megatron_rl.types import BatchFacts, LossInputs, MicroBatch, Sample
 
 CPU = torch.device("cpu")
+
+
+def attention_config(*windows: int) -> SimpleNamespace:
+    """Return the fields that a core attention reads; windows: of each layer, 0 for none."""
+    if not any(windows):
+        return SimpleNamespace(window_size=None, window_attn_skip_freq=None)
+    return SimpleNamespace(window_size=(max(windows) - 1, 0), window_attn_skip_freq=[int(x > 0) for x in windows])
 
 
 def facts_of(samples: list[Sample]) -> BatchFacts:

@@ -22,7 +22,7 @@ from megatron_rl.model.attention_spans import ContextShard, context_positions
 from megatron_rl.model.layout import Layout
 from megatron_rl.types import MicroBatch, Sample
 from tests.reference import make_samples
-from tests.unit.backend.packed import CPU, facts_of, run_pack
+from tests.unit.backend.packed import CPU, attention_config, facts_of, run_pack
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -45,7 +45,7 @@ def test_bounds_for_transformer_engine_are_those_of_adding_up(context: ContextSh
 
 
 def make_attention(scale: float | None = None) -> TorchAttention:
-    return TorchAttention(None, 1, None, "self", softmax_scale=scale)
+    return TorchAttention(attention_config(), 1, None, "self", softmax_scale=scale)
 
 
 def make_qkv(tokens: int, dtype: torch.dtype, heads: int = 4, groups: int = 2) -> tuple[torch.Tensor, ...]:

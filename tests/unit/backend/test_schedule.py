@@ -28,7 +28,7 @@ def test_squares_of_a_micro_batch_equal_a_loop_over_its_sequences() -> None:
     ragged = [(3, 5, 2), (7,), (4, 4)]
     packed = [microbatch(*lengths) for lengths in ragged]
     run = _Run(forwarded=[(0, x) for x in packed], forward=[(0.0, 1.0)] * 3, backward=[(1.0, 3.0)] * 3)
-    laps = run.laps(SimpleNamespace(pipeline_rank=0, pipeline_size=1, virtual_size=1))
+    laps = run.laps(SimpleNamespace(pipeline_rank=0, pipeline_size=1, virtual_size=1), ())
     assert laps.tokens.tolist() == [sum(lengths) for lengths in ragged]
     assert laps.squares.tolist() == [sum(x * x for x in lengths) for lengths in ragged]
     assert laps.forward_s.tolist() == [[1.0] * 3] and laps.backward_s.tolist() == [[2.0] * 3]

@@ -104,7 +104,7 @@ FP8 = "megatron.transformer.fp8=hybrid"
             ["fp8_recipe=mxfp8", "tensorwise, blockwise, delayed", "Blackwell"],
         ),
         (["megatron.transformer.tp_only_amax_red=false"], ["tp_only_amax_red=false", "different numbers of them"]),
-        (["lora.rank=4"], ["lora.rank=4", "Transformer Engine's"]),
+        (["lora.rank=4"], ["lora.rank=4", "remove megatron.transformer.fp8"]),
     ],
 )
 def test_fp8_says_what_it_cannot_be_combined_with(overrides, words):

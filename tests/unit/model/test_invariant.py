@@ -17,8 +17,9 @@ from megatron_rl.model.attention import TorchAttention, pack
 from megatron_rl.model.invariant import BLOCK_ROWS, PIECE
 from megatron_rl.model.invariant_attention import Cache, CachedSequences, InvariantAttention, attend
 from megatron_rl.model.layout import lay_out
-from megatron_rl.model.logprob import linear_logprob
+from megatron_rl.model.logprob import linear_logprob, rank_logits, rank_logprob
 from megatron_rl.model.sight import KEY_BLOCK, QUERIES, Sight
+from tests.unit.backend.packed import attention_config
 from tests.unit.model.logits import SINGLE, gradients
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -150,7 +151,7 @@ def test_attention_of_packed_sequences_equals_a_loop_and_each_alone(dtype):
 
 
 def attention_module() -> InvariantAttention:
-    module = InvariantAttention(None, 1, None, None)
+    module = InvariantAttention(attention_config(), 1, None, None)
     module.inv_freq = 10_000.0 ** -(torch.arange(WIDTH // 2) * 2 / WIDTH)
     return module
 
@@ -195,7 +196,7 @@ def test_attention_over_a_shared_prompt_equals_each_sample_alone_and_its_gradien
         alone = pack(lay_out(prompts[[slot]], responses[[slot]], None), torch.device("cpu"))
         assert torch.equal(module(*(x[rows] for x in tensors), None, packed_seq_params=alone), shared[rows])
     found, wanted = ([x.clone().requires_grad_() for x in tensors] for _ in range(2))
-    ordinary = TorchAttention(None, 1, None, None)
+    ordinary = TorchAttention(attention_config(), 1, None, None)
     turned = module._turned(*wanted[:2], packed.position_ids)
     results = (
         module(*found, None, packed_seq_params=packed),
@@ -228,6 +229,11 @@ def test_log_probs_do_not_depend_on_the_other_rows(dtype, temperature):
         )
 
     assert_row_invariant(tested, torch.cat([hidden.float(), targets[:, None].float()], dim=1))
+    whole, _ = linear_logprob(hidden, weight, targets, kernel="invariant", **given)
+    for ranks, most in ((1, 0.0), (3, 1e-5)):  # to the bit on several ranks: tests/equality/test_bitwise.py
+        logits = rank_logits(hidden, weight, vocab_size=vocab_size, ranks=ranks)
+        assert [x.shape[1] for x in logits] == ([203] if ranks == 1 else [68, 68, 67])
+        assert (rank_logprob(logits, targets, temperature=temperature) - whole).abs().max() <= most
     coefficients = normal(tokens, seed=2)
     (found, _), found_gradient = gradients(
         lambda x: linear_logprob(x, weight, targets, kernel="invariant", **given), hidden, coefficients

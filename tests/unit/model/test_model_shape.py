@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -11,9 +10,11 @@ import torch
 
 from megatron_rl.config import LoraConfig, load_config
 from megatron_rl.errors import ConfigError
+from megatron_rl.model import adapter
 from megatron_rl.model.adapter import put_adapters
-from megatron_rl.model.flops import flops_per_token
-from megatron_rl.model.hf_config import inverse_frequencies, model_shape, read_shape
+from megatron_rl.model.flops import adapter_parameters, flops_per_token
+from megatron_rl.model.hf_config import inverse_frequencies, model_shape, read_shape, softmax_scale
+from megatron_rl.model.post_norm import put_norms_behind, put_wide_norms
 from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.mapping import hf_size, layer_entries
 from megatron_rl.weights.reader import used_names
@@ -58,13 +59,16 @@ REFUSED = [
     ),
     (changed("qwen3_moe", moe_intermediate_size=33), dict(expert_tensor=2), "does not divide moe_intermediate_size=33"),
     (changed("mixtral"), dict(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence_parallel=true"),
-    (changed("mixtral", sliding_window=8), {}, "sliding_window=8 of mixtral is not supported"),
     (changed("mixtral", router_jitter_noise=0.1), {}, "router_jitter_noise=0.1 of mixtral is not supported"),
-    (changed("mistral", sliding_window=8), {}, "sliding_window=8 of mistral is below max_position_embeddings=256"),
-    (changed("phi3", sliding_window=8), {}, "sliding_window=8 of phi3 is below max_position_embeddings=256"),
+    (changed("mistral", sliding_window=0), {}, "sliding_window=0 of mistral with sliding_attention is no number"),
+    (changed("qwen2_tied", layer_types=["full_attention", "chunked_attention"]), {}, "chunked_attention.* of qwen2"),
+    (changed("olmo2", layer_types=["sliding_attention"] * 2), {}, "sliding_attention.* of olmo2 is not supported"),
+    (changed("gemma3_text", final_logit_softcapping=30.0), {}, "final_logit_softcapping=30.0 of gemma3_text is not"),
+    (changed("gemma3_text", attn_logit_softcapping=50.0), {}, "attn_logit_softcapping=50.0 of gemma3_text is not"),
+    (changed("gemma3_text", use_bidirectional_attention=True), {}, "use_bidirectional_attention=true of gemma3_text"),
+    (changed("gemma3_text", hidden_activation="silu"), {}, "hidden_activation='silu' of gemma3_text is not supported"),
     (changed("phi3", resid_pdrop=0.1), {}, "resid_pdrop=0.1 of phi3 is not supported: set it to 0.0"),
     (changed("olmo2", attention_bias=True), {}, "a olmo2 model with attention_bias is not supported"),
-    (changed("qwen3_moe", use_sliding_window=True), {}, "use_sliding_window=true of qwen3_moe"),
     (changed("qwen3_moe", attention_bias=True), {}, "a qwen3_moe model with attention_bias is not supported"),
     (
         changed("qwen3_moe", decoder_sparse_step=2),
@@ -84,6 +88,13 @@ REFUSED = [
         "n_group=3 and topk_group=2 of glm4_moe with num_experts_per_tok=6 are not supported",
     ),
     (changed("glm4_moe", n_shared_experts=0), {}, "n_shared_experts=0 of glm4_moe is not supported"),
+    (changed("gpt_oss", attention_bias=False), {}, "attention_bias=false of gpt_oss is not supported"),
+    (changed("gpt_oss", swiglu_alpha=1.5), {}, "swiglu_alpha=1.5 of gpt_oss is not supported; only 1.702 is"),
+    (
+        changed("gpt_oss"),
+        dict(tensor=2, sequence_parallel=True),
+        "the experts of gpt_oss have biases, .* split over 2 ranks; set parallel.expert_tensor=1",
+    ),
     (changed("glm4_moe"), dict(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence_parallel=true"),
     (
         changed("glm4_moe", intermediate_size=97),
@@ -95,7 +106,29 @@ REFUSED = [
         dict(tensor=2, sequence_parallel=True, expert_tensor=1),
         "parallel.tensor=2 does not divide the shared experts' width=33",
     ),
+    (changed("llama4", num_experts_per_tok=2), {}, "num_experts_per_tok=2 of llama4_text is not supported: Megatron"),
+    (changed("llama4", attention_bias=True), {}, "a llama4_text model with attention_bias is not supported"),
+    (changed("llama4", hidden_act="gelu"), {}, "hidden_act='gelu' of llama4_text is not supported"),
+    (changed("llama4", router_jitter_noise=0.1), {}, "router_jitter_noise=0.1 of llama4_text is not supported"),
+    (changed("llama4", attention_chunk_size=None), {}, "attention_chunk_size=None of llama4_text is not supported"),
+    (changed("llama4", moe_layers=[]), {}, "moe_layers=.* of llama4_text leaves no mixture"),
+    (changed("llama4", no_rope_layers=[1]), {}, "no_rope_layers of llama4_text has 1 entries, below"),
+    (changed("llama4", layer_types=["sliding_attention"] * 2), {}, "layer_types=.* of llama4_text is not supported"),
+    (
+        changed("llama4", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        {},
+        "rope_type='yarn' of llama4_text is not supported; default, linear, llama3 are",
+    ),
     (changed("qwen3_moe"), dict(pipeline=3), "does not divide num_hidden_layers=2"),
+    (changed("deepseek_v3", rope_interleave=False), {}, "rope_interleave=false of deepseek_v3 is not supported"),
+    (changed("deepseek_v3", scoring_func="softmax"), {}, "scoring_func='softmax' of deepseek_v3 is not supported"),
+    (changed("deepseek_v3", num_key_value_heads=2), {}, "num_key_value_heads=2 of deepseek_v3 is not supported"),
+    (changed("deepseek_v3", attention_bias=True), {}, "a deepseek_v3 model with attention_bias is not supported"),
+    (
+        changed("moonlight", rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)),
+        {},
+        "rope_type='linear' of deepseek_v3 is not supported; default and yarn are",
+    ),
 ]
 
 
@@ -123,12 +156,61 @@ def test_a_part_of_each_head_turns_where_the_family_says_so() -> None:
         inverse_frequencies(other, 32)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attention_factor": 0.9}, {"mscale": 1.5, "mscale_all_dim": 0.5}, {"beta_fast": 16, "truncate": False}],
+    ids=lambda x: ",".join(x) or "default",
+)
+def test_yarn_turns_and_scales_as_transformers(changes: dict) -> None:
+    """Scores of q and k at their positions are those under transformers' cosines and sines, which hold the factor."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+    config = tiny_config("qwen3_yarn")
+    config.rope_parameters |= changes
+    random = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 40, 32, dtype=torch.float64, generator=random)
+    positions = torch.arange(40)
+    cos, sin = (x.double() for x in Qwen3RotaryEmbedding(config)(q.float(), positions[None]))
+    wanted = torch.matmul(*(x if i == 0 else x.mT for i, x in enumerate(apply_rotary_pos_emb(q, k, cos, sin))))
+    angles = torch.outer(positions.float(), inverse_frequencies(config, 32)).double().repeat(1, 2)
+    turned = apply_rotary_pos_emb(q, k, angles.cos()[None], angles.sin()[None])
+    found = torch.matmul(turned[0], turned[1].mT) * softmax_scale(config, 32)
+    torch.testing.assert_close(found, wanted * 32**-0.5, rtol=1e-5, atol=1e-5)
+    assert abs(softmax_scale(config, 32) * 32**0.5 - 1) > 0.05 and softmax_scale(tiny_config("qwen3"), 32) is None
+
+
+def test_names_and_sizes_of_gpt_oss_are_those_of_transformers() -> None:
+    """Names and sizes of both released models are transformers', on paper: 20.9 and 116.8 billion numbers."""
+    from transformers import AutoModelForCausalLM, GptOssConfig
+
+    for layers, experts, numbers in ((24, 32, 20_914_757_184), (36, 128, 116_829_156_672)):
+        config = GptOssConfig(num_hidden_layers=layers, num_local_experts=experts)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
+        shape = read_shape(config, layer_spec="torch")
+        assert shape.windows == (128, 0) * (layers // 2)
+        assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted
+        assert sum(math.prod(size) for size in wanted.values()) == numbers
+
+
+@pytest.mark.parametrize("put", [put_norms_behind, put_wide_norms])
+def test_layers_that_were_shown_on_torchs_alone_refuse_transformer_engines(put) -> None:
+    with pytest.raises(ConfigError, match="model.layer_spec=transformer_engine: .* set model.layer_spec=torch"):
+        put(SimpleNamespace(layer_specs=[]), "transformer_engine")
+
+
 def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
     assert {family: shape_of(tiny_config(family)).router_pre_softmax for family in MIXTURES} == {
         "mixtral": False,
         "qwen3_moe": False,
         "qwen3_moe_unnormalised": True,
         "glm4_moe": False,
+        "gpt_oss": False,
+        "llama4": False,
+        "llama4_interleaved": False,
+        "deepseek_v3": False,
+        "moonlight": False,
     }
 
 
@@ -146,6 +228,64 @@ def test_names_and_sizes_of_glm_4_5_air_are_those_of_transformers() -> None:
     assert layer_entries(shape, 0) != layer_entries(shape, 1) == layer_entries(shape, 45)
 
 
+def test_names_and_sizes_of_llama_4_are_those_of_transformers() -> None:
+    """Names and sizes of Scout's and Maverick's text models are transformers', on paper: 107.8 and 400.7 billion."""
+    from transformers import AutoModelForCausalLM, Llama4TextConfig
+
+    maverick = dict(num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False)
+    for changes, numbers in (({}, 107_769_861_120), (maverick, 400_711_848_960)):
+        config = Llama4TextConfig(**changes)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
+        shape = read_shape(config, layer_spec="torch")
+        assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted
+        assert sum(math.prod(size) for size in wanted.values()) == numbers
+        assert shape.chunked.turned_layers == tuple(i for i in range(48) if i % 4 != 3)
+
+
+MOONLIGHT = dict(
+    vocab_size=163840,
+    hidden_size=2048,
+    intermediate_size=11264,
+    moe_intermediate_size=1408,
+    num_hidden_layers=27,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    n_shared_experts=2,
+    n_routed_experts=64,
+    routed_scaling_factor=2.446,
+    q_lora_rank=None,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=6,
+    first_k_dense_replace=1,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    num_mtp_layers=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "numbers"),
+    [({}, 45_395, 671_026_419_200), (MOONLIGHT, 5_317, 15_960_110_208)],
+    ids=["DeepSeek-V3", "Moonlight-16B-A3B"],
+)
+def test_names_and_sizes_of_latent_attention_are_those_of_transformers(
+    fields: dict, tensors: int, numbers: int
+) -> None:
+    """Names and sizes of released models are transformers', on paper; the class's defaults are DeepSeek-V3's."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    config = DeepseekV3Config(**fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
+    shape = read_shape(config, layer_spec="torch")
+    assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted and len(wanted) == tensors
+    assert sum(math.prod(size) for size in wanted.values()) == numbers
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
     """A token takes 6 flops per element of every matrix but the embedding.
@@ -156,14 +296,25 @@ def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
     share = config.num_local_experts / config.num_experts_per_tok if family in MIXTURES else 1
     passed = model.lm_head.weight.numel()
     for name, parameter in model.model.layers.named_parameters():
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 and not name.endswith("_bias"):
             passed += parameter.numel() / (share if ".experts." in name else 1)
     shape = shape_of(config)
     assert flops_per_token(shape, 0.0) == 6 * passed
-    assert (
-        flops_per_token(shape, 10.0) - flops_per_token(shape, 0.0)
-        == 12 * 10 * LAYERS * shape.num_heads * shape.head_dim
-    )
+    # a chunk's tokens see half of it on average
+    kinds = config.to_dict().get("layer_types") or ["full_attention"] * LAYERS
+    seen = sum(config.attention_chunk_size / 2 if kind == "chunked_attention" else 10 for kind in kinds)
+    widths = shape.head_dim + getattr(config, "v_head_dim", shape.head_dim)  # q times k, probabilities times v
+    assert flops_per_token(shape, 10.0) - flops_per_token(shape, 0.0) == 6 * seen * shape.num_heads * widths
+
+
+def test_flops_of_adapters_on_experts_count_those_that_a_token_passes() -> None:
+    """Of the adapters of 12 experts a token passes 4, in the layers that are mixtures."""
+    config, model = tiny_model("glm4_moe")
+    adapt(model, rank=3, alpha=5.0)
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    routed = sum(count for name, count in trained.items() if ".experts." in name)
+    passed = sum(trained.values()) - routed + routed * config.num_experts_per_tok // config.n_routed_experts
+    assert adapter_parameters(shape_of(config).with_adapters(LoraConfig(rank=3))) == passed
 
 
 def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() -> None:
@@ -182,21 +333,22 @@ def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() ->
 
 
 @pytest.mark.parametrize(
-    "family,spec,words",
+    "family,overlaps,found,words",
     [
-        (
-            "qwen2_tied",
-            "transformer_engine",
-            ["lora.rank=3", "model.layer_spec=transformer_engine", "set model.layer_spec=torch"],
-        ),
-        ("mixtral", "torch", ["lora.targets=", "linear_fc1", "mixtral", "lora.targets=[linear_qkv,linear_proj]"]),
-        ("phi3", "torch", ["linear_qkv", "self_attn.qkv_proj.weight", "set lora.targets=[linear_proj,linear_fc2]"]),
+        ("phi3", False, None, ["linear_qkv", "self_attn.qkv_proj.weight", "set lora.targets=[linear_proj,linear_fc2]"]),
+        ("glm4_moe", True, None, ["linear_fc1", "moe_shared_expert_overlap=true", "[linear_qkv,linear_proj]"]),
+        ("llama", False, (), ["lora.targets=", "linear_qkv", "llama has no linear layer of that name"]),
+        ("moonlight", False, None, ["linear_qkv", "deepseek_v3", "set lora.targets=[linear_proj]"]),
+        ("gpt_oss", False, None, ["linear_fc1", "were not shown for gpt_oss", "[linear_qkv,linear_proj]"]),
     ],
 )
 def test_adapters_that_the_layers_have_no_place_for_are_refused_with_the_way_out(
-    family: str, spec: str, words: list[str]
+    monkeypatch: pytest.MonkeyPatch, family: str, overlaps: bool, found: tuple | None, words: list[str]
 ) -> None:
-    shape = dataclasses.replace(shape_of(tiny_config(family)), layer_spec=spec)
+    """found: the layers' weights that are targets, in place of the family's own."""
+    if found is not None:
+        monkeypatch.setattr(adapter, "target_entries", lambda *given: found)
+    chunk = SimpleNamespace(config=SimpleNamespace(moe_shared_expert_overlap=overlaps))
     with pytest.raises(ConfigError) as error:
-        put_adapters([], shape, LoraConfig(rank=3), SimpleNamespace(), 0)
+        put_adapters([chunk], shape_of(tiny_config(family)), LoraConfig(rank=3), SimpleNamespace(), 0)
     assert all(word in str(error.value) for word in words), str(error.value)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.model import attention_spans, span_attention
 from megatron_rl.model.attention import pack
-from megatron_rl.model.attention_spans import ContextShard, Span, SpanBatch, causal_spans, context_positions
+from megatron_rl.model.attention_spans import WHOLE, ContextShard, Span, SpanBatch, causal_spans, context_positions
 from megatron_rl.model.layout import Layout
+from megatron_rl.model.window_spans import windowed_spans
 from tests.unit.backend.packed import CPU
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.4
@@ -32,15 +33,24 @@ CASES = {
     "context": (causal_spans((8, 16), ContextShard(rank=1, size=2)), 12, 24),
     "shared": (SHARED, 14, 14),
     "chain": (CHAIN, 14, 14),
+    "window": (windowed_spans(Layout.of((9, 3, 7)), WHOLE, 3), 19, 19),
+    "window, context": (windowed_spans(Layout.of((8, 16)), ContextShard(rank=1, size=2), 3), 12, 24),
 }
+
+
+def block_of(span: Span) -> torch.Tensor:
+    """Return bool [queries, keys] of a span, True where a query sees a key."""
+    block = torch.ones(span.num_queries, span.num_keys, dtype=torch.bool)
+    if not span.causal:
+        return block
+    return block.triu() if span.mirrored else block.tril()
 
 
 def seen(spans: list[Span], num_queries: int, num_keys: int) -> torch.Tensor:
     """Return bool [Q, K], True where a query sees a key."""
     found = torch.zeros(num_queries, num_keys, dtype=torch.bool)
     for span in spans:
-        block = torch.ones(span.num_queries, span.num_keys, dtype=torch.bool)
-        found[span.queries, span.keys] |= block.tril() if span.causal else block
+        found[span.queries, span.keys] |= block_of(span)
     return found
 
 
@@ -154,6 +164,31 @@ def test_spans_equal_one_masked_softmax(case: str, kernel) -> None:
     wanted = naive(query, key, value, seen(spans, num_queries, num_keys))
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
     inputs = (query, key, value)
+    for x, y in zip(*(torch.autograd.grad((o * coefficient).sum(), inputs) for o in (found, wanted)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sinks_equal_a_key_without_a_value(case: str, kernel) -> None:
+    """Output and gradients, of the sinks too, equal those of a dense softmax over the scores and a logit per head."""
+    spans, num_queries, num_keys = CASES[case]
+    random = torch.Generator().manual_seed(0)
+    query, key, value, coefficient, sinks = (
+        torch.randn(*size, dtype=torch.float64, generator=random, requires_grad=True)
+        for size in (
+            *((n, h, WIDTH) for n, h in ((num_queries, HEADS), (num_keys, GROUPS), (num_keys, GROUPS))),
+            (num_queries, HEADS, WIDTH),
+            (HEADS,),
+        )
+    )
+    found = span_attention.span_attention(query, key, value, batches(spans, num_queries, num_keys), SCALE, sinks=sinks)
+    keys, values = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * SCALE
+    scores = scores.masked_fill(~seen(spans, num_queries, num_keys), -torch.inf)
+    with_sinks = torch.cat([scores, sinks[:, None, None].expand(-1, num_queries, 1)], dim=-1)
+    wanted = torch.einsum("hqk,khd->qhd", with_sinks.softmax(-1)[..., :-1], values)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    inputs = (query, key, value, sinks)
     for x, y in zip(*(torch.autograd.grad((o * coefficient).sum(), inputs) for o in (found, wanted)), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 

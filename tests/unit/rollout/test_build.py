@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -12,7 +13,15 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout import build
-from megatron_rl.rollout.build import EngineRole, RankLocation, engine_arguments, refuse_delta, role_of, shares_device
+from megatron_rl.rollout.build import (
+    EngineRole,
+    RankLocation,
+    engine_arguments,
+    family_arguments,
+    refuse_delta,
+    role_of,
+    shares_device,
+)
 from megatron_rl.rollout.vllm.process_replica import engine_environment
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -303,3 +312,11 @@ def test_changes_alone_are_refused_for_the_trainers_own_engine():
     with pytest.raises(ConfigError, match="weight_sync.delta=true .* rollout.engine=transformers .*=false, or take"):
         validate.check_delta(config)
     validate.check_delta(config_of("weight_sync.delta=true"))
+
+
+@pytest.mark.parametrize(("fields", "wanted"), [({}, True), ({"attn_temperature_tuning": False}, False)])
+def test_llama_4s_scale_by_position_is_on_in_vllm_where_config_json_says_so(tmp_path, fields, wanted):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4_text"} | fields))
+    assert family_arguments(str(tmp_path)) == {"override_generation_config": {"attn_temperature_tuning": wanted}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert family_arguments(str(tmp_path)) == {}

@@ -111,6 +111,28 @@ def test_every_familys_config_is_read_as_transformers_reads_it(tmp_path: pathlib
     assert ignored_fields(tmp_path) == {}
 
 
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: pathlib.Path) -> None:
+    """A config.json as Moonshot writes it: a name and code that transformers has not, and yarn by its old field."""
+    fields = tiny_config("deepseek_v3").to_dict()
+    others = ("rope_parameters", "model_type", "num_nextn_predict_layers", "_name_or_path")
+    wanted = {k: v for k, v in fields.items() if k not in others}
+    rope = {k: v for k, v in fields["rope_parameters"].items() if k not in ("rope_theta", "rope_type")}
+    written = wanted | dict(
+        model_type="kimi_k2",
+        auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        rope_theta=50000.0,
+        rope_scaling=rope | {"type": "yarn"},
+        num_nextn_predict_layers=0,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+    )
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    found = read_hf_config(tmp_path)
+    assert found.model_type == "deepseek_v3" and found.num_mtp_layers == 0
+    assert found.rope_parameters == rope | {"rope_type": "yarn", "type": "yarn", "rope_theta": 50000.0}
+    assert {k: v for k, v in found.to_dict().items() if k in wanted} == wanted and ignored_fields(tmp_path) == {}
+
+
 def test_fields_that_are_not_read_are_named(tmp_path: pathlib.Path) -> None:
     write(tmp_path, attention_dropout=0.1, final_logit_softcapping=30.0, resid_pdrop=0.0, transformers_version="4")
     assert ignored_fields(tmp_path) == {"attention_dropout": 0.1, "final_logit_softcapping": 30.0}
@@ -137,6 +159,18 @@ def test_an_engine_that_reads_the_folder_itself_is_refused_fp8(tmp_path: pathlib
     write(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     assert "quantization_config" not in read_hf_config(tmp_path).to_dict()
     with pytest.raises(ConfigError, match="rollout.engine=vllm would hold FP8 weights"):
+        check_served(tmp_path)
+
+
+def test_gpt_oss_is_refused_vllm(tmp_path: pathlib.Path) -> None:
+    """It was not shown there; a folder of MXFP4 is refused before, since vLLM would hold it so."""
+    config = tiny_config("gpt_oss")
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="rollout.engine=vllm was not shown for gpt_oss: .* use rollout.engine=tran"):
+        check_served(tmp_path)
+    packed = config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(packed))
+    with pytest.raises(ConfigError, match="rollout.engine=vllm would hold MXFP4 weights"):
         check_served(tmp_path)
 
 

@@ -1,0 +1,198 @@
+"""Multi-latent attention (DeepSeek-V3) on Megatron-Core's MLASelfAttention, its rotary angles by the tokens' positions.
+
+Read in 0.16.1 ``transformer/multi_latent_attention.py``. Megatron-Core makes rotary angles within each layer, from a
+table that begins at position 0, and turns neighbours in pairs, which is transformers' ``rope_interleave``. Here the
+layer's embedding gives the angles of the packed tokens' own positions (model/rotary.py), so that prompts may be shared.
+
+Megatron-Core's local spec splits the projections to the latents over tensor ranks and gathers their outputs; backward
+of that gather takes a rank's own columns alone, so that the gradient of the turned part of k, of which each rank has
+its own heads', would lose the other ranks' share. Here these projections are whole on every rank, as in Transformer
+Engine's spec: under sequence parallelism each rank projects its own tokens, the gather along the sequence sums
+gradients, and finalize sums the weights'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.attention import PackedSequences, TorchAttention
+from megatron_rl.model.layer_spec import RMSNorm
+from megatron_rl.model.rotary import PackedRotary
+from megatron_rl.weights.model_shape import ModelShape
+
+from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # isort: skip
+from megatron.core.transformer import multi_latent_attention  # isort: skip
+from megatron.core.transformer.enums import AttnMaskType  # isort: skip
+from megatron.core.transformer.multi_latent_attention import (  # isort: skip
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
+from megatron.core.transformer.transformer_config import MLATransformerConfig  # isort: skip
+
+# 0.16.1 takes stand-ins of Transformer Engine's classes for the classes, and asks whether a linear is of one.
+if not isinstance(multi_latent_attention.TELinear, type):
+    multi_latent_attention.HAVE_TE = False
+
+LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps: transformers 5.19 ``DeepseekV3Attention`` and DeepSeek's own model.py
+# The names that Transformer Engine's spec gives to the latents' norms, and so a checkpoint of either.
+_CHECKPOINT_NAMES = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    """Return MLATransformerConfig's fields of a shape with latents; {} for any other. extra: the user's fields.
+
+    The scores' scale is mscale² / sqrt(width of q), where mscale = 0.1 · mscale_all_dim · ln(factor) + 1 under yarn.
+    """
+    if not shape.kv_lora_rank:
+        return {}
+    if extra.get("apply_rope_fusion"):
+        raise ConfigError(
+            f"megatron.transformer.apply_rope_fusion=true of {shape.family}: Megatron-Core's fused rotary kernel of "
+            "multi-latent attention reads a table of positions from 0, and here positions come with the tokens; "
+            "remove the setting"
+        )
+    rope = hf_config.rope_parameters
+    return dict(
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        q_lora_rank=shape.q_lora_rank or None,
+        kv_lora_rank=shape.kv_lora_rank,
+        qk_head_dim=shape.head_dim - shape.rope_head_dim,
+        qk_pos_emb_head_dim=shape.rope_head_dim,
+        v_head_dim=shape.value_head_dim,
+        rope_type="rope",  # ``give_latent_rotary`` makes it yarn, whose own table asks for pinned memory when built
+        rotary_base=rope["rope_theta"],
+        rotary_scaling_factor=rope.get("factor") or 1.0,
+        mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
+        apply_rope_fusion=False,
+    )
+
+
+class LatentRotary(PackedRotary):
+    """Gives a latent attention its angles, and the factor on their cos and sin, by the tokens' positions."""
+
+    def __init__(self, inv_freq: torch.Tensor, factor: float):
+        super().__init__(inv_freq)
+        self.factor = factor
+
+    def forward(self, position_ids: torch.Tensor, *_, **__) -> tuple[torch.Tensor, float]:
+        """Return [T, 1, rope_head_dim], the angles of tokens at ``position_ids`` [T], and the factor."""
+        return super().forward(position_ids), self.factor
+
+
+class ReplicatedLinear(torch.nn.Linear):
+    """Projects [T, 1, in] to [T, 1, out] by a weight that is whole on every tensor rank, and returns no bias."""
+
+    def __init__(self, config: MLATransformerConfig, size_in: int, size_out: int):
+        super().__init__(size_in, size_out, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # finalize then sums its gradient
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(x), None
+
+
+class EngineLatentAttention(MLASelfAttention):
+    """Computes Megatron-Core's multi-latent attention of Transformer Engine's modules; run on a stand-in, not on a GPU.
+
+    ``give_latent_rotary`` gives it its angles.
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        for part in ("q", "kv") if config.q_lora_rank is not None else ("kv",):
+            getattr(self, f"linear_{part}_up_proj").eps = LATENT_NORM_EPS  # TELayerNormColumnParallelLinear
+            # Transformer Engine marks any linear's weight as split; the gradient norm would count every rank's copy
+            getattr(self, f"linear_{part}_down_proj").weight.tensor_model_parallel = False
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: None = None,
+        position_ids: None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs,
+    ):
+        """Return q, k, v and the latents, each token's angles applied to it: bounds would have a table cut by them."""
+        unbounded = dataclasses.replace(
+            packed_seq_params,
+            cu_seqlens_q=None,
+            cu_seqlens_kv=None,
+            cu_seqlens_q_padded=None,
+            cu_seqlens_kv_padded=None,
+        )
+        return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, unbounded, **kwargs)
+
+
+class LatentAttention(MLASelfAttention):
+    """Computes multi-latent attention of torch's modules: [T, 1, hidden] → the same."""
+
+    def __init__(self, config: MLATransformerConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        hidden, device = config.hidden_size, self.linear_kv_up_proj.weight.device
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = ReplicatedLinear(config, hidden, width).to(device)
+        self.kv_layernorm.eps = LATENT_NORM_EPS
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = ReplicatedLinear(config, hidden, config.q_lora_rank).to(device)
+            self.q_layernorm.eps = LATENT_NORM_EPS
+
+
+def put_latent_attention(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
+    """Give every layer of a block multi-latent attention, in place."""
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        if layer_spec == "transformer_engine":
+            parts.input_layernorm, parts.self_attention = _engine_parts(parts.self_attention)
+        else:
+            parts.self_attention = _torch_attention()
+            parts.sharded_state_dict_keys_map = dict(_CHECKPOINT_NAMES)
+
+
+def _torch_attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=TorchAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            kv_layernorm=RMSNorm,
+        ),
+    )
+
+
+def _engine_parts(plain: ModuleSpec) -> tuple[type, ModuleSpec]:
+    """Return Transformer Engine's norm before attention and its multi-latent attention, with ``plain``'s core."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    found = get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True, qk_layernorm=True).submodules
+    found.self_attention.module = EngineLatentAttention
+    found.self_attention.submodules.core_attention = plain.submodules.core_attention
+    return found.input_layernorm, found.self_attention
+
+
+def give_latent_rotary(model: GPTModel, frequencies: torch.Tensor, factor: float) -> None:
+    """Give every attention of a model its rotary angles, by the positions that come with the tokens.
+
+    Under ``rope_type="yarn"`` an embedding returns a factor on cos and sin beside the angles.
+    """
+    model.config.rope_type = "yarn"
+    for module in model.modules():
+        if isinstance(module, MLASelfAttention):
+            module.rotary_pos_emb = LatentRotary(frequencies, factor)

@@ -1,0 +1,138 @@
+"""Writes whole rollouts for later reading (``metrics.save_rollouts``), a gzipped JSON file per rollout and rank.
+
+    {"rollout": 3, "functions": ["score"], "tokens": {"17": "3", ...},
+     "groups": [{"prompt": "3+4=", "prompt_id": "17@0", "answer": "7", "samples": [{"sample": 0, "ids": [17, 2],
+                 "advantage": 0.7, "advantages": null, "reward": 1.0, "rewards": [1.0], "finish_reason": "stop",
+                 "weight_version": 2, "excluded": null}, ...]}, ...]}
+
+``tokens`` holds the bytes of every token id that occurs, each byte as the character of its number (Latin-1): a token
+may be a part of a character. A number that JSON cannot hold is null.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Sequence
+
+from megatron_rl.config.json_text import check, parse_json
+
+FOLDER = "rollouts"
+_NAME = re.compile(r"rollout_(\d+)\.rank(\d+)\.json\.gz")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level() -> dict[str, int]:
+    """Return the byte that each character of a byte-level BPE's alphabet stands for (GPT-2's table)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def token_texts(tokenizer: object, ids: Iterable[int]) -> dict[int, str]:
+    """Return the bytes of token ids as Latin-1 texts, such that a response's bytes are those of its tokens in a row.
+
+    tokenizer: transformers'. Byte-level BPE, bytes as ``<0x0A>`` and word starts as ``▁`` are undone.
+
+    Example: of a byte-level tokenizer's ``Ġé`` (a space and é in UTF-8): ``" \\xc3\\xa9"``.
+    """
+    unique = sorted(set(ids))
+    names = tokenizer.convert_ids_to_tokens(unique)
+    decoder = tokenizer.backend_tokenizer.decoder if tokenizer.is_fast else None
+    table = _byte_level() if decoder is not None and b'"ByteLevel"' in decoder.__getstate__() else None
+    return {id: _text_of(name, table) for id, name in zip(unique, names, strict=True)}
+
+
+def _text_of(name: str | None, table: dict[str, int] | None) -> str:
+    if name is None:
+        return "\ufffd".encode().decode("latin-1")
+    if table is not None and all(character in table for character in name):
+        return bytes(table[character] for character in name).decode("latin-1")
+    if byte := _BYTE.fullmatch(name):
+        return chr(int(byte[1], 16))
+    return name.replace("▁", " ").encode("utf-8", "replace").decode("latin-1")
+
+
+def plain(value: float | None) -> float | None:
+    """Return a number with six digits, and None for one that JSON cannot hold."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def write_rollout(run_dir: pathlib.Path, number: int, rank: int, document: dict[str, object]) -> pathlib.Path:
+    """Write what a rank has of rollout ``number`` (from 1), whole or not at all, and return the file."""
+    folder = run_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rollout_{number}.rank{rank}.json.gz"
+    text = json.dumps({"rollout": number, **document}, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    partial = path.with_name(f".{path.name}.part")
+    partial.write_bytes(gzip.compress(text.encode("ascii"), mtime=0))
+    os.replace(partial, path)
+    return path
+
+
+def saved_numbers(run_dir: pathlib.Path) -> list[int]:
+    """Return the numbers of the rollouts that are saved, in order."""
+    found = (_NAME.fullmatch(path.name) for path in (run_dir / FOLDER).glob("rollout_*.json.gz"))
+    return sorted({int(match[1]) for match in found if match})
+
+
+def read_rollout(run_dir: pathlib.Path, number: int) -> dict[str, object]:
+    """Return rollout ``number`` with the groups of all ranks, by the ids of their prompts.
+
+    Raises ValueError for a file that is none of ``write_rollout``'s, FileNotFoundError for a rollout that is not saved.
+    """
+    paths = [path for path in (run_dir / FOLDER).glob(f"rollout_{number}.rank*.json.gz") if _NAME.fullmatch(path.name)]
+    if not paths:
+        raise FileNotFoundError(f"{run_dir / FOLDER} holds no rollout {number}")
+    whole: dict[str, object] = {"rollout": number, "functions": [], "tokens": {}, "groups": []}
+    for path in sorted(paths):
+        try:
+            text = gzip.decompress(path.read_bytes())
+        except (OSError, EOFError) as error:
+            raise ValueError(f"{path} is no gzipped rollout: {error}") from error
+        row = check(parse_json(text, str(path), error=ValueError), str(path), dict, error=ValueError)
+        if row.keys() != whole.keys():
+            raise ValueError(f"{path} has the fields {sorted(row)}; a saved rollout's are {sorted(whole)}")
+        whole["functions"] = row["functions"]
+        whole["tokens"] |= row["tokens"]
+        whole["groups"] += row["groups"]
+    whole["groups"].sort(key=lambda group: group["prompt_id"])
+    return whole
+
+
+def forget_after(run_dir: pathlib.Path, number: int) -> None:
+    """Delete saved rollouts above ``number``: a run that goes on from a checkpoint takes them again."""
+    for path in (run_dir / FOLDER).glob("rollout_*.json.gz"):
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[1]) > number:
+            path.unlink(missing_ok=True)
+
+
+def sample_row(
+    *,
+    sample: int,
+    ids: Sequence[int],
+    advantage: float,
+    advantages: Sequence[float] | None,
+    reward: float | None,
+    rewards: Sequence[float | None],
+    finish_reason: str,
+    weight_version: int,
+    excluded: str | None,
+) -> dict[str, object]:
+    """Return one sample's object. advantages: of each token of ``ids`` where they differ, else None."""
+    return {
+        "sample": sample,
+        "ids": list(map(int, ids)),
+        "advantage": plain(advantage),
+        "advantages": None if advantages is None else list(map(plain, advantages)),
+        "reward": plain(reward),
+        "rewards": list(map(plain, rewards)),
+        "finish_reason": finish_reason,
+        "weight_version": weight_version,
+        "excluded": excluded,
+    }

@@ -1,0 +1,77 @@
+"""Reads a run's folder while the run writes to it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from megatron_rl.config.json_text import check, parse_json
+from megatron_rl.errors import ConfigError
+from megatron_rl.observability.completions import FILE_NAME, read_completions, to_row
+from megatron_rl.observability.saved_rollouts import plain, read_rollout, saved_numbers
+
+METRICS = "metrics.jsonl"
+MOST_BYTES = 1 << 22  # of one answer's rows; the page asks again until it has them all
+
+
+class RunFolder:
+    """Answers the page's questions from the files of a run. Raises ConfigError for a folder that holds no run."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        if not (path / METRICS).is_file() and not (path / "config.yaml").is_file():
+            raise ConfigError(f"{path} holds no run: neither {METRICS} nor config.yaml is there; name a run's folder")
+
+    def facts(self) -> dict[str, object]:
+        """Return the run's name, its configuration's text, and the numbers of its saved rollouts."""
+        config = self.path / "config.yaml"
+        return {
+            "name": self.path.resolve().name,
+            "config": config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+            "rollouts": saved_numbers(self.path),
+        }
+
+    def rows(self, offset: int) -> dict[str, object]:
+        """Return whole rows of metrics.jsonl from byte ``offset`` on, and the offset behind them.
+
+        ``restarted`` says that the file is shorter than ``offset``: a run went on from a checkpoint, whose rows begin
+        at 0 again. Raises ValueError for a line that is no object.
+        """
+        file = self.path / METRICS
+        size = file.stat().st_size if file.is_file() else 0
+        restarted = offset > size
+        start = 0 if restarted else offset
+        if size == start:
+            return {"rows": [], "offset": start, "restarted": restarted}
+        with file.open("rb") as opened:
+            opened.seek(start)
+            part = opened.read(MOST_BYTES)
+            if b"\n" not in part:
+                part += opened.readline()
+        part = part[: part.rfind(b"\n") + 1]
+        rows = []
+        for line in part.splitlines():
+            where = f"{file}, behind byte {start}"
+            rows.append(check(parse_json(line, where, error=ValueError), where, dict, error=ValueError))
+        return {"rows": rows, "offset": start + len(part), "restarted": restarted}
+
+    def rollout(self, number: int) -> dict[str, object]:
+        """Return a saved rollout (observability/saved_rollouts.py)."""
+        return read_rollout(self.path, number)
+
+    def completions(self) -> dict[str, object]:
+        """Return the recorded completions, which a run has that saves no rollouts."""
+        file = self.path / FILE_NAME
+        rows = map(to_row, read_completions(file)) if file.is_file() else ()
+        return {"completions": [_nulled(row) for row in rows]}
+
+
+def _nulled(row: dict[str, object]) -> dict[str, object]:
+    """Return a completion's row with null for each number that was written by its name, as "inf"."""
+    for name in ("reward", "advantage"):
+        row[name] = plain(row[name]) if isinstance(row[name], float) else None
+    return row
+
+
+def as_json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")

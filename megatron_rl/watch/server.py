@@ -1,0 +1,102 @@
+"""Serves the page and the run's files to a browser on this host: ``megatron-rl watch RUN``."""
+
+from __future__ import annotations
+
+import http
+import http.server
+import pathlib
+import sys
+import urllib.parse
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.watch.run_folder import RunFolder, as_json
+
+HOST = "127.0.0.1"
+PAGE = pathlib.Path(__file__).resolve().parent / "page"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+# Nothing from elsewhere is loaded or run, and no other page may frame this one.
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; frame-ancestors 'none'"
+
+
+class WatchServer(http.server.ThreadingHTTPServer):
+    """Listens on this host alone. ``port`` 0 takes a free one. Raises ConfigError where it is taken."""
+
+    daemon_threads = True
+
+    def __init__(self, run: RunFolder, port: int) -> None:
+        self.run = run
+        try:
+            super().__init__((HOST, port), WatchHandler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"port {port} of {HOST} cannot be listened on ({error}); name another by --port"
+            ) from error
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Pass over a browser that closed its page; print any other error of an answer, and go on."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.server_address[1]}/"
+
+
+class WatchHandler(http.server.BaseHTTPRequestHandler):
+    """Answers GET for the page's files and for /api/run, /api/metrics, /api/rollout and /api/completions."""
+
+    server: WatchServer
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        address = urllib.parse.urlsplit(self.path)
+        query = dict(urllib.parse.parse_qsl(address.query))
+        if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
+            # a page from elsewhere whose name was pointed at this host would read the run
+            self._answer(http.HTTPStatus.FORBIDDEN, f"this server is {self.server.address}".encode(), "text/plain")
+            return
+        try:
+            self._answer(http.HTTPStatus.OK, *self._content(address.path, query))
+        except FileNotFoundError as error:
+            self._answer(http.HTTPStatus.NOT_FOUND, str(error).encode("utf-8", "replace"), "text/plain")
+        except ValueError as error:
+            self._answer(http.HTTPStatus.UNPROCESSABLE_ENTITY, str(error).encode("utf-8", "replace"), "text/plain")
+
+    def _content(self, path: str, query: dict[str, str]) -> tuple[bytes, str]:
+        """Return an answer's bytes and type. Raises FileNotFoundError, and ValueError for a malformed file or query."""
+        run = self.server.run
+        match path:
+            case "/api/run":
+                return as_json(run.facts()), "application/json"
+            case "/api/metrics":
+                return as_json(run.rows(_number(query, "offset"))), "application/json"
+            case "/api/rollout":
+                return as_json(run.rollout(_number(query, "number"))), "application/json"
+            case "/api/completions":
+                return as_json(run.completions()), "application/json"
+        files = {f"/{file.name}": file for file in PAGE.iterdir()}
+        file = files.get("/watch.html" if path == "/" else path)
+        if file is None:
+            raise FileNotFoundError(f"{path} is no part of this page")
+        return file.read_bytes(), TYPES[file.suffix]
+
+    def _answer(self, status: http.HTTPStatus, content: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Log nothing: the page asks every two seconds."""
+
+
+def _number(query: dict[str, str], name: str) -> int:
+    text = query.get(name, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise ValueError(f"{name}={text[:40]!r} is no whole number")
+    return int(text)

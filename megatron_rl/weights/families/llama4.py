@@ -1,0 +1,157 @@
+"""Llama 4's text models (``llama4_text``): attention in chunks or without positions, one expert by a sigmoid's score.
+
+The router's score multiplies the one expert's input, and not its output; a shared expert stands beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.config.json_text import quoted
+from megatron_rl.errors import ConfigError
+from megatron_rl.weights.entry import Entry, Layout
+from megatron_rl.weights.families.dense_layer import attention_entries, attention_sizes
+from megatron_rl.weights.families.family import ExpertNames, Family
+from megatron_rl.weights.families.refusals import refuse_attention_bias
+from megatron_rl.weights.model_shape import ChunkedAttentionShape, ModelShape
+
+EXPERTS = ExpertNames(
+    block="feed_forward",
+    gate="gate_proj",
+    up="up_proj",
+    down="down_proj",
+    stacked=("gate_up_proj", "down_proj"),
+    transposed=True,
+)
+ROPES = ("default", "linear", "llama3")
+KINDS = ("chunked_attention", "full_attention")
+
+
+def refuse(hf_config: Any) -> None:
+    """Raise ConfigError for biases, several experts per token, noise on the router, or lists of other lengths."""
+    refuse_attention_bias(hf_config)
+    if hf_config.hidden_act != "silu":
+        raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of llama4_text is not supported; only silu is")
+    if hf_config.num_experts_per_tok != 1:
+        raise ConfigError(
+            f"num_experts_per_tok={hf_config.num_experts_per_tok} of llama4_text is not supported: Megatron-Core "
+            "multiplies an expert's input by its score for one expert per token alone (moe_apply_probs_on_input), and "
+            "divides the scores of several by their sum"
+        )
+    if hf_config.router_jitter_noise:
+        raise ConfigError(
+            f"router_jitter_noise={hf_config.router_jitter_noise} of llama4_text is not supported: it draws noise per "
+            "batch; set it to 0.0"
+        )
+    if not hf_config.attention_chunk_size:
+        raise ConfigError(
+            f"attention_chunk_size={hf_config.attention_chunk_size} of llama4_text is not supported: transformers "
+            "refuses it too; give max_position_embeddings for attention without chunks"
+        )
+    if (kind := hf_config.rope_parameters["rope_type"]) not in ROPES:
+        raise ConfigError(f"rope_type={kind!r} of llama4_text is not supported; {', '.join(ROPES)} are")
+    layers = hf_config.num_hidden_layers
+    for name in ("layer_types", "no_rope_layers"):
+        if len(listed := hf_config.to_dict()[name]) < layers:
+            raise ConfigError(f"{name} of llama4_text has {len(listed)} entries, below num_hidden_layers={layers}")
+    if set(kinds := hf_config.layer_types) - set(KINDS):
+        raise ConfigError(f"layer_types={quoted(kinds)} of llama4_text is not supported; {' and '.join(KINDS)} are")
+    if not set(mixtures := hf_config.moe_layers) & set(range(layers)):
+        raise ConfigError(f"moe_layers={quoted(mixtures)} of llama4_text leaves no mixture, which is not supported")
+
+
+def features(hf_config: Any) -> dict[str, Any]:
+    """Return the kinds of the layers, by their numbers, and the sizes of the mixture."""
+    layers = range(hf_config.num_hidden_layers)
+    dense = tuple(layer for layer in layers if layer not in hf_config.moe_layers)
+    return dict(
+        chunked=ChunkedAttentionShape(
+            chunk_tokens=hf_config.attention_chunk_size,
+            chunked_layers=tuple(i for i in layers if hf_config.layer_types[i] == "chunked_attention"),
+            turned_layers=tuple(i for i in layers if hf_config.no_rope_layers[i]),
+            l2_norm=hf_config.use_qk_norm,
+            scale=float(hf_config.attn_scale) if hf_config.attn_temperature_tuning else 0.0,
+            scale_tokens=float(hf_config.floor_scale),
+        ),
+        num_experts=hf_config.num_local_experts,
+        experts_per_token=hf_config.num_experts_per_tok,
+        num_dense_layers=len(dense),
+        dense_layers=dense,
+        dense_ffn_hidden_size=hf_config.intermediate_size_mlp if dense else 0,
+        shared_ffn_hidden_size=hf_config.intermediate_size,
+    )
+
+
+def _mlp(megatron: str, hf: str) -> tuple[Entry, ...]:
+    gate_up = tuple(f"feed_forward.{hf}{part}_proj.weight" for part in ("gate", "up"))
+    return (
+        Entry(megatron=f"{megatron}.linear_fc1.weight", hf=gate_up, layout=Layout.GATE_UP),
+        Entry(
+            megatron=f"{megatron}.linear_fc2.weight", hf=(f"feed_forward.{hf}down_proj.weight",), layout=Layout.COLUMNS
+        ),
+    )
+
+
+def _before_mlp(name: str) -> Entry:
+    return Entry(megatron=name, hf=("post_attention_layernorm.weight",), layout=Layout.REPLICATED)
+
+
+def mixture_layer(shape: ModelShape) -> tuple[Entry, ...]:
+    """Return the entries of a layer with a router and a shared expert."""
+    router = Entry(megatron="mlp.router.weight", hf=("feed_forward.router.weight",), layout=Layout.REPLICATED)
+    norm = _before_mlp("pre_mlp_layernorm.weight")
+    return (*attention_entries(shape), norm, router, *_mlp("mlp.shared_experts", "shared_expert."))
+
+
+def one_mlp_layer(shape: ModelShape) -> tuple[Entry, ...]:
+    """Return the entries of a layer without a mixture."""
+    fused = shape.layer_spec == "transformer_engine"
+    norm = _before_mlp("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight")
+    return (*attention_entries(shape), norm, *_mlp("mlp", ""))
+
+
+def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of a layer's tensors of either kind, norms over the hidden state aside."""
+    hidden = shape.hidden_size
+    widths = {
+        "feed_forward.": shape.dense_ffn_hidden_size,
+        "feed_forward.shared_expert.": shape.shared_ffn_hidden_size,
+        "expert.": shape.ffn_hidden_size,
+    }
+    found = attention_sizes(shape) | {"feed_forward.router.weight": (shape.num_experts, hidden)}
+    for within, width in widths.items():
+        found |= {f"{within}{part}_proj.weight": (width, hidden) for part in ("gate", "up")}
+        found[f"{within}down_proj.weight"] = (hidden, width)
+    return found
+
+
+def layer_fields(shape: ModelShape) -> dict[str, Any]:
+    """Return TransformerConfig's fields: no angles from Megatron-Core (model/chunked_attention.py), and the mixture."""
+    by_layer = [int(shape.has_mixture(layer)) for layer in range(shape.num_layers)]
+    return dict(
+        no_rope_freq=[1] * shape.num_layers,
+        num_moe_experts=shape.num_experts,
+        moe_ffn_hidden_size=shape.ffn_hidden_size,
+        moe_layer_freq=by_layer if shape.num_dense_layers else 1,
+        moe_shared_expert_intermediate_size=shape.shared_ffn_hidden_size,
+        moe_router_topk=shape.experts_per_token,
+        moe_router_score_function="sigmoid",
+        moe_router_dtype="fp32",
+        moe_apply_probs_on_input=True,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_z_loss_coeff=None,
+        moe_grouped_gemm=shape.layer_spec == "transformer_engine",
+    )
+
+
+LLAMA4 = Family(
+    model_type="llama4_text",
+    refuse=refuse,
+    features=features,
+    layer=mixture_layer,
+    first_layers=one_mlp_layer,
+    sizes=sizes,
+    layer_fields=layer_fields,
+    experts=EXPERTS,
+)

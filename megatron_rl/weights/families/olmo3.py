@@ -1,0 +1,30 @@
+"""OLMo 3 (``olmo3``): OLMo 2's layer, three of four with a sliding window, rotary angles by the layer's kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.weights.families.family import Family
+from megatron_rl.weights.families.olmo2 import post_norm_layer, post_norm_sizes
+from megatron_rl.weights.families.refusals import refuse_attention_bias, refuse_other_layers
+from megatron_rl.weights.families.windows import windows_of
+
+
+def refuse(hf_config: Any) -> None:
+    """Raise ConfigError for biases of attention or another kind of layer."""
+    refuse_other_layers(hf_config, windows=True)
+    refuse_attention_bias(hf_config)
+
+
+def features(hf_config: Any) -> dict[str, Any]:
+    """Return norms behind attention and MLP, and the layers' windows."""
+    return dict(post_norms=True, windows=windows_of(hf_config))
+
+
+OLMO3 = Family(
+    model_type="olmo3",
+    refuse=refuse,
+    features=features,
+    layer=post_norm_layer,
+    sizes=post_norm_sizes,
+)

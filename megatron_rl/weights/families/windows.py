@@ -1,0 +1,36 @@
+"""Sliding windows by a config's ``sliding_window`` and ``layer_types``, as transformers' masks have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.config.json_text import quoted
+from megatron_rl.errors import ConfigError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def windows_of(hf_config: Any) -> tuple[int, ...]:
+    """Return ModelShape's ``windows``: by ``layer_types``, or alike in all layers of a config without it.
+
+    A window at least as wide as ``max_position_embeddings`` leaves nothing out: such a model has none. Raises
+    ConfigError for another kind of layer, or a window below one token.
+
+    Example: sliding_window 4, layer_types sliding, full: (4, 0).
+    """
+    fields = hf_config.to_dict()
+    window, kinds = fields["sliding_window"], fields.get("layer_types") or [SLIDING] * hf_config.num_hidden_layers
+    if set(kinds) - {FULL, SLIDING}:
+        raise ConfigError(
+            f"layer_types={quoted(kinds)} of {hf_config.model_type} is not supported; only {FULL} and {SLIDING} are"
+        )
+    if SLIDING not in kinds or (window is None and not fields.get("layer_types")):
+        return ()
+    if window is None or window < 1:
+        raise ConfigError(
+            f"sliding_window={window} of {hf_config.model_type} with {SLIDING} is no number of tokens that a token "
+            "sees, itself among them; set it to 1 or more"
+        )
+    if window >= hf_config.max_position_embeddings:
+        return ()
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)

@@ -1,0 +1,50 @@
+"""MXFP4 read as the bfloat16 numbers that it stands for: the experts' weights of gpt-oss's released files.
+
+The format (Open Compute Project, Microscaling Formats v1.0, section 5.3 and 6.3): 32 numbers share a scale, a byte that
+holds a power of two plus 127, and are four bits each: sign, two bits of exponent, one of mantissa. In the files
+``…_blocks`` is uint8 [experts, rows, groups, 16], the low half of a byte before the high one, and ``…_scales`` uint8
+[experts, rows, groups]; a row's numbers are a column of the tensor in transformers' bfloat16 layout
+[experts, 32 · groups, rows] (5.19 ``integrations/mxfp4.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+GROUP = 32  # numbers that share a scale, in 16 bytes
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
+
+
+def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return bfloat16 [..., rows, 32 · groups] of blocks [..., rows, groups, 16] and scales [..., rows, groups].
+
+    Exact: a value has two significant bits, and its product with a scale is rounded to bfloat16's range alone.
+
+    Example: the byte 0x21 under scale 128 is 0.5 · 2 and 1.0 · 2.
+    """
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    exponents = scales.to(torch.int32) - 127
+    return torch.ldexp(_VALUES.to(torch.bfloat16)[codes.long()], exponents[..., None]).flatten(-2)
+
+
+class PackedExpert:
+    """Reads one expert's slices of a stack in MXFP4, in the bfloat16 layout [32 · groups, rows].
+
+    blocks, scales: safetensors' slices of the two tensors of the stack.
+    """
+
+    def __init__(self, blocks, scales, expert: int):
+        self.blocks, self.scales, self.expert = blocks, scales, expert
+
+    def get_shape(self) -> list[int]:
+        _, rows, groups, _ = self.blocks.get_shape()
+        return [groups * GROUP, rows]
+
+    def get_dtype(self) -> str:
+        return "BF16"
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> torch.Tensor:
+        columns, rows = index if isinstance(index, tuple) else (index, slice(None))
+        packed = self.blocks[self.expert, rows], self.scales[self.expert, rows]
+        return unpack(*packed).t()[columns]

@@ -1,0 +1,38 @@
+"""Workers in which Megatron-Core finds a stand-in of Transformer Engine, and the settings of its layers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+from tests.workers.nursery import Nursery
+from tests.workers.pool import Pool
+
+# As on a GPU: Transformer Engine's modules make their parameters on the device by themselves.
+ENGINE = ("model.layer_spec=transformer_engine", "megatron.transformer.use_cpu_initialization=false") + (
+    "plan.share_prompts=false",  # the tests that share say so: with shared prompts the rotary angles are not fused
+)
+# What the rigs use of tests/workers/nursery.py's list. The stand-in comes first.
+IMPORTED = (
+    "tests.stand_ins.install",
+    "tests.equality.rig",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe")),
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+)
+
+
+@contextlib.contextmanager
+def engine_workers(version: str) -> Iterator[Pool]:
+    """Start gloo workers that find the stand-in for that Transformer Engine installed.
+
+    torch.compile is off in them: Megatron-Core's fused SwiGLU runs as written, and its C++ is not waited for.
+    """
+    variables = dict(STAND_IN_TRANSFORMER_ENGINE=version, STAND_IN_ANY_DTYPE="1", TORCHDYNAMO_DISABLE="1")
+    with (
+        mock.patch.dict(os.environ, variables),
+        Nursery(imported=IMPORTED) as nursery,
+        Pool(max_world=2, nursery=nursery) as workers,
+    ):
+        yield workers

@@ -1,0 +1,1 @@
+"""Configs of released models as they were published (a folder each), and thin copies of them."""

@@ -1,0 +1,203 @@
+"""`megatron-rl watch`: what the page shows is what the run wrote, while it runs and afterwards, in a real browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import pathlib
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.observability.completions import Completion, to_row
+from megatron_rl.observability.saved_rollouts import sample_row, write_rollout
+from megatron_rl.watch.run_folder import RunFolder
+from megatron_rl.watch.server import WatchServer
+from tests.browser import find_browser, open_page
+from tests.patience import HANG_S, patient
+
+BROWSER = pytest.mark.skipif(
+    find_browser() is None, reason="no Chromium or Chrome on PATH; make test-browser installs Debian's and runs this"
+)
+HOSTILE = "<img src=x onerror=\"document.title='taken over'\">\u202e"
+TOKENS = {"1": "ja", "2": "\xe2\x82", "3": "\xac", "4": HOSTILE.encode().decode("latin-1"), "0": "<end>"}
+
+
+def row(step: int, reward: float) -> str:
+    return json.dumps({"step": step, "rollout": step, "step_kind": "REAL", "reward/mean": reward}) + "\n"
+
+
+def sample(number: int, ids: list[int], advantage: float, reward: float, advantages: list[float] | None = None) -> dict:
+    return sample_row(
+        sample=number,
+        ids=ids,
+        advantage=advantage,
+        advantages=advantages,
+        reward=reward,
+        rewards=[reward],
+        finish_reason="stop",
+        weight_version=number,
+        excluded=None,
+    )
+
+
+def group(prompt_id: str, answer: str, *samples: dict) -> dict[str, object]:
+    return {"prompt": f"prompt {prompt_id}", "prompt_id": prompt_id, "answer": answer, "samples": list(samples)}
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> pathlib.Path:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("run: {name: mine}\n")
+    (folder / "metrics.jsonl").write_text(row(1, 0.25) + row(2, 0.5))
+    signal = group("a", "7", sample(0, [1, 2, 3, 0], 0.5, 1.0, [0.0, 0.25, 0.5, -0.5]), sample(1, [4, 0], -0.5, 0.0))
+    silent = group("b", "needle", sample(0, [1, 1, 1, 1, 0], 0.0, 1.0))
+    for rank, groups in enumerate(([signal], [silent])):
+        write_rollout(folder, 1, rank, {"functions": ["score"], "tokens": TOKENS, "groups": groups})
+    return folder
+
+
+@pytest.fixture
+def server(run: pathlib.Path) -> Iterator[WatchServer]:
+    with WatchServer(RunFolder(run), 0) as made:
+        threading.Thread(target=made.serve_forever, args=(0.05,), daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+def answer_of(server: WatchServer, path: str, host: str | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(*server.server_address, timeout=patient(HANG_S))
+    connection.request("GET", path, headers={"Host": host} if host else {})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_rows_come_once_and_whole(server: WatchServer, run: pathlib.Path) -> None:
+    status, text = answer_of(server, "/api/metrics?offset=0")
+    first = json.loads(text)
+    assert status == 200 and [r["step"] for r in first["rows"]] == [1, 2] and not first["restarted"]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(row(3, 0.5) + row(4, 1.0)[:-5])
+    second = json.loads(answer_of(server, f"/api/metrics?offset={first['offset']}")[1])
+    assert [r["step"] for r in second["rows"]] == [3]  # the half line waits for its end
+    (run / "metrics.jsonl").write_text(row(1, 0.25))
+    third = json.loads(answer_of(server, f"/api/metrics?offset={second['offset']}")[1])
+    assert third["restarted"] and [r["step"] for r in third["rows"]] == [1]
+
+
+def test_a_rollout_is_that_of_all_ranks(server: WatchServer) -> None:
+    status, text = answer_of(server, "/api/rollout?number=1")
+    whole = json.loads(text)
+    assert status == 200 and [g["prompt_id"] for g in whole["groups"]] == ["a", "b"] and whole["tokens"] == TOKENS
+    assert whole["groups"][0]["samples"][0]["advantages"] == [0.0, 0.25, 0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "status", "said"),
+    [
+        ("/api/rollout?number=9", None, 404, "holds no rollout 9"),
+        ("/api/metrics?offset=-1", None, 422, "offset='-1' is no whole number"),
+        ("/../config.yaml", None, 404, "is no part of this page"),
+        ("/api/run", "elsewhere.example:80", 403, "this server is http://127.0.0.1:"),
+    ],
+)
+def test_a_question_without_an_answer_is_told_why(
+    path: str, host: str | None, status: int, said: str, server: WatchServer
+) -> None:
+    found, text = answer_of(server, path, host)
+    assert found == status and said in text
+
+
+def test_a_damaged_file_is_named(server: WatchServer, run: pathlib.Path) -> None:
+    (run / "rollouts" / "rollout_1.rank1.json.gz").write_bytes(b"no gzip")
+    status, text = answer_of(server, "/api/rollout?number=1")
+    assert status == 422 and "rollout_1.rank1.json.gz is no gzipped rollout" in text
+    (run / "metrics.jsonl").write_text("{]\n")
+    status, text = answer_of(server, "/api/metrics")
+    assert status == 422 and "metrics.jsonl" in text
+
+
+def test_what_is_no_run_is_refused(tmp_path: pathlib.Path, server: WatchServer) -> None:
+    with pytest.raises(ConfigError, match=r"holds no run: neither metrics\.jsonl nor config\.yaml"):
+        RunFolder(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be listened on"):
+        WatchServer(server.run, server.server_address[1])
+
+
+@BROWSER
+def test_the_page_follows_a_run(server: WatchServer, run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    state = "document.getElementById('state').textContent"
+    reward = "document.querySelector('[data-metric=\"reward/mean\"] small')?.textContent"
+    with open_page(server.address, tmp_path / "profile") as page:
+        page.wait_for(state, "2 optimizer steps")
+        assert page.evaluate(reward) == "0.5" and page.evaluate("document.title") == "mine"
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(row(3, 0.75))
+        page.wait_for(state, "3 optimizer steps")
+        assert page.evaluate(reward) == "0.75"
+        (run / "metrics.jsonl").write_text(row(1, 0.125))
+        page.wait_for(state, "1 optimizer steps")
+        assert page.evaluate(reward) == "0.125"
+
+
+@BROWSER
+def test_the_page_shows_rollouts_as_text(server: WatchServer, tmp_path: pathlib.Path) -> None:
+    titles = "[...document.querySelectorAll('.group h2')].map((h) => h.firstChild.textContent).join()"
+
+    def change(name: str, value: str) -> str:
+        return f"{{const e = document.getElementById('{name}'); {value}; e.dispatchEvent(new Event('input')); 0}}"
+
+    with open_page(f"{server.address}#rollouts", tmp_path / "profile") as page:
+        page.wait_for(titles, "a,b")
+        tokens = "[...document.querySelectorAll('.group:first-child .completion')[{}].children]"
+        # the euro sign is one span, at the token that completes it; the colours' signs are the advantages'
+        assert page.evaluate(f"{tokens.format(0)}.map((s) => s.textContent).join('|')") == "ja|€|<end>"
+        assert page.evaluate(
+            f"{tokens.format(0)}.map((s) => s.style.background.match(/high|low/)?.[0] ?? 'none').join()"
+        ) == ("none,high,low")
+        shown = page.evaluate(f"{tokens.format(1)}.map((s) => s.textContent).join('')")
+        assert shown == HOSTILE.replace("\u202e", "\\u{202e}") + "<end>"
+        assert page.evaluate("document.querySelectorAll('#groups img').length + document.title") == "0mine"
+        page.evaluate(change("order", "e.value = 'length'"))
+        page.wait_for(titles, "b,a")
+        page.evaluate(change("search", "e.value = 'NEEDLE'"))
+        page.wait_for(titles, "b")
+        page.evaluate(change("search", "e.value = 'ja€'"))
+        page.wait_for(titles, "a")
+        page.evaluate(change("search", "e.value = ''") + change("signal", "e.checked = true"))
+        page.wait_for(titles, "a")
+        page.wait_for("document.getElementById('count').textContent", "1 of 2 groups")
+
+
+@BROWSER
+def test_a_run_without_saved_rollouts_shows_its_completions(
+    server: WatchServer, run: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    for path in (run / "rollouts").iterdir():
+        path.unlink()
+    made = Completion(
+        source="train",
+        sample="17@0#3",
+        prompt="3+4=",
+        response="seven",
+        answer="7",
+        reward=0.5,
+        rewards={"score": 0.5},
+        advantage=float("inf"),
+        finish_reason="length",
+        response_tokens=2,
+        weight_version=4,
+        rollout=6,
+        step=6,
+    )
+    (run / "completions.jsonl").write_text(json.dumps(to_row(made)) + "\n")
+    with open_page(f"{server.address}#rollouts", tmp_path / "profile") as page:
+        page.wait_for("document.querySelector('.completion')?.textContent", "seven")
+        facts = page.evaluate("document.querySelector('.facts').textContent")
+        assert facts == "#3 reward 0.5 advantage – · 2 tokens · length · weights 4"
+        assert page.evaluate("document.getElementById('number').value") == "6"

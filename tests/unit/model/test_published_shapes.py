@@ -1,0 +1,51 @@
+"""Shapes of released models: every tensor's name and size is transformers', at full size and on the meta device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.model.flops import flops_per_token
+from megatron_rl.model.hf_config import read_shape
+from megatron_rl.weights.config_json import read_hf_config
+from megatron_rl.weights.fused import file_tensors
+from megatron_rl.weights.mapping import hf_size, layer_entries
+from megatron_rl.weights.reader import used_names
+from tests.published.configs import ELEMENTS, HERE, fields_of, is_refused, thin_fields
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_names_and_sizes_of_a_released_model_are_those_of_transformers(name: str) -> None:
+    """A config as published is read as a run reads it, or refused by name."""
+    from transformers import AutoModelForCausalLM
+
+    if is_refused(name, HERE / name):
+        return
+    config = read_hf_config(HERE / name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    wanted = {key: tuple(x.shape) for key, x in file_tensors(model.state_dict(), config.model_type).items()}
+    assert sum(math.prod(size) for size in wanted.values()) == ELEMENTS[name]
+    shape = read_shape(config, layer_spec="torch")
+    assert {key: hf_size(shape, key) for key in used_names(shape)} == wanted
+    assert 0 < flops_per_token(shape, 0.0) < 6 * ELEMENTS[name]
+
+
+def test_layers_of_glm_4_5_air_are_of_two_kinds() -> None:
+    shape = read_shape(read_hf_config(HERE / "GLM-4.5-Air"), layer_spec="torch")
+    assert layer_entries(shape, 0) != layer_entries(shape, 1) == layer_entries(shape, 45)
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_a_thin_copy_keeps_every_field_that_is_no_size(name: str) -> None:
+    """A thin copy differs in sizes and token ids alone, and in how far a rope scaling or a window reaches."""
+    fields, thin = fields_of(name), thin_fields(name)
+    sizes = {key for key, value in fields.items() if isinstance(value, int) and not isinstance(value, bool)}
+    reach = {"rope_scaling", "layer_types", "eos_token_id", "quantization_config"}
+    assert {key for key in fields if thin.get(key) != fields[key]} <= sizes | reach
+    assert set(thin) == set(fields) - {"quantization_config"}
+    kept = {"num_experts_per_tok", "n_group", "topk_group", "n_shared_experts", "linear_conv_kernel_dim"}
+    assert all(thin[key] == fields[key] for key in kept & set(fields))
+    assert set(thin.get("layer_types", ())) == set(fields.get("layer_types", ()))

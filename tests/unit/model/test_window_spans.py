@@ -1,0 +1,204 @@
+"""Checks model/window_spans.py and the attention that reads it against masks that are made pair by pair."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.model import attention
+from megatron_rl.model.attention import TorchAttention, pack, window_of
+from megatron_rl.model.attention_spans import ContextShard, batch_spans, context_positions
+from megatron_rl.model.build import _window_fields, refuse_bitwise
+from megatron_rl.model.hf_config import read_shape
+from megatron_rl.model.layout import Layout, lay_out
+from megatron_rl.model.window_spans import windowed_spans
+from megatron_rl.weights.families.windows import windows_of
+from tests.reference import tiny_config
+from tests.unit.backend.packed import CPU, attention_config
+
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+def window_mask(layout: Layout, window: int) -> np.ndarray:
+    """Return bool [T, T], True where a query sees a key: pair by pair, by their samples and positions."""
+    owner = np.repeat(np.arange(len(layout.lengths)), layout.lengths)
+    place = np.concatenate([np.arange(n) for n in layout.lengths])
+    position = layout.positions()
+    prompt_of = {segment: x for x in layout.shared for segment in layout.responses_of(x)}
+    mask = np.zeros((layout.num_tokens, layout.num_tokens), dtype=bool)
+    for q in range(layout.num_tokens):
+        for k in range(layout.num_tokens):
+            distance = position[q] - position[k]
+            prompt = prompt_of.get(owner[q])
+            of_prompt = prompt is not None and owner[k] == prompt.segment and place[k] < prompt.tokens
+            mask[q, k] = (owner[q] == owner[k] or of_prompt) and 0 <= distance < window
+    return mask
+
+
+def spans_mask(layout: Layout, window: int, context: ContextShard) -> np.ndarray:
+    """Return int [queries, keys], how often the spans hold each pair; assert that the first batch holds each query."""
+    held = len(context_positions(layout.lengths, context.rank, context.size))
+    found = np.zeros((held, layout.num_tokens), dtype=int)
+    for number, batch in enumerate(batch_spans(windowed_spans(layout, context, window), held, layout.num_tokens, CPU)):
+        queries = np.zeros(held, dtype=int)
+        for span in batch.spans:
+            assert span.num_queries > 0 < span.num_keys and (span.causal, span.mirrored) == (
+                batch.causal,
+                batch.mirrored,
+            )
+            assert not span.causal or span.num_queries == span.num_keys
+            block = np.ones((span.num_queries, span.num_keys), dtype=int)
+            if span.causal:
+                block = np.triu(block) if span.mirrored else np.tril(block)
+            found[span.queries, span.keys] += block
+            queries[span.queries] += 1
+        assert (queries == 1).all() if number == 0 else (queries <= 1).all()
+    return found
+
+
+@SETTINGS
+@given(
+    size=st.sampled_from([1, 2, 4]),
+    chunks=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    window=st.integers(1, 20),
+    data=st.data(),
+)
+def test_spans_of_a_window_are_its_mask(size: int, chunks: list[int], window: int, data: st.DataObject) -> None:
+    """Spans hold each pair that the window leaves once and no other, on every context rank."""
+    lengths = tuple(n * 2 * size if size > 1 else n for n in chunks)
+    shard = ContextShard(rank=data.draw(st.integers(0, size - 1)), size=size)
+    layout = Layout.of(lengths)
+    held = context_positions(lengths, shard.rank, size)
+    assert np.array_equal(spans_mask(layout, window, shard), window_mask(layout, window)[held].astype(int))
+
+
+@SETTINGS
+@given(
+    prompt=st.integers(1, 9),
+    responses=st.lists(st.integers(0, 12), min_size=2, max_size=5),
+    window=st.integers(1, 24),
+    size=st.sampled_from([1, 2]),
+)
+def test_a_window_reaches_into_a_shared_prompt_by_the_samples_positions(
+    prompt: int, responses: list[int], window: int, size: int
+) -> None:
+    """A response sees the last tokens of the prompt that lie in its window, as the sample alone would."""
+    count = len(responses)
+    layout = lay_out(np.full(count, prompt), np.array(responses), np.zeros(count, dtype=int), pad_multiple=2 * size)
+    for rank in range(size):
+        held = context_positions(layout.lengths, rank, size)
+        found = spans_mask(layout, window, ContextShard(rank=rank, size=size))
+        assert np.array_equal(found, window_mask(layout, window)[held].astype(int))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 9])
+def test_the_mask_is_that_of_transformers(window: int) -> None:
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    seen = sliding_window_causal_mask_function(window)
+    wanted = [[bool(seen(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(9)] for q in range(9)]
+    assert np.array_equal(window_mask(Layout.of((9,)), window), wanted)
+
+
+def heads(tokens: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(tokens)
+    return [torch.randn(tokens, n, 8, dtype=torch.float64, generator=random).requires_grad_() for n in (4, 2, 2)]
+
+
+def masked(qkv: list[torch.Tensor], mask: np.ndarray) -> torch.Tensor:
+    """Return [T, 32] of one dense masked softmax."""
+    query, key, value = qkv
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * 8**-0.5
+    scores = scores.masked_fill(~torch.from_numpy(mask), -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+
+
+def assert_equal_with_gradients(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    coefficient = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(1))
+    for x, y in zip(*(torch.autograd.grad((o * coefficient).sum(), inputs) for o in (found, wanted)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer, window", [(1, 4), (2, 100), (3, 4)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_layer_attends_within_its_own_window(layer: int, window: int, shared: bool) -> None:
+    """Layers 1 and 3 see 4 tokens and layer 2 all, by the layer's number; output and gradients, in double."""
+    groups = np.array([0, 0, 0, 1]) if shared else None
+    layout = lay_out(np.array([6, 6, 6, 9]), np.array([5, 1, 8, 4]), groups)
+    qkv = heads(layout.num_tokens)
+    module = TorchAttention(attention_config(4, 0, 4), layer, None, "self")
+    found = module(*qkv, None, packed_seq_params=pack(layout, CPU))
+    assert_equal_with_gradients(found, masked(qkv, window_mask(layout, window)), qkv)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_ranks_attend_within_the_window(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zig-zag chunks against gathered keys give the window's numbers; the gather is a concatenation here."""
+    layout = Layout.of((16, 8, 32))
+    qkv = heads(layout.num_tokens)
+    held = [context_positions(layout.lengths, rank, size) for rank in range(size)]
+    everyone = torch.stack(qkv[1:], dim=1)[np.concatenate(held)]
+    monkeypatch.setattr(attention._GatherContext, "apply", lambda local, group: everyone)
+    module, found = TorchAttention(attention_config(5), 1, None, "self"), torch.empty(56, 32, dtype=torch.float64)
+    for rank, mine in enumerate(held):
+        packed = pack(layout, CPU, ContextShard(rank=rank, size=size))
+        found[mine] = module(*(x[mine] for x in qkv), None, packed_seq_params=packed)
+    assert_equal_with_gradients(found, masked(qkv, window_mask(layout, 5)), qkv)
+
+
+def test_layers_of_one_window_share_their_spans() -> None:
+    packed = pack(Layout.of((9, 4)), CPU)
+    assert packed.spans_within(3) is packed.spans_within(3) is not packed.spans
+    assert packed.spans_within(None) is packed.spans_within(9) is packed.spans
+
+
+def test_a_window_is_megatron_core_s_and_one() -> None:
+    """Megatron-Core counts the tokens before the token; transformers, and we, count the token too."""
+    config = attention_config(6, 6, 0)
+    assert config.window_size == (5, 0) and [window_of(config, layer) for layer in (1, 2, 3)] == [6, 6, None]
+    assert window_of(attention_config(), 1) is None
+
+
+def hf_config(**fields: object) -> SimpleNamespace:
+    fields = dict(sliding_window=4, max_position_embeddings=64, num_hidden_layers=3) | fields
+    return SimpleNamespace(**fields, model_type="mistral", to_dict=lambda: fields)
+
+
+def test_windows_of_a_config_are_by_the_kinds_of_its_layers() -> None:
+    mixed = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows_of(hf_config(layer_types=mixed)) == (4, 0, 4)
+    assert windows_of(hf_config()) == (4, 4, 4)
+    assert windows_of(hf_config(sliding_window=64)) == windows_of(hf_config(sliding_window=None)) == ()
+    assert windows_of(hf_config(sliding_window=None, layer_types=["full_attention"] * 3)) == ()
+    for fields, words in (
+        (dict(layer_types=["chunked_attention"] * 3), "layer_types=.*chunked_attention.* of mistral is not supported"),
+        (dict(layer_types=mixed, sliding_window=None), "sliding_window=None of mistral with sliding_attention"),
+        (dict(sliding_window=0), "sliding_window=0 of mistral with sliding_attention"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            windows_of(hf_config(**fields))
+
+
+def test_each_layer_s_window_reaches_megatron_core_and_where_none_is_computed_it_is_refused() -> None:
+    """Megatron-Core's fields name each layer's window; Transformer Engine's ring and the bitwise mode have none."""
+    shape = read_shape(tiny_config("olmo3", layers=4), layer_spec="torch")
+    assert shape.windows == (5, 0, 5, 0)
+    fields = _window_fields(shape, SimpleNamespace(context_size=2))
+    assert fields == dict(window_size=(4, 0), window_attn_skip_freq=[1, 0, 1, 0])
+    engine = dataclasses.replace(shape, layer_spec="transformer_engine")
+    assert _window_fields(engine, SimpleNamespace(context_size=1)) == fields
+    with pytest.raises(ConfigError, match="parallel.context=2 with a sliding window of 5 tokens"):
+        _window_fields(engine, SimpleNamespace(context_size=2))
+    with pytest.raises(
+        ConfigError, match="rollout.bitwise=true is for .* this mistral model has a sliding window of 5"
+    ):
+        refuse_bitwise(read_shape(tiny_config("mistral_window"), layer_spec="torch"))
