@@ -26,6 +26,7 @@ from megatron_rl.weights.model_shape import ModelShape
 RUN_WITH = {"megatron-bridge": "0.6", "megatron-core": "0.19"}  # the releases that this was run with
 INSTALL = "pip install 'megatron_rl[bridge]', in an environment of its own (docs/bridge.md)"
 _FINAL_BIAS = Entry(megatron="decoder.final_layernorm.bias", hf=("model.norm.bias",), layout=Layout.REPLICATED)
+ROTARY = ("default", "linear", "llama3")  # others scale attention too, or depend on the length
 # Fields of a provider, the values that the layers built here have, and what another value would ask for.
 PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
     "multi_latent_attention": ((False,), "multi-latent attention"),
@@ -118,6 +119,15 @@ def refuse_other_layers(provider: Any, family: str) -> None:
         )
 
 
+def refuse_other_angles(hf_config: Any) -> None:
+    """Raise ConfigError for rotary parameters of each kind of layer, and for a scaling beyond ``ROTARY``."""
+    kind = hf_config.rope_parameters.get("rope_type")
+    if kind not in ROTARY:
+        raise ConfigError(
+            f"model.provider=bridge: rope_type={kind!r} of {hf_config.model_type} is not taken; {', '.join(ROTARY)} are"
+        )
+
+
 def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> ModelShape:
     """Return the shape of a Hugging Face config by Megatron-Bridge's provider, and register its family.
 
@@ -125,6 +135,7 @@ def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> Mo
     layout that weights/entry.py lacks.
     """
     provider, registry = read_provider(hf_config)
+    refuse_other_angles(hf_config)
     tied, vocab = bool(hf_config.tie_word_embeddings), hf_config.vocab_size
     FAMILIES.describe(_family(provider, registry, hf_config.model_type, layer_spec, tied=tied))
     heads = provider.num_attention_heads

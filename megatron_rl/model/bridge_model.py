@@ -19,6 +19,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.bridge_family import read_provider
 from megatron_rl.model.layer_spec import RMSNorm
+from megatron_rl.model.post_norm import ShiftedRMSNorm
 from megatron_rl.model.seam_fields import seam_fields, users_fields
 from megatron_rl.weights.model_shape import ModelShape
 
@@ -27,18 +28,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # isort:
 from megatron.core.transformer.enums import AttnBackend  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-
-
-class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
-    """Multiplies by 1 + weight, in float32, and casts back, as Hugging Face's GemmaRMSNorm does."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(x.float(), self.normalized_shape, None, self.eps)
-        return (normed * (1.0 + self.weight.float())).to(x.dtype)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -59,7 +48,7 @@ def norm_of(config: TransformerConfig) -> type[torch.nn.Module]:
     """Return torch's norm for a provider's ``normalization`` and ``layernorm_zero_centered_gamma``."""
     if config.normalization == "LayerNorm":
         return LayerNorm
-    return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
+    return ShiftedRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
 
 
 def bridged_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:

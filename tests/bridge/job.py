@@ -3,9 +3,8 @@
     python -m torch.distributed.run --nproc_per_node N -m tests.bridge.job FAMILY[,FAMILY] [section.key=value ...]
 
 Per family: the worst error of the equality matrix's quantities against the plain loop over transformers' model
-(tests/equality/matrix.py), whether the weights come out as they went in, and on one rank whether a shared prompt's
-gradient is the plain one's; for a family with a table of ours, whether everything equals that table's, and for all on
-one rank whether Megatron-Bridge's own export gives the same tensors as ours.
+(tests/equality/matrix.py), and whether the weights come out as they went in; for a family with a table of ours, whether
+everything equals that table's; on one rank, whether Megatron-Bridge's own export gives the same tensors as ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of NVIDIA Megatron-Bridge's equal transformers' and ours; a run trains one. `make test-extras` installs it.
+"""Models of NVIDIA Megatron-Bridge's equal transformers' and ours; a run trains one. `make test-bridge` installs it.
 
 The equalities' errors are those of the equality matrix, relative: 1e-5, float32 sums in another order.
 """
@@ -14,14 +14,15 @@ import sys
 
 import pytest
 
+from megatron_rl.model.bridge_family import PLAIN
 from tests.patience import patient
 from tests.runs.command import ROOT, arguments, rows_of
 
 pytestmark = [
-    pytest.mark.network,  # no part of any target but `make test-extras`
+    pytest.mark.network,  # no part of any target but `make test-bridge`
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None,
-        reason="megatron-bridge is not installed; `make test-extras` installs it",
+        reason="megatron-bridge is not installed; `make test-bridge` installs it",
     ),
 ]
 BOUND = 1e-5
@@ -69,7 +70,14 @@ def test_what_the_seam_does_not_take_is_refused_with_the_reason() -> None:
         "gemma2": "a sliding window",
         "deepseek_v3": "multi-latent attention",
         "exaone4": "layers of its own (megatron.bridge.models.exaone.exaone4.exaone4_provider.exaone4_layer_spec)",
+        "yarn": "rope_type='yarn' of qwen3 is not taken",
+        "no tensor": "has no tensor for decoder.layers.0.mlp.linear_fc1.weight",
+        "strange kind": "has a object for mlp.linear_fc1.weight",
+        "one tensor": "has gate and up in one tensor, model.layers.0.mlp.gate_up.weight",
+        "strange name": "names transformer.h.0.q for mlp.linear_fc1.weight",
     }
+    expected |= {f"field {name}": f"has {name}=another: {what}" for name, (_, what) in PLAIN.items()}
+    assert set(said) == set(expected)
     for name, part in expected.items():
         assert said[name].startswith("refused: model.provider=bridge") and part in said[name], said[name]
 
