@@ -70,7 +70,7 @@ def test_what_the_seam_does_not_take_is_refused_with_the_reason() -> None:
         "gemma2": "a sliding window",
         "deepseek_v3": "multi-latent attention",
         "exaone4": "layers of its own (megatron.bridge.models.exaone.exaone4.exaone4_provider.exaone4_layer_spec)",
-        "yarn": "rope_type='yarn' of qwen3 is not taken",
+        "yarn": "has position_embedding_type=yarn",
         "no tensor": "has no tensor for decoder.layers.0.mlp.linear_fc1.weight",
         "strange kind": "has a object for mlp.linear_fc1.weight",
         "one tensor": "has gate and up in one tensor, model.layers.0.mlp.gate_up.weight",
