@@ -64,7 +64,8 @@ setup(
         # `python -m megatron_rl.serve`
         "serve": ["fastapi>=0.115", "uvicorn>=0.30", "protobuf>=5"],
         "gpu": ["transformer-engine[pytorch]>=2.3"],
-        "bridge": ["megatron-bridge>=0.3.1"],
+        # Python 3.12 alone; model.provider=bridge runs with 0.6 beside megatron-core 0.19 (docs/bridge.md)
+        "bridge": ["megatron-bridge>=0.6.2,<0.7"],
         "wandb": ["wandb>=0.17"],
         # data sets in Parquet files and in folders of datasets' save_to_disk; JSON and CSV need neither
         "data": ["pyarrow>=18", "datasets>=4"],

@@ -29,6 +29,7 @@ def validate_config(config: Config) -> None:
     check_reference(config)
     check_preference(config)
     check_teacher(config)
+    _check_provider(config)
     _check_routing_replay(config)
     if not config.model.hf_path:
         raise ConfigError(
@@ -84,6 +85,23 @@ def check_own_parts(config: Config) -> None:
         from megatron_rl.algorithm import own_policy_check  # brings torch along
 
         own_policy_check.require(config.loss)
+
+
+def _check_provider(config: Config) -> None:
+    """Raise ConfigError for what was not shown on models of Megatron-Bridge's."""
+    if config.model.provider == "native":
+        return
+    unshown = {
+        f"lora.rank={config.lora.rank}": config.lora.rank is not None,
+        f"advantage.estimator={config.advantage.estimator} (a critic)": config.has_critic,
+        f"teacher.hf_path={quoted(config.teacher.hf_path)}": bool(config.has_teacher and config.teacher.hf_path),
+        "rollout.bitwise=true": config.rollout.bitwise,
+    }
+    if found := [name for name, is_set in unshown.items() if is_set]:
+        raise ConfigError(
+            f"model.provider=bridge beside {found[0]} was not shown, and is refused; remove that, or take a family "
+            "that is built here (model.provider=native, docs/models.md)"
+        )
 
 
 def _check_routing_replay(config: Config) -> None:

@@ -23,7 +23,7 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 
 from megatron_rl.checkpoint.megatron_lm import stored_layers  # noqa: E402
-from megatron_rl.model.build import read_shape  # noqa: E402  (imports Megatron-Core)
+from megatron_rl.model.hf_config import read_shape  # noqa: E402  (imports Megatron-Core)
 from megatron_rl.weights.entry import Layout  # noqa: E402
 from megatron_rl.weights.mapping import hf_size, load_shard, merge_shards  # noqa: E402
 from tests.reference import tiny_config  # noqa: E402

@@ -33,12 +33,14 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
     from transformers import (
         DeepseekV3Config,
         Gemma3TextConfig,
+        GemmaConfig,
         Glm4MoeConfig,
         GptOssConfig,
         Llama4TextConfig,
         LlamaConfig,
         MistralConfig,
         MixtralConfig,
+        NemotronConfig,
         Olmo2Config,
         Olmo3Config,
         Phi3Config,
@@ -83,6 +85,10 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
             return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
         case "mistral":
             return MistralConfig(**sizes, head_dim=hidden // 2, sliding_window=None, tie_word_embeddings=False)
+        case "gemma":  # built by Megatron-Bridge alone (tests/bridge)
+            return GemmaConfig(**sizes, head_dim=hidden // 2, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
+        case "nemotron":
+            return NemotronConfig(**sizes, head_dim=hidden // 4, hidden_act="relu2", tie_word_embeddings=False)
         case "mistral_window":
             return MistralConfig(**sizes, sliding_window=5, tie_word_embeddings=False)
         case "phi3_window":

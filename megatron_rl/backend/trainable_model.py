@@ -87,7 +87,7 @@ class TrainableModel:
         """
         refuse_uncounted_losses(config)
         if hf_config is None:
-            hf_config = load_hf_config(config.model.hf_path)
+            hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
         self.config = config = settle_dtype(config, hf_config, on_gpu=HOST.is_cuda)
         prepare_cuda(config)
         with contextlib.nullcontext() if place else topology.undone_on_failure():

@@ -16,6 +16,8 @@ class ModelConfig:
 
     hf_path: str = ""
     """Local Hugging Face directory with config, safetensors and tokenizer; required."""
+    provider: str = "native"
+    """`native`: layers and names of this package's families; `bridge`: NVIDIA Megatron-Bridge's, for other families."""
     tokenizer_path: str | None = None
     """Another directory for the tokenizer; null: `model.hf_path`."""
     allow_unread_tensors: bool = False
@@ -30,6 +32,7 @@ class ModelConfig:
     """`torch`'s operations for log-probs of logits, or `triton`'s kernels, which were not yet run on a GPU."""
 
     def __post_init__(self) -> None:
+        choose("model.provider", self.provider, ("native", "bridge"))
         choose("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         choose("model.logprob_kernel", self.logprob_kernel, ("torch", "triton"))
         choose("model.init", self.init, ("pretrained", "random"))

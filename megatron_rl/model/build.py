@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.algorithm.sharing import shares_prompts
-from megatron_rl.algorithm.signal import UNCOUNTED_FIELDS
 from megatron_rl.config import Config
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.bridge_model import bridged_config, check_frequencies, provide_chunk, put_norms
 from megatron_rl.model.chunked_attention import put_chunked_attention
 from megatron_rl.model.embedding import scale_embedding
 from megatron_rl.model.head import hand_out_hidden, put_value_head
@@ -35,7 +35,7 @@ from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_wei
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.post_norm import put_norms_around, put_norms_behind, put_wide_norms
 from megatron_rl.model.rotary import PackedRotary, give_angles_by_kind
-from megatron_rl.model.transformer_fields import transformer_fields
+from megatron_rl.model.seam_fields import seam_fields, users_fields
 from megatron_rl.weights.families.gpt_oss import QUICK_GELU
 from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.mapping import stage_layers
@@ -48,25 +48,15 @@ from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # isort: skip
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
     """Return Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
-    extra = transformer_fields(config)
-    # 0, false and null (algorithm/signal.py refuses the rest) go: to Megatron-Core only its default means off
-    extra = {name: value for name, value in extra.items() if name not in UNCOUNTED_FIELDS or value}
-    for name in ("attention_dropout", "hidden_dropout"):
-        if extra.get(name, 0.0) != 0.0 and not HOST.is_cuda:
-            raise ConfigError(
-                f"megatron.transformer.{name}={extra[name]} needs CUDA generators; set it to 0 on a host with no GPU"
-            )
+    extra = users_fields(config)
     if shape.router_bias and "moe_router_enable_expert_bias" in config.megatron.transformer:
         raise ConfigError(
             f"megatron.transformer.moe_router_enable_expert_bias is settled for {shape.family}: its checkpoint holds "
             "the bias, which is used as it is; remove the setting"
         )
-    dtype = DTYPES[config.model.dtype]
     fields: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -81,28 +71,8 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
-        tensor_model_parallel_size=topology.tensor_size,
-        pipeline_model_parallel_size=topology.pipeline_size,
-        expert_model_parallel_size=topology.expert_size,
-        expert_tensor_parallel_size=topology.expert_tensor_size,
-        context_parallel_size=topology.context_size,
-        sequence_parallel=config.parallel.sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
         softmax_scale=_scale(shape, hf_config),
-        use_cpu_initialization=not HOST.is_cuda,
-        perform_initialization=False,
-        calculate_per_token_loss=True,
-        deterministic_mode=config.run.deterministic,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # variable lengths insist on it, for dense models too (0.16.1)
-        virtual_pipeline_model_parallel_size=topology.virtual_size if topology.virtual_size > 1 else None,
-        # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
-        overlap_p2p_comm=topology.virtual_size > 1,
-        batch_p2p_comm=topology.virtual_size == 1,
+        **seam_fields(config, topology),
         **_window_fields(shape, topology),
         **_fusions(shape, extra, shares=shares_prompts(config, shape.layer_spec)),
     )
@@ -207,26 +177,19 @@ def build_model(
         refuse_bitwise(shape)
     if value_head:
         shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
-    transformer = transformer_config(shape, hf_config, config, topology)
+    bridged = config.model.provider == "bridge"
+    transformer = (bridged_config if bridged else transformer_config)(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
     stages = topology.pipeline_size * topology.virtual_size
     tables, factor = _angles(hf_config, shape)
+    # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
         layers = stage_layers(shape, chunk * topology.pipeline_size + topology.pipeline_rank, stages)
-        model = GPTModel(
-            transformer,
-            _block_spec(transformer, shape, layers, tables.get(None), bitwise=bitwise, shares=shares),
-            vocab_size=shape.padded_vocab_size,
-            max_sequence_length=shape.context_tokens,
-            pre_process=topology.is_first_stage and chunk == 0,
-            post_process=topology.is_last_stage and chunk == topology.virtual_size - 1,
-            parallel_output=True,
-            share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="rope",
-            vp_stage=chunk if topology.virtual_size > 1 else None,
-        )
-        model.model_type = ModelType.encoder_or_decoder
+        spec = _block_spec(transformer, shape, layers, tables.get(None), bitwise=bitwise, shares=shares)
+        model = _make_chunk(transformer, shape, spec, topology, chunk, bridged=bridged)
+        if bridged:
+            check_frequencies(model, tables[None])
         if bitwise:
             give_angles(model, tables[None])
         else:
@@ -242,6 +205,39 @@ def build_model(
         chunks.append(model.to(HOST.device))
     _freeze_router_bias(transformer, chunks)
     return chunks, shape
+
+
+def _make_chunk(
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    spec: TransformerBlockSubmodules,
+    topology: Topology,
+    chunk: int,
+    *,
+    bridged: bool,
+) -> GPTModel:
+    """Build one chunk of this rank's stage: a GPTModel, by Megatron-Bridge's provider where ``bridged``."""
+    first = topology.is_first_stage and chunk == 0
+    last = topology.is_last_stage and chunk == topology.virtual_size - 1
+    number = chunk if topology.virtual_size > 1 else None
+    if bridged:
+        put_norms(spec, transformer, shape.layer_spec)
+        model = provide_chunk(transformer, spec, first=first, last=last, chunk=number)
+    else:
+        model = GPTModel(
+            transformer,
+            spec,
+            vocab_size=shape.padded_vocab_size,
+            max_sequence_length=shape.context_tokens,
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="rope",
+            vp_stage=number,
+        )
+    model.model_type = ModelType.encoder_or_decoder
+    return model
 
 
 def _block_spec(
@@ -274,7 +270,8 @@ def _angles(hf_config: Any, shape: ModelShape) -> tuple[dict[str | None, torch.T
     if shape.kv_lora_rank:
         frequencies, factor = latent_angles(hf_config, shape)
         return {None: frequencies.to(HOST.device)}, factor
-    return {kind: table.to(HOST.device) for kind, table in rotary_tables(hf_config, shape.head_dim).items()}, 1.0
+    tables = rotary_tables(hf_config, shape.head_dim, turns_partly=FAMILIES[shape.family].turns_partly)
+    return {kind: table.to(HOST.device) for kind, table in tables.items()}, 1.0
 
 
 def _give_inputs(

@@ -11,6 +11,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.json_text import quoted
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.bridge_family import bridged_shape
 from megatron_rl.weights.families.register import FAMILIES, check_family
 from megatron_rl.weights.families.windows import FULL
 from megatron_rl.weights.model_shape import ModelShape
@@ -70,18 +71,22 @@ def model_shape(hf_config: Any, config: Config, topology: Topology, *, layer_spe
 
     Raises ConfigError with the name of a feature that cannot be expressed or of a size that cannot be divided.
     """
-    shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size)
+    provider = config.model.provider
+    shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size, provider=provider)
     _check_divisible(hf_config, shape, config, topology)
     return shape
 
 
-def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1) -> ModelShape:
+def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, provider: str = "native") -> ModelShape:
     """Return the shape, whatever the topology.
 
     vocab_multiple: the padded vocabulary is the next multiple of it.
+    provider: ``model.provider``.
 
     Raises ConfigError with the name of a feature that Megatron-Core, or the model built here, cannot express.
     """
+    if provider == "bridge":
+        return bridged_shape(hf_config, layer_spec=layer_spec, vocab_multiple=vocab_multiple)
     check_family(hf_config.model_type, "model.hf_path")
     family = FAMILIES[hf_config.model_type]
     family.refuse(hf_config)
@@ -112,16 +117,21 @@ def angle_kinds(hf_config: Any) -> tuple[str | None, ...]:
     return (None,) * hf_config.num_hidden_layers
 
 
-def rotary_tables(hf_config: Any, head_dim: int) -> dict[str | None, torch.Tensor]:
+def rotary_tables(hf_config: Any, head_dim: int, *, turns_partly: bool = False) -> dict[str | None, torch.Tensor]:
     """Return ``inverse_frequencies`` of each of ``angle_kinds``; raise ConfigError where it does."""
-    return {kind: inverse_frequencies(hf_config, head_dim, kind) for kind in dict.fromkeys(angle_kinds(hf_config))}
+    return {
+        kind: inverse_frequencies(hf_config, head_dim, kind, turns_partly=turns_partly)
+        for kind in dict.fromkeys(angle_kinds(hf_config))
+    }
 
 
 def _rope(hf_config: Any, kind: str | None) -> dict[str, Any]:
     return hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
 
 
-def inverse_frequencies(hf_config: Any, head_dim: int, layer_kind: str | None = None) -> torch.Tensor:
+def inverse_frequencies(
+    hf_config: Any, head_dim: int, layer_kind: str | None = None, *, turns_partly: bool = False
+) -> torch.Tensor:
     """Return rotary inverse frequencies, float32, as transformers computes them: one for each pair that turns.
 
     layer_kind: one of ``angle_kinds``.
@@ -129,13 +139,15 @@ def inverse_frequencies(hf_config: Any, head_dim: int, layer_kind: str | None = 
     They are head_dim / 2, or fewer under ``partial_rotary_factor``: the rest of each head does not turn (Megatron-Core
     0.16.1 ``rope_utils.py``).
 
+    turns_partly: whether another family than ours reads ``partial_rotary_factor``.
+
     Raises ConfigError for any scaling but default, linear, llama3 and yarn.
     """
     rope = _rope(hf_config, layer_kind)
     kind = rope["rope_type"]
     share = rope.get("partial_rotary_factor") or 1.0
     partly = [name for name, family in FAMILIES.items() if family.turns_partly]
-    if share != 1.0 and (hf_config.model_type not in partly or kind != "default"):
+    if share != 1.0 and (not (turns_partly or hf_config.model_type in partly) or kind != "default"):
         raise ConfigError(
             f"partial_rotary_factor={share} of {hf_config.model_type} with rope_type={kind!r} is not supported; only "
             f"1.0 is, and another one for {', '.join(partly)} with rope_type='default'"

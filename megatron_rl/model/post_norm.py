@@ -98,7 +98,7 @@ class ProjectionNorm(torch.nn.Module):
 
 
 class ShiftedRMSNorm(WideRMSNorm):
-    """Computes the norm times 1 + weight in float32 and rounds once, as Hugging Face's Gemma3RMSNorm."""
+    """Computes the norm times 1 + weight in float32 and rounds once, as Hugging Face's norms of Gemma 1 and 3."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(

@@ -17,7 +17,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import EngineError
-from megatron_rl.model.build import DTYPES
+from megatron_rl.model.seam_fields import DTYPES
 from megatron_rl.rollout.build import RankLocation, place_engine
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost
 from megatron_rl.rollout.manager import RolloutManager

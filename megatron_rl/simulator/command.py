@@ -67,7 +67,7 @@ def simulate_job(
     from megatron_rl.weights.model_dtype import settle_dtype
 
     given = _from_run(given)
-    config = settle_dtype(config, read_hf_config(config.model.hf_path), on_gpu=True)
+    config = settle_dtype(config, read_hf_config(config.model.hf_path, provider=config.model.provider), on_gpu=True)
     gpus = world_size(given.nodes, given.gpus_per_node, os.environ)
     degrees = degrees_of(config, policy_ranks(config, gpus))
     shape = read_shape(config, degrees)
@@ -145,7 +145,8 @@ def read_shape(config: Config, degrees):
     from megatron_rl.validate import check_lengths
     from megatron_rl.weights.config_json import read_hf_config
 
-    shape = model_shape(read_hf_config(config.model.hf_path), config, degrees, layer_spec=_layer_spec(config))
+    hf_config = read_hf_config(config.model.hf_path, provider=config.model.provider)
+    shape = model_shape(hf_config, config, degrees, layer_spec=_layer_spec(config))
     check_lengths(config, shape.context_tokens)
     transformer_fields(config)
     resolve_fields(config.megatron.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)

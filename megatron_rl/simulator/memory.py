@@ -84,7 +84,8 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
     if shape.sinks:
         attention += heads // tensor
     if not shape.has_mixture(layer):
-        return attention + norms + 3 * hidden * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) // tensor, 0
+        width = shape.mlp_matrices * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size)
+        return attention + norms + width * hidden // tensor, 0
     expert = 3 * hidden * shape.ffn_hidden_size // degrees.expert_tensor_size
     router = shape.num_experts * hidden
     if shape.linear_bias:

@@ -28,7 +28,7 @@ from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.distributed.cuda_environment import added_variables
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
-from megatron_rl.model.build import DTYPES
+from megatron_rl.model.seam_fields import DTYPES
 from megatron_rl.observability.metrics import MetricsWriter
 from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.timer import StepTimer
@@ -135,10 +135,10 @@ def _built(
 
 def _read_model(config: Config):
     """Return the policy's Hugging Face config, checked against the engine and the lengths. Raises ConfigError."""
-    hf_config = load_hf_config(config.model.hf_path)
+    hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
     if config.generates:
         if config.rollout.engine == "vllm":
-            check_served(config.model.hf_path)
+            check_served(config.model.hf_path, provider=config.model.provider)
         check_lengths(config, hf_config.max_position_embeddings)
     check_critic_model(config, hf_config)
     return hf_config

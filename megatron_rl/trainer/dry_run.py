@@ -64,8 +64,8 @@ def dry_run(config: Config, given: argparse.Namespace) -> None:
 def check_inputs(config: Config) -> list[int]:
     """Check folder, model, tokenizer, data, rewards and environment as a run does; return its first prompts' tokens."""
     look_at_run_folder(config)
-    hf_config = load_hf_config(config.model.hf_path)
-    shape = read_shape(hf_config, layer_spec="torch")
+    hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
+    shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider)
     if config.generates:
         check_lengths(config, hf_config.max_position_embeddings)
         refuse_mixture(config, shape.num_experts)
@@ -84,7 +84,7 @@ def check_inputs(config: Config) -> list[int]:
     elif config.rollout.engine == "transformers":
         check_embedded(config.model.hf_path, config.rollout)
     else:
-        check_served(config.model.hf_path)
+        check_served(config.model.hf_path, provider=config.model.provider)
     one_worker = dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))  # it speaks for all
     with opened_reward(one_worker, config.run.deadline_s) as reward:
         required = reward.required_columns if reward else ()

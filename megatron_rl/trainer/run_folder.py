@@ -82,7 +82,7 @@ def look_at_checkpoints(config: Config, hf_config, prompts: PromptDataset) -> No
 
     prompts: the training data, whose cursor is then that of the checkpoint.
     """
-    shape = read_shape(hf_config, layer_spec="torch").with_adapters(config.lora)
+    shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider).with_adapters(config.lora)
     try:
         point = foresee_resume(config, identity_of_shape(shape))
     except CheckpointError as error:

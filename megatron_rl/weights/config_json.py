@@ -113,14 +113,17 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
     return config
 
 
-def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> Any:
+def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
     """Return ``parse_hf_config``'s config, of a family that is built here and with every number in its range.
+
+    provider: ``model.provider``; under ``bridge`` a family of any name is read.
 
     Raises ConfigError, naming the file and the field.
     """
     path = pathlib.Path(folder) / CONFIG
     fields = read_fields(folder, key)
-    check_family(fields.get("model_type"), str(path))
+    if provider == "native":
+        check_family(fields.get("model_type"), str(path))
     for name, (kind, least, most) in RANGES.items():  # before transformers makes a list of num_hidden_layers
         if fields.get(name) is not None:
             check(fields[name], f"{path}: {name}", kind, least=least, most=most)
@@ -129,9 +132,9 @@ def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> An
     return config
 
 
-def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> Any:
+def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
     """Return ``read_hf_config``'s config, with ``tie_word_embeddings`` as the folder's weights have it."""
-    config = read_hf_config(folder, key)
+    config = read_hf_config(folder, key, provider=provider)
     settle_tying(config, folder)
     return config
 
@@ -218,7 +221,7 @@ def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
     }
 
 
-def check_served(folder: str | pathlib.Path) -> None:
+def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> None:
     """Raise ConfigError for a folder that a vLLM engine, which reads config.json itself, would build otherwise."""
     path = pathlib.Path(folder) / CONFIG
     fields = read_fields(folder)
@@ -228,15 +231,16 @@ def check_served(folder: str | pathlib.Path) -> None:
             f"{path} has a quantization_config, and rollout.engine=vllm would hold {kind} weights where the trainer "
             f"sends full ones; {WAY_OUT}: tools/convert_checkpoint.py import and export write it"
         )
-    config = read_hf_config(folder)
-    FAMILIES[config.model_type].refuse_served(config)
+    written, settled = (read(folder, provider=provider) for read in (read_hf_config, load_hf_config))
+    if provider == "native":
+        FAMILIES[written.model_type].refuse_served(written)
     for name, value in SERVED.get(ALIASES.get(str(fields["model_type"]), fields["model_type"]), {}).items():
         if fields.get(name) != value:
             raise ConfigError(
                 f"{path} lacks {name}={value!r}, without which rollout.engine=vllm builds another router than the "
                 "trainer's; transformers leaves the field out when it saves: set it there"
             )
-    if config.tie_word_embeddings and not load_hf_config(folder).tie_word_embeddings:
+    if written.tie_word_embeddings and not settled.tie_word_embeddings:
         raise ConfigError(
             f"{path} says tie_word_embeddings=true and the files hold a {HEAD_NAME} of their own, which "
             "rollout.engine=vllm would leave out; set tie_word_embeddings to false there"

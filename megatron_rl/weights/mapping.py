@@ -70,6 +70,7 @@ def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: i
                 )
     if stage == num_stages - 1:
         yield FINAL_NORM
+        yield from FAMILIES[shape.family].last
         if shape.value_head:
             yield VALUE_HEAD
         elif not shape.tied_embeddings:

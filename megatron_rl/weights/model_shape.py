@@ -39,6 +39,7 @@ class ModelShape:
     rope_head_dim, value_head_dim: there, the part of a head's q and k that turns, and the width of its v; else 0.
     chunked: a Llama 4's attention, whose layers are of two kinds (``ChunkedAttentionShape``); None for any other's.
     post_norms: True for norms behind attention and MLP, and over all heads of q and k together (OLMo 2).
+    mlp_matrices: an MLP's: gate, up and down, or 2 without a gate.
     sandwich_norms: True for norms before and behind attention and MLP, all multiplying by 1 + weight (Gemma 3).
     scaled_embedding, gelu: True for the embedding times sqrt(hidden_size), and for gelu (tanh) in the MLP (Gemma).
     windows: of each layer, the tokens that a token sees, itself among them; 0 for all before it, none where all do.
@@ -77,6 +78,7 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
+    mlp_matrices: int = 3
     sandwich_norms: bool = False
     scaled_embedding: bool = False
     gelu: bool = False
@@ -150,7 +152,7 @@ class ModelShape:
         """
         attention = self.attention_parameters()
         mlps = self.experts_per_token if self.num_experts else 1
-        width = 3 * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
+        width = self.mlp_matrices * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
         first = 3 * self.dense_ffn_hidden_size * self.num_dense_layers
         widths = first + width * (self.num_layers - self.num_dense_layers)
         return attention + self.hidden_size * widths / self.num_layers

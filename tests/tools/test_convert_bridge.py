@@ -1,6 +1,6 @@
 """Our tables equal those of NVIDIA megatron-bridge, where it is installed.
 
-To install it: ``pip install --no-deps megatron-bridge einops triton``.
+To install it: ``make test-bridge`` (docs/bridge.md).
 """
 
 from __future__ import annotations

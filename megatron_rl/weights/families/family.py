@@ -49,6 +49,7 @@ class Family:
     sizes:        shape → the sizes of a layer's Hugging Face tensors by the same names, norms over the hidden state
                   aside; an expert's stand below ``expert.``.
     first_layers: the entries of each of the first ``num_dense_layers`` layers of the shape, where it has such.
+    last:         entries beside the final norm's weight, on the last stage.
     layer_fields: shape → the fields of Megatron-Core's TransformerConfig that its layers need beside the common ones.
     turns_partly: whether its module in transformers reads ``partial_rotary_factor``.
     expert_adapters: whether adapters on its experts were shown (tests/equality/test_adapter.py).
@@ -64,6 +65,7 @@ class Family:
     layer_fields: Callable[[ModelShape], dict[str, Any]] = nothing
     ffn_field: str = "intermediate_size"
     first_layers: Callable[[ModelShape], tuple[Entry, ...]] | None = None
+    last: tuple[Entry, ...] = ()
     expert_layer: Callable[[ModelShape, int], tuple[Entry, ...]] | None = None
     experts: ExpertNames | None = None
     turns_partly: bool = False

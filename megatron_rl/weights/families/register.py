@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.families.bridged import Families
 from megatron_rl.weights.families.deepseek_v3 import DEEPSEEK_V3
-from megatron_rl.weights.families.family import Family
 from megatron_rl.weights.families.gemma3 import GEMMA3_TEXT
 from megatron_rl.weights.families.glm4_moe import GLM4_MOE
 from megatron_rl.weights.families.gpt_oss import GPT_OSS
@@ -20,13 +20,15 @@ from megatron_rl.weights.families.qwen2 import QWEN2
 from megatron_rl.weights.families.qwen3 import QWEN3
 from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA3_TEXT),
-        *(MIXTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, GPT_OSS, LLAMA4),
-    )
-}
+FAMILIES = Families(
+    {
+        family.model_type: family
+        for family in (
+            *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA3_TEXT),
+            *(MIXTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, GPT_OSS, LLAMA4),
+        )
+    }
+)
 # Other names of a family's model_type, which transformers has no class for.
 ALIASES = {"kimi_k2": "deepseek_v3"}
 _DELTA = (

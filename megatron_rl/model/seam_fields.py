@@ -1,0 +1,60 @@
+"""The fields of Megatron-Core's TransformerConfig that the token-sum seam and the topology settle, for any family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.algorithm.signal import UNCOUNTED_FIELDS
+from megatron_rl.config import Config
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.transformer_fields import transformer_fields
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def users_fields(config: Config) -> dict[str, Any]:
+    """Return ``megatron.transformer``'s fields, typed; raise ConfigError for one that is refused on this host.
+
+    0, false and null of a loss that is not counted (algorithm/signal.py refuses the rest) go: to Megatron-Core only its
+    default means off.
+    """
+    extra = transformer_fields(config)
+    extra = {name: value for name, value in extra.items() if name not in UNCOUNTED_FIELDS or value}
+    for name in ("attention_dropout", "hidden_dropout"):
+        if extra.get(name, 0.0) != 0.0 and not HOST.is_cuda:
+            raise ConfigError(
+                f"megatron.transformer.{name}={extra[name]} needs CUDA generators; set it to 0 on a host with no GPU"
+            )
+    return extra
+
+
+def seam_fields(config: Config, topology: Topology) -> dict[str, Any]:
+    """Return parallel sizes, dtypes, the token sum's switches and the schedule's, without a word on the layers."""
+    dtype = DTYPES[config.model.dtype]
+    return dict(
+        tensor_model_parallel_size=topology.tensor_size,
+        pipeline_model_parallel_size=topology.pipeline_size,
+        expert_model_parallel_size=topology.expert_size,
+        expert_tensor_parallel_size=topology.expert_tensor_size,
+        context_parallel_size=topology.context_size,
+        sequence_parallel=config.parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=not HOST.is_cuda,
+        perform_initialization=False,
+        calculate_per_token_loss=True,
+        deterministic_mode=config.run.deterministic,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # variable lengths insist on it, for dense models too (0.16.1)
+        virtual_pipeline_model_parallel_size=topology.virtual_size if topology.virtual_size > 1 else None,
+        # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
+        overlap_p2p_comm=topology.virtual_size > 1,
+        batch_p2p_comm=topology.virtual_size == 1,
+    )
