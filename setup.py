@@ -31,6 +31,15 @@ class BuildWithTools(build_py):
                 shutil.copyfile(path, copied)
 
 
+ENTRY_POINTS = {
+    "console_scripts": [
+        "megatron-rl = megatron_rl.commands.command:main",
+        "megatron_rl-doctor = megatron_rl.doctor:main",
+    ],
+    # loaded at `import verl`: docs/verl.md
+    "verl.plugins": ["megatron_rl = megatron_rl.integrations.verl"],
+}
+
 setup(
     name="megatron_rl",
     version=VERSION,
@@ -106,12 +115,5 @@ setup(
             "protobuf>=5",
         ],
     },
-    entry_points={
-        "console_scripts": [
-            "megatron-rl = megatron_rl.commands.command:main",
-            "megatron_rl-doctor = megatron_rl.doctor:main",
-        ],
-        # loaded at `import verl`: docs/verl.md
-        "verl.plugins": ["megatron_rl = megatron_rl.integrations.verl"],
-    },
+    entry_points=ENTRY_POINTS,
 )

@@ -31,7 +31,7 @@ def adapt(
     random = torch.Generator().manual_seed(seed)
     wanted = {name for target in targets for name in PROJECTIONS[target]}
     for name, module in list(model.named_modules()):
-        if name.endswith("mlp.experts"):
+        if name.endswith("mlp.experts") and wanted & set(PROJECTIONS["linear_fc1"] + PROJECTIONS["linear_fc2"]):
             _adapt_experts(module, EXPERTS.get(model.config.model_type, {}), wanted, rank, alpha / rank, random)
         elif name.rpartition(".")[2] in wanted and isinstance(module, torch.nn.Linear):
             _put_pair(module, module.in_features, module.out_features, rank, random)

@@ -168,14 +168,15 @@ def models_of(family: str) -> str:
     raise LookupError(f"no module of megatron_rl/weights/families holds {family}")
 
 
-def table(cases: dict[str, dict], reasons: dict[str, str], host: dict, seconds: float, note: str) -> str:
-    """Return the lines between the markers."""
+def table(cases: dict[str, dict], reasons: dict[str, str], host: dict, seconds: float | None, note: str) -> str:
+    """Return the lines between the markers. seconds: that the proofs took; None for those of an earlier run."""
     versions = ", ".join(f"{name} {version}" for name, version in host["versions"].items())
     made = f"{datetime.date.today()}, {host['device']}, Python {host['python']}, {versions}"
     waiting = sum(x["outcome"] == "collected" for x in cases.values())
     note += f"{'; ' if note and waiting else ''}ended with {waiting} of {len(cases)} cases not run" if waiting else ""
+    took = " --junit`" if seconds is None else f"`, {seconds / 60:.0f} min"
     lines = [
-        f"`python tools/model_matrix.py`, {seconds / 60:.0f} min, {made}{'; ' if note else ''}{note}",
+        f"`python tools/model_matrix.py{took}, {made}{'; ' if note else ''}{note}",
         "",
         f"| {' | '.join(['family', *(column.title for column in COLUMNS)])} |",
         f"|{'---|' * (len(COLUMNS) + 1)}",
@@ -196,9 +197,9 @@ def write(page: pathlib.Path, text: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     started = time.monotonic()
-    before = json.loads(given.json.read_text())["seconds"] if continues(given) else 0.0
+    before = (json.loads(given.json.read_text())["seconds"] or 0.0) if continues(given) else 0.0
     cases, reasons = run_all(given)
-    seconds = time.monotonic() - started + before
+    seconds = None if given.junit else time.monotonic() - started + before
     text = table(cases, reasons, machine(), seconds, given.note)
     print(text)
     if given.json:

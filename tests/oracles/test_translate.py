@@ -12,6 +12,10 @@ import yaml
 from megatron_rl.commands.translate import trl as from_trl
 from megatron_rl.commands.translate import verl as from_verl
 from megatron_rl.commands.translate.translation import flat
+from tests.oracles.batch import MISSING
+
+pytest.importorskip("verl", reason=MISSING)
+pytest.importorskip("trl", reason=MISSING)
 
 
 @pytest.mark.parametrize("backend", ["ppo_trainer", "ppo_megatron_trainer"])
