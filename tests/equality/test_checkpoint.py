@@ -51,6 +51,9 @@ OTHER = {
     ),
     "TP2-to-PP2-joined": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "phi3"),
     "TP2-to-DP2-norms-over-heads": ((*sizes(2, 1), *SHARDED), (*sizes(1, 1), *SHARDED), "olmo2"),
+    "TP2-to-PP2-norms-over-each-head": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "qwen3"),
+    "PP2-to-DP2-window": ((*sizes(1, 2), *PLAIN), (*sizes(1, 1), *SHARDED), "mistral_window"),
+    "TP2-to-PP2-windows-by-kind": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "olmo3"),
     "TP2-to-PP2-norms-around": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "gemma3_text"),
     "PP2-to-CP2": ((*sizes(1, 2), *SHARDED), (*sizes(1, 1), *SHARDED, "parallel.context=2"), "llama"),
     "EP2-to-TP2": (

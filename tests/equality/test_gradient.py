@@ -50,6 +50,7 @@ SMALL = [
     ((1, 2, 1), "gemma3_text", ()),
     ((2, 1, 1), "gemma3_text", ()),
     ((1, 1, 2), "gemma3_text", CP),
+    ((1, 2, 1), "mistral_window", ()),
 ]
 LARGE = [
     ((2, 2, 1), "qwen3", SP),

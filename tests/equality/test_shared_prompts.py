@@ -44,6 +44,8 @@ SMALL = [
     ((1, 1, 2), "llama3_rope", CP),
     ((1, 1, 2), "llama4", CP),
     ((1, 1, 1), "deepseek_v3", ()),
+    *(((1, 1, 1), family, ()) for family in ("mistral_window", "phi3", "olmo2", "olmo3", "gemma3_text")),
+    *(((1, 1, 1), family, ()) for family in ("mixtral", "glm4_moe")),
 ]
 LARGE = [
     ((1, 2, 1), "qwen2_tied", VPP),

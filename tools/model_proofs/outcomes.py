@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.weights.families.register import FAMILIES
 from tests.published.configs import ELEMENTS, fields_of
 from tests.reference import FAMILIES as DENSE
-from tests.reference import MIXTURES, tiny_config
+from tests.reference import MIXTURES, WINDOWED, tiny_config
 from tools.model_proofs.columns import COLUMNS, Column
 
 
@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def variants() -> dict[str, str]:
     """Return the family of each name by which a test may mean one: its own, a tiny variant's, a released model's."""
-    tiny = {name: tiny_config(name).model_type for name in (*DENSE, *MIXTURES)}
+    tiny = {name: tiny_config(name).model_type for name in (*DENSE, *MIXTURES, *WINDOWED)}
     released = {name: fields_of(name)["model_type"] for name in ELEMENTS}
     return {name: name for name in FAMILIES} | tiny | released
 
