@@ -87,13 +87,13 @@ class HuggingFaceReader:
         fields = read_object(config) if config.is_file() else {}
         self.blocks = block_size(fields, str(config))
         self.scales: dict[str, pathlib.Path] = {}
+        self.stacks: dict[str, Slice] = {}
+        self.mxfp4: dict[str, pathlib.Path] = {}
         if self.blocks is not None:
             for name in [x for x in self.files if x.endswith(SCALE) and x.removesuffix(SCALE) in self.files]:
                 if self._dtype_name(name.removesuffix(SCALE)) == FP8:
                     self.scales[name] = self.files[name]
             self.files = {name: file for name, file in self.files.items() if name not in self.scales}
-        self.stacks: dict[str, Slice] = {}
-        self.mxfp4: dict[str, pathlib.Path] = {}
         if names := stacking(fields.get("model_type")):
             self._unstack(names)
 

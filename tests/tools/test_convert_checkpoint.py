@@ -110,7 +110,7 @@ def test_a_wrong_rotary_frequency_shows_in_the_log_probs(tmp_path: pathlib.Path,
     from megatron_rl.model import hf_config
 
     right = hf_config.inverse_frequencies
-    monkeypatch.setattr(hf_config, "inverse_frequencies", lambda *given: right(*given) * 1.001)
+    monkeypatch.setattr(hf_config, "inverse_frequencies", lambda *given, **named: right(*given, **named) * 1.001)
     assert run("roundtrip", tmp_path / "hf", "--check-logits") == 1
 
 

@@ -35,8 +35,8 @@ SCHEDULE = (
     Mutant(
         name="square-of-the-sum",
         file="megatron_rl/model/layout.py",
-        line="return float((lengths**2).sum() + seen)",
-        becomes="return float(lengths.sum() ** 2 + seen)",
+        line="return float((whole - prompts).sum())",
+        becomes="return float(sum(self.lengths) ** 2)",
         fault="a micro-batch's Σ l² is measured as (Σ l)²",
         tests=("tests/unit/backend/test_schedule.py::test_squares_of_a_micro_batch_equal_a_loop_over_its_sequences",),
     ),
