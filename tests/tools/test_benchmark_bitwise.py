@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import pathlib
 
+import pytest
+
 from tests.workers.nursery import Nursery
 
 TOOL = pathlib.Path(__file__).resolve().parents[2] / "tools" / "benchmarks" / "bitwise.py"
 
 
+@pytest.mark.long
 def test_the_smallest_run(nursery: Nursery, tmp_path: pathlib.Path) -> None:
     sizes = ("--hidden", "64", "--layers", "1", "--prompts", "2", "--samples", "2", "--response-tokens", "8")
     path = tmp_path / "table.json"

@@ -45,6 +45,8 @@ SPLITS = {
     "PP2, dense layers between": ("llama4_interleaved", "parallel.pipeline=2"),
     "TP2 SP, latents": ("deepseek_v3", "parallel.tensor=2", "parallel.sequence_parallel=true"),
     "EP2, latents": ("moonlight", "parallel.expert=2"),
+    "PP2, windows by kind": ("olmo3", "parallel.pipeline=2"),
+    "TP2, window": ("mistral_window", "parallel.tensor=2"),
     "DP2, sharded": ("llama", "optimizer.distributed=true"),
     "PP2, second model": (
         "qwen2_tied",
