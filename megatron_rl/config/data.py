@@ -40,7 +40,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.train, str):
-            raise ConfigError(f"data.train={self.train!r} is a text; give a list of paths, {[self.train]!r}")
+            raise ConfigError(
+                f"data.train={quoted(self.train, 300)} is a text; give a list of paths, {quoted([self.train], 300)}"
+            )
         if self.weights and len(self.weights) != len(self.train):
             raise ConfigError(
                 f"data.weights has {len(self.weights)} numbers and data.train {len(self.train)} paths; give one each"

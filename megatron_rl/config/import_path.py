@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Mapping
 from types import ModuleType
 
+from megatron_rl.config.json_text import quoted
 from megatron_rl.config.no_exit import exit_is_an_error
 from megatron_rl.errors import ConfigError
 
@@ -48,7 +49,7 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
     except (Exception, SystemExit) as error:
         mend = "mend the file" if is_file else "install it, or put the folder that holds it on PYTHONPATH"
         raise ConfigError(
-            f"{what}: importing {module_name!r} failed with {type(error).__name__}: {error}; {mend}"
+            f"{what}: importing {quoted(module_name, 300)} failed with {type(error).__name__}: {error!s:.500}; {mend}"
         ) from error
     try:
         return operator.attrgetter(attribute)(module)
@@ -56,7 +57,7 @@ def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, als
         candidates = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         nearest = difflib.get_close_matches(attribute, candidates, n=1, cutoff=0.0)
         hint = f"; the nearest it has is {nearest[0]!r}" if nearest else "; it defines nothing that can be called"
-        raise ConfigError(f"{what}: module {module_name!r} has no {attribute!r}{hint}") from None
+        raise ConfigError(f"{what}: module {quoted(module_name, 300)} has no {quoted(attribute, 300)}{hint}") from None
 
 
 def _module_of_file(path: str, what: str) -> ModuleType:
@@ -65,8 +66,8 @@ def _module_of_file(path: str, what: str) -> ModuleType:
     if not file.is_file() or file.suffix != ".py":
         fault = "is not a Python file" if file.exists() else "does not exist"
         raise ConfigError(
-            f"{what}: {str(file)!r} {fault}; write the path of a .py file from the working directory, or a module's "
-            "name with dots in place of slashes"
+            f"{what}: {quoted(str(file), 300)} {fault}; write the path of a .py file from the working "
+            "directory, or a module's name with dots in place of slashes"
         )
     # A digest in the name: two files of one stem, or one that is called like a package, do not meet in sys.modules.
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megatron_rl.config.checks import choose
+from megatron_rl.config.json_text import quoted
 from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
 
@@ -51,8 +52,9 @@ class RewardConfig:
             )
         if (REWARD_MODEL in self.functions) != (self.model_path is not None):
             raise ConfigError(
-                f"reward.model_path={self.model_path!r} and reward.functions={list(self.functions)}: the function "
-                f"{REWARD_MODEL} scores by the model of that path; give both, or neither"
+                f"reward.model_path={quoted(self.model_path, 300)} and "
+                f"reward.functions={quoted(list(self.functions), 300)}: the function {REWARD_MODEL} scores by the "
+                "model of that path; give both, or neither"
             )
         if REWARD_MODEL in self.functions and self.num_workers and REWARD_MODEL not in self.in_process:
             raise ConfigError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megatron_rl.config.checks import choose
+from megatron_rl.config.json_text import quoted
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
@@ -49,8 +50,8 @@ class SftConfig:
         choose("sft.schedule", self.schedule, ("constant", "cosine", "linear"))
         if self.eval_path is not None and self.eval_share:
             raise ConfigError(
-                f"sft.eval_path={self.eval_path!r} and sft.eval_share={self.eval_share:g} both name the held-out "
-                "solutions; give one of them"
+                f"sft.eval_path={quoted(self.eval_path, 300)} and sft.eval_share={self.eval_share:g} both name the "
+                "held-out solutions; give one of them"
             )
         if self.eval_every_steps and not self.has_evaluation:
             raise ConfigError(

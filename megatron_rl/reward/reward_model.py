@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megatron_rl.config.json_text import quoted
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import ConfigError
 
@@ -28,7 +29,7 @@ class RewardModelScore:
         """Load the model. Raises ConfigError for a directory without one, or one of several labels."""
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-        setting, self._device = f"reward.model_path={str(path)!r}", device or HOST.device
+        setting, self._device = f"reward.model_path={quoted(str(path), 300)}", device or HOST.device
         if not (pathlib.Path(path) / "config.json").is_file():
             raise ConfigError(f"{setting} holds no config.json; give a reward model's directory")
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import re
 
@@ -10,8 +11,10 @@ import pytest
 import yaml
 
 from megatron_rl.config import Config, config_to_yaml, load_config
-from megatron_rl.config.typed import RENAMED
+from megatron_rl.config.file import all_keys
+from megatron_rl.config.typed import RENAMED, hint_at
 from megatron_rl.errors import ConfigError
+from megatron_rl.validate import validate_config
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -136,3 +139,14 @@ def test_every_example_is_a_valid_config(path):
     config = load_config(path)
     signal_rule(config)
     assert yaml.safe_load(path.read_text()).keys() <= set(keys_of(Config))
+
+
+def test_no_message_repeats_a_long_value_whole():
+    """A mistyped override of thousands of characters still ends in a message that a terminal shows at once."""
+    keys = [key for key in sorted(all_keys()) if "str" in str(hint_at(Config, key))]
+    assert len(keys) > 80
+    for key, value in itertools.product(keys, ("9" * 5000, "[" + "x" * 5000 + "]")):
+        try:
+            validate_config(load_config(None, [f"{key}={value}"]))
+        except ConfigError as error:
+            assert len(str(error)) <= 1500, (key, value[:2], str(error)[:300])
