@@ -26,6 +26,7 @@ from megatron_rl.rollout.vllm.process_replica import ProcessReplica, engine_envi
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.weights.config_json import read_fields
+from megatron_rl.weights.families.register import family_of
 
 log = logging.getLogger(__name__)
 
@@ -269,15 +270,10 @@ def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
 
 
 def family_arguments(hf_path: str) -> dict[str, object]:
-    """Return the fields of vllm.EngineArgs by which an engine computes what the model's config.json says.
-
-    Llama 4's scale by position is on in vLLM (0.32.0 ``models/llama4.py``) only for a max_model_len above 32,768,
-    whatever config.json says, unless the generation config does.
-    """
+    """Return the fields of vllm.EngineArgs by which an engine computes what the model's config.json says."""
     fields = read_fields(hf_path)
-    if fields.get("model_type") != "llama4_text":
-        return {}
-    return {"override_generation_config": {"attn_temperature_tuning": fields.get("attn_temperature_tuning", True)}}
+    family = family_of(fields.get("model_type"))
+    return {} if family is None else family.engine_arguments(fields)
 
 
 def adapter_arguments(config: Config, on_gpu: bool) -> dict[str, object]:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from megatron_rl.weights.families.register import family_of
+
 T = TypeVar("T")
 
 
@@ -37,13 +39,10 @@ def run_prompts(
 
 
 def counts_pads(model: PreTrainedModel) -> bool:
-    """Return whether a model takes pads before a prompt for positions, so that none may be there.
-
-    Llama 4's scale by position counts the tokens of the cache, whatever the mask and the positions given (transformers
-    5.19 ``Llama4TextAttention.forward``).
-    """
+    """Return whether a model takes pads before a prompt for positions, so that none may be there."""
     config = model.config.get_text_config()
-    return config.model_type == "llama4_text" and config.attn_temperature_tuning
+    family = family_of(config.model_type)
+    return family is not None and family.counts_pads(config)
 
 
 def cut_batches(

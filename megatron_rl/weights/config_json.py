@@ -58,9 +58,6 @@ ROPE_NUMBERS = {
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("rope_theta", "factor", "original_max_position_embeddings"),
 }
-# The fields that vLLM reads (0.32 ``deepseek_v2.py``) and transformers does not write; without them it builds a router
-# by softmax, with no bias.
-SERVED: dict[object, dict[str, str]] = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
 # The fields that the model built here, its checks or transformers' own config classes settle.
 _READ = {
     *RANGES,
@@ -233,13 +230,7 @@ def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> Non
         )
     written, settled = (read(folder, provider=provider) for read in (read_hf_config, load_hf_config))
     if provider == "native":
-        FAMILIES[written.model_type].refuse_served(written)
-    for name, value in SERVED.get(ALIASES.get(str(fields["model_type"]), fields["model_type"]), {}).items():
-        if fields.get(name) != value:
-            raise ConfigError(
-                f"{path} lacks {name}={value!r}, without which rollout.engine=vllm builds another router than the "
-                "trainer's; transformers leaves the field out when it saves: set it there"
-            )
+        FAMILIES[written.model_type].refuse_served(fields, str(path))
     if written.tie_word_embeddings and not settled.tie_word_embeddings:
         raise ConfigError(
             f"{path} says tie_word_embeddings=true and the files hold a {HEAD_NAME} of their own, which "

@@ -7,6 +7,7 @@ there is none, as in Moonlight), k's and v's of a common one (DeepSeek-V2, arXiv
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.json_text import quoted
@@ -27,6 +28,8 @@ from megatron_rl.weights.model_shape import ModelShape
 
 # What a config.json may say beside the fields of transformers' class, which computes these values alone.
 _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+# The fields that vLLM reads (0.32 ``deepseek_v2.py``) and transformers does not write.
+_ROUTER = ("scoring_func", "topk_method")
 
 
 def refuse(hf_config: Any) -> None:
@@ -50,6 +53,16 @@ def refuse(hf_config: Any) -> None:
         )
     if (kind := hf_config.rope_parameters["rope_type"]) not in ("default", "yarn"):
         raise ConfigError(f"rope_type={kind!r} of deepseek_v3 is not supported; default and yarn are")
+
+
+def refuse_served(fields: Mapping[str, Any], path: str) -> None:
+    """Raise ConfigError for a config.json without the fields by which vLLM builds a sigmoid router with a bias."""
+    for name in _ROUTER:
+        if fields.get(name) != _ONLY[name]:
+            raise ConfigError(
+                f"{path} lacks {name}={_ONLY[name]!r}, without which rollout.engine=vllm builds another router than "
+                "the trainer's; transformers leaves the field out when it saves: set it there"
+            )
 
 
 def features(hf_config: Any) -> dict[str, Any]:
@@ -128,6 +141,7 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     ffn_field="moe_intermediate_size",
     refuse=refuse,
+    refuse_served=refuse_served,
     features=features,
     layer=layer,
     first_layers=first_layer,

@@ -28,9 +28,14 @@ class ExpertNames:
     transposed: bool = False
 
 
-def nothing(_: object) -> dict[str, Any]:
+def nothing(*_: object) -> dict[str, Any]:
     """Return no fields."""
     return {}
+
+
+def never(_: object) -> bool:
+    """Return False."""
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +45,10 @@ class Family:
     ffn_field:    the config's field for the width of the MLP, or of one expert.
     experts:      the names of its mixture; None for a dense family.
     refuse:       raises ConfigError for a config that asks for a feature that the model built here lacks.
-    refuse_served: raises ConfigError for a config that vLLM would build otherwise.
+    refuse_served: fields of a config.json and its path → raises ConfigError where vLLM would build another model.
+    engine_arguments: the fields of a config.json → the fields of vllm.EngineArgs by which vLLM computes what they say.
+    counts_pads:  config → whether its module in transformers takes pads before a prompt for positions, so that none
+                  may be there.
     features:     config → the fields of ModelShape by which the family differs from a plain Llama.
     layer:        shape → the entries of one decoder layer, its experts' aside. Megatron names are relative to
                   ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
@@ -58,7 +66,9 @@ class Family:
 
     model_type: str
     refuse: Callable[[Any], None]
-    refuse_served: Callable[[Any], None] = nothing
+    refuse_served: Callable[[Mapping[str, Any], str], object] = nothing
+    engine_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] = nothing
+    counts_pads: Callable[[Any], bool] = never
     features: Callable[[Any], dict[str, Any]] = nothing
     layer: Callable[[ModelShape], tuple[Entry, ...]] = dense_layer
     sizes: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = dense_sizes

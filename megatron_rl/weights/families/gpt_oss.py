@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.errors import ConfigError
@@ -36,15 +37,15 @@ def refuse(hf_config: Any) -> None:
         raise ConfigError(f"swiglu_limit={hf_config.swiglu_limit} of gpt_oss is not supported; give a number above 0")
 
 
-def refuse_served(hf_config: Any) -> None:
+def refuse_served(fields: Mapping[str, Any], path: str) -> None:
     """Raise ConfigError: vLLM was run on it and has not given transformers' log-probs.
 
     vLLM 0.32's CPU build takes every weight (``models/gpt_oss.py``); the cause is not found. It also reads neither
     ``swiglu_limit`` (7.0 there) nor ``rms_norm_eps`` (1e-5) nor ``layer_types`` (every second layer).
     """
     raise ConfigError(
-        "rollout.engine=vllm was not shown for gpt_oss: vLLM 0.32's CPU build took every weight of a small model, and "
-        "its log-probs were not transformers'; use rollout.engine=transformers"
+        f"{path} holds a gpt_oss model, for which rollout.engine=vllm was not shown: vLLM 0.32's CPU build took every "
+        "weight of a small model, and its log-probs were not transformers'; use rollout.engine=transformers"
     )
 
 

@@ -5,6 +5,7 @@ The router's score multiplies the one expert's input, and not its output; a shar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.json_text import quoted
@@ -145,9 +146,29 @@ def layer_fields(shape: ModelShape) -> dict[str, Any]:
     )
 
 
+def engine_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the argument that turns the scale by position on or off, as config.json says.
+
+    vLLM (0.32.0 ``models/llama4.py``) has it on for a max_model_len above 32,768 alone, unless the generation config
+    says otherwise.
+    """
+    return {"override_generation_config": {"attn_temperature_tuning": fields.get("attn_temperature_tuning", True)}}
+
+
+def counts_pads(hf_config: Any) -> bool:
+    """Return whether there is a scale by position.
+
+    It counts the tokens of the cache, whatever the mask and the positions given (transformers 5.19
+    ``Llama4TextAttention.forward``).
+    """
+    return bool(hf_config.attn_temperature_tuning)
+
+
 LLAMA4 = Family(
     model_type="llama4_text",
     refuse=refuse,
+    engine_arguments=engine_arguments,
+    counts_pads=counts_pads,
     features=features,
     layer=mixture_layer,
     first_layers=one_mlp_layer,

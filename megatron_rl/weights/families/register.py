@@ -6,6 +6,7 @@ from megatron_rl.config.json_text import quoted
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.bridged import Families
 from megatron_rl.weights.families.deepseek_v3 import DEEPSEEK_V3
+from megatron_rl.weights.families.family import Family
 from megatron_rl.weights.families.gemma3 import GEMMA3_TEXT
 from megatron_rl.weights.families.glm4_moe import GLM4_MOE
 from megatron_rl.weights.families.gpt_oss import GPT_OSS
@@ -54,6 +55,11 @@ MISSING = {
     "qwen3_5_moe": "a vision tower, and what qwen3_5_moe_text misses",
     "llama4": "a vision tower; its text model alone (llama4_text) is built",
 }
+
+
+def family_of(model_type: object) -> Family | None:
+    """Return the family that is built here for a config's ``model_type``, or None for another name."""
+    return FAMILIES.get(ALIASES.get(str(model_type), str(model_type)))
 
 
 def check_family(family: object, where: str) -> None:

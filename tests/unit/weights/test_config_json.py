@@ -177,7 +177,9 @@ def test_gpt_oss_is_refused_vllm(tmp_path: pathlib.Path) -> None:
     """It was not shown there; a folder of MXFP4 is refused before, since vLLM would hold it so."""
     config = tiny_config("gpt_oss")
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="rollout.engine=vllm was not shown for gpt_oss: .* use rollout.engine=tran"):
+    with pytest.raises(
+        ConfigError, match="gpt_oss model, for which rollout.engine=vllm was not shown: .* use rollout.engine=tran"
+    ):
         check_served(tmp_path)
     packed = config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(packed))
