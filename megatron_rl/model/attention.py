@@ -19,11 +19,11 @@ from megatron_rl.distributed.platform import send
 from megatron_rl.model.attention_spans import (
     WHOLE,
     ContextShard,
+    Span,
     SpanBatch,
     batch_spans,
     context_positions,
 )
-from megatron_rl.model.chunked_spans import chunked_spans
 from megatron_rl.model.layout import Layout
 from megatron_rl.model.sight import Sight
 from megatron_rl.model.span_attention import span_attention
@@ -32,6 +32,8 @@ from megatron_rl.model.window_spans import windowed_spans
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 from megatron.core.transformer.utils import is_layer_window_attention  # isort: skip
+
+SpansOf = Callable[[Layout, ContextShard, int], list[Span]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,44 +123,33 @@ class PackedSequences(PackedSeqParams):
     For ``TorchAttention``, and empty where Transformer Engine attends:
     position_ids: int64 [T], the position of each of this rank's tokens in its own sequence, for the rotary embedding.
     spans: which queries see which keys.
-    chunked: the same of layers that see chunks of positions, by the chunks' tokens; made as ``spans_of`` asks for them.
     key_order: int64 [CP·T], the row of each of the micro-batch's tokens among those gathered from all context ranks;
                None without them.
     context: this rank among those that share the sequences.
     segments: for Transformer Engine where prompts may be shared, in place of the bounds.
-    narrowed: the spans within each window that a layer has asked for, by its tokens.
+    narrowed: the spans of each window or chunk that a layer has asked for, by how they are cut and by its tokens.
     """
 
     layout: Layout | None = None
     position_ids: torch.Tensor | None = None
     spans: tuple[SpanBatch, ...] = ()
-    chunked: dict[int, tuple[SpanBatch, ...]] = field(default_factory=dict)
     key_order: torch.Tensor | None = None
     context: ContextShard = WHOLE
     segments: KeySegments | None = None
-    narrowed: dict[int, tuple[SpanBatch, ...]] = field(default_factory=dict)
+    narrowed: dict[tuple[SpansOf, int], tuple[SpanBatch, ...]] = field(default_factory=dict)
 
-    def spans_within(self, window: int | None) -> tuple[SpanBatch, ...]:
-        """Return which queries see which keys where a token sees ``window`` tokens, itself among them; None sees all.
+    def spans_cut(self, spans_of: SpansOf, tokens: int | None) -> tuple[SpanBatch, ...]:
+        """Return which queries see which keys within a window or a chunk of this many tokens; None sees all.
 
-        All layers of one window share what the first of them makes.
+        spans_of: ``windowed_spans`` or ``chunked_spans``. All layers of one width share what the first of them makes.
         """
-        if window is None or window >= self.layout.longest:
+        if tokens is None or tokens >= self.layout.longest:
             return self.spans
-        if window not in self.narrowed:
-            spans, device = windowed_spans(self.layout, self.context, window), self.position_ids.device
-            self.narrowed[window] = batch_spans(spans, len(self.position_ids), self.layout.num_tokens, device)
-        return self.narrowed[window]
-
-    def spans_of(self, chunk_tokens: int | None) -> tuple[SpanBatch, ...]:
-        """Return the spans of a layer whose tokens see their own chunk of positions; None for ``spans``, the whole."""
-        if chunk_tokens is None:
-            return self.spans
-        if chunk_tokens not in self.chunked:
-            found = chunked_spans(self.layout, chunk_tokens, self.context)
-            queries, keys = len(self.position_ids), self.layout.num_tokens
-            self.chunked[chunk_tokens] = batch_spans(found, queries, keys, self.position_ids.device)
-        return self.chunked[chunk_tokens]
+        if (spans_of, tokens) not in self.narrowed:
+            spans, device = spans_of(self.layout, self.context, tokens), self.position_ids.device
+            cut = batch_spans(spans, len(self.position_ids), self.layout.num_tokens, device)
+            self.narrowed[spans_of, tokens] = cut
+        return self.narrowed[spans_of, tokens]
 
     @functools.cached_property
     def sight(self) -> Sight:
@@ -295,4 +286,4 @@ class TorchAttention(torch.nn.Module):
 
     def spans(self, packed: PackedSequences) -> tuple[SpanBatch, ...]:
         """Return which of the micro-batch's keys this layer's queries see."""
-        return packed.spans_within(self.window)
+        return packed.spans_cut(windowed_spans, self.window)

@@ -13,7 +13,7 @@ triangle and all that lies before it whole.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,19 +48,13 @@ def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndar
 
     Example: lengths (4, 8), size 2: rank 0 holds [0, 3, 4, 5, 10, 11], rank 1 holds [1, 2, 6, 7, 8, 9].
     """
-    if size == 1:
-        return np.arange(sum(lengths))
-    parts, start = [], 0
-    for length in lengths:
-        if length % (2 * size):
-            raise ValueError(
-                f"a sequence of {length} tokens does not split in 2 x {size} chunks; pad it to a multiple of {2 * size}"
-            )
-        chunk = length // (2 * size)
-        for number in (rank, 2 * size - 1 - rank):
-            parts.append(start + np.arange(number * chunk, (number + 1) * chunk))
-        start += length
-    return np.concatenate(parts)
+    if faulty := [length for length in lengths if size > 1 and length % (2 * size)]:
+        raise ValueError(
+            f"a sequence of {faulty[0]} tokens does not split in 2 x {size} chunks; pad it to a multiple of {2 * size}"
+        )
+    starts = [0, *itertools.accumulate(lengths)]
+    parts = own_parts(lengths, ContextShard(rank=rank, size=size))
+    return np.concatenate([starts[segment] + np.arange(first, first + count) for segment, _, first, count in parts])
 
 
 class Span(NamedTuple):
@@ -89,6 +83,19 @@ class Span(NamedTuple):
         return slice(self.first_key, self.first_key + self.num_keys)
 
 
+def own_parts(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (segment, place among this rank's tokens, first position in the segment, tokens) of this rank's parts.
+
+    Each sequence is one part without context parallelism, and two of its 2·CP chunks with it.
+    """
+    place = 0
+    for segment, length in enumerate(lengths):
+        tokens = length // (2 * context.size) if context.size > 1 else length
+        for number in (context.rank, 2 * context.size - 1 - context.rank) if context.size > 1 else (0,):
+            yield segment, place, number * tokens, tokens
+            place += tokens
+
+
 def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> list[Span]:
     """Return the spans of this rank's queries, of sequences laid one after the other.
 
@@ -97,18 +104,11 @@ def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> lis
     Example: length 8 on rank 1 of 2: chunks 1 and 2, of two tokens each. Their triangles are Span(0, 2, 2, 2, True) and
     Span(2, 2, 4, 2, True), and they see all before them by Span(0, 2, 0, 2, False) and Span(2, 2, 0, 4, False).
     """
-    if context.size == 1:
-        starts = itertools.accumulate(lengths, initial=0)
-        return [Span(start, length, start, length, True) for start, length in zip(starts, lengths, strict=False)]
-    triangles, prefixes, start = [], [], 0
-    for length in lengths:
-        chunk = length // (2 * context.size)
-        for half, number in enumerate((context.rank, 2 * context.size - 1 - context.rank)):
-            query = start // context.size + half * chunk
-            triangles.append(Span(query, chunk, start + number * chunk, chunk, True))
-            if number:
-                prefixes.append(Span(query, chunk, start, number * chunk, False))
-        start += length
+    starts, triangles, prefixes = [0, *itertools.accumulate(lengths)], [], []
+    for segment, query, first, count in own_parts(lengths, context):
+        triangles.append(Span(query, count, starts[segment] + first, count, True))
+        if first:
+            prefixes.append(Span(query, count, starts[segment], first, False))
     return triangles + prefixes
 
 

@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import TorchAttention
+from megatron_rl.model.chunked_spans import chunked_spans
 from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
@@ -42,7 +43,7 @@ class ChunkedAttention(TorchAttention):
         return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params, **given)
 
     def spans(self, packed):
-        return packed.spans_of(self.chunk_tokens)
+        return packed.spans_cut(chunked_spans, self.chunk_tokens)
 
     def _turned(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
         """Return [T, h, d], of which each pair of neighbours is turned, complex64 [T, 1, d / 2], and normed."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.model.attention_spans import WHOLE, ContextShard, Span
+from megatron_rl.model.attention_spans import ContextShard, Span, own_parts
 from megatron_rl.model.layout import Layout
 
 
-def chunked_spans(layout: Layout, chunk_tokens: int, context: ContextShard = WHOLE) -> list[Span]:
+def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> list[Span]:
     """Return the spans of this rank's queries; the triangles, which hold every query once, come first.
 
     Example: a sequence of 5 tokens in chunks of 2: triangles of the tokens 0 and 1, 2 and 3, and 4.
@@ -19,30 +19,20 @@ def chunked_spans(layout: Layout, chunk_tokens: int, context: ContextShard = WHO
     prompts = {s: prompt for prompt in layout.shared for s in layout.responses_of(prompt)}
     starts = layout.starts.tolist()
     triangles, others = [], []
-    for segment, (length, offset) in enumerate(zip(layout.lengths, layout.offsets, strict=True)):
-        for query, first, stop in _runs(starts[segment], length, context):
-            for begin, end in _cut(first, stop, offset, chunk_tokens):
-                row, count = query + begin - first, end - begin
-                triangles.append(Span(row, count, starts[segment] + begin, count, True))
-                # the chunk's part before the run, in this segment and in the prompt that it follows
-                seen_from = (offset + begin) // chunk_tokens * chunk_tokens
-                own = max(seen_from - offset, 0)
-                if own < begin:
-                    others.append(Span(row, count, starts[segment] + own, begin - own, False))
-                if segment in prompts and seen_from < offset:
-                    place = starts[prompts[segment].segment] + seen_from
-                    others.append(Span(row, count, place, offset - seen_from, False))
+    for segment, query, first, tokens in own_parts(layout.lengths, context):
+        offset = layout.offsets[segment]
+        for begin, end in _cut(first, first + tokens, offset, chunk_tokens):
+            row, count = query + begin - first, end - begin
+            triangles.append(Span(row, count, starts[segment] + begin, count, True))
+            # the chunk's part before the run, in this segment and in the prompt that it follows
+            seen_from = (offset + begin) // chunk_tokens * chunk_tokens
+            own = max(seen_from - offset, 0)
+            if own < begin:
+                others.append(Span(row, count, starts[segment] + own, begin - own, False))
+            if segment in prompts and seen_from < offset:
+                place = starts[prompts[segment].segment] + seen_from
+                others.append(Span(row, count, place, offset - seen_from, False))
     return triangles + others
-
-
-def _runs(start: int, length: int, context: ContextShard) -> Iterator[tuple[int, int, int]]:
-    """Yield (place among this rank's queries, first, stop) of the parts of a segment that lie on a context rank."""
-    if context.size == 1:
-        yield start, 0, length
-        return
-    share = length // (2 * context.size)
-    for half, number in enumerate((context.rank, 2 * context.size - 1 - context.rank)):
-        yield start // context.size + half * share, number * share, (number + 1) * share
 
 
 def _cut(first: int, stop: int, offset: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.model.attention_spans import ContextShard, Span
+from megatron_rl.model.attention_spans import ContextShard, Span, own_parts
 from megatron_rl.model.layout import Layout
 
 
@@ -25,7 +25,7 @@ def windowed_spans(layout: Layout, context: ContextShard, window: int) -> list[S
     triangles: list[Span] = []
     before: list[Span] = []
     prompts = {segment: prompt for prompt in layout.shared for segment in layout.responses_of(prompt)}
-    for segment, query, first, count in _chunks(layout.lengths, context):
+    for segment, query, first, count in own_parts(layout.lengths, context):
         start = int(layout.starts[segment])
         for done in range(0, count, window):
             own = min(window, count - done)
@@ -38,16 +38,6 @@ def windowed_spans(layout: Layout, context: ContextShard, window: int) -> list[S
                 place = int(layout.starts[prompt.segment])
                 before += _seen_before(*block, prompt.tokens + position, place, prompt.tokens, window)
     return triangles + before
-
-
-def _chunks(lengths: tuple[int, ...], context: ContextShard) -> Iterator[tuple[int, int, int, int]]:
-    """Yield this rank's chunks: (segment, place among its tokens, position in the segment, tokens)."""
-    place = 0
-    for segment, length in enumerate(lengths):
-        chunk = length // (2 * context.size) if context.size > 1 else length
-        for number in (context.rank, 2 * context.size - 1 - context.rank) if context.size > 1 else (0,):
-            yield segment, place, number * chunk, chunk
-            place += chunk
 
 
 def _seen_before(query: int, count: int, position: int, key: int, num_keys: int, window: int) -> Iterator[Span]:

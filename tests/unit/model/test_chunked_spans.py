@@ -13,7 +13,7 @@ from megatron_rl.model.layout import Layout, SharedPrompt, lay_out
 def seen(layout: Layout, chunk_tokens: int, context: ContextShard) -> np.ndarray:
     """Return int64 [queries of the rank, keys], how often each query sees each key."""
     found = np.zeros((layout.num_tokens // context.size, layout.num_tokens), dtype=np.int64)
-    for span in chunked_spans(layout, chunk_tokens, context):
+    for span in chunked_spans(layout, context, chunk_tokens):
         part = np.ones((span.num_queries, span.num_keys), dtype=np.int64)
         found[span.queries, span.keys] += np.tril(part) if span.causal else part
     return found
@@ -56,7 +56,7 @@ def test_each_query_sees_its_own_chunk_once(name: str, size: int, chunk_tokens: 
 
 
 def test_the_triangles_come_first_and_hold_every_query_once() -> None:
-    spans = chunked_spans(LAYOUTS["shared"], 3)
+    spans = chunked_spans(LAYOUTS["shared"], ContextShard(), 3)
     kinds = [span.causal for span in spans]
     triangles = [span for span in spans if span.causal]
     assert kinds == sorted(kinds, reverse=True) and False in kinds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_rl.model import attention
 from megatron_rl.model.attention import TorchAttention, pack, window_of
 from megatron_rl.model.attention_spans import ContextShard, batch_spans, context_positions
 from megatron_rl.model.build import _window_fields, refuse_bitwise
+from megatron_rl.model.chunked_spans import chunked_spans
 from megatron_rl.model.hf_config import read_shape
 from megatron_rl.model.layout import Layout, lay_out
 from megatron_rl.model.window_spans import windowed_spans
@@ -155,10 +157,14 @@ def test_context_ranks_attend_within_the_window(size: int, monkeypatch: pytest.M
     assert_equal_with_gradients(found, masked(qkv, window_mask(layout, 5)), qkv)
 
 
-def test_layers_of_one_window_share_their_spans() -> None:
+def test_layers_of_one_window_or_chunk_share_their_spans() -> None:
     packed = pack(Layout.of((9, 4)), CPU)
-    assert packed.spans_within(3) is packed.spans_within(3) is not packed.spans
-    assert packed.spans_within(None) is packed.spans_within(9) is packed.spans
+    within, cut = (
+        functools.partial(packed.spans_cut, windowed_spans),
+        functools.partial(packed.spans_cut, chunked_spans),
+    )
+    assert within(3) is within(3) is not cut(3) is cut(3) is not packed.spans
+    assert within(None) is within(9) is cut(9) is packed.spans
 
 
 def test_a_window_is_megatron_core_s_and_one() -> None:
