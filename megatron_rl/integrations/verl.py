@@ -1,4 +1,4 @@
-"""verl's plug-in: what the entry point ``verl.plugins`` of this package loads at ``import verl``.
+"""Registers the zero-advantage skip with verl, which loads this module by the entry point ``verl.plugins``.
 
 Importing this module puts ``SkippingEngine`` (verl_engine.py) before verl's own Megatron engine, for language models on
 NVIDIA devices and an unchanged ``actor.strategy=megatron``. verl looks (device, vendor) up before the device alone
