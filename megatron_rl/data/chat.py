@@ -81,9 +81,12 @@ def text_behind_turn(
 
     Raises ConfigError for a template that does not write the turn's content as it is, or that refuses the messages.
     """
-    conversation = [*before, {"role": "assistant", "content": _TURN}, *messages]
+    turn = _TURN
+    while any(turn in message["content"] for message in messages):  # the last one in the text must be the turn's
+        turn += _TURN
+    conversation = [*before, {"role": "assistant", "content": turn}, *messages]
     rendered = render_chat(tokenizer, conversation, where, add_generation_prompt=bool(messages), tools=tools)
-    _, marker, behind = rendered.rpartition(_TURN)
+    _, marker, behind = rendered.rpartition(turn)
     if not marker:
         raise ConfigError(
             "the tokenizer's chat template does not write an assistant's content as it is; episodes need one that does"
