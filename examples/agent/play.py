@@ -6,6 +6,7 @@ It knows nothing of the trainer. ``base_url`` is all that tells one session from
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 
 import openai
@@ -13,6 +14,8 @@ import openai
 from megatron_rl.environment.calculator import evaluate, last_number
 
 OPENING, CLOSING, MAX_TURNS = "<calc>", "</calc>", 3
+for name in ("httpx", "httpx2"):  # a line for each request
+    logging.getLogger(name).setLevel(logging.WARNING)
 
 
 @functools.cache
