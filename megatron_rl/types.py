@@ -60,17 +60,16 @@ class Rollout:
     logprobs:       [T] float32, log-probs under the engine's policy at the sampling temperature; 0.0 where not sampled.
     text:           the whole response as text, without special tokens.
     finish_reason:  "stop" (a stop token or the episode's own end) or "length" (``rollout.max_response_tokens``).
-    weight_versions: (version, tokens) in order: so many tokens came from these weights of the trainer; several pairs if
-                    the engine took new weights midway. The environment's tokens count to the turn before them.
+    weight_versions: (version, tokens) in order: the trainer's weights that so many tokens came from; several pairs if
+                    they changed midway. The environment's tokens count to the turn before them.
     loss_mask:      [T] True where a token carries loss: the policy's own, never the environment's; None: all do.
-    environment_reward: the sum of the environment's rewards; None where it failed, or without an environment.
-    excluded:       the error of its environment (``environment.on_error=drop``), which takes the sample out of its
-                    group; None: no error.
+    environment_reward: the sum of its environment's rewards; None where it failed or there is none.
+    excluded:       its environment's error (``environment.on_error=drop``), which takes it out of its group, or None.
     routed_experts: None, or [prompt + T, layers, top_k] int16, as in Sample.
+    context_ids:    the tokens before the response where an agent rendered its own (docs/agents.md); None: the prompt's.
 
     Example: with stop token 0, a call (8, 9, 0), its result (4, 2) and the answer (4, 2, 0): ``response_ids=(8, 9, 0,
-    4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True, False, False, True, True, True)``, ``logprobs[3] == logprobs[4] ==
-    0.0``.
+    4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True, False, False, True, True, True)``, ``logprobs[3:5] == (0.0, 0.0)``.
     """
 
     prompt: Prompt
@@ -84,6 +83,7 @@ class Rollout:
     environment_reward: float | None = None
     excluded: str | None = None
     routed_experts: np.ndarray | None = field(default=None, compare=False)
+    context_ids: tuple[int, ...] | None = None
 
     @property
     def num_sampled(self) -> int:

@@ -9,6 +9,7 @@ from megatron_rl.algorithm import own_estimator
 from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, CriticConfig, TeacherConfig, critic_config
+from megatron_rl.config.agents import check_agents
 from megatron_rl.config.bitwise import check_bitwise
 from megatron_rl.config.import_path import is_own
 from megatron_rl.config.json_text import quoted, shortened
@@ -66,6 +67,7 @@ def validate_config(config: Config) -> None:
     _check_dead_groups(config)
     check_overlong(config)
     check_environment(config)
+    check_agents(config)
     evaluation = config.eval
     if evaluation.every_rollouts and not evaluation.named_sets:
         raise ConfigError(
@@ -160,10 +162,11 @@ def check_overlong(config: Config) -> None:
 def check_environment(config: Config) -> None:
     """Raise ConfigError for a reward without its environment, or a step that may outlast the other ranks' wait."""
     environment = config.environment
-    if "environment" in config.reward.functions and environment.name is None:
+    plays = environment.name is not None or config.rollout.endpoint.agent is not None
+    if "environment" in config.reward.functions and not plays:
         raise ConfigError(
             "reward.functions names 'environment', what the samples' environment gives, and environment.name is null; "
-            "name one, as in environment.name=calculator"
+            "name one, as in environment.name=calculator, or an agent by rollout.endpoint.agent"
         )
     if environment.name is not None and environment.deadline_s >= config.run.deadline_s:
         raise ConfigError(

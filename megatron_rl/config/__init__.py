@@ -7,6 +7,7 @@ Markdown says its meaning; `make docs` writes docs/configuration.md from these l
 from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
 from megatron_rl.config.critic import CriticConfig, critic_config, policy_ranks
 from megatron_rl.config.data import DataConfig
+from megatron_rl.config.endpoint import EndpointConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.file import config_to_dict, config_to_yaml, load_config
@@ -48,6 +49,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DynamicSamplingConfig",
+    "EndpointConfig",
     "EnvironmentConfig",
     "EvalConfig",
     "LoraConfig",

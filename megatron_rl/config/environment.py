@@ -26,7 +26,7 @@ class EnvironmentConfig:
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0
     """Seconds that each step may take."""
     on_error: str = "fail"
-    """For a step that raises or takes longer: `fail` ends the run; `drop` takes its sample out of its group."""
+    """For a step, or an agent's session, that fails or takes longer: `fail` ends the run; `drop` drops its sample."""
 
     def __post_init__(self) -> None:
         choose("environment.role", self.role, ("tool", "user", "system"))

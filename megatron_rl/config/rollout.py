@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from megatron_rl.config.checks import choose
+from megatron_rl.config.endpoint import EndpointConfig
 from megatron_rl.config.json_text import quoted
 from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError
@@ -146,6 +147,7 @@ class RolloutConfig:
     routing_replay: str = "off"
     """Experts of trained tokens: `off`: the router's own; `old_logprobs`: that pass's; `rollout`: the engine's."""
     producer: ProducerConfig = field(default_factory=ProducerConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
     def __post_init__(self) -> None:

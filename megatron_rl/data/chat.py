@@ -7,7 +7,7 @@ text that a template writes behind a turn.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.errors import ConfigError
 
@@ -41,14 +41,23 @@ def check_messages(value: object, where: str) -> list[Message]:
     return list(value)
 
 
-def render_chat(tokenizer, messages: Sequence[Message], where: str, *, add_generation_prompt: bool) -> str:
+def render_chat(
+    tokenizer,
+    messages: Sequence[Message],
+    where: str,
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping] | None = None,
+) -> str:
     """Return the messages as text, written by the tokenizer's chat template.
 
     where: begins the message of the ConfigError that is raised where the template refuses the messages.
+    tools: descriptions of functions that the template writes into the text; None: none.
     """
+    beside = {} if tools is None else {"tools": list(tools)}
     try:
         return tokenizer.apply_chat_template(
-            [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False
+            [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **beside
         )
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
@@ -56,6 +65,48 @@ def render_chat(tokenizer, messages: Sequence[Message], where: str, *, add_gener
             f"{where}: the tokenizer's chat template refuses messages of the roles {roles} ({type(error).__name__}: "
             f"{error}); give messages that it takes"
         ) from error
+
+
+def text_behind_turn(
+    tokenizer,
+    before: Sequence[Message],
+    messages: Sequence[Message],
+    where: str,
+    *,
+    tools: Sequence[Mapping] | None = None,
+) -> str:
+    """Return the text that the template writes behind an assistant's turn that follows ``before``.
+
+    messages: those that follow the turn, and a generation prompt after them; none: the text of the turn's end alone.
+
+    Raises ConfigError for a template that does not write the turn's content as it is, or that refuses the messages.
+    """
+    turn = _TURN
+    while any(turn in message["content"] for message in messages):  # the last one in the text must be the turn's
+        turn += _TURN
+    conversation = [*before, {"role": "assistant", "content": turn}, *messages]
+    rendered = render_chat(tokenizer, conversation, where, add_generation_prompt=bool(messages), tools=tools)
+    _, marker, behind = rendered.rpartition(turn)
+    if not marker:
+        raise ConfigError(
+            "the tokenizer's chat template does not write an assistant's content as it is; episodes need one that does"
+        )
+    return behind
+
+
+def tokens_behind(
+    encode: Callable[[str], tuple[int, ...]], behind: str, end: str, stop_id: int | None
+) -> tuple[int, ...]:
+    """Return the tokens of the text behind a turn, less the end of the turn that the policy sampled itself.
+
+    end: the text behind a turn that nothing follows. stop_id: the last token of the turn.
+    """
+    token_ids, end_ids = encode(behind), encode(os.path.commonprefix([behind, end]))
+    if stop_id in end_ids:
+        sampled = end_ids.index(stop_id) + 1
+        if token_ids[:sampled] == end_ids[:sampled]:
+            return token_ids[sampled:]
+    return token_ids
 
 
 class Observations:
@@ -92,26 +143,11 @@ class Observations:
         messages = (
             [{"role": self._role, "content": observation}] if text else check_messages(observation, "an observation")
         )
-        behind = self._behind_turn(messages)
-        token_ids, end = self._encode(behind), self._encode(os.path.commonprefix([behind, self._end]))
-        # The policy sampled the turn's end itself.
-        if stop_id in end:
-            sampled = end.index(stop_id) + 1
-            if token_ids[:sampled] == end[:sampled]:
-                return token_ids[sampled:]
-        return token_ids
+        return tokens_behind(self._encode, self._behind_turn(messages), self._end, stop_id)
 
     def _behind_turn(self, messages: Sequence[Message]) -> str:
-        conversation = [{"role": "user", "content": "0"}, {"role": "assistant", "content": _TURN}, *messages]
         where = f"an observation (environment.role={self._role})"
-        rendered = render_chat(self._tokenizer, conversation, where, add_generation_prompt=bool(messages))
-        _, marker, behind = rendered.rpartition(_TURN)
-        if not marker:
-            raise ConfigError(
-                "the tokenizer's chat template does not write an assistant's content as it is; episodes need one that "
-                "does"
-            )
-        return behind
+        return text_behind_turn(self._tokenizer, [{"role": "user", "content": "0"}], messages, where)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)

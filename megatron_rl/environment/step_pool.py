@@ -63,10 +63,13 @@ class Ticket:
 class StepPool:
     """Runs calls on up to ``num_threads`` threads: ``pool.wait(pool.submit(lambda: 6 * 7)).result()`` is 42.
 
-    stops: whether the first call that fails ends every wait.
+    stops: whether the first call that fails ends every wait. key: the setting of the deadline, for messages.
     """
 
-    def __init__(self, num_threads: int, deadline_s: float, *, stops: bool = False) -> None:
+    def __init__(
+        self, num_threads: int, deadline_s: float, *, stops: bool = False, key: str = "environment.deadline_s"
+    ) -> None:
+        self._key = key
         self.num_threads, self.deadline_s, self.stops = num_threads, deadline_s, stops
         self._change = threading.Condition()
         self._waiting: deque[Ticket] = deque()
@@ -151,7 +154,7 @@ class StepPool:
             frame = sys._current_frames().get(ticket.thread.ident)
             stack = "" if frame is None else "".join(traceback.format_stack(frame)[-6:])
             ticket.error, ticket.ended = (
-                Overdue(f"it took longer than environment.deadline_s={self.deadline_s:g} s, at\n{stack}"),
+                Overdue(f"it took longer than {self._key}={self.deadline_s:g} s, at\n{stack}"),
                 True,
             )
             self._running.discard(ticket)

@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config, EnvironmentConfig
@@ -33,7 +32,8 @@ from megatron_rl.environment import Environment, Step, environment_maker
 from megatron_rl.environment.protocol import fault_of
 from megatron_rl.environment.step_pool import Overdue, StepPool, Ticket
 from megatron_rl.errors import ConfigError, EpisodeError
-from megatron_rl.rollout.engine import Engine, EngineLost, OnFinished, SyncReport
+from megatron_rl.rollout.engine import Engine, EngineLost, OnFinished
+from megatron_rl.rollout.engine_around import EngineAround
 from megatron_rl.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class _Episode:
         )
 
 
-class MultiTurnEngine:
+class MultiTurnEngine(EngineAround):
     """Runs episodes on an inner engine (see the module). It is an ``Engine``; all but ``generate`` is the inner one's.
 
     make: makes a sample's environment.
@@ -137,52 +137,13 @@ class MultiTurnEngine:
         *,
         max_response_tokens: int,
     ) -> None:
-        self.engine, self._make, self._observations, self._config = engine, make, observations, config
+        super().__init__(engine)
+        self._make, self._observations, self._config = make, observations, config
         self._tokenizer, self._max_tokens = tokenizer, max_response_tokens
         self._pool = StepPool(config.num_threads, config.deadline_s, stops=config.on_error == "fail")
 
-    # ---- the inner engine's ----------------------------------------------------------------------------------------
-
-    @property
-    def weight_version(self) -> int:
-        return self.engine.weight_version
-
-    @property
-    def lacks_weights(self) -> bool:
-        return self.engine.lacks_weights
-
-    @property
-    def lost(self) -> Sequence[str]:
-        return self.engine.lost
-
-    @property
-    def is_elsewhere(self) -> bool:
-        return self.engine.is_elsewhere
-
-    @property
-    def progressed_at(self) -> float:
-        return self.engine.progressed_at
-
-    def recover(self, lost: Sequence[str]) -> Sequence[str]:
-        return self.engine.recover(lost)
-
-    def leave_out(self, names: Collection[str]) -> None:
-        self.engine.leave_out(names)
-
-    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        return self.engine.load_weights(tensors, version)
-
-    def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
-        self.engine.take_report(version, failed, lost)
-
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    def wake(self, *, tags: Sequence[str]) -> None:
-        self.engine.wake(tags=tags)
-
     def close(self) -> None:
-        self.engine.close()
+        super().close()
         self._pool.close()
 
     # ---- episodes --------------------------------------------------------------------------------------------------

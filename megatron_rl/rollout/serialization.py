@@ -18,6 +18,8 @@ import numpy as np
 
 from megatron_rl.types import Prompt, Rollout, Score
 
+OLDER = (False, None, None, None, None)  # what files hold that were written before a sample's newer fields
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedGroup:
@@ -49,7 +51,8 @@ def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
             routed = rollout.routed_experts
             experts += [] if routed is None else [routed.reshape(-1)]
             shape = None if routed is None else routed.shape
-            samples.append([*fields, mask is not None, rollout.environment_reward, rollout.excluded, shape])
+            fields += [mask is not None, rollout.environment_reward, rollout.excluded, shape, rollout.context_ids]
+            samples.append(fields)
         scores = None if group.scores is None else [[score.total, score.by_function] for score in group.scores]
         header.append([key, group.prompt.prompt_id, group.prompt.attempt, samples, scores])
     buffer = io.BytesIO()
@@ -84,7 +87,7 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
     for key, prompt_id, attempt, samples, scores in header:
         prompt, rollouts = recall(prompt_id, attempt), []
         for index, length, text, reason, versions, *newer_fields in samples:
-            masked, environment_reward, excluded, shape = (*(newer_fields or (False, None, None)), None)[:4]
+            masked, environment_reward, excluded, shape, context = (*newer_fields, *OLDER[len(newer_fields) :])
             routed, experts = (None, experts) if shape is None else np.split(experts, [math.prod(shape)])
             rollouts.append(
                 Rollout(
@@ -99,6 +102,7 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
                     environment_reward=environment_reward,
                     excluded=excluded,
                     routed_experts=None if routed is None else routed.reshape(shape),
+                    context_ids=None if context is None else tuple(context),
                 )
             )
             start += length

@@ -72,10 +72,11 @@ def to_sample(rollout: Rollout, *, included: bool) -> Sample:
             f"sample {rollout.sample_id} has {num_tokens} response tokens and a loss_mask of {len(mask)}; give each "
             "token its own"
         )
+    context = rollout.prompt.token_ids if rollout.context_ids is None else rollout.context_ids
     return Sample(
         sample_id=rollout.sample_id,
-        prompt_tokens=len(rollout.prompt.token_ids),
-        token_ids=np.array([*rollout.prompt.token_ids, *rollout.response_ids], dtype=np.int64),
+        prompt_tokens=len(context),
+        token_ids=np.array([*context, *rollout.response_ids], dtype=np.int64),
         loss_mask=mask & included,
         logprobs=np.array(rollout.logprobs, dtype=np.float32),
         routed_experts=rollout.routed_experts,

@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_rl.config.serve import ServeConfig
+from megatron_rl.rollout.http_server import BodyLimit
 from megatron_rl.serve import records
 from megatron_rl.serve.books import Books
 from megatron_rl.serve.intake import Intake
@@ -48,43 +48,6 @@ FIELDS: dict[str, dict[str, type]] = {
 }
 
 
-class BodyLimit:
-    """Refuses a request whose body is larger than ``most`` bytes, without holding it in memory.
-
-    The rest of such a body is read and dropped: a client that is cut off while it sends sees a broken connection, of
-    which it cannot know that sending again is in vain.
-    """
-
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self.app, self.most = app, most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        parts: list[bytes] = []
-        size, more = 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
-            if size > self.most:
-                parts.clear()
-            else:
-                parts.append(message.get("body", b""))
-        if size > self.most:
-            text = f"the body has {size:,} bytes, and serve.max_body_mb allows {self.most:,}; send fewer data at once"
-            await JSONResponse({"detail": text}, status_code=413)(scope, receive, send)
-            return
-        body: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
-
-        async def whole() -> Message:
-            return body.pop() if body else await receive()
-
-        await self.app(scope, whole, send)
-
-
 class Front:
     """Answers HTTP requests.
 
@@ -96,7 +59,7 @@ class Front:
     ) -> None:
         self.settings, self.books, self.intake, self.operations, self.keys = settings, books, intake, operations, keys
         self.app = FastAPI(title="megatron_rl", docs_url=None, redoc_url=None, openapi_url=None)
-        self.app.add_middleware(BodyLimit, most=int(settings.max_body_mb * 2**20))
+        self.app.add_middleware(BodyLimit, most=int(settings.max_body_mb * 2**20), key="serve.max_body_mb")
         self.app.add_exception_handler(RequestError, _refused)
         self.app.add_exception_handler(404, _unknown_route)
         post: dict[str, Callable[[str, dict], object]] = {

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
 import logging
 import os
 import pathlib
-import threading
-import time
 from collections.abc import Iterator
 
 from megatron_rl.backend.backend import MegatronBackend
@@ -20,7 +17,8 @@ from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
-from megatron_rl.errors import ConfigError, RunError
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.http_server import is_loopback, keys_in, listening
 from megatron_rl.rollout.transformers_engine import stop_tokens
 from megatron_rl.serve.books import Books
 from megatron_rl.serve.dispatch import Dispatcher, note_end, restore_lines
@@ -37,7 +35,6 @@ from megatron_rl.weights.config_json import check_served, load_hf_config
 from megatron_rl.weights.model_dtype import settle_dtype
 
 log = logging.getLogger(__name__)
-START_S = 60.0  # until the front listens
 STORE, CHECKPOINTS, MODELS = "serve.sqlite", "checkpoints", "models"
 
 
@@ -72,22 +69,13 @@ def check_config(config: Config) -> None:
 def keys_of(config: Config) -> tuple[str, ...]:
     """Return the keys that clients may present. Raises ConfigError where the address needs one and there is none."""
     name, host = config.serve.api_key_env, config.serve.host
-    keys = tuple(key.strip() for key in os.environ.get(name or "", "").split(",") if key.strip())
-    if name is not None and not keys:
-        raise ConfigError(f"serve.api_key_env={name} names a variable that holds no key; set it, or null for no key")
-    if name is None and not _is_loopback(host):
+    keys = keys_in(name, setting="serve.api_key_env")
+    if name is None and not is_loopback(host):
         raise ConfigError(
             f"serve.host={host} can be reached from other hosts; name a variable that holds the clients' keys by "
             "serve.api_key_env, or listen at 127.0.0.1"
         )
     return keys
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def serve(config: Config) -> bool:
@@ -181,36 +169,9 @@ def served_model(config: Config, backend: MegatronBackend, tokenizer) -> ServedM
 @contextlib.contextmanager
 def opened_front(config: Config, books: Books, intake: Intake, operations: Operations) -> Iterator[str]:
     """Listen in a thread within the block; yield the address. Raises RunError where it cannot."""
-    import uvicorn
-
     from megatron_rl.serve.front import Front
 
     settings = config.serve
     front = Front(settings, books, intake, operations, keys_of(config))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            front.app,
-            host=settings.host,
-            port=settings.port,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=75,
-            lifespan="off",
-        )
-    )
-    thread = threading.Thread(target=server.run, name="front", daemon=True)
-    thread.start()
-    ends_at = time.monotonic() + START_S
-    while not server.started:
-        if not thread.is_alive() or time.monotonic() > ends_at:
-            raise RunError(
-                f"the front cannot listen at serve.host={settings.host}, serve.port={settings.port}; see the message "
-                "above, or name another port"
-            )
-        time.sleep(0.02)
-    host, port = server.servers[0].sockets[0].getsockname()[:2]
-    try:
-        yield f"http://{host}:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(timeout=10.0)
+    with listening(front.app, settings.host, settings.port, section="serve") as address:
+        yield address

@@ -35,6 +35,7 @@ from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.reward import Reward, opened_reward
 from megatron_rl.rollout.build import RankLocation, place_engine, refuse_mixture
+from megatron_rl.rollout.endpoint.agents import with_agents
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.idle_engine import IdleEngine
 from megatron_rl.rollout.manager import RolloutManager
@@ -266,8 +267,9 @@ def _build_manager(
         local_world_size=local_policy_ranks(config, rank, local_rank, on_node),
     )
     engine, share, shared = _build_engine(config, location, tokenizer, backend.shape.vocab_size)
-    with watchdog.own_call("environment"):  # is imported
+    with watchdog.own_call("environment"):  # is imported, or the agent is
         engine = with_environment(engine, config, tokenizer)
+        engine = with_agents(engine, config, tokenizer, rank=rank)
     on_device: list[TrainableModel] = [backend, critic] if isinstance(critic, Critic) else [backend]
     bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
     alone = config.weight_sync.adapters == "alone"

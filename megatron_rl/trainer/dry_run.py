@@ -30,6 +30,7 @@ from megatron_rl.rollout.build import (
     shares_device,
     weight_channel,
 )
+from megatron_rl.rollout.endpoint.agents import agent_of
 from megatron_rl.rollout.multi_turn import environment_parts
 from megatron_rl.rollout.transformers_engine import check_embedded, stop_tokens
 from megatron_rl.simulator.command import simulate_job
@@ -98,6 +99,9 @@ def check_inputs(config: Config) -> list[int]:
     if config.environment.name is not None:
         with time_limit("the import of environment.name", config.run.deadline_s):
             environment_parts(config, tokenizer)
+    if config.rollout.endpoint.agent is not None:
+        with time_limit("the import of rollout.endpoint.agent", config.run.deadline_s):
+            agent_of(config.rollout.endpoint)
     lengths = [len(prompt.token_ids) for prompt in prompts.next(min(len(prompts), MAX_PROMPTS))]
     look_at_checkpoints(config, hf_config, prompts)
     return lengths

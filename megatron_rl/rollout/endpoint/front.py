@@ -1,0 +1,117 @@
+"""The endpoint's HTTP front: OpenAI's routes under /sessions/ID/v1, and the session's reward."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from megatron_rl.config import EndpointConfig
+from megatron_rl.rollout.endpoint.asked import Asked, Refused, asked_chat, asked_completion, parsed
+from megatron_rl.rollout.endpoint.rendering import Rendering, answer, chunks
+from megatron_rl.rollout.endpoint.session import Pending, Session, Tally
+from megatron_rl.rollout.http_server import BodyLimit
+
+
+class Front:
+    """Answers HTTP requests.
+
+    temperature: ``rollout.temperature``. keys: those that clients may present; none takes any.
+    submit: hands a request to the engine's thread.
+    """
+
+    def __init__(
+        self,
+        settings: EndpointConfig,
+        rendering: Rendering,
+        tally: Tally,
+        *,
+        temperature: float,
+        keys: tuple[str, ...],
+        submit: Callable[[Pending], None],
+    ) -> None:
+        self._rendering, self._tally, self._temperature = rendering, tally, temperature
+        self._keys, self._submit = keys, submit
+        self.sessions: dict[str, Session] = {}
+        self.app = FastAPI(title="megatron_rl", docs_url=None, redoc_url=None, openapi_url=None)
+        self.app.add_middleware(BodyLimit, most=int(settings.max_body_mb * 2**20), key="rollout.endpoint.max_body_mb")
+        self.app.add_exception_handler(Refused, _refused)
+        self.app.add_exception_handler(404, _unknown_route)
+        prefix = "/sessions/{key}"
+        for path, check in (("chat/completions", asked_chat), ("completions", asked_completion)):
+            self.app.add_api_route(f"{prefix}/v1/{path}", self._completing(check), methods=["POST"])
+        self.app.add_api_route(f"{prefix}/v1/models", self._models, methods=["GET"])
+        self.app.add_api_route(f"{prefix}/reward", self._reward, methods=["POST"])
+
+    def _session(self, request: Request) -> Session:
+        """Return the session that a request names. Raises Refused for a wrong key or an unknown session."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if self._keys and not any(hmac.compare_digest(given, known.encode()) for known in self._keys):
+            raise Refused("the header Authorization holds no key of this endpoint", status=401, code="invalid_api_key")
+        key = request.path_params["key"]
+        if (session := self.sessions.get(key)) is None:
+            self._tally.note("requests to unknown sessions")
+            raise Refused(
+                f"session {key[:80]!r} is not known; use the base_url that the agent is called with", status=404
+            )
+        return session
+
+    def _completing(self, check: Callable[[dict, float], Asked]) -> Callable[[Request], Awaitable[Response]]:
+        async def route(request: Request) -> Response:
+            session = self._session(request)
+            content = await request.body()
+
+            def take() -> Pending:
+                return session.ask(check(parsed(content), self._temperature), self._rendering, self._tally)
+
+            pending = await run_in_threadpool(take)
+            self._submit(pending)
+            return self._answered(pending, await _result(pending.done))
+
+        return route
+
+    def _answered(self, pending: Pending, result: tuple) -> Response:
+        turn, reply, number = result
+        asked = pending.asked
+        names = self._rendering.names(turn.ids) if asked.logprobs else None
+        name = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{pending.session.key}-{number}"
+        body = answer(asked, turn, reply, name, int(time.time()), names)
+        if asked.stream:
+            return StreamingResponse(iter(chunks(asked, body)), media_type="text/event-stream")
+        return JSONResponse(body)
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        return JSONResponse(
+            {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "megatron_rl"}]}
+        )
+
+    async def _reward(self, request: Request) -> Response:
+        session = self._session(request)
+        session.take_reward(parsed(await request.body()), self._tally)
+        return JSONResponse({"status": "accepted"})
+
+
+async def _result(done: Future) -> tuple:
+    return await asyncio.wrap_future(done)
+
+
+def _error(status: int, message: str, code: str) -> JSONResponse:
+    body = {"error": {"message": message, "type": code, "param": None, "code": code}}
+    # The client's own retries would each be another request of the session.
+    return JSONResponse(body, status_code=status, headers={"x-should-retry": "false"})
+
+
+async def _refused(_: Request, error: Refused) -> Response:
+    return _error(error.status, str(error), error.code)
+
+
+async def _unknown_route(request: Request, _: Exception) -> Response:
+    text = f"{request.method} {request.url.path} is not served here; docs/agents.md lists what is"
+    return _error(404, text, "not_found")

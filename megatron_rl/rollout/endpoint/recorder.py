@@ -1,0 +1,142 @@
+"""The record of one agent's session: its turns, how they chain, and the samples that they become. Pure.
+
+1. A request that extends a recorded conversation keeps the recorded tokens: its context is the earlier turn's context,
+   the earlier turn's sampled tokens, and the tokens of what is new.
+2. Conversations that share a beginning are branches of one tree, and each branch is a sample.
+3. Each sampled token carries loss in exactly one sample, the first branch that holds it; no other token carries any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# A conversation is a text, token ids, or messages, each as canonical JSON: any sequence with prefixes.
+Conversation = str | tuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """Holds one answered request.
+
+    frame:    the form and what is rendered beside the conversation, such as ("chat", tools); only turns of one frame
+              chain.
+    parent:   the turn that it extends, or None.
+    known:    the whole conversation, the reply included.
+    new_ids:  the tokens between the parent's last and the first sampled one; of a turn without a parent, its prompt.
+    ids, logprobs: [T] what was sampled, its stop token included.
+    weight_versions: (version, tokens) in order, as in Rollout.
+    finish_reason: "stop" or "length".
+    """
+
+    frame: tuple[str, str]
+    parent: Turn | None
+    known: Conversation
+    new_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    weight_versions: tuple[tuple[int, int], ...]
+    finish_reason: str
+
+    def path(self) -> list[Turn]:
+        """Return the turns from the first one to this."""
+        found, turn = [], self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return found[::-1]
+
+    def token_ids(self) -> tuple[int, ...]:
+        """Return the context and the sampled tokens of this turn and of all before it."""
+        return tuple(token for turn in self.path() for token in (*turn.new_ids, *turn.ids))
+
+    def extends_to(self, frame: tuple[str, str], asked: Conversation) -> bool:
+        """Return whether a request goes on from this turn.
+
+        It must say something new, unless it lets a text go on that ``max_tokens`` had cut off.
+        """
+        if frame != self.frame or asked[: len(self.known)] != self.known:
+            return False
+        return len(asked) > len(self.known) or (frame[0] != "chat" and self.finish_reason == "length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Holds one sample of a session.
+
+    prompt_ids: the tokens of its first request.
+    response_ids, logprobs, loss_mask: [T], as in Rollout; log-probs are 0.0 where nothing was sampled.
+    weight_versions: as in Rollout; tokens that were not sampled count to the turn before them.
+    num_turns: turns, those that it shares with other branches included.
+
+    Example: prompt (5,), a turn (8, 0), a tool's (4,), a turn (9, 0): ``response_ids=(8, 0, 4, 9, 0)``,
+    ``loss_mask=(True, True, False, True, True)``.
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    loss_mask: tuple[bool, ...]
+    weight_versions: tuple[tuple[int, int], ...]
+    finish_reason: str
+    num_turns: int
+
+
+class Record:
+    """Holds the turns of a session, in the order in which they were answered."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+
+    def parent_of(self, frame: tuple[str, str], asked: Conversation) -> Turn | None:
+        """Return the turn that a request extends: the one with the longest conversation, the latest of equals."""
+        fitting = [turn for turn in self.turns if turn.extends_to(frame, asked)]
+        return max(reversed(fitting), key=lambda turn: len(turn.known), default=None)
+
+    def add(self, turn: Turn) -> None:
+        self.turns.append(turn)
+
+    def leaves(self) -> list[Turn]:
+        """Return the turns that no other turn extends, in order."""
+        parents = {id(turn.parent) for turn in self.turns}
+        return [turn for turn in self.turns if id(turn) not in parents]
+
+    def branches(self) -> list[Branch]:
+        """Return the session's samples: one for each leaf, in the order of the leaves."""
+        trained: set[int] = set()
+        found = []
+        for leaf in self.leaves():
+            path = leaf.path()
+            found.append(_branch(path, [id(turn) not in trained for turn in path]))
+            trained |= {id(turn) for turn in path}
+        return found
+
+    def last_branch(self) -> Branch:
+        """Return the branch of the turn that was answered last, with loss on all of its sampled tokens."""
+        path = self.turns[-1].path()
+        return _branch(path, [True] * len(path))
+
+
+def _branch(path: Sequence[Turn], carries_loss: Sequence[bool]) -> Branch:
+    ids: list[int] = []
+    logprobs: list[float] = []
+    mask: list[bool] = []
+    versions: list[tuple[int, int]] = []
+    for number, (turn, loss) in enumerate(zip(path, carries_loss, strict=True)):
+        between = turn.new_ids if number else ()
+        ids += [*between, *turn.ids]
+        logprobs += [*[0.0] * len(between), *turn.logprobs]
+        mask += [*[False] * len(between), *[loss] * len(turn.ids)]
+        for version, count in [*([(versions[-1][0], len(between))] if between else []), *turn.weight_versions]:
+            if versions and versions[-1][0] == version:
+                count += versions.pop()[1]
+            versions.append((version, count))
+    return Branch(
+        prompt_ids=path[0].new_ids,
+        response_ids=tuple(ids),
+        logprobs=tuple(logprobs),
+        loss_mask=tuple(mask),
+        weight_versions=tuple(versions),
+        finish_reason=path[-1].finish_reason,
+        num_turns=len(path),
+    )

@@ -1,0 +1,132 @@
+"""Requests as tokens, and sampled texts as OpenAI's answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.data.chat import render_chat, text_behind_turn, tokens_behind
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.endpoint.asked import Asked, Refused
+from megatron_rl.rollout.endpoint.recorder import Turn
+
+# The form in which Hermes', Qwen's and other templates ask for calls; a call in another form stays in the content.
+CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+class Rendering:
+    """Turns what is new in a request into tokens, by the tokenizer's chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def new_ids(self, asked: Asked, parent: Turn | None) -> tuple[int, ...]:
+        """Return the tokens between the parent's last one and the first one to sample; without a parent all of them.
+
+        Raises Refused where the template does not take the messages.
+        """
+        if asked.frame[0] == "ids":
+            return asked.conversation[0 if parent is None else len(parent.known) :]
+        if not asked.is_chat:
+            return self._encode(asked.conversation[0 if parent is None else len(parent.known) :])
+        try:
+            if parent is None:
+                text = render_chat(
+                    self._tokenizer, asked.messages, "messages", add_generation_prompt=True, tools=asked.tools
+                )
+                return self._encode(text)
+            # The parent's reply, which its messages end with, is not rendered: its tokens are those that were sampled.
+            before, new = asked.messages[: len(parent.known) - 1], asked.messages[len(parent.known) :]
+            behind = text_behind_turn(self._tokenizer, before, new, "messages", tools=asked.tools)
+            end = text_behind_turn(self._tokenizer, before, [], "messages", tools=asked.tools)
+            return tokens_behind(self._encode, behind, end, parent.ids[-1])
+        except ConfigError as error:
+            raise Refused(str(error)) from error
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token's own text."""
+        return [self._tokenizer.decode([token]) for token in token_ids]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def reply_of(text: str, asked: Asked, turn_number: int) -> dict:
+    """Return a sampled text as the assistant's message, its calls of tools apart where the request offers tools.
+
+    Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` → content "" and one call of ``add``.
+    """
+    message: dict[str, object] = {"role": "assistant", "content": text}
+    if asked.tools is None:
+        return message
+    calls = []
+    for match in CALL.finditer(text):
+        try:
+            call = json.loads(match[1])
+        except ValueError:
+            return message
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            return message
+        function = {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}))}
+        calls.append({"id": f"call_{turn_number}_{len(calls)}", "type": "function", "function": function})
+    if calls:
+        message = {**message, "content": CALL.sub("", text).strip(), "tool_calls": calls}
+    return message
+
+
+def answer(asked: Asked, turn: Turn, reply: Mapping, name: str, created: int, names: Sequence[str] | None) -> dict:
+    """Return OpenAI's answer to a request. ``names``: each token's text, for log-probs; None: none are given."""
+    num_sampled = len(turn.ids)
+    num_prompt = len(turn.token_ids()) - num_sampled
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
+    head = {"id": name, "created": created, "model": asked.model, "usage": usage}
+    if not asked.is_chat:
+        choice = {"index": 0, "text": reply["content"], "finish_reason": turn.finish_reason, "logprobs": None}
+        return {**head, "object": "text_completion", "choices": [choice]}
+    called = "tool_calls" in reply and turn.finish_reason == "stop"
+    logprobs = None
+    if names is not None:
+        content = [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(names, turn.logprobs, strict=True)
+        ]
+        logprobs = {"content": content, "refusal": None}
+    message = {**reply, "content": (reply["content"] or None) if called else reply["content"]}
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": "tool_calls" if called else turn.finish_reason,
+        "logprobs": logprobs,
+    }
+    return {**head, "object": "chat.completion", "choices": [choice]}
+
+
+def chunks(asked: Asked, answered: Mapping) -> list[str]:
+    """Return an answer as the events of a stream: the whole message in one chunk, its end, and the stream's end."""
+    [choice] = answered["choices"]
+    head = {name: answered[name] for name in ("id", "created", "model")}
+    if asked.is_chat:
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+        head["object"] = "chat.completion.chunk"
+        first = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+        last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+    else:
+        head["object"] = "text_completion"
+        first = {**choice, "finish_reason": None}
+        last = {**choice, "text": ""}
+    events: list[dict] = [{**head, "choices": [first]}, {**head, "choices": [last]}]
+    if asked.usage_in_stream:
+        events.append({**head, "choices": [], "usage": answered["usage"]})
+    return [*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"]

@@ -1,0 +1,218 @@
+"""Sessions: one agent's episode each, from its first request to its reward, and what becomes of them in numbers.
+
+1. A session's requests and its reward are taken until it is closed; later ones are refused and counted.
+2. A draw is named by the sample and the context, and counted where a context comes again: the order in which requests
+   arrive changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import numbers
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_rl.rollout.endpoint.asked import Asked, Refused, canonical, checked_message
+from megatron_rl.rollout.endpoint.recorder import Record, Turn
+from megatron_rl.rollout.endpoint.rendering import Rendering, reply_of
+from megatron_rl.types import Prompt, Rollout
+
+MAX_NAMES = 20  # that a report lists of each kind
+
+
+class Tally:
+    """Counts what became of sessions and requests, and names the samples of the first few of each kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.names: dict[str, list[str]] = {}
+        self._lock = threading.Lock()
+
+    def note(self, kind: str, name: str | None = None, count: int = 1) -> None:
+        with self._lock:
+            self.counts[kind] += count
+            names = self.names.setdefault(kind, [])
+            if name is not None and name not in names and len(names) < MAX_NAMES:
+                names.append(name)
+
+    def report(self) -> str:
+        """Return one line, such as "3 sessions; 1 abandoned (17@0#2)"."""
+        with self._lock:
+            parts = [
+                f"{count:,} {kind}" + (f" ({', '.join(self.names[kind])})" if self.names[kind] else "")
+                for kind, count in sorted(self.counts.items(), key=lambda item: item[0] != "sessions")
+            ]
+        return "; ".join(parts) or "no sessions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pending:
+    """Holds a request that waits for the engine.
+
+    prompt: its context, under the name of its draw. limit: the most tokens that are sampled.
+    done: gets (Turn, the reply's message, the turn's number), or Refused.
+    """
+
+    session: Session
+    asked: Asked
+    parent: Turn | None
+    new_ids: tuple[int, ...]
+    prompt: Prompt
+    limit: int
+    done: Future = field(default_factory=Future)
+
+
+class Session:
+    """Holds one sample's episode.
+
+    key: its part of the address. room: tokens that the response may have. max_prompt_tokens: of its first request.
+    """
+
+    def __init__(
+        self, key: str, prompt: Prompt, sample_index: int, *, room: int, max_prompt_tokens: int, max_turns: int
+    ) -> None:
+        self.key, self.prompt, self.sample_index, self.room = key, prompt, sample_index, room
+        self.name = f"{prompt.name}#{sample_index}"
+        self.record = Record()
+        self.reward: float | None = None
+        self.exhausted: str | None = None  # the finish_reason, where a request was refused for the session's limits
+        self._max_prompt_tokens, self._max_turns = max_prompt_tokens, max_turns
+        self._lock = threading.RLock()
+        self._asked: Counter[str] = Counter()
+        self._waiting: set[Future] = set()
+        self._closed = False
+
+    def ask(self, asked: Asked, rendering: Rendering, tally: Tally) -> Pending:
+        """Take a request: find the turn that it extends and tokenize what is new. Raises Refused."""
+        with self._lock:
+            self._check_open("a request", tally)
+            if self._asked.total() >= self._max_turns:
+                self.exhausted = self.exhausted or "stop"
+                raise Refused(
+                    f"the session has had its rollout.endpoint.max_turns={self._max_turns} requests", code="max_turns"
+                )
+            parent = self.record.parent_of(asked.frame, asked.conversation)
+            new_ids = rendering.new_ids(asked, parent)
+            limit = self._limit(parent, new_ids)
+            context = new_ids if parent is None else (*parent.token_ids(), *new_ids)
+            if not context:
+                raise Refused("the request has no tokens to go on from; give a prompt")
+            digest = hashlib.blake2b(np.array(context, dtype=np.int64).tobytes(), digest_size=6).hexdigest()
+            self._asked[digest] += 1
+            pending = Pending(
+                session=self,
+                asked=asked,
+                parent=parent,
+                new_ids=new_ids,
+                prompt=Prompt(
+                    prompt_id=f"{self.name}/{digest}.{self._asked[digest]}", text="", token_ids=context, columns={}
+                ),
+                limit=limit if asked.max_tokens is None else min(limit, asked.max_tokens),
+            )
+            pending.done.set_running_or_notify_cancel()  # a client that goes away cancels nothing
+            self._waiting.add(pending.done)
+            return pending
+
+    def _limit(self, parent: Turn | None, new_ids: tuple[int, ...]) -> int:
+        """Return the most tokens that a turn may have. Raises Refused where the session has none left."""
+        if parent is None:
+            if len(new_ids) <= self._max_prompt_tokens:
+                return self.room
+            message = (
+                f"the first request has {len(new_ids)} tokens and data.max_prompt_tokens={self._max_prompt_tokens}"
+            )
+        else:
+            used = len(parent.token_ids()) - len(parent.path()[0].new_ids) + len(new_ids)
+            if used < self.room:
+                return self.room - used
+            message = f"the conversation has {used} tokens after its first request, of {self.room} for the response"
+        self.exhausted = "length"
+        raise Refused(message, code="context_length_exceeded")
+
+    def take(self, pending: Pending, rollout: Rollout, tally: Tally) -> None:
+        """Record what the engine sampled for a request, and answer it; a closed session's is counted and refused."""
+        with self._lock:
+            self._waiting.discard(pending.done)
+            if self._closed:
+                tally.note("answers that came too late", self.name)
+                return
+            number, asked = len(self.record.turns), pending.asked
+            reply = reply_of(rollout.text, asked, number)
+            said = (canonical(checked_message(reply, "a reply")),) if asked.is_chat else rollout.text
+            if asked.frame[0] == "ids":
+                said = tuple(rollout.response_ids)
+            turn = Turn(
+                frame=asked.frame,
+                parent=pending.parent,
+                known=asked.conversation + said,
+                new_ids=pending.new_ids,
+                ids=rollout.response_ids,
+                logprobs=rollout.logprobs,
+                weight_versions=rollout.weight_versions,
+                finish_reason=rollout.finish_reason,
+            )
+            self.record.add(turn)
+        pending.done.set_result((turn, reply, number))
+
+    def take_reward(self, body: Mapping, tally: Tally) -> None:
+        """Take the session's reward, once. Raises Refused."""
+        reward = body.get("reward")
+        if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+            raise Refused(f"reward={reward!r:.80} must be a finite number")
+        with self._lock:
+            self._check_open("a reward", tally)
+            self.reward = float(reward)
+
+    def _check_open(self, what: str, tally: Tally) -> None:
+        if self._closed or self.reward is not None:
+            tally.note("late requests" if what == "a request" else "late rewards", self.name)
+            raise Refused(f"{what} came after the end of session {self.key}", status=410, code="session_ended")
+
+    def close(self) -> None:
+        """End the session: waiting requests are refused, and so are all later ones."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, set()
+        for done in waiting:
+            done.set_exception(Refused(f"session {self.key} has ended", status=410, code="session_ended"))
+
+    def rollout(self, rendering: Rendering, why_excluded: str | None, *, version: int, filler: int) -> Rollout:
+        """Return the branch of its last turn as a rollout.
+
+        A session without a turn, which can only be an excluded one, is one token ``filler`` without loss, of weights
+        ``version``.
+        """
+        common = {
+            "prompt": self.prompt,
+            "sample_index": self.sample_index,
+            "environment_reward": None if why_excluded else (self.reward or 0.0),
+            "excluded": why_excluded,
+        }
+        if not self.record.turns:
+            return Rollout(
+                **common,
+                response_ids=(filler,),
+                logprobs=(0.0,),
+                text="",
+                finish_reason="stop",
+                weight_versions=((version, 1),),
+                loss_mask=(False,),
+            )
+        branch = self.record.last_branch()
+        body = branch.response_ids[:-1] if branch.finish_reason == "stop" else branch.response_ids
+        return Rollout(
+            **common,
+            response_ids=branch.response_ids,
+            logprobs=branch.logprobs,
+            text=rendering.decode(body),
+            finish_reason=self.exhausted or branch.finish_reason,
+            weight_versions=branch.weight_versions,
+            loss_mask=None if all(branch.loss_mask) else branch.loss_mask,
+            context_ids=branch.prompt_ids,
+        )

@@ -1,0 +1,75 @@
+"""A real embedded engine behind an endpoint, a chat template for its tokenizer, and a client in plain HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+
+import torch
+
+from megatron_rl.config import EndpointConfig, RolloutConfig
+from megatron_rl.rollout.endpoint.agents import AgentEngine
+from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.types import Prompt
+from tests.patience import patient
+from tests.unit.rollout.tiny_model import TEMPERATURE, _tokenizer
+
+ROOM = 24
+# One letter for each role, and the tools' number: a(user) b(assistant) c(tool) d(system, tools).
+TEMPLATE = (
+    "{% if tools %}d{{ tools | length }}{% endif %}{% for m in messages %}"
+    "{{ {'user': 'a', 'assistant': 'b', 'tool': 'c', 'system': 'd'}[m.role] }}{{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}b{% endif %}"
+)
+PROMPTS = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(2,), columns={"question": f"{k}+{k}"}) for k in range(3)]
+
+
+def chat_tokenizer():
+    tokenizer = _tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def loaded_engine(model, folder) -> TransformersEngine:
+    model.config.save_pretrained(folder)
+    given = RolloutConfig(temperature=TEMPERATURE, max_response_tokens=ROOM, max_batch_samples=16)
+    engine = TransformersEngine(
+        str(folder), chat_tokenizer(), given, seed=3, dtype=torch.float32, device=torch.device("cpu")
+    )
+    engine.load_weights(iter(model.state_dict().items()), version=1)
+    return engine
+
+
+def with_agent(inner: TransformersEngine, agent, *, on_error: str = "fail", **settings) -> AgentEngine:
+    settings = {"agent": "tests:agent", "deadline_s": patient(60.0)} | settings
+    return AgentEngine(
+        inner,
+        agent,
+        chat_tokenizer(),
+        EndpointConfig(**settings),
+        port=0,
+        temperature=TEMPERATURE,
+        max_prompt_tokens=20,
+        max_response_tokens=ROOM,
+        on_error=on_error,
+    )
+
+
+def asked(url: str, body: Mapping | bytes, key: str = "any") -> tuple[int, str]:
+    """Return the status and the text of a POST's answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=patient(60.0)) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def chatted(base_url: str, messages, **fields) -> dict:
+    """Return the choice of a chat completion."""
+    status, text = asked(f"{base_url}/chat/completions", {"model": "policy", "messages": messages, **fields})
+    assert status == 200, text
+    return json.loads(text)["choices"][0]
