@@ -115,6 +115,7 @@ setup(
             "fastapi>=0.115",
             "uvicorn>=0.30",
             "protobuf>=5",
+            "openai>=1.60",
         ],
     },
     entry_points=ENTRY_POINTS,
