@@ -13,7 +13,6 @@ SHORT_S, WHOLE_S = patient(600), patient(3000)
 
 @pytest.mark.long
 def test_a_few_steps(tmp_path) -> None:
-    """Log-probs that the endpoint recorded equal the trainer's, to float32's rounding."""
     rows = run_example(
         "agent",
         tmp_path,
@@ -30,12 +29,11 @@ def test_a_few_steps(tmp_path) -> None:
     assert len(rl) == 2 and all(row["reward/environment"] == row["reward/mean"] for row in rl)
     assert all(row["rollout/turns_mean"] >= 1 for row in rl)
     assert sum("eval/products/mean@1" in row for row in rows) == 2
-    # float32 sums in batches of other widths: a mean of 3e-7 and a maximum of 4e-5 were seen in the whole run
-    assert all(0 < row["train/logprob_gap_mean"] < 1e-5 and row["train/logprob_gap_max"] < 2e-4 for row in rl)
 
 
 @pytest.mark.long(seconds=240)
 def test_the_agents_model_learns_to_call_the_calculator(tmp_path) -> None:
+    """The agent is learned from, on log-probs that equal the trainer's to float32's rounding."""
     rows = run_example("agent", tmp_path, "metrics.progress=false", timeout_s=WHOLE_S)
     rl = [row for row in rows if row["phase"] == "rl" and "reward/mean" in row]
     reward, turns = [row["reward/mean"] for row in rl], [row["rollout/turns_mean"] for row in rl]
@@ -44,3 +42,7 @@ def test_the_agents_model_learns_to_call_the_calculator(tmp_path) -> None:
     assert reward[0] < 0.4 and sum(reward[-10:]) / 10 > 0.6
     assert turns[0] < 1.6 and turns[-1] > 1.8
     assert evaluated[0] < 0.5 and evaluated[-1] > 0.75
+    # float32 sums in batches of other widths: a mean of 3e-7 and a maximum of 4e-5 were seen in the whole run
+    passed = [row for row in rl if "train/logprob_gap_mean" in row]  # not where no sample has signal
+    assert len(passed) > 10
+    assert all(0 < row["train/logprob_gap_mean"] < 1e-5 and row["train/logprob_gap_max"] < 2e-4 for row in passed)
