@@ -42,7 +42,7 @@ class Collector:
         self.url = ""
 
     def spans(self) -> list[Sent]:
-        """Return the spans of all requests, by their starts."""
+        """Return the spans of all requests, by their starts; a root before a span that starts with it."""
         found = []
         for _, _, body in self.requests:
             for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
@@ -51,7 +51,7 @@ class Collector:
                     numbers = (span.trace_id, span.span_id, span.parent_span_id)
                     times = (span.start_time_unix_nano, span.end_time_unix_nano)
                     found.append(Sent(span.name, *numbers, *times, facts, span.status.code == 2))
-        return sorted(found, key=lambda span: span.start_ns)
+        return sorted(found, key=lambda span: (span.start_ns, span.parent != b""))
 
     def resources(self) -> list[dict[str, object]]:
         """Return the attributes of each resource that came."""

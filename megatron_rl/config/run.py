@@ -112,6 +112,6 @@ class MetricsConfig:
             is_url = False
         if not is_url or parts.query or parts.fragment:
             raise ConfigError(
-                f"metrics.otel_endpoint={quoted(self.otel_endpoint)} is no address; a collector is http://host:port, to "
-                "which /v1/traces is added"
+                f"metrics.otel_endpoint={quoted(self.otel_endpoint)} is no address; a collector is http://host:port, "
+                "to which /v1/traces is added"
             )

@@ -60,8 +60,9 @@ class OtlpExporter(SpanExporter):
     def __init__(self, endpoint: str | None) -> None:
         self._url = traces_url(endpoint)
         parts = urllib.parse.urlsplit(self._url)
-        # without a user and a password
-        self.shown = urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        # without a user and a password, wherever they stand, and without a query
+        host = self._url.partition("?")[0].rpartition("@")[2].removeprefix(f"{parts.scheme}://")
+        self.shown = f"{parts.scheme}://{host}"
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the collector's address {self.shown!r} is not http://host:port or https://host:port")
         compression = _setting("COMPRESSION").lower() or "none"

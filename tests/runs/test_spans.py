@@ -93,17 +93,20 @@ def test_spans_last_what_the_rows_say(pool, arithmetic, tmp_path):
     "extra",
     [
         ("train.epochs_per_rollout=2",),
-        ("rollout.producer.ahead=1", "rollout.producer.max_staleness_steps=4", "train.num_rollouts=3"),
-        ("rollout.producer.min_groups=2",),
+        ("reward.functions=[tests.reward_functions:constant]",),
+        ("rollout.producer.mode=prefetch", "train.num_rollouts=3"),
+        ("rollout.producer.mode=streaming", "rollout.producer.min_groups=2"),
     ],
-    ids=["two epochs", "a rollout ahead", "in parts"],
+    ids=["two epochs", "ghost steps", "a rollout ahead", "in parts"],
 )
 def test_a_rollout_lasts_its_steps(pool, arithmetic, tmp_path, extra):
-    """Where nothing follows a rollout's steps, its span lasts the sum of ``time/step_s``; ghost steps are named."""
-    settings = ("train.export_last=false", "reward.functions=[tests.reward_functions:parity]", *extra)
+    """Where nothing follows a rollout's steps, its span lasts the sum of ``time/step_s``."""
+    settings = ("train.export_last=false", *extra)
     with collector() as held:
         run(pool, arithmetic, tmp_path, *settings, "metrics.otel=true", f"metrics.otel_endpoint={held.url}")
     spans, rows = held.spans(), rows_of(tmp_path)
+    kinds = {span.facts["step_kind"] for span in spans if span.name == "update"}
+    assert kinds == ({"GHOST"} if "constant" in extra[0] else {"REAL"})
     roots = [span for span in spans if span.parent == b""]
     assert {root.name for root in roots} == {"rollout_iteration"}
     assert [root.facts["rollout"] for root in roots] == sorted({row["rollout"] for row in rows})
