@@ -80,7 +80,7 @@ setup(
         "data": ["pyarrow>=18", "datasets>=4"],
         "mlflow": ["mlflow-skinny>=2.20"],
         # spans of a run; the run posts them itself (observability/otlp.py)
-        "otel": ["opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-common>=1.27"],
+        "otel": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-common>=1.30"],
         # tools/convert_checkpoint.py import --gguf
         "gguf": ["gguf>=0.17"],
         "benchmark": ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
@@ -111,8 +111,8 @@ setup(
             "datasets>=4",
             "wandb>=0.17",
             "mlflow-skinny>=2.20",
-            "opentelemetry-sdk>=1.27",
-            "opentelemetry-exporter-otlp-proto-common>=1.27",
+            "opentelemetry-sdk>=1.30",
+            "opentelemetry-exporter-otlp-proto-common>=1.30",
             "gguf>=0.17",
             "fastapi>=0.115",
             "uvicorn>=0.30",

@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import sys
+import threading
 
 import pytest
 
@@ -113,11 +114,13 @@ def test_pythons_random_state_stays_the_runs(tmp_path, status):
 def test_a_collector_that_does_not_answer_ends_with_a_count(tmp_path, monkeypatch, caplog):
     """The run leaves it behind, with the number of spans that were not taken."""
     monkeypatch.setattr(spans_module, "CLOSE_S", 0.2)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
     with collector() as held:
         held.may_answer.clear()
         with MetricsWriter(tmp_path, on(held), 2, True) as writer:
             take_step(writer, timer_of(writer), 1, 1)
         assert f"3 of 3 spans did not reach {held.url}" in caplog.text
+        assert "otel-close" in {thread.name for thread in threading.enumerate()}  # which nobody waits for
         assert held.spans() == []
 
 
