@@ -81,6 +81,8 @@ setup(
         # data sets in Parquet files and in folders of datasets' save_to_disk; JSON and CSV need neither
         "data": ["pyarrow>=18", "datasets>=4"],
         "mlflow": ["mlflow-skinny>=2.20"],
+        # spans of a run; the run posts them itself (observability/otlp.py)
+        "otel": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-common>=1.30"],
         # tools/convert_checkpoint.py import --gguf
         "gguf": ["gguf>=0.17"],
         "benchmark": ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
@@ -111,6 +113,8 @@ setup(
             "datasets>=4",
             "wandb>=0.17",
             "mlflow-skinny>=2.20",
+            "opentelemetry-sdk>=1.30",
+            "opentelemetry-exporter-otlp-proto-common>=1.30",
             "gguf>=0.17",
             "fastapi>=0.115",
             "uvicorn>=0.30",

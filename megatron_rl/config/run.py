@@ -5,9 +5,12 @@ from __future__ import annotations
 import pathlib
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from megatron_rl.config.checks import choose
+from megatron_rl.config.json_text import quoted
 from megatron_rl.config.ranges import Range
+from megatron_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,10 @@ class MetricsConfig:
     """Weights & Biases project that metrics, completions and the configuration are sent to; null: none."""
     mlflow_experiment: str | None = None
     """MLflow experiment that they are sent to, on the server of MLFLOW_TRACKING_URI; null: none."""
+    otel: bool = False
+    """Whether OpenTelemetry spans of rollouts, their stages and optimizer steps are sent, from the first rank."""
+    otel_endpoint: str | None = None
+    """Collector that takes them by OTLP/HTTP, `http://host:port`; null: OpenTelemetry's own variables name it."""
     log_completions: Annotated[int, Range(0, 10**6)] = 4
     """Completions, with prompt and reward, recorded of a rollout and of an evaluation set; 0: none, anywhere."""
     completion_chars: Annotated[int, Range(2, 10**7)] = 2000
@@ -89,3 +96,22 @@ class MetricsConfig:
     """Whether each rollout's plan is written as JSON under `plans/` in the run's folder."""
     untrained_warning_steps: Annotated[int, Range(1)] | None = 20
     """Optimizer steps in a row that train nothing, of which the log and the final table warn; null: never."""
+
+    def __post_init__(self) -> None:
+        if self.otel_endpoint is None:
+            return
+        if not self.otel:
+            raise ConfigError(
+                f"metrics.otel_endpoint={quoted(self.otel_endpoint)} names a collector and metrics.otel is false; set "
+                "metrics.otel=true, or drop it"
+            )
+        try:
+            parts = urlsplit(self.otel_endpoint)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # brackets without an end, a port that is no number
+            is_url = False
+        if not is_url or parts.query or parts.fragment:
+            raise ConfigError(
+                f"metrics.otel_endpoint={quoted(self.otel_endpoint)} is no address; a collector is http://host:port, "
+                "to which /v1/traces is added"
+            )

@@ -22,7 +22,7 @@ from megatron_rl.config import MetricsConfig
 from megatron_rl.errors import RunError
 from megatron_rl.observability import completions, saved_rollouts
 from megatron_rl.observability.completions import Completion
-from megatron_rl.observability.sinks import Sink, open_sinks, set_aside
+from megatron_rl.observability.sinks import Sink, TimedSink, open_sinks, set_aside
 from megatron_rl.planning.tokens import read_tokens, tokens_of
 from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
@@ -226,6 +226,12 @@ class MetricsWriter:
             self._emit(plain)
             self._emit_completions([replace(completion, step=plain["step"]) for completion in sampled])
         return _revive(plain)
+
+    def measured(self, stage: str, started_s: float, seconds: float) -> None:
+        """Hand an interval of the step's timer (StepTimer.heard) to the sinks that want it, before its row."""
+        for sink in self._sinks:
+            if isinstance(sink, TimedSink):
+                sink.measured(stage, started_s, seconds)
 
     def _emit(self, plain: Row) -> None:
         if self._file is None:

@@ -1,4 +1,5 @@
-"""The places that metrics and completions go to beside the run's own files: TensorBoard, Weights & Biases, MLflow.
+"""The places that metrics and completions go to beside the run's own files: TensorBoard, Weights & Biases, MLflow,
+an OpenTelemetry collector.
 
 A run that goes on from a checkpoint continues the same W&B and MLflow run, whose ids tracking.json in its folder keeps.
 Steps that it takes again are not sent again: they repeat to the bit.
@@ -12,7 +13,7 @@ import logging
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from megatron_rl.config import MetricsConfig
 from megatron_rl.config.json_text import read_object
@@ -39,6 +40,14 @@ class Sink(Protocol):
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
         """Send the rest and end. ``files``: the run's own, those that exist; ``failed``: the run raised an error."""
+
+
+@runtime_checkable
+class TimedSink(Sink, Protocol):
+    """A place that the intervals of the step's timer go to as well."""
+
+    def measured(self, stage: str, started_s: float, seconds: float) -> None:
+        """Take an interval (StepTimer.heard); those of a step come before its ``write``."""
 
 
 def set_aside(path: pathlib.Path) -> None:
@@ -71,9 +80,28 @@ def open_sinks(
         ids["mlflow"] = mlflow.run_id
     if settings.wandb_project or settings.mlflow_experiment:
         replace_text(ids_path, json.dumps(ids, indent=1) + "\n")
+    if settings.otel:
+        sinks.append(_open_spans(run_dir, settings.otel_endpoint))
     if settings.tensorboard:
         sinks.append(TensorBoardSink(run_dir, config, last_step))
     return sinks
+
+
+def _open_spans(run_dir: pathlib.Path, endpoint: str | None) -> TimedSink:
+    """Open the sink of spans, whose module imports the packages of the extra `otel`."""
+    try:
+        from megatron_rl.observability.spans import SpanSink
+    except ImportError as error:
+        raise ConfigError(
+            'metrics.otel=true and opentelemetry cannot be imported; pip install "megatron_rl[otel]", or turn it off'
+        ) from error
+    try:
+        return SpanSink(run_dir.resolve().name, endpoint)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"metrics.otel=true: OpenTelemetry does not start: {_one_line(error)}; correct metrics.otel_endpoint or "
+            "the variables OTEL_*, or turn it off"
+        ) from error
 
 
 class TensorBoardSink:

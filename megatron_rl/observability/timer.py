@@ -8,23 +8,37 @@ from collections.abc import Callable, Iterator
 
 from megatron_rl.distributed.platform import HOST
 
+STEP = "step"  # the stage that ``take`` reports: a whole optimizer step
+
+
+def _nobody(stage: str, started_s: float, seconds: float) -> None:
+    """Hear of nothing."""
+
 
 class StepTimer:
     """Sums seconds by stage since the last ``take``; a rollout's first step includes the seconds before it.
 
     enter: called with the name of each measured stage; returns a context manager (``Watchdog.stage``).
+    heard: called with each interval as it ends: its stage, its start by ``time.perf_counter``, and its seconds.
     """
 
-    def __init__(self, enter: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
-        self.enter = enter
+    def __init__(
+        self,
+        enter: Callable[[str], contextlib.AbstractContextManager[None]],
+        heard: Callable[[str, float, float], None] = _nobody,
+    ) -> None:
+        self.enter, self.heard = enter, heard
         self.restart()
 
     def restart(self) -> None:
         self.seconds: dict[str, float] = {}
         self.started = time.perf_counter()
 
-    def add(self, stage: str, seconds: float) -> None:
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+    def add(self, stage: str, seconds: float, *, before_s: float = 0.0) -> None:
+        """Add seconds that another clock counted; they ended ``before_s`` seconds ago."""
+        self._sum(stage, seconds)
+        if seconds:
+            self.heard(stage, time.perf_counter() - before_s - seconds, seconds)
 
     @contextlib.contextmanager
     def measure(self, stage: str) -> Iterator[None]:
@@ -33,11 +47,30 @@ class StepTimer:
             started = time.perf_counter()
             yield
             HOST.synchronize()
-            self.add(stage, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._sum(stage, seconds)
+            self.heard(stage, started, seconds)
+
+    @contextlib.contextmanager
+    def follow(self, stage: str) -> Iterator[None]:
+        """Report a stage that lies outside of the optimizer steps' seconds, and sum nothing."""
+        with self.enter(stage):
+            started = time.perf_counter()
+            yield
+            self.heard(stage, started, time.perf_counter() - started)
+
+    def report(self, stage: str, seconds: float) -> None:
+        """Report a stage that has just ended and measured itself, and sum nothing."""
+        self.heard(stage, time.perf_counter() - seconds, seconds)
 
     def take(self) -> dict[str, float]:
         """Return ``time/<stage>_s`` and ``time/step_s`` of this optimizer step, and start the next."""
         times = {f"time/{stage}_s": seconds for stage, seconds in self.seconds.items()}
-        times["time/step_s"] = time.perf_counter() - self.started
+        started = self.started
         self.restart()
+        times[f"time/{STEP}_s"] = self.started - started
+        self.heard(STEP, started, self.started - started)
         return times
+
+    def _sum(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds

@@ -221,7 +221,7 @@ class RolloutQueue:
         )
         with self.timer.enter("rollout"):
             self.jobs[index], durations = self.manager.collect_most(job, left, num_groups)
-        self.timer.add("rollout", durations.waited_s)
+        self.timer.add("rollout", durations.waited_s, before_s=durations.scored_s)
         self.timer.add("reward", durations.scored_s)
         self.left = job if job.prompts else None
 
@@ -246,7 +246,7 @@ class RolloutQueue:
     def _collect(self, job: RolloutJob, places: Sequence[int]) -> ScoredBatch:
         with self.timer.enter("rollout"):
             durations = self.manager.collect(job, places)
-        self.timer.add("rollout", durations.waited_s)
+        self.timer.add("rollout", durations.waited_s, before_s=durations.scored_s)
         self.timer.add("reward", durations.scored_s)
         with self.timer.measure("reward"):
             return score_groups(

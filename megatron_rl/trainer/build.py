@@ -200,7 +200,7 @@ def _assemble(
     progress: ProgressBar,
 ) -> Trainer:
     """Build the parts that need the given ones, and the trainer of them all. Engines start here."""
-    timer = StepTimer(watchdog.stage)
+    timer = StepTimer(watchdog.stage, writer.measured)
     with watchdog.own_call("loss"):  # which the rule tries at a zero advantage
         rule = signal_rule(config)
     if isinstance(backend, MegatronBackend):

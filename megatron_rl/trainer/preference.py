@@ -106,7 +106,7 @@ class Comparison:
         if not trainer.held_out:
             return {}
         size = self.config.sft.samples_per_step
-        with trainer.watchdog.stage("eval"):
+        with trainer.timer.follow("eval"):
             parts = [
                 compare_pairs(trainer.backend, batch, self.config.preference)
                 for batch in response_batches(trainer.backend, trainer.held_out, size, of_row=HALVES)

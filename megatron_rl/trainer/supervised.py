@@ -177,7 +177,7 @@ class Imitation:
         trainer, sums, num_tokens = self.trainer, [], 0
         if not trainer.held_out:
             return {}
-        with trainer.watchdog.stage("eval"):
+        with trainer.timer.follow("eval"):
             for batch in response_batches(trainer.backend, trainer.held_out, trainer.config.sft.samples_per_step):
                 read = trainer.backend.logprobs(batch, np.ones(batch.facts.num_samples, dtype=bool))
                 sums.append(-float(read.flat.astype(np.float64).sum()))

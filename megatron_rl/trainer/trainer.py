@@ -205,6 +205,7 @@ class Trainer:
             return {}
         with self.watchdog.stage("eval"):
             result = self.evaluation.run(self.manager, step=self.backend.step_index, suffix=suffix)
+        self.timer.report("eval", result.metrics["time/eval_s"])
         if self.backend.topology.is_main:
             self.sampled += result.completions
         return dict(result.metrics)
@@ -220,19 +221,24 @@ class Trainer:
         every = train.export_every_rollouts
         if (last and train.export_last) or (every and num_rollouts % every == 0):
             path = self.config.run.path / "checkpoints" / f"step_{self.backend.step_index}" / "hf"
-            with self.watchdog.stage("export"):
+            with self.timer.follow("export"):
                 self.backend.save_hugging_face(path, self.tokenizer)
             log.info("policy written to %s", path)
 
     def save_if_due(self, num_rollouts: int) -> bool:
         """Save a checkpoint if one is due; return whether the run was told to leave, with everything saved."""
         last = num_rollouts > 0 and not self.rollouts.has(num_rollouts)
-        with self.watchdog.stage("checkpoint"):
+        if not self.config.saves_checkpoints:
+            return False
+        with self.timer.follow("checkpoint"):
             return self.checkpoints.save_if_due(num_rollouts, self._state, last=last)
 
     def save_supervised_if_due(self, num_steps: int) -> bool:
         """Save a checkpoint between supervised steps if one is due; return whether the run was told to leave."""
-        return self.checkpoints.save_supervised_if_due(num_steps, self._state)
+        if not self.config.saves_checkpoints:
+            return False
+        with self.timer.follow("checkpoint"):
+            return self.checkpoints.save_supervised_if_due(num_steps, self._state)
 
     def _state(self) -> RunState:
         queue, rows = queue_state.save(self.rollouts)

@@ -39,7 +39,7 @@ LARGEST = {"deadline_s": 10**6, "start_s": 10**6, "request_s": 10**6, "lr": 1e-2
 OUTSIDE = (
     *("run.dir", "run.name", "run.seed", "run.deadline_s", "model.hf_path", "model.tokenizer_path", "critic.hf_path"),
     *("data.", "eval.", "sft.", "reward.functions", "reward.in_process", "reward.deadline_s", "rollout.engine"),
-    *("rollout.servers", "environment.", "metrics.wandb", "metrics.mlflow", "checkpoint.resume"),
+    *("rollout.servers", "environment.", "metrics.wandb", "metrics.mlflow", "metrics.otel", "checkpoint.resume"),
 )
 WORDS = (
     *(

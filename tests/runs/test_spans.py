@@ -1,0 +1,136 @@
+"""Runs that tell an OpenTelemetry collector where their time goes, and one whose collector is not there."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+
+from megatron_rl.observability.spans import FACTS
+from tests.collector import Sent, collector
+from tests.runs.command import arguments, command_line, rows_of, timeless, weights_of
+
+NS = 1e-9  # a span's times are whole nanoseconds
+
+
+def run(pool, arithmetic, run_dir, *overrides: str) -> str:
+    """Run on two pipeline ranks and return what the first one said."""
+    given = arguments(arithmetic, run_dir, "parallel.pipeline=2", *overrides)
+    results = pool.run(2, command_line, given, timeout_s=120)
+    assert [code for code, _ in results] == [0, 0], results
+    return results[0][1]
+
+
+def stage_seconds(rows: list[dict]) -> dict[str, float]:
+    """Return the sum of every ``time/<stage>_s`` over the rows, whole steps left out."""
+    totals: dict[str, float] = {}
+    for row in rows:
+        for key in row:
+            if key.startswith("time/") and key != "time/step_s":
+                stage = key.removeprefix("time/").removesuffix("_s")
+                totals[stage] = totals.get(stage, 0.0) + row[key]
+    return {stage: seconds for stage, seconds in totals.items() if seconds}
+
+
+def check_rollout(root: Sent, children: list[Sent], rows: list[dict]) -> None:
+    """Compare a rollout's spans with its rows: parents, every stage's seconds, each optimizer step."""
+    assert root.parent == b"" and {span.trace for span in children} == {root.trace}
+    assert all(root.start_ns <= span.start_ns and span.end_ns <= root.end_ns for span in children)
+    seconds: dict[str, float] = {}
+    for span in children:
+        seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
+    between = {name: seconds.pop(name) for name in ("checkpoint", "export") if name in seconds}
+    expected = stage_seconds(rows)
+    assert set(seconds) == set(expected)
+    assert seconds == pytest.approx(expected, abs=NS * len(children), rel=0)
+    updates = [span for span in children if span.name == "update"]
+    assert [span.end_ns - span.start_ns for span in updates] == [round(row["time/update_s"] * 1e9) for row in rows]
+    assert [span.facts for span in updates] == [
+        {key: row[key] for key in FACTS["update"] if key in row} for row in rows
+    ]
+    assert (root.facts["first_step"], root.facts["last_step"]) == (rows[0]["step"], rows[-1]["step"])
+    steps_s = sum(row["time/step_s"] for row in rows)
+    if between or "eval" in expected:  # which follow the last step
+        assert root.seconds >= steps_s + sum(between.values()) + expected.get("eval", 0.0) - NS * len(children)
+        assert root.end_ns == max(span.end_ns for span in children)
+    else:
+        assert root.seconds == pytest.approx(steps_s, abs=NS * (len(rows) + 2), rel=0)
+
+
+def test_spans_last_what_the_rows_say(pool, arithmetic, tmp_path):
+    """Every rollout is a trace whose spans' names, parents and durations are those of metrics.jsonl, to a nanosecond.
+
+    The warm-up's steps are traces too; evaluation, checkpoints and the export stand where they happened.
+    """
+    extra = (
+        *("sft.steps=2", "train.epochs_per_rollout=2", "checkpoint.save_every_rollouts=1"),
+        *(f"eval.path={arithmetic / 'test.jsonl'}", "eval.every_rollouts=1"),
+    )
+    with collector() as held:
+        said = run(pool, arithmetic, tmp_path, *extra, "metrics.otel=true", f"metrics.otel_endpoint={held.url}")
+    spans, rows = held.spans(), rows_of(tmp_path)
+    assert "did not" not in said and {path for path, _, _ in held.requests} == {"/v1/traces"}
+    assert {resource["megatron_rl.run"] for resource in held.resources()} == {tmp_path.name}
+    assert len({span.number for span in spans}) == len(spans)
+    roots = [span for span in spans if span.parent == b""]
+    of_root = {root.number: [span for span in spans if span.parent == root.number] for root in roots}
+    assert sum(1 + len(children) for children in of_root.values()) == len(spans)
+    iterations = [root for root in roots if root.name == "rollout_iteration"]
+    assert [root.facts["rollout"] for root in iterations] == [1, 2]
+    for root in iterations:
+        check_rollout(root, of_root[root.number], [row for row in rows if row.get("rollout") == root.facts["rollout"]])
+    assert [sum(x.name == "checkpoint" for x in of_root[root.number]) for root in iterations] == [1, 1]
+    assert [x.name for x in of_root[iterations[-1].number]][-2:] == ["export", "checkpoint"]
+    warmup = [root for root in roots if root.name == "warmup_step"]
+    for root, row in zip(warmup, rows[:2], strict=True):
+        (update,) = [span for span in of_root[root.number] if span.name == "update"]
+        assert update.seconds == pytest.approx(row["time/update_s"], abs=NS, rel=0)
+        assert root.end_ns - root.start_ns >= round(row["time/step_s"] * 1e9) - 1
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("train.epochs_per_rollout=2",),
+        ("reward.functions=[tests.reward_functions:constant]",),
+        ("rollout.producer.mode=prefetch", "train.num_rollouts=3"),
+        ("rollout.producer.mode=streaming", "rollout.producer.min_groups=2"),
+    ],
+    ids=["two epochs", "ghost steps", "a rollout ahead", "in parts"],
+)
+def test_a_rollout_lasts_its_steps(pool, arithmetic, tmp_path, extra):
+    """Where nothing follows a rollout's steps, its span lasts the sum of ``time/step_s``."""
+    settings = ("train.export_last=false", *extra)
+    with collector() as held:
+        run(pool, arithmetic, tmp_path, *settings, "metrics.otel=true", f"metrics.otel_endpoint={held.url}")
+    spans, rows = held.spans(), rows_of(tmp_path)
+    kinds = {span.facts["step_kind"] for span in spans if span.name == "update"}
+    assert kinds == ({"GHOST"} if "constant" in extra[0] else {"REAL"})
+    roots = [span for span in spans if span.parent == b""]
+    assert {root.name for root in roots} == {"rollout_iteration"}
+    assert [root.facts["rollout"] for root in roots] == sorted({row["rollout"] for row in rows})
+    for root in roots:
+        own = [row for row in rows if row["rollout"] == root.facts["rollout"]]
+        check_rollout(root, [span for span in spans if span.parent == root.number], own)
+
+
+def test_a_collector_that_is_not_there_changes_nothing(pool, arithmetic, tmp_path):
+    """A run ends with the weights and the rows of one without spans, warns once, and counts what was lost."""
+    with socket.socket() as taken:  # bound and not listening: every connection is refused
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        said = run(pool, arithmetic, tmp_path / "lost", "metrics.otel=true", f"metrics.otel_endpoint={endpoint}")
+    with collector(status=503) as held:
+        refused = run(pool, arithmetic, tmp_path / "refused", "metrics.otel=true", f"metrics.otel_endpoint={held.url}")
+    run(pool, arithmetic, tmp_path / "without")
+    expected = weights_of(tmp_path / "without")
+    num_spans = len(held.spans())
+    assert num_spans > 10
+    for name, text in (("lost", said), ("refused", refused)):
+        weights = weights_of(tmp_path / name)
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+        rows = [timeless(row) for row in rows_of(tmp_path / name)]
+        assert rows == [timeless(row) for row in rows_of(tmp_path / "without")]
+        assert text.count("did not take spans, and the run goes on without them") == 1
+        assert f"{num_spans} of {num_spans} spans did not reach http://127.0.0.1" in text
