@@ -5,7 +5,7 @@ and shortens what it returns. Nothing is taken out of the batch: slime cuts step
 count, and needs a sample for each rank and micro-batch, so that a batch with samples missing would be cut elsewhere,
 divided by less, or refused. Read in slime 0.3.1 (624b824, 2026-08-21) and miles 0.1.0 (31f1ca9, 2026-08-21).
 
-Invariants (tests/unit/test_slime.py, tests/oracles/test_slime_plugin.py):
+Invariants (tests/unit/integrations/test_slime_stubs.py, tests/oracles/test_slime_plugin.py):
 
 1. Only a sample whose advantage is 0, or that has no loss token, becomes a stub; NaN and infinity are not 0.
 2. Every field of every other sample is the one that the trainer's own conversion gave.
