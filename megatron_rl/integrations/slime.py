@@ -1,0 +1,246 @@
+"""The zero-advantage skip inside slime and miles: samples without signal reach their trainer as stubs of two tokens.
+
+``convert_samples`` is what ``--custom-convert-samples-to-train-data-path`` names. It calls the trainer's own conversion
+and shortens what it returns. Nothing is taken out of the batch: slime cuts steps by counting rollouts, divides by that
+count, and needs a sample for each rank and micro-batch, so that a batch with samples missing would be cut elsewhere,
+divided by less, or refused. Read in slime 0.3.1 (624b824, 2026-08-21) and miles 0.1.0 (31f1ca9, 2026-08-21).
+
+Invariants (tests/unit/integrations/test_slime_stubs.py, tests/oracles/test_slime_plugin.py):
+
+1. Only a sample whose advantage is 0, or that has no loss token, becomes a stub; NaN and infinity are not 0.
+2. Every field of every other sample is the one that the trainer's own conversion gave.
+3. The number of samples, their order and their rollout ids are those of the whole batch, and so are steps, denominators
+   and the learning rate's schedule; every rank has as many micro-batches as the others.
+4. Where a setting is not known to leave a sample of advantage 0 without gradient, the batch stays whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.integrations.verl_rows import model_obstacles
+
+logger = logging.getLogger(__name__)
+
+# Their advantage is the reward, once for every token (loss.py, compute_advantages_and_returns), and their policy terms
+# are multiples of it. Not among them: ppo has values; both reinforce_plus_plus ask for whitened advantages.
+EXACT_ESTIMATORS = ("grpo", "gspo", "cispo")
+
+# Arguments with the values at which a sample of advantage 0 has no gradient and couples no others. An argument that a
+# trainer does not have counts as harmless.
+HARMLESS: dict[str, tuple[object, ...]] = {
+    "loss_type": ("policy_loss",),
+    "train_backend": ("megatron",),
+    "qkv_format": ("thd",),  # bshd pads every sample to the longest one
+    "compute_advantages_and_returns": (True,),
+    "normalize_advantages": (False,),
+    "use_critic": (False,),
+    "use_opd": (False,),
+    "kl_coef": (0,),
+    "entropy_coef": (0,),
+    "lora_dropout": (0,),
+}
+UNKNOWN: tuple[str, ...] = (
+    "custom_advantage_function_path",
+    "custom_pg_loss_reducer_function_path",
+    "custom_tis_function_path",
+    "rollout_data_postprocess_path",
+)
+UNTRIED: tuple[str, ...] = ("use_routing_replay", "use_rollout_routing_replay", "enable_mtp_training")
+
+# Fields of the train data with one entry for each sample, which a stub keeps.
+KEPT_FIELDS: frozenset[str] = frozenset(
+    {
+        "rewards",
+        "raw_reward",
+        "truncated",
+        "sample_indices",
+        "rollout_ids",
+        "rollout_mask_sums",
+        "round_number",
+        "metadata",
+        "source_names",
+        "weight_versions",
+    }
+)
+# Fields that ``_shorten`` cuts.
+CUT_FIELDS: frozenset[str] = frozenset(
+    {
+        "tokens",
+        "response_lengths",
+        "loss_masks",
+        "rollout_log_probs",
+        "teacher_log_probs",
+        "rollout_top_p_token_ids",
+        "rollout_top_p_token_offsets",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stubbed:
+    """Counts what one rollout leaves out. Example: 2 of 4 groups, 17 of 32 samples, 6,000 of 11,000 tokens.
+
+    dead_groups:     groups of which every sample became a stub.
+    equal_groups:    groups of equal rewards that train all the same. Where rewards are normalised, a float32 mean's
+                     rounding gives them advantages: 8 or more rewards of 0.1, not of 0 or 1.
+    executed_tokens: prompt and response tokens that run, stubs among them, of ``dense_tokens``.
+    """
+
+    groups: int
+    dead_groups: int
+    equal_groups: int
+    samples: int
+    stubs: int
+    dense_tokens: int
+    executed_tokens: int
+
+
+def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
+    """Return the trainer's own train data of a rollout, its samples without signal cut to stubs.
+
+    args: slime's or miles' parsed arguments. samples: theirs, flat, each of their own class ``Sample``.
+
+    Raises ConfigError for samples of another class, and for settings of miles whose facts it does not hand to a custom
+    conversion. Where a setting allows no skip, the train data stay whole, and a warning names the setting.
+    """
+    train_data = _own_conversion(args, samples)
+    obstacles = tuple(obstacles_of(args) + field_obstacles(train_data))
+    _say(obstacles)
+    if obstacles:
+        return train_data
+    groups = [sample.group_index for sample in samples]
+    train_data, counts = with_stubs(train_data, groups, per_token=args.calculate_per_token_loss)
+    logger.info("megatron_rl's zero-advantage skip: %s", counts)
+    return train_data
+
+
+def _own_conversion(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
+    """Return what the trainer that made the samples would train on, had it no custom conversion."""
+    owners = {base.__module__.partition(".")[0] for base in type(samples[0]).__mro__}
+    if "slime" in owners:
+        room = importlib.import_module("slime.ray.rollout")
+        # Ray's decorator hides the class (ray.actor.ActorClass)
+        metadata = getattr(room.RolloutManager, "__ray_metadata__", None)
+        manager = metadata.modified_class if metadata else room.RolloutManager
+        plain = types.SimpleNamespace(
+            args=args,
+            custom_convert_samples_to_train_data_func=None,
+            custom_reward_post_process_func=_own_rewards(args, "slime"),
+        )
+        plain._post_process_rewards = functools.partial(manager._post_process_rewards, plain)
+        return manager._convert_samples_to_train_data(plain, samples)
+    if "miles" not in owners:
+        raise ConfigError(
+            f"convert_samples takes samples of slime's or miles' class Sample, not {type(samples[0])!r}; name it by "
+            "--custom-convert-samples-to-train-data-path of one of the two"
+        )
+    for name in ("use_dynamic_global_batch_size", "multi_lora"):
+        if getattr(args, name, False):
+            raise ConfigError(
+                f"{name}=True: miles does not hand its counts to a custom conversion; take out "
+                "--custom-convert-samples-to-train-data-path, or this setting"
+            )
+    conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
+    return conversion.convert_samples_to_train_data(
+        args,
+        samples,
+        metadata={},
+        custom_convert_samples_to_train_data_func=None,
+        custom_reward_post_process_func=_own_rewards(args, "miles"),
+    )
+
+
+def _own_rewards(args: Any, package: str) -> Callable | None:
+    path = args.custom_reward_post_process_path
+    return importlib.import_module(f"{package}.utils.misc").load_function(path) if path is not None else None
+
+
+def obstacles_of(args: Any) -> list[str]:
+    """Return what of the arguments, each as ``key=value``, keeps samples without advantage from being cut."""
+    given = vars(args)
+    found = [] if args.advantage_estimator in EXACT_ESTIMATORS else [f"advantage_estimator={args.advantage_estimator}"]
+    found += [
+        f"{key}={given[key]}" for key, harmless in HARMLESS.items() if key in given and given[key] not in harmless
+    ]
+    if given.get("use_kl_loss") and args.kl_loss_coef != 0:
+        found.append(f"kl_loss_coef={args.kl_loss_coef}")
+    found += [f"{key}={given[key]} (not known)" for key in UNKNOWN if given.get(key) is not None]
+    found += [f"{key}={given[key]} (not tried)" for key in UNTRIED if given.get(key)]
+    return found + model_obstacles(given)
+
+
+def field_obstacles(train_data: Mapping[str, Any]) -> list[str]:
+    """Return the fields that nobody here knows how to cut: pictures, routed experts, a later version's."""
+    return [f"the field {name} (not tried)" for name in sorted(train_data.keys() - KEPT_FIELDS - CUT_FIELDS)]
+
+
+@functools.lru_cache(maxsize=1)  # once, and again when it changes
+def _say(obstacles: tuple[str, ...]) -> None:
+    if obstacles:
+        logger.warning(
+            "megatron_rl's zero-advantage skip drops NOTHING in this run: a sample without advantage still trains, or "
+            "is not known not to, under %s; the train data are the trainer's own",
+            ", ".join(obstacles),
+        )
+    else:
+        logger.warning("megatron_rl's zero-advantage skip is ON: samples whose advantage is 0 train as two tokens")
+
+
+def with_stubs(
+    train_data: Mapping[str, Any], groups: Sequence[Any], *, per_token: bool
+) -> tuple[dict[str, Any], Stubbed]:
+    """Return the train data with every sample without signal cut to a stub, and the counts.
+
+    groups: each sample's prompt, for the counts alone. per_token: ``--calculate-per-token-loss``.
+
+    A stub is the last token of the prompt and the first of the response. Under the mean over rollouts its loss mask is
+    0, and ``rollout_mask_sums`` keep what the whole sample counted. Under the sum over tokens the trainer divides by
+    Σ max(Σ mask, 1) over samples: there the one token's mask is the whole sample's, and its advantage is 0.
+    """
+    cut = {name: list(values) if name in CUT_FIELDS else values for name, values in train_data.items()}
+    tokens, rewards = train_data["tokens"], train_data["rewards"]
+    mask_sums = [int(sum(mask)) for mask in train_data["loss_masks"]]
+    stubs = set()
+    for row, (reward, mask_sum) in enumerate(zip(rewards, mask_sums, strict=True)):
+        response = train_data["response_lengths"][row]
+        prompt = len(tokens[row]) - response
+        if (reward != 0 and mask_sum > 0) or response < 1 or prompt < 1:
+            continue
+        stubs.add(row)
+        _shorten(cut, row, prompt, mask_sum if per_token else 0)
+    raw, members = train_data["raw_reward"], {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    dead = [rows for rows in members.values() if stubs.issuperset(rows)]
+    equal = [rows for rows in members.values() if len({str(raw[row]) for row in rows}) == 1 < len(rows)]
+    return cut, Stubbed(
+        groups=len(members),
+        dead_groups=len(dead),
+        equal_groups=sum(stubs.isdisjoint(rows) for rows in equal),
+        samples=len(tokens),
+        stubs=len(stubs),
+        dense_tokens=sum(map(len, tokens)),
+        executed_tokens=sum(map(len, cut["tokens"])),
+    )
+
+
+def _shorten(cut: dict[str, Any], row: int, prompt: int, mask: int) -> None:
+    """Cut one sample in place to its tokens around the end of a prompt of ``prompt`` tokens."""
+    cut["tokens"][row] = cut["tokens"][row][prompt - 1 : prompt + 1]
+    cut["response_lengths"][row] = 1
+    cut["loss_masks"][row] = [mask]
+    for name in ("rollout_log_probs", "teacher_log_probs"):
+        if name in cut and cut[name][row] is not None:
+            cut[name][row] = [0.0]  # the largest: no ratio against it overflows, whatever the short context gives
+    if "rollout_top_p_token_offsets" in cut:
+        offsets = cut["rollout_top_p_token_offsets"][row][:2]
+        cut["rollout_top_p_token_offsets"][row] = offsets
+        cut["rollout_top_p_token_ids"][row] = cut["rollout_top_p_token_ids"][row][: int(offsets[-1])]
