@@ -126,10 +126,9 @@ def _own_conversion(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     """Return what the trainer that made the samples would train on, had it no custom conversion."""
     owners = {base.__module__.partition(".")[0] for base in type(samples[0]).__mro__}
     if "slime" in owners:
-        room = importlib.import_module("slime.ray.rollout")
-        # Ray's decorator hides the class (ray.actor.ActorClass)
-        metadata = getattr(room.RolloutManager, "__ray_metadata__", None)
-        manager = metadata.modified_class if metadata else room.RolloutManager
+        manager = importlib.import_module("slime.ray.rollout").RolloutManager
+        if hasattr(manager, "__ray_metadata__"):  # Ray's decorator hides the class (ray 2.60, actor.py, ActorClass)
+            manager = manager.__ray_metadata__.modified_class
         plain = types.SimpleNamespace(
             args=args,
             custom_convert_samples_to_train_data_func=None,
@@ -143,7 +142,7 @@ def _own_conversion(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
             "--custom-convert-samples-to-train-data-path of one of the two"
         )
     for name in ("use_dynamic_global_batch_size", "multi_lora"):
-        if getattr(args, name, False):
+        if vars(args).get(name):
             raise ConfigError(
                 f"{name}=True: miles does not hand its counts to a custom conversion; take out "
                 "--custom-convert-samples-to-train-data-path, or this setting"
