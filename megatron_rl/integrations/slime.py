@@ -126,10 +126,8 @@ def _own_conversion(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     """Return what the trainer that made the samples would train on, had it no custom conversion."""
     owners = {base.__module__.partition(".")[0] for base in type(samples[0]).__mro__}
     if "slime" in owners:
-        room = importlib.import_module("slime.ray.rollout")
-        # Ray's decorator hides the class (ray.actor.ActorClass)
-        manager = room.RolloutManager
-        if hasattr(manager, "__ray_metadata__"):
+        manager = importlib.import_module("slime.ray.rollout").RolloutManager
+        if hasattr(manager, "__ray_metadata__"):  # Ray's decorator hides the class (ray 2.60, actor.py, ActorClass)
             manager = manager.__ray_metadata__.modified_class
         plain = types.SimpleNamespace(
             args=args,

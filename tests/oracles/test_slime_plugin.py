@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.distributed import topology
+from megatron_rl.errors import ConfigError
 from megatron_rl.integrations import slime as plugin
 from tests.equality.layouts import TOLERANCE
 from tests.oracles import slime_rig as rig
@@ -69,6 +70,14 @@ def test_kept_samples_have_the_trainers_own_fields(package: str, rewards: list, 
 def test_refused_settings_get_the_trainers_own_data(package: str, changes: dict) -> None:
     own, given = rig.conversions(package, MIXED, **changes)
     assert (own == given) == bool(changes)
+
+
+@pytest.mark.parametrize("setting", ["use_dynamic_global_batch_size", "multi_lora"])
+def test_what_miles_keeps_from_a_conversion_is_an_error(setting: str) -> None:
+    if why := rig.missing("miles"):
+        pytest.skip(why)
+    with pytest.raises(ConfigError, match=f"{setting}=True"):
+        rig.conversions("miles", MIXED, **{setting: True})
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
