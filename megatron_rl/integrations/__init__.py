@@ -1,1 +1,1 @@
-"""What other trainers load of this package: the skip inside verl's Megatron engine, and inside slime and miles."""
+"""Bring the zero-advantage skip to other trainers: to verl's own Megatron engine, and to slime and miles."""
