@@ -162,8 +162,7 @@ def check_overlong(config: Config) -> None:
 def check_environment(config: Config) -> None:
     """Raise ConfigError for a reward without its environment, or a step that may outlast the other ranks' wait."""
     environment = config.environment
-    plays = environment.name is not None or config.rollout.endpoint.agent is not None
-    if "environment" in config.reward.functions and not plays:
+    if "environment" in config.reward.functions and not config.plays_episodes:
         raise ConfigError(
             "reward.functions names 'environment', what the samples' environment gives, and environment.name is null; "
             "name one, as in environment.name=calculator, or an agent by rollout.endpoint.agent"

@@ -236,11 +236,11 @@ class CheckpointManager:
     def save_if_due(self, rollouts: int, take_state: Callable[[], RunState], *, last: bool = False) -> bool:
         """Save between rollouts where it is due; return whether the run is to leave, by a SIGTERM or SIGUSR1 to a rank.
 
+        It is for runs that save checkpoints (``Config.saves_checkpoints``).
+
         rollouts: the number trained so far.
         take_state: gives the run's state if it is saved; a collective.
         """
-        if not self.config.saves_checkpoints:
-            return False
         every = self.settings.save_every_rollouts
         due = last or rollouts == 0 or (every > 0 and rollouts % every == 0)
         return self._save_and_vote(self.root, rollouts, take_state, due=due, last=last, progress={"rollouts": rollouts})
@@ -250,8 +250,6 @@ class CheckpointManager:
 
         steps: the supervised steps taken so far.
         """
-        if not self.config.saves_checkpoints:
-            return False
         every = self.config.sft.save_every_steps
         due, progress = every > 0 and steps % every == 0, {"rollouts": 0, "supervised_steps": steps}
         return self._save_and_vote(self.supervised_root, steps, take_state, due=due, last=False, progress=progress)

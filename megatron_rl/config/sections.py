@@ -98,6 +98,11 @@ class Config:
         return self.train.num_rollouts != 0 or bool(self.eval.named_sets and self.reward.functions)
 
     @property
+    def plays_episodes(self) -> bool:
+        """Return whether samples are episodes of several turns: an environment's, or an agent's."""
+        return self.environment.name is not None or self.rollout.endpoint.agent is not None
+
+    @property
     def saves_checkpoints(self) -> bool:
         """Return whether the run saves checkpoints, and catches the signals that ask it to leave."""
         return self.checkpoint.save_every_rollouts > 0 or (self.sft.is_on and self.sft.save_every_steps > 0)

@@ -59,7 +59,7 @@ class Service:
         error, answer, results = None, {}, {}
         try:
             answer, results = self._answer(request, arrays)
-        except Exception as raised:  # noqa: BLE001 (told at once, since peers may be in a collective that nothing ends; raised below)
+        except Exception as raised:  # noqa: BLE001 (told at once: peers may be in a collective that nothing ends)
             error = raised
             log.error(
                 "the critic's rank %d failed on %r: %s: %s",

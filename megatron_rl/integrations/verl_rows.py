@@ -1,4 +1,4 @@
-"""Which rows of verl's training batch run, and when none may be dropped. Pure but for torch's tensors.
+"""Choose the rows of verl's training batch that run, and say when none may be dropped. Pure but for torch's tensors.
 
 verl's terms: a row is a sample, a mini-batch what one optimizer step trains; every data-parallel rank holds its rows.
 

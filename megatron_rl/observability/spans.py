@@ -80,10 +80,10 @@ class SpanSink:
     Raises ValueError for an environment variable of OpenTelemetry that cannot be read, OSError for a certificate.
     """
 
-    def __init__(self, run_name: str, endpoint: str | None, *, rank: int = 0) -> None:
+    def __init__(self, run_name: str, endpoint: str | None) -> None:
         self._exporter = OtlpExporter(endpoint)
         named = OTELResourceDetector().detect().attributes  # OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES
-        ours = {"service.name": "megatron_rl", "megatron_rl.run": run_name, "megatron_rl.rank": rank}
+        ours = {"service.name": "megatron_rl", "megatron_rl.run": run_name}
         self._provider = TracerProvider(
             resource=Resource.create({**ours, **named}), id_generator=OwnIds(), shutdown_on_exit=False
         )

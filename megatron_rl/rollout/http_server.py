@@ -1,13 +1,15 @@
-"""What the HTTP servers of a run share: a bound on bodies, the keys of a variable, and a listening thread."""
+"""Parts of a run's HTTP servers: a bound on bodies, their JSON, clients' keys, and a listening thread."""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import ipaddress
+import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ConfigError, RunError
@@ -68,6 +70,22 @@ def keys_in(variable: str | None, *, setting: str) -> tuple[str, ...]:
     return keys
 
 
+def is_known(key: str, keys: Sequence[str]) -> bool:
+    """Return whether a client's key is one of ``keys``, or there are none."""
+    return not keys or any(hmac.compare_digest(key.encode(), known.encode()) for known in keys)
+
+
+def json_object(content: bytes, error: type[Exception]) -> dict:
+    """Return the JSON object of a body, {} of an empty one. Raises ``error`` with a message for anything else."""
+    try:
+        body = json.loads(content or b"{}")
+    except (ValueError, RecursionError) as fault:
+        raise error(f"the body of {len(content)} bytes is no JSON: {fault}") from None
+    if not isinstance(body, dict):
+        raise error("the body must be a JSON object")
+    return body
+
+
 def is_loopback(host: str) -> bool:
     """Return whether an address is this host's own loopback."""
     try:
@@ -80,7 +98,7 @@ def is_loopback(host: str) -> bool:
 def listening(app: ASGIApp, host: str, port: int, *, section: str) -> Iterator[str]:
     """Serve an application in a thread within the block; yield its address, ``http://host:port``.
 
-    port: 0 for any free one. section: names the settings ``host`` and ``port`` in messages.
+    port: 0 for any free one. section: holds the setting ``port``, for messages.
 
     Raises RunError where it cannot listen.
     """
@@ -97,8 +115,7 @@ def listening(app: ASGIApp, host: str, port: int, *, section: str) -> Iterator[s
     while not server.started:
         if not thread.is_alive() or time.monotonic() > ends_at:
             raise RunError(
-                f"the front cannot listen at {section}.host={host}, {section}.port={port}; see the message above, or "
-                "name another port"
+                f"the server cannot listen at {host}, {section}.port={port}; see above, or name another port"
             )
         time.sleep(0.02)
     host, port = server.servers[0].sockets[0].getsockname()[:2]

@@ -294,7 +294,7 @@ class RolloutManager:
         self.turns += sum(part[2] for part in parts)
         self.samples += sum(part[3] for part in parts)
         self.truncated += sum(part[4] for part in parts)
-        if self.config.environment.name is not None or self.config.rollout.endpoint.agent is not None:
+        if self.config.plays_episodes:
             self.metrics["rollout/turns_mean"] = self.turns / max(1, self.samples)
         self.metrics |= {
             "rollout/tokens": float(tokens),

@@ -8,8 +8,6 @@ faults of the server itself.
 from __future__ import annotations
 
 import hashlib
-import hmac
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -18,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from megatron_rl.config.serve import ServeConfig
-from megatron_rl.rollout.http_server import BodyLimit
+from megatron_rl.rollout.http_server import BodyLimit, is_known, json_object
 from megatron_rl.serve import records
 from megatron_rl.serve.books import Books
 from megatron_rl.serve.intake import Intake
@@ -113,7 +111,7 @@ class Front:
     def _owner(self, request: Request) -> str:
         """Return who asks, as a digest of the key. Raises RequestError for a key that is not one of the server's."""
         key = request.headers.get("x-api-key", "")
-        if self.keys and not any(hmac.compare_digest(key.encode(), known.encode()) for known in self.keys):
+        if not is_known(key, self.keys):
             raise RequestError("the header X-API-Key holds no key of this server", status=401)
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
@@ -213,12 +211,7 @@ async def _refused(_: Request, error: RequestError) -> Response:
 
 def checked_body(content: bytes, fields: Mapping[str, type]) -> dict:
     """Return a JSON object that has the fields, each of its type. Raises RequestError."""
-    try:
-        body = json.loads(content or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body of {len(content)} bytes is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
+    body = json_object(content, RequestError)
     for name, kind in fields.items():
         if type(body.get(name)) is not kind:
             raise RequestError(f"{name} must be of type {kind.__name__}, and it is {body.get(name)!r:.100}")

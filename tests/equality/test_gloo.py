@@ -29,7 +29,7 @@ def collectives_together(rank: int, world: int) -> list[bool]:
         whole, scattered = [torch.cat(of) * (rank + 1) for of in shards], [torch.zeros(size) for size in SIZES]
         handles = []
         for issue in (
-            lambda i: dist.all_gather_into_tensor(gathered[i], shards[i][rank], async_op=asynchronous),  # noqa: B023 (called here)
+            lambda i: dist.all_gather_into_tensor(gathered[i], shards[i][rank], async_op=asynchronous),  # noqa: B023
             lambda i: dist.all_reduce(summed[i], async_op=asynchronous),  # noqa: B023
             lambda i: dist.reduce_scatter_tensor(scattered[i], whole[i], async_op=asynchronous),  # noqa: B023
         ):

@@ -76,7 +76,7 @@ def initialise_megatron(rank: int, world: int) -> tuple[int, int]:
     import torch
     import torch.distributed as dist
 
-    from megatron_rl.distributed import platform  # noqa: F401  (first, or the worker's later tasks meet a Megatron-Core that looks for CUDA)
+    from megatron_rl.distributed import platform  # noqa: F401  (first: Megatron-Core then looks for no CUDA)
 
     from megatron.core import parallel_state  # isort: skip
 

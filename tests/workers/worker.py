@@ -69,7 +69,7 @@ def run_task(payload: bytes, rank: int, store: dist.Store) -> tuple[str, ...]:
             timeout=datetime.timedelta(seconds=timeout_s),
         )
         return "returned", pickle.dumps(find_function(module, qualname)(rank, world, *args, **kwargs))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (reported to the test, which raises; a worker outlives its tasks)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (reported to the test, which raises it)
         return "raised", traceback.format_exception_only(error)[-1].strip(), traceback.format_exc()
 
 

@@ -66,17 +66,6 @@ class Asked:
         return self.messages is not None
 
 
-def parsed(content: bytes) -> dict:
-    """Return the JSON object of a body. Raises Refused."""
-    try:
-        body = json.loads(content or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body of {len(content)} bytes is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise Refused("the body must be a JSON object")
-    return body
-
-
 def asked_chat(body: Mapping, temperature: float) -> Asked:
     """Return a request for a chat completion. ``temperature``: ``rollout.temperature``. Raises Refused."""
     given = body.get("messages")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from megatron_rl.config import EndpointConfig
-from megatron_rl.rollout.endpoint.asked import Asked, Refused, asked_chat, asked_completion, parsed
+from megatron_rl.rollout.endpoint.asked import Asked, Refused, asked_chat, asked_completion
 from megatron_rl.rollout.endpoint.rendering import Rendering, answer, chunks
 from megatron_rl.rollout.endpoint.session import Pending, Session, Tally
-from megatron_rl.rollout.http_server import BodyLimit
+from megatron_rl.rollout.http_server import BodyLimit, is_known, json_object
 
 
 class Front:
@@ -51,8 +49,7 @@ class Front:
 
     def _session(self, request: Request) -> Session:
         """Return the session that a request names. Raises Refused for a wrong key or an unknown session."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if self._keys and not any(hmac.compare_digest(given, known.encode()) for known in self._keys):
+        if not is_known(request.headers.get("authorization", "").removeprefix("Bearer "), self._keys):
             raise Refused("the header Authorization holds no key of this endpoint", status=401, code="invalid_api_key")
         key = request.path_params["key"]
         if (session := self.sessions.get(key)) is None:
@@ -68,11 +65,13 @@ class Front:
             content = await request.body()
 
             def take() -> Pending:
-                return session.ask(check(parsed(content), self._temperature), self._rendering, self._tally)
+                return session.ask(
+                    check(json_object(content, Refused), self._temperature), self._rendering, self._tally
+                )
 
             pending = await run_in_threadpool(take)
             self._submit(pending)
-            return self._answered(pending, await _result(pending.done))
+            return self._answered(pending, await asyncio.wrap_future(pending.done))
 
         return route
 
@@ -94,12 +93,8 @@ class Front:
 
     async def _reward(self, request: Request) -> Response:
         session = self._session(request)
-        session.take_reward(parsed(await request.body()), self._tally)
+        session.take_reward(json_object(await request.body(), Refused), self._tally)
         return JSONResponse({"status": "accepted"})
-
-
-async def _result(done: Future) -> tuple:
-    return await asyncio.wrap_future(done)
 
 
 def _error(status: int, message: str, code: str) -> JSONResponse:

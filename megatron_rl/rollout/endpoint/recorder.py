@@ -1,14 +1,14 @@
-"""The record of one agent's session: its turns, how they chain, and the samples that they become. Pure.
+"""The record of one agent's session: its turns, how they chain, and the sample that they become. Pure.
 
 1. A request that extends a recorded conversation keeps the recorded tokens: its context is the earlier turn's context,
    the earlier turn's sampled tokens, and the tokens of what is new.
-2. Conversations that share a beginning are branches of one tree, and each branch is a sample.
-3. Each sampled token carries loss in exactly one sample, the first branch that holds it; no other token carries any.
+2. Conversations that share a beginning are branches of one tree. The branch of the turn that was answered last is the
+   session's sample: a group has a fixed number of samples.
+3. Of that sample each sampled token carries loss, and no other token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A conversation is a text, token ids, or messages, each as canonical JSON: any sequence with prefixes.
@@ -62,12 +62,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Holds one sample of a session.
+    """Holds the sample of a session.
 
     prompt_ids: the tokens of its first request.
     response_ids, logprobs, loss_mask: [T], as in Rollout; log-probs are 0.0 where nothing was sampled.
     weight_versions: as in Rollout; tokens that were not sampled count to the turn before them.
-    num_turns: turns, those that it shares with other branches included.
 
     Example: prompt (5,), a turn (8, 0), a tool's (4,), a turn (9, 0): ``response_ids=(8, 0, 4, 9, 0)``,
     ``loss_mask=(True, True, False, True, True)``.
@@ -79,7 +78,6 @@ class Branch:
     loss_mask: tuple[bool, ...]
     weight_versions: tuple[tuple[int, int], ...]
     finish_reason: str
-    num_turns: int
 
 
 class Record:
@@ -101,42 +99,27 @@ class Record:
         parents = {id(turn.parent) for turn in self.turns}
         return [turn for turn in self.turns if id(turn) not in parents]
 
-    def branches(self) -> list[Branch]:
-        """Return the session's samples: one for each leaf, in the order of the leaves."""
-        trained: set[int] = set()
-        found = []
-        for leaf in self.leaves():
-            path = leaf.path()
-            found.append(_branch(path, [id(turn) not in trained for turn in path]))
-            trained |= {id(turn) for turn in path}
-        return found
-
     def last_branch(self) -> Branch:
-        """Return the branch of the turn that was answered last, with loss on all of its sampled tokens."""
+        """Return the branch of the turn that was answered last. Raises IndexError where there is none."""
         path = self.turns[-1].path()
-        return _branch(path, [True] * len(path))
-
-
-def _branch(path: Sequence[Turn], carries_loss: Sequence[bool]) -> Branch:
-    ids: list[int] = []
-    logprobs: list[float] = []
-    mask: list[bool] = []
-    versions: list[tuple[int, int]] = []
-    for number, (turn, loss) in enumerate(zip(path, carries_loss, strict=True)):
-        between = turn.new_ids if number else ()
-        ids += [*between, *turn.ids]
-        logprobs += [*[0.0] * len(between), *turn.logprobs]
-        mask += [*[False] * len(between), *[loss] * len(turn.ids)]
-        for version, count in [*([(versions[-1][0], len(between))] if between else []), *turn.weight_versions]:
-            if versions and versions[-1][0] == version:
-                count += versions.pop()[1]
-            versions.append((version, count))
-    return Branch(
-        prompt_ids=path[0].new_ids,
-        response_ids=tuple(ids),
-        logprobs=tuple(logprobs),
-        loss_mask=tuple(mask),
-        weight_versions=tuple(versions),
-        finish_reason=path[-1].finish_reason,
-        num_turns=len(path),
-    )
+        ids: list[int] = []
+        logprobs: list[float] = []
+        mask: list[bool] = []
+        versions: list[tuple[int, int]] = []
+        for number, turn in enumerate(path):
+            between = turn.new_ids if number else ()
+            ids += [*between, *turn.ids]
+            logprobs += [*[0.0] * len(between), *turn.logprobs]
+            mask += [*[False] * len(between), *[True] * len(turn.ids)]
+            for version, count in [*([(versions[-1][0], len(between))] if between else []), *turn.weight_versions]:
+                if versions and versions[-1][0] == version:
+                    count += versions.pop()[1]
+                versions.append((version, count))
+        return Branch(
+            prompt_ids=path[0].new_ids,
+            response_ids=tuple(ids),
+            logprobs=tuple(logprobs),
+            loss_mask=tuple(mask),
+            weight_versions=tuple(versions),
+            finish_reason=path[-1].finish_reason,
+        )

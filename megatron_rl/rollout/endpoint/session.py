@@ -99,10 +99,10 @@ class Session:
                 )
             parent = self.record.parent_of(asked.frame, asked.conversation)
             new_ids = rendering.new_ids(asked, parent)
-            limit = self._limit(parent, new_ids)
             context = new_ids if parent is None else (*parent.token_ids(), *new_ids)
             if not context:
                 raise Refused("the request has no tokens to go on from; give a prompt")
+            limit = self._limit(parent, context)
             digest = hashlib.blake2b(np.array(context, dtype=np.int64).tobytes(), digest_size=6).hexdigest()
             self._asked[digest] += 1
             pending = Pending(
@@ -119,16 +119,16 @@ class Session:
             self._waiting.add(pending.done)
             return pending
 
-    def _limit(self, parent: Turn | None, new_ids: tuple[int, ...]) -> int:
+    def _limit(self, parent: Turn | None, context: tuple[int, ...]) -> int:
         """Return the most tokens that a turn may have. Raises Refused where the session has none left."""
         if parent is None:
-            if len(new_ids) <= self._max_prompt_tokens:
+            if len(context) <= self._max_prompt_tokens:
                 return self.room
             message = (
-                f"the first request has {len(new_ids)} tokens and data.max_prompt_tokens={self._max_prompt_tokens}"
+                f"the first request has {len(context)} tokens and data.max_prompt_tokens={self._max_prompt_tokens}"
             )
         else:
-            used = len(parent.token_ids()) - len(parent.path()[0].new_ids) + len(new_ids)
+            used = len(context) - len(parent.path()[0].new_ids)
             if used < self.room:
                 return self.room - used
             message = f"the conversation has {used} tokens after its first request, of {self.room} for the response"

@@ -64,6 +64,6 @@ def family_of(model_type: object) -> Family | None:
 
 def check_family(family: object, where: str) -> None:
     """Raise ConfigError, naming the missing parts, where ``family`` (a config's ``model_type``) is not in FAMILIES."""
-    if not isinstance(family, str) or ALIASES.get(family, family) not in FAMILIES:
+    if family_of(family) is None:
         missing = f"; missing for {family}: {MISSING[family]}" if str(family) in MISSING else ""
         raise ConfigError(f"{where} holds a {quoted(family)} model; this version builds {', '.join(FAMILIES)}{missing}")

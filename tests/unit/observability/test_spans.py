@@ -162,8 +162,8 @@ def test_the_variables_of_the_resource_hold(tmp_path, monkeypatch):
         with MetricsWriter(tmp_path / "run", on(held), 1, True) as writer:
             take_step(writer, timer_of(writer), 1, 1)
         (resource,) = held.resources()
-    named = {key: resource[key] for key in ("service.name", "team", "megatron_rl.run", "megatron_rl.rank")}
-    assert named == {"service.name": "mine", "team": "a", "megatron_rl.run": "run", "megatron_rl.rank": 0}
+    named = {key: resource[key] for key in ("service.name", "team", "megatron_rl.run")}
+    assert named == {"service.name": "mine", "team": "a", "megatron_rl.run": "run"}
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,20 @@ import pytest
 import torch
 
 from megatron_rl.errors import EpisodeError
+from megatron_rl.rollout.endpoint.asked import asked_chat
+from megatron_rl.rollout.endpoint.rendering import Rendering, answer
+from megatron_rl.rollout.endpoint.session import Session, Tally
 from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
 from megatron_rl.rollout.worker import to_sample
-from megatron_rl.types import Prompt
-from tests.unit.rollout.endpoint.agents_at_work import PROMPTS, asked, chatted, loaded_engine, with_agent
+from megatron_rl.types import Prompt, Rollout
+from tests.unit.rollout.endpoint.agents_at_work import (
+    PROMPTS,
+    asked,
+    chat_tokenizer,
+    chatted,
+    loaded_engine,
+    with_agent,
+)
 from tests.unit.rollout.tiny_model import EOS, TEMPERATURE, VOCAB, _model
 
 
@@ -266,3 +276,31 @@ def test_the_openai_client_goes_unmodified(inner) -> None:
     (rollout,), counts = generated(inner, agent, samples=1, prompts=PROMPTS[:1])
     assert rollout.num_turns == 2 and not counts["branches beside the trained one"]
     assert list(rollout.logprobs[: len(logprobs[0])]) == logprobs[0] and rollout.text.endswith(said[0])
+
+
+def test_a_turn_that_calls_a_tool_is_extended_by_the_tools_answer() -> None:
+    """The sampled text of a call is read as OpenAI's call, and the client's answer to it keeps the sampled tokens."""
+    rendering, tally = Rendering(chat_tokenizer()), Tally()
+    session = Session("s", PROMPTS[0], 0, room=60, max_prompt_tokens=20, max_turns=4)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    body = {"messages": [{"role": "user", "content": "1+1"}], "tools": tools}
+    first = session.ask(asked_chat(body, TEMPERATURE), rendering, tally)
+    said = Rollout(
+        prompt=first.prompt,
+        sample_index=0,
+        response_ids=(5, 6, EOS),
+        logprobs=(-0.1, -0.2, -0.3),
+        text='so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+        finish_reason="stop",
+        weight_versions=((1, 3),),
+    )
+    session.take(first, said, tally)
+    turn, reply, number = first.done.result(timeout=0)
+    (call,) = reply["tool_calls"]
+    assert reply["content"] == "so" and json.loads(call["function"]["arguments"]) == {"a": 1}
+    choice = answer(first.asked, turn, reply, "a", 0, None)["choices"][0]
+    assert number == 0 and choice["finish_reason"] == "tool_calls"
+    body["messages"] += [choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "2"}]
+    second = session.ask(asked_chat(body, TEMPERATURE), rendering, tally)
+    assert second.parent is turn and second.new_ids == tuple(ids("c2b"))
+    assert second.prompt.token_ids == (*ids("d1a1+1b"), 5, 6, EOS, *ids("c2b"))

@@ -1,4 +1,4 @@
-"""The record of a session: chains by prefix, branches, and each sampled token's one place with loss."""
+"""The record of a session: chains by prefix, branches, and the sample of the last one."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ def test_three_turns_chain_into_one_sample() -> None:
     answered(record, ("u",), ("a",), (5, 6), (8, 0))
     answered(record, ("u", "a", "t"), ("b",), (4,), (9, 0))
     answered(record, ("u", "a", "t", "b", "v"), ("c",), (3, 3), (7, 0), version=2)
-    (branch,) = record.branches()
+    branch = record.last_branch()
     assert branch.prompt_ids == (5, 6) and branch.response_ids == (8, 0, 4, 9, 0, 3, 3, 7, 0)
     assert branch.loss_mask == (True, True, False, True, True, False, False, True, True)
     assert branch.logprobs == (-0.8, 0.0, 0.0, -0.9, 0.0, 0.0, 0.0, -0.1 * 7, 0.0)
-    assert branch.weight_versions == ((1, 7), (2, 2)) and branch.num_turns == 3
+    assert branch.weight_versions == ((1, 7), (2, 2))
     assert record.turns[-1].token_ids() == branch.prompt_ids + branch.response_ids
-    assert record.last_branch() == branch
+    assert record.leaves() == record.turns[-1:]
 
 
-def test_a_branch_is_a_sample_of_its_own_and_shared_turns_carry_loss_once() -> None:
+def test_the_branch_of_the_last_turn_is_the_sample() -> None:
     record = Record()
     answered(record, ("u",), ("a",), (5,), (8, 0))
-    answered(record, ("u", "a", "left"), ("b",), (1,), (9, 0))
-    answered(record, ("u", "a", "right"), ("c",), (2,), (7, 0))
-    answered(record, ("other",), ("d",), (6, 6), (4, 0))
-    left, right, other = record.branches()
-    assert left.response_ids == (8, 0, 1, 9, 0) and left.loss_mask == (True, True, False, True, True)
-    assert right.response_ids == (8, 0, 2, 7, 0) and right.loss_mask == (False, False, False, True, True)
-    assert other.prompt_ids == (6, 6) and other.response_ids == (4, 0)
-    assert record.last_branch() == other
+    left = answered(record, ("u", "a", "left"), ("b",), (1,), (9, 0))
+    right = answered(record, ("u", "a", "right"), ("c",), (2,), (7, 0))
+    found = record.last_branch()
+    assert found.prompt_ids == (5,) and found.response_ids == (8, 0, 2, 7, 0)
+    assert found.loss_mask == (True, True, False, True, True)
+    other = answered(record, ("other",), ("d",), (6, 6), (4, 0))
+    found = record.last_branch()
+    assert found.prompt_ids == (6, 6) and found.response_ids == (4, 0) and found.loss_mask == (True, True)
+    assert record.leaves() == [left, right, other]
 
 
 def test_what_does_not_extend_a_conversation_does_not_chain() -> None:
@@ -75,11 +76,11 @@ def test_the_latest_of_equal_conversations_is_extended() -> None:
     record = Record()
     answered(record, ("u",), ("a",), (5,), (8, 0))
     again = answered(record, ("u",), ("a",), (5,), (8, 8, 0))
-    assert record.parent_of(CHAT, ("u", "a", "t")) is again and len(record.branches()) == 2
+    assert record.parent_of(CHAT, ("u", "a", "t")) is again and len(record.leaves()) == 2
 
 
-def test_random_trees_train_each_sampled_token_once() -> None:
-    """Over random trees, loss tokens are the sampled ones, and each branch's tokens are a naive walk's."""
+def test_the_last_branch_of_random_trees_is_a_naive_walks() -> None:
+    """Over random trees: its tokens are those of the walk to the last turn, and the sampled ones carry loss."""
     draw = random.Random(0)
     for _ in range(200):
         record, known, contexts = Record(), [()], {(): ()}
@@ -90,7 +91,7 @@ def test_random_trees_train_each_sampled_token_once() -> None:
             turn = answered(record, asked, (f"a{number}",), new, ids)
             known.append(turn.known)
             contexts[turn.known] = (*contexts[base], *new, *ids)
-        branches = record.branches()
-        assert [b.prompt_ids + b.response_ids for b in branches] == [contexts[leaf.known] for leaf in record.leaves()]
-        trained = [t for b in branches for t, loss in zip(b.response_ids, b.loss_mask, strict=True) if loss]
-        assert sorted(trained) == sorted(token for turn in record.turns for token in turn.ids)
+        found = record.last_branch()
+        assert found.prompt_ids + found.response_ids == contexts[known[-1]]
+        assert all((token >= 1000) == loss for token, loss in zip(found.response_ids, found.loss_mask, strict=True))
+        assert record.leaves() == [x for x in record.turns if not any(y.parent is x for y in record.turns)]
