@@ -9,11 +9,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
 
 import psutil
+import pytest
 
+from megatron_rl.rollout.vllm.process_replica import ProcessReplica
+from megatron_rl.rollout.vllm.replica import GenerateRequest
 from tests.patience import patient, until
 from tests.unit.rollout.misbehaving_server import unused_port
 
@@ -45,39 +49,30 @@ VLLM = (
 GAP = 1e-4  # float32, the same weights in two implementations
 
 
-def engines_of(driver: int) -> list[int]:
-    """Return the engine processes whose argument names a rank of ours: children of the pool's workers."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-            rank = int(words[-2]) if b"megatron_rl.rollout.vllm.process_main" in words else 0
-            parent = (
-                int((path.parents[1] / str(rank) / "stat").read_text().rpartition(")")[2].split()[1]) if rank else 0
-            )
-        except (OSError, ValueError):
-            continue
-        if parent == driver:
-            found.append(int(path.parent.name))
-    return found
+@contextlib.contextmanager
+def engines_killed_at_work(moments: Collection[int]) -> Iterator[list[int]]:
+    """Send SIGKILL to this process's engine under its first request by the k-th weights, for each k of ``moments``.
 
-
-def kill_engines(workers: int, run_dir: pathlib.Path, moments: int, done: list[int], rows: int = 0) -> None:
-    """Send SIGKILL to the run's engine process whenever it has begun to work again, ``moments`` times.
-
-    workers: the process that forks the pool's. rows: of the run's metrics that come before the first time.
+    The engine is stopped before the request, so that it owes an answer when it ends. Yields the processes killed so far.
     """
-    log = run_dir / "metrics.jsonl"
-    while len(done) < moments:
-        time.sleep(0.05)
-        text = log.read_text() if log.exists() else ""
-        if text.count("\n") <= rows:
-            continue
-        for pid in engines_of(workers):
-            os.kill(pid, signal.SIGKILL)
-            done.append(pid)
-            rows = text.count("\n") + 1
-            break
+    submit, versions, killed = ProcessReplica.submit, [], []
+
+    def submit_and_kill(replica: ProcessReplica, request: GenerateRequest) -> Future:
+        version = replica.weight_version
+        dies = version not in versions and len(versions) + 1 in moments
+        if version not in versions:
+            versions.append(version)
+        if not dies:
+            return submit(replica, request)
+        os.kill(replica.pid, signal.SIGSTOP)
+        future = submit(replica, request)
+        os.kill(replica.pid, signal.SIGKILL)
+        killed.append(replica.pid)
+        return future
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessReplica, "submit", submit_and_kill)
+        yield killed
 
 
 class Served:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import threading
 
 import pytest
 
 from tests.runs.command import arguments, command_line, rows_of
 from tests.vllm.rig import make_prompts
-from tests.vllm.served import VLLM, kill_engines
+from tests.vllm.served import VLLM, engines_killed_at_work
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long(seconds=150)]
 
@@ -27,9 +26,10 @@ BFLOAT16 = (
 DELTA = ("weight_sync.delta=true", "weight_sync.full_every=100", "weight_sync.bucket_mb=0.05")
 
 
-def watched_run(rank: int, world: int, given: list[str]) -> dict:
+def watched_run(rank: int, world: int, given: list[str], moments: tuple[int, ...] = ()) -> dict:
     """Run the command line, and note what each sync sent and what the engine's workers say that they hold after it.
 
+    moments: the weights, counted from 1, under whose first request the engine is killed.
     Before the engine is closed it answers some prompts, gets the weights of its last sync once more, whole and by
     another sender, and answers again.
     """
@@ -72,12 +72,12 @@ def watched_run(rank: int, world: int, given: list[str]) -> dict:
             answers.append(report.failed or answer(engine))
         return shut(engine)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, engines_killed_at_work(moments) as killed:
         load, shut = VllmEngine.load_weights, VllmEngine.close
         patch.setattr(VllmEngine, "load_weights", load_weights)
         patch.setattr(VllmEngine, "close", close)
         code, said = command_line(rank, world, given)
-    return {"code": code, "said": said, "syncs": syncs, "answers": answers}
+    return {"code": code, "said": said, "syncs": syncs, "answers": answers, "killed": len(killed)}
 
 
 def gaps_of(run_dir) -> list[float]:
@@ -89,22 +89,19 @@ def gaps_of(run_dir) -> list[float]:
     [("arithmetic", 1, ()), ("mixture", 2, ("parallel.expert=2",))],
     ids=["dense", "mixture, EP2"],
 )
-def test_an_engine_holds_the_trainers_bits_through_a_run(nursery, pool, request, tmp_path, kind, world, layout):
+def test_an_engine_holds_the_trainers_bits_through_a_run(pool, request, tmp_path, kind, world, layout):
     """An engine that got changes, was killed, and got changes again holds the trainer's bits.
 
     Its workers' receipts say so after every sync, and it answers to the bit as after a whole sync. Its log-probs are as
     far from the trainer's as in a run whose syncs are whole.
     """
-    folder, killed = request.getfixturevalue(kind), []
+    folder = request.getfixturevalue(kind)
     given = (*BFLOAT16, *layout)
     pool.run(world, watched_run, arguments(folder, tmp_path / "whole", *given), timeout_s=300)
-    killer = threading.Thread(
-        target=kill_engines, args=(nursery.process.pid, tmp_path / "delta", 1, killed, 4), daemon=True
-    )
-    killer.start()
-    results = pool.run(world, watched_run, arguments(folder, tmp_path / "delta", *given, *DELTA), timeout_s=300)
+    delta = arguments(folder, tmp_path / "delta", *given, *DELTA)
+    results = pool.run(world, watched_run, delta, (4,), timeout_s=300)
     assert [x["code"] for x in results] == [0] * world, results
-    assert len(killed) == 1 and results[0]["said"].count("is started again") == 1, results[0]["said"]
+    assert results[0]["killed"] == 1 and results[0]["said"].count("is started again") == 1, results[0]["said"]
     syncs, (before, after) = results[0]["syncs"], results[0]["answers"]
     for sync in syncs:
         print({k: sync[k] for k in ("version", "bytes", "sent_bytes", "changed")})
