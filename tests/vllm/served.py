@@ -53,7 +53,7 @@ GAP = 1e-4  # float32, the same weights in two implementations
 def engines_killed_at_work(moments: Collection[int]) -> Iterator[list[int]]:
     """Send SIGKILL to this process's engine under its first request by the k-th weights, for each k of ``moments``.
 
-    The engine is stopped before the request, so that it owes an answer when it ends. Yields the processes killed so far.
+    The engine is stopped before the request, so that it owes an answer when it ends. Yields the processes killed.
     """
     submit, versions, killed = ProcessReplica.submit, [], []
 
