@@ -175,4 +175,12 @@ FIGURES = (
         from_zero=True,
         required=False,
     ),
+    Figure(
+        title="Agents' sessions",
+        lines=tuple((f"endpoint/{kind}", kind) for kind in ("failed", "abandoned")),
+        subtitle="without a reward, per rollout: by an error, or in time",
+        from_zero=True,
+        required=False,
+        nonzero=True,
+    ),
 )

@@ -22,7 +22,7 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.colocation import ColocatedDevice, DeviceOwner
 from megatron_rl.rollout.engine import NO_WEIGHTS, Engine
-from megatron_rl.rollout.start_order import tail_s
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics, counts_of
 from megatron_rl.rollout.stragglers import choose, hand_out
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt, Rollout, Score
@@ -54,6 +54,7 @@ class RolloutManager:
     offload: moves the trainer off a shared device; None where the engine has a device of its own.
     restore: moves the trainer back to it; None where the engine has a device of its own.
     score_apart: whether ``score`` may be called in another thread than the main one.
+    take_counts: returns this rank's further counts since its last call, as metrics that add up over ranks.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RolloutManager:
         offload: Callable[[], object] | None = None,
         restore: Callable[[], object] | None = None,
         score_apart: bool = False,
+        take_counts: Callable[[], Mapping[str, int]] = dict,
     ):
         self.engine, self.config = engine, config
         settings = config.rollout.producer
@@ -79,19 +81,9 @@ class RolloutManager:
         self.jobs: list[RolloutJob] = []  # started, and not collected whole
         self.sent_version = NO_WEIGHTS  # the same on every rank, even if an engine was lost since
         self._export, self._export_adapters, self._version = export, export_adapters, version
+        self._take_counts = take_counts
         self.device = ColocatedDevice(engine, offload, restore, self._together, self._note_memory)
-        self.metrics: dict[str, float] = {}
-        self.turns = self.samples = self.truncated = 0  # of the jobs finished since ``take_metrics``
-        self.waited_s = 0.0  # for weights and rollouts since the last rollout's end
-        self.last_end = time.perf_counter()
-        self.totals = {
-            "tokens": 0.0,
-            "generation_s": 0.0,
-            "waited_s": 0.0,
-            "syncs": 0,
-            "sync_s": 0.0,
-            "sync_bytes": 0.0,
-        }
+        self.metrics = RolloutMetrics(has_turns=config.plays_episodes, has_delta=config.weight_sync.delta)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -132,7 +124,7 @@ class RolloutManager:
             self.engine.take_report(version, failed, {name for part in reports for name in part[1]})
             if not failed:
                 self.sent_version = version
-                self._note_sync(reports)
+                self.metrics.note_sync(reports)
                 return
             reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
             log.warning("sync of weight version %d failed (attempt %d of %d): %s", version, attempt, attempts, reasons)
@@ -154,20 +146,6 @@ class RolloutManager:
         everywhere = {name for part in collectives.gather_json(unreached) for name in part}
         if everywhere:
             self.engine.leave_out(everywhere)
-
-    def _note_sync(self, sent: list) -> None:
-        """Note the size and time of a sync. ``sent``: each rank's [failed, lost, bytes, seconds, sent, changed]."""
-        num_bytes, seconds = max(part[2] for part in sent), max(part[3] for part in sent)
-        self.waited_s += seconds
-        self.totals["syncs"] += 1
-        self.totals["sync_s"] += seconds
-        self.totals["sync_bytes"] += num_bytes
-        self.metrics["perf/weight_sync_bytes"] = float(num_bytes)
-        self.metrics["perf/weight_sync_bytes_per_second"] = num_bytes / max(seconds, 1e-9)
-        if self.config.weight_sync.delta:
-            self.metrics["perf/weight_sync_sent_bytes"] = float(max(part[4] for part in sent))
-            if shares := [part[5] for part in sent if part[5] is not None]:
-                self.metrics["perf/weight_sync_changed_share"] = max(shares)
 
     def _lost_anywhere(self) -> list[str]:
         return sorted({name for part in collectives.gather_json(self.engine.lost) for name in part})
@@ -237,8 +215,7 @@ class RolloutManager:
         wait()
         scored_s = self.worker.scored_here_s - scored_s
         waited_s = time.perf_counter() - started - scored_s
-        self.waited_s += waited_s
-        self.totals["waited_s"] += waited_s
+        self.metrics.note_wait(waited_s)
         return CollectDurations(waited_s=waited_s, scored_s=scored_s)
 
     def collect_most(
@@ -285,25 +262,7 @@ class RolloutManager:
         Several jobs before one ``take_metrics`` add up.
         """
         self.jobs = [other for other in self.jobs if other is not job]
-        counts = [job.num_turns(), job.num_samples(), job.num_truncated(), list(job.ended_s.values())]
-        parts = collectives.gather_json([job.num_tokens(), job.generation_s, *counts])
-        tokens, seconds, now = sum(part[0] for part in parts), max(part[1] for part in parts), time.perf_counter()
-        tokens += self.metrics.get("rollout/tokens", 0.0)
-        seconds += self.metrics.get("perf/rollout_generation_s", 0.0)
-        tail = tail_s([end for part in parts for end in part[5]]) + self.metrics.get("perf/rollout_tail_s", 0.0)
-        self.turns += sum(part[2] for part in parts)
-        self.samples += sum(part[3] for part in parts)
-        self.truncated += sum(part[4] for part in parts)
-        if self.config.plays_episodes:
-            self.metrics["rollout/turns_mean"] = self.turns / max(1, self.samples)
-        self.metrics |= {
-            "rollout/tokens": float(tokens),
-            "rollout/truncated_share": self.truncated / max(1, self.samples),
-            "perf/rollout_generation_s": seconds,
-            "perf/rollout_tail_s": tail,
-            "perf/rollout_tokens_per_second": tokens / max(seconds, 1e-9),
-            "perf/rollout_wait_share": min(1.0, self.waited_s / max(now - self.last_end, 1e-9)),
-        }
+        self.metrics.note_job(collectives.gather_json(counts_of(job, self._take_counts())))
 
     def _generate_here(self, job: RolloutJob) -> None:
         self.device.to_engine()
@@ -350,42 +309,32 @@ class RolloutManager:
         temperature: an evaluation's (0: greedy), which counts in no metrics of rollouts; None for
             ``rollout.temperature``.
         """
-        waited_s = self.waited_s
+        waited_s = self.metrics.waited_s
         self.settle()
         self.sync_weights()
         job = self.job(prompts, samples_per_prompt, temperature=temperature)
         self.start(job)
         self.collect(job, sorted(prompts))
         if temperature is not None:
-            self.jobs, self.waited_s = [other for other in self.jobs if other is not job], waited_s
+            self.jobs = [other for other in self.jobs if other is not job]
+            self.metrics.waited_s = waited_s
         else:
             self.finish(job)
         return job
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call, and begin anew. Not a collective."""
-        metrics, self.metrics = self.metrics, {}
-        self.turns = self.samples = self.truncated = 0
-        self.totals["tokens"] += metrics.get("rollout/tokens", 0.0)
-        self.totals["generation_s"] += metrics.get("perf/rollout_generation_s", 0.0)
-        self.waited_s, self.last_end = 0.0, time.perf_counter()
-        return metrics
+        return self.metrics.take()
 
     def _note_memory(self, ended: DeviceOwner) -> None:
         phase = {DeviceOwner.TRAINER: "update", DeviceOwner.WEIGHTS: "weight_sync", DeviceOwner.ENGINE: "rollout"}[
             ended
         ]
-        self.metrics[f"perf/{phase}_peak_memory_bytes"] = float(HOST.take_peak_memory_bytes())
+        self.metrics.note_peak_memory(phase, HOST.take_peak_memory_bytes())
 
     def summary(self, run_s: float) -> str:
         """Return one line for the log at a run's end. ``run_s``: the run's whole time."""
-        t = self.totals
-        return (
-            f"rollouts: {t['tokens']:,.0f} tokens, {t['tokens'] / max(t['generation_s'], 1e-9):,.0f} a second; "
-            f"weights sent {t['syncs']} times, {t['sync_s'] / max(t['syncs'], 1):.3f} s and "
-            f"{t['sync_bytes'] / max(t['sync_s'], 1e-9) / 1e9:.2f} GB/s each; "
-            f"{(t['waited_s'] + t['sync_s']) / max(run_s, 1e-9):.0%} of {run_s:,.0f} s waited for the two"
-        )
+        return self.metrics.summary(run_s)
 
     def close(self) -> None:
         self.engine.close()

@@ -35,7 +35,7 @@ from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.reward import Reward, opened_reward
 from megatron_rl.rollout.build import RankLocation, place_engine, refuse_mixture
-from megatron_rl.rollout.endpoint.agents import with_agents
+from megatron_rl.rollout.endpoint.agents import AgentEngine, with_agents
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.idle_engine import IdleEngine
 from megatron_rl.rollout.manager import RolloutManager
@@ -284,6 +284,7 @@ def _build_manager(
         offload=(lambda: [model.offload() for model in on_device]) if shared else None,
         restore=(lambda: [model.restore() for model in on_device]) if shared else None,
         score_apart=reward is not None and reward.runs_apart,
+        take_counts=engine.take_counts if isinstance(engine, AgentEngine) else dict,
     )
 
 

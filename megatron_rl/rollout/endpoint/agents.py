@@ -1,6 +1,7 @@
 """Rollouts that agents make: an engine that runs an agent per sample and records what it asks the endpoint.
 
-Agents run in threads and speak HTTP; the engine runs in the thread of ``generate`` alone, on all requests that wait.
+Agents run in threads and speak HTTP. An engine of this process samples in the thread of ``generate`` alone, all
+requests that wait together; one that is elsewhere gets each request at once, while it samples others.
 
 A session ends once its agent has returned and its reward is known: a number that the agent returned, or one that came
 by POST /sessions/ID/reward. It fails where the agent raises, has asked nothing, or where there is no reward
@@ -47,10 +48,15 @@ Agent = Callable[[str, Mapping[str, object]], float | None]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
-    """Holds what one call of ``generate`` waits for, under ``change``."""
+    """Holds what one call of ``generate`` waits for, under ``change``.
+
+    threads: they wait for an engine that is elsewhere. error: the first one of theirs.
+    """
 
     change: threading.Condition = field(default_factory=threading.Condition)
     waiting: list[Pending] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+    error: BaseException | None = None
 
     def put(self, pending: Pending) -> None:
         with self.change:
@@ -58,12 +64,34 @@ class _Call:
             self.change.notify_all()
 
     def take(self) -> list[Pending]:
-        """Return the requests that wait, after at most LOOK_S."""
+        """Return the requests that wait, after at most LOOK_S. Raises a thread's error."""
         with self.change:
-            if not self.waiting:
+            if not self.waiting and self.error is None:
                 self.change.wait(LOOK_S)
+            if self.error is not None:
+                raise self.error
             found, self.waiting = self.waiting, []
             return found
+
+    def start(self, act: Callable[[], None]) -> None:
+        """Run ``act`` in a thread, whose error ``take`` raises."""
+
+        def run() -> None:
+            try:
+                act()
+            except BaseException as error:  # noqa: BLE001 (raised in the caller's thread, by take)
+                with self.change:
+                    self.error = self.error or error
+                    self.change.notify_all()
+
+        self.threads = [thread for thread in self.threads if thread.is_alive()]
+        self.threads.append(threading.Thread(target=run, daemon=True, name="agents' requests"))
+        self.threads[-1].start()
+
+    def end(self) -> None:
+        """Wait until the engine has nothing of this call under way; its own deadlines bound that."""
+        for thread in self.threads:
+            thread.join()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -127,6 +155,10 @@ class AgentEngine(EngineAround):
         log.info("endpoint: %s", self.tally.report())
         self._open.close()
 
+    def take_counts(self) -> dict[str, int]:
+        """Return what became of sessions and requests since the last call, by their metrics' names."""
+        return self.tally.take()
+
     def _submit(self, pending: Pending) -> None:
         call = self._calls.get(pending.session.key)
         if call is not None:  # else the session was closed just now, and the request refused
@@ -155,7 +187,8 @@ class AgentEngine(EngineAround):
         try:
             while len(finished) < len(groups):
                 if waiting := call.take():
-                    self._sample(waiting, temperature)
+                    sample = functools.partial(self._sample, waiting, temperature)
+                    call.start(sample) if self.engine.is_elsewhere else sample()
                 for index, group in enumerate(groups):
                     for episode in [x for x in group if x.rollout is None]:
                         self._settle(episode)
@@ -168,6 +201,7 @@ class AgentEngine(EngineAround):
         finally:
             for episode in [member for group in groups for member in group]:
                 self._release(episode)
+            call.end()
         return [rollout for index in range(len(prompts)) for rollout in finished[index]]
 
     def _begun(self, prompt: Prompt, sample: int, room: int, call: _Call) -> _Episode:
@@ -259,9 +293,9 @@ class AgentEngine(EngineAround):
         if kind is not None:
             self.tally.note(kind, session.name)
         if session.exhausted is not None:
-            self.tally.note("ended by a limit")
+            self.tally.note("limited")
         if (beside := len(session.record.leaves()) - 1) > 0:
-            self.tally.note("branches beside the trained one", count=beside)
+            self.tally.note("untrained branches", count=beside)
 
     def _release(self, episode: _Episode) -> None:
         """Close a session and forget it; one that had not ended is lost, with its call."""

@@ -53,7 +53,7 @@ class Front:
             raise Refused("the header Authorization holds no key of this endpoint", status=401, code="invalid_api_key")
         key = request.path_params["key"]
         if (session := self.sessions.get(key)) is None:
-            self._tally.note("requests to unknown sessions")
+            self._tally.note("unknown sessions")
             raise Refused(
                 f"session {key[:80]!r} is not known; use the base_url that the agent is called with", status=404
             )

@@ -24,6 +24,19 @@ from megatron_rl.rollout.endpoint.rendering import Rendering, reply_of
 from megatron_rl.types import Prompt, Rollout
 
 MAX_NAMES = 20  # that a report lists of each kind
+# Sessions, of which each but the lost gives a sample; the untrained branches of those samples; what came too late.
+KINDS = (
+    "sessions",
+    "failed",
+    "abandoned",
+    "lost",
+    "limited",
+    "untrained branches",
+    "late requests",
+    "late answers",
+    "late rewards",
+    "unknown sessions",
+)
 
 
 class Tally:
@@ -32,21 +45,33 @@ class Tally:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.names: dict[str, list[str]] = {}
+        self._taken: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def note(self, kind: str, name: str | None = None, count: int = 1) -> None:
+        """Count something of one of KINDS. Raises ValueError for any other kind."""
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
         with self._lock:
             self.counts[kind] += count
             names = self.names.setdefault(kind, [])
             if name is not None and name not in names and len(names) < MAX_NAMES:
                 names.append(name)
 
+    def take(self) -> dict[str, int]:
+        """Return the counts since the last call by their metrics' names, zeros included."""
+        with self._lock:
+            found = {f"endpoint/{kind.replace(' ', '_')}": self.counts[kind] - self._taken[kind] for kind in KINDS}
+            self._taken = self.counts.copy()
+        return found
+
     def report(self) -> str:
         """Return one line, such as "3 sessions; 1 abandoned (17@0#2)"."""
         with self._lock:
             parts = [
-                f"{count:,} {kind}" + (f" ({', '.join(self.names[kind])})" if self.names[kind] else "")
-                for kind, count in sorted(self.counts.items(), key=lambda item: item[0] != "sessions")
+                f"{self.counts[kind]:,} {kind}" + (f" ({', '.join(self.names[kind])})" if self.names[kind] else "")
+                for kind in KINDS
+                if self.counts[kind]
             ]
         return "; ".join(parts) or "no sessions"
 
@@ -140,7 +165,7 @@ class Session:
         with self._lock:
             self._waiting.discard(pending.done)
             if self._closed:
-                tally.note("answers that came too late", self.name)
+                tally.note("late answers", self.name)
                 return
             number, asked = len(self.record.turns), pending.asked
             reply = reply_of(rollout.text, asked, number)

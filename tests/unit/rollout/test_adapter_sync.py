@@ -160,7 +160,7 @@ def test_the_manager_sends_the_weights_where_an_engine_lacks_them() -> None:
         manager.sync_weights()
     both = [*WEIGHTS, *PAIR]
     assert engine.names == [both, list(PAIR), list(PAIR), both]
-    assert manager.metrics["perf/weight_sync_bytes"] == sum(x.nbytes for x in {**WEIGHTS, **PAIR}.values())
+    assert manager.take_metrics()["perf/weight_sync_bytes"] == sum(x.nbytes for x in {**WEIGHTS, **PAIR}.values())
 
 
 @pytest.mark.parametrize("rank, most", [(1, 1), (2, 8), (8, 8), (9, 16), (64, 64), (129, 256), (257, 320), (512, 512)])

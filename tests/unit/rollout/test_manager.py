@@ -188,7 +188,7 @@ def test_a_sync_that_fails_twice_and_comes_through(syncs, caplog):
         f"sync of weight version 4 failed (attempt {k} of 3)"[:47] for k in (1, 2)
     ]
     assert engine.recovered == [(), *[("the engine",) if word == "lost" else () for word in syncs]]
-    assert generation.totals["syncs"] == 1 and generation.take_metrics()["perf/weight_sync_bytes"] == 40.0
+    assert generation.metrics.totals["syncs"] == 1 and generation.take_metrics()["perf/weight_sync_bytes"] == 40.0
 
 
 def test_the_bytes_sent_and_the_share_changed_are_metrics_of_delta_syncs_alone():

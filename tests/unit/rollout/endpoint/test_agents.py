@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_rl.config import load_config
 from megatron_rl.errors import EpisodeError
 from megatron_rl.rollout.endpoint.asked import asked_chat
 from megatron_rl.rollout.endpoint.rendering import Rendering, answer
 from megatron_rl.rollout.endpoint.session import Session, Tally
+from megatron_rl.rollout.engine import EngineLost
+from megatron_rl.rollout.engine_around import EngineAround
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
 from megatron_rl.rollout.worker import to_sample
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Prompt, Rollout, Score
+from tests.patience import patient
 from tests.unit.rollout.endpoint.agents_at_work import (
     PROMPTS,
     asked,
@@ -126,7 +134,7 @@ def test_texts_chain_and_a_branch_is_counted(inner) -> None:
         assert rollout.context_ids == tuple(ids(rollout.prompt.columns["question"] + "="))
         (start,) = (k for k in range(1, 5) if not rollout.loss_mask[k] and all(rollout.loss_mask[:k]))
         assert rollout.response_ids[start : start + 2] == tuple(ids("+2"))  # the last branch is the trained one
-    assert counts["branches beside the trained one"] == len(found)
+    assert counts["untrained branches"] == len(found)
 
 
 def test_tools_are_rendered_and_a_stream_is_the_same_answer(inner) -> None:
@@ -186,6 +194,77 @@ def test_an_abandoned_session_is_accounted_for(inner) -> None:
         generated(inner, abandons, samples=1, deadline_s=3.0)
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Make this process a world of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_became_of_sessions_is_in_the_rollouts_metrics(alone, inner) -> None:
+    """Counts add up until a rollout's row takes them, an evaluation's too, and begin anew."""
+    engine = with_agent(inner, abandons, on_error="drop", deadline_s=2.0)
+    manager = RolloutManager(
+        engine,
+        lambda rollouts: [Score(total=1.0, by_function=()) for _ in rollouts],
+        load_config(None, ["rollout.endpoint.agent=tests:agent"]),
+        export=lambda: iter(()),
+        version=lambda: inner.weight_version,
+        share=(0, 1),
+        take_counts=engine.take_counts,
+    )
+    manager.produce(dict(enumerate(PROMPTS[:1])), 2, temperature=0.0)
+    manager.produce(dict(enumerate(PROMPTS)), 2)
+    found = manager.take_metrics()
+    assert (found["endpoint/sessions"], found["endpoint/abandoned"], found["endpoint/lost"]) == (8.0, 2.0, 0.0)
+    manager.produce(dict(enumerate(PROMPTS[:1])), 2)
+    assert manager.take_metrics()["endpoint/sessions"] == 2.0
+    engine._pool.close()
+    engine._open.close()
+
+
+class Elsewhere(EngineAround):
+    """An engine in another process, whose first request ends only after its second one has come."""
+
+    is_elsewhere = True
+
+    def __init__(self, engine) -> None:
+        super().__init__(engine)
+        self.second, self.own, self.calls = threading.Event(), threading.Lock(), itertools.count(1)
+
+    def generate(self, *args, **settings):
+        if next(self.calls) == 1:
+            assert self.second.wait(patient(60.0)), "the second request waited for the first one's end"
+        else:
+            self.second.set()
+        with self.own:
+            return self.engine.generate(*args, **settings)
+
+
+def test_an_engine_elsewhere_is_asked_while_it_samples_others(inner) -> None:
+    def agent(base_url, row):
+        if row["question"] != "0+0":
+            assert engine.first.wait(patient(60.0))
+        engine.first.set()
+        return three_turns(base_url, row)
+
+    engine = Elsewhere(inner)
+    engine.first = threading.Event()
+    found, _ = generated(engine, agent)
+    assert [x.response_ids for x in found] == [x.response_ids for x in generated(inner, three_turns)[0]]
+
+
+def test_an_error_of_an_engine_elsewhere_is_raised(inner) -> None:
+    class Failing(Elsewhere):
+        def generate(self, *args, **settings):
+            raise EngineLost("it was killed", finished={})
+
+    with pytest.raises(EngineLost, match="it was killed") as lost:
+        generated(Failing(inner), three_turns)
+    assert lost.value.finished == {}
+
+
 def test_an_agent_that_asks_nothing_or_raises_follows_on_error(inner) -> None:
     def silent(base_url, row):
         if row["question"] == "0+0":
@@ -208,7 +287,7 @@ def test_a_limit_ends_an_episode_and_fails_nothing(inner, settings, reason) -> N
 
     found, counts = generated(inner, talks_on, samples=1, prompts=PROMPTS[:1], **settings)
     assert found[0].finish_reason == reason and found[0].environment_reward == 0.0
-    assert len(found[0].response_ids) <= 24 and counts["ended by a limit"] == 1 and not counts["failed"]
+    assert len(found[0].response_ids) <= 24 and counts["limited"] == 1 and not counts["failed"]
 
 
 REFUSED = [
@@ -242,7 +321,7 @@ def test_keys_and_limits_are_refused_with_a_status_and_a_message(inner, monkeypa
     settings = {"api_key_env": "AGENT_KEYS", "max_body_mb": 0.5}
     found, counts = generated(inner, agent, samples=1, prompts=PROMPTS[:1], **settings)
     assert [status for status, _ in seen[:5]] == [401, 404, 404, 400, 413]
-    assert counts["requests to unknown sessions"] == 1 and len(found[0].response_ids) == found[0].num_sampled <= 2
+    assert counts["unknown sessions"] == 1 and len(found[0].response_ids) == found[0].num_sampled <= 2
     for (_, expected), (status, text) in zip(REFUSED, seen[5:], strict=True):
         assert status == 400 and expected in json.loads(text)["error"]["message"]
 
@@ -274,7 +353,7 @@ def test_the_openai_client_goes_unmodified(inner) -> None:
     logprobs: list = []
     said: list = []
     (rollout,), counts = generated(inner, agent, samples=1, prompts=PROMPTS[:1])
-    assert rollout.num_turns == 2 and not counts["branches beside the trained one"]
+    assert rollout.num_turns == 2 and not counts["untrained branches"]
     assert list(rollout.logprobs[: len(logprobs[0])]) == logprobs[0] and rollout.text.endswith(said[0])
 
 

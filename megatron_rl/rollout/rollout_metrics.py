@@ -1,0 +1,107 @@
+"""The metrics of rollouts: they add up over ranks and jobs until a rollout's row takes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.rollout.start_order import tail_s
+from megatron_rl.rollout.worker import RolloutJob
+
+
+class RolloutMetrics:
+    """Adds up what rollouts and syncs of weights took.
+
+    has_turns: whether samples have turns to count. has_delta: whether syncs may send what changed alone.
+    """
+
+    def __init__(self, *, has_turns: bool, has_delta: bool) -> None:
+        self._has_turns, self._has_delta = has_turns, has_delta
+        self._values: dict[str, float] = {}
+        self._turns = self._samples = self._truncated = 0  # of the jobs noted since ``take``
+        self.waited_s = 0.0  # for weights and rollouts since the last rollout's end
+        self._last_end = time.perf_counter()
+        self.totals = {
+            "tokens": 0.0,
+            "generation_s": 0.0,
+            "waited_s": 0.0,
+            "syncs": 0,
+            "sync_s": 0.0,
+            "sync_bytes": 0.0,
+        }
+
+    def note_sync(self, sent: Sequence[Sequence]) -> None:
+        """Note the size and time of a sync. ``sent``: each rank's [failed, lost, bytes, seconds, sent, changed]."""
+        num_bytes, seconds = max(part[2] for part in sent), max(part[3] for part in sent)
+        self.waited_s += seconds
+        self.totals["syncs"] += 1
+        self.totals["sync_s"] += seconds
+        self.totals["sync_bytes"] += num_bytes
+        self._values["perf/weight_sync_bytes"] = float(num_bytes)
+        self._values["perf/weight_sync_bytes_per_second"] = num_bytes / max(seconds, 1e-9)
+        if self._has_delta:
+            self._values["perf/weight_sync_sent_bytes"] = float(max(part[4] for part in sent))
+            if shares := [part[5] for part in sent if part[5] is not None]:
+                self._values["perf/weight_sync_changed_share"] = max(shares)
+
+    def note_wait(self, seconds: float) -> None:
+        self.waited_s += seconds
+        self.totals["waited_s"] += seconds
+
+    def note_peak_memory(self, phase: str, num_bytes: int) -> None:
+        self._values[f"perf/{phase}_peak_memory_bytes"] = float(num_bytes)
+
+    def note_job(self, ranks: Sequence[Mapping]) -> None:
+        """Note a job that was collected whole. ``ranks``: each rank's ``counts_of``."""
+        tokens, now = self._sum("rollout/tokens", sum(rank["tokens"] for rank in ranks)), time.perf_counter()
+        seconds = self._sum("perf/rollout_generation_s", max(rank["generation_s"] for rank in ranks))
+        self._sum("perf/rollout_tail_s", tail_s([end for rank in ranks for end in rank["ended_s"]]))
+        for rank in ranks:
+            for name, count in rank["further"].items():
+                self._sum(name, count)
+        self._turns += sum(rank["turns"] for rank in ranks)
+        self._samples += sum(rank["samples"] for rank in ranks)
+        self._truncated += sum(rank["truncated"] for rank in ranks)
+        if self._has_turns:
+            self._values["rollout/turns_mean"] = self._turns / max(1, self._samples)
+        self._values |= {
+            "rollout/truncated_share": self._truncated / max(1, self._samples),
+            "perf/rollout_tokens_per_second": tokens / max(seconds, 1e-9),
+            "perf/rollout_wait_share": min(1.0, self.waited_s / max(now - self._last_end, 1e-9)),
+        }
+
+    def _sum(self, name: str, value: float) -> float:
+        self._values[name] = self._values.get(name, 0.0) + value
+        return self._values[name]
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics since the last call, and begin anew."""
+        values, self._values = self._values, {}
+        self._turns = self._samples = self._truncated = 0
+        self.totals["tokens"] += values.get("rollout/tokens", 0.0)
+        self.totals["generation_s"] += values.get("perf/rollout_generation_s", 0.0)
+        self.waited_s, self._last_end = 0.0, time.perf_counter()
+        return values
+
+    def summary(self, run_s: float) -> str:
+        """Return one line for the log at a run's end. ``run_s``: the run's whole time."""
+        t = self.totals
+        return (
+            f"rollouts: {t['tokens']:,.0f} tokens, {t['tokens'] / max(t['generation_s'], 1e-9):,.0f} a second; "
+            f"weights sent {t['syncs']} times, {t['sync_s'] / max(t['syncs'], 1):.3f} s and "
+            f"{t['sync_bytes'] / max(t['sync_s'], 1e-9) / 1e9:.2f} GB/s each; "
+            f"{(t['waited_s'] + t['sync_s']) / max(run_s, 1e-9):.0%} of {run_s:,.0f} s waited for the two"
+        )
+
+
+def counts_of(job: RolloutJob, further: Mapping[str, int]) -> dict:
+    """Return this rank's counts of a job. ``further``: metrics that add up over ranks and jobs."""
+    return {
+        "tokens": job.num_tokens(),
+        "generation_s": job.generation_s,
+        "turns": job.num_turns(),
+        "samples": job.num_samples(),
+        "truncated": job.num_truncated(),
+        "ended_s": list(job.ended_s.values()),
+        "further": dict(further),
+    }
