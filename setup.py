@@ -77,6 +77,8 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.3"],
         # Python 3.12 alone; model.provider=bridge runs with 0.6 beside megatron-core 0.19 (docs/bridge.md)
         "bridge": ["megatron-bridge>=0.6.2,<0.7"],
+        # environment.name=gymnasium (docs/multi-turn.md)
+        "gymnasium": ["gymnasium>=1.0"],
         "wandb": ["wandb>=0.17"],
         # data sets in Parquet files and in folders of datasets' save_to_disk; JSON and CSV need neither
         "data": ["pyarrow>=18", "datasets>=4"],
@@ -120,6 +122,7 @@ setup(
             "uvicorn>=0.30",
             "protobuf>=5",
             "openai>=1.60",
+            "gymnasium>=1.0",
         ],
     },
     entry_points=ENTRY_POINTS,

@@ -14,7 +14,7 @@ class EnvironmentConfig:
     """Answers the policy between its turns (docs/multi-turn.md)."""
 
     name: str | None = None
-    """`calculator` or `module:Class`, which answers between the policy's turns; null: none, a response is one turn."""
+    """`calculator`, `gymnasium` or `module:Class`: answers between the policy's turns; null: a response is one turn."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor, by name."""
     max_turns: Annotated[int, Range(1, 10**6)] = 8

@@ -14,7 +14,10 @@ from megatron_rl.config.import_path import resolve
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
 
-BUILT_IN = {"calculator": "megatron_rl.environment.calculator:Calculator"}
+BUILT_IN = {
+    "calculator": "megatron_rl.environment.calculator:Calculator",
+    "gymnasium": "megatron_rl.environment.gymnasium_adapter:GymnasiumAdapter",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

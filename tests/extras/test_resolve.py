@@ -24,13 +24,13 @@ TINKER = ["-c", "tests/tinker/constraints.txt"]
 
 CASES = {
     "gpu-vllm-3.11": (
-        ["gpu", "vllm", "serve", "agent", "wandb", "mlflow", "otel", "data", "gguf"],
+        ["gpu", "vllm", "serve", "agent", "gymnasium", "wandb", "mlflow", "otel", "data", "gguf"],
         "3.11",
         PINNED,
         {**PINS, "megatron-core": "0.16.1"},
     ),
     "gpu-vllm-3.12": (
-        ["gpu", "vllm", "serve", "agent", "wandb", "mlflow", "otel", "data", "gguf"],
+        ["gpu", "vllm", "serve", "agent", "gymnasium", "wandb", "mlflow", "otel", "data", "gguf"],
         "3.12",
         PINNED,
         {**PINS, "megatron-core": "0.19.2"},

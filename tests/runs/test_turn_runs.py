@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_rl.environment import Step
+from megatron_rl.environment.gymnasium_adapter import rows
 from tests.pairwise import quick
 from tests.runs.command import arguments, command_line, rows_of, timeless, weights_of
 
@@ -46,6 +47,27 @@ class Riddle:
 
 class Breaking(Riddle):
     breaks = True
+
+
+class Echo:
+    """Has gymnasium's methods, answers with the text and a space, and ends after two."""
+
+    class action_space:  # gymnasium's name
+        contains = staticmethod(lambda text: bool(text))
+
+    def reset(self, *, seed=None, options=None):
+        self.left = 2
+        return f"{seed}+1=", {}
+
+    def step(self, action):
+        self.left -= 1
+        return f"={len(action)} ", 0.25, self.left == 0, False, {}
+
+    def close(self) -> None: ...
+
+
+def as_it_is(text: str) -> str:
+    return text
 
 
 def end_of(pool, ranks: int, given: list[str]) -> None:
@@ -221,3 +243,24 @@ def test_relations_that_cannot_work_are_refused(pool, arithmetic, tmp_path):
     ):
         ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *TURNS, *extra), timeout_s=60)
         assert code == 2 and words in said, said
+
+
+def test_an_environment_of_gymnasiums_kind_in_a_whole_run(pool, arithmetic, tmp_path):
+    """Prompts that ``rows`` wrote are trained on, with two turns and a quarter for each where none was cut off."""
+    given = {"env": "tests.runs.test_turn_runs:Echo", "action": "tests.runs.test_turn_runs:as_it_is"}
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f"{json.dumps(row | {'answer': '0'})}\n" for row in rows(**given, seeds=range(16))))
+    overrides = (
+        f"data.train={data}",
+        "environment.name=gymnasium",
+        f"environment.arguments={json.dumps(given)}",
+        "rollout.max_response_tokens=40",
+        "reward.functions=[environment]",
+    )
+    end_of(pool, 1, arguments(arithmetic, tmp_path / "run", *overrides))
+    logged = [row for row in rows_of(tmp_path / "run") if "reward/environment" in row]
+    assert len(logged) == 2
+    for row in logged:
+        assert 1.0 < row["rollout/turns_mean"] <= 2.0 and 0.0 < row["reward/environment"] <= 0.5
+        whole = 1.0 - row["rollout/truncated_share"]
+        assert row["reward/environment"] >= 0.5 * whole

@@ -1,0 +1,96 @@
+"""An environment of gymnasium's kind as an environment of ours: a turn's text is an action, the answer is read as text.
+
+Anything with gymnasium's ``reset(seed=, options=)`` and ``step(action)`` fits (Farama Gymnasium 1.4, core.py, Env).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+from megatron_rl.config.import_path import is_own, resolve
+from megatron_rl.environment.protocol import Step
+from megatron_rl.errors import ConfigError
+from megatron_rl.types import Prompt
+
+
+class GymnasiumAdapter:
+    """Plays one episode. The prompt holds its first observation: ``rows`` writes prompts.
+
+    env: an id that gymnasium knows, or ``module:Class``. arguments: what it is made with.
+    action: ``module:function`` that turns a turn's text into an action, or raises ValueError; None: the text itself for
+        an action space of texts, else the last whole number in it.
+    observation: ``module:function`` that turns an observation into text; None: ``str``.
+    invalid: the answer to a text that is no action; ``{error}`` is the fault. The environment is not told of it.
+
+    Example: ``environment: {name: gymnasium, arguments: {env: FrozenLake-v1, arguments: {is_slippery: false}}}``.
+    """
+
+    def __init__(
+        self,
+        env: str,
+        arguments: Mapping[str, object] | None = None,
+        action: str | None = None,
+        observation: str | None = None,
+        invalid: str = "{error}",
+    ) -> None:
+        self.env = made(env, arguments or {})
+        self.to_action = _function(action, "action") or self._default_action
+        self.to_text = _function(observation, "observation") or str
+        self.invalid = invalid
+
+    def reset(self, prompt: Prompt) -> None:
+        """Begin the episode of the row's ``seed``; raise ValueError where it begins otherwise than the row says."""
+        row, name = prompt.columns, f"prompt {prompt.prompt_id}"
+        if "seed" not in row:
+            raise ValueError(f"{name} has no column 'seed', which its episode begins from; rows() writes it")
+        found = self.to_text(self.env.reset(seed=int(row["seed"]), options=row.get("options"))[0])
+        if found != row.get("observation", found):
+            raise ValueError(
+                f"{name} begins with {found!r:.80}, and its row says {row['observation']!r:.80}; write the rows anew"
+            )
+
+    def step(self, action: str) -> Step:
+        try:
+            chosen = self.to_action(action)
+            if not self.env.action_space.contains(chosen):
+                raise ValueError(f"{chosen!r:.80} is no action of {self.env.action_space}")
+        except ValueError as error:
+            return Step(observation=self.invalid.replace("{error}", f"{error}"))
+        observation, reward, terminated, truncated, _ = self.env.step(chosen)
+        if done := bool(terminated or truncated):
+            self.env.close()
+        return Step(observation=self.to_text(observation), reward=float(reward), done=done)
+
+    def _default_action(self, text: str) -> object:
+        if type(self.env.action_space).__name__ == "Text":
+            return text
+        if not (numbers := re.findall(r"-?\d+", text)):
+            raise ValueError("there is no whole number in it")
+        return int(numbers[-1])
+
+
+def rows(env: str, seeds: Iterable[int], **settings) -> list[dict]:
+    """Return a row for each seed, its prompt the first observation. ``settings``: the run's, of GymnasiumAdapter."""
+    game = GymnasiumAdapter(env, **settings)
+    first = {seed: game.to_text(game.env.reset(seed=seed)[0]) for seed in seeds}
+    return [{"prompt": text, "observation": text, "seed": seed} for seed, text in first.items()]
+
+
+def made(env: str, arguments: Mapping[str, object]) -> object:
+    """Return the environment that ``env`` names. Raises ConfigError for a name or arguments that do not fit."""
+    try:
+        if is_own(env) and env.rpartition(":")[2].isidentifier():  # not gymnasium's "module:Name-v0"
+            return resolve(env, {}, what=f"environment.arguments.env={env!r}", form="module:Class")(**arguments)
+        import gymnasium
+
+        return gymnasium.make(env, **arguments)
+    except ImportError as error:
+        raise ConfigError(f"environment.name=gymnasium needs its package: {error}; pip install gymnasium") from error
+    except Exception as error:
+        raise ConfigError(f"environment.arguments.env={env!r} with {dict(arguments)}: {error!r:.500}") from error
+
+
+def _function(name: str | None, key: str) -> Callable | None:
+    what = f"environment.arguments.{key}={name!r}"
+    return None if name is None else resolve(name, {}, what=what, form="module:function")
