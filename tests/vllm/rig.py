@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,7 @@ from transformers import (
 from megatron_rl.config import Config, load_config
 from megatron_rl.rollout.build import RankLocation, build_engine, role_of
 from megatron_rl.rollout.engine import SyncReport
+from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica
 from megatron_rl.rollout.weight_sync.sender import WeightSender
@@ -178,6 +179,25 @@ class Bench:
         report = self.sync(self.weights(seed).items(), **changes)
         assert not report.failed, report.failed
         return report.version
+
+    def in_this_process(self, seed: int) -> TransformersEngine:
+        """Return the embedded engine of the same settings, with the weights of a seed."""
+        engine = TransformersEngine(
+            str(self.folder),
+            AutoTokenizer.from_pretrained(self.folder),
+            self.config.rollout,
+            seed=self.config.run.seed,
+            dtype=torch.float32,
+            device=CPU,
+        )
+        engine.load_weights(iter(self.weights(seed).items()), 1)
+        return engine
+
+    def load_again(self, seed: int, version: int, lost: Sequence[str]) -> None:
+        """Wait until lost engines are back, and load the weights of a seed under a version that is already known."""
+        self.engine.recover(lost)
+        report = self.engine.load_weights(iter(self.weights(seed).items()), version)
+        self.engine.take_report(version, report.failed, report.lost)
 
     def largest_gap(self, prompts: list[Prompt], samples: int = 4) -> float:
         """Return the largest gap of the engine's log-probs to the reference's."""

@@ -10,11 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
-from transformers import AutoTokenizer
 
 from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from tests.vllm.rig import (
     BLOCK_TOKENS,
@@ -52,15 +49,7 @@ def temperature(bench, value: float) -> Iterator[None]:
 
 def test_greedy_equals_the_transformers_engine(loaded):
     ours = loaded.engine.generate(PROMPTS, 2, temperature=0.0)
-    other = TransformersEngine(
-        str(loaded.folder),
-        AutoTokenizer.from_pretrained(loaded.folder),
-        loaded.config.rollout,
-        seed=loaded.config.run.seed,
-        dtype=torch.float32,
-        device=CPU,
-    )
-    other.load_weights(iter(loaded.weights(1).items()), 1)
+    other = loaded.in_this_process(1)
     theirs = other.generate(PROMPTS, 2, temperature=0.0)
     assert told(ours) == told(theirs) and [x.text for x in ours] == [x.text for x in theirs]
     assert {x.finish_reason for x in ours} == {"stop", "length"}  # or one of the two ends is not compared

@@ -12,18 +12,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from megatron_rl.config import EndpointConfig
 from megatron_rl.rollout.endpoint.agents import AgentEngine
 from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.types import Prompt
 from tests.patience import patient
 from tests.runs.command import arguments, command_line, rows_of
 from tests.unit.rollout.endpoint.agents_at_work import asked
-from tests.vllm.rig import CPU, LOGPROB_TOLERANCE, reference_logprobs, told
+from tests.vllm.rig import LOGPROB_TOLERANCE, reference_logprobs, told
 from tests.vllm.served import engines_killed_at_work
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
@@ -64,17 +62,8 @@ def agents(bench):
 
 
 def test_greedy_sessions_equal_the_transformers_engines(bench, agents) -> None:
-    weights = bench.weights(1)
     bench.load(1)
-    inner = TransformersEngine(
-        str(bench.folder),
-        AutoTokenizer.from_pretrained(bench.folder),
-        bench.config.rollout,
-        seed=bench.config.run.seed,
-        dtype=torch.float32,
-        device=CPU,
-    )
-    inner.load_weights(iter(weights.items()), 1)
+    inner = bench.in_this_process(1)
     other = agents_on(inner, bench)
     ours, theirs = (engine.generate(PROMPTS, 1, temperature=0.0) for engine in (agents, other))
     other.close()
@@ -117,9 +106,7 @@ def test_an_engine_killed_in_mid_session_costs_the_unfinished_groups(bench, agen
     counts = agents.take_counts()
     begun = 2 * len(PROMPTS)
     assert counts["endpoint/sessions"] == begun and 0 < counts["endpoint/lost"] <= begun - 2 * len(told_of)
-    bench.engine.recover(agents.lost)
-    report = bench.engine.load_weights(iter(bench.weights(1).items()), version)
-    bench.engine.take_report(version, report.failed, report.lost)
+    bench.load_again(1, version, agents.lost)
     left = [k for k in range(len(PROMPTS)) if k not in told_of]
     again = agents.generate([PROMPTS[k] for k in left], 2)
     found = told_of | {k: again[2 * i : 2 * i + 2] for i, k in enumerate(left)}

@@ -11,7 +11,6 @@ import signal
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from megatron_rl.config import EnvironmentConfig
@@ -19,9 +18,8 @@ from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
 from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.multi_turn import MultiTurnEngine
-from megatron_rl.rollout.transformers_engine import TransformersEngine
 from tests.runs.command import arguments, command_line, rows_of
-from tests.vllm.rig import CPU, LOGPROB_TOLERANCE, make_prompts, reference_logprobs, told
+from tests.vllm.rig import LOGPROB_TOLERANCE, make_prompts, reference_logprobs, told
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 PROMPTS = make_prompts(*(1 + 7 * k % 60 for k in range(40)))
@@ -53,17 +51,8 @@ def episodes_of(engine, bench) -> MultiTurnEngine:
 
 
 def test_greedy_episodes_equal_the_transformers_engines(bench) -> None:
-    weights = bench.weights(1)
     bench.load(1)
-    other = TransformersEngine(
-        str(bench.folder),
-        AutoTokenizer.from_pretrained(bench.folder),
-        bench.config.rollout,
-        seed=bench.config.run.seed,
-        dtype=torch.float32,
-        device=CPU,
-    )
-    other.load_weights(iter(weights.items()), 1)
+    other = bench.in_this_process(1)
     ours = episodes_of(bench.engine, bench).generate(PROMPTS, 2, temperature=0.0)
     theirs = episodes_of(other, bench).generate(PROMPTS, 2, temperature=0.0)
     assert told(ours) == told(theirs)
@@ -136,9 +125,7 @@ def test_an_engine_killed_between_two_turns_costs_what_was_under_way(bench) -> N
     with pytest.raises(EngineLost) as lost:
         episodes.generate(PROMPTS, 2, on_finished=kill_once)
     assert lost.value.finished == told_of and 0 < len(told_of) < len(PROMPTS)
-    bench.engine.recover(episodes.lost)
-    report = bench.engine.load_weights(iter(bench.weights(1).items()), version)
-    bench.engine.take_report(version, report.failed, report.lost)
+    bench.load_again(1, version, episodes.lost)
     left = [k for k in range(len(PROMPTS)) if k not in told_of]
     again = episodes.generate([PROMPTS[k] for k in left], 2)
     found = told_of | {k: again[2 * i : 2 * i + 2] for i, k in enumerate(left)}
