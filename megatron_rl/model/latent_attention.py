@@ -48,6 +48,8 @@ _CHECKPOINT_NAMES = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 
+_BUILT_BY_SPEC = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
 
 def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """Return MLATransformerConfig's fields of a shape with latents; {} for any other. extra: the user's fields.
@@ -102,7 +104,18 @@ class ReplicatedLinear(torch.nn.Linear):
         return super().forward(x), None
 
 
-class EngineLatentAttention(MLASelfAttention):
+class SpecifiedLatentAttention(MLASelfAttention):
+    """Builds the norms and projections that its spec names.
+
+    Megatron-Core 0.19.2 (``transformer/mla_qk_norm_config.py``) would have a norm before the queries' projection too
+    where queries have no latents, as in Moonlight, whose model has none; 0.16.1 takes the spec's as they are.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, ModuleSpec | type]:
+        return {name: getattr(submodules, name) for name in _BUILT_BY_SPEC}
+
+
+class EngineLatentAttention(SpecifiedLatentAttention):
     """Computes Megatron-Core's multi-latent attention of Transformer Engine's modules; run on a stand-in, not on a GPU.
 
     ``give_latent_rotary`` gives it its angles.
@@ -134,7 +147,7 @@ class EngineLatentAttention(MLASelfAttention):
         return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, unbounded, **kwargs)
 
 
-class LatentAttention(MLASelfAttention):
+class LatentAttention(SpecifiedLatentAttention):
     """Computes multi-latent attention of torch's modules: [T, 1, hidden] → the same."""
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):

@@ -49,6 +49,23 @@ VLLM = (
 GAP = 1e-4  # float32, the same weights in two implementations
 
 
+def engines_of(driver: int) -> list[int]:
+    """Return the engine processes whose argument names a rank of ours: children of the pool's workers."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            rank = int(words[-2]) if b"megatron_rl.rollout.vllm.process_main" in words else 0
+            parent = (
+                int((path.parents[1] / str(rank) / "stat").read_text().rpartition(")")[2].split()[1]) if rank else 0
+            )
+        except (OSError, ValueError):
+            continue
+        if parent == driver:
+            found.append(int(path.parent.name))
+    return found
+
+
 @contextlib.contextmanager
 def engines_killed_at_work(moments: Collection[int]) -> Iterator[list[int]]:
     """Send SIGKILL to this process's engine under its first request by the k-th weights, for each k of ``moments``.

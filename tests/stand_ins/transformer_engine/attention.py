@@ -62,9 +62,10 @@ class DotProductAttention(torch.nn.Module):
         require(cp_group is None or cp_comm_type in ("p2p", "all_gather", "a2a"), f"cp_comm_type {cp_comm_type}")
         require(cp_group is None or len(cp_global_ranks) == cp_group.size(), "cp_global_ranks name the cp_group")
         ranks = tp_size if tp_group is None else tp_group.size()
-        # the width of k, and of v where it has another
-        self.channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
-        self.softmax_scale = softmax_scale or self.channels[0] ** -0.5
+        # The width of k, and of v where it has another; Megatron-Core 0.19 sets the latter around a call with padded v.
+        channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = channels
+        self.softmax_scale = softmax_scale or channels[0] ** -0.5
         self.attn_mask_type, self.cp_group = attn_mask_type, cp_group
         self.heads, self.groups = num_attention_heads // ranks, (num_gqa_groups or num_attention_heads) // ranks
 
@@ -121,9 +122,9 @@ class DotProductAttention(torch.nn.Module):
         require(half, f"no attention backend for packed sequences of {query.dtype}")
         require(query.dtype == key.dtype == value.dtype, "Queries, keys and values must have the same data type!")
         for name, states, heads, channels in (
-            ("query", query, self.heads, self.channels[0]),
-            ("key", key, self.groups, self.channels[0]),
-            ("value", value, self.groups, self.channels[1]),
+            ("query", query, self.heads, self.hidden_size_per_attention_head_k),
+            ("key", key, self.groups, self.hidden_size_per_attention_head_k),
+            ("value", value, self.groups, self.hidden_size_per_attention_head_v),
         ):
             require(
                 states.shape[1:] == (heads, channels),
