@@ -5,6 +5,7 @@ Anything with gymnasium's ``reset(seed=, options=)`` and ``step(action)`` fits (
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 
@@ -34,7 +35,7 @@ class GymnasiumAdapter:
         observation: str | None = None,
         invalid: str = "{error}",
     ) -> None:
-        self.env = made(env, arguments or {})
+        self.env = _made(env, arguments or {})
         self.to_action = _function(action, "action") or self._default_action
         self.to_text = _function(observation, "observation") or str
         self.invalid = invalid
@@ -73,24 +74,26 @@ class GymnasiumAdapter:
 def rows(env: str, seeds: Iterable[int], **settings) -> list[dict]:
     """Return a row for each seed, its prompt the first observation. ``settings``: the run's, of GymnasiumAdapter."""
     game = GymnasiumAdapter(env, **settings)
-    first = {seed: game.to_text(game.env.reset(seed=seed)[0]) for seed in seeds}
-    return [{"prompt": text, "observation": text, "seed": seed} for seed, text in first.items()]
+    firsts = ((seed, game.to_text(game.env.reset(seed=seed)[0])) for seed in seeds)
+    return [{"prompt": text, "observation": text, "seed": seed} for seed, text in firsts]
 
 
-def made(env: str, arguments: Mapping[str, object]) -> object:
+def _made(env: str, arguments: Mapping[str, object]) -> object:
     """Return the environment that ``env`` names. Raises ConfigError for a name or arguments that do not fit."""
+    what = f"environment.arguments.env={env!r}"
+    if is_own(env) and env.rpartition(":")[2].isidentifier():  # not gymnasium's "module:Name-v0"
+        make = resolve(env, {}, what=what, form="module:Class")
+    else:
+        try:
+            from gymnasium import make
+        except ImportError as error:
+            raise ConfigError(f"{what} needs a package: {error}; pip install gymnasium") from error
+        make = functools.partial(make, env)
     try:
-        if is_own(env) and env.rpartition(":")[2].isidentifier():  # not gymnasium's "module:Name-v0"
-            return resolve(env, {}, what=f"environment.arguments.env={env!r}", form="module:Class")(**arguments)
-        import gymnasium
-
-        return gymnasium.make(env, **arguments)
-    except ImportError as error:
-        raise ConfigError(f"environment.name=gymnasium needs its package: {error}; pip install gymnasium") from error
+        return make(**arguments)
     except Exception as error:
-        raise ConfigError(f"environment.arguments.env={env!r} with {dict(arguments)}: {error!r:.500}") from error
+        raise ConfigError(f"{what} with {dict(arguments)}: {error!r:.500}") from error
 
 
 def _function(name: str | None, key: str) -> Callable | None:
-    what = f"environment.arguments.{key}={name!r}"
-    return None if name is None else resolve(name, {}, what=what, form="module:function")
+    return resolve(name, {}, what=f"environment.arguments.{key}={name!r}", form="module:function") if name else None

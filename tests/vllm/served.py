@@ -19,6 +19,7 @@ import pytest
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica
 from megatron_rl.rollout.vllm.replica import GenerateRequest
 from tests.patience import patient, until
+from tests.runs.command import command_line
 from tests.unit.rollout.misbehaving_server import unused_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -90,6 +91,12 @@ def engines_killed_at_work(moments: Collection[int]) -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProcessReplica, "submit", submit_and_kill)
         yield killed
+
+
+def run_killing_engines(rank: int, world: int, given: list[str], moments: tuple[int, ...]) -> tuple[int, str, int]:
+    """Run the command line, and kill its engine at work by the weights of ``moments``; return also how often."""
+    with engines_killed_at_work(moments) as killed:
+        return *command_line(rank, world, given), len(killed)
 
 
 class Served:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.runs.command import arguments, command_line, rows_of, timeless, trained_prompts, weights_of
-from tests.vllm.served import engines_killed_at_work
+from tests.vllm.served import run_killing_engines
 
 pytestmark = pytest.mark.vllm
 VLLM = (
@@ -56,12 +56,6 @@ def test_streaming_without_staleness_is_the_synchronous_run(pool, arithmetic, tm
             k: v for k, v in timeless(other).items() if not k.startswith(gaps)
         }
     assert all(torch.equal(value, weights_of(two)[name]) for name, value in weights_of(one).items())
-
-
-def run_killing_engines(rank: int, world: int, given: list[str], moments: tuple[int, ...]) -> tuple[int, str, int]:
-    """Run the command line, and kill its engine at work by the weights of ``moments``; return also how often."""
-    with engines_killed_at_work(moments) as killed:
-        return *command_line(rank, world, given), len(killed)
 
 
 def test_an_engine_that_dies_twice_while_it_works_ahead(pool, arithmetic, tmp_path):

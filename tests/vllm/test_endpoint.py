@@ -19,10 +19,10 @@ from megatron_rl.rollout.endpoint.agents import AgentEngine
 from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.types import Prompt
 from tests.patience import patient
-from tests.runs.command import arguments, command_line, rows_of
+from tests.runs.command import arguments, rows_of
 from tests.unit.rollout.endpoint.agents_at_work import asked
 from tests.vllm.rig import LOGPROB_TOLERANCE, reference_logprobs, told
-from tests.vllm.served import engines_killed_at_work
+from tests.vllm.served import VLLM, run_killing_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 PROMPTS = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(2,), columns={"prompt": f"{k}+{7 * k}="}) for k in range(24)]
@@ -115,12 +115,6 @@ def test_an_engine_killed_in_mid_session_costs_the_unfinished_groups(bench, agen
     assert counts["endpoint/sessions"] == 2 * len(left) and counts["endpoint/lost"] == 0
 
 
-def run_killing_engines(rank: int, world: int, given: list[str]) -> tuple[int, str, int]:
-    """Run the command line, and kill its engine at work by its second weights."""
-    with engines_killed_at_work((2,)) as killed:
-        return *command_line(rank, world, given), len(killed)
-
-
 def test_a_whole_run_whose_engine_is_killed(pool, arithmetic, tmp_path) -> None:
     """In a whole run the trainer's log-probs are the engine's on every sampled token, and a lost engine costs none.
 
@@ -129,20 +123,14 @@ def test_a_whole_run_whose_engine_is_killed(pool, arithmetic, tmp_path) -> None:
     given = arguments(
         arithmetic,
         tmp_path,
-        "rollout.engine=vllm",
-        "run.deadline_s=150",
-        "rollout.start_s=120",
-        "rollout.request_s=60",
-        "metrics.dense_every_rollouts=1",
-        "metrics.dense_samples=64",
+        *VLLM,
         "rollout.endpoint.agent=tests.vllm.test_endpoint:counts_on",
         "rollout.endpoint.deadline_s=100",
         "rollout.max_response_tokens=24",
-        "optimizer.lr=1e-3",
         "train.num_rollouts=3",
         "reward.functions=[environment]",
     )
-    ((code, said, killed),) = pool.run(1, run_killing_engines, given, timeout_s=300)
+    ((code, said, killed),) = pool.run(1, run_killing_engines, given, (2,), timeout_s=300)
     assert (code, killed) == (0, 1) and said.count("is started again") == 1, said
     rows = [row for row in rows_of(tmp_path) if "train/logprob_gap_max" in row]
     assert len(rows) == 3 and all(row["train/logprob_gap_max"] < LOGPROB_TOLERANCE for row in rows), rows

@@ -187,8 +187,10 @@ class AgentEngine(EngineAround):
         try:
             while len(finished) < len(groups):
                 if waiting := call.take():
-                    sample = functools.partial(self._sample, waiting, temperature)
-                    call.start(sample) if self.engine.is_elsewhere else sample()
+                    if self.engine.is_elsewhere:
+                        call.start(functools.partial(self._sample, waiting, temperature))
+                    else:
+                        self._sample(waiting, temperature)
                 for index, group in enumerate(groups):
                     for episode in [x for x in group if x.rollout is None]:
                         self._settle(episode)
