@@ -132,8 +132,7 @@ class Dispatcher:
         lost = self.books.lost_words(model)
         if lost is not None:
             text = lost[0].replace("the server was started again", "its session was silent and its place was taken")
-            self.operations.close_line(model)
-            self.operations.open_line(model, first=self.books.next_seq(model), failed=(text, lost[1]))
+            self.operations.fail_line(model, (text, lost[1]))
 
     def _make_room(self, weights: str) -> None:
         self.weights[weights] = None

@@ -7,7 +7,7 @@ Invariants (tests/unit/serve/test_operations.py checks them under Hypothesis):
 3. Another request under a number that was used is refused.
 4. Every accepted operation ends: by its answer, by an error, or, at ``queue_s`` or ``gap_s``, by an error that says so.
 5. After an operation of a line has failed that training depends on, those that are queued behind it fail with it, until
-   its client has been told: nothing is trained on half a step.
+   its client has been told: nothing is trained on half a step. What a client sends after that runs.
 6. Lines take turns: between two operations of one line every other line with a ready operation has had one.
 
 A line is a model, whose operations are numbered from 0, or a sampler, whose requests run in any order, many at a time.
@@ -21,7 +21,7 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.serve.values import Fault, RequestError
@@ -57,7 +57,6 @@ class Operation:
     error: tuple[str, Fault] | None = None
     arrived_at: float = 0.0
     asked_at: float = 0.0
-    told: bool = False
     watchers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=list)
 
 
@@ -71,13 +70,22 @@ def digest_of(*parts: bytes) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Line:
-    """Holds one line's waiting operations by number; ``next`` is the number that runs next where order matters."""
+    """Holds one line's waiting operations by number; ``next`` is the number that runs next where order matters.
+
+    failed: why nothing runs until the client was told. failed_at: the lowest number by whose answer it learns of that.
+    """
 
     ordered: bool = True
     next: int = 0
     waiting: dict[int, Operation] = field(default_factory=dict)
     failed: tuple[str, Fault] | None = None
+    failed_at: int = 0
     running: bool = False
+
+    def stop(self, why: tuple[str, Fault], failed_at: int) -> None:
+        """Run nothing more of an ordered line until the client was told why."""
+        if self.ordered:
+            self.failed, self.failed_at = why, failed_at
 
 
 class Operations:
@@ -108,17 +116,19 @@ class Operations:
     ) -> None:
         """Begin a line whose next operation has number ``first``; ``failed``: what its client has to be told first."""
         with self._lock:
-            self._lines[line] = _Line(next=first, ordered=ordered, failed=failed)
+            self._lines[line] = _Line(next=first, ordered=ordered, failed=failed, failed_at=first)
 
     def has_line(self, line: str) -> bool:
         with self._lock:
             return line in self._lines
 
-    def close_line(self, line: str) -> None:
-        """End a line: its waiting operations fail."""
-        self._fail_all(line, (f"{line} was unloaded", Fault.USER))
+    def fail_line(self, line: str, error: tuple[str, Fault]) -> None:
+        """Fail what waits in a line, and what comes to it until its client was told."""
         with self._lock:
-            self._lines.pop(line, None)
+            failed_at = self._lines[line].next
+            doomed = self._doom(line, error)
+            self._lines[line].stop(error, failed_at)
+        self._announce(doomed)
 
     def find(self, id: str) -> Operation | None:
         with self._lock:
@@ -127,8 +137,9 @@ class Operations:
     def add(self, operation: Operation, accept: Callable[[Operation], None] = lambda _: None) -> Operation:
         """Queue an operation, and return it, or the one that it repeats.
 
-        accept: called once for a new one, before it can run. Raises RequestError for a number that another request has,
-        and where too much waits already (HTTP 429).
+        accept: called once for a new one, before it can run. In a line whose client was not told of a failure yet it
+        fails at once. Raises RequestError for a number that another request has, and where too much waits already
+        (HTTP 429).
         """
         with self._lock:
             if (known := self._all.get(operation.id)) is not None:
@@ -140,7 +151,7 @@ class Operations:
                     )
                 return known
             line = self._lines[operation.line]
-            if line.ordered and operation.seq < line.next:
+            if line.ordered and operation.seq < line.next and line.failed is None:
                 raise RequestError(
                     f"number {operation.seq} of {operation.line} is over: {line.next} is next, and its answer is kept "
                     "no longer",
@@ -158,8 +169,10 @@ class Operations:
             self._all[operation.id] = operation
             self._bytes += len(operation.body)
             line.waiting[operation.seq] = operation
+            doomed = [] if line.failed is None else self._doom(operation.line, line.failed)
             self._arrived.notify_all()
-            return operation
+        self._announce(doomed)
+        return operation
 
     async def wait(self, operation: Operation, seconds: float) -> bool:
         """Wait until an operation has ended, ``seconds`` at most; return whether it has."""
@@ -183,9 +196,9 @@ class Operations:
     def tell(self, operation: Operation) -> None:
         """Note that a client was given an operation's answer or error; a failed line goes on then."""
         with self._lock:
-            operation.told, operation.asked_at = True, self._clock()
+            operation.asked_at = self._clock()
             line = self._lines.get(operation.line)
-            if operation.error is not None and line is not None and line.failed is not None:
+            if operation.error is not None and line is not None and operation.seq >= line.failed_at:
                 line.failed = None
 
     def tell_line(self, line: str) -> None:
@@ -256,27 +269,33 @@ class Operations:
 
     def finish(self, operation: Operation, content: bytes, content_type: str) -> None:
         """End an operation by its answer."""
-        self._end(operation, content=(content, content_type))
+        with self._lock:
+            self._end(operation, content=(content, content_type))
+        self._announce([operation])
 
     def fail(self, operation: Operation, message: str, fault: Fault) -> None:
-        """End an operation by an error; those behind it that depend on it fail too, until the client was told."""
-        self._end(operation, error=(message, fault))
-        if operation.depends:
-            cause = (f"it was queued behind number {operation.seq}, which failed: {message}", fault)
-            self._fail_all(operation.line, cause)
-            with self._lock:
-                if (line := self._lines.get(operation.line)) is not None and not operation.told:
-                    line.failed = cause
+        """End an operation by an error; those behind it that depend on it fail too, until the client was told.
 
-    def _fail_all(self, name: str, error: tuple[str, Fault]) -> None:
+        All of it is one change under the lock, so that what a client sends once it was told never fails with it.
+        """
         with self._lock:
-            line = self._lines.get(name)
-            doomed = sorted(line.waiting.values(), key=lambda x: x.seq) if line is not None else []
-            if line is not None:
-                line.waiting = {}
-                line.next = max([line.next, *(x.seq + 1 for x in doomed)])
+            self._end(operation, error=(message, fault))
+            doomed = []
+            if operation.depends and operation.line in self._lines:
+                cause = (f"it was queued behind number {operation.seq}, which failed: {message}", fault)
+                doomed = self._doom(operation.line, cause)
+                self._lines[operation.line].stop(cause, operation.seq)
+        self._announce([operation, *doomed])
+
+    def _doom(self, name: str, error: tuple[str, Fault]) -> list[Operation]:
+        """End, under the lock, what waits in a line by an error; return it, to be announced."""
+        line = self._lines[name]
+        doomed = sorted(line.waiting.values(), key=lambda x: x.seq)
+        line.waiting = {}
         for operation in doomed:
             self._end(operation, error=error)
+            line.next = max(line.next, operation.seq + 1)
+        return doomed
 
     def _end(
         self,
@@ -285,47 +304,49 @@ class Operations:
         content: tuple[bytes, str] | None = None,
         error: tuple[str, Fault] | None = None,
     ) -> None:
-        self._ended_with(operation, content, error)
-        self._ended(operation)
-        with self._lock:
-            watchers, operation.watchers = operation.watchers, []
-        for loop, event in watchers:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-                loop.call_soon_threadsafe(event.set)
+        """Note under the lock that an operation has ended."""
+        was_running = operation.state == RUNNING
+        operation.content, operation.error, operation.state = content, error, ENDED
+        operation.asked_at = self._clock()
+        self._bytes -= len(operation.body)
+        operation.body, operation.parsed = b"", None
+        line = self._lines.get(operation.line)
+        if line is not None and line.ordered and was_running:
+            line.running, line.next = False, max(line.next, operation.seq + 1)
+            self._arrived.notify_all()
 
-    def _ended_with(self, operation: Operation, content: object, error: object) -> None:
-        with self._lock:
-            was_running = operation.state == RUNNING
-            operation.content, operation.error, operation.state = content, error, ENDED
-            operation.asked_at = self._clock()
-            self._bytes -= len(operation.body)
-            operation.body, operation.parsed = b"", None
-            line = self._lines.get(operation.line)
-            if line is not None and line.ordered and was_running:
-                line.running, line.next = False, max(line.next, operation.seq + 1)
-                self._arrived.notify_all()
+    def _announce(self, operations: Sequence[Operation]) -> None:
+        """Tell, without the lock, all who wait for operations that these have ended."""
+        for operation in operations:
+            self._ended(operation)
+            with self._lock:
+                watchers, operation.watchers = operation.watchers, []
+            for loop, event in watchers:
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                    loop.call_soon_threadsafe(event.set)
 
     def _end_overdue(self) -> None:
-        """End what has waited too long: behind a gap in the numbers, behind an untold failure, or for its turn."""
-        now, ends = self._clock(), []
+        """End what has waited too long: behind a gap in the numbers, or for its turn."""
+        now, doomed = self._clock(), []
         with self._lock:
             for name, line in self._lines.items():
-                if not line.waiting:
-                    continue
-                if line.failed is not None:
-                    ends.append((name, line.failed))
-                    continue
-                oldest = min(line.waiting.values(), key=lambda x: x.arrived_at)
-                waited = now - oldest.arrived_at
-                if line.ordered and not line.running and line.next not in line.waiting and waited > self.gap_s:
-                    ends.append((name, (self._gap_words(line), Fault.USER)))
-                elif waited > self.queue_s:
-                    text = f"it waited for {waited:.0f} s, longer than serve.queue_s={self.queue_s:g}"
-                    ends.append((name, (text, Fault.SERVER)))
-        for name, error in ends:
-            self._fail_all(name, error)
-            with self._lock:
-                self._lines[name].failed = error if self._lines[name].ordered else None
+                error = self._overdue_words(line, now)
+                if error is not None:
+                    late = self._doom(name, error)
+                    line.stop(error, late[0].seq)
+                    doomed += late
+        self._announce(doomed)
+
+    def _overdue_words(self, line: _Line, now: float) -> tuple[str, Fault] | None:
+        if not line.waiting:
+            return None
+        waited = now - min(x.arrived_at for x in line.waiting.values())
+        if line.ordered and not line.running and line.next not in line.waiting and waited > self.gap_s:
+            return self._gap_words(line), Fault.USER
+        if waited > self.queue_s:
+            text = f"it waited for {waited:.0f} s, longer than serve.queue_s={self.queue_s:g}"
+            return text, Fault.SERVER
+        return None
 
     def _gap_words(self, line: _Line) -> str:
         numbers = ", ".join(map(str, sorted(line.waiting)[:5]))

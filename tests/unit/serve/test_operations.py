@@ -27,7 +27,7 @@ class Clock:
         return self.now
 
 
-def queue_of(clock: Clock | None = None, **changes: float) -> Operations:
+def queue_of(clock: Clock | None = None, **changes: object) -> Operations:
     given = {"gap_s": 10.0, "queue_s": 100.0, "max_bytes": 10**6, "max_batch": 8, **changes}
     return Operations(**given, clock=clock or Clock())
 
@@ -212,9 +212,40 @@ def test_a_client_that_waits_is_woken_by_the_end() -> None:
     assert asyncio.run(ask()) == (False, True)
 
 
-def test_an_unloaded_lines_requests_fail() -> None:
-    queue = queue_of()
+def test_a_failed_lines_requests_fail_until_its_client_was_told() -> None:
+    queue, why = queue_of(), ("lost", Fault.SERVER)
     queue.open_line("m")
-    waiting = queue.add(operation_of("m", 1))
-    queue.close_line("m")
-    assert waiting.error == ("m was unloaded", Fault.USER) and not queue.has_line("m")
+    ran = queue.add(operation_of("m", 0))
+    queue.fail(*queue.take(0.0), "no room", Fault.SERVER)
+    waiting = queue.add(operation_of("m", 2))
+    queue.fail_line("m", why)
+    late = queue.add(operation_of("m", 1))  # it was on its way, and a later number has failed
+    assert waiting.error == late.error == queue.failure_of("m") == why
+    queue.tell(ran)  # an older answer, asked for again, says nothing of it
+    assert queue.failure_of("m") == why
+    queue.tell(late)
+    queue.add(operation_of("m", 3))
+    assert [x.seq for x in take_all(queue)] == [3]
+
+
+@pytest.mark.parametrize("how", ["failed", "behind a gap", "too long", "lost"])
+def test_what_a_client_sends_as_soon_as_it_was_told_runs(how: str) -> None:
+    clock, sent = Clock(), []
+
+    def quick(operation: Operation) -> None:
+        if operation.error is not None and not sent:  # told, and the next request is there, in the same instant
+            queue.tell(operation)
+            sent.append(queue.add(operation_of("m", 9)))
+
+    queue = queue_of(clock, ended=quick)
+    queue.open_line("m", first=8, failed=("lost", Fault.SERVER) if how == "lost" else None)
+    if how == "behind a gap":
+        queue.open_line("m", first=7)
+    queue.add(operation_of("m", 8, depends=True))
+    if how == "failed":
+        queue.fail(*queue.take(0.0), "broken", Fault.USER)
+    elif how == "behind a gap":
+        clock.now = 11.0
+    elif how == "too long":
+        clock.now = 101.0
+    assert [x.seq for x in take_all(queue)] == [9] and sent[0].error is None
