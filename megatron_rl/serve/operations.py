@@ -114,7 +114,7 @@ class Operations:
     def open_line(
         self, line: str, *, first: int = 0, ordered: bool = True, failed: tuple[str, Fault] | None = None
     ) -> None:
-        """Begin a line whose next operation has number ``first``; ``failed``: what its client has to be told first."""
+        """Begin a line, which stays; ``first`` is its next number, ``failed`` the failure to tell its client first."""
         with self._lock:
             self._lines[line] = _Line(next=first, ordered=ordered, failed=failed, failed_at=first)
 
@@ -197,8 +197,8 @@ class Operations:
         """Note that a client was given an operation's answer or error; a failed line goes on then."""
         with self._lock:
             operation.asked_at = self._clock()
-            line = self._lines.get(operation.line)
-            if operation.error is not None and line is not None and operation.seq >= line.failed_at:
+            line = self._lines[operation.line]
+            if operation.error is not None and operation.seq >= line.failed_at:
                 line.failed = None
 
     def tell_line(self, line: str) -> None:
@@ -281,7 +281,7 @@ class Operations:
         with self._lock:
             self._end(operation, error=(message, fault))
             doomed = []
-            if operation.depends and operation.line in self._lines:
+            if operation.depends:
                 cause = (f"it was queued behind number {operation.seq}, which failed: {message}", fault)
                 doomed = self._doom(operation.line, cause)
                 self._lines[operation.line].stop(cause, operation.seq)
@@ -310,8 +310,8 @@ class Operations:
         operation.asked_at = self._clock()
         self._bytes -= len(operation.body)
         operation.body, operation.parsed = b"", None
-        line = self._lines.get(operation.line)
-        if line is not None and line.ordered and was_running:
+        line = self._lines[operation.line]
+        if line.ordered and was_running:
             line.running, line.next = False, max(line.next, operation.seq + 1)
             self._arrived.notify_all()
 

@@ -238,9 +238,8 @@ def test_what_a_client_sends_as_soon_as_it_was_told_runs(how: str) -> None:
             sent.append(queue.add(operation_of("m", 9)))
 
     queue = queue_of(clock, ended=quick)
-    queue.open_line("m", first=8, failed=("lost", Fault.SERVER) if how == "lost" else None)
-    if how == "behind a gap":
-        queue.open_line("m", first=7)
+    first = 7 if how == "behind a gap" else 8
+    queue.open_line("m", first=first, failed=("lost", Fault.SERVER) if how == "lost" else None)
     queue.add(operation_of("m", 8, depends=True))
     if how == "failed":
         queue.fail(*queue.take(0.0), "broken", Fault.USER)
