@@ -97,8 +97,8 @@ def test_shared_prompts_and_passes_left_out_train_the_same_run(pool, arithmetic,
     assert (weights["after"] - weights["before"]).norm() / weights["before"].norm() < 1e-5
     assert [row["step_kind"] for row in rows["after"]] == [row["step_kind"] for row in rows["before"]]
     assert sum(row["tokens/shared"] for row in rows["after"]) > 0
-    first = [rows[name][0]["train/logprob_gap_mean"] for name in ways]
-    assert first[1] == pytest.approx(first[0], rel=1e-2) and first[0] < 1e-4
+    # The trainer's own engine: both gaps are rounding (test_own_logprobs compares gaps that are not).
+    assert all(0 < rows[name][0]["train/logprob_gap_mean"] < 1e-5 for name in ways)
 
 
 @pytest.mark.parametrize("layout", ["parallel.expert=2", pytest.param("parallel.context=2", marks=pytest.mark.long)])
