@@ -21,6 +21,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
+from megatron_rl.errors import ConfigError
 from megatron_rl.integrations.verl_rows import Rows, loss_obstacles, model_obstacles, round_up, rows_of
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class SkippingEngine(MegatronEngineWithLMHead):
         """Run one mini-batch, as verl's method of this name; in training, without its rows of weight zero.
 
         Each rank gives its own rows. The metrics of the last stage say what was left out, over all data-parallel ranks.
+        Raises ConfigError on every rank where a row of any is longer than a micro-batch may be, as verl's own method
+        raises AssertionError on that one.
         """
         if forward_only:
             return super().forward_backward_batch(data, loss_function, forward_only)
@@ -47,13 +50,20 @@ class SkippingEngine(MegatronEngineWithLMHead):
         self._say(obstacles)
         if obstacles:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        rows = rows_of(data)
-        with_signal, loss_tokens, dense_tokens = self._over_ranks(
-            [len(rows.kept), rows.loss_tokens, sum(rows.lengths)], dist.ReduceOp.SUM
+        rows, limit = rows_of(data), self._limit(data)
+        too_long = 0 if limit is None else sum(length > limit for length in rows.lengths)
+        with_signal, loss_tokens, dense_tokens, too_long = self._over_ranks(
+            [len(rows.kept), rows.loss_tokens, sum(rows.lengths), too_long], dist.ReduceOp.SUM
         )
+        if too_long:
+            raise ConfigError(
+                f"{too_long} rows of a mini-batch have more than {limit} tokens each, signal or none; the limit is "
+                "actor.ppo_max_token_len_per_gpu times the context-parallel ranks; raise it, or lower "
+                "data.max_response_length or data.max_prompt_length"
+            )
         if not with_signal and not self._overlaps:
             return self._ghost(dense_tokens)
-        chosen = self._choose(rows, data)
+        chosen = self._choose(rows, data, limit)
         if chosen is None:
             return super().forward_backward_batch(data, loss_function, forward_only)
         (executed,) = self._over_ranks([rows.tokens(chosen)], dist.ReduceOp.SUM)
@@ -109,16 +119,21 @@ class SkippingEngine(MegatronEngineWithLMHead):
         dist.all_reduce(found, op=op, group=self.get_data_parallel_group())
         return found.tolist()
 
-    def _choose(self, rows: Rows, data: TensorDict) -> list[int] | None:
+    def _limit(self, data: TensorDict) -> int | None:
+        """Return the tokens that a micro-batch may hold; None where verl cuts micro-batches by rows."""
+        if not tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True):
+            return None
+        return data["max_token_len_per_gpu"] * self.engine_config.context_parallel_size
+
+    def _choose(self, rows: Rows, data: TensorDict, limit: int | None) -> list[int] | None:
         """Return this rank's rows to run, fillers last, such that verl cuts all ranks' into as many micro-batches.
 
         None, on every rank, where a rank lacks rows to fill up with. What is tried is what verl will try
-        (utils/seqlen_balancing.py ``rearrange_micro_batches``): the number found here is one that it cannot miss.
+        (utils/seqlen_balancing.py ``rearrange_micro_batches``): the number found here is one that it cannot miss. The
+        search ends, as no row is longer than the limit: with one micro-batch a row it fits.
         """
         step = self.tf_config.microbatch_group_size_per_vp_stage if len(self.module) > 1 else 1
-        dynamic = tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True)
-        if dynamic:
-            limit = data["max_token_len_per_gpu"] * self.engine_config.context_parallel_size
+        if limit is not None:
             needed = -(-rows.tokens(rows.kept) // limit)
         else:
             size = data["micro_batch_size_per_gpu"]
@@ -126,11 +141,11 @@ class SkippingEngine(MegatronEngineWithLMHead):
         (number,) = self._over_ranks([max(needed, 1)], dist.ReduceOp.MAX)
         number = round_up(number, step)
         while True:
-            chosen = rows.with_fillers(number if dynamic else number * size)
+            chosen = rows.with_fillers(number * size if limit is None else number)
             if chosen is None:
                 state = 0
             else:
-                state = 1 + (not dynamic or _fits([rows.lengths[row] for row in chosen], number, limit))
+                state = 1 + (limit is None or _fits([rows.lengths[row] for row in chosen], number, limit))
             (state,) = self._over_ranks([state], dist.ReduceOp.MIN)
             if state != 1:
                 return chosen if state == 2 else None

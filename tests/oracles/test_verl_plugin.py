@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatron_rl.distributed import platform  # noqa: F401  (before verl brings megatron.core)
+from megatron_rl.errors import ConfigError
 from tests.equality.layouts import TOLERANCE
 from tests.oracles.batch import MISSING
 from tests.patience import patient
@@ -166,6 +167,37 @@ def silent_and_busy(rank: int, world: int) -> tuple[int, float]:
 def test_a_silent_rank_runs_as_many_fillers(pool: Pool) -> None:
     (busy, share), (silent, same) = pool.run(2, silent_and_busy, timeout_s=60)
     assert busy == silent > 1 and 0 < share == same < 0.9
+
+
+def too_long(rank: int, world: int, kind: str) -> list[str]:
+    """Return what an engine says of the last rank's longest rows, one token above the limit, with signal and without.
+
+    Every rank has a row without signal to fill up with.
+    """
+    engine, said = rig.build(getattr(rig, kind)), []
+    rows = rig.padded_rows(NUM_ROWS, set())
+    rows = rows[rows["attention_mask"].sum(1).argsort()]
+    for dead in ({0, 6}, {0, 7}, set(range(NUM_ROWS))):
+        rows["advantages"][sorted(dead)] = 0.0
+        data = rig.mini_batch(rows, dynamic=True)
+        rig.tu.assign_non_tensor(data, max_token_len_per_gpu=int(rows["attention_mask"][-1].sum()) - 1)
+        with pytest.raises((AssertionError, ConfigError)) as raised:
+            engine.forward_backward_batch(data, rig.loss_of())
+        assert engine.num_forwards == 0
+        said.append(f"{raised.type.__name__}: {raised.value}")
+    return said
+
+
+def test_a_row_above_the_limit_ends_every_rank(pool: Pool) -> None:
+    """verl's engine refuses such a row; ours does on every rank, whatever signal the row has, and names the setting."""
+    (own,) = pool.run(1, too_long, "Own", timeout_s=60)
+    assert all("max_token_len must be greater" in said for said in own)
+    for world in (1, 2):
+        for rank in pool.run(world, too_long, "Skipping", timeout_s=60):
+            assert len(rank) == len(own)
+            for said in rank:
+                assert said.startswith("ConfigError: 2 rows of a mini-batch have more than 11 tokens"), said
+                assert "actor.ppo_max_token_len_per_gpu" in said
 
 
 def refused(rank: int, world: int) -> list[tuple[float, int, int, bool]]:
