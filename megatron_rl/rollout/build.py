@@ -276,6 +276,17 @@ def family_arguments(hf_path: str) -> dict[str, object]:
     return {} if family is None else family.engine_arguments(fields)
 
 
+def latent_arguments(config: Config, device: torch.device) -> dict[str, object]:
+    """Return the fields of vllm.EngineArgs for latent attention on a CPU; none for other models and devices.
+
+    On a CPU with AMX vLLM 0.32 takes a kernel for bfloat16 alone, whatever the dtype (platforms/cpu.py, amx_mla.py).
+    """
+    takes_any = device.type == "cuda" or config.model.dtype == "bfloat16"
+    if takes_any or not read_fields(config.model.hf_path).get("kv_lora_rank"):
+        return {}
+    return {"attention_backend": "CPU_MLA"}
+
+
 def adapter_arguments(config: Config, on_gpu: bool) -> dict[str, object]:
     """Return the fields of vllm.EngineArgs for an engine that gets the policy's adapters alone; none where merged.
 
@@ -349,7 +360,8 @@ def _process(config: Config, location: RankLocation, device: torch.device) -> Pr
         )
         threads = max(1, usable_cores() // engines_here)
     log_path = config.run.path / "engines" / f"vllm_{location.rank}.log"
-    arguments = family_arguments(config.model.hf_path) | engine_arguments(config, device)
+    own = family_arguments(config.model.hf_path) | latent_arguments(config, device)
+    arguments = own | engine_arguments(config, device)
     return ProcessReplica(arguments, engine_environment(os.environ, devices, threads), log_path)
 
 

@@ -18,6 +18,7 @@ from megatron_rl.rollout.build import (
     RankLocation,
     engine_arguments,
     family_arguments,
+    latent_arguments,
     refuse_delta,
     role_of,
     shares_device,
@@ -320,3 +321,17 @@ def test_llama_4s_scale_by_position_is_on_in_vllm_where_config_json_says_so(tmp_
     assert family_arguments(str(tmp_path)) == {"override_generation_config": {"attn_temperature_tuning": wanted}}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     assert family_arguments(str(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "device", "wanted"),
+    [
+        ({"kv_lora_rank": 512}, "float32", CPU, {"attention_backend": "CPU_MLA"}),
+        ({"kv_lora_rank": 512}, "bfloat16", CPU, {}),
+        ({"kv_lora_rank": 512}, "float32", GPU, {}),
+        ({}, "float32", CPU, {}),
+    ],
+)
+def test_latent_attention_on_a_cpu_gets_the_kernel_that_takes_its_dtype(tmp_path, fields, dtype, device, wanted):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"} | fields))
+    assert latent_arguments(config_of(f"model.hf_path={tmp_path}", f"model.dtype={dtype}"), device) == wanted
