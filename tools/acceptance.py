@@ -36,7 +36,7 @@ PROBE_S = 120.0
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "apex")
 IMPORTS = {
-    "transformer_engine": "import transformer_engine.pytorch; "
+    "transformer_engine": "import torch; import transformer_engine.pytorch; "
     "from transformer_engine.pytorch.optimizers import FusedAdam",
     "apex": "from apex.optimizers import FusedAdam",
     "vllm": "import vllm",

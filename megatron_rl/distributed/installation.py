@@ -24,7 +24,8 @@ PROBES = {
     "    try: torch.cuda.init()\n"
     "    except (RuntimeError, AssertionError) as error: facts['reason'] = str(error).splitlines()[0]",
     "megatron.core": "import megatron.core",
-    "transformer_engine": "import transformer_engine.pytorch",
+    # Its library needs NCCL's, which nothing but torch has loaded where both come as wheels.
+    "transformer_engine": "import torch; import transformer_engine.pytorch",
     "apex": "from apex.optimizers import FusedAdam",
     "torchvision": "import torchvision",
     "torchaudio": "import torchaudio",
