@@ -15,6 +15,7 @@ from megatron_rl.backend.batch import Batch
 from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
 from megatron_rl.distributed import topology
+from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.types import Sample
 from tests.equality.rig import DEFAULTS, MAX_RESPONSE_TOKENS
 from tests.equality.shared_samples import SHARED, group_samples
@@ -130,8 +131,7 @@ def one_gradient(critic: Critic, batch, returns: np.ndarray, old: np.ndarray) ->
     own = critic.fetch_rows(own, plan)
     (mini_batch,) = plan.mini_batches
     critic.accumulate(own, mini_batch, returns, old, plan.fingerprints()[0])
-    sums = critic._sums.values.clone()
-    torch.distributed.all_reduce(sums)
+    sums = reduce_on_host(critic._sums.values.clone())
     gradient = critic.gradient()
     critic.zero_grad()
     return gradient, float(sums[0])

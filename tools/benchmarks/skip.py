@@ -74,6 +74,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of the configuration")
     parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
     given = parser.parse_args(arguments)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -119,7 +120,7 @@ def build_backend(given: argparse.Namespace):
         f"parallel.virtual_pipeline={given.virtual_pipeline}",
         f"plan.calibrate={str(given.calibrate).lower()}",
     ]
-    return MegatronBackend(load_config(None, overrides), hf_config=hf_config, total_steps=10_000)
+    return MegatronBackend(load_config(None, [*overrides, *given.set]), hf_config=hf_config, total_steps=10_000)
 
 
 def make_batch(backend, given: argparse.Namespace, number: int = 0):
