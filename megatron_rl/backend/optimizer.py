@@ -141,6 +141,8 @@ class Optimizer:
         self._offload = Offload()
         use_accurate_norm()
         self._megatron = get_megatron_optimizer(megatron_config(config, settings), self.chunks)
+        if self.kernel == "torch" and HOST.is_cuda:
+            self._fuse_adam()
         self.scheduler = OptimizerParamScheduler(
             self._megatron,
             init_lr=settings.lr / (settings.warmup_steps + 1),
@@ -154,6 +156,16 @@ class Optimizer:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+
+    def _fuse_adam(self) -> None:
+        """Have torch's AdamW step by its fused kernel, for which Megatron-Core (0.16.1, 0.19.2) does not ask.
+
+        It reads and writes each state once, where the default way does so once per operation: on an H100, 1.5 billion
+        parameters took the default way 41.6 ms (docs/performance.md).
+        """
+        for part in self._megatron.chained_optimizers:
+            for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
 
     @property
     def megatron(self):

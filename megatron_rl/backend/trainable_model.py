@@ -42,7 +42,7 @@ from megatron_rl.planning.cost import CostFit
 from megatron_rl.planning.plan import plan_rules, plan_steps, split_mini_batches
 from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.types import BatchPlan, Sample, StepKind, StepPlan, StepResult
-from megatron_rl.weights.config_json import load_hf_config, transformers_model
+from megatron_rl.weights.config_json import load_hf_config, random_state
 from megatron_rl.weights.export import StageEntries, export_weights, load_weights
 from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.mapping import adapter_entries, trained_entries
@@ -52,9 +52,6 @@ from megatron_rl.weights.reader import HuggingFaceReader, MemoryReader, WeightRe
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 
 REMEMBERED_STEPS = 50  # REAL optimizer steps whose seconds are kept
-# Random weights of at most so many parameters are drawn on the GPU (float32: 8 GiB), in a tenth of the host's time. The
-# bound is no fraction of the memory that is free: ranks would choose differently, and draw other weights.
-DRAWN_ON_DEVICE = 2**31
 
 
 class TrainableModel:
@@ -152,19 +149,9 @@ class TrainableModel:
             reader = HuggingFaceReader(self.config.model.hf_path)
             check_tensors(reader, self.shape, allow_unread=self.config.model.allow_unread_tensors)
             return reader
-        device = self._drawing_device()
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-            torch.manual_seed(self.config.run.seed)
-            model = transformers_model(self.hf_config, self.config.model.hf_path)
-            return MemoryReader(file_tensors(model.state_dict(), self.hf_config.model_type))
-
-    def _drawing_device(self) -> torch.device:
-        """Return the device that draws random weights: this rank's GPU where they are few, else the host."""
-        if not HOST.is_cuda:
-            return torch.device("cpu")
-        with torch.device("meta"):
-            model = transformers_model(self.hf_config, self.config.model.hf_path)
-        return HOST.device if model.num_parameters() <= DRAWN_ON_DEVICE else torch.device("cpu")
+        config = self.config
+        state = random_state(self.hf_config, config.model.hf_path, seed=config.run.seed, device=HOST.device)
+        return MemoryReader(file_tensors(state, self.hf_config.model_type))
 
     def reset_optimizer(self, *, total_steps: int, settings: OptimizerConfig | None = None) -> None:
         """Start AdamW anew over the same weights: moments and schedule at zero.

@@ -20,7 +20,7 @@ def check_bitwise(config: Config) -> None:
         ("parallel.expert", parallel.expert, (1,), "it is for dense models"),
         ("lora.rank", config.lora.rank, (None,), "adapters are added to a product here and merged in the engine"),
         ("model.layer_spec", config.model.layer_spec, ("auto", "torch"), "its layers are row-invariant ones"),
-        ("model.logprob_kernel", config.model.logprob_kernel, ("torch",), "its kernel is a row-invariant one"),
+        ("model.logprob_kernel", config.model.logprob_kernel, ("auto", "torch"), "its kernel is a row-invariant one"),
         ("rollout.producer.mode", config.rollout.producer.mode, ("sync",), "rollouts ahead have older weights"),
         ("weight_sync.interval_steps", config.weight_sync.interval_steps, (1,), "the engine's weights would lag"),
         ("correction.old_logprobs", config.correction.old_logprobs, ("recompute", "auto"), "it would compare nothing"),

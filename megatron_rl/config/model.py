@@ -28,13 +28,13 @@ class ModelConfig:
     """`pretrained`: the weights of `model.hf_path`; `random`: random ones, of its config's shape only."""
     layer_spec: str = "auto"
     """`transformer_engine`, `torch`, or `auto`: the first if it can be built and dtype is bfloat16, else `torch`."""
-    logprob_kernel: str = "torch"
-    """`torch`'s operations for log-probs of logits, or `triton`'s kernels, which were not yet run on a GPU."""
+    logprob_kernel: str = "auto"
+    """`torch`'s operations for log-probs of logits, `triton`'s kernels, or `auto`: these on a GPU, if installed."""
 
     def __post_init__(self) -> None:
         choose("model.provider", self.provider, ("native", "bridge"))
         choose("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        choose("model.logprob_kernel", self.logprob_kernel, ("torch", "triton"))
+        choose("model.logprob_kernel", self.logprob_kernel, ("auto", "torch", "triton"))
         choose("model.init", self.init, ("pretrained", "random"))
         choose("model.layer_spec", self.layer_spec, ("auto", "transformer_engine", "torch"))
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
+import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -358,6 +361,20 @@ def _detect() -> Host:
 
 check_megatron_core()  # before its import, which may fail in an unknown release with an error of its own
 HOST = _detect()
+
+
+@functools.cache
+def compiler_fault() -> str:
+    """Return what Triton lacks here to build a kernel's launcher, or "" where it lacks nothing.
+
+    It runs a C compiler over Python's headers (read in Triton 3.6 and 3.7, runtime/build.py), as torch.compile does.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "no C compiler was found (CC, gcc, clang)"
+    include = sysconfig.get_paths()["include"]
+    return "" if os.path.exists(os.path.join(include, "Python.h")) else f"Python's headers are not in {include}"
 
 
 def transformer_engine_importable() -> bool:

@@ -128,6 +128,7 @@ class PackedSequences(PackedSeqParams):
     context: this rank among those that share the sequences.
     segments: for Transformer Engine where prompts may be shared, in place of the bounds.
     narrowed: the spans of each window or chunk that a layer has asked for, by how they are cut and by its tokens.
+    angles: inverse frequencies [d / 2] and what the first attention that applies them made of them, for the others.
     """
 
     layout: Layout | None = None
@@ -137,6 +138,7 @@ class PackedSequences(PackedSeqParams):
     context: ContextShard = WHOLE
     segments: KeySegments | None = None
     narrowed: dict[tuple[SpansOf, int], tuple[SpanBatch, ...]] = field(default_factory=dict)
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def spans_cut(self, spans_of: SpansOf, tokens: int | None) -> tuple[SpanBatch, ...]:
         """Return which queries see which keys within a window or a chunk of this many tokens; None sees all.

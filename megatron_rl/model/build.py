@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from megatron_rl.algorithm.sharing import shares_prompts
 from megatron_rl.config import Config
-from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.platform import HOST, compiler_fault
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.bridge_model import bridged_config, check_frequencies, provide_chunk, put_norms
@@ -31,7 +31,13 @@ from megatron_rl.model.latent_attention import (
     latent_fields,
     put_latent_attention,
 )
-from megatron_rl.model.layer_spec import block_spec, choose_layer_spec, fuse_weight_gradients, settle_expert_biases
+from megatron_rl.model.layer_spec import (
+    accumulate_weight_gradients,
+    block_spec,
+    choose_layer_spec,
+    fuse_weight_gradients,
+    settle_expert_biases,
+)
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.post_norm import put_norms_around, put_norms_behind, put_wide_norms
 from megatron_rl.model.rotary import PackedRotary, give_angles_by_kind
@@ -74,7 +80,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         softmax_scale=_scale(shape, hf_config),
         **seam_fields(config, topology),
         **_window_fields(shape, topology),
-        **_fusions(shape, extra, shares=shares_prompts(config, shape.layer_spec)),
+        **_fusions(shape, extra, config),
     )
     fields |= FAMILIES[shape.family].layer_fields(shape)
     fields |= latent_fields(shape, hf_config, extra)
@@ -134,21 +140,26 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
     return transformer
 
 
-def _fusions(shape: ModelShape, extra: dict[str, Any], *, shares: bool) -> dict[str, bool]:
-    """Return which fused functions run: none on torch's layers, whose numbers are the reference. extra: the user's.
+def half_on_gpu(config: Config) -> bool:
+    """Return whether torch's layers take fused kernels: in bfloat16 on a GPU. In float32 they are the reference."""
+    return HOST.is_cuda and config.model.dtype == "bfloat16"
 
-    shares: whether prompts may be shared; positions then come with the tokens, and not from the fused kernel.
+
+def _fusions(shape: ModelShape, extra: dict[str, Any], config: Config) -> dict[str, bool]:
+    """Return which of Megatron-Core's fused functions run. extra: the user's fields.
 
     Rotary angles: over packed sequences Megatron-Core's plain way asks the device for the lengths four times in every
     layer (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``); the kernel does not, and rounds neither cos
-    nor sin. SwiGLU: compiled by torch, keeps its input alone for backward; Megatron-Core refuses it beside Transformer
-    Engine's own activation. The weights' gradients are fused by ``layer_spec.fuse_weight_gradients``: this field would
-    want Apex, for the output layer's sake. docs/status.md says why the others are off.
+    nor sin. Where prompts may be shared the attention applies it (model/engine_attention.py). SwiGLU: compiled by
+    torch, keeps its input alone for backward; Megatron-Core refuses it beside Transformer Engine's own activation. The
+    weights' gradients are fused by model/layer_spec.py: this field would want Apex. docs/status.md says why the others
+    are off.
     """
-    engine = shape.layer_spec == "transformer_engine"
+    engine, plain = shape.layer_spec == "transformer_engine", not (shape.gelu or shape.swiglu_limit)
+    compiles = engine or (half_on_gpu(config) and plain and not compiler_fault())
     return dict(
-        apply_rope_fusion=engine and not shares,
-        bias_activation_fusion=engine and not extra.get("use_te_activation_func"),
+        apply_rope_fusion=engine and not shares_prompts(config, shape.layer_spec),
+        bias_activation_fusion=compiles and not extra.get("use_te_activation_func"),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -182,6 +193,7 @@ def build_model(
     shares = shares_prompts(config, layer_spec)
     stages = topology.pipeline_size * topology.virtual_size
     tables, factor = _angles(hf_config, shape)
+    given = config.megatron.transformer
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
@@ -193,15 +205,19 @@ def build_model(
         if bitwise:
             give_angles(model, tables[None])
         else:
-            _give_inputs(model, tables, factor, hf_config, shape, packed=layer_spec == "torch" or shares)
+            by_engine = layer_spec == "transformer_engine" and shares and "apply_rope_fusion" not in given
+            packed = layer_spec == "torch" or shares
+            _give_inputs(model, tables, factor, hf_config, shape, packed=packed, fused=by_engine)
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
         if shape.num_experts and topology.expert_tensor_size != topology.tensor_size:
             _mark_experts(model)
-        given = config.megatron.transformer
-        if layer_spec == "transformer_engine" and "gradient_accumulation_fusion" not in given and not given.get("fp8"):
-            fuse_weight_gradients(model)
+        if "gradient_accumulation_fusion" not in given and not given.get("fp8"):
+            if layer_spec == "transformer_engine":
+                fuse_weight_gradients(model)
+            elif half_on_gpu(config):
+                accumulate_weight_gradients(model)
         chunks.append(model.to(HOST.device))
     _freeze_router_bias(transformer, chunks)
     return chunks, shape
@@ -282,10 +298,12 @@ def _give_inputs(
     shape: ModelShape,
     *,
     packed: bool,
+    fused: bool,
 ) -> None:
     """Give a model its rotary angles, and a first stage's embedding its factor.
 
     packed: the angles are by the positions that come with the tokens, as latent attention's are.
+    fused: Transformer Engine's kernel applies these, in the core attention.
     """
     if shape.scaled_embedding and model.pre_process:
         scale_embedding(model, model.config.params_dtype)
@@ -294,6 +312,10 @@ def _give_inputs(
     elif None not in tables:
         scales = {kind: softmax_scale(hf_config, model.config.kv_channels, kind) for kind in tables}
         give_angles_by_kind(model, angle_kinds(hf_config), tables, scales)
+    elif fused:
+        from megatron_rl.model.engine_attention import turn_in_attention
+
+        turn_in_attention(model, tables[None])
     elif packed:
         model.rotary_pos_emb = PackedRotary(tables[None])
     else:

@@ -5,13 +5,21 @@ last key's: the causal mask is aligned bottom right. Read in Transformer Engine 
 dot_product_attention/utils.py ``get_attention_backend``): FlashAttention and FusedAttention both take
 ``padding_causal_bottom_right``, with bounds of the queries that differ from those of the keys. This module is imported
 where Transformer Engine is.
+
+The rotary angles are applied here too, by the fused kernel: over packed sequences it counts positions from each bound
+(``thd``), where an answer's go on from its prompt's, but over one sequence (``sbhd``) it takes a row of angles for each
+token, and the micro-batch is laid as one (read in 2.3 and 2.20, pytorch/attention/rope.py, and run on an H100 in 2.20).
 """
 
 from __future__ import annotations
 
-from megatron_rl.model.attention import PackedSequences
+import torch
 
-from megatron.core.extensions.transformer_engine import TEDotProductAttention  # isort: skip
+from megatron_rl.model.attention import PackedSequences
+from megatron_rl.model.rotary import NoRotary, token_angles
+
+from megatron.core.extensions.transformer_engine import TEDotProductAttention, fused_apply_rotary_pos_emb  # isort: skip
+from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 
 MASK = "padding_causal_bottom_right"
 
@@ -20,13 +28,20 @@ class SharedPromptAttention(TEDotProductAttention):
     """Computes causal attention over packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
 
     It stands in for Megatron-Core's TEDotProductAttention where prompts may be shared, and takes its arguments.
+
+    inv_freq: float32 [d2 / 2], d2 ≤ d, where it turns queries and keys; None where they come turned.
     """
+
+    inv_freq: torch.Tensor | None = None
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_
     ):
         if not isinstance(packed_seq_params, PackedSequences) or packed_seq_params.segments is None:
             raise TypeError("SharedPromptAttention takes PackedSequences with segments as packed_seq_params")
+        if self.inv_freq is not None:
+            angles = _angles(packed_seq_params, self.inv_freq)
+            query, key = (self._turned(x, angles) for x in (query, key))
         segments = packed_seq_params.segments
         whole = super(TEDotProductAttention, self).forward  # Megatron-Core's own knows no name of this mask
 
@@ -45,3 +60,22 @@ class SharedPromptAttention(TEDotProductAttention):
             )
 
         return segments.attend(key, value, attention)
+
+    def _turned(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """Return heads [T, n, d] turned by angles [T, 1, 1, d2] in float32, rounded once."""
+        return fused_apply_rotary_pos_emb(heads[:, None], angles, interleaved=self.config.rotary_interleaved)[:, 0]
+
+
+def _angles(packed: PackedSequences, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Return float32 [T, 1, 1, d2], the angles of the tokens; all layers share what the first one makes."""
+    if packed.angles is None or packed.angles[0] is not inv_freq:
+        packed.angles = inv_freq, token_angles(packed.position_ids, inv_freq)[:, None, None]
+    return packed.angles[1]
+
+
+def turn_in_attention(model: GPTModel, inv_freq: torch.Tensor) -> None:
+    """Have a model's attentions apply the rotary angles, in place of Megatron-Core; inv_freq: float32 [d2 / 2]."""
+    model.rotary_pos_emb = NoRotary()
+    for module in model.modules():
+        if isinstance(module, SharedPromptAttention):
+            module.inv_freq = inv_freq

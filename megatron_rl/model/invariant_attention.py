@@ -132,16 +132,6 @@ class CachedSequences(PackedSequences):
         )
 
 
-class NoRotary(torch.nn.Module):
-    """Replaces GPTModel's RotaryEmbedding: the angles are applied by InvariantAttention."""
-
-    def get_rotary_seq_len(self, *_) -> int:
-        return 0
-
-    def forward(self, *_, **__) -> None:
-        return None
-
-
 class InvariantAttention(TorchAttention):
     """Computes causal attention over packed input, as TorchAttention does, and applies the rotary angles before.
 

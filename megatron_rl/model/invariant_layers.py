@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.model import invariant
-from megatron_rl.model.invariant_attention import InvariantAttention, NoRotary
+from megatron_rl.model.invariant_attention import InvariantAttention
 from megatron_rl.model.layer_spec import mlp_spec
+from megatron_rl.model.rotary import NoRotary
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip

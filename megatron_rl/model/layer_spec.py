@@ -10,11 +10,12 @@ import torch
 from megatron_rl.distributed.platform import transformer_engine_importable
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import TorchAttention
+from megatron_rl.model.logprob import add_product
 from megatron_rl.model.sinks import SinkAttention
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
-from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes  # isort: skip
+from megatron.core.tensor_parallel import layers as tensor_parallel  # isort: skip
 from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
@@ -28,8 +29,8 @@ if not hasattr(moe_utils, "te_general_gemm"):
 class RMSNorm(torch.nn.RMSNorm):
     """Computes the norm in float32 and casts it back, as Hugging Face's Qwen2RMSNorm and LlamaRMSNorm do.
 
-    Megatron's torch norm refuses sequence parallelism; finalize needs no more than the mark on the weight to sum its
-    gradient.
+    On a GPU torch's fused kernel rounds once, after the weight, where these round before it too. Megatron's torch norm
+    refuses sequence parallelism; finalize needs no more than the mark on the weight to sum its gradient.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
@@ -37,7 +38,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.float32:
+        if x.dtype == torch.float32 or x.is_cuda:
             return super().forward(x)
         return self.weight * torch.nn.functional.rms_norm(x.float(), self.normalized_shape, None, self.eps).to(x.dtype)
 
@@ -118,10 +119,10 @@ def settle_expert_biases(model: torch.nn.Module) -> None:
     gradient norm counts one, though they hold different experts.
     """
     for module in model.modules():
-        if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
+        if isinstance(module, tensor_parallel.RowParallelLinear) and module.is_expert and module.bias is not None:
             module.explicit_expert_comm = True
             module.bias.sequence_parallel = False
-            set_tensor_model_parallel_attributes(module.bias, True, 0, 1)
+            tensor_parallel.set_tensor_model_parallel_attributes(module.bias, True, 0, 1)
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
@@ -138,3 +139,28 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
+
+
+class WeightGradients:
+    """Stands for Apex's ``fused_weight_gradient_mlp_cuda``, which Megatron-Core's own linears call where they fuse."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+        add_product(main_grad, grad_output, total_input)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def accumulate_weight_gradients(model: torch.nn.Module) -> None:
+    """Have torch's linears add their weights' gradients to main_grad within the product, as ``fuse_weight_gradients``.
+
+    Megatron-Core's linears know how (0.16.1 and 0.19.2 ``tensor_parallel/layers.py``), but refuse the field without
+    Apex's kernel, whose name does not exist then: torch's product with a float32 output takes its place. The field is
+    read at each forward. The output layer is left out: model/logprob.py adds its gradient.
+    """
+    if not hasattr(tensor_parallel, "fused_weight_gradient_mlp_cuda"):
+        tensor_parallel.fused_weight_gradient_mlp_cuda = WeightGradients
+    linears = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
+    for name, module in model.named_modules():
+        if isinstance(module, linears) and name != "output_layer":
+            module.gradient_accumulation_fusion = True

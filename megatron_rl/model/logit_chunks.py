@@ -7,6 +7,7 @@ which are held against torch's operations. Under ``rollout.bitwise`` the forward
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import dataclass
 from typing import Literal, assert_never, get_args
@@ -14,39 +15,62 @@ from typing import Literal, assert_never, get_args
 import torch
 import torch.distributed as dist
 
+from megatron_rl.distributed.platform import compiler_fault
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.invariant import BLOCK_ROWS, aligned, elementwise, padded
 
 Kernel = Literal["torch", "triton", "invariant"]
+AskedKernel = Literal["auto", "torch", "triton", "invariant"]
 UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
 
-# Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens. In bfloat16 that moves 12 bytes
-# per element (the product is written and read, the float32 sum read and written): at V/TP = 151,936 and H = 3,584,
-# 6.5 GB per chunk. So a GPU takes as many tokens as leave a float32 buffer within 512 MiB: 768 there, 4,096 from 32,768
-# columns down, where 512 would move up to eight times as much. On the CPU the buffers' place in its caches counts for
-# more: 512 was measured.
+# Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens: it reads and writes the
+# float32 sum, 4.3 GB per chunk at V/TP = 151,936 and H = 3,584. So a GPU takes as many tokens as leave a chunk's
+# buffers within 1.25 GiB: by torch's operations 768 there in bfloat16, by the Triton kernels, whose one buffer is the
+# product's, 4,096. On one H100, 8,192 tokens forward and backward at H = 1,536 took the kernels 35.8 ms in chunks of
+# 768, 29.1 of 2,048 and 27.2 of 4,096, torch's operations 74.7 and 66.2 of the first two (docs/performance.md). On the
+# CPU the buffers' place in its caches counts for more: 512 was measured.
 CPU_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 512, 4096
-MAX_BUFFER_BYTES = 2**29
+MAX_BUFFER_BYTES = 5 * 2**28
 TILE_TOKENS = 128  # rows of a matrix product's tile on a GPU
 
 
-def default_chunk_tokens(device_type: str, columns: int) -> int:
+def bytes_per_logit(kernel: Kernel, size: int) -> int:
+    """Return the bytes of a chunk's buffers per logit, where the product's elements have ``size`` bytes."""
+    if kernel == "triton":
+        return size
+    return 2 * max(size, 4) + (size if size < 4 else 0)
+
+
+def default_chunk_tokens(device_type: str, columns: int, kernel: Kernel, size: int) -> int:
     """Return the tokens whose logits ``linear_logprob`` holds at a time, on a device of ``device_type``.
 
-    columns: V/TP, of this tensor rank.
+    columns: V/TP, of this tensor rank. size: the bytes of an element of the hidden states.
     """
     if device_type == "cpu":
         return CPU_CHUNK_TOKENS
-    fits = MAX_BUFFER_BYTES // (4 * columns) // TILE_TOKENS * TILE_TOKENS
+    fits = MAX_BUFFER_BYTES // (bytes_per_logit(kernel, size) * columns) // TILE_TOKENS * TILE_TOKENS
     return min(max(fits, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+
+
+@functools.cache
+def settled_kernel(asked: AskedKernel, device_type: str) -> Kernel:
+    """Return the kernel that ``asked`` means on a device: ``auto`` is Triton's on a GPU that it can build them for.
+
+    Raises ConfigError as ``check_kernel`` does.
+    """
+    if asked == "auto":
+        return "triton" if device_type == "cuda" and not compiler_fault() else "torch"
+    check_kernel(asked)
+    return asked
 
 
 def check_kernel(kernel: str) -> None:
     """Raise ConfigError for a kernel (``model.logprob_kernel``) that is unknown or whose package is not installed."""
-    if kernel not in get_args(Kernel):
+    if kernel not in get_args(AskedKernel):
         raise ConfigError(
-            f"kernel={kernel!r} must be one of torch, triton (model.logprob_kernel), or invariant (rollout.bitwise)"
+            f"kernel={kernel!r} must be one of auto, torch, triton (model.logprob_kernel), or invariant "
+            "(rollout.bitwise)"
         )
     if kernel == "triton" and importlib.util.find_spec("triton") is None:
         raise ConfigError(

@@ -19,7 +19,13 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.model.invariant import BLOCK_ROWS, elementwise, matmul, padded
-from megatron_rl.model.logit_chunks import Head, Kernel, block_statistics, check_kernel, default_chunk_tokens
+from megatron_rl.model.logit_chunks import (
+    AskedKernel,
+    Head,
+    block_statistics,
+    default_chunk_tokens,
+    settled_kernel,
+)
 
 
 def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
@@ -75,7 +81,7 @@ class _LinearLogProb(torch.autograd.Function):
             if needs_hidden:
                 torch.mm(gradient, true_weight, out=grad_hidden[rows])
             if needs_weight:
-                _add_product(weight_sum[: head.num_valid], gradient, hidden[rows])
+                add_product(weight_sum[: head.num_valid], gradient, hidden[rows])
         if needs_hidden and head.reduce_hidden_grad and head.group is not None and hidden.shape[0]:
             dist.all_reduce(grad_hidden, group=head.group)
         grad_weight = _weight_gradient(weight, weight_sum, ctx.parameter) if needs_weight else None
@@ -164,10 +170,16 @@ def _combine(peak: torch.Tensor, stats: torch.Tensor, group: dist.ProcessGroup) 
     dist.all_reduce(stats, group=group)
 
 
-def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add gradientᵀ hidden to ``total``. In bfloat16 each chunk's product is rounded, the sum over chunks is not."""
+def add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add gradientᵀ hidden to ``total`` [V, H]; gradient: [N, V], hidden: [N, H], of one dtype.
+
+    On a GPU the product goes into a float32 total unrounded, in one kernel. On the CPU a product of bfloat16 is rounded
+    first.
+    """
     if total.dtype == hidden.dtype:
         total.addmm_(gradient.t(), hidden)
+    elif total.is_cuda:
+        torch.addmm(total, gradient.t(), hidden, out_dtype=total.dtype, out=total)
     else:
         total.add_(gradient.t() @ hidden)
 
@@ -193,7 +205,7 @@ def linear_logprob(
     reduce_hidden_grad: bool = True,
     into_main_grad: bool = False,
     chunk_tokens: int | None = None,
-    kernel: Kernel = "torch",
+    kernel: AskedKernel = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each target's log-probability and each row's entropy, [N] in nats, from the output layer's input.
 
@@ -218,8 +230,9 @@ def linear_logprob(
     Raises ValueError for no tokens a chunk, a rank of pads alone, a missing main_grad, a kernel that cannot run here.
     Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0.
     """
-    check_kernel(kernel)
-    chunk_tokens = default_chunk_tokens(hidden.device.type, len(weight)) if chunk_tokens is None else chunk_tokens
+    device, kernel = hidden.device.type, settled_kernel(kernel, hidden.device.type)
+    if chunk_tokens is None:
+        chunk_tokens = default_chunk_tokens(device, len(weight), kernel, hidden.element_size())
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
     if into_main_grad:

@@ -17,6 +17,22 @@ from megatron_rl.model.attention import PackedSequences
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 
 
+def token_angles(position_ids: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Return [T, d] float32, the angles of tokens at ``position_ids`` [T], the two halves alike; inv_freq: [d / 2]."""
+    angles = torch.outer(position_ids.to(inv_freq.dtype), inv_freq)
+    return torch.cat([angles, angles], dim=-1)
+
+
+class NoRotary(torch.nn.Module):
+    """Replaces GPTModel's RotaryEmbedding where the core attention applies the angles."""
+
+    def get_rotary_seq_len(self, *_) -> int:
+        return 0
+
+    def forward(self, *_, **__) -> None:
+        return None
+
+
 class PackedRotary(torch.nn.Module):
     """Replaces GPTModel's RotaryEmbedding, and is called in the same two steps.
 
@@ -35,8 +51,7 @@ class PackedRotary(torch.nn.Module):
 
     def forward(self, position_ids: torch.Tensor, *_, **__) -> torch.Tensor:
         """Return [T, 1, d], the angles of tokens at ``position_ids`` [T], the two halves alike."""
-        angles = torch.outer(position_ids.to(self.inv_freq.dtype), self.inv_freq)
-        return torch.cat([angles, angles], dim=-1)[:, None]
+        return token_angles(position_ids, self.inv_freq)[:, None]
 
 
 class RotaryByKind(PackedRotary):

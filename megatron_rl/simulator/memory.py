@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
-from megatron_rl.model.logit_chunks import default_chunk_tokens
+from megatron_rl.model.logit_chunks import bytes_per_logit, default_chunk_tokens
 from megatron_rl.planning.timeline import warmup_forwards
 from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.weights.mapping import pair_entries, shard_size, stage_layers, target_entries
@@ -210,10 +210,10 @@ def stage_memory(
     logits = 0.0
     if stage == degrees.pipeline_size - 1 and microbatches:
         columns = 1 if shape.value_head else shape.padded_vocab_size // degrees.tensor_size
-        rows = min(loss_tokens / degrees.context_size, default_chunk_tokens("cuda", columns))
-        # two float32 buffers and the product's, or the Triton kernels' one (model/logit_chunks.py)
-        in_torch = 2 * 4 + (size if size != 4 else 0)
-        logits = rows * columns * (size if config.model.logprob_kernel == "triton" else in_torch)
+        # torch's CUDA builds, which the forecast is for, bring Triton
+        kernel = "triton" if config.model.logprob_kernel == "auto" else config.model.logprob_kernel
+        rows = min(loss_tokens / degrees.context_size, default_chunk_tokens("cuda", columns, kernel, size))
+        logits = rows * columns * bytes_per_logit(kernel, size)
     return StageMemory(
         stage=stage,
         weights=weights * size,

@@ -10,14 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from megatron_rl.algorithm.sharing import sharing_refusal
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import ResumePoint
 from megatron_rl.config import Config, config_to_dict, config_to_yaml
-from megatron_rl.config.json_text import quoted
 from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
 from megatron_rl.critic import Critic, RemoteCritic, RewardModel, build_critic
 from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
@@ -25,7 +23,6 @@ from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.atomic_file import replace_text
-from megatron_rl.distributed.cuda_environment import added_variables
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
 from megatron_rl.model.seam_fields import DTYPES
@@ -43,6 +40,7 @@ from megatron_rl.rollout.multi_turn import with_environment
 from megatron_rl.rollout.queue import RolloutQueue
 from megatron_rl.rollout.serialization import check_packed
 from megatron_rl.simulator.record import Recorder
+from megatron_rl.trainer.announcement import announce
 from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.reference_policy import ReferencePolicy
 from megatron_rl.trainer.run_folder import (
@@ -60,7 +58,7 @@ from megatron_rl.trainer.training_data import context_tokens, load_prompts
 from megatron_rl.trainer.update import UpdatePlanner, passes_parts
 from megatron_rl.types import Rollout, Score
 from megatron_rl.validate import check_critic_model, check_lengths
-from megatron_rl.weights.config_json import check_served, ignored_fields, load_hf_config
+from megatron_rl.weights.config_json import check_served, load_hf_config
 from megatron_rl.weights.model_dtype import settle_dtype
 
 log = logging.getLogger(__name__)
@@ -324,64 +322,3 @@ def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]],
             return reward.score(rollouts)
 
     return score
-
-
-def announce(trainer: Trainer) -> None:
-    """Log the chosen topology, layer spec and Adam kernel, and the consequences of settings that may surprise."""
-    config, topology, shape = trainer.config, trainer.backend.topology, trainer.backend.shape
-    if ignored := ignored_fields(config.model.hf_path):
-        said = ", ".join(f"{name}={quoted(value)}" for name, value in ignored.items())
-        log.warning("%s/config.json sets fields that are not read here: %s", config.model.hf_path, said)
-    log.info(
-        "world %d: %s on %s (%s), %s; layers by %s; Adam by %s",
-        topology.world_size,
-        topology.degrees,
-        HOST.device_type,
-        HOST.backend,
-        config.model.dtype,
-        shape.layer_spec,
-        trainer.backend.optimizer.kernel,
-    )
-    if HOST.is_cuda and config.model.dtype == "float32":
-        log.warning(
-            "model.dtype=float32: matrix products run on an H100 at a tenth and less of bfloat16's speed, and without "
-            "Transformer Engine; set model.dtype=bfloat16 unless you compare numbers"
-        )
-    if config.plan.share_prompts is None and (reason := sharing_refusal(config, shape.layer_spec)):
-        log.info("plan.share_prompts=null: prompts are not shared, since %s", reason)
-    if HOST.is_cuda and (added := added_variables()):
-        log.info("added to the environment: %s", " ".join(f"{name}={value}" for name, value in added.items()))
-    asked, rows = config.train.prompts_per_rollout, len(trainer.prompts)
-    if config.train.num_rollouts != 0 and asked > rows:
-        log.warning(
-            "WARNING: train.prompts_per_rollout=%d and data.train has %d prompts: each rollout asks prompts %.3g "
-            "times, as groups of their own; lower it to %d at most, or give more data",
-            asked,
-            rows,
-            asked / rows,
-            rows,
-        )
-    if config.sft.steps and config.rollout.temperature != 1.0:
-        log.warning(
-            "rollout.temperature=%g divides the logits of supervised steps too, since log-probs are at the sampling "
-            "temperature; set it to 1 to imitate the data as they are",
-            config.rollout.temperature,
-        )
-    for term in trainer.rule.approximated:
-        log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)
-    if trainer.rule.kl_in_reward and trainer.rule.drops and config.skip.logprob_passes:
-        log.warning(
-            "reference.kl_in=reward makes advantages of log-probs: skip.logprob_passes turns itself off, every sample "
-            "is passed"
-        )
-    if (needed := trainer.planner.needs_old_logprobs) and config.correction.old_logprobs == "auto":
-        log.info("every sample that is trained is passed for its old log-probs, the first step's too: %s", needed)
-    if config.correction.old_logprobs == "rollout":
-        log.warning("correction.old_logprobs=rollout: the trainer-engine gap is measured on the dense samples alone")
-    if config.rollout.producer.ahead or config.weight_sync.interval_steps > 1:
-        log.info(
-            "rollouts may come from older weights: rollout.max_logprob_gap guards those of the trainer's own, the "
-            "first among them"
-        )
-    if config.advantage.whiten == "center_and_scale" and config.advantage.estimator in ("reinforce_plus_plus", "gdpo"):
-        log.warning("advantage.whiten=center_and_scale moves every group off zero: nothing will be dropped")

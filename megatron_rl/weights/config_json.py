@@ -14,6 +14,9 @@ from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_CONFIG_BYTES = 16 * 2**20
+# Random weights of so many parameters at most (8 GiB in float32) are drawn on a GPU. The bound is no share of the
+# memory that is free: ranks would choose differently, and draw other weights.
+DRAWN_ON_DEVICE = 2**31
 # The fields that are numbers, with the bounds that any model keeps; null leaves the family's default.
 RANGES: dict[str, tuple[type, float, float]] = {
     "num_hidden_layers": (int, 1, 10_000),
@@ -154,6 +157,23 @@ def transformers_model(config: Any, folder: str | pathlib.Path, **settings: obje
             f"{pathlib.Path(folder) / CONFIG}: transformers can make no model of it: {type(error).__name__}: "
             f"{reason[:400]}; mend the field that it speaks of, or remove it"
         ) from error
+
+
+def random_state(config: Any, folder: str | pathlib.Path, *, seed: int, device: Any) -> dict[str, Any]:
+    """Return the state dict of ``transformers_model`` with weights drawn by ``seed``; raise ConfigError as it does.
+
+    device: a torch.device. A GPU draws those of a small model itself, other ones than the host would, in a tenth of its
+    time; the host draws all others.
+    """
+    import torch
+
+    if device.type != "cpu":
+        with torch.device("meta"):
+            count = transformers_model(config, folder).num_parameters()
+        device = device if count <= DRAWN_ON_DEVICE else torch.device("cpu")
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(seed)
+        return transformers_model(config, folder).state_dict()
 
 
 def settle_tying(config: Any, folder: str | pathlib.Path) -> None:

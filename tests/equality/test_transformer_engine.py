@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from megatron_rl.backend import optimizer, packing
-from megatron_rl.model import attention
+from megatron_rl.model import attention, build, layer_spec
+from megatron_rl.model.logprob import add_product
 from tests.equality.engine_rig import ENGINE, engine_workers
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages, sizes
@@ -167,7 +168,7 @@ def test_shared_prompts_equal_torch_without(engine_pool: Pool, name: str) -> Non
     for found, calls in engine_pool.run(world, with_shared_prompts, family, overrides):
         print(name, {k: f"{v:.1e}" for k, v in found.items()})
         assert max(found.values()) < TOLERANCE, found
-        assert "DotProductAttention.forward" in calls and "apply_rotary_pos_emb" not in calls
+        assert "DotProductAttention.forward" in calls and ("apply_rotary_pos_emb" in calls) == (name != "latents")
 
 
 # Each fused function, switched off by its own field.
@@ -210,6 +211,26 @@ def unfused(rank: int, world: int) -> dict[str, float]:
 def test_fused_equals_unfused(engine_pool: Pool) -> None:
     (found,) = engine_pool.run(1, unfused)
     assert max(found.values()) < TOLERANCE, found
+
+
+def added_in_products(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> tuple[dict, int]:
+    """Return the gaps between torch's layers as on a GPU in bfloat16 and as they are here, and how many add so."""
+    plain, added = measured(family, *overrides, *TORCH), []
+
+    def counted(*given) -> None:
+        added.append(None)
+        add_product(*given)
+
+    on_gpu = mock.patch.multiple(build, half_on_gpu=lambda config: True, compiler_fault=lambda: "not compiled here")
+    with on_gpu, mock.patch.object(layer_spec, "add_product", counted):
+        return gaps(measured(family, *overrides, *TORCH), plain), len(added)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "TP2-SP", "DP2-overlap", "recomputation", "EP2"])
+def test_weight_gradients_of_torch_layers_added_in_the_product(pool: Pool, name: str) -> None:
+    world, family, overrides = CASES[name]
+    for found, count in pool.run(world, added_in_products, family, overrides):
+        assert count and max(found.values()) < TOLERANCE, (found, count)
 
 
 def by_engine_adam(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, float]:
@@ -312,7 +333,7 @@ FAULTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager], tuple[s
         (),
         "must be in dtype torch.int32",
     ),
-    "no bounds": (lambda: _bounds_with(lambda x: {**x, "cu_seqlens_kv": None}), (), "over [T, h, d] only"),
+    "no bounds": (lambda: _bounds_with(lambda x: {**x, "cu_seqlens_kv": None}), (), "no sbhd of 3 dimensions"),
     "longest on the device": (
         lambda: _bounds_with(lambda x: {**x, "max_seqlen_kv": torch.tensor(x["max_seqlen_kv"])}),
         (),

@@ -112,6 +112,12 @@ def _moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     return module
 
 
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, out_dtype, out) -> torch.Tensor:
+    """Stand for the product that is added to a total of another dtype, which torch 2.11 cannot do on FakeTensors."""
+    assert out is total and total.dtype == out_dtype and total.device == left.device == right.device
+    return total.add_((left @ right).to(out_dtype))
+
+
 def _present_device() -> None:
     cuda = torch.cuda
     cuda._lazy_init = lambda: None
@@ -128,6 +134,8 @@ def _present_device() -> None:
     cuda.stream = cuda.device = lambda *_: contextlib.nullcontext()
     cuda.synchronize = lambda *_: _ask("synchronize")
     torch.Tensor.record_stream = lambda *_: None
+    torch.addmm = _add_product
+    torch.compile = lambda function: function  # Megatron-Core's SwiGLU: its operations have shapes as they are
     torch.Tensor.pin_memory = lambda tensor, *_: MODE.from_tensor(tensor)
     torch.nn.Module.to = _moved
     FakeTensor.tolist = _listed
@@ -150,13 +158,16 @@ assert not torch.cuda.is_available(), "hide the host's GPUs: CUDA_VISIBLE_DEVICE
 _present_device()
 with _cuda_found():
     from megatron_rl.distributed import collectives, platform  # isort: split
-
     from megatron.core.tensor_parallel import random as tensor_parallel_random
+
+    from megatron_rl.model import logprob_kernels
 
 assert platform.HOST.is_cuda
 # Generators: nothing is drawn. Recomputation keeps their states, and fork compares real ones of the host.
 tensor_parallel_random._get_cuda_rng_state = tensor_parallel_random._set_cuda_rng_state = lambda *_, **__: None
 tensor_parallel_random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+# Triton's kernels write into tensors that they are given, and return nothing.
+logprob_kernels.statistics = logprob_kernels.turn_into_gradient = lambda *_, **__: None
 torch.autograd.backward = lambda *args, **kwargs: backward(*args, **kwargs)
 
 
@@ -178,6 +189,7 @@ class InTurn:
     def shutdown(self, **_): ...
 
 
+@torch.no_grad()
 def backward(
     outputs: torch.Tensor | Sequence[torch.Tensor], grad_tensors: torch.Tensor | Sequence[torch.Tensor] | None = None
 ) -> None:

@@ -181,15 +181,22 @@ def apply_rotary_pos_emb(
 ):
     """Turn [T, h, d] by the angles freqs [longest, 1, 1, d2 ≤ d], in float32 and rounded once, as the kernel does.
 
-    The rest of each head is copied (read in 2.x, common/fused_rope/fused_rope.cu, "copy the rest").
+    In the format ``sbhd``, t is [T, 1, h, d] and freqs have a row for each of its tokens. The rest of each head is
+    copied (read in 2.x, common/fused_rope/fused_rope.cu, "copy the rest").
     """
     refuse("apply_rotary_pos_emb", unused)
-    require(fused and tensor_format == "thd" and t.dim() == 3, "the stand-in has the fused kernel over [T, h, d] only")
+    require(fused, "the stand-in has the fused kernel only")
+    dims = {"thd": 3, "sbhd": 4}.get(tensor_format)
+    require(dims == t.dim(), f"the stand-in has no {tensor_format} of {t.dim()} dimensions: [T, h, d] or [T, 1, h, d]")
     require(freqs.dim() == 4 and freqs.shape[1:3] == (1, 1), f"freqs are [s, 1, 1, d], not {tuple(freqs.shape)}")
     require(freqs.dtype == torch.float32, f"freqs of {freqs.dtype} were rounded before the kernel")
-    lengths = _lengths(cu_seqlens, "cu_seqlens")
-    require(freqs.shape[0] >= max(lengths), f"{freqs.shape[0]} angles for a sequence of {max(lengths)}")
-    angles = freqs[torch.cat(zigzag(lengths, cp_rank, cp_size)), 0]
+    if tensor_format == "sbhd":
+        require(t.shape[1] == 1 and len(freqs) == len(t), f"{len(freqs)} angles for {tuple(t.shape)}")
+        angles = freqs
+    else:
+        lengths = _lengths(cu_seqlens, "cu_seqlens")
+        require(freqs.shape[0] >= max(lengths), f"{freqs.shape[0]} angles for a sequence of {max(lengths)}")
+        angles = freqs[torch.cat(zigzag(lengths, cp_rank, cp_size)), 0]
     turning, rest = t[..., : freqs.shape[3]].float(), t[..., freqs.shape[3] :]
     first, second = turning.chunk(2, dim=-1)
     turned = turning * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()

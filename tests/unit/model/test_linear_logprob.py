@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.model.logit_chunks import default_chunk_tokens
+from megatron_rl.model import logit_chunks
+from megatron_rl.model.logit_chunks import MAX_BUFFER_BYTES, bytes_per_logit, default_chunk_tokens
 from megatron_rl.model.logprob import linear_logprob
 from tests.unit.model.heads import (
     CLOSE,
@@ -198,12 +199,35 @@ def test_linear_refuses_a_main_grad_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device_type", "columns", "tokens"),
-    [("cpu", 151_936, 512), ("cuda", 151_936, 768), ("cuda", 32_768, 4096), ("cuda", 1, 4096), ("cuda", 10**6, 512)],
+    ("device_type", "columns", "kernel", "size", "tokens"),
+    [
+        ("cpu", 151_936, "torch", 4, 512),
+        ("cuda", 151_936, "torch", 2, 768),
+        ("cuda", 151_936, "triton", 2, 4096),
+        ("cuda", 151_936, "triton", 4, 2176),
+        ("cuda", 32_768, "torch", 2, 4096),
+        ("cuda", 10**6, "torch", 4, 512),
+    ],
 )
-def test_chunks_of_a_device_hold_half_a_gib_within_their_bounds(device_type: str, columns: int, tokens: int) -> None:
-    assert default_chunk_tokens(device_type, columns) == tokens
-    assert device_type == "cpu" or tokens in (512, 4096) or 2**29 - 128 * 4 * columns < tokens * 4 * columns <= 2**29
+def test_chunks_of_a_device_hold_their_bytes_within_their_bounds(
+    device_type: str, columns: int, kernel: str, size: int, tokens: int
+) -> None:
+    assert default_chunk_tokens(device_type, columns, kernel, size) == tokens
+    held = bytes_per_logit(kernel, size) * columns
+    assert device_type == "cpu" or tokens in (512, 4096) or MAX_BUFFER_BYTES - 128 * held < tokens * held
+    assert device_type == "cpu" or tokens == 512 or tokens * held <= MAX_BUFFER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("device_type", "fault", "kernel"),
+    [("cuda", "", "triton"), ("cuda", "no C compiler", "torch"), ("cpu", "", "torch")],
+)
+def test_kernel_by_default_is_tritons_on_a_gpu_that_can_build_it(
+    monkeypatch: pytest.MonkeyPatch, device_type: str, fault: str, kernel: str
+) -> None:
+    monkeypatch.setattr(logit_chunks, "compiler_fault", lambda: fault)
+    assert logit_chunks.settled_kernel.__wrapped__("auto", device_type) == kernel
+    assert logit_chunks.settled_kernel.__wrapped__("torch", device_type) == "torch"
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 64])

@@ -1,0 +1,91 @@
+"""Says at a run's start what it runs on and by, and what of its settings may surprise."""
+
+from __future__ import annotations
+
+import logging
+
+from megatron_rl.algorithm.sharing import sharing_refusal
+from megatron_rl.config import Config
+from megatron_rl.config.json_text import quoted
+from megatron_rl.distributed.cuda_environment import added_variables
+from megatron_rl.distributed.platform import HOST, compiler_fault
+from megatron_rl.model.logit_chunks import settled_kernel
+from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.weights.config_json import ignored_fields
+
+log = logging.getLogger(__name__)
+
+
+def announce(trainer: Trainer) -> None:
+    """Log the chosen topology, layers and kernels, and the consequences of settings that may surprise."""
+    config, topology, shape = trainer.config, trainer.backend.topology, trainer.backend.shape
+    if ignored := ignored_fields(config.model.hf_path):
+        said = ", ".join(f"{name}={quoted(value)}" for name, value in ignored.items())
+        log.warning("%s/config.json sets fields that are not read here: %s", config.model.hf_path, said)
+    log.info(
+        "world %d: %s on %s (%s), %s; layers by %s; log-probs by %s; Adam by %s",
+        topology.world_size,
+        topology.degrees,
+        HOST.device_type,
+        HOST.backend,
+        config.model.dtype,
+        shape.layer_spec,
+        "invariant" if config.rollout.bitwise else settled_kernel(config.model.logprob_kernel, HOST.device_type),
+        trainer.backend.optimizer.kernel,
+    )
+    announce_gpu(config)
+    if config.plan.share_prompts is None and (reason := sharing_refusal(config, shape.layer_spec)):
+        log.info("plan.share_prompts=null: prompts are not shared, since %s", reason)
+    asked, rows = config.train.prompts_per_rollout, len(trainer.prompts)
+    if config.train.num_rollouts != 0 and asked > rows:
+        log.warning(
+            "WARNING: train.prompts_per_rollout=%d and data.train has %d prompts: each rollout asks prompts %.3g "
+            "times, as groups of their own; lower it to %d at most, or give more data",
+            asked,
+            rows,
+            asked / rows,
+            rows,
+        )
+    if config.sft.steps and config.rollout.temperature != 1.0:
+        log.warning(
+            "rollout.temperature=%g divides the logits of supervised steps too, since log-probs are at the sampling "
+            "temperature; set it to 1 to imitate the data as they are",
+            config.rollout.temperature,
+        )
+    for term in trainer.rule.approximated:
+        log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)
+    if trainer.rule.kl_in_reward and trainer.rule.drops and config.skip.logprob_passes:
+        log.warning(
+            "reference.kl_in=reward makes advantages of log-probs: skip.logprob_passes turns itself off, every sample "
+            "is passed"
+        )
+    if (needed := trainer.planner.needs_old_logprobs) and config.correction.old_logprobs == "auto":
+        log.info("every sample that is trained is passed for its old log-probs, the first step's too: %s", needed)
+    if config.correction.old_logprobs == "rollout":
+        log.warning("correction.old_logprobs=rollout: the trainer-engine gap is measured on the dense samples alone")
+    if config.rollout.producer.ahead or config.weight_sync.interval_steps > 1:
+        log.info(
+            "rollouts may come from older weights: rollout.max_logprob_gap guards those of the trainer's own, the "
+            "first among them"
+        )
+    if config.advantage.whiten == "center_and_scale" and config.advantage.estimator in ("reinforce_plus_plus", "gdpo"):
+        log.warning("advantage.whiten=center_and_scale moves every group off zero: nothing will be dropped")
+
+
+def announce_gpu(config: Config) -> None:
+    """Log what a GPU alone has: variables that were set for it, and what makes it slower than it could be."""
+    if not HOST.is_cuda:
+        return
+    if added := added_variables():
+        log.info("added to the environment: %s", " ".join(f"{name}={value}" for name, value in added.items()))
+    if fault := compiler_fault():
+        log.warning(
+            "%s, so that log-probs and SwiGLU run by torch's plain operations, slower; install triton, a C compiler "
+            "(gcc) and Python's headers (python3-dev)",
+            fault,
+        )
+    if config.model.dtype == "float32":
+        log.warning(
+            "model.dtype=float32: matrix products run on an H100 at a tenth and less of bfloat16's speed, and without "
+            "Transformer Engine; set model.dtype=bfloat16 unless you compare numbers"
+        )
