@@ -141,9 +141,10 @@ def full_recompute(config: Config) -> bool:
 
 
 def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: int) -> float:
-    """Return the elements that autograd saves per token of a rank in a layer, with torch's layers.
+    """Return the elements that autograd saves per token of a rank in a layer, with torch's layers in float32.
 
-    Transformer Engine's layers fuse some and keep less. Both norms keep input, normalised and output (6 h, split by
+    In bfloat16 on a GPU, and with Transformer Engine's layers, fused kernels keep less (``fused_kept_elements``): layers
+    with norms behind them, bounded or other activations and latents have none of them. Both norms keep input, normalised and output (6 h, split by
     sequence parallelism), and norms behind them input and normalised; attention keeps the projection of which v is a
     part, q and k as rotated, its output, and the cosines and sines, and under q/k norms their inputs, of which k's is a
     part of the projection, and the normalised too; multi-latent attention, whose latents' norms are as the other norms,
@@ -152,6 +153,8 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     expert's tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of
     the choices: a tensor rank of sequence parallelism sends its own tokens alone, expert-tensor ranks take the same.
     """
+    if config.model.dtype == "bfloat16" and takes_fused_kernels(shape):
+        return fused_kept_elements(shape, config, degrees, layer)
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     normed = shape.qk_norm or shape.post_norms
     attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if normed else 0)
@@ -168,6 +171,28 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     widths = 8 if shape.swiglu_limit else 5
     routed = choices * (2 * hidden + widths * shape.ffn_hidden_size / degrees.expert_tensor_size)
     return norms + attention + routed + 5 * shape.shared_ffn_hidden_size / tensor
+
+
+def takes_fused_kernels(shape: ModelShape) -> bool:
+    """Return whether a family's layers are plain: norms before attention and MLP, and SwiGLU."""
+    return not (shape.post_norms or shape.sandwich_norms or shape.swiglu_limit or shape.gelu or shape.kv_lora_rank)
+
+
+def fused_kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: int) -> float:
+    """Return the elements that autograd saves per token of a rank in a layer under fused norms and SwiGLU.
+
+    A norm keeps its input alone, its output is the next product's (4 h). SwiGLU keeps gate and up, and the product after
+    it their product. Norms of q and k keep q beside the projection. An expert's SwiGLU takes the router's weights, so
+    that its output is not kept.
+    """
+    tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
+    attention = (3 * (heads + kv_heads) / tensor + 4 + (heads / tensor if shape.qk_norm else 0)) * shape.head_dim
+    norms = 4 * hidden / (tensor if config.parallel.sequence_parallel else 1)
+    if not shape.has_mixture(layer):
+        return norms + attention + 3 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor
+    choices = shape.experts_per_token * degrees.expert_tensor_size / tensor
+    routed = choices * (hidden + 3 * shape.ffn_hidden_size / degrees.expert_tensor_size)
+    return norms + attention + routed + 3 * shape.shared_ffn_hidden_size / tensor
 
 
 def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:

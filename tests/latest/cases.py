@@ -31,6 +31,7 @@ class Case:
 
     questions: by pass ("logprob", "train", "supervised", "values", "critic"), how often the host waits for the device
                over all its micro-batches, by place.
+    layers: of the model; None for the default.
     mistake: planted before the passes (fake_passes.py); None for none.
     """
 
@@ -39,6 +40,7 @@ class Case:
     world: int = 1
     rank: int = 0
     questions: dict[str, dict[str, int]] = field(default_factory=lambda: nothing("logprob", "train"))
+    layers: int | None = None
     mistake: str | None = None
 
 
@@ -52,6 +54,7 @@ def _mixture(**more) -> Case:
 
 
 M = NUM_MICROBATCHES
+KEPT = ("qwen2_untied", "qwen3")  # whose kept activations are compared with the forecast's
 CASES: dict[str, Case] = {
     "dense": Case(questions=nothing("logprob", "train", "supervised")),
     "float32": Case(overrides=("model.dtype=float32",)),
@@ -74,6 +77,11 @@ CASES: dict[str, Case] = {
             for field in ("granularity=full", "method=uniform", "num_layers=1")
         )
     ),
+    **{
+        f"{family}, {layers} layers": Case(family=family, layers=layers, questions=nothing("train"))
+        for family in KEPT
+        for layers in (2, 4)
+    },
 }
 
 MISTAKES = {

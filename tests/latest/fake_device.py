@@ -207,6 +207,8 @@ def backward(
     for node in _in_order(roots):
         found = arrived.pop(node, {})
         if hasattr(node, "variable"):
+            if not found:  # added to main_grad, and nothing handed on
+                continue
             leaf, gradient = node.variable, found[0]
             assert gradient.device == leaf.device and gradient.shape == leaf.shape, (gradient, leaf)
             leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient

@@ -162,7 +162,7 @@ def run_case(case: Case) -> dict[str, object]:
     """Run a case's passes on a rank of its world; return what ``outcome`` tells of each."""
     fake_device.join_fake_world(case.rank, case.world)
     config = load_config(None, [*DEFAULTS, *case.overrides])
-    layers = max(LAYERS, config.parallel.pipeline)
+    layers = case.layers or max(LAYERS, config.parallel.pipeline)
     kind = functools.partial(Critic, alone=True) if "values" in case.questions else MegatronBackend
     with fake_device.MODE:
         model = kind(config, hf_config=tiny_config(case.family, layers=layers), weights={})
@@ -179,12 +179,22 @@ def run_case(case: Case) -> dict[str, object]:
 
 
 def outcome(purpose: str, model, batch: Batch, recorder: Recorder) -> dict[str, object]:
-    """Run one pass; tell its error, its questions, and the devices of parameters, outputs, losses and gradients."""
+    """Run one pass; tell its error, its questions, the devices of parameters, outputs, losses and gradients.
+
+    kept_bytes: of what autograd keeps for a micro-batch's backward, weights left out.
+    """
     fake_device.QUESTIONS.clear()
     recorder.devices = {f"parameter on {p.device}" for p in model.parameters()}
-    error = None
+    error, weights = None, {storage_of(p) for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}  # alive, so that no other storage takes an address
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(storage_of(tensor), tensor)
+        return tensor
+
     try:
-        one_pass(purpose, model, batch)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            one_pass(purpose, model, batch)
     except Recorded:
         pass
     except Exception as found:  # noqa: BLE001 (the parent process judges it)
@@ -193,7 +203,17 @@ def outcome(purpose: str, model, batch: Batch, recorder: Recorder) -> dict[str, 
         if parameter.grad is not None:
             recorder.devices.add(f"gradient on {parameter.grad.device}")
             parameter.grad = None
-    return {"error": error, "questions": dict(fake_device.QUESTIONS), "devices": sorted(recorder.devices)}
+    kept_bytes = sum(x.untyped_storage().nbytes() for address, x in kept.items() if address not in weights)
+    return {
+        "error": error,
+        "questions": dict(fake_device.QUESTIONS),
+        "devices": sorted(recorder.devices),
+        "kept_bytes": kept_bytes / NUM_MICROBATCHES,
+    }
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # a FakeTensor's has no memory, and an address of 0
 
 
 if __name__ == "__main__":
