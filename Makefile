@@ -32,6 +32,7 @@ ACCEPTANCE_ARGS ?=
 MODELS_ARGS ?=
 GPU_REPORT_ARGS ?= --minutes 30
 BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
+TORCHRUN = torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node
 CLOCK_ARGS ?= --pp 4 --layers 8 --virtual-clock --calibrate --batches 3 --repeats 2 --dead-share 0.75 0.9
 
 # Recipes see the environment's own python, torchrun and ruff, as after `source .venv/bin/activate`. One thread per process:
@@ -186,11 +187,11 @@ gpu-report: $(STAMP)  ## cells and benchmarks on one GPU in 30 minutes, small sh
 
 bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2, PP=2; PP=4 and PP=4·VPP2 on a virtual clock; runs/benchmark_skip_*.json
 	mkdir -p runs
-	torchrun --standalone --nproc_per_node 1 tools/benchmarks/skip.py --json runs/benchmark_skip_dp1.json $(BENCH_ARGS)
-	torchrun --standalone --nproc_per_node 2 tools/benchmarks/skip.py --dp 2 --json runs/benchmark_skip_dp2.json $(BENCH_ARGS)
-	torchrun --standalone --nproc_per_node 2 tools/benchmarks/skip.py --pp 2 --json runs/benchmark_skip_pp2.json $(BENCH_ARGS)
-	torchrun --standalone --nproc_per_node 4 tools/benchmarks/skip.py --json runs/benchmark_skip_pp4.json $(CLOCK_ARGS)
-	torchrun --standalone --nproc_per_node 4 tools/benchmarks/skip.py --json runs/benchmark_skip_pp4vpp2.json $(CLOCK_ARGS) --virtual-pipeline 2
+	$(TORCHRUN) 1 tools/benchmarks/skip.py --json runs/benchmark_skip_dp1.json $(BENCH_ARGS)
+	$(TORCHRUN) 2 tools/benchmarks/skip.py --dp 2 --json runs/benchmark_skip_dp2.json $(BENCH_ARGS)
+	$(TORCHRUN) 2 tools/benchmarks/skip.py --pp 2 --json runs/benchmark_skip_pp2.json $(BENCH_ARGS)
+	$(TORCHRUN) 4 tools/benchmarks/skip.py --json runs/benchmark_skip_pp4.json $(CLOCK_ARGS)
+	$(TORCHRUN) 4 tools/benchmarks/skip.py --json runs/benchmark_skip_pp4vpp2.json $(CLOCK_ARGS) --virtual-pipeline 2
 
 golden: $(STAMP)  ## record five short runs in full precision; compare two records with python -m tests.golden compare
 	python -m tests.golden record runs/golden.json

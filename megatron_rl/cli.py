@@ -187,7 +187,7 @@ def _stages_import(is_main: bool) -> bool:
     """Import Megatron-Core and all modules that need it; on failure print the fault and its remedy and return False."""
     try:
         import megatron_rl.trainer.build  # noqa: F401
-    except (ImportError, FileNotFoundError, AttributeError) as error:  # half-installed packages raise the latter two
+    except (ImportError, OSError, AttributeError) as error:  # libraries and half-installed packages: the latter two
         if is_main:
             print(explain_import_error(error), file=sys.stderr)
         return False

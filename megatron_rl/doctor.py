@@ -18,6 +18,7 @@ import json
 import sys
 from typing import NamedTuple
 
+from megatron_rl.distributed.import_faults import Cause, fault_of
 from megatron_rl.distributed.installation import Host, Probe, inspect_host
 from megatron_rl.distributed.versions import MEGATRON_BELOW, MEGATRON_LEAST, older
 
@@ -96,15 +97,10 @@ def check_imports(host: Host) -> list[Finding]:
     for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
         error = host.probes[module].error if module in host.probes else "only its metadata is there, not the package"
         if package in host.versions and error is not None:
-            findings.append(
-                Finding(
-                    Level.ERROR,
-                    f"import {module}",
-                    error,
-                    "mend the other errors first; if there are none: pip install --force-reinstall --no-deps "
-                    f"{package}",
-                )
+            mend = fault_of(error, module.partition(".")[0], host.cuda).mend or (
+                "mend the other errors first; if there are none: pip install --force-reinstall --no-deps " + package
             )
+            findings.append(Finding(Level.ERROR, f"import {module}", error, mend))
     return findings
 
 
@@ -127,11 +123,18 @@ def check_transformer_engine(host: Host) -> list[Finding]:
                 "uses the torch layer spec",
             )
         ]
+    return [_broken_transformer_engine(host, probe.error, distributions, named)]
+
+
+def _broken_transformer_engine(host: Host, error: str, distributions: list[str], named: str) -> Finding:
     core = host.probes.get("megatron.core")
-    # Megatron-Core catches ImportError alone: any other of a half-installed one breaks `import megatron.core`.
-    harmless = (
-        probe.error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
-    )
+    # Megatron-Core catches ImportError alone: any other breaks `import megatron.core`. So does an ImportError that
+    # `import transformer_engine` itself catches: Megatron-Core takes it for whole then.
+    harmless = error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
+    level = Level.WARNING if harmless else Level.ERROR
+    fault = fault_of(error, "transformer_engine", host.cuda)
+    if fault.mend and distributions:
+        return Finding(level, "transformer-engine", f"{named} {fault.state}: {error}", fault.mend)
     mend = (
         "delete the leftover folder: python -c 'import transformer_engine; print(transformer_engine.__path__)' says "
         "where"
@@ -140,8 +143,9 @@ def check_transformer_engine(host: Host) -> list[Finding]:
         mend = "pip uninstall -y " + " ".join(distributions)
     if host.gpus:
         mend += '; then, for the GPU: pip install --no-build-isolation "transformer-engine[pytorch]>=2.3"'
-    state = f"half-installed ({named or 'no distribution, a leftover folder'}): {probe.error}"
-    return [Finding(Level.WARNING if harmless else Level.ERROR, "transformer-engine", state, mend)]
+    state = fault.state if fault.cause is Cause.LIBRARY_BROKEN else "is half-installed"
+    found = f"{named or 'a leftover folder without a distribution'} {state}: {error}"
+    return Finding(level, "transformer-engine", found, mend)
 
 
 def check_apex(host: Host) -> list[Finding]:
@@ -250,6 +254,20 @@ def check_vllm(host: Host) -> list[Finding]:
     return [Finding(Level.INFO, "vllm", "not installed; rollout.engine=transformers does without it")]
 
 
+def check_name(host: Host) -> list[Finding]:
+    if host.addressed:
+        return []
+    return [
+        Finding(
+            Level.WARNING,
+            "host name",
+            f"{host.name} has no address: torchrun waits for one, for minutes, before it starts a process",
+            "on one host: torchrun --local-addr 127.0.0.1 …, or export PET_LOCAL_ADDR=127.0.0.1, which every torchrun "
+            f"reads; on several: a line in /etc/hosts with the address by which the others reach {host.name}",
+        )
+    ]
+
+
 CHECKS = (
     check_python,
     check_required,
@@ -260,6 +278,7 @@ CHECKS = (
     check_imports,
     check_gpu,
     check_vllm,
+    check_name,
 )
 
 

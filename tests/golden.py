@@ -21,7 +21,7 @@ import tempfile
 
 from safetensors.torch import load_file
 
-from tests.workers.environment import worker_environment
+from tests.workers.environment import TORCHRUN, worker_environment
 from tests.workers.inputs import ROOT, prepare_inputs, prepare_mixture
 
 BOUND_S = 1200  # a run that hangs ends here
@@ -90,9 +90,7 @@ def record_run(name: str, folder: pathlib.Path, inputs: pathlib.Path) -> dict:
     command = [
         sys.executable,
         "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
+        *TORCHRUN,
         "2",
         "-m",
         "megatron_rl.train",

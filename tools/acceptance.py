@@ -198,6 +198,8 @@ def run_cell(cell: Cell, given: argparse.Namespace, host: dict, folder: pathlib.
         "-m",
         "torch.distributed.run",
         "--standalone",
+        "--local-addr",
+        "127.0.0.1",
         "--nproc_per_node",
         str(cell.world),
         __file__,

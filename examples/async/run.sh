@@ -12,6 +12,6 @@ python examples/quickstart/prepare.py --out "$run_dir/inputs" --digits 1 --opera
 gpus=$(python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export HF_HUB_OFFLINE=1
-exec torchrun --standalone --nproc_per_node "${PROCESSES:-$((gpus > 0 ? gpus : 2))}" -m megatron_rl.train \
+exec torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node "${PROCESSES:-$((gpus > 0 ? gpus : 2))}" -m megatron_rl.train \
   --config examples/async/async.yaml --run-dir "$run_dir" \
   model.hf_path="$run_dir/inputs/model" data.train="$run_dir/inputs/train.jsonl" "$@"

@@ -20,6 +20,6 @@ if [ "$gpus" -eq 1 ]; then
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export HF_HUB_OFFLINE=1
-exec torchrun --standalone --nproc_per_node "$processes" -m megatron_rl.train \
+exec torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node "$processes" -m megatron_rl.train \
   --config examples/lora/lora.yaml --run-dir "$run_dir" \
   model.hf_path="$start" data.train="$run_dir/start/inputs/train.jsonl" "$@"

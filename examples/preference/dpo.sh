@@ -7,7 +7,8 @@ cd "$(dirname "$0")/../.."
 
 run_dir="${RUN_DIR:-runs/dpo}"
 source examples/preference/start.sh
-exec torchrun --standalone --nproc_per_node 2 -m megatron_rl.train --config examples/recipes/dpo.yaml --run-dir "$run_dir/dpo" \
+exec torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node 2 \
+  -m megatron_rl.train --config examples/recipes/dpo.yaml --run-dir "$run_dir/dpo" \
   parallel.pipeline=2 model.hf_path="$start" data.train="$run_dir/inputs/pairs.jsonl" data.max_prompt_tokens=16 rollout.max_response_tokens=6 \
   sft.steps=80 sft.epochs=null sft.samples_per_step=32 sft.lr=1e-4 sft.warmup_steps=5 sft.eval_share=0.1 sft.eval_every_steps=20 \
   reward.functions=[arithmetic] eval.path="$run_dir/inputs/train.jsonl" "$@"

@@ -7,6 +7,7 @@ cd "$(dirname "$0")/../.."
 
 run_dir="${RUN_DIR:-runs/reward_model}"
 source examples/preference/start.sh
-exec torchrun --standalone --nproc_per_node 2 -m megatron_rl.train --config examples/recipes/reward_model.yaml --run-dir "$run_dir/judge" \
+exec torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node 2 \
+  -m megatron_rl.train --config examples/recipes/reward_model.yaml --run-dir "$run_dir/judge" \
   parallel.pipeline=2 model.hf_path="$start" data.train="$run_dir/inputs/pairs.jsonl" data.max_prompt_tokens=16 \
   sft.steps=100 sft.epochs=null sft.samples_per_step=32 sft.lr=3e-4 sft.eval_share=0.1 sft.eval_every_steps=20 "$@"

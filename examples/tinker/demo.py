@@ -34,7 +34,8 @@ REWARD = "env/all/reward/total"
 @contextlib.contextmanager
 def served(out: pathlib.Path, overrides: Sequence[str]) -> Iterator[str]:
     """Serve within the block; yield the address."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc_per_node", "2"]
     command += ["-m", "megatron_rl.serve", "--config", str(ROOT / "examples" / "tinker" / "server.yaml")]
     command += ["--run-dir", str(out / "server"), f"model.hf_path={out / 'inputs' / CHAT}", "serve.port=0", *overrides]
     log = out / "server.log"

@@ -14,5 +14,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}" # seconds for step and checkpoint after SIGTERM
 # torch 2.13 hands ranks that start again the store of the dead ones, whose addresses they then try to reach; this gives a new one.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-exec torchrun --standalone --nproc-per-node "${PROCESSES:-$((gpus > 0 ? gpus : 2))}" --max-restarts "${MAX_RESTARTS:-3}" \
+exec torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node "${PROCESSES:-$((gpus > 0 ? gpus : 2))}" \
+  --max-restarts "${MAX_RESTARTS:-3}" \
   -m megatron_rl.train "checkpoint.save_every_rollouts=${SAVE_EVERY:-10}" "$@"

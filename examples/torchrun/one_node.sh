@@ -9,5 +9,5 @@ cd "$(dirname "$0")/../.."
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec torchrun --standalone --nproc-per-node "${PROCESSES:-$((gpus > 0 ? gpus : 2))}" \
+exec torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node "${PROCESSES:-$((gpus > 0 ? gpus : 2))}" \
   -m megatron_rl.train "checkpoint.save_every_rollouts=${SAVE_EVERY:-10}" "$@"

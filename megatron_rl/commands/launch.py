@@ -10,6 +10,8 @@ from megatron_rl.errors import ConfigError
 
 FLAG = "--nproc"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+# The address: torchrun would take the host's name, and wait for minutes where that has none.
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
 
 
 def take_processes(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -54,8 +56,7 @@ def command_line(
             f"--nproc {processes} would start torchrun within a rank of another launcher "
             f"({', '.join(f'{name}={environment[name]}' for name in inside)} in the environment); leave --nproc out"
         )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*torchrun, *program, *arguments]
+    return [*TORCHRUN, "--nproc-per-node", str(processes), *program, *arguments]
 
 
 def become(words: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -61,16 +62,24 @@ class Host(NamedTuple):
     versions: distribution name (lower case, dashes) → version, the first on sys.path.
     probes:   module of PROBES → the result of its import; a module that cannot be found has no entry.
     driver:   True where the NVIDIA kernel driver is loaded.
+    name:     the host's own name; addressed: whether the name has an address.
     """
 
     python: tuple[int, int, int]
     versions: Mapping[str, str]
     probes: Mapping[str, Probe]
     driver: bool
+    name: str
+    addressed: bool
 
     @property
     def gpus(self) -> list[str]:
         return list(self.probes["torch"].facts.get("gpus", [])) if "torch" in self.probes else []
+
+    @property
+    def cuda(self) -> str | None:
+        """Return the version of CUDA that torch is built for; None for a CPU build, or where torch does not say."""
+        return self.probes["torch"].facts.get("cuda") if "torch" in self.probes else None
 
 
 def installed_versions() -> dict[str, str]:
@@ -113,6 +122,21 @@ def present(module: str) -> bool:
     return importlib.util.find_spec(module.split(".")[0]) is not None
 
 
+def has_address(name: str) -> bool:
+    """Return whether a host's name resolves here."""
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):  # the latter: a name that no resolver can be asked for
+        return False
+    return True
+
+
+def own_name() -> tuple[str, bool]:
+    """Return the name that torchrun gives this host, and whether it has an address."""
+    name = socket.getfqdn()
+    return name, has_address(name)
+
+
 def inspect_host() -> Host:
     """Return this interpreter's packages and devices.
 
@@ -121,9 +145,12 @@ def inspect_host() -> Host:
     modules = [module for module in PROBES if present(module)]
     with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as threads:
         futures = {module: threads.submit(probe_import, PROBES[module]) for module in modules}
+    name, addressed = own_name()
     return Host(
         python=tuple(sys.version_info[:3]),
         versions=installed_versions(),
         probes={module: future.result() for module, future in futures.items()},
         driver=os.path.exists("/proc/driver/nvidia/version"),
+        name=name,
+        addressed=addressed,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -23,6 +24,7 @@ import psutil
 import torch
 import torch.utils._device as torch_device
 
+from megatron_rl.distributed.import_faults import error_text, fault_of
 from megatron_rl.distributed.versions import check_megatron_core
 from megatron_rl.errors import ConfigError
 
@@ -35,7 +37,7 @@ BF16_PEAK_FLOPS = {
     "B200": 2250e12,
 }
 
-
+log = logging.getLogger(__name__)
 _largest_taken = [0]  # bytes, the largest of the peaks that were reset
 
 
@@ -359,8 +361,30 @@ def _detect() -> Host:
     return Host(device_type="cpu", backend="gloo")
 
 
+def _transformer_engine_fault(error: Exception) -> str:
+    fault = fault_of(error_text(error), "transformer_engine", torch.version.cuda)
+    way_out = f"{fault.mend}; " if fault.mend else ""
+    return f"Transformer Engine {fault.state} ({error_text(error)}); {way_out}python -m megatron_rl.doctor says more"
+
+
+def check_transformer_engine() -> None:
+    """Raise ImportError where the Transformer Engine that is installed makes Megatron-Core's own import fail.
+
+    Megatron-Core (0.16.1 and 0.19.2, ``fp8_utils.py``) takes it for absent where ``import transformer_engine`` raises
+    ImportError, and for whole where that passes, even if the torch part, which it imports next, does not.
+    """
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:  # its own RuntimeError or AssertionError, a library's OSError
+        if isinstance(error, ImportError) and "transformer_engine" not in sys.modules:
+            return
+        raise ImportError(f"Megatron-Core cannot be imported: {_transformer_engine_fault(error)}") from error
+
+
 check_megatron_core()  # before its import, which may fail in an unknown release with an error of its own
 HOST = _detect()
+if HOST.is_cuda:
+    check_transformer_engine()
 
 
 @functools.cache
@@ -377,13 +401,18 @@ def compiler_fault() -> str:
     return "" if os.path.exists(os.path.join(include, "Python.h")) else f"Python's headers are not in {include}"
 
 
+@functools.cache
 def transformer_engine_importable() -> bool:
-    """Return whether Transformer Engine's torch modules can be built: it is installed whole, beside a GPU."""
+    """Return whether Transformer Engine's torch modules can be built: it is installed whole, beside a GPU.
+
+    Where it is installed and does not import, the log says why, once.
+    """
     if not HOST.is_cuda:
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401
-    # a half-installed one raises either of the latter two; the doctor names it
-    except (ImportError, FileNotFoundError, AttributeError):
+    except (ImportError, OSError, AttributeError) as error:  # OSError: of a library
+        if importlib.util.find_spec("transformer_engine") is not None:
+            log.warning("%s", _transformer_engine_fault(error))
         return False
     return True

@@ -10,6 +10,7 @@ import threading
 import torch.distributed as dist
 
 from megatron_rl.distributed.collectives import open_host_group
+from megatron_rl.distributed.installation import has_address
 from megatron_rl.errors import PeerError
 
 NCCL_GRACE_S = 60.0  # beyond the deadline, for the watchdog to find the cause before NCCL ends the process
@@ -72,8 +73,16 @@ def _failure(error: Exception, deadline_s: float) -> PeerError:
     lines = str(error).splitlines() or [type(error).__name__]
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rank, world_size, address, port = (os.environ.get(name, "?") for name in names)
+    way_out = (
+        "another program may hold that port (choose another MASTER_PORT), a firewall may close it, or a rank did not "
+        "start"
+    )
+    if "MASTER_ADDR" in os.environ and not has_address(address):
+        way_out = (
+            f"{address} has no address on this host: give it a line in /etc/hosts, or set MASTER_ADDR to an address of "
+            "rank 0's host (on one host: torchrun --local-addr 127.0.0.1)"
+        )
     return PeerError(
         f"rank {rank} of {world_size} could not join the others at {address}:{port} (MASTER_ADDR, MASTER_PORT) within "
-        f"{deadline_s:g} s (run.deadline_s): {lines[0][:300]}; another program may hold that port (choose another "
-        "MASTER_PORT), a firewall may close it, or a rank did not start"
+        f"{deadline_s:g} s (run.deadline_s): {lines[0][:300]}; {way_out}"
     )

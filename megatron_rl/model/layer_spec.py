@@ -56,7 +56,7 @@ def choose_layer_spec(asked: str, dtype: str) -> str:
     if asked == "transformer_engine":
         raise ConfigError(
             "model.layer_spec=transformer_engine, but Transformer Engine cannot be used here (not installed, "
-            "half-installed, or no GPU); run python -m megatron_rl.doctor, or use model.layer_spec=auto"
+            "does not import, or no GPU); run python -m megatron_rl.doctor, or use model.layer_spec=auto"
         )
     return "torch"
 

@@ -143,9 +143,9 @@ def full_recompute(config: Config) -> bool:
 def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: int) -> float:
     """Return the elements that autograd saves per token of a rank in a layer, with torch's layers in float32.
 
-    In bfloat16 on a GPU, and with Transformer Engine's layers, fused kernels keep less (``fused_kept_elements``): layers
-    with norms behind them, bounded or other activations and latents have none of them. Both norms keep input, normalised and output (6 h, split by
-    sequence parallelism), and norms behind them input and normalised; attention keeps the projection of which v is a
+    In bfloat16 on a GPU, and with Transformer Engine's layers, fused kernels keep less (``fused_kept_elements``). Layers
+    with norms behind them, bounded or other activations and latents are counted as here. Both norms keep input,
+    normalised and output (6 h, split by sequence parallelism), and norms behind them input and normalised; attention keeps the projection of which v is a
     part, q and k as rotated, its output, and the cosines and sines, and under q/k norms their inputs, of which k's is a
     part of the projection, and the normalised too; multi-latent attention, whose latents' norms are as the other norms,
     keeps q, k, v and its output at q's width, and the output once more at v's; the MLP keeps gate and up, the activated
@@ -181,9 +181,9 @@ def takes_fused_kernels(shape: ModelShape) -> bool:
 def fused_kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: int) -> float:
     """Return the elements that autograd saves per token of a rank in a layer under fused norms and SwiGLU.
 
-    A norm keeps its input alone, its output is the next product's (4 h). SwiGLU keeps gate and up, and the product after
-    it their product. Norms of q and k keep q beside the projection. An expert's SwiGLU takes the router's weights, so
-    that its output is not kept.
+    A norm keeps its input alone, its output is the next product's (4 h). SwiGLU keeps gate and up, and the product
+    after it their product. Norms of q and k keep q beside the projection. An expert's SwiGLU takes the router's
+    weights, so that its output is not kept.
     """
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     attention = (3 * (heads + kv_heads) / tensor + 4 + (heads / tensor if shape.qk_norm else 0)) * shape.head_dim

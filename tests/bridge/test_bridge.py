@@ -17,6 +17,7 @@ import pytest
 from megatron_rl.model.bridge_family import PLAIN
 from tests.patience import patient
 from tests.runs.command import ROOT, arguments, rows_of
+from tests.workers.environment import TORCHRUN
 
 pytestmark = [
     pytest.mark.network,  # no part of any target but `make test-bridge`
@@ -37,7 +38,7 @@ CELLS = {
 
 def run(module: str, *given: str, world: int = 0, seconds: float = 600) -> str:
     """Run a module of tests.bridge, on ``world`` ranks unless that is 0; return its last line."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)] if world else []
+    launch = ["-m", *TORCHRUN, str(world)] if world else []
     done = subprocess.run(
         [sys.executable, *launch, "-m", f"tests.bridge.{module}", *given],
         cwd=ROOT, env=os.environ | ENVIRONMENT,

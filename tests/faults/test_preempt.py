@@ -19,7 +19,7 @@ from megatron_rl.cli import EXIT_PREEMPTED
 from tests.equality.saved_steps import tensors_of
 from tests.faults.kill_study import BOUND_S, same_tensors
 from tests.runs.command import ROOT, arguments, rows_of, timeless
-from tests.workers.environment import worker_environment
+from tests.workers.environment import TORCHRUN, worker_environment
 
 ROLLOUTS, SIGNALLED_AFTER = 8, 2  # rows of the metrics: the run is in its second rollout or later
 GIVEN = (
@@ -98,7 +98,7 @@ def test_under_torchrun_a_signal_to_the_launcher_does_the_same(arithmetic, whole
     The launcher passes on what it is told to handle, and ends with a code of its own.
     """
     run_dir = tmp_path / "run"
-    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher = [sys.executable, "-W", "ignore", "-m", *TORCHRUN, "2"]
     graceful = ["--shutdown-timeout", "600", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
     command = [*launcher, *graceful, "-m", "megatron_rl.train", *arguments(arithmetic, run_dir, *GIVEN)]
     for number, printed in enumerate([tmp_path / "first.txt", tmp_path / "second.txt"]):

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_rl.config import load_config
 from megatron_rl.observability.metrics import read_metrics
 from tests.patience import patient
-from tests.workers.environment import worker_environment
+from tests.workers.environment import TORCHRUN, worker_environment
 
 pytestmark = [pytest.mark.process, pytest.mark.long(seconds=30)]
 
@@ -142,9 +142,7 @@ def run_dir(tmp_path_factory) -> pathlib.Path:
     torchrun = [
         sys.executable,
         "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
+        *TORCHRUN,
         "2",
         "-m",
         "megatron_rl.train",

@@ -16,6 +16,7 @@ import pytest
 from tests.patience import patient, until
 from tests.runs.command import ROOT
 from tests.tinker.workplace import CHAT, make_workplace
+from tests.workers.environment import TORCHRUN
 
 pytest.importorskip("tinker", reason="Tinker's SDK is not installed; `make test-tinker` installs it")
 START_S, END_S = 120.0, 60.0
@@ -40,7 +41,7 @@ def served(folder: pathlib.Path, model: pathlib.Path, *overrides: str) -> Iterat
         "serve: {port: 0, max_models: 64}",
     )
     config.write_text("\n".join(settings) + "\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", *TORCHRUN, "2"]
     command += ["-m", "megatron_rl.serve", "--config", str(config), "--run-dir", str(folder / "run")]
     command += [f"model.hf_path={model}", f"serve.base_model={CHAT}", *overrides]
     environment = {**os.environ, **OWN_ENVIRONMENT, "PYTHONPATH": str(ROOT)}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.patience import patient
+from tests.workers.environment import TORCHRUN
 
 TOOLS = pathlib.Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS / "benchmarks"))
@@ -25,7 +26,7 @@ SMALL = [part for name, value in SIZES.items() for part in (f"--{name}", str(val
 
 
 def run_tool(out: pathlib.Path, *arguments: str) -> list[dict]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", *TORCHRUN, "2"]
     command += [str(TOOLS / "benchmarks" / "shared_prompts.py"), *SMALL, *arguments, "--json", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(300), env=environment, check=False)

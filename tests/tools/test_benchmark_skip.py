@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.patience import patient
+from tests.workers.environment import TORCHRUN
 
 TOOLS = pathlib.Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS / "benchmarks"))
@@ -32,7 +33,7 @@ SMALL = [part for name, value in SIZES.items() for part in (f"--{name}", str(val
 
 
 def run_tool(out: pathlib.Path, processes: int, *arguments: str) -> list[dict]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, "-m", *TORCHRUN, str(processes)]
     command += [str(TOOLS / "benchmarks" / "skip.py"), *SMALL, *arguments, "--json", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(600), env=environment, check=False)

@@ -19,7 +19,7 @@ import pytest
 
 from tests.patience import patient
 from tests.reference import MIXTURES, tiny_config
-from tests.workers.environment import worker_environment
+from tests.workers.environment import TORCHRUN, worker_environment
 from tests.workers.nursery import Nursery
 
 pytestmark = pytest.mark.process
@@ -60,7 +60,7 @@ def launch_by_torchrun(
     _: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str
 ) -> tuple[int, dict, str]:
     """Run the tool by the command that docs/verify-topology.md gives; return what ``launch`` returns."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), str(TOOL)]
+    command = [sys.executable, "-m", *TORCHRUN, str(world), str(TOOL)]
     command += prepare(family, folder, *arguments)
     with open(folder / "log.txt", "w") as log:
         process = subprocess.Popen(

@@ -14,7 +14,7 @@ from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TORCHRUN = [*launch.TORCHRUN, "--nproc-per-node"]
 
 
 class Became(Exception):

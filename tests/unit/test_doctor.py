@@ -27,6 +27,8 @@ HEALTHY = Host(
     versions={**doctor.REQUIRED, "torch": "2.13.0+cpu"},
     probes={"torch": Probe(None, {"cuda": None, "gpus": []}), "megatron.core": Probe(None)},
     driver=False,
+    name="trainer-0",
+    addressed=True,
 )
 ON_GPU = HEALTHY._replace(
     probes={**HEALTHY.probes, "torch": Probe(None, {"cuda": "13.0", "gpus": ["NVIDIA H100"]})}, driver=True
@@ -99,6 +101,51 @@ def test_half_installed_transformer_engine_by_how_it_fails() -> None:
     assert of("transformer-engine", harmless).level is Level.WARNING
 
 
+@pytest.mark.parametrize(
+    ("error", "found", "mend"),
+    [
+        (
+            "ModuleNotFoundError: No module named 'typing_inspection'",
+            "transformer-engine 2.20.2 lacks the package typing_inspection: ModuleNotFoundError",
+            "pip install typing-inspection ",
+        ),
+        (
+            "OSError: libnccl.so.2: cannot open shared object file: No such file or directory",
+            "transformer-engine 2.20.2 needs the library libnccl.so.2, which is not found: OSError",
+            "put the folder that holds it in LD_LIBRARY_PATH, or pip install nvidia-nccl-cu13",
+        ),
+        (
+            "RuntimeError: nvrtc shared object not found.",
+            "needs the library libnvrtc.so, which is not found",
+            "LD_LIBRARY_PATH, or install what brings it",
+        ),
+        (
+            "ImportError: /site/transformer_engine_torch.cpython-312-x86_64-linux-gnu.so: undefined symbol: _ZN3c104",
+            "has a library that does not load, transformer_engine_torch.cpython-312-x86_64-linux-gnu.so: ImportError",
+            "pip uninstall -y transformer-engine; then, for the GPU: pip install --no-build-isolation",
+        ),
+        (
+            "ModuleNotFoundError: No module named 'transformer_engine_torch'",
+            "transformer-engine 2.20.2 is half-installed: ModuleNotFoundError",
+            "pip uninstall -y transformer-engine; then, for the GPU: pip install --no-build-isolation",
+        ),
+    ],
+)
+def test_what_keeps_transformer_engine_from_importing_is_told_apart(error: str, found: str, mend: str) -> None:
+    both = with_probe("megatron.core", Probe(error), with_probe("transformer_engine", Probe(error), ON_GPU))
+    broken = errors(with_versions(both, transformer_engine="2.20.2"))
+    assert found in broken["transformer-engine"].found and mend in broken["transformer-engine"].mend
+    assert ("half-installed" in broken["transformer-engine"].found) == ("half-installed" in found)
+    if "pip uninstall" not in mend:
+        assert broken["import megatron.core"].mend == broken["transformer-engine"].mend
+
+
+def test_a_host_whose_name_has_no_address_is_warned() -> None:
+    found = of("host name", HEALTHY._replace(addressed=False))
+    assert found.level is Level.WARNING and "trainer-0 has no address" in found.found
+    assert "--local-addr 127.0.0.1" in found.mend and "/etc/hosts" in found.mend
+
+
 def test_whole_transformer_engine_is_fine_with_a_gpu_and_hidden_without() -> None:
     for host, level in ((ON_GPU, Level.OK), (HEALTHY, Level.INFO)):
         host = with_versions(with_probe("transformer_engine", Probe(None), host), transformer_engine="2.20.2")
@@ -153,7 +200,9 @@ def test_requirements_are_those_of_setup_py() -> None:
     )
 
 
-@pytest.mark.parametrize("file", ["doctor.py", "distributed/installation.py", "distributed/versions.py"])
+@pytest.mark.parametrize(
+    "file", ["doctor.py", "distributed/installation.py", "distributed/import_faults.py", "distributed/versions.py"]
+)
 def test_only_the_standard_library_is_imported_at_module_level(file: str) -> None:
     tree = ast.parse((ROOT / "megatron_rl" / file).read_text())
     names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
@@ -259,12 +308,12 @@ def test_failed_import_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trainer_points_to_the_doctor_when_megatron_core_cannot_be_imported(tmp_path):
     """The trainer points to the doctor where ``import megatron.core`` fails, though not with ImportError.
 
-    A half-installed Transformer Engine makes it fail with FileNotFoundError.
+    A library that Transformer Engine does not find makes it fail with OSError.
     """
     broken = tmp_path / "packages" / "megatron" / "core"
     broken.mkdir(parents=True)
     (broken.parent / "__init__.py").write_text("")
-    (broken / "__init__.py").write_text("raise FileNotFoundError('no transformer_engine shared object')\n")
+    (broken / "__init__.py").write_text("raise OSError('libnccl.so.2: cannot open shared object file')\n")
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -276,7 +325,7 @@ def test_trainer_points_to_the_doctor_when_megatron_core_cannot_be_imported(tmp_
         command, env=environment, capture_output=True, text=True, timeout=patient(600), check=False, cwd=tmp_path
     )
     assert done.returncode == 1, done.stderr
-    assert "FileNotFoundError: no transformer_engine shared object" in done.stderr
+    assert "OSError: libnccl.so.2: cannot open shared object file" in done.stderr
     assert "python -m megatron_rl.doctor" in done.stderr and "Traceback" not in done.stderr
 
 

@@ -7,6 +7,9 @@ import sys
 
 from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 
+# One node's torchrun, up to the number of processes; it waits for the host's name where that has no address.
+TORCHRUN = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node")
+
 
 def worker_environment() -> dict[str, str]:
     """Return this process's variables without a launcher's and without a GPU.

@@ -98,7 +98,8 @@ def time_trainer(given: argparse.Namespace, folder: pathlib.Path, texts: list[tu
     data = folder / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = folder / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc_per_node", "2"]
     command += ["-m", "megatron_rl.train", "--run-dir", str(run), f"model.hf_path={folder / 'inputs' / CHAT}"]
     command += [f"data.train={data}", "parallel.pipeline=2", "reward.functions=[arithmetic]", "train.num_rollouts=0"]
     command += [f"sft.steps={given.steps}", f"sft.samples_per_step={given.batch}", "metrics.progress=false"]

@@ -76,6 +76,8 @@ def measure(launch: dict, given: argparse.Namespace) -> dict:
             "-m",
             "torch.distributed.run",
             "--standalone",
+            "--local-addr",
+            "127.0.0.1",
             "--nproc_per_node",
             str(launch["dp"] * launch["pp"]),
         ]

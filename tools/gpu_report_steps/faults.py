@@ -40,7 +40,8 @@ SETTINGS = (
 def start(fault: str, given: argparse.Namespace, folder: pathlib.Path) -> subprocess.Popen:
     reward = "tools/gpu_report_steps/sleeping_reward.py" if fault == "asleep" else "tests/reward_functions.py"
     function = "score" if fault == "asleep" else "parity"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc_per_node", "2"]
     command += [str(ROOT / "tools/gpu_report_steps/shared_run.py"), "--pids", str(folder / "pids")]
     command += [*(["--share-gpu"] if given.share_gpu else []), "--"]
     command += ["--config", str(ROOT / "examples/quickstart/quickstart.yaml"), "--run-dir", str(folder / "run")]

@@ -113,10 +113,10 @@ STEPS = (
         name="collectives",
         stage=2,
         measures="every collective that the package uses, two ranks on one GPU, against its definition",
-        command="{python} -m torch.distributed.run --standalone --nproc_per_node 2 {tools}/gpu_report_steps/"
-        "collectives.py --json {out} --share-gpu",
-        cpu="{python} -m torch.distributed.run --standalone --nproc_per_node 2 {tools}/gpu_report_steps/"
-        "collectives.py --json {out}",
+        command="{python} -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node 2 "
+        "{tools}/gpu_report_steps/collectives.py --json {out} --share-gpu",
+        cpu="{python} -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node 2 "
+        "{tools}/gpu_report_steps/collectives.py --json {out}",
         limit_s=45,
     ),
     Step(

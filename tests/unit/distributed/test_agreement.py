@@ -19,7 +19,7 @@ from megatron_rl.distributed.agreement import Job
 from megatron_rl.errors import ConfigError, PeerError
 from tests.patience import patient
 from tests.runs.command import arguments, command_line
-from tests.workers.environment import worker_environment
+from tests.workers.environment import TORCHRUN, worker_environment
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -171,7 +171,7 @@ def test_a_backend_that_failed_leaves_no_groups_and_another_is_built(pool, arith
 @pytest.mark.long(seconds=20)
 @pytest.mark.distributed
 def test_under_torchrun_the_message_is_seen_once_above_its_report_and_in_it() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", *TORCHRUN, "2"]
     environment = worker_environment()
     done = subprocess.run(
         [*command, "-m", "megatron_rl.train", "train.steps=3"],

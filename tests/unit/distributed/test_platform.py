@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import pathlib
+import sys
+
 import pytest
 
+from megatron_rl.distributed import platform
 from megatron_rl.distributed.platform import choose_device
 from megatron_rl.errors import ConfigError
 
@@ -46,3 +52,61 @@ def test_cuda_that_was_asked_for_and_is_not_there_is_an_error():
 def test_an_unknown_device_is_an_error_that_names_the_choices():
     with pytest.raises(ConfigError, match="MEGATRON_RL_DEVICE='tpu' is no device; set it to cpu or cuda"):
         choose({"MEGATRON_RL_DEVICE": "tpu"}, driver=False, works=False)
+
+
+def its_modules() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]
+
+
+@pytest.fixture
+def planted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """Plant a Transformer Engine that passes over its torch part's ImportError, as the real one does."""
+    for name in its_modules():
+        monkeypatch.delitem(sys.modules, name)  # restored afterwards
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def plant(of_torch: str, of_top: str = "") -> None:
+        part = tmp_path / "transformer_engine" / "pytorch"
+        part.mkdir(parents=True)
+        (part / "__init__.py").write_text(of_torch)
+        top = "try:\n    from . import pytorch\nexcept ImportError:\n    pass\n"
+        (part.parent / "__init__.py").write_text(of_top + top)
+
+    yield plant
+    for name in its_modules():
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("of_torch", "said"),
+    [
+        (
+            "import not_inspected",
+            "lacks the package not_inspected (ModuleNotFoundError: No module named 'not_inspected'); pip install not-",
+        ),
+        (
+            "import ctypes; ctypes.CDLL('libnccl_of_nobody.so.2')",
+            "needs the library libnccl_of_nobody.so.2, which is not found (OSError: libnccl_of_nobody.so.2: cannot",
+        ),
+        ("raise FileNotFoundError('Could not find shared object file')", "is half-installed (FileNotFoundError: Could"),
+    ],
+)
+def test_a_transformer_engine_that_breaks_megatron_core_ends_the_start_in_one_sentence(planted, of_torch, said):
+    planted(of_torch)
+    with pytest.raises(ImportError) as error:
+        platform.check_transformer_engine()
+    assert f"Megatron-Core cannot be imported: Transformer Engine {said}" in str(error.value)
+    assert "python -m megatron_rl.doctor" in str(error.value)
+
+
+def test_a_transformer_engine_that_megatron_core_takes_for_absent_ends_no_start(planted):
+    planted("", of_top="import not_inspected\n")
+    platform.check_transformer_engine()
+
+
+def test_a_library_that_does_not_load_is_no_transformer_engine_and_is_logged(planted, monkeypatch, caplog):
+    planted("import ctypes; ctypes.CDLL('libnccl_of_nobody.so.2')")
+    monkeypatch.setattr(platform, "HOST", dataclasses.replace(platform.HOST, device_type="cuda"))
+    with caplog.at_level(logging.WARNING):
+        assert platform.transformer_engine_importable.__wrapped__() is False
+    assert "needs the library libnccl_of_nobody.so.2, which is not found" in caplog.text

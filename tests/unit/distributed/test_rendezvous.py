@@ -49,6 +49,12 @@ def test_a_rank_that_never_comes_ends_the_wait(taken, monkeypatch) -> None:
         meet(SHORT_S)
 
 
+def test_a_name_without_an_address_is_named(taken, monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "no such host")
+    with pytest.raises(PeerError, match=r"at no such host:\d+ .*; no such host has no address on this host: give it a"):
+        meet(SHORT_S)
+
+
 def test_a_launcher_that_names_no_port_is_named(taken, monkeypatch) -> None:
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(PeerError, match=r"at 127\.0\.0\.1:\? .*MASTER_PORT expected, but not set"):

@@ -1,0 +1,72 @@
+"""Tells the causes of a failed import apart. This module imports the standard library alone."""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import NamedTuple
+
+MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+LIBRARY = re.compile(r"(?:ImportError|OSError): (?:.*?[\s/])??([\w.+-]+\.so[.\d]*): (.*)")
+ABSENT = "cannot open shared object file"
+# Transformer Engine's own search (2.20, common/__init__.py).
+UNNAMED_LIBRARY = re.compile(r"RuntimeError: (\w+) shared object not found")
+WHEELS = {"libnccl": "nvidia-nccl", "libcudnn": "nvidia-cudnn"}  # each with -cu12 or -cu13 behind it
+
+
+class Cause(enum.Enum):
+    """Names what failed: another package, a library that is not there or does not load, or the package itself."""
+
+    PACKAGE_MISSING = enum.auto()
+    LIBRARY_MISSING = enum.auto()
+    LIBRARY_BROKEN = enum.auto()
+    ITSELF = enum.auto()
+
+
+class Fault(NamedTuple):
+    """Describes why an import failed.
+
+    state: words that follow the package's name. mend: the step that puts it right; "": the package's own, anew.
+    """
+
+    cause: Cause
+    state: str
+    mend: str = ""
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error in one line, "Type: message", as a probe reports it."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def fault_of(error: str, package: str, cuda: str | None = None) -> Fault:
+    """Return the fault behind a failed import.
+
+    error: "Type: message". package: how the names of its own modules begin. cuda: the version that torch is built for.
+    """
+    if (found := MODULE.match(error)) and not found[1].startswith(package):
+        top, dot, _ = found[1].partition(".")
+        if dot:  # Python looks for the top one first
+            return Fault(
+                Cause.PACKAGE_MISSING, f"lacks the module {found[1]} of another {top}", f"pip install --upgrade {top}"
+            )
+        install = f"pip install {top.replace('_', '-')}"
+        return Fault(Cause.PACKAGE_MISSING, f"lacks the package {top}", f"{install}  (pip check names any others)")
+    if found := UNNAMED_LIBRARY.match(error):
+        return _library_missing(f"lib{found[1]}.so", cuda)
+    found = LIBRARY.match(error)
+    if not found or (package in found[1] and found[2].startswith(ABSENT)):
+        return Fault(Cause.ITSELF, "is half-installed")
+    if found[2].startswith(ABSENT):
+        return _library_missing(found[1], cuda)
+    return Fault(Cause.LIBRARY_BROKEN, f"has a library that does not load, {found[1]}")
+
+
+def _library_missing(library: str, cuda: str | None) -> Fault:
+    wheel = WHEELS.get(library.partition(".")[0])
+    install = f"pip install {wheel}-cu{cuda.partition('.')[0] if cuda else '13'}" if wheel else "install what brings it"
+    return Fault(
+        Cause.LIBRARY_MISSING,
+        f"needs the library {library}, which is not found",
+        f"put the folder that holds it in LD_LIBRARY_PATH, or {install}",
+    )
