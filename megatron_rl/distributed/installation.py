@@ -8,9 +8,11 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -63,6 +65,7 @@ class Host(NamedTuple):
     probes:   module of PROBES → the result of its import; a module that cannot be found has no entry.
     driver:   True where the NVIDIA kernel driver is loaded.
     name:     the host's own name; addressed: whether the name has an address.
+    compiler_fault: what Triton lacks to build kernels, or "".
     """
 
     python: tuple[int, int, int]
@@ -71,6 +74,7 @@ class Host(NamedTuple):
     driver: bool
     name: str
     addressed: bool
+    compiler_fault: str
 
     @property
     def gpus(self) -> list[str]:
@@ -137,6 +141,19 @@ def own_name() -> tuple[str, bool]:
     return name, has_address(name)
 
 
+def compiler_fault() -> str:
+    """Return what Triton lacks here to build a kernel's launcher, or "" where it lacks nothing.
+
+    It runs a C compiler over Python's headers (read in Triton 3.6 and 3.7, runtime/build.py), as torch.compile does.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "no C compiler was found (CC, gcc, clang)"
+    include = sysconfig.get_paths()["include"]
+    return "" if os.path.exists(os.path.join(include, "Python.h")) else f"Python's headers are not in {include}"
+
+
 def inspect_host() -> Host:
     """Return this interpreter's packages and devices.
 
@@ -153,4 +170,5 @@ def inspect_host() -> Host:
         driver=os.path.exists("/proc/driver/nvidia/version"),
         name=name,
         addressed=addressed,
+        compiler_fault=compiler_fault(),
     )

@@ -14,9 +14,7 @@ import functools
 import importlib.util
 import logging
 import os
-import shutil
 import sys
-import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -129,24 +127,9 @@ class _NoStream:
 
 
 _FACTORIES = (
-    "arange",
-    "empty",
-    "empty_like",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "ones",
-    "ones_like",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "tensor",
-    "zeros",
-    "zeros_like",
-    "as_tensor",
-)
+    "arange empty empty_like eye full full_like linspace ones "
+    "ones_like rand randint randn randperm tensor zeros zeros_like as_tensor"
+).split()
 
 
 def _on_cpu(factory):
@@ -385,20 +368,6 @@ check_megatron_core()  # before its import, which may fail in an unknown release
 HOST = _detect()
 if HOST.is_cuda:
     check_transformer_engine()
-
-
-@functools.cache
-def compiler_fault() -> str:
-    """Return what Triton lacks here to build a kernel's launcher, or "" where it lacks nothing.
-
-    It runs a C compiler over Python's headers (read in Triton 3.6 and 3.7, runtime/build.py), as torch.compile does.
-    """
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "no C compiler was found (CC, gcc, clang)"
-    include = sysconfig.get_paths()["include"]
-    return "" if os.path.exists(os.path.join(include, "Python.h")) else f"Python's headers are not in {include}"
 
 
 @functools.cache

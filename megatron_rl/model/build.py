@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 from megatron_rl.algorithm.sharing import shares_prompts
 from megatron_rl.config import Config
-from megatron_rl.distributed.platform import HOST, compiler_fault
+from megatron_rl.distributed.installation import compiler_fault
+from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.bridge_model import bridged_config, check_frequencies, provide_chunk, put_norms

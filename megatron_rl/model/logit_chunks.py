@@ -15,7 +15,7 @@ from typing import Literal, assert_never, get_args
 import torch
 import torch.distributed as dist
 
-from megatron_rl.distributed.platform import compiler_fault
+from megatron_rl.distributed.installation import compiler_fault
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.invariant import BLOCK_ROWS, aligned, elementwise, padded
 

@@ -143,15 +143,16 @@ def full_recompute(config: Config) -> bool:
 def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: int) -> float:
     """Return the elements that autograd saves per token of a rank in a layer, with torch's layers in float32.
 
-    In bfloat16 on a GPU, and with Transformer Engine's layers, fused kernels keep less (``fused_kept_elements``). Layers
-    with norms behind them, bounded or other activations and latents are counted as here. Both norms keep input,
-    normalised and output (6 h, split by sequence parallelism), and norms behind them input and normalised; attention keeps the projection of which v is a
-    part, q and k as rotated, its output, and the cosines and sines, and under q/k norms their inputs, of which k's is a
-    part of the projection, and the normalised too; multi-latent attention, whose latents' norms are as the other norms,
-    keeps q, k, v and its output at q's width, and the output once more at v's; the MLP keeps gate and up, the activated
-    gate, up, their product. Bounds of gate and up keep three more: the bounded gate, its sigmoid and the bounded up. An
-    expert's tokens lie in memory before and after it, once per choice; evenly routed, a rank's experts get its share of
-    the choices: a tensor rank of sequence parallelism sends its own tokens alone, expert-tensor ranks take the same.
+    In bfloat16 on a GPU, and with Transformer Engine's layers, fused kernels keep less (``fused_kept_elements``).
+    Layers with norms behind them, bounded or other activations and latents are counted as here. Both norms keep input,
+    normalised and output (6 h, split by sequence parallelism), and norms behind them input and normalised; attention
+    keeps the projection of which v is a part, q and k as rotated, its output, and the cosines and sines, and under q/k
+    norms their inputs, of which k's is a part of the projection, and the normalised too; multi-latent attention, whose
+    latents' norms are as the other norms, keeps q, k, v and its output at q's width, and the output once more at v's;
+    the MLP keeps gate and up, the activated gate, up, their product. Bounds of gate and up keep three more: the bounded
+    gate, its sigmoid and the bounded up. An expert's tokens lie in memory before and after it, once per choice; evenly
+    routed, a rank's experts get its share of the choices: a tensor rank of sequence parallelism sends its own tokens
+    alone, expert-tensor ranks take the same.
     """
     if config.model.dtype == "bfloat16" and takes_fused_kernels(shape):
         return fused_kept_elements(shape, config, degrees, layer)

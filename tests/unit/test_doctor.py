@@ -29,6 +29,7 @@ HEALTHY = Host(
     driver=False,
     name="trainer-0",
     addressed=True,
+    compiler_fault="",
 )
 ON_GPU = HEALTHY._replace(
     probes={**HEALTHY.probes, "torch": Probe(None, {"cuda": "13.0", "gpus": ["NVIDIA H100"]})}, driver=True
@@ -138,6 +139,14 @@ def test_what_keeps_transformer_engine_from_importing_is_told_apart(error: str, 
     assert ("half-installed" in broken["transformer-engine"].found) == ("half-installed" in found)
     if "pip uninstall" not in mend:
         assert broken["import megatron.core"].mend == broken["transformer-engine"].mend
+
+
+def test_gpu_without_a_compiler_says_what_runs_slower() -> None:
+    lacking = "no C compiler was found (CC, gcc, clang)"
+    found = of("compiler", ON_GPU._replace(compiler_fault=lacking))
+    assert found.level is Level.WARNING and lacking in found.found and "gcc" in found.mend
+    for host in (ON_GPU, HEALTHY._replace(compiler_fault=lacking)):
+        assert all(finding.thing != "compiler" for finding in examine(host))
 
 
 def test_a_host_whose_name_has_no_address_is_warned() -> None:
