@@ -9,7 +9,7 @@
 #   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
 #   ACCEPTANCE_ARGS  the same for tools/acceptance.py                     (make acceptance ACCEPTANCE_ARGS="--only pp2")
 #   MODELS_ARGS  the same for tools/model_matrix.py                         (make models MODELS_ARGS=--long)
-#   GPU_REPORT_ARGS  the same for tools/gpu_report.py                     (make gpu-report GPU_REPORT_ARGS="--stage 2")
+#   GPU_REPORT_ARGS  the same for tools/gpu_report.py                     (make gpu-report GPU_REPORT_ARGS="--part 2")
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
@@ -30,7 +30,7 @@ FAR = $(foreach room,equality latest runs faults vllm oracles slurm tinker bridg
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
 MODELS_ARGS ?=
-GPU_REPORT_ARGS ?= --minutes 30
+GPU_REPORT_ARGS ?= --part 1 2 3
 BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
 CLOCK_ARGS ?= --pp 4 --layers 8 --virtual-clock --calibrate --batches 3 --repeats 2 --dead-share 0.75 0.9
 
@@ -181,7 +181,7 @@ models: $(STAMP)  ## run each family's proofs and write the table of docs/models
 	python tools/model_matrix.py --page docs/models.md --json runs/models.json \
 	  $(if $(wildcard $(VLLM)/bin/python),--vllm-python $(VLLM)/bin/python) $(MODELS_ARGS)
 
-gpu-report: $(STAMP)  ## cells and benchmarks on one GPU in 30 minutes, small shapes without one; runs/gpu-report/report.{md,json}
+gpu-report: $(STAMP)  ## cells and benchmarks on one GPU in parts of ten minutes, small shapes without one; runs/gpu-report/report.{md,json}
 	python tools/gpu_report.py $(GPU_REPORT_ARGS)
 
 bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2, PP=2; PP=4 and PP=4·VPP2 on a virtual clock; runs/benchmark_skip_*.json

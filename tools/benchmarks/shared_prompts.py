@@ -69,7 +69,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of the configuration")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of the configuration"
+    )
     parser.add_argument("--json", type=pathlib.Path, help="also write what is printed there")
     given = parser.parse_args(arguments)
     world, asked = int(os.environ.get("WORLD_SIZE", "1")), given.dp * given.pp * given.cp
