@@ -32,7 +32,8 @@ TRIPS = {
     4: tuple(("base", half) for half in HALVES),
 }
 # setup.py's requirements and what they import in turn, but for torch, triton, transformers, tokenizers, safetensors,
-# numpy and sympy, which come with torch and transformers. TensorBoard is imported only where a run asks for it.
+# numpy and sympy, which come with torch and transformers. TensorBoard is imported only where a run asks for it. gguf
+# reads SmolLM2's file.
 BASE = (
     "megatron-core==0.19.2",
     "math-verify>=0.8",
@@ -46,6 +47,7 @@ BASE = (
     "pygments",
     "psutil>=5.9",
     "packaging>=24.2",
+    "gguf",
 )
 TE_VERSION = "2.20.2"
 TE_CORE = f"transformer_engine_cu13=={TE_VERSION}"

@@ -314,4 +314,15 @@ THIRD = (
         limit_s=120,
     ),
 )
-STEPS = (*FIRST, *SECOND, *THIRD)
+FOURTH = (
+    Step(
+        name="SmolLM2",
+        part=4,
+        measures="40 rollouts of a real model on word problems, embedded engine: held-out score and seconds",
+        command=RUN + "smollm2_run.py --json {out} --work {work} --wheel {smollm2}",
+        cpu=RUN + "smollm2_run.py --json {out} --work {work} --wheel {smollm2} --small",
+        carried="smollm2",
+        limit_s=500,
+    ),
+)
+STEPS = (*FIRST, *SECOND, *THIRD, *FOURTH)

@@ -18,7 +18,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from acceptance_matrix.log_reason import reason_in
-
 from gpu_report_steps.parts import Step
 from gpu_report_steps.sites import TREE, site_paths, smollm2_wheel, why_absent
 

