@@ -20,7 +20,7 @@ import time
 TOOLS = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(TOOLS))
 
-from gpu_report_steps import carry, records, sites  # noqa: E402
+from gpu_report_steps import carry, records, sites, table  # noqa: E402
 from gpu_report_steps.parts import EXTRAS, PARTS, STEPS  # noqa: E402
 from gpu_report_steps.report import headline  # noqa: E402
 from gpu_report_steps.running import Runner, describe_machine  # noqa: E402
@@ -47,6 +47,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--earlier", type=pathlib.Path, nargs="+", default=[], metavar="FILE", help="report.json of earlier calls"
     )
+    parser.add_argument("--table", type=pathlib.Path, metavar="PAGE", help="write --out's records into it and stop")
     parser.add_argument("--cpu", action="store_true", help="small shapes on the CPU, also where there is a GPU")
     parser.add_argument("--list", action="store_true", help="name the steps, their limits and commands, and stop")
     carry.add_arguments(parser)
@@ -117,6 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     for path in given.earlier:
         print(f"{records.take_in(path, given.out)} records of {path} taken in")
+    if given.table:
+        table.write_into(given.table, records.write_report(given.out, given.copy_to))
+        return 0
     if given.wheels:
         came = sites.install(given.wheels, given.out)
         print(f"installed {', '.join(came) or 'nothing new'} in {time.monotonic() - began:.1f} s", flush=True)

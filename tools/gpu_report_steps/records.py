@@ -17,6 +17,7 @@ from gpu_report_steps.report import markdown
 
 ORDER = {step.name: i for i, step in enumerate(STEPS)}
 UNKNOWN = "unknown"
+KEYS = ("name", "commit", "date", "part", "machine", "command", "seconds", "outcome", "reason", "found")
 
 
 def commit_of(tree: pathlib.Path) -> str:
@@ -53,6 +54,8 @@ def take_in(earlier: pathlib.Path, out: pathlib.Path) -> int:
     """Put the records of an earlier report.json into the folder where they are newer; return how many."""
     count = 0
     for record in json.loads(earlier.read_text()):
+        if lacking := [x for x in KEYS if x not in record]:
+            raise SystemExit(f"gpu_report.py: {earlier} is no report.json of this tool: a record has no {lacking[0]!r}")
         path = path_of(record["name"], out)
         there = json.loads(path.read_text()) if path.exists() else None
         if there is None or (measured(record), record["date"]) > (measured(there), there["date"]):

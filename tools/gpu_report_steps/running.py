@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from acceptance_matrix.log_reason import reason_in
 from gpu_report_steps.parts import Step
-from gpu_report_steps.sites import TREE, site_paths, smollm2_wheel, why_absent
+from gpu_report_steps.sites import TREE, site_paths, smollm2_wheel, versions_of, why_absent
 
 LEAST_S = 5.0  # a step that has less left is not started
 CPU_FACTOR = 4  # of the time limits on a host without a GPU, where the steps are tried, not measured
@@ -115,8 +115,10 @@ class Runner:
     def run(self, step: Step) -> dict:
         """Run one step to its end or its limit, and return its record."""
         words = self.command(step)
+        versions = self.machine["versions"] | versions_of(self.out, step.carried)
         record = {
-            **{"part": step.part, "name": step.name, "measures": step.measures, "machine": self.machine},
+            **{"part": step.part, "name": step.name, "measures": step.measures},
+            "machine": {**self.machine, "versions": versions},
             **{"commit": self.commit, "date": datetime.datetime.now().isoformat(timespec="seconds")},
             "command": self.typed(step),
         }

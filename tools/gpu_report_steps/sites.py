@@ -5,12 +5,14 @@ A step sees the base, and the extra that it asks for alone: one call measures to
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import pathlib
 import shutil
 import subprocess
 import sys
 
+from gpu_report_steps.machine import PACKAGES
 from gpu_report_steps.parts import EXTRAS
 
 TREE = pathlib.Path(__file__).resolve().parents[2]
@@ -24,6 +26,13 @@ PIP = "-m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir -
 def site_paths(out: pathlib.Path, carried: str) -> list[pathlib.Path]:
     """Return the folders of packages that a step sees."""
     return [out.resolve() / INSTALLED[x] for x in (carried, "base") if x in INSTALLED]
+
+
+def versions_of(out: pathlib.Path, carried: str) -> dict[str, str]:
+    """Return the versions that a step's extra adds to those of the machine."""
+    folder = INSTALLED.get(carried)
+    found = importlib.metadata.distributions(path=[str(out.resolve() / folder)]) if folder else ()
+    return {x.name: x.version for x in found if x.name.replace("_", "-") in PACKAGES}
 
 
 def smollm2_wheel(out: pathlib.Path) -> pathlib.Path:
