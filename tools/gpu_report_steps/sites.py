@@ -32,7 +32,8 @@ def versions_of(out: pathlib.Path, carried: str) -> dict[str, str]:
     """Return the versions that a step's extra adds to those of the machine."""
     folder = INSTALLED.get(carried)
     found = importlib.metadata.distributions(path=[str(out.resolve() / folder)]) if folder else ()
-    return {x.name: x.version for x in found if x.name.replace("_", "-") in PACKAGES}
+    names = {x.name.replace("_", "-"): x.version for x in found}
+    return {name: version for name, version in names.items() if name in PACKAGES}
 
 
 def smollm2_wheel(out: pathlib.Path) -> pathlib.Path:
