@@ -2,7 +2,8 @@
 
 base/: this repository's commit, and wheels of what megatron_rl imports beyond torch, triton, transformers and numpy.
 te/: Transformer Engine with the machine code of Hopper alone. smollm2-first/ and smollm2-second/: the two halves of
-SmolLM2's wheel, which travel in turn.
+SmolLM2's wheel, which travel in turn. vllm-first/ and vllm-second/: vLLM, cut down to dense models in bfloat16 on
+Hopper, and what it imports.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 
 from gpu_report_steps.records import commit_of
 from gpu_report_steps.sites import HALVES, SMOLLM2, TREE
@@ -30,6 +32,7 @@ TRIPS = {
     2: (("base", "te"),),
     3: (("base", "te"),),
     4: tuple(("base", half) for half in HALVES),
+    5: (("base", "vllm-first"), ("base", "vllm-second")),
 }
 # setup.py's requirements and what they import in turn, but for torch, triton, transformers, tokenizers, safetensors,
 # numpy and sympy, which come with torch and transformers. TensorBoard is imported only where a run asks for it. gguf
@@ -64,6 +67,44 @@ TE_LEFT_OUT = (
     "transformer_engine/wheel_lib/nccl_ep/",
     "transformer_engine/wheel_lib/libnccl_ep",
 )
+VLLM = "vllm==0.32.0"
+# Its server in Rust, FlashAttention for older GPUs, kernels of mixtures, latent attention and eight bits, tuned tables.
+VLLM_LEFT_OUT = (
+    "vllm/vllm-rs$",
+    "vllm/vllm_flash_attn/_vllm_fa2_C",
+    "vllm/third_party/(deep_gemm|fmha_sm100|tml_fa4)/",
+    "vllm/_(moe|qutlass|deepselect|flashkda|flashmla|flashmla_extension)_C",
+    "vllm/model_executor/layers/.*/configs/.*json$",
+)
+VLLM_UNUSED = (b"float_e4m3_t", b"half_t")  # kernels of FlashAttention 3 in other dtypes than bfloat16
+VLLM_IMPORTS = (
+    *(
+        "aiohappyeyeballs",
+        "aiohttp",
+        "aiosignal",
+        "apache-tvm-ffi==0.1.11",
+        "attrs",
+        "cachetools",
+        "cbor2",
+        "cloudpickle",
+    ),
+    *("fastapi<0.137", "frozenlist", "httpx2", "llguidance<1.8", "msgspec", "multidict", "openai", "openai-harmony"),
+    *(
+        "partial-json-parser",
+        "prometheus_client",
+        "propcache",
+        "py-cpuinfo",
+        "pybase64",
+        "pyzmq",
+        "requests",
+        "sniffio",
+    ),
+    *("starlette", "urllib3", "uvloop", "xgrammar==0.2.8", "yarl"),
+    *TE[1:],
+)
+
+
+PACKAGES = {"base": BASE, "te": TE, "vllm-first": (), "vllm-second": VLLM_IMPORTS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,17 +153,20 @@ def make_folder(name: str, given: argparse.Namespace) -> None:
     given.carry.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="making.", dir=given.carry.parent) as work:
         folder = pathlib.Path(work)
+        if name == HALVES[0]:
+            halve_smollm2(folder, given.carry)
+            return
+        for package in PACKAGES[name]:
+            fetch(package, folder)
         if name == "base":
-            for package in BASE:
-                fetch(package, folder)
             pack_project(folder)
         elif name == "te":
-            make_te(folder, given.te_torch)
-        else:
-            halve_smollm2(folder, given.carry)
+            shutil.copy(given.te_torch, folder)
+            fetch_small(TE_CORE, folder, left_out=TE_LEFT_OUT)
+        elif name == "vllm-first":
+            fetch_small(VLLM, folder, left_out=VLLM_LEFT_OUT, unused=VLLM_UNUSED)
         check_folder(folder)
-        if name != HALVES[0]:
-            take_place(folder, given.carry / name)
+        take_place(folder, given.carry / name)
 
 
 def take_place(made: pathlib.Path, target: pathlib.Path) -> None:
@@ -132,14 +176,12 @@ def take_place(made: pathlib.Path, target: pathlib.Path) -> None:
         shutil.move(path, target / path.name)
 
 
-def make_te(folder: pathlib.Path, te_torch: pathlib.Path) -> None:
-    for package in TE:
-        fetch(package, folder)
-    shutil.copy(te_torch, folder)
-    with tempfile.TemporaryDirectory() as whole:
-        fetch(TE_CORE, pathlib.Path(whole), build=False)
-        (core,) = pathlib.Path(whole).glob("*.whl")
-        repack(core, folder / core.name, left_out=TE_LEFT_OUT, arch=HOPPER)
+def fetch_small(package: str, folder: pathlib.Path, *, left_out: Sequence[str], unused: Sequence[bytes] = ()) -> None:
+    """Put a package's wheel there with Hopper's machine code alone, and without what no step uses."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as whole:
+        fetch(package, pathlib.Path(whole), build=False)
+        (wheel,) = pathlib.Path(whole).glob("*.whl")
+        repack(wheel, folder / wheel.name, left_out=left_out, arch=HOPPER, unused=unused)
 
 
 def halve_smollm2(work: pathlib.Path, carry: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 MAGIC = (0xBA55ED50).to_bytes(4, "little")
@@ -65,14 +65,18 @@ def loaded(row: list[Entry], arch: int) -> list[Entry]:
     return code or [x for x in row if x.kind == PTX and x.arch <= arch]
 
 
-def prune(data: bytearray, arch: int) -> int:
-    """Set every other payload to zeros, and return how many bytes that were."""
+def prune(data: bytearray, arch: int, unused: Sequence[bytes] = ()) -> int:
+    """Set every other payload to zeros, and return how many bytes that were.
+
+    unused: parts of the names of kernels that nobody will call; a payload that holds one goes too.
+    """
     blanked = 0
     for row in containers(data):
         kept = loaded(row, arch)
         for entry in row:
-            if entry not in kept:
-                data[entry.start : entry.start + entry.size] = bytes(entry.size)
+            end = entry.start + entry.size
+            if entry not in kept or any(data.find(x, entry.start, end) >= 0 for x in unused):
+                data[entry.start : end] = bytes(entry.size)
                 blanked += entry.size
     return blanked
 

