@@ -2,14 +2,15 @@
 #
 #   PYTHON       the interpreter that makes .venv                        (make install PYTHON=python3.12)
 #   PYTHON_LATEST  the interpreter of `make test-latest`, 3.12 or newer   (make test-latest PYTHON_LATEST=/path/to/python3.12)
-#                and of `make test-bridge`, 3.12 alone
+#                and of `make test-bridge` and `make gpu-report-trial`, 3.12 alone
+#   TE_TORCH     a wheel of transformer_engine_torch that make gpu-report-trial carries
 #   CONSTRAINTS  pins for pip; empty for whatever setup.py allows        (make install CONSTRAINTS=)
 #   LANES        pytest processes side by side, each with a pool of workers; 3 fill two cores, 0 for none (make test LANES=1)
 #   VLLM_LANES   the same for make test-vllm, where a lane starts engines of its own
 #   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
 #   ACCEPTANCE_ARGS  the same for tools/acceptance.py                     (make acceptance ACCEPTANCE_ARGS="--only pp2")
 #   MODELS_ARGS  the same for tools/model_matrix.py                         (make models MODELS_ARGS=--long)
-#   GPU_REPORT_ARGS  the same for tools/gpu_report.py                     (make gpu-report GPU_REPORT_ARGS="--stage 2")
+#   GPU_REPORT_ARGS  the same for tools/gpu_report.py                     (make gpu-report GPU_REPORT_ARGS="--part 2")
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
@@ -22,6 +23,7 @@ VLLM := .venv-vllm
 ORACLES := .venv-oracles
 TINKER := .venv-tinker
 BRIDGE := .venv-bridge
+TRIAL := .venv-gpu-trial
 TINKER_PINS := tests/tinker/constraints.txt
 PYTEST_ARGS ?=
 LANES ?= 3
@@ -30,7 +32,8 @@ FAR = $(foreach room,equality latest runs faults vllm oracles slurm tinker bridg
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
 MODELS_ARGS ?=
-GPU_REPORT_ARGS ?= --minutes 30
+GPU_REPORT_ARGS ?= --part 1 2 3
+TE_TORCH ?=
 BENCH_ARGS ?= --calibrate --groups 80 --batches 3 --repeats 3 --dead-share 0.75 0.9 1.0
 TORCHRUN = torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node
 CLOCK_ARGS ?= --pp 4 --layers 8 --virtual-clock --calibrate --batches 3 --repeats 2 --dead-share 0.75 0.9
@@ -43,7 +46,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-tinker tinker-demo test-extras test-bridge test-slurm test-browser bench acceptance models gpu-report golden docs lint clean
+.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-tinker tinker-demo test-extras test-bridge test-slurm test-browser bench acceptance models gpu-report gpu-report-trial golden docs lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -182,8 +185,25 @@ models: $(STAMP)  ## run each family's proofs and write the table of docs/models
 	python tools/model_matrix.py --page docs/models.md --json runs/models.json \
 	  $(if $(wildcard $(VLLM)/bin/python),--vllm-python $(VLLM)/bin/python) $(MODELS_ARGS)
 
-gpu-report: $(STAMP)  ## cells and benchmarks on one GPU in 30 minutes, small shapes without one; runs/gpu-report/report.{md,json}
+gpu-report: $(STAMP)  ## cells and benchmarks on one GPU in parts of ten minutes, small shapes without one; runs/gpu-report/report.{md,json}
 	python tools/gpu_report.py $(GPU_REPORT_ARGS)
+
+gpu-report-trial: $(TRIAL)/.installed  ## carry everything and run each of its parts small on this CPU, in .venv-gpu-trial (5 GB)
+	@work=$$(mktemp -d) && trap 'rm -rf "$$work"' EXIT && mkdir "$$work/project" && \
+	  $(TRIAL)/bin/python tools/gpu_report.py --carry "$$work/carried" $(if $(TE_TORCH),--te-torch $(TE_TORCH)) && \
+	  tar xzf "$$work/carried/base/project.tar.gz" -C "$$work/project" && cd "$$work/project" && \
+	  $(CURDIR)/$(TRIAL)/bin/python tools/gpu_report.py --cpu --wheels "$$work/carried" --out "$$work/out" \
+	    --copy-to $(CURDIR)/runs/gpu-report-trial
+
+# What the one known machine has beside its GPU, and nothing of ours: --carry has to bring the rest.
+$(TRIAL)/.installed: Makefile
+	@test -x $(TRIAL)/bin/python || { export PATH="$(CALLED_PATH)"; \
+	  "$(PYTHON_LATEST)" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' || { \
+	    $(SAY) "'$(PYTHON_LATEST)' is no Python 3.12 with venv; name one: make gpu-report-trial PYTHON_LATEST=/path/to/python3.12"; exit 1; }; \
+	  echo "making $(TRIAL) and installing into it: 5 GB, some minutes, once"; "$(PYTHON_LATEST)" -m venv $(TRIAL); }
+	$(TRIAL)/bin/python -m pip install --quiet torch==2.11.0 triton==3.6.0 transformers==5.17.0 numpy==2.5.2 einops onnx onnxscript \
+	  tensorboard pytest hypothesis "setuptools<82"
+	@touch $@
 
 bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2, PP=2; PP=4 and PP=4·VPP2 on a virtual clock; runs/benchmark_skip_*.json
 	mkdir -p runs

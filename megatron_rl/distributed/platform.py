@@ -127,9 +127,24 @@ class _NoStream:
 
 
 _FACTORIES = (
-    "arange empty empty_like eye full full_like linspace ones "
-    "ones_like rand randint randn randperm tensor zeros zeros_like as_tensor"
-).split()
+    "arange",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "zeros",
+    "zeros_like",
+    "as_tensor",
+)
 
 
 def _on_cpu(factory):

@@ -20,8 +20,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 import acceptance  # noqa: E402
 import gpu_report  # noqa: E402
 from acceptance_matrix.cells import CELLS  # noqa: E402
+from gpu_report_steps import records  # noqa: E402
+from gpu_report_steps.parts import EXTRAS, PARTS, STEPS, Step  # noqa: E402
 from gpu_report_steps.report import headline, markdown  # noqa: E402
-from gpu_report_steps.stages import INSTALL, STAGE_S, STAGES, STEPS, Step  # noqa: E402
+from gpu_report_steps.running import Runner  # noqa: E402
 
 MACHINE = {
     "gpus": 0,
@@ -35,16 +37,25 @@ MACHINE = {
 }
 
 
-def planted(name: str, script: str, *, limit_s: float = 30.0) -> Step:
+def planted(name: str, script: str, *, limit_s: float = 30.0, cores: int = 0) -> Step:
     command = shlex.join(["{python}", "-c", script.replace("{", "{{").replace("}", "}}"), "{out}"])
-    return Step(name=name, stage=1, measures="a planted step", command=command, cpu=command, limit_s=limit_s)
+    return Step(
+        name=name, part=1, measures="a planted step", command=command, cpu=command, limit_s=limit_s, cores=cores
+    )
 
 
 def run(folder: pathlib.Path, *steps: Step, left_s: float = 600.0) -> list[dict]:
-    given = gpu_report.parse(["--stage", "1", "--out", str(folder)])
-    given.out.mkdir(exist_ok=True)
-    gpu_report.run_stage(1, list(steps), given, MACHINE, time.monotonic() + left_s)
-    return json.loads((folder / "stage1.json").read_text())
+    """Run the steps and return their records in the order in which they ended."""
+    runner = Runner(out=folder, machine=MACHINE, commit="c0ffee", ends_at=time.monotonic() + left_s, cores=2)
+    found: list[dict] = []
+
+    def keep(record: dict) -> None:
+        found.append(record)
+        records.keep(record, folder)
+        records.write_report(folder, folder / "copied")
+
+    runner.run_part(steps, keep)
+    return found
 
 
 WRITES = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'figure': 2.5}))"
@@ -64,7 +75,7 @@ def test_a_step_that_fails_hangs_or_dies_does_not_stop_the_rest(tmp_path: pathli
         planted("fails", "raise ValueError('a planted error of /some/where/x.py')"),
         planted("hangs", HANGS, limit_s=patient(1.0)),
         planted("dies", "import os; os.kill(os.getpid(), 9)"),
-        Step(name="absent", stage=1, measures="", command="no-such-program", cpu="no-such-program", limit_s=5.0),
+        Step(name="absent", part=1, measures="", command="no-such-program", cpu="no-such-program", limit_s=5.0),
         planted("passes", WRITES),
     )
     assert (failed["outcome"], failed["reason"]) == ("failed", "ValueError: a planted error of <path>")
@@ -78,6 +89,8 @@ def test_a_step_that_fails_hangs_or_dies_does_not_stop_the_rest(tmp_path: pathli
     page = (tmp_path / "report.md").read_text()
     assert "1 failed, 1 killed, 1 not run, 1 passed, 1 timed out." in page and str(tmp_path) not in page
     assert "| 1 | passes | passed |" in page and "figure 2.5" in page
+    assert {x.name for x in (tmp_path / "copied").iterdir()} == {"report.md", "report.json", "logs.tar.gz"}
+    assert len(json.loads((tmp_path / "copied" / "report.json").read_text())) == 5
 
 
 def alive(pid: int) -> bool:
@@ -96,16 +109,53 @@ def test_a_failing_steps_own_words_are_its_reason(tmp_path: pathlib.Path) -> Non
     assert (record["outcome"], record["reason"]) == ("failed", "three tensors differ")
 
 
+MEETS = (
+    "import pathlib, sys, time\n"
+    "folder = pathlib.Path(sys.argv[1]).parents[2]\n"
+    "(folder / sys.argv[1].split('/')[-2]).touch()\n"
+    "while not all((folder / x).exists() for x in ('left', 'right')): time.sleep(0.01)"
+)
+
+
 @pytest.mark.process
-def test_a_spent_budget_is_said(tmp_path: pathlib.Path) -> None:
-    (record,) = run(tmp_path, planted("late", WRITES), left_s=0.0)
-    assert record["outcome"] == "not run" and record["reason"] == "the budget of 9.5 minutes is spent"
+def test_steps_that_compare_numbers_run_side_by_side_before_the_others(tmp_path: pathlib.Path) -> None:
+    alone = planted("alone", WRITES)
+    found = run(tmp_path, alone, planted("left", MEETS, cores=1), planted("right", MEETS, cores=1))
+    assert [x["outcome"] for x in found] == ["passed"] * 3 and found[-1]["name"] == "alone"
+
+
+def test_what_passed_on_such_a_machine_from_this_commit_is_not_run_again() -> None:
+    record = dict(name="skip", outcome="passed", machine=MACHINE, commit="c0ffee", command="a b")
+    assert records.passed_before([record], "skip", MACHINE, "c0ffee", "a b")
+    for other in (
+        ("skip", {**MACHINE, "device": "1 x another"}, "c0ffee", "a b"),
+        ("skip", MACHINE, "decade", "a b"),
+        ("skip", MACHINE, "c0ffee", "a c"),
+        ("run", MACHINE, "c0ffee", "a b"),
+    ):
+        assert not records.passed_before([record], *other)
+    for strange in ("c0ffee+", "unknown"):  # what the tree holds is not known
+        assert not records.passed_before([{**record, "commit": strange}], "skip", MACHINE, strange, "a b")
+    assert not records.passed_before([{**record, "outcome": "failed"}], "skip", MACHINE, "c0ffee", "a b")
+
+
+def test_a_step_that_was_not_run_leaves_what_was_measured(tmp_path: pathlib.Path) -> None:
+    (late,) = run(tmp_path, planted("late", WRITES), left_s=0.0)
+    assert (late["outcome"], late["reason"]) == ("not run", "the time of this call is spent")
+    passed = {**late, "outcome": "passed", "date": "2026-01-01T00:00:00"}
+    records.keep(passed, tmp_path)
+    records.keep(late, tmp_path)
+    assert records.load(tmp_path) == [passed]
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps([{**passed, "date": "2026-01-02T00:00:00"}, {**late, "name": "other"}]))
+    assert (records.take_in(earlier, tmp_path), records.take_in(earlier, tmp_path)) == (2, 0)
+    assert [x["date"][:10] for x in records.load(tmp_path) if x["name"] == "late"] == ["2026-01-02"]
 
 
 @pytest.mark.long
 @pytest.mark.process
 def test_the_command_writes_the_report_of_a_real_step(tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "gpu_report.py"), "--cpu", "--stage", "4", "--only", "offload"]
+    command = [sys.executable, str(ROOT / "tools" / "gpu_report.py"), "--cpu", "--part", "2", "--only", "offload"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=patient(600), check=False
     )
@@ -114,20 +164,26 @@ def test_the_command_writes_the_report_of_a_real_step(tmp_path: pathlib.Path) ->
     assert record["outcome"] == "passed" and record["found"]["different"] == 0
     assert record["found"]["bytes"] > 0 and record["machine"]["versions"]["torch"]
     page = (tmp_path / "report.md").read_text()
-    assert "| 4 | offload | passed |" in page and str(tmp_path) not in page and str(ROOT) not in page
+    assert "| 2 | offload | passed |" in page and str(tmp_path) not in page and str(ROOT) not in page
 
 
-def test_a_step_that_needs_a_gpu_says_so(tmp_path: pathlib.Path) -> None:
-    step = Step(name="gpu", stage=1, measures="", command="nvidia-smi", needs="needs nvidia-smi", limit_s=1.0)
-    (record,) = run(tmp_path, step)
-    assert (record["outcome"], record["reason"]) == ("not run", "needs nvidia-smi, this host has none")
+def test_a_step_says_what_it_lacks(tmp_path: pathlib.Path) -> None:
+    gpu = Step(name="gpu", part=1, measures="", command="nvidia-smi", needs="needs nvidia-smi", limit_s=1.0)
+    wheel = Step(name="wheel", part=4, measures="", command="x", cpu="x", carried="smollm2", limit_s=1.0)
+    reasons = [x["reason"] for x in run(tmp_path, gpu, wheel)]
+    assert reasons[0] == "needs nvidia-smi, this host has none"
+    assert reasons[1].startswith("SmolLM2's wheel is neither installed nor carried")
 
 
-def test_stages_fit_their_calls() -> None:
-    assert {step.stage for step in STEPS} == set(STAGES)
-    for stage in STAGES:
-        limits = sum(step.limit_s for step in STEPS if step.stage == stage)
-        assert limits + (INSTALL.limit_s if stage == 1 else 0) <= STAGE_S, (stage, limits)
+def test_parts_fit_their_calls() -> None:
+    assert {step.part for step in STEPS} <= set(PARTS) and {step.carried for step in STEPS} <= {"", *EXTRAS}
+    for part in PARTS:
+        steps = [step for step in STEPS if step.part == part]
+        # a limit is twice what a step takes
+        seconds = (
+            sum(x.limit_s for x in steps if not x.cores) / 2 + max([x.limit_s for x in steps if x.cores] or [0]) / 2
+        )
+        assert seconds <= 60 * gpu_report.PART_MINUTES - 30, (part, seconds)
     assert len({step.name for step in STEPS}) == len(STEPS)
 
 
@@ -178,7 +234,7 @@ def test_shapes_of_the_report_are_folders_with_a_config() -> None:
     [
         (["--only", "no such step"], "names no step"),
         (["--minutes", "0"], "--minutes 0 must be above 0"),
-        (["--wheels", os.devnull], "holds no requirements.txt"),
+        (["--wheels", os.devnull], "holds none of base"),
     ],
 )
 def test_wrong_arguments_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
@@ -195,7 +251,9 @@ def test_headline_is_the_steps_own_or_its_first_figures() -> None:
 
 
 def test_the_page_names_every_machine_once() -> None:
-    record = dict(stage=1, name="n", measures="", machine=MACHINE, command="c", seconds=1.0, outcome="passed")
+    record = dict(
+        part=1, commit="c0ffee", name="n", measures="", machine=MACHINE, command="c", seconds=1.0, outcome="passed"
+    )
     other = {**record, "machine": {**MACHINE, "device": "1 x another"}, "reason": "a | b", "found": {}}
     page = markdown([{**record, "reason": "", "found": {}}] * 2 + [other])
     assert page.count("a CPU, driver none") == 1 and "1 x another" in page and "a / b" in page

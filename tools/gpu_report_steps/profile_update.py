@@ -45,11 +45,11 @@ def busy_seconds(found: profile) -> float:
     return busy / 1e6
 
 
-def measure(small: bool) -> dict:
+def measure(small: bool, settings: list[str]) -> dict:
     import skip
 
     words = SMALL.split() if small else ["--hf-path", str(FOLDER / "qwen2.5-0.5b"), *SHAPE.split()]
-    given = skip.parse(words)
+    given = skip.parse([*words, "--set", *settings])
     backend = skip.build_backend(given)
     case = skip.make_case(backend, skip.make_batch(backend, given), 0.0, given)
     for _ in range(2):
@@ -93,8 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=pathlib.Path, required=True)
     parser.add_argument("--small", action="store_true", help="a tiny model")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the configuration")
     given = parser.parse_args(arguments)
-    return write(given.json, measure(given.small))
+    return write(given.json, measure(given.small, given.set))
 
 
 if __name__ == "__main__":

@@ -34,14 +34,14 @@ def _figures(row: Mapping) -> str:
 
 
 def markdown(records: Sequence[Mapping]) -> str:
-    machines = {_machine(x["machine"]): None for x in records}
+    machines = {f"{_machine(x['machine'])}, commit {x['commit']}": None for x in records}
     lines = ["# GPU report", "", *(f"{machine}." for machine in machines), ""]
     tally = {name: sum(x["outcome"] == name for x in records) for name in sorted({x["outcome"] for x in records})}
     lines += [", ".join(f"{count} {name}" for name, count in tally.items()) + ".", ""]
-    lines += ["| stage | step | outcome | s | measured |", "|---|---|---|---|---|"]
+    lines += ["| part | step | outcome | s | measured |", "|---|---|---|---|---|"]
     for x in records:
         says = "<br>".join([*([x["reason"]] if x["reason"] else []), *headline(x.get("found", {}))])
-        cells = (str(x["stage"]), x["name"], x["outcome"], f"{x['seconds']:.0f}", says)
+        cells = (str(x["part"]), x["name"], x["outcome"], f"{x['seconds']:.0f}", says)
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     lines += ["", "Commands, by step:", ""]
     lines += [f"- {x['name']}: `{x['command']}`" if x["command"] else f"- {x['name']}: none here" for x in records]
