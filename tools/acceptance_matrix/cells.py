@@ -311,7 +311,7 @@ def _rollout_cells() -> list[Cell]:
         ("vllm", "rollouts by vLLM (on a GPU: the trainer's, with sleep)", {}, ()),
         ("vllm-tp2", "the same, engine TP 2", dict(tensor=2), ("rollout.tensor_parallel=2",)),
         ("vllm-delta", "the same, only what changed travels", {}, ("weight_sync.delta=true", awake)),
-        ("vllm-adapters", "the same, adapters alone travel", {}, alone),
+        ("vllm-adapters", "the same, adapters alone travel", dict(dtype="bfloat16"), alone),  # as a GPU computes them
     )
     return [
         Cell(name="rollout-embedded", feature=embedded, kind="rollout"),

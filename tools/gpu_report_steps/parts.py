@@ -325,4 +325,30 @@ FOURTH = (
         limit_s=500,
     ),
 )
-STEPS = (*FIRST, *SECOND, *THIRD, *FOURTH)
+FIFTH = (
+    Step(
+        name="engine, eager",
+        part=5,
+        measures="whether a vLLM engine starts, its tokens a second, and its sleep; Qwen2.5-0.5B's shapes, bfloat16",
+        command=RUN + "engine.py --json {out} --eager",
+        carried="vllm",
+        limit_s=150,
+    ),
+    Step(
+        name="engine",
+        part=5,
+        measures="the same with CUDA graphs and torch.compile",
+        command=RUN + "engine.py --json {out}",
+        carried="vllm",
+        limit_s=200,
+    ),
+    Step(
+        name="cells, vLLM",
+        part=5,
+        measures="runs with vLLM on the trainer's GPU, with sleep; what changed alone, and adapters alone",
+        command=CELLS + ENGINES + " --timeout 240",
+        carried="vllm",
+        limit_s=450,
+    ),
+)
+STEPS = (*FIRST, *SECOND, *THIRD, *FOURTH, *FIFTH)

@@ -114,7 +114,6 @@ def own_words(name: str, found: Mapping) -> list[Row]:
 def writer_of(name: str) -> Callable[[str, Mapping], list[Row]]:
     kinds = {
         "cells": cells,
-        "engines": cells,
         "skip": skip,
         "shared": shared_prompts,
         "log-probs": logprobs,
