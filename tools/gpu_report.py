@@ -36,7 +36,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--part", type=int, nargs="+", choices=sorted(PARTS), default=sorted(PARTS), help="default: all"
     )
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="only steps whose name contains it")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="SUBSTRING", help="only steps whose name contains one of these"
+    )
     parser.add_argument("--minutes", type=float, metavar="M", help="of this call (default: 9.5 for each part)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/gpu-report"), metavar="FOLDER")
     parser.add_argument(
@@ -62,9 +64,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for path in given.earlier:
         if not path.is_file():
             parser.error(f"--earlier {path} is no file; name the report.json of an earlier call")
-    given.steps = [x for x in STEPS if x.part in given.part and given.only in x.name]
+    given.steps = [x for x in STEPS if x.part in given.part and any(word in x.name for word in given.only)]
     if not given.steps:
-        parser.error(f"--only {given.only} names no step of the parts {given.part}; --list names them all")
+        parser.error(f"--only {' '.join(given.only)} names no step of the parts {given.part}; --list names them all")
     carry.check(given, parser)
     return given
 
