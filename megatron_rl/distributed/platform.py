@@ -387,10 +387,7 @@ if HOST.is_cuda:
 
 @functools.cache
 def transformer_engine_importable() -> bool:
-    """Return whether Transformer Engine's torch modules can be built: it is installed whole, beside a GPU.
-
-    Where it is installed and does not import, the log says why, once.
-    """
+    """Return whether Transformer Engine's torch modules can be built, beside a GPU; the log says why not, once."""
     if not HOST.is_cuda:
         return False
     try:
