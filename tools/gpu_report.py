@@ -12,7 +12,6 @@ passed on such a machine from this commit is not run again. Without a GPU, or wi
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import sys
 import time
@@ -127,10 +126,10 @@ def main(arguments: list[str] | None = None) -> int:
         came = sites.install(given.wheels, given.out)
         print(f"installed {', '.join(came) or 'nothing new'} in {time.monotonic() - began:.1f} s", flush=True)
     commit, machine = records.commit_of(TOOLS.parent), describe_machine(given.out, cpu=given.cpu)
-    (given.out / "machine.json").write_text(json.dumps(machine, indent=1) + "\n")
     print(f"{machine['device']}, commit {commit}; {len(given.steps)} steps, {given.minutes:g} minutes", flush=True)
     ends_at = began + 60 * given.minutes
-    failed = run_parts(given, Runner(out=given.out, machine=machine, commit=commit, ends_at=ends_at, cpu=given.cpu))
+    runner = Runner(out=given.out.resolve(), machine=machine, commit=commit, ends_at=ends_at, cpu=given.cpu)
+    failed = run_parts(given, runner)
     records.write_report(given.out, given.copy_to)
     print(f"written: {given.out / 'report.md'}, {given.out / 'report.json'}; {time.monotonic() - began:.0f} s")
     return 1 if failed else 0

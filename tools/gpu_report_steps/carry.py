@@ -111,7 +111,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what travels, made where there is a network")
     group.add_argument("--carry", type=pathlib.Path, metavar="FOLDER", help="make it there and stop")
     group.add_argument(
-        "--for", type=int, nargs="+", dest="carry_for", choices=sorted(TRIPS), default=sorted(TRIPS), metavar="PART"
+        "--for",
+        type=int,
+        nargs="+",
+        dest="carry_for",
+        choices=sorted(TRIPS),
+        default=sorted(TRIPS),
+        metavar="PART",
+        help="what these parts need (default: all)",
     )
     group.add_argument("--te-torch", type=pathlib.Path, metavar="WHEEL", help="transformer_engine_torch, built for te/")
 

@@ -123,6 +123,15 @@ FIRST = (
         cores=1,
     ),
     Step(
+        name="doctor, Transformer Engine",
+        part=1,
+        measures="the same with Transformer Engine",
+        command="{python} -m megatron_rl.doctor --json {out}",
+        carried="te",
+        limit_s=60,
+        cores=1,
+    ),
+    Step(
         name="cells, one process",
         part=1,
         measures="the equalities of tools/acceptance.py on one GPU",

@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from acceptance_matrix.log_reason import reason_in
@@ -102,7 +102,7 @@ class Runner:
     commit: str
     ends_at: float
     cpu: bool = False
-    cores: int = os.cpu_count() or 1
+    cores: int = len(os.sched_getaffinity(0))
     started: set[subprocess.Popen] = field(default_factory=set)
 
     def command(self, step: Step) -> list[str]:
@@ -126,8 +126,9 @@ class Runner:
         why = f"{step.needs}, this host has none" if not words else why_absent(self.out, step.carried)
         if not why and left_s < LEAST_S:
             why = "the time of this call is spent"
+        not_run = {**record, "seconds": 0.0, "outcome": "not run", "found": {}}
         if why:
-            return {**record, "seconds": 0.0, "outcome": "not run", "found": {}, "reason": why}
+            return {**not_run, "reason": why}
         limit_s = min(step.limit_s * (1 if self.machine["gpus"] else CPU_FACTOR), left_s)
         folder = self.out / "steps" / slug(step)
         shutil.rmtree(folder, ignore_errors=True)  # so that nothing of an earlier run is read
@@ -138,13 +139,7 @@ class Runner:
         try:
             code = self.wait_for([word.format(**places) for word in words], step, folder / "log.txt", limit_s)
         except OSError as error:
-            return {
-                **record,
-                "seconds": 0.0,
-                "outcome": "not run",
-                "found": {},
-                "reason": f"{words[0]}: {error.strerror}",
-            }
+            return {**not_run, "reason": f"{words[0]}: {error.strerror}"}
         record["seconds"] = time.monotonic() - began
         return {**record, **judge(code, limit_s, folder / "log.txt", folder / "found.json")}
 
@@ -177,30 +172,30 @@ class Runner:
 
     def run_part(self, steps: Sequence[Step], keep: Callable[[dict], None]) -> None:
         """Run the steps that compare numbers side by side, then those that measure time alone; `keep` each record."""
-        try:
-            self.run_together([x for x in steps if x.cores], keep)
-            for step in steps:
-                if not step.cores:
-                    keep(self.run(step))
-        except BaseException:
-            for process in tuple(self.started):
-                end(process)
-            raise
+        self.run_together([x for x in steps if x.cores], keep)
+        for step in steps:
+            if not step.cores:
+                keep(self.run(step))
 
     def run_together(self, steps: Sequence[Step], keep: Callable[[dict], None]) -> None:
         """Run the steps in their order, as many at once as the host has cores for."""
         waiting, running = list(steps), {}
         with ThreadPoolExecutor(max_workers=max(1, len(steps))) as threads:
-            while waiting or running:
-                while waiting and (
-                    not running or sum(x.cores for x in running.values()) + waiting[0].cores <= self.cores
-                ):
-                    step = waiting.pop(0)
-                    running[threads.submit(self.run, step)] = step
-                ended: set[Future] = wait(running, return_when=FIRST_COMPLETED).done
-                for future in ended:
-                    del running[future]
-                    keep(future.result())
+            try:
+                while waiting or running:
+                    while waiting and self.has_room(waiting[0], running.values()):
+                        step = waiting.pop(0)
+                        running[threads.submit(self.run, step)] = step
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        del running[future]
+                        keep(future.result())
+            except BaseException:  # an interrupt too: the threads wait for these
+                for process in tuple(self.started):
+                    end(process)
+                raise
+
+    def has_room(self, step: Step, running: Collection[Step]) -> bool:
+        return not running or sum(x.cores for x in running) + step.cores <= self.cores
 
 
 def slug(step: Step) -> str:
