@@ -6,8 +6,8 @@ shards of AdamW's groups). Megatron-Core 0.16.1 does the same to its gradient bu
 (``distributed/param_and_grad_buffer.py`` offload_to_cpu). A tensor whose storage is released must not be read: it
 points at nothing, and torch does not say so.
 
-On a CPU host the same storages are released and filled again. NOT RUN on CUDA: pinned memory, copies that do not block,
-empty_cache.
+On a CPU host the same storages are released and filled again. On an H100 the state came back to the bit
+(docs/support-matrix.md).
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class WeightSyncConfig:
     """Sends the policy's weights to the engines.
 
     Under `cuda_ipc` an engine of the run's own opens the bucket in the memory of the GPU that it shares with its rank,
-    and the trainer then does without expandable segments. It was not yet run on a GPU.
+    and the trainer then does without expandable segments.
     """
 
     channel: str = "auto"
