@@ -27,6 +27,7 @@ from megatron_rl.model.attention_spans import (
 from megatron_rl.model.layout import Layout
 from megatron_rl.model.sight import Sight
 from megatron_rl.model.span_attention import span_attention
+from megatron_rl.model.turning import cos_and_sin, token_angles, turn
 from megatron_rl.model.window_spans import windowed_spans
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -138,7 +139,7 @@ class PackedSequences(PackedSeqParams):
     context: ContextShard = WHOLE
     segments: KeySegments | None = None
     narrowed: dict[tuple[SpansOf, int], tuple[SpanBatch, ...]] = field(default_factory=dict)
-    angles: tuple[torch.Tensor, torch.Tensor] | None = None
+    angles: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def spans_cut(self, spans_of: SpansOf, tokens: int | None) -> tuple[SpanBatch, ...]:
         """Return which queries see which keys within a window or a chunk of this many tokens; None sees all.
@@ -254,6 +255,13 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
     return config.window_size[0] + 1
 
 
+def _turns(packed: PackedSequences, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return cosine and sine [T, 1, d2 / 2] of the tokens' angles; all layers share what the first one makes."""
+    if packed.angles is None or packed.angles[0] is not inv_freq:
+        packed.angles = inv_freq, cos_and_sin(token_angles(packed.position_ids, inv_freq), dtype)
+    return packed.angles[1]
+
+
 class TorchAttention(torch.nn.Module):
     """Computes causal attention over packed input: q [T, h, d], k [T, g, d] and v [T, g, e] → [T, h·e].
 
@@ -262,7 +270,10 @@ class TorchAttention(torch.nn.Module):
     take one width. Takes the arguments with which Megatron-Core builds a core attention.
 
     softmax_offset: [h], sinks (model/sinks.py); None without.
+    inv_freq: float32 [d2 / 2], d2 ≤ d, where it turns queries and keys; None where they come turned.
     """
+
+    inv_freq: torch.Tensor | None = None
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()
@@ -277,6 +288,9 @@ class TorchAttention(torch.nn.Module):
             raise TypeError(
                 f"TorchAttention takes PackedSequences as packed_seq_params, not {type(packed_seq_params).__name__}"
             )
+        if self.inv_freq is not None:
+            cos, sin = _turns(packed_seq_params, self.inv_freq, query.dtype)
+            query, key = turn(query, cos, sin), turn(key, cos, sin)
         scale, width = self.softmax_scale or query.shape[-1] ** -0.5, value.shape[-1]
         if width < key.shape[-1]:
             value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))

@@ -20,6 +20,7 @@ from megatron_rl.distributed.installation import compiler_fault
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.attention import TorchAttention
 from megatron_rl.model.bridge_model import bridged_config, check_frequencies, provide_chunk, put_norms
 from megatron_rl.model.chunked_attention import put_chunked_attention
 from megatron_rl.model.embedding import scale_embedding
@@ -41,7 +42,7 @@ from megatron_rl.model.layer_spec import (
 )
 from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.post_norm import put_norms_around, put_norms_behind, put_wide_norms
-from megatron_rl.model.rotary import PackedRotary, give_angles_by_kind
+from megatron_rl.model.rotary import PackedRotary, give_angles_by_kind, turn_in_attention
 from megatron_rl.model.seam_fields import seam_fields, users_fields
 from megatron_rl.weights.families.gpt_oss import QUICK_GELU
 from megatron_rl.weights.families.register import FAMILIES
@@ -206,9 +207,9 @@ def build_model(
         if bitwise:
             give_angles(model, tables[None])
         else:
-            by_engine = layer_spec == "transformer_engine" and shares and "apply_rope_fusion" not in given
             packed = layer_spec == "torch" or shares
-            _give_inputs(model, tables, factor, hf_config, shape, packed=packed, fused=by_engine)
+            turning = None if "apply_rope_fusion" in given else _turning_attention(config, shape, shares=shares)
+            _give_inputs(model, tables, factor, hf_config, shape, packed=packed, turning=turning)
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
@@ -299,12 +300,12 @@ def _give_inputs(
     shape: ModelShape,
     *,
     packed: bool,
-    fused: bool,
+    turning: type[torch.nn.Module] | None,
 ) -> None:
     """Give a model its rotary angles, and a first stage's embedding its factor.
 
     packed: the angles are by the positions that come with the tokens, as latent attention's are.
-    fused: Transformer Engine's kernel applies these, in the core attention.
+    turning: the core attention that applies these itself; None where Megatron-Core does.
     """
     if shape.scaled_embedding and model.pre_process:
         scale_embedding(model, model.config.params_dtype)
@@ -313,14 +314,23 @@ def _give_inputs(
     elif None not in tables:
         scales = {kind: softmax_scale(hf_config, model.config.kv_channels, kind) for kind in tables}
         give_angles_by_kind(model, angle_kinds(hf_config), tables, scales)
-    elif fused:
-        from megatron_rl.model.engine_attention import turn_in_attention
-
-        turn_in_attention(model, tables[None])
+    elif turning is not None:
+        turn_in_attention(model, tables[None], turning)
     elif packed:
         model.rotary_pos_emb = PackedRotary(tables[None])
     else:
         model.rotary_pos_emb.inv_freq = tables[None]  # Megatron hard-codes llama3's four constants
+
+
+def _turning_attention(config: Config, shape: ModelShape, *, shares: bool) -> type[torch.nn.Module] | None:
+    """Return the core attention that applies the rotary angles itself; None where Megatron-Core does."""
+    if shape.layer_spec == "transformer_engine":
+        if not shares:
+            return None
+        from megatron_rl.model.engine_attention import SharedPromptAttention
+
+        return SharedPromptAttention
+    return TorchAttention if half_on_gpu(config) and shape.chunked is None else None
 
 
 def refuse_bitwise(shape: ModelShape) -> None:

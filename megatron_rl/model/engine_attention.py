@@ -16,10 +16,9 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.model.attention import PackedSequences
-from megatron_rl.model.rotary import NoRotary, token_angles
+from megatron_rl.model.turning import token_angles
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention, fused_apply_rotary_pos_emb  # isort: skip
-from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 
 MASK = "padding_causal_bottom_right"
 
@@ -69,13 +68,6 @@ class SharedPromptAttention(TEDotProductAttention):
 def _angles(packed: PackedSequences, inv_freq: torch.Tensor) -> torch.Tensor:
     """Return float32 [T, 1, 1, d2], the angles of the tokens; all layers share what the first one makes."""
     if packed.angles is None or packed.angles[0] is not inv_freq:
-        packed.angles = inv_freq, token_angles(packed.position_ids, inv_freq)[:, None, None]
-    return packed.angles[1]
-
-
-def turn_in_attention(model: GPTModel, inv_freq: torch.Tensor) -> None:
-    """Have a model's attentions apply the rotary angles, in place of Megatron-Core; inv_freq: float32 [d2 / 2]."""
-    model.rotary_pos_emb = NoRotary()
-    for module in model.modules():
-        if isinstance(module, SharedPromptAttention):
-            module.inv_freq = inv_freq
+        angles = token_angles(packed.position_ids, inv_freq)
+        packed.angles = inv_freq, (torch.cat([angles, angles], dim=-1)[:, None, None],)
+    return packed.angles[1][0]

@@ -13,14 +13,9 @@ from functools import partial
 import torch
 
 from megatron_rl.model.attention import PackedSequences
+from megatron_rl.model.turning import token_angles
 
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
-
-
-def token_angles(position_ids: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Return [T, d] float32, the angles of tokens at ``position_ids`` [T], the two halves alike; inv_freq: [d / 2]."""
-    angles = torch.outer(position_ids.to(inv_freq.dtype), inv_freq)
-    return torch.cat([angles, angles], dim=-1)
 
 
 class NoRotary(torch.nn.Module):
@@ -51,7 +46,8 @@ class PackedRotary(torch.nn.Module):
 
     def forward(self, position_ids: torch.Tensor, *_, **__) -> torch.Tensor:
         """Return [T, 1, d], the angles of tokens at ``position_ids`` [T], the two halves alike."""
-        return token_angles(position_ids, self.inv_freq)[:, None]
+        angles = token_angles(position_ids, self.inv_freq)
+        return torch.cat([angles, angles], dim=-1)[:, None]
 
 
 class RotaryByKind(PackedRotary):
@@ -89,3 +85,11 @@ def give_angles_by_kind(
         kind = kinds[layer.layer_number - 1]
         layer.self_attention.core_attention.softmax_scale = scales[kind]
         layer.self_attention.register_forward_pre_hook(partial(_take_angles, names.index(kind)), with_kwargs=True)
+
+
+def turn_in_attention(model: GPTModel, inv_freq: torch.Tensor, kind: type[torch.nn.Module]) -> None:
+    """Have a model's attentions of this kind apply the rotary angles, in place of Megatron-Core; inv_freq: [d2 / 2]."""
+    model.rotary_pos_emb = NoRotary()
+    for module in model.modules():
+        if isinstance(module, kind):
+            module.inv_freq = inv_freq

@@ -183,11 +183,11 @@ def fused_kept_elements(shape: ModelShape, config: Config, degrees: Degrees, lay
     """Return the elements that autograd saves per token of a rank in a layer under fused norms and SwiGLU.
 
     A norm keeps its input alone, its output is the next product's (4 h). SwiGLU keeps gate and up, and the product
-    after it their product. Norms of q and k keep q beside the projection. An expert's SwiGLU takes the router's
-    weights, so that its output is not kept.
+    after it their product. Norms of q and k keep q beside the projection. Cosines and sines are the micro-batch's. An
+    expert's SwiGLU takes the router's weights, so that its output is not kept.
     """
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
-    attention = (3 * (heads + kv_heads) / tensor + 4 + (heads / tensor if shape.qk_norm else 0)) * shape.head_dim
+    attention = (3 * (heads + kv_heads) / tensor + (heads / tensor if shape.qk_norm else 0)) * shape.head_dim
     norms = 4 * hidden / (tensor if config.parallel.sequence_parallel else 1)
     if not shape.has_mixture(layer):
         return norms + attention + 3 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor

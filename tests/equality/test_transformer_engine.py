@@ -20,7 +20,6 @@ import torch
 
 from megatron_rl.backend import optimizer, packing
 from megatron_rl.model import attention, build, layer_spec
-from megatron_rl.model.logprob import add_product
 from tests.equality.engine_rig import ENGINE, engine_workers
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages, sizes
@@ -213,24 +212,29 @@ def test_fused_equals_unfused(engine_pool: Pool) -> None:
     assert max(found.values()) < TOLERANCE, found
 
 
-def added_in_products(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> tuple[dict, int]:
-    """Return the gaps between torch's layers as on a GPU in bfloat16 and as they are here, and how many add so."""
-    plain, added = measured(family, *overrides, *TORCH), []
+def as_on_a_gpu(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> tuple[dict, set[str]]:
+    """Return the gaps between torch's layers as on a GPU in bfloat16 and as they are here, and what ran so."""
+    plain, ran = measured(family, *overrides, *TORCH, grouped=True), set()
 
-    def counted(*given) -> None:
-        added.append(None)
-        add_product(*given)
+    def noted(name: str, function: Callable) -> Callable:
+        return lambda *given: (ran.add(name), function(*given))[1]
 
-    on_gpu = mock.patch.multiple(build, half_on_gpu=lambda config: True, compiler_fault=lambda: "not compiled here")
-    with on_gpu, mock.patch.object(layer_spec, "add_product", counted):
-        return gaps(measured(family, *overrides, *TORCH), plain), len(added)
+    with (
+        mock.patch.multiple(build, half_on_gpu=lambda config: True, compiler_fault=lambda: "not compiled here"),
+        mock.patch.object(layer_spec, "add_product", noted("weight gradients", layer_spec.add_product)),
+        mock.patch.object(attention, "turn", noted("rotary", attention.turn)),
+    ):
+        return gaps(measured(family, *overrides, *TORCH, SHARED, grouped=True), plain), ran
 
 
-@pytest.mark.parametrize("name", ["qwen3", "TP2-SP", "DP2-overlap", "recomputation", "EP2"])
-def test_weight_gradients_of_torch_layers_added_in_the_product(pool: Pool, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["qwen3", "TP2-SP", "CP2", "DP2-overlap", "recomputation", "EP2", "two kinds of layers"]
+)
+def test_torch_layers_as_on_a_gpu_equal_the_plain_ones(pool: Pool, name: str) -> None:
+    """Weight gradients within the product, angles within the attention (half of each head in GLM-4.5), prompts once."""
     world, family, overrides = CASES[name]
-    for found, count in pool.run(world, added_in_products, family, overrides):
-        assert count and max(found.values()) < TOLERANCE, (found, count)
+    for found, ran in pool.run(world, as_on_a_gpu, family, overrides):
+        assert ran == {"weight gradients", "rotary"} and max(found.values()) < TOLERANCE, (found, ran)
 
 
 def by_engine_adam(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, float]:

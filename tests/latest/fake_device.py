@@ -27,6 +27,10 @@ DEVICE = torch.device("cuda", 0)
 QUESTIONS: collections.Counter[str] = collections.Counter()
 """How often the host waited for the device, by place: the module and function that asked, and how it asked."""
 
+LAUNCHES: collections.Counter[str] = collections.Counter()
+"""How often each operation ran that launches a kernel, by its name."""
+NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
+
 ANSWERS: dict[str, Callable[[torch.Tensor], list]] = {}
 """Numbers that a tensor is said to hold, by the function that reads them; nobody else may read."""
 
@@ -74,13 +78,15 @@ class _Stream:
 
 
 class Watch(TorchDispatchMode):
-    """Counts the copies between host and device that the host waits for: those that are not ``non_blocking``."""
+    """Counts kernels, and the copies between host and device that the host waits for: those not ``non_blocking``."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         before = args[0].device if args and isinstance(args[0], torch.Tensor) else None
         result = function(*args, **kwargs)
         name = function.overloadpacket.__name__
+        if function.namespace != "prim" and not function.is_view and name not in NO_KERNEL:
+            LAUNCHES[name] += 1
         if name == "_to_copy" and before != result.device and not kwargs.get("non_blocking"):
             _ask(f"copy from {before.type} to {result.device.type}")
         if name == "copy_" and args[1].device != before and not (kwargs.get("non_blocking") or args[2:3] == (True,)):

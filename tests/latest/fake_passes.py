@@ -18,6 +18,7 @@ from megatron_rl.backend.batch import Batch
 from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
 from megatron_rl.distributed import topology
+from megatron_rl.model.attention import TorchAttention
 from megatron_rl.types import LossInputs, Sample
 from tests.latest.cases import CASES, LENGTHS, NUM_MICROBATCHES, SPOILED, Case
 from tests.reference import LAYERS, tiny_config
@@ -153,7 +154,8 @@ def _spoil(model, mistake: str) -> None:
         return true_loss(microbatch, logprobs, entropy)
 
     if mistake == "host tensor":
-        model.chunks[0].module.rotary_pos_emb.inv_freq = model.chunks[0].module.rotary_pos_emb.inv_freq.cpu()
+        for attention in (x for x in model.chunks[0].modules() if isinstance(x, TorchAttention)):
+            attention.inv_freq = attention.inv_freq.cpu()
     else:
         model.objective.policy = asking
 
@@ -182,8 +184,10 @@ def outcome(purpose: str, model, batch: Batch, recorder: Recorder) -> dict[str, 
     """Run one pass; tell its error, its questions, the devices of parameters, outputs, losses and gradients.
 
     kept_bytes: of what autograd keeps for a micro-batch's backward, weights left out.
+    launches: kernels a micro-batch; of a backward some are this device's own.
     """
     fake_device.QUESTIONS.clear()
+    fake_device.LAUNCHES.clear()
     recorder.devices = {f"parameter on {p.device}" for p in model.parameters()}
     error, weights = None, {storage_of(p) for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}  # alive, so that no other storage takes an address
@@ -209,6 +213,7 @@ def outcome(purpose: str, model, batch: Batch, recorder: Recorder) -> dict[str, 
         "questions": dict(fake_device.QUESTIONS),
         "devices": sorted(recorder.devices),
         "kept_bytes": kept_bytes / NUM_MICROBATCHES,
+        "launches": fake_device.LAUNCHES.total() / NUM_MICROBATCHES,
     }
 
 

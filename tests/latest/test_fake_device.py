@@ -77,6 +77,13 @@ def test_activations_are_what_autograd_saves_under_fused_kernels(told, family: s
     assert 2 * tokens * kept_elements(shape, config, degrees, 1) == pytest.approx((deep - shallow) / 2, rel=0.05)
 
 
+@pytest.mark.parametrize("family", KEPT)
+def test_layer_launches_the_kernels_that_are_known(told, family: str) -> None:
+    """The host launches them one by one, and is the bound of short micro-batches: one more is a finding."""
+    deep, shallow = (told[f"{family}, {layers} layers"]["logprob"]["launches"] for layers in (4, 2))
+    assert (deep - shallow) / 2 == KEPT[family]
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistake_shows(told, mistake: str) -> None:
     found = told[f"with {mistake}"]["train"]
