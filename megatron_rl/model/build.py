@@ -7,7 +7,7 @@ config settles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,16 +20,13 @@ from megatron_rl.distributed.installation import compiler_fault
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.attention import TorchAttention
 from megatron_rl.model.bridge_model import bridged_config, check_frequencies, provide_chunk, put_norms
 from megatron_rl.model.chunked_attention import put_chunked_attention
-from megatron_rl.model.embedding import scale_embedding
 from megatron_rl.model.head import hand_out_hidden, put_value_head
-from megatron_rl.model.hf_config import angle_kinds, latent_angles, model_shape, rotary_tables, softmax_scale
+from megatron_rl.model.hf_config import angle_kinds, model_shape, softmax_scale
 from megatron_rl.model.invariant import silu
 from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
 from megatron_rl.model.latent_attention import (
-    give_latent_rotary,
     latent_fields,
     put_latent_attention,
 )
@@ -41,8 +38,8 @@ from megatron_rl.model.layer_spec import (
     settle_expert_biases,
 )
 from megatron_rl.model.logit_chunks import check_kernel
+from megatron_rl.model.positions import angles_of, give_inputs, half_on_gpu, turning_attention
 from megatron_rl.model.post_norm import put_norms_around, put_norms_behind, put_wide_norms
-from megatron_rl.model.rotary import PackedRotary, give_angles_by_kind, turn_in_attention
 from megatron_rl.model.seam_fields import seam_fields, users_fields
 from megatron_rl.weights.families.gpt_oss import QUICK_GELU
 from megatron_rl.weights.families.register import FAMILIES
@@ -142,11 +139,6 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
     return transformer
 
 
-def half_on_gpu(config: Config) -> bool:
-    """Return whether torch's layers take fused kernels: in bfloat16 on a GPU. In float32 they are the reference."""
-    return HOST.is_cuda and config.model.dtype == "bfloat16"
-
-
 def _fusions(shape: ModelShape, extra: dict[str, Any], config: Config) -> dict[str, bool]:
     """Return which of Megatron-Core's fused functions run. extra: the user's fields.
 
@@ -194,7 +186,7 @@ def build_model(
     transformer = (bridged_config if bridged else transformer_config)(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
     stages = topology.pipeline_size * topology.virtual_size
-    tables, factor = _angles(hf_config, shape)
+    tables, factor = angles_of(hf_config, shape)
     given = config.megatron.transformer
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
@@ -208,8 +200,8 @@ def build_model(
             give_angles(model, tables[None])
         else:
             packed = layer_spec == "torch" or shares
-            turning = None if "apply_rope_fusion" in given else _turning_attention(config, shape, shares=shares)
-            _give_inputs(model, tables, factor, hf_config, shape, packed=packed, turning=turning)
+            turning = None if "apply_rope_fusion" in given else turning_attention(config, shape, shares=shares)
+            give_inputs(model, tables, factor, hf_config, shape, packed=packed, turning=turning)
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
@@ -281,56 +273,6 @@ def _block_spec(
     if shape.kv_lora_rank:
         put_latent_attention(spec, shape.layer_spec)
     return spec
-
-
-def _angles(hf_config: Any, shape: ModelShape) -> tuple[dict[str | None, torch.Tensor], float]:
-    """Return ``rotary_tables`` on this device, and the factor on cos and sin that only latent attention has."""
-    if shape.kv_lora_rank:
-        frequencies, factor = latent_angles(hf_config, shape)
-        return {None: frequencies.to(HOST.device)}, factor
-    tables = rotary_tables(hf_config, shape.head_dim, turns_partly=FAMILIES[shape.family].turns_partly)
-    return {kind: table.to(HOST.device) for kind, table in tables.items()}, 1.0
-
-
-def _give_inputs(
-    model: GPTModel,
-    tables: Mapping[str | None, torch.Tensor],
-    factor: float,
-    hf_config: Any,
-    shape: ModelShape,
-    *,
-    packed: bool,
-    turning: type[torch.nn.Module] | None,
-) -> None:
-    """Give a model its rotary angles, and a first stage's embedding its factor.
-
-    packed: the angles are by the positions that come with the tokens, as latent attention's are.
-    turning: the core attention that applies these itself; None where Megatron-Core does.
-    """
-    if shape.scaled_embedding and model.pre_process:
-        scale_embedding(model, model.config.params_dtype)
-    if shape.kv_lora_rank:
-        give_latent_rotary(model, tables[None], factor)
-    elif None not in tables:
-        scales = {kind: softmax_scale(hf_config, model.config.kv_channels, kind) for kind in tables}
-        give_angles_by_kind(model, angle_kinds(hf_config), tables, scales)
-    elif turning is not None:
-        turn_in_attention(model, tables[None], turning)
-    elif packed:
-        model.rotary_pos_emb = PackedRotary(tables[None])
-    else:
-        model.rotary_pos_emb.inv_freq = tables[None]  # Megatron hard-codes llama3's four constants
-
-
-def _turning_attention(config: Config, shape: ModelShape, *, shares: bool) -> type[torch.nn.Module] | None:
-    """Return the core attention that applies the rotary angles itself; None where Megatron-Core does."""
-    if shape.layer_spec == "transformer_engine":
-        if not shares:
-            return None
-        from megatron_rl.model.engine_attention import SharedPromptAttention
-
-        return SharedPromptAttention
-    return TorchAttention if half_on_gpu(config) and shape.chunked is None else None
 
 
 def refuse_bitwise(shape: ModelShape) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron_rl.backend import optimizer, packing
-from megatron_rl.model import attention, build, layer_spec
+from megatron_rl.model import attention, build, layer_spec, positions
 from tests.equality.engine_rig import ENGINE, engine_workers
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages, sizes
@@ -221,6 +221,7 @@ def as_on_a_gpu(rank: int, world: int, family: str, overrides: tuple[str, ...]) 
 
     with (
         mock.patch.multiple(build, half_on_gpu=lambda config: True, compiler_fault=lambda: "not compiled here"),
+        mock.patch.object(positions, "half_on_gpu", lambda config: True),
         mock.patch.object(layer_spec, "add_product", noted("weight gradients", layer_spec.add_product)),
         mock.patch.object(attention, "turn", noted("rotary", attention.turn)),
     ):
