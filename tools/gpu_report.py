@@ -4,9 +4,10 @@
     python tools/gpu_report.py --wheels carried --part 1          # on the machine with the GPU
 
 Nothing is needed but Python, torch with CUDA, transformers, triton and what --carry makes. In a part, the steps that
-compare numbers run side by side, then those that measure time alone. Each is a process under a time limit of its own;
-one that fails, hangs or dies is recorded and the next one starts. --out gets a record per step as it ends; what has
-passed on such a machine from this commit is not run again. Without a GPU, or with --cpu, steps take small shapes.
+compare numbers run side by side, then those that measure time alone. Each has a time limit of its own and a process,
+which some share; one that fails, hangs or dies is recorded and the next one starts. --out gets a record per step as it
+ends; what has passed on such a machine from this commit is not run again. Without a GPU, or with --cpu, steps take
+small shapes.
 """
 
 from __future__ import annotations

@@ -124,6 +124,74 @@ def test_steps_that_compare_numbers_run_side_by_side_before_the_others(tmp_path:
     assert [x["outcome"] for x in found] == ["passed"] * 3 and found[-1]["name"] == "alone"
 
 
+SHARES = {
+    "first": "import helper\nfound(pid=os.getpid(), helper=helper.NAME, argv=sys.argv[2:])",
+    "raises": "raise ValueError('a planted error')",
+    "hangs": HANGS,
+    "exits": "print('three'); sys.exit(3)",
+    "dies": "os.kill(os.getpid(), 9)",
+    "second": "import helper\nsys.path.insert(0, 'x'); os.environ['PLANTED'] = '1'\n"
+    "found(pid=os.getpid(), helper=helper.NAME)\nsys.exit(0)",
+    "third": "import helper\nprint('by', os.getppid(), sys.stdin.read())\n"
+    "found(pid=os.getpid(), helper=helper.NAME, kept='x' in sys.path or 'PLANTED' in os.environ)",
+}
+FOUND = "import json, os, sys\ndef found(**x): open(sys.argv[1], 'w').write(json.dumps(x))\n"
+
+
+def sharing(folder: pathlib.Path, name: str, *, limit_s: float = 60.0) -> Step:
+    """Write a script and a module beside it, and return the step that runs it in a process of several."""
+    (folder / name).mkdir()
+    (folder / name / "helper.py").write_text(f"NAME = {name!r}")
+    (folder / name / "script.py").write_text(FOUND + SHARES[name])
+    command = f"{{python}} {folder / name / 'script.py'} {{out}} --more"
+    return Step(
+        name=name, part=1, measures="a planted step", command=command, cpu=command, limit_s=limit_s, shares=True
+    )
+
+
+@pytest.mark.process
+def test_steps_share_a_process_until_one_does_not_pass(tmp_path: pathlib.Path) -> None:
+    steps = [sharing(tmp_path, x, limit_s=patient(1.0 if x == "hangs" else 60.0)) for x in SHARES]
+    alone, folder = planted("alone", WRITES), tmp_path / "out"
+    found = run(folder, steps[0], alone, *steps[1:])
+    first, _, raised, hung, exited, died, second, third = found
+    assert [x["name"] for x in found] == ["first", "alone", *list(SHARES)[1:]]
+    assert (raised["outcome"], raised["reason"]) == ("failed", "ValueError: a planted error")
+    assert hung["outcome"] == "timed out" and not alive(int((folder / "steps" / "hangs" / "child").read_text()))
+    assert (exited["outcome"], exited["reason"]) == ("failed", "three")
+    assert (died["outcome"], died["reason"]) == ("killed", "ended by SIGKILL, not by this report")
+    assert [x["outcome"] for x in (first, second, third)] == ["passed"] * 3
+    assert first["found"]["argv"] == ["--more"] and "script.py OUT --more" in first["command"]
+    assert [x["found"]["helper"] for x in (first, second, third)] == ["first", "second", "third"]
+    assert first["found"]["pid"] != second["found"]["pid"] == third["found"]["pid"] and not third["found"]["kept"]
+    assert (folder / "steps" / "third" / "log.txt").read_text() == f"by {os.getpid()} \n"
+    assert (folder / "steps" / "second" / "log.txt").read_text() == "" and not alive(third["found"]["pid"])
+
+
+def test_only_scripts_of_one_process_that_run_alone_share_one() -> None:
+    shared = [step for step in STEPS if step.shares]
+    assert {step.carried for step in shared} == {""} and not any(step.cores for step in shared)
+    for command in (x for step in shared for x in (step.command, step.cpu) if x):
+        python, script, *_ = shlex.split(command)
+        assert python == "{python}" and script.startswith("{tools}/")
+
+
+PROCESS_GROUP = """import os, sys, torch
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+open(sys.argv[1], "w").write("{}")
+"""
+
+
+@pytest.mark.process
+def test_what_leaves_a_process_group_ends_the_process(tmp_path: pathlib.Path) -> None:
+    steps = [sharing(tmp_path, name) for name in ("first", "second", "third")]
+    (tmp_path / "second" / "script.py").write_text(PROCESS_GROUP)
+    first, second, third = run(tmp_path / "out", *steps)
+    assert [x["outcome"] for x in (first, second, third)] == ["passed"] * 3
+    assert "the script left a process group" in (tmp_path / "out" / "steps" / "second" / "log.txt").read_text()
+    assert first["found"]["pid"] != third["found"]["pid"]
+
+
 def test_what_passed_on_such_a_machine_from_this_commit_is_not_run_again() -> None:
     record = dict(name="skip", outcome="passed", machine=MACHINE, commit="c0ffee", command="a b")
     assert records.passed_before([record], "skip", MACHINE, "c0ffee", "a b")

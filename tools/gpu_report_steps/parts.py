@@ -19,6 +19,8 @@ class Step:
     carried: what it needs beside the base, a name of EXTRAS.
     cpu: its small form for a host without a GPU; "" where only a GPU can run it, with the reason in `needs`.
     limit_s: seconds after which it is killed.
+    shares: its script runs in the process that such steps before it have warmed up; not where it measures first calls
+        or torch's own defaults, profiles, or needs packages that no second step of its part does.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Step:
     carried: str = ""
     cpu: str = ""
     needs: str = "needs a GPU"
+    shares: bool = False
 
 
 PARTS = {
@@ -91,6 +94,7 @@ def logprobs(label: str, part: int) -> Step:
         command=LOGPROB + LOGPROB_SHAPE + more,
         cpu="" if "triton" in more else small,
         limit_s=20,
+        shares=True,
     )
 
 
@@ -109,7 +113,8 @@ def quickstart(label: str, part: int, measures: str, words: str, *, cores: int =
 
 def state(which: str, measures: str, limit_s: float) -> Step:
     command = RUN + f"state.py --json {{out}} --work {{work}} --part {which}"
-    return Step(name=which, part=2, measures=measures, command=command, cpu=command + " --small", limit_s=limit_s)
+    small = command + " --small"
+    return Step(name=which, part=2, measures=measures, command=command, cpu=small, limit_s=limit_s, shares=True)
 
 
 FIRST = (
@@ -176,6 +181,7 @@ FIRST = (
         command=SKIP + SKIP_SHAPE + TORCH_LAYERS,
         cpu=SKIP + SKIP_SMALL + TORCH_LAYERS,
         limit_s=110,
+        shares=True,
     ),
     Step(
         name="skip, Transformer Engine",
@@ -200,6 +206,7 @@ FIRST = (
         command=SHARED + SHARED_SHAPE + TORCH_LAYERS,
         cpu=SHARED + SHARED_SMALL + TORCH_LAYERS,
         limit_s=90,
+        shares=True,
     ),
 )
 SECOND = (
@@ -242,6 +249,7 @@ SECOND = (
         command=RUN + "packed_attention.py --json {out}",
         cpu=RUN + "packed_attention.py --json {out} --small",
         limit_s=20,
+        shares=True,
     ),
     state(
         "offload", "seconds, GB/s and bytes of offload and restore, and whether the state is the same to the bit", 90

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import pathlib
+import select
 import shlex
 import shutil
 import signal
@@ -26,6 +27,10 @@ CPU_FACTOR = 4  # of the time limits on a host without a GPU, where the steps ar
 TYPED = dict(python="python", tools="tools", out="OUT", work="WORK", smollm2="SMOLLM2")
 TAIL = 3000  # characters of a step's output that its record keeps
 TOOLS = TREE / "tools"
+WARM = TOOLS / "gpu_report_steps" / "warm.py"
+# What a trainer asks for before CUDA starts: where several steps share a process, whichever comes first.
+SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+POLL_S, CLOSE_S = 0.05, 20.0
 
 
 def environment_of(out: pathlib.Path, carried: str, *, cpu: bool) -> dict[str, str]:
@@ -75,6 +80,28 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def wait_for_answer(process: subprocess.Popen, limit_s: float) -> int:
+    """Return 0 where warm.py says that the step has passed, or the code by which it ended; else TimeoutExpired."""
+    until, answered = time.monotonic() + limit_s, False
+    while not answered and process.poll() is None:
+        if time.monotonic() > until:
+            raise subprocess.TimeoutExpired(process.args, limit_s)
+        answered = bool(select.select([process.stdout], [], [], POLL_S)[0])
+    if answered and process.stdout.readline():
+        return 0
+    return process.wait(max(0.0, until - time.monotonic()))
+
+
+def close(process: subprocess.Popen) -> None:
+    """Let a process of warm.py end, which waits for its next step, unless it has ended."""
+    process.stdin.close()
+    try:
+        process.wait(CLOSE_S)
+    except subprocess.TimeoutExpired:
+        end(process)
+    process.stdout.close()
+
+
 def judge(code: int | None, limit_s: float, log: pathlib.Path, out: pathlib.Path) -> dict:
     """Return outcome, reason and measurements of a step that ended with `code` (None: killed at its limit)."""
     text, found = log.read_text(errors="replace"), {}
@@ -104,6 +131,7 @@ class Runner:
     cpu: bool = False
     cores: int = len(os.sched_getaffinity(0))
     started: set[subprocess.Popen] = field(default_factory=set)
+    warm: dict[str, subprocess.Popen] = field(default_factory=dict)  # by what is carried, for steps that share one
 
     def command(self, step: Step) -> list[str]:
         """Return the words of the step's form for this machine, with names for places; [] where it has none."""
@@ -143,22 +171,39 @@ class Runner:
         record["seconds"] = time.monotonic() - began
         return {**record, **judge(code, limit_s, folder / "log.txt", folder / "found.json")}
 
+    def start(self, command: list[str], step: Step, log: pathlib.Path) -> subprocess.Popen:
+        """Start the command, in the process that earlier steps have left for it where it shares one; or OSError."""
+        process = self.warm.pop(step.carried, None) if step.shares else None
+        if process and process.poll() is not None:
+            close(process)
+            process = None
+        with open(log, "wb") as file:
+            if not process:
+                environment = environment_of(self.out, step.carried, cpu=self.cpu)
+                if step.shares and "PYTORCH_ALLOC_CONF" not in environment:  # the newer name, which a user may have set
+                    environment = SEGMENTS | environment
+                process = subprocess.Popen(
+                    [sys.executable, str(WARM)] if step.shares else command,
+                    stdin=subprocess.PIPE if step.shares else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if step.shares else file,
+                    stderr=file,
+                    env=environment,
+                    bufsize=0,
+                    cwd=TREE,
+                    start_new_session=True,
+                )
+        if step.shares:
+            self.warm[step.carried] = process
+            process.stdin.write(json.dumps({"words": command[1:], "log": str(log)}).encode() + b"\n")
+        return process
+
     def wait_for(self, command: list[str], step: Step, log: pathlib.Path, limit_s: float) -> int | None:
         """Return the command's exit code, or None where it was killed at its limit. Raises OSError: not started."""
         code = None
-        with open(log, "wb") as file:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment_of(self.out, step.carried, cpu=self.cpu),
-                cwd=TREE,
-                start_new_session=True,
-            )
+        process = self.start(command, step, log)
         self.started.add(process)
         try:
-            code = process.wait(limit_s)
+            code = wait_for_answer(process, limit_s) if step.shares else process.wait(limit_s)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -173,9 +218,13 @@ class Runner:
     def run_part(self, steps: Sequence[Step], keep: Callable[[dict], None]) -> None:
         """Run the steps that compare numbers side by side, then those that measure time alone; `keep` each record."""
         self.run_together([x for x in steps if x.cores], keep)
-        for step in steps:
-            if not step.cores:
-                keep(self.run(step))
+        try:
+            for step in steps:
+                if not step.cores:
+                    keep(self.run(step))
+        finally:
+            while self.warm:
+                close(self.warm.popitem()[1])
 
     def run_together(self, steps: Sequence[Step], keep: Callable[[dict], None]) -> None:
         """Run the steps in their order, as many at once as the host has cores for."""
