@@ -7,6 +7,7 @@ the end of this process, as if the script had one of its own: by its exit code, 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -60,6 +61,10 @@ def left() -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog="""example: echo '{"words": ["script.py"], "log": "log.txt"}' | python tools/gpu_report_steps/warm.py""",
+    ).parse_args()
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")  # which what a script starts does not inherit
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
