@@ -206,7 +206,7 @@ def test_kernels_hold_one_buffer_of_logits_in_hiddens_dtype(kernels, monkeypatch
 
 def test_a_kernel_that_cannot_run_is_refused(kernels, monkeypatch) -> None:
     hidden, weight, targets, _ = make_head()
-    with pytest.raises(ConfigError, match="kernel='cuda' must be one of torch, triton .model.logprob_kernel"):
+    with pytest.raises(ConfigError, match="kernel='cuda' must be one of auto, torch, triton .model.logprob_kernel"):
         linear_logprob(hidden, weight, targets, vocab_size=VOCAB, kernel="cuda")
     with monkeypatch.context() as patched:
         compiled = triton.runtime.JITFunction(kernels._statistics_of_a_row.fn)
