@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -141,6 +142,7 @@ def own_name() -> tuple[str, bool]:
     return name, has_address(name)
 
 
+@functools.cache
 def compiler_fault() -> str:
     """Return what Triton lacks here to build a kernel's launcher, or "" where it lacks nothing.
 

@@ -7,7 +7,6 @@ which are held against torch's operations. Under ``rollout.bitwise`` the forward
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from dataclasses import dataclass
 from typing import Literal, assert_never, get_args
@@ -53,7 +52,6 @@ def default_chunk_tokens(device_type: str, columns: int, kernel: Kernel, size: i
     return min(max(fits, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
 
 
-@functools.cache
 def settled_kernel(asked: AskedKernel, device_type: str) -> Kernel:
     """Return the kernel that ``asked`` means on a device: ``auto`` is Triton's on a GPU that it can build them for.
 

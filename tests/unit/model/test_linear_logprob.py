@@ -226,8 +226,8 @@ def test_kernel_by_default_is_tritons_on_a_gpu_that_can_build_it(
     monkeypatch: pytest.MonkeyPatch, device_type: str, fault: str, kernel: str
 ) -> None:
     monkeypatch.setattr(logit_chunks, "compiler_fault", lambda: fault)
-    assert logit_chunks.settled_kernel.__wrapped__("auto", device_type) == kernel
-    assert logit_chunks.settled_kernel.__wrapped__("torch", device_type) == "torch"
+    assert logit_chunks.settled_kernel("auto", device_type) == kernel
+    assert logit_chunks.settled_kernel("torch", device_type) == "torch"
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 64])
