@@ -28,6 +28,7 @@ TINKER_PINS := tests/tinker/constraints.txt
 PYTEST_ARGS ?=
 LANES ?= 3
 VLLM_LANES ?= 2
+OWN = $(foreach room,vllm oracles tinker extras bridge,--ignore=tests/$(room))
 FAR = $(foreach room,equality latest runs faults vllm oracles slurm tinker bridge,--ignore=tests/$(room))
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
@@ -46,7 +47,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-latest test-vllm test-oracles test-tinker tinker-demo test-extras test-bridge test-slurm test-browser bench acceptance models gpu-report gpu-report-trial golden docs lint clean
+.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-everything test-latest test-vllm test-oracles test-tinker tinker-demo test-extras test-bridge test-slurm test-browser bench acceptance models gpu-report gpu-report-trial golden docs lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -86,10 +87,10 @@ real-model: $(STAMP)  ## train a real instruct model of 135M parameters from the
 	@bash examples/smollm2/run.sh
 
 test: $(STAMP)  ## all tests but the long ones
-	$(PYTEST) tests -m "not long and not vllm and not network" $(PYTEST_ARGS)
+	$(PYTEST) tests $(OWN) -m "not long and not vllm and not network" $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## every test
-	$(PYTEST) tests -m "not vllm and not network" $(PYTEST_ARGS)
+	$(PYTEST) tests $(OWN) -m "not vllm and not network" $(PYTEST_ARGS)
 
 test-fast: $(STAMP)  ## in under a minute: tests that start no process
 	$(PYTEST) tests $(FAR) -m "not long and not process and not distributed and not vllm and not network" $(PYTEST_ARGS)
@@ -98,7 +99,9 @@ test-distributed: $(STAMP)  ## only tests on several gloo processes
 	$(PYTEST) tests -m "distributed and not long and not vllm" $(PYTEST_ARGS)
 
 test-long: $(STAMP)  ## only the long ones
-	$(PYTEST) --dist load --maxschedchunk 1 tests -m "long and not vllm" $(PYTEST_ARGS)
+	$(PYTEST) --dist load --maxschedchunk 1 tests $(OWN) -m "long and not vllm and not network" $(PYTEST_ARGS)
+
+test-everything: test-all test-oracles test-tinker test-vllm test-extras  ## every part of .ci/run, whole
 
 test-latest: $(LATEST)/.installed  ## the equality matrix on Python >= 3.12 and megatron-core 0.19.x, in .venv-latest
 	PATH="$(CURDIR)/$(LATEST)/bin:$(CALLED_PATH)" $(LATEST)/bin/python -m pytest $(LATEST_TESTS) $(PYTEST_ARGS)

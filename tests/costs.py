@@ -24,7 +24,7 @@ OUTSIDE = "(start and end)"
 
 
 def readings(root: int) -> dict[int, tuple[float, float]]:
-    """Return, for ``root`` and its descendants, the seconds of each and those of the children that it has waited for."""
+    """Return the seconds of ``root`` and of each descendant, and those of the children that it has waited for."""
     stats, children = {}, collections.defaultdict(list)
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -60,7 +60,7 @@ class Costs:
 
     def __init__(self, folder: pathlib.Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(folder / f"{os.getpid()}.jsonl", "w")  # noqa: SIM115: open until the process ends
+        self._file = open(folder / f"{os.getpid()}.jsonl", "w")  # noqa: SIM115
         self._last: dict[int, tuple[float, float]] = {}
         atexit.register(self._close)
 

@@ -1,9 +1,9 @@
-"""Chooses a sixth of the long tests, or the tests of a list, and writes how each test ended: pytest's options of .ci/run.
+"""Chooses a sixth of the long tests, or the tests of a list, and writes how each test ended, for .ci/run.
 
-    make test-long PYTEST_ARGS="-p tests.selection --long-tests 3/6"           # the third sixth of the tests marked long
-    make test-vllm PYTEST_ARGS="-p tests.selection --long-tests none"          # the short form: all that is not long
+    make test-long PYTEST_ARGS="-p tests.selection --long-tests 3/6"        # the third sixth of the tests marked long
+    make test-vllm PYTEST_ARGS="-p tests.selection --long-tests none"       # the short form: all that is not long
     make test PYTEST_ARGS="-p tests.selection --outcomes-to ended.txt"
-    make test PYTEST_ARGS="-p tests.selection --only-from ended.txt -n 0"      # those that failed there, alone
+    make test PYTEST_ARGS="-p tests.selection --only-from ended.txt -n 0"   # those that failed there, alone
 
 A test's sixth is a digest of its name: it stays where it is when others come and go, and six sixths are the whole.
 """
@@ -48,7 +48,7 @@ class Outcomes:
     """
 
     def __init__(self, path: pathlib.Path) -> None:
-        self._file = open(path, "a")  # noqa: SIM115: open until the process ends
+        self._file = open(path, "a")  # noqa: SIM115
 
     def _write(self, outcome: str, name: str) -> None:
         self._file.write(f"{outcome} {name}\n")

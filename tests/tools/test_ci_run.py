@@ -1,4 +1,4 @@
-"""`.ci/run` over a small project: what failed by chance is named and green, what fails again is red, six sixths are all."""
+"""`.ci/run` over a small project: what failed by chance is named, what fails again is red, six sixths are all."""
 
 from __future__ import annotations
 
