@@ -3,10 +3,11 @@
     python tools/check_mutants.py                                  # all of them, one row each
     python tools/check_mutants.py --only gspo-single-token --whole # one; all of `make test` too if its own tests pass
 
-A fault that no test sees is a survivor. The faults stand in mutants/{numbers,plans,ranks,rollouts}.py, each with the
-tests that should fail. Those tests must pass without a fault first, or a broken test would count as a kill. Nothing in
-this tree is changed. Exit codes: 0 all killed; 1 a fault survived, its tests did not end in a failure (they were not
-found, or ran too long), or the tree lacks its line; 2 nothing can be judged, with the reason.
+A fault that no test sees is a survivor. The faults stand in mutants/*.py, each with the tests that should fail. Those
+tests must pass without a fault first, or a broken test would count as a kill. Nothing in this tree is changed.
+
+Exit codes: 0 all killed; 1 a fault survived, its tests did not end in a failure (they were not found, or ran too long),
+or the tree lacks its line; 2 nothing can be judged, with the reason.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
+from mutants.newer_models import NEWER_MODELS
+from mutants.newer_numbers import NEWER_NUMBERS
+from mutants.newer_rollouts import NEWER_ROLLOUTS
 from mutants.numbers import NUMBERS
 from mutants.plans import PLANS
 from mutants.ranks import RANKS
@@ -35,7 +39,7 @@ from mutants.rollouts import ROLLOUTS
 from mutants.table import Mutant, read
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-MUTANTS = (*NUMBERS, *PLANS, *RANKS, *ROLLOUTS)
+MUTANTS = (*NUMBERS, *PLANS, *RANKS, *ROLLOUTS, *NEWER_NUMBERS, *NEWER_ROLLOUTS, *NEWER_MODELS)
 MARKS = "not long and not vllm"  # those of `make test`
 KILLED, SURVIVED, UNCLEAR = "KILLED", "SURVIVED", "UNCLEAR"
 WHOLE_TIMEOUT_S = 3600.0
@@ -276,7 +280,7 @@ def markdown(rows: Sequence[dict], seconds: float, given: argparse.Namespace) ->
         "and what comes out is wrong. The tests of `make test` must see it. `tools/check_mutants.py` plants the "
         "faults one at a time in a copy of the tree, after the tests named have passed there without one; only the "
         "failure of a test counts as a kill. The lines themselves are in "
-        "`tools/mutants/{numbers,plans,ranks,rollouts}.py`. It is no part of CI.",
+        "`tools/mutants/*.py`. It is no part of CI.",
         "",
         f"`{command_line(given)}`, {machine()}: {killed} of {len(rows)} killed, {seconds / 60:.0f} minutes.",
         "",

@@ -26,6 +26,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "schedule": ("backend/schedule.py",),
     "optimizer": ("backend/optimizer.py",),
     "packing": ("backend/packing.py", "model/layout.py", "model/attention.py"),
+    "adapters": ("model/adapter.py", "model/adapter_layer.py"),
     "layers": ("model/post_norm.py",),
     "log-probs": ("model/logprob.py", "model/logit_chunks.py", "model/logprob_kernels.py"),
     "feed": (
@@ -42,6 +43,9 @@ AREAS: dict[str, tuple[str, ...]] = {
     "exchange": ("backend/batch_exchange.py",),
     "trained model": ("backend/trainable_model.py", "backend/step_sums.py"),
     "weights": ("weights/", "rollout/weight_sync/"),
+    "sessions": ("rollout/endpoint/",),
+    "server": ("serve/",),
+    "checkpoints": ("checkpoint/",),
 }
 
 

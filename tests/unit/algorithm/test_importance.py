@@ -6,6 +6,8 @@ Masks change the signal and the denominators; settings that cannot work are refu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from megatron_rl.algorithm.importance import correction_metrics, importance_weig
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import CORRECTIONS, CorrectionConfig, load_config
 from megatron_rl.errors import ConfigError
+from megatron_rl.trainer import corrections
+from megatron_rl.trainer.corrections import CorrectedSignal, apply_corrections
 from megatron_rl.types import Advantages, LossInputs
 from tests.reference import make_samples
 from tests.unit.algorithm.naive_importance import MODES, naive
@@ -236,3 +240,50 @@ def test_the_default_corrects_nothing() -> None:
         and CorrectionConfig(mode="token_mask").is_on
         and CorrectionConfig(off_policy_delta=0.0).is_on
     )
+
+
+# ---- a rollout's corrections, without a world ------------------------------------------------------------------------
+
+
+def of_rollout(
+    monkeypatch: pytest.MonkeyPatch, gaps: list[list[float]], rank_0s: Callable[[np.ndarray], np.ndarray]
+) -> CorrectedSignal:
+    """Correct samples of advantages 1, of which the last has no signal.
+
+    rank_0s: this rank's weights → the weights that rank 0 has.
+    """
+    lengths, flat = np.array([len(x) for x in gaps]), np.concatenate(gaps)
+    facts = SimpleNamespace(response_tokens=lengths, loss_tokens=lengths, sample_ids=())
+    backend = SimpleNamespace(
+        gather_rollout_logprobs=lambda batch: np.zeros(len(flat)),
+        gather_loss_mask=lambda batch: np.ones(len(flat), dtype=bool),
+    )
+    monkeypatch.setattr(corrections.collectives, "broadcast_from_rank0", rank_0s)
+    return apply_corrections(
+        CorrectionConfig(mode="sequence_mask", cap=2.0),
+        backend,
+        SimpleNamespace(facts=facts),
+        advantages=Advantages(of_sample=np.ones(len(gaps))),
+        signal=np.arange(len(gaps)) < len(gaps) - 1,
+        passed=np.ones(len(gaps), dtype=bool),
+        old_logprobs=flat,
+    )
+
+
+def test_every_rank_takes_rank_0s_weights_and_decides_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three samples this rank would mask the second; rank 0, whose exponential rounds otherwise, masks the first."""
+    wanted = np.array([0.0, 0.0, 1.5, 1.0])
+    found = of_rollout(monkeypatch, [[0.0, 0.0], [3.0], [0.0]], lambda own: wanted)
+    assert found.weights.tolist() == wanted.tolist() and found.signal.tolist() == [False, True, False]
+
+
+def test_the_shares_of_a_rollout_count_the_samples_that_its_weights_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 tokens with signal 3 are masked (e^{1.5 + 1.5} > 2); the sample without signal is in none of the shares."""
+    found = of_rollout(monkeypatch, [[1.5, 1.5], [0.0], [9.0], [9.0] * 5], lambda own: own)
+    assert found.signal.tolist() == [False, True, False, False]
+    assert found.metrics == {
+        "correction/weight_mean": 0.25,
+        "correction/masked_share": 0.75,
+        "correction/capped_share": 0.0,
+        "correction/masked_samples": 2.0,
+    }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pathlib
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.model_state import identity_of_shape
 from megatron_rl.checkpoint.resume import check_identity
 from megatron_rl.errors import CheckpointError
@@ -32,3 +34,12 @@ def test_a_checkpoint_without_a_field_is_another_model_s_where_the_model_has_the
     own = of(family)
     with pytest.raises(CheckpointError, match=f"of another model: {field} (False|0) there and (True|1) here"):
         check_identity(own, FOLDER, {name: value for name, value in own.items() if name != field})
+
+
+@pytest.mark.parametrize(("saved", "ranks"), [(5, 2), (4, 4), (2, 3), (3, 1)])
+def test_every_saved_ranks_rollouts_are_taken_over_by_one_rank(saved: int, ranks: int) -> None:
+    taken = []
+    for rank in range(ranks):
+        place = SimpleNamespace(backend=SimpleNamespace(topology=SimpleNamespace(rank=rank, world_size=ranks)))
+        taken += CheckpointManager._own_files(place, FOLDER, {"world_size": saved})
+    assert sorted(taken) == [FOLDER / f"rollouts_{rank}.npz" for rank in range(saved)]

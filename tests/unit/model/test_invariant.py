@@ -17,7 +17,8 @@ from megatron_rl.model.attention import TorchAttention, pack
 from megatron_rl.model.invariant import BLOCK_ROWS, PIECE
 from megatron_rl.model.invariant_attention import Cache, CachedSequences, InvariantAttention, attend
 from megatron_rl.model.layout import lay_out
-from megatron_rl.model.logprob import linear_logprob, rank_logits, rank_logprob
+from megatron_rl.model.logit_chunks import block_statistics
+from megatron_rl.model.logprob import _combine_in_order, linear_logprob, rank_logits, rank_logprob
 from megatron_rl.model.sight import KEY_BLOCK, QUERIES, Sight
 from tests.unit.backend.packed import attention_config
 from tests.unit.model.logits import SINGLE, gradients
@@ -243,3 +244,26 @@ def test_log_probs_do_not_depend_on_the_other_rows(dtype, temperature):
     )
     torch.testing.assert_close(found, wanted, **SINGLE)
     torch.testing.assert_close(found_gradient, wanted_gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_entropies_of_several_ranks_equal_those_of_the_whole_vocabulary():
+    """Each rank's sums are relative to its own maximum; the ranks' maxima are far apart."""
+    whole = normal(BLOCK_ROWS, 90) + torch.tensor([0.0, 6.0, -6.0]).repeat_interleave(30)
+    ranks = []
+    for own in whole.split(30, dim=1):
+        peak, stats = torch.empty(BLOCK_ROWS), torch.empty(3, BLOCK_ROWS)
+        block_statistics(own, 0.7, torch.full((BLOCK_ROWS,), -1), peak, stats)
+        ranks.append((peak, stats))
+    _, (total, moment, _) = _combine_in_order(ranks)
+    wanted = torch.distributions.Categorical(logits=whole.double() / 0.7).entropy()
+    torch.testing.assert_close((total.log() - moment / total).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_masked_logits_take_no_probability_and_no_nan():
+    """Rows of the weight that send a logit to −inf equal a vocabulary without them, in log-probs and in entropies."""
+    hidden, weight, targets = normal(7, 12).abs(), normal(30, 12, seed=1), torch.arange(7)
+    masked = torch.cat([weight, torch.full((6, 12), -math.inf)])
+    found = linear_logprob(hidden, masked, targets, vocab_size=36, kernel="invariant")
+    wanted = linear_logprob(hidden, weight, targets, vocab_size=30, kernel="invariant")
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)

@@ -16,7 +16,7 @@ from megatron_rl.model.flops import adapter_parameters, flops_per_token
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape, read_shape, softmax_scale
 from megatron_rl.model.post_norm import put_norms_behind, put_wide_norms
 from megatron_rl.weights.fused import file_tensors
-from megatron_rl.weights.mapping import hf_size, layer_entries
+from megatron_rl.weights.mapping import adapter_entries, hf_size, layer_entries
 from megatron_rl.weights.reader import used_names
 from tests.adapted import adapt
 from tests.reference import FAMILIES, LAYERS, MIXTURES, tiny_config, tiny_model
@@ -352,3 +352,32 @@ def test_adapters_that_the_layers_have_no_place_for_are_refused_with_the_way_out
     with pytest.raises(ConfigError) as error:
         put_adapters([chunk], shape_of(tiny_config(family)), LoraConfig(rank=3), SimpleNamespace(), 0)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("name", ["resid_pdrop", "embd_pdrop"])
+def test_each_dropout_of_phi3_is_refused_by_its_own_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=0.1 of phi3 is not supported: set it to 0.0"):
+        shape_of(changed("phi3", **{name: 0.1}))
+
+
+@pytest.mark.parametrize(("tuned", "scale"), [(True, 0.3), (False, 0.0)])
+def test_queries_of_llama_4_are_scaled_by_position_where_the_config_says_so(tuned: bool, scale: float) -> None:
+    config = changed("llama4", attn_temperature_tuning=tuned, attn_scale=0.3)
+    assert shape_of(config).chunked.scale == scale
+
+
+def test_untrained_adapters_of_experts_too_fill_the_range_of_their_inputs_whatever_the_rank() -> None:
+    """A is uniform within ±1/√in as PEFT's, B is 0, and no two are drawn alike."""
+    shape = shape_of(tiny_config("qwen3_moe")).with_adapters(LoraConfig(rank=3))
+    start, drawn = adapter._Start(shape, seed=5), []
+    for entry in adapter_entries(shape, 0, 1, 1):
+        (name,) = entry.held_by(0, shape, 1).hf
+        values = start.read(name, 0, 0, start.size(name)[0])
+        if ".lora_B." in name:
+            assert not values.any()
+            continue
+        bound = values.shape[1] ** -0.5
+        assert 0.8 * bound < values.max() <= bound and -bound <= values.min() < -0.8 * bound, name
+        drawn.append((name, values.flatten()[0].item()))
+    assert any(".experts." in name for name, _ in drawn)
+    assert len({value for _, value in drawn}) == len(drawn)

@@ -101,3 +101,16 @@ def test_a_group_is_cut_where_its_answers_outweigh_a_second_prompt(own: int, pro
     sample_tokens = SampleTokens(own=np.full(16, own), prompt=np.full(16, prompt), group=group)
     found = spread(np.arange(16), SampleCosts.of(sample_tokens, LINEAR), 2)
     assert sorted(map(len, found), reverse=True) == sizes
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_each_micro_batch_of_a_plan_counts_its_prompts_once(parts: int) -> None:
+    """Tokens and squares of micro-batches, over which groups are strewn, equal a loop over each of them alone."""
+    random = np.random.default_rng(parts)
+    group = random.integers(0, 4, 20)
+    sample_tokens = SampleTokens(own=random.integers(0, 60, 20), prompt=random.integers(1, 200, 4)[group], group=group)
+    order = random.permutation(20)
+    microbatches = np.array_split(order, parts)
+    counts, squares = sample_tokens.sums(order, np.cumsum([0, *map(len, microbatches)]))
+    wanted = [naive_cost(sample_tokens, samples) for samples in microbatches]
+    assert (counts + 0.01 * squares).tolist() == pytest.approx(wanted, rel=1e-12)

@@ -182,3 +182,32 @@ def test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced() ->
     wanted = [*first[:5], *[0.0] * 9, 0.0, *second[1:]]
     assert known.values.tolist() == [float(x) for x in wanted]
     assert known.covered.tolist() == [True, True, False, False, False, True] and known.sums == {"tokens": 14.0 + 4.0}
+
+
+def test_a_replayed_group_is_not_remembered_anew() -> None:
+    """The group at place 1 was drawn from the buffer: it keeps its uses, and goes once they are used up."""
+    feed, facts = feed_of("replay.capacity_groups=4", "replay.max_uses=2", version=7), facts_of([0, 1])
+    feed.replay.add([Entry(key="1@0", score=1.0, version=3)])
+    feed.replay_groups = {"1@0": group_of(1)}
+    for uses, kept in ((1, {"0@0", "1@0"}), (2, {"0@0"})):
+        assert feed.replay.draw(1, rollout=uses, exclude=["0@0"]) == ["1@0"]
+        taken = TrainingBatch(
+            scored=scored_of(facts),
+            known=KnownLogProbs(values=np.zeros(8, dtype=np.float32), covered=np.zeros(4, dtype=bool)),
+            replayed=facts.groups == 1,
+            trained_version=7,
+            prompts={place: prompt_of(place) for place in (0, 1)},
+            groups={place: group_of(place) for place in (0, 1)},
+        )
+        feed.remember(taken, np.array([0.5, -0.5, 0.5, -0.5]))
+        assert {entry.key for entry in feed.replay.entries} == set(feed.replay_groups) == kept
+        assert all((entry.version, entry.uses) == (3, uses) for entry in feed.replay.entries if entry.key == "1@0")
+
+
+def test_a_failed_group_that_is_too_old_waits_for_no_reroll() -> None:
+    """Its prompt is put back under the attempt that it had: of groups 0 to 2, which all failed, group 1 is too old."""
+    settings = ("reroll.max_groups=4", "reroll.fail_threshold=1", "rollout.producer.max_staleness_steps=2")
+    feed = feed_of(*settings, version=7)
+    facts = facts_of([0, 1, 2], versions=[6, 6, 4, 7, 5, 5])
+    feed._note(scored_of(facts), {place: prompt_of(place) for place in range(3)})
+    assert feed.reroll.state()["waiting"] == [["0@0", 0], ["2@0", 0]]

@@ -129,3 +129,12 @@ def test_advantages_that_rounding_left_count_as_zero_where_asked() -> None:
     assert coefficients(ppo, without_least(ppo, given, 1e-5))[:, 0].tolist() == [0.0, 0.5, 0.0]
     supervised = served_loss("cross_entropy", {})
     assert without_least(supervised, given, 1.0) is given
+
+
+def test_the_least_advantage_is_a_size_whatever_the_sign() -> None:
+    sent, least = np.array([-1.0, -0.2, -0.1, -0.0, 0.1, 0.2, 1.0], dtype=np.float32), float(np.float32(0.1))
+    plain = datum(range(7), logprobs=-1.0)
+    given = dataclasses.replace(plain, inputs={**plain.inputs, "advantages": sent[:, None]})
+    ppo = served_loss("ppo", {})
+    wanted = [0.0 if abs(x) <= least else x for x in sent.tolist()]
+    assert coefficients(ppo, without_least(ppo, given, least))[:, 0].tolist() == wanted

@@ -248,3 +248,16 @@ def test_what_a_client_sends_as_soon_as_it_was_told_runs(how: str) -> None:
     elif how == "too long":
         clock.now = 101.0
     assert [x.seq for x in take_all(queue)] == [9] and sent[0].error is None
+
+
+def test_an_answer_is_kept_from_when_it_was_last_asked_for() -> None:
+    clock = Clock()
+    queue = queue_of(clock)
+    queue.open_line("m")
+    operation = queue.add(operation_of("m", 0))
+    take_all(queue)
+    clock.now = 50.0
+    queue.tell(operation)
+    assert queue.forget(20.0) == [] and queue.find("m:0") is operation
+    clock.now = 71.0
+    assert queue.forget(20.0) == ["m:0"]

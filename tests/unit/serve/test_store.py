@@ -8,12 +8,13 @@ import sys
 
 import pytest
 
+from megatron_rl.config import ServeConfig
 from megatron_rl.serve.books import Books
-from megatron_rl.serve.dispatch import restore_lines
+from megatron_rl.serve.dispatch import Dispatcher, restore_lines
 from megatron_rl.serve.naming import CheckpointPath
 from megatron_rl.serve.operations import Operations
 from megatron_rl.serve.store import ACCEPTED, DONE, FAILED, OperationRow, Store
-from megatron_rl.serve.values import RequestError
+from megatron_rl.serve.values import Message, Outcome, RequestError
 from tests.patience import patient
 
 START = {"seq": 0, "folder": None, "with_adam": False}
@@ -116,3 +117,19 @@ def test_a_finished_session_takes_no_more(tmp_path: pathlib.Path) -> None:
     with pytest.raises(RequestError, match="was finished") as refused:
         books.session(session, "o")
     assert refused.value.status == 410 and books.known_session(session, "o").id == session
+
+
+def test_a_models_own_save_never_overwrites_the_one_that_it_would_go_on_from(tmp_path: pathlib.Path) -> None:
+    books = books_of(tmp_path)
+    model, written, kept = model_of(books), [], []
+
+    def run(message: Message) -> Outcome:
+        written.append(message.header["folder"])
+        kept.append(books.store.get("models", model).facts["saved"]["folder"])
+        return Outcome()
+
+    dispatcher = Dispatcher(ServeConfig(), books, None, None, run)
+    for seq in range(1, 5):
+        dispatcher._save_own(model, seq)
+        assert books.restore_header(model)["folder"] == written[-1]
+    assert all(folder != before for folder, before in zip(written, kept, strict=True)) and len(set(written)) == 2

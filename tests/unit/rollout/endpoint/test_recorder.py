@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
+from megatron_rl.rollout.endpoint.asked import asked_completion
 from megatron_rl.rollout.endpoint.recorder import Record, Turn
+from megatron_rl.rollout.endpoint.rendering import Rendering
+from megatron_rl.rollout.endpoint.session import Session, Tally
+from megatron_rl.types import Prompt
 
 CHAT = ("chat", "null")
 
@@ -95,3 +100,14 @@ def test_the_last_branch_of_random_trees_is_a_naive_walks() -> None:
         assert found.prompt_ids + found.response_ids == contexts[known[-1]]
         assert all((token >= 1000) == loss for token, loss in zip(found.response_ids, found.loss_mask, strict=True))
         assert record.leaves() == [x for x in record.turns if not any(y.parent is x for y in record.turns)]
+
+
+def test_a_draw_is_named_by_its_context_whatever_the_order_of_requests() -> None:
+    """Of every order in which four requests arrive, two of them alike, the names of the draws are the same four."""
+    found = []
+    for order in itertools.permutations([(5,), (6, 7), (6, 8), (5,)]):
+        prompt = Prompt(prompt_id="7@0", text="", token_ids=(2,), columns={})
+        session = Session("s", prompt, 0, room=60, max_prompt_tokens=20, max_turns=9)
+        asked = [(ids, asked_completion({"prompt": list(ids)}, 1.0)) for ids in order]
+        found.append(sorted((ids, session.ask(x, Rendering(None), Tally()).prompt.prompt_id) for ids, x in asked))
+    assert all(names == found[0] for names in found) and len({name for _, name in found[0]}) == 4

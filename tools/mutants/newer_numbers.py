@@ -1,0 +1,114 @@
+"""Lists the faults planted in the numbers of the newer features: shared prompts, replayed experts, the planner's skip,
+importance corrections and row-invariant log-probs."""
+
+from __future__ import annotations
+
+from mutants.table import Mutant
+
+SHARED_PROMPTS = (
+    Mutant(
+        name="positions-behind-the-pads",
+        file="megatron_rl/model/layout.py",
+        line="responses[slot] = lay(int(response_tokens[slot]), tokens)",
+        becomes="responses[slot] = lay(int(response_tokens[slot]), -(-tokens // pad_multiple) * pad_multiple)",
+        fault="a response's positions go on from its shared prompt's pads",
+        tests=(
+            "tests/unit/model/test_window_spans.py::test_a_window_reaches_into_a_shared_prompt_by_the_samples_positions",
+        ),
+    ),
+    Mutant(
+        name="prompt-once-in-all-micro-batches",
+        file="megatron_rl/planning/tokens.py",
+        line="first = np.unique(np.stack([microbatch, run.group]), axis=1, return_index=True)[1]",
+        becomes="first = np.unique(run.group, return_index=True)[1]",
+        fault="a prompt that several micro-batches share is counted in the first of them alone",
+        tests=("tests/unit/planning/test_spread.py::test_each_micro_batch_of_a_plan_counts_its_prompts_once",),
+    ),
+)
+
+REPLAYED_EXPERTS = (
+    Mutant(
+        name="experts-of-the-last-that-knows",
+        file="megatron_rl/backend/routed_rows.py",
+        line="for slot in reversed(range(len(samples))):  # the first one of a shared prompt is laid last",
+        becomes="for slot in range(len(samples)):",
+        fault="a shared prompt's experts are those of its last sample, and not of the first",
+        tests=(
+            "tests/unit/backend/test_routed_rows.py::test_a_shared_prompts_rows_have_the_experts_of_the_first_sample_that_knows_them",
+        ),
+    ),
+    Mutant(
+        name="unknown-wipes-out-the-known",
+        file="megatron_rl/backend/routed_rows.py",
+        line="table[places] = np.where(known[..., None], experts, table[places])",
+        becomes="table[places] = experts",
+        fault="a sample that does not know the experts of its shared prompt wipes out what another one knows",
+        tests=(
+            "tests/unit/backend/test_routed_rows.py::test_a_shared_prompts_rows_have_the_experts_of_the_first_sample_that_knows_them",
+        ),
+    ),
+)
+
+SKIP = (
+    Mutant(
+        name="micro-batch-of-survivors-alone",
+        file="megatron_rl/planning/plan.py",
+        line="kept = [[m for m in rank if signal[m].any()] for rank in dense]",
+        becomes="kept = [[m for m in rank if signal[m].all()] for rank in dense]",
+        fault="without `plan.repack` a survivor is dropped with the neighbours that have no signal",
+        tests=("tests/unit/planning/test_plan.py::test_invariants",),
+    ),
+    Mutant(
+        name="dense-without-its-fillers",
+        file="megatron_rl/planning/plan.py",
+        line="return _assemble(members, kept, costs.tokens.whole, rules, "
+        "num_dense=int(_lockstep_counts(dense, rules).sum()))",
+        becomes="return _assemble(members, kept, costs.tokens.whole, rules, num_dense=sum(map(len, dense)))",
+        fault="what the skip saves is counted against a dense run without the fillers that lockstep asks of it",
+        tests=("tests/unit/planning/test_plan_lockstep.py::test_dense_run_gets_fillers_too",),
+    ),
+)
+
+CORRECTIONS = (
+    Mutant(
+        name="weights-of-its-own-rank",
+        file="megatron_rl/trainer/corrections.py",
+        line="weights = collectives.broadcast_from_rank0(importance.weights)",
+        becomes="weights = importance.weights",
+        fault="each rank decides by its own importance weights, which another CPU rounds otherwise",
+        tests=("tests/unit/algorithm/test_importance.py::test_every_rank_takes_rank_0s_weights_and_decides_by_them",),
+    ),
+    Mutant(
+        name="shares-of-what-is-left",
+        file="megatron_rl/trainer/corrections.py",
+        line="**correction_metrics(importance, mask, lengths, signal),",
+        becomes="**correction_metrics(importance, mask, lengths, left),",
+        fault="`correction/masked_share` leaves out the samples that are masked whole",
+        tests=(
+            "tests/unit/algorithm/test_importance.py::test_the_shares_of_a_rollout_count_the_samples_that_its_weights_mask",
+        ),
+    ),
+)
+
+ROW_INVARIANT = (
+    Mutant(
+        name="entropy-relative-to-its-rank",
+        file="megatron_rl/model/logprob.py",
+        line="total += torch.stack([stats[0] * factor, (stats[1] + shift * stats[0]) * factor, stats[2]])",
+        becomes="total += torch.stack([stats[0] * factor, stats[1] * factor, stats[2]])",
+        fault="under `rollout.bitwise` tensor ranks add up parts of the entropy that are relative to different maxima",
+        tests=(
+            "tests/unit/model/test_invariant.py::test_entropies_of_several_ranks_equal_those_of_the_whole_vocabulary",
+        ),
+    ),
+    Mutant(
+        name="masked-logits-are-nan",
+        file="megatron_rl/model/logit_chunks.py",
+        line="stats[1] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)[:count]",
+        becomes="stats[1] = e.mul_(x).sum(-1)[:count]",
+        fault="under `rollout.bitwise` a masked logit makes its row's entropy NaN",
+        tests=("tests/unit/model/test_invariant.py::test_masked_logits_take_no_probability_and_no_nan",),
+    ),
+)
+
+NEWER_NUMBERS = (*SHARED_PROMPTS, *REPLAYED_EXPERTS, *SKIP, *CORRECTIONS, *ROW_INVARIANT)

@@ -1,0 +1,100 @@
+"""Lists the faults planted on the newer ways of a rollout: what changed of the weights, agents' sessions, the buffers
+of groups, and the server of Tinker's API."""
+
+from __future__ import annotations
+
+from mutants.table import Mutant
+
+CHANGES = (
+    Mutant(
+        name="changes-whatever-it-holds",
+        file="megatron_rl/rollout/weight_sync/sender.py",
+        line="elif not self.full and receipt.version == self.base:",
+        becomes="elif not self.full:",
+        fault="an engine that missed a sync gets the changes since a version that it does not hold",
+        tests=("tests/unit/rollout/test_delta_sync.py::test_an_engine_that_missed_a_sync_gets_everything",),
+    ),
+    Mutant(
+        name="gaps-of-two-bytes-are-signed",
+        file="megatron_rl/weights/delta.py",
+        line="codes = codes.to(torch.int64) & most",
+        becomes="codes = codes.to(torch.int64)",
+        fault="a changed weight behind a gap of 32,768 words or more is written elsewhere",
+        tests=("tests/unit/weights/test_delta.py::test_every_gap_has_its_code",),
+    ),
+)
+
+SESSIONS = (
+    Mutant(
+        name="draws-by-their-arrival",
+        file="megatron_rl/rollout/endpoint/session.py",
+        line='prompt_id=f"{self.name}/{digest}.{self._asked[digest]}", text="", token_ids=context, columns={}',
+        becomes='prompt_id=f"{self.name}/{digest}.{self._asked.total()}", text="", token_ids=context, columns={}',
+        fault="what an agent's request draws depends on how many others of its session came before it",
+        tests=(
+            "tests/unit/rollout/endpoint/test_recorder.py::test_a_draw_is_named_by_its_context_whatever_the_order_of_requests",
+        ),
+    ),
+    Mutant(
+        name="room-behind-the-latest-turn",
+        file="megatron_rl/rollout/endpoint/session.py",
+        line="used = len(context) - len(parent.path()[0].new_ids)",
+        becomes="used = len(context) - len(parent.new_ids)",
+        fault="a session's room is counted without what was new in its latest turn, not without its first request",
+        tests=(
+            "tests/unit/rollout/endpoint/test_agents.py::test_a_limit_ends_an_episode_and_fails_nothing[settings0-length]",
+        ),
+    ),
+)
+
+BUFFERS = (
+    Mutant(
+        name="replayed-and-remembered-anew",
+        file="megatron_rl/rollout/queue.py",
+        line="if place not in replayed:  # a score of 0 is never kept",
+        becomes="if True:",
+        fault="a replayed group comes into the buffer again, unused, and is replayed for ever",
+        tests=("tests/unit/rollout/test_queue.py::test_a_replayed_group_is_not_remembered_anew",),
+    ),
+    Mutant(
+        name="stale-failures-are-rolled-again",
+        file="megatron_rl/rollout/queue.py",
+        line="failed = np.intersect1d(failed, self._fresh_places(scored))",
+        becomes="",
+        fault="a failed group that is too old is asked again twice: put back, and by the re-roll buffer",
+        tests=("tests/unit/rollout/test_queue.py::test_a_failed_group_that_is_too_old_waits_for_no_reroll",),
+    ),
+)
+
+SERVED = (
+    Mutant(
+        name="least-advantage-of-one-sign",
+        file="megatron_rl/serve/losses.py",
+        line='return dataclasses.replace(datum, inputs={**datum.inputs, "advantages": '
+        "np.where(abs(given) <= least, 0, given)})",
+        becomes='return dataclasses.replace(datum, inputs={**datum.inputs, "advantages": '
+        "np.where(given <= least, 0, given)})",
+        fault="under `serve.least_advantage` no negative advantage trains",
+        tests=("tests/unit/serve/test_losses.py::test_the_least_advantage_is_a_size_whatever_the_sign",),
+    ),
+    Mutant(
+        name="forgotten-since-its-arrival",
+        file="megatron_rl/serve/operations.py",
+        line="gone = [id for id, x in self._all.items() if x.state == ENDED and x.asked_at < old]",
+        becomes="gone = [id for id, x in self._all.items() if x.state == ENDED and x.arrived_at < old]",
+        fault="an answer is forgotten while its client still asks for it, and at once where the operation was long",
+        tests=("tests/unit/serve/test_operations.py::test_an_answer_is_kept_from_when_it_was_last_asked_for",),
+    ),
+    Mutant(
+        name="saved-over-what-it-goes-on-from",
+        file="megatron_rl/serve/dispatch.py",
+        line="folder = folders[noted == str(folders[0].absolute())]",
+        becomes="folder = folders[noted != str(folders[0].absolute())]",
+        fault="a server that dies while it saves a model has written over the state that the model goes on from",
+        tests=(
+            "tests/unit/serve/test_store.py::test_a_models_own_save_never_overwrites_the_one_that_it_would_go_on_from",
+        ),
+    ),
+)
+
+NEWER_ROLLOUTS = (*CHANGES, *SESSIONS, *BUFFERS, *SERVED)
