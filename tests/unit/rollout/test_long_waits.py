@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import math
 import time
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from megatron_rl.config import load_config
 from megatron_rl.errors import EngineError, PeerError
-from megatron_rl.rollout.manager import PARTS, RolloutManager
-from megatron_rl.types import Score
-from tests.patience import HANG_S, patient
-from tests.unit.rollout.fake_engine import FakeEngine, FakeReward, end, job_of, producer_of, prompt_of, value_of
+from megatron_rl.rollout.manager import PARTS
+from tests.unit.rollout.fake_engine import FakeEngine, FakeReward, end, job_of, manager_of, producer_of, prompts_of
 
 LONG_AGO, DEADLINE_S = -1e9, 1.0
 
@@ -53,19 +47,10 @@ class LateEngine(FakeEngine):
     def progressed_at(self, _: float) -> None: ...
 
 
-def _produce(rank: int, store_path: str, speaks: bool, ends) -> None:
-    store = dist.FileStore(store_path, 2)
-    bound = datetime.timedelta(seconds=patient(HANG_S))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=bound)
+def produce(rank: int, world: int, speaks: bool) -> str:
     engine = LateEngine(speaks=speaks)
-    manager = RolloutManager(
-        engine,
-        lambda rollouts: [Score(total=value_of(x), by_function=()) for x in rollouts],
-        load_config(None, [f"run.deadline_s={DEADLINE_S:g}", "rollout.samples_per_prompt=2"]),
-        export=lambda: iter(()),
-        version=lambda: 1,
-        share=(0, 1) if rank == 0 else None,
-    )
+    share = (0, 1) if rank == 0 else None
+    manager = manager_of(engine, f"run.deadline_s={DEADLINE_S:g}", version=lambda: 1, share=share)
     together, meetings = manager._together, []
 
     def counted(act) -> None:
@@ -76,24 +61,21 @@ def _produce(rank: int, store_path: str, speaks: bool, ends) -> None:
 
     manager._together = counted
     try:
-        job = manager.produce({0: prompt_of(0), 1: prompt_of(1)}, 2)
-        ends[rank] = f"{len(job.scores)} groups after {len(meetings) > 2 * PARTS}"
+        job = manager.produce(prompts_of(range(2)), 2)
+        return f"{len(job.scores)} groups after {len(meetings) > 2 * PARTS}"
     except (EngineError, PeerError) as error:
-        ends[rank] = f"{type(error).__name__}: {error}"
-    engine.held.set()
-    manager.close()
-    dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.held.set()
+        manager.close()
 
 
 @pytest.mark.parametrize("speaks", [True, False])
-def test_no_rank_waits_for_another_longer_than_until_the_next_meeting(tmp_path, speaks):
+def test_no_rank_waits_for_another_longer_than_until_the_next_meeting(pool, speaks):
     """A rank without an engine waits with the others for twice the deadline; a mute engine ends both by it."""
-    with torch.multiprocessing.get_context("spawn").Manager() as shared:
-        ends = shared.dict()
-        torch.multiprocessing.spawn(_produce, (str(tmp_path / "store"), speaks, ends), nprocs=2)
-        found = dict(ends)
+    found = pool.run(2, produce, speaks)
     if speaks:
-        assert found == {0: "2 groups after True", 1: "0 groups after True"}
+        assert found == ["2 groups after True", "0 groups after True"]
     else:
         assert "were not generated in run.deadline_s=1 s" in found[0] and found[0].startswith("EngineError")
         assert found[1].startswith("PeerError: rank 0 stopped with EngineError")
