@@ -5,18 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from megatron_rl.config import load_config
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout import worker as producer_module
-from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.queue import RolloutQueue
 from tests.patience import until
 from tests.unit.rollout.fake_engine import (
@@ -28,6 +22,7 @@ from tests.unit.rollout.fake_engine import (
     end,
     group_of,
     job_of,
+    manager_of,
     producer_of,
     prompt_of,
 )
@@ -43,10 +38,7 @@ class Counted(threading.Condition):
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_a_wait_takes_no_processor_time(mode, apart):
-    """A wait takes no processor time while an engine sleeps for a fifth of a second.
-
-    A loop that looked at the job all the while would do so thousands of times.
-    """
+    """An engine sleeps for a fifth of a second, in which a loop would look at the job thousands of times."""
     engine, score = FakeEngine(holds=1), FakeReward()
     producer = producer_of(engine, score, mode, apart=apart)
     job, timer = job_of(producer, range(2)), threading.Timer(0.2, engine.held.set)
@@ -68,10 +60,8 @@ def test_close_ends_the_threads_amid_jobs(mode, apart):
     for job in jobs:
         producer.start(job)
     producer.wait(jobs[0], [])  # returns at once
-    names = {thread.name for thread in producer._threads}
-    assert names == ({"rollouts", "rewards"} if apart else {"rollouts"}) and all(
-        thread.is_alive() for thread in producer._threads
-    )
+    names = {thread.name for thread in producer._threads if thread.is_alive()}
+    assert names == ({"rollouts", "rewards"} if apart else {"rollouts"}) and len(producer._threads) == len(names)
     end(producer)
     producer.close()  # again is harmless
     with pytest.raises(RuntimeError, match="the engine is closed"):
@@ -80,10 +70,7 @@ def test_close_ends_the_threads_amid_jobs(mode, apart):
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_a_callback_after_close_hangs_nobody(mode, apart, monkeypatch):
-    """A callback after close hangs nobody.
-
-    The engine does not hear that it is closed, and finishes a group later.
-    """
+    """The engine does not hear that it is closed, and finishes a group later."""
     monkeypatch.setattr(producer_module, "CLOSE_S", 0.1)
     engine, score = FakeEngine(holds=1), FakeReward()
     producer = producer_of(engine, score, mode, apart=apart)
@@ -100,51 +87,32 @@ def test_a_callback_after_close_hangs_nobody(mode, apart, monkeypatch):
     assert until(lambda: not late.is_alive())
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Make a world of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(("mode", "depth"), [("sync", 1), ("prefetch", 1), ("prefetch", 3), ("streaming", 2)])
 def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
-    """A slow consumer bounds the rollouts held: depth + 1 at most, and in a slow loop that many.
-
-    The queue is over an engine that takes no time.
-    """
-    prompts_per_rollout, turns = 4, 6
-    overrides = [
-        f"train.prompts_per_rollout={prompts_per_rollout}",
-        f"train.num_rollouts={turns}",
-        f"rollout.samples_per_prompt={SAMPLES}",
-    ]
-    producing = [
-        f"rollout.producer.mode={mode}",
-        f"rollout.producer.prefetch_rollouts={depth}",
-        "rollout.producer.min_groups=2",
-    ]
-    config, engine, trainer = load_config(None, overrides + producing), FakeEngine(), SimpleNamespace(weight_version=0)
-    weights = {"export": lambda: iter([("weight", torch.zeros(1))]), "version": lambda: trainer.weight_version}
-    generation = RolloutManager(engine, FakeReward(), config, share=(0, 1), **weights)
-    given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
-    numbers = itertools.count()
+    """Of an engine that takes no time, depth + 1 rollouts are held at most, and in a slow loop that many."""
+    size, turns, producer = 4, 6, "rollout.producer"
+    sizes = [f"train.prompts_per_rollout={size}", f"train.num_rollouts={turns}"]
+    modes = [f"{producer}.mode={mode}", f"{producer}.prefetch_rollouts={depth}", f"{producer}.min_groups=2"]
+    engine, trainer, numbers = FakeEngine(), SimpleNamespace(weight_version=0), itertools.count()
+    overrides = [*sizes, *modes, f"rollout.samples_per_prompt={SAMPLES}"]
+    generation = manager_of(engine, *overrides, score=FakeReward(), version=lambda: trainer.weight_version)
     prompts = SimpleNamespace(next=lambda count, epochs: [prompt_of(next(numbers)) for _ in range(count)])
     timer = StepTimer(lambda stage: contextlib.nullcontext())
-    feed = RolloutQueue(config, trainer, generation, prompts, timer, **given)
+    given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
+    feed = RolloutQueue(generation.config, trainer, generation, prompts, timer, **given)
     held, ahead = [], 0 if mode == "sync" else depth
     for turn in range(turns):
         feed.start_ahead(turn)
-        generation.collect(feed.jobs[turn], range(prompts_per_rollout))
+        generation.collect(feed.jobs[turn], range(size))
         generation.finish(feed.jobs[turn])
         for _ in range(3):  # asked again and again, it starts no more
             feed.start_ahead(turn)
-        assert until(lambda turn=turn: len(engine.finished) >= min(turn + 1 + ahead, turns) * prompts_per_rollout)
-        time.sleep(0.02)  # time for more groups than that, which there must not be
-        held.append(len(engine.finished) - turn * prompts_per_rollout)
-        assert len(feed.jobs) == min(ahead + 1, turns - turn)
-        feed._drop_stale(turn, set(range(prompts_per_rollout)))
+        started = min(turn + 1 + ahead, turns)
+        assert len(feed.jobs) == started - turn
+        assert until(lambda: all(not job.missing and not job.generating for job in generation.jobs))  # nothing is left
+        held.append(len(engine.finished) - turn * size)
+        assert len(engine.finished) == started * size
+        feed._drop_stale(turn, set(range(size)))
         trainer.weight_version += 1
-    assert max(held) == (ahead + 1) * prompts_per_rollout and len(engine.finished) == turns * prompts_per_rollout
+    assert max(held) == (ahead + 1) * size and len(engine.finished) == turns * size
     generation.close()
