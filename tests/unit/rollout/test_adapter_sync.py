@@ -1,7 +1,4 @@
-"""Adapters travel alone to engines that have the weights beside them, and with those weights to every other.
-
-Settings that cannot work are refused with the way out.
-"""
+"""Adapters travel alone to engines that have the weights beside them, and with those weights to every other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checks rollout/weight_sync/group.py: one broadcast per bucket reaches every server, and a lost one harms no other.
-
-Each server's workers are processes, which compare every bucket's checksum as vLLM's workers do.
-"""
+"""Checks rollout/weight_sync/group.py: one broadcast per bucket reaches every server, and a lost one harms no other."""
 
 from __future__ import annotations
 

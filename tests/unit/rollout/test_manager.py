@@ -1,7 +1,4 @@
-"""Rollouts and weights over an engine that fails.
-
-Lost prompts are asked for again, and a failure that cannot be mended ends with its numbers.
-"""
+"""Rollouts and weights over an engine that fails."""
 
 from __future__ import annotations
 
@@ -86,9 +83,7 @@ def generation_of(
 
 @pytest.mark.parametrize("answers", [(), (0,), (3,), (2, 3), (0, 0), (6, 0, 0)])
 def test_a_disturbed_call_equals_an_undisturbed_one(answers):
-    engine = LossyEngine(answers)
-    generation = generation_of(engine)
-    job = generation.produce(NAMED, SAMPLES)
+    job = generation_of(engine := LossyEngine(answers)).produce(NAMED, SAMPLES)
     assert [x.sample_id for place in job.mine for x in job.rollouts[place]] == IDS
     assert list(job.mine) == list(NAMED) and {len(x) for x in job.scores.values()} == {SAMPLES}
     owed = [len(NAMED) - sum(answers[:k]) for k in range(len(answers) + 1)]
@@ -98,19 +93,15 @@ def test_a_disturbed_call_equals_an_undisturbed_one(answers):
 
 
 def test_a_rank_takes_its_share_alone():
-    produced = {}
+    """And a rank without an engine none."""
+    produced = generation_of(idle := LossyEngine(), share=None).produce(NAMED, SAMPLES).rollouts
+    assert produced == {} and idle.calls == []
     for rank in range(3):
         generation = generation_of(LossyEngine((1,)), share=(rank, 3))
         job = generation.produce(NAMED, SAMPLES)
         assert job.rollouts.keys().isdisjoint(produced)
         produced |= job.rollouts
     assert [x.sample_id for place in sorted(produced) for x in produced[place]] == IDS
-
-
-def test_a_rank_without_an_engine_produces_nothing():
-    engine = LossyEngine()
-    generation = generation_of(engine, share=None)
-    assert generation.produce(NAMED, SAMPLES).rollouts == {} and engine.calls == []
 
 
 def test_the_truncated_share_is_that_of_all_samples_since_the_metrics_were_taken():
@@ -128,8 +119,7 @@ def test_the_truncated_share_is_that_of_all_samples_since_the_metrics_were_taken
 
 
 def test_what_an_engine_refuses_is_raised_and_not_asked_again():
-    engine = LossyEngine(refusal=ValueError("the prompt is too long"))
-    generation = generation_of(engine)
+    generation = generation_of(engine := LossyEngine(refusal=ValueError("the prompt is too long")))
     with pytest.raises(ValueError, match="the prompt is too long"):
         generation.produce(NAMED, SAMPLES)
     assert len(engine.calls) == 1
@@ -174,7 +164,7 @@ def test_a_sync_that_fails_too_often_ends_with_its_causes():
     assert engine.weight_version == NO_WEIGHTS  # none that could be sampled from
 
 
-def test_a_step_that_moved_nothing_sends_nothing():
+def test_a_step_that_moved_nothing_sends_nothing_but_to_an_engine_that_was_lost():
     engine, held, exports = LossyEngine(), [4], []
     generation = generation_of(engine, version=lambda: held[0])
     generation._export = lambda: exports.append(held[0]) or iter([])
@@ -183,14 +173,9 @@ def test_a_step_that_moved_nothing_sends_nothing():
         generation.sync_weights()
         generation.produce(NAMED, 1)
     assert engine.sent == [4, 5] and exports == [5] and len(engine.recovered) == 2
-
-
-def test_a_lost_engine_is_mended_even_where_nothing_moved():
-    engine = LossyEngine()
-    generation = generation_of(engine)
     engine.lost = ["the engine"]
     generation.sync_weights()
-    assert engine.recovered == [(), ("the engine",)] and engine.sent == [4, 4]
+    assert engine.recovered[2:] == [("the engine",)] and engine.sent == [4, 5, 5]
 
 
 # ---- the gap between trainer and engine -----------------------------------------------------------------------------
@@ -229,15 +214,12 @@ def test_a_gap_above_the_second_threshold_or_no_number_stops_with_both_numbers(m
     assert all(word in str(stopped.value) for word in words)
 
 
-def test_null_switches_the_second_threshold_off(caplog):
+def test_null_switches_the_second_threshold_off_and_a_pass_without_tokens_says_nothing(caplog):
     guard(1e6, 1e6, max_logprob_gap=None)
     assert len(caplog.messages) == 1 and "rollout.warn_logprob_gap" in caplog.messages[0]
-
-
-@pytest.mark.parametrize("sums", [{}, {"tokens": 0.0, "logprob_gap_abs": 0.0, "logprob_gap_max": 0.0}])
-def test_a_pass_without_tokens_says_nothing(sums, caplog):
-    guard_logprob_gap(sums, RolloutConfig(max_logprob_gap=0.0, warn_logprob_gap=0.0), "float32")
-    assert not caplog.messages
+    for sums in ({}, {"tokens": 0.0, "logprob_gap_abs": 0.0, "logprob_gap_max": 0.0}):
+        guard_logprob_gap(sums, RolloutConfig(max_logprob_gap=0.0, warn_logprob_gap=0.0), "float32")
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("mode", ["sync", "prefetch"])

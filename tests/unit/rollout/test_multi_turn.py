@@ -1,12 +1,8 @@
-"""Episodes equal a plain loop, also where they end early, fail or lose their engine.
-
-The loop asks an engine for one turn of one sample at a time.
-"""
+"""Episodes equal a plain loop, also where they end early, fail or lose their engine."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
 import threading
 from collections.abc import Sequence
 
@@ -14,76 +10,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config import EnvironmentConfig, load_config
-from megatron_rl.data.chat import Observations
-from megatron_rl.environment import Step, environment_maker
+from megatron_rl.config import load_config
+from megatron_rl.environment import Step
 from megatron_rl.errors import ConfigError, EpisodeError
 from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.multi_turn import MultiTurnEngine, with_environment
+from megatron_rl.rollout.multi_turn import with_environment
 from megatron_rl.types import Prompt, Rollout
-from tests.patience import HANG_S, patient, until
+from tests.patience import until
 from tests.unit.data.templates import CHATML, STRICT, tokenizer_of
-from tests.unit.rollout.fake_engine import WillingEngine
+from tests.unit.rollout.letter_episodes import (
+    BOUND_S,
+    HERE,
+    STOP,
+    TOKENIZER,
+    Echo,
+    LetterEngine,
+    episodes_of,
+    ids_of,
+    prompt_of,
+    turn_of,
+)
 
-HERE = "tests.unit.rollout.test_multi_turn"
-TOKENIZER = tokenizer_of(None)
-STOP = TOKENIZER.eos_token_id
-BOUND_S = patient(HANG_S)
+FAULTY = "tests.unit.rollout.test_multi_turn:Faulty"
 SHORT_S = 0.5  # a deadline, where one step hangs for ever and the others return at once
-
-
-def ids_of(text: str) -> tuple[int, ...]:
-    return tuple(TOKENIZER(text, add_special_tokens=False).input_ids)
-
-
-def prompt_of(number: int, **columns: object) -> Prompt:
-    text = f"p{number}"
-    return Prompt(prompt_id=f"{number}@0", text=text, token_ids=ids_of(text), columns=columns)
-
-
-def turn_of(prompt: Prompt, sample: int, room: int, version: int = 3) -> Rollout:
-    """Return an engine's turn: letters that depend on the prompt's name and tokens, as many as there is room for."""
-    draw = random.Random(f"{prompt.name}/{sample}/{prompt.token_ids}/{version}")
-    text = "".join(draw.choice("abcdef") for _ in range(draw.randint(1, 5)))
-    whole = (*ids_of(text), STOP)
-    ids = whole[:room]
-    said = {"text": TOKENIZER.decode(list(ids), skip_special_tokens=True), "weight_versions": ((version, len(ids)),)}
-    reason, logprobs = "stop" if ids == whole else "length", tuple(-draw.random() - 0.1 for _ in ids)
-    return Rollout(
-        prompt=prompt, sample_index=sample, response_ids=ids, logprobs=logprobs, finish_reason=reason, **said
-    )
-
-
-class LetterEngine(WillingEngine):
-    """Finishes groups in a random order of its own.
-
-    losses[k]: how many groups of its k-th call are finished before it is lost. newer_every: the number of calls after
-    which its weight version grows by one.
-    """
-
-    def __init__(
-        self, *, room: int = 40, seed: int = 0, losses: Sequence[int | None] = (), newer_every: int | None = None
-    ) -> None:
-        super().__init__()
-        self.room, self.random, self.losses, self.newer_every = room, random.Random(seed), list(losses), newer_every
-        self.weight_version = 3
-
-    def generate(
-        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
-    ) -> list[Rollout]:
-        self.calls.append([prompt.name for prompt in prompts])
-        rooms = [self.room] * len(prompts) if max_tokens is None else max_tokens
-        assert len(rooms) == len(prompts) and all(1 <= room <= self.room for room in rooms)
-        version = self.weight_version + (len(self.calls) // self.newer_every if self.newer_every else 0)
-        limit = self.losses.pop(0) if self.losses else None
-        found: dict[int, list[Rollout]] = {}
-        for k in self.random.sample(range(len(prompts)), len(prompts)):
-            if len(found) == limit:
-                raise EngineLost("it was killed", finished=found)
-            found[k] = [turn_of(prompts[k], sample, rooms[k], version) for sample in range(samples_per_prompt)]
-            if on_finished is not None:
-                on_finished(k, found[k])
-        return [rollout for k in range(len(prompts)) for rollout in found[k]]
 
 
 class SlowLastEngine(LetterEngine):
@@ -99,25 +48,6 @@ class SlowLastEngine(LetterEngine):
 
         found = super().generate(prompts, samples_per_prompt, on_finished=last_waits, **given)
         raise AssertionError(f"the call went on to its end with {len(found)} samples")
-
-
-class Echo:
-    """Says how many of a turn's letters stand before d, for as many turns as the first turn asks for."""
-
-    def __init__(self, reward: float = 0.5, longest: int = 4) -> None:
-        self.reward, self.longest = reward, longest
-
-    def reset(self, prompt: Prompt) -> None:
-        self.prompt, self.left = prompt, None
-
-    def step(self, action: str) -> Step:
-        self.left = len(action) % self.longest if self.left is None else self.left - 1
-        done = self.left == 0
-        return Step(
-            observation=f"={sum(c < 'd' for c in action)};",
-            reward=self.reward * len(action) if done else None,
-            done=done,
-        )
 
 
 class Faulty(Echo):
@@ -145,21 +75,6 @@ class Faulty(Echo):
             case "observes":
                 return Step(observation=7)
         return super().step(action)
-
-
-def episodes_of(
-    engine: LetterEngine,
-    environment: str = f"{HERE}:Echo",
-    *,
-    tokenizer=TOKENIZER,
-    template: str = "{prompt}",
-    **changes: object,
-) -> MultiTurnEngine:
-    config = EnvironmentConfig(name=environment, **{"deadline_s": BOUND_S, "max_turns": 3, **changes})
-    observations = Observations(tokenizer, template, config.role)
-    return MultiTurnEngine(
-        engine, environment_maker(config), observations, tokenizer, config, max_response_tokens=engine.room
-    )
 
 
 def plain_episode(prompt: Prompt, sample: int, room: int, max_turns: int, make=Echo) -> dict:
@@ -283,7 +198,7 @@ def test_a_chat_observation_is_the_templates() -> None:
 )
 def test_an_environment_that_fails_is_named_or_costs_its_own_samples(fault: str, words: str) -> None:
     prompts = [prompt_of(k, **({"fault": fault} if k == 2 else {})) for k in range(4)]
-    given = {"environment": f"{HERE}:Faulty", "deadline_s": SHORT_S if fault == "hangs" else BOUND_S}
+    given = {"environment": FAULTY, "deadline_s": SHORT_S if fault == "hangs" else BOUND_S}
     with pytest.raises(EpisodeError, match=f"(?s){words}"):
         episodes_of(LetterEngine(), **given).generate(prompts, 1)
     found = episodes_of(LetterEngine(), **given, on_error="drop").generate(prompts, 2)
@@ -301,7 +216,7 @@ def test_the_first_step_that_hangs_ends_the_run(engine: LetterEngine) -> None:
     """
     Faulty.hanging.clear()
     prompts = [prompt_of(k, **({"fault": "hangs"} if k in (2, 3) else {})) for k in range(4)]
-    episodes = episodes_of(engine, f"{HERE}:Faulty", deadline_s=SHORT_S, num_threads=1, on_error="fail")
+    episodes = episodes_of(engine, FAULTY, deadline_s=SHORT_S, num_threads=1, on_error="fail")
     if isinstance(engine, SlowLastEngine):
         engine.may_end = lambda: episodes._pool.failed is not None
     with pytest.raises(EpisodeError, match=r"sample 2@0#0, step after turn 1"):

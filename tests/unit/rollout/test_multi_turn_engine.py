@@ -21,7 +21,7 @@ from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_gr
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.rollout.worker import Group, to_sample
 from megatron_rl.types import Prompt, Score
-from tests.unit.rollout.tiny_model import ROUNDING, VOCAB, _tokenizer, engine_of, forward_logprobs
+from tests.unit.rollout.tiny_model import ROUNDING, _tokenizer, engine_of, forward_logprobs
 
 ROOM = 24
 PROMPTS = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(2 + k, 5, 3)[: 1 + k % 3], columns={}) for k in range(7)]
@@ -63,34 +63,6 @@ def test_logprobs_equal_hugging_faces_where_a_token_was_sampled(model, inner, te
     assert masked > 10 and {x.num_turns for x in found} >= {1, 2}
     if temperature == 0.0:
         assert [x.response_ids for x in found[::2]] == [x.response_ids for x in found[1::2]]
-
-
-def test_episodes_equal_one_turn_calls(inner) -> None:
-    """The first turn is as the engine alone gives it, each later one is a prompt of its own."""
-    found = episodes_of(inner).generate(PROMPTS, 4)
-    first = inner.generate(PROMPTS, 4)
-    for rollout, turn in zip(found, first, strict=True):
-        ids, environment, number = list(turn.response_ids), Counter(), 1
-        environment.reset(rollout.prompt)
-        while turn.finish_reason == "stop":
-            step = environment.step(turn.text)
-            said = [VOCAB.index(c) for c in step.observation]
-            if step.done or len(ids) + len(said) >= ROOM:
-                break
-            ids += said
-            context = (*rollout.prompt.token_ids, *ids)
-            asked = Prompt(prompt_id=f"{rollout.sample_id}/{number}", text="", token_ids=context, columns={})
-            (turn,) = inner.generate([asked], 1, max_tokens=[ROOM - len(ids)])
-            ids, number = ids + list(turn.response_ids), number + 1
-        assert list(rollout.response_ids) == ids and rollout.environment_reward == 0.25 * environment.told
-
-
-def test_any_split_and_order_of_the_prompts_draws_the_same(inner) -> None:
-    whole = {x.sample_id: x.response_ids for x in episodes_of(inner).generate(PROMPTS, 4)}
-    parts = [episodes_of(inner).generate(part, 4) for part in (PROMPTS[4::-1], [], PROMPTS[5:])]
-    assert {x.sample_id: x.response_ids for part in parts for x in part} == whole
-    again = episodes_of(inner).generate([dataclasses.replace(prompt, attempt=1) for prompt in PROMPTS], 4)
-    assert [x.response_ids for x in again] != list(whole.values())
 
 
 def test_a_saved_group_comes_back_equal(inner) -> None:

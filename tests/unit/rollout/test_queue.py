@@ -1,7 +1,4 @@
-"""Checks rollout/queue.py and rollout/training_batch.py without a world.
-
-That is the age of groups, the groups that are replayed, and the log-probs that are known already.
-"""
+"""Checks rollout/queue.py and rollout/training_batch.py without a world."""
 
 from __future__ import annotations
 

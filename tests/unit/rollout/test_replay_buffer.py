@@ -1,7 +1,4 @@
-"""Checks rollout/replay_buffer.py: every invariant under Hypothesis, and draws against their odds.
-
-The invariants are compared with a plain list that is sorted anew each time.
-"""
+"""Checks rollout/replay_buffer.py: every invariant under Hypothesis, and draws against their odds."""
 
 from __future__ import annotations
 
@@ -50,9 +47,8 @@ configs = st.builds(
 
 
 def better(left: Entry, right: Entry) -> bool:
-    if left.score != right.score:
-        return left.score > right.score
-    return left.version > right.version if left.version != right.version else left.key < right.key
+    ranks = [(entry.score, entry.version) for entry in (left, right)]
+    return ranks[0] > ranks[1] or (ranks[0] == ranks[1] and left.key < right.key)
 
 
 @dataclass(kw_only=True)
@@ -119,22 +115,20 @@ def assert_invariants(config: ReplayConfig, seed: int, steps: list[tuple[str, ob
     """Assert every numbered invariant of replay_buffer.py after each operation of a history."""
     buffer, model = ReplayBuffer(config, seed), Model(config=config, seed=seed, held=[])
     for name, value in steps:
-        before = buffer.entries
+        before, twin = buffer.entries, through_json(buffer, config, seed)  # 6
         held = {x.key for x in before}
-        twin = through_json(buffer, config, seed)  # 6
         match name:
             case "add":
                 gone, wanted, told = buffer.add(value), model.add(value), twin.add(value)
                 assert_none_lost(held | {x.key for x in value}, buffer, gone)
-            case "expire":
-                gone, wanted, told = buffer.expire(value), model.expire(value), twin.expire(value)
+            case "expire" | "retire":
+                at = () if name == "retire" else (value,)
+                gone, wanted, told = (getattr(x, name)(*at) for x in (buffer, model, twin))
                 assert_none_lost(held, buffer, gone)
                 most = math.inf if config.max_age_versions is None else config.max_age_versions
-                assert all(value - x.version <= most for x in buffer.entries)  # 5
-            case "retire":
-                gone, wanted, told = buffer.retire(), model.retire(), twin.retire()
-                assert_none_lost(held, buffer, gone)
-                assert all(x.uses < config.max_uses for x in buffer.entries)  # 5
+                assert all(
+                    x.uses < config.max_uses if not at else value - x.version <= most for x in buffer.entries
+                )  # 5
             case "draw":
                 count, rollout, exclude = value
                 gone = buffer.draw(count, rollout=rollout, exclude=exclude)
@@ -148,19 +142,15 @@ def assert_invariants(config: ReplayConfig, seed: int, steps: list[tuple[str, ob
                 buffer = through_json(buffer, config, seed)
         assert gone == told and twin.entries == buffer.entries  # 6
         assert set(gone) == set(wanted)
-        assert_well_kept(config, buffer, model)
+        held = buffer.entries  # 1
+        assert len(buffer) == len(held) == len({x.key for x in held}) <= config.capacity_groups
+        assert all(math.isfinite(x.score) and x.score > 0 for x in held)
+        assert all(better(left, right) for left, right in zip(held, held[1:], strict=False))
+        assert set(held) == set(model.held)
 
 
 def assert_none_lost(were: set[str], buffer: ReplayBuffer, gone: list[str]) -> None:
     assert sorted([*gone, *(x.key for x in buffer.entries)]) == sorted(were)  # 2
-
-
-def assert_well_kept(config: ReplayConfig, buffer: ReplayBuffer, model: Model) -> None:
-    held = buffer.entries  # 1
-    assert len(buffer) == len(held) <= config.capacity_groups and len({x.key for x in held}) == len(held)
-    assert all(math.isfinite(x.score) and x.score > 0 for x in held)
-    assert all(better(left, right) for left, right in zip(held, held[1:], strict=False))
-    assert set(held) == set(model.held)
 
 
 @SETTINGS

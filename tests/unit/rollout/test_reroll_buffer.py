@@ -105,23 +105,6 @@ def test_invariants(config: RerollConfig, steps: list) -> None:
     assert_invariants(config, steps)
 
 
-@SETTINGS
-@given(config=configs, seed=st.integers(0, 2**32 - 1))
-def test_no_attempt_is_asked_for_twice(config: RerollConfig, seed: int) -> None:
-    """In a run in which half of what is asked fails, each attempt follows the one before, up to the last."""
-    random, buffer = np.random.default_rng(seed), RerollBuffer(config)
-    seen: set[tuple[str, int]] = set()
-    for rollout in range(12):
-        batch = buffer.take(rollout / 11, room=3)
-        batch += [(f"{rollout}.{i}@0", 0) for i in range(4 - len(batch))]
-        for prompt_id, attempt in batch:
-            assert (prompt_id, attempt) not in seen and (attempt == 0 or (prompt_id, attempt - 1) in seen)
-            assert attempt <= config.max_attempts
-            seen.add((prompt_id, attempt))
-        buffer.note([x for x in batch if random.random() < 0.5])
-    assert buffer.num_issued == sum(attempt > 0 for _, attempt in seen)
-
-
 def test_a_smaller_buffer_and_fewer_attempts_load_what_still_fits() -> None:
     large = RerollBuffer(RerollConfig(max_groups=4, max_attempts=5))
     large.note([("a", 0), ("b", 3), ("c", 1), ("d", 0)])

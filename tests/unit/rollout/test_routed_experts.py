@@ -26,8 +26,8 @@ from megatron_rl.types import Rollout
 from megatron_rl.validate import validate_config
 from megatron_rl.weights.fused import file_tensors
 from tests.unit.rollout.fake_engine import prompt_of
-from tests.unit.rollout.test_multi_turn import LetterEngine, episodes_of
-from tests.unit.rollout.test_multi_turn import prompt_of as episode_prompt_of
+from tests.unit.rollout.letter_episodes import LetterEngine, episodes_of
+from tests.unit.rollout.letter_episodes import prompt_of as episode_prompt_of
 from tests.unit.rollout.tiny_model import SIZES, VOCAB, _tokenizer, engine_of
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
@@ -118,22 +118,14 @@ def test_an_engine_of_the_runs_own_is_asked_for_experts_and_not_on_a_cpu() -> No
         engine_arguments(config, torch.device("cpu"))
 
 
-def test_off_is_a_word_without_quotes() -> None:
+def test_off_is_a_word_without_quotes_and_replay_of_a_pass_that_is_not_made_is_refused() -> None:
     assert load_config(None, ["rollout.routing_replay=off"]).rollout.routing_replay == "off"
     with pytest.raises(ConfigError, match="rollout.routing_replay='on' .*off, old_logprobs, rollout"):
         RolloutConfig(routing_replay="on")
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["correction.old_logprobs=rollout"], "under correction.old_logprobs=rollout there is none"),
-        (["replay.capacity_groups=4", "replay.recompute_logprobs=false"], "under replay.recompute_logprobs=false"),
-    ],
-)
-def test_replay_of_a_pass_that_is_not_made_is_refused(settings: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        validate_config(load_config(None, ["rollout.routing_replay=old_logprobs", *settings]))
+    for setting in ("correction.old_logprobs=rollout", "replay.recompute_logprobs=false"):
+        given = ["rollout.routing_replay=old_logprobs", "replay.capacity_groups=4", setting]
+        with pytest.raises(ConfigError, match=f"under {setting}"):
+            validate_config(load_config(None, given))
 
 
 def saved(rollouts: list) -> bytes:

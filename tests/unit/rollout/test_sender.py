@@ -1,7 +1,4 @@
-"""Checks rollout/weight_sync/sender.py over shared memory: every tensor arrives bit by bit, or no version.
-
-The engines read each bucket late.
-"""
+"""Checks rollout/weight_sync/sender.py over shared memory: every tensor arrives bit by bit, or no version."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A replica over HTTP against a server that misbehaves.
-
-It ends in recovery on another replica or in a clear error, in bounded time.
-"""
+"""A replica over HTTP against a server that misbehaves."""
 
 from __future__ import annotations
 
@@ -79,17 +76,9 @@ def test_requests_of_a_bad_server_are_finished_by_the_other(fault):
         assert sorted(found.finished) == ["q0", "q1", "q2", "q3"] and not found.lost
         assert list(found.down) == [bad.url] and re.search(told, found.down[bad.url]), found.down
         found = spread(replica_of(bad.url), num_requests=1, deadline_s=deadline_s)  # here the dispatcher gives it up
+        late = r"did not answer request q0 in \d+\.\d s, the last 0\.2 without progress"
         assert [request.request_id for request in found.lost] == ["q0"]
-        assert deadline_s == LONG_S or re.fullmatch(
-            r"did not answer request q0 in \d+\.\d s, the last 0\.2 without progress", found.down[bad.url]
-        ), found.down
-
-
-def test_a_server_that_refuses_connections_is_passed_over():
-    with fake_vllm() as good:
-        gone = f"http://127.0.0.1:{unused_port()}"
-        found = spread(replica_of(gone), replica_of(good.url))
-        assert len(found.finished) == 4 and found.down == {gone: f"{gone}: connection refused, nothing listens there"}
+        assert deadline_s == LONG_S or re.fullmatch(late, found.down[bad.url]), found.down
 
 
 def test_wrong_counts_are_asked_for_elsewhere_or_named():
@@ -102,14 +91,11 @@ def test_wrong_counts_are_asked_for_elsewhere_or_named():
             spread(replica_of(bad.url), num_requests=1)
 
 
-SCALE_OUT = "Restart vllm serve with --enable-scale-out to enable them."
+SCALE_OUT = {"error": {"message": "Restart vllm serve with --enable-scale-out to enable them."}}
 REFUSED = {
     "no key": (Answer(401, {"error": "Unauthorized"}), "401, no key was sent; set rollout.api_key_env"),
     "missing route": (Answer(404, {"detail": "Not Found"}), "404, Not Found. Start the server with --enable-scale-out"),
-    "disabled route": (
-        Answer(403, {"error": {"message": SCALE_OUT}}),
-        "403, Restart .* Start the server with --enable",
-    ),
+    "disabled route": (Answer(403, SCALE_OUT), "403, Restart .* Start the server with --enable-scale-out"),
     "too long": (Answer(400, {"error": {"message": "longer than 32"}}), "400, longer than 32"),
     "redirect": (Answer(307, b""), "307, no text"),
 }
@@ -138,14 +124,12 @@ def test_abort_ends_the_request_at_once():
         replica = replica_of(server.url)
         futures = [replica.submit(request_of(name)) for name in "ab"]
         assert until(lambda: len(server.seen) == 2)
-        replica.abort("a")
-        with pytest.raises(ReplicaLost, match="was given up here"):
-            futures[0].result(BOUND_S)
-        assert not futures[1].done()
+        for future, act in zip(futures, (lambda: replica.abort("a"), replica.close), strict=True):
+            assert not future.done()
+            act()
+            with pytest.raises(ReplicaLost, match="was given up here"):
+                future.result(BOUND_S)
         replica.close()
-        replica.close()
-        with pytest.raises(ReplicaLost, match="was given up here"):
-            futures[1].result(BOUND_S)
         with pytest.raises(ReplicaLost, match="was closed here"):
             replica.submit(request_of())
 
@@ -209,13 +193,15 @@ def test_a_server_whose_counters_stand_still_is_given_up(monkeypatch, caplog, me
     assert caplog.text.count("shows no counters of tokens") <= 1
 
 
-def test_nothing_listens_says_how_to_start_a_server():
+def test_a_server_that_refuses_connections_is_passed_over_and_nothing_listens_says_how_to_start_one():
     port = unused_port()
-    with pytest.raises(ReplicaLost) as raised:
-        replica_of(f"http://127.0.0.1:{port}", model="my model").wait_ready(0.3)
-    told = str(raised.value)
-    assert f"http://127.0.0.1:{port} was not ready in 0.3 s" in told and "connection refused" in told
-    assert example("my model", "127.0.0.1", port) in told and RECEIVER in told
+    gone = f"http://127.0.0.1:{port}"
+    with fake_vllm() as good:
+        found = spread(replica_of(gone), replica_of(good.url))
+        assert len(found.finished) == 4 and found.down == {gone: f"{gone}: connection refused, nothing listens there"}
+    with pytest.raises(ReplicaLost, match=f"{gone} was not ready in 0.3 s: .*connection refused") as raised:
+        replica_of(gone, model="my model").wait_ready(0.3)
+    assert example("my model", "127.0.0.1", port) in str(raised.value) and RECEIVER in str(raised.value)
 
 
 def workers(*changes: dict) -> dict:
@@ -250,19 +236,17 @@ def test_a_server_that_cannot_serve_is_refused_at_the_start(monkeypatch, fault):
 
 def test_the_key_is_sent_and_never_told(monkeypatch):
     monkeypatch.setenv("KEY_OF_MINE", "sesame")
-    echo = Answer(401, {"error": "Bearer sesame is wrong"})
     with fake_vllm() as server:
         replica = replica_of(server.url, api_key_env="KEY_OF_MINE")
         replica.submit(request_of()).result(BOUND_S)
         assert server.seen[0][3]["Authorization"] == "Bearer sesame"
-        server.routes["/inference/v1/generate"] = echo
+        server.routes["/inference/v1/generate"] = Answer(401, {"error": "Bearer sesame is wrong"})
         with pytest.raises(RequestRefused, match="the key that was sent.*rollout.api_key_env") as raised:
             replica.submit(request_of()).result(BOUND_S)
         assert "sesame" not in str(raised.value)
         server.routes["/inference/v1/generate"] = Answer(500, {"error": "I heard Bearer sesame"})
-        with pytest.raises(ReplicaLost) as lost:
+        with pytest.raises(ReplicaLost, match=r"I heard Bearer \*\*\*"):
             replica.submit(request_of()).result(BOUND_S)
-        assert "I heard Bearer ***" in str(lost.value)
     monkeypatch.setenv("KEY_OF_MINE", "two\nlines")
     with pytest.raises(ConfigError, match="rollout.api_key_env") as refused:
         replica_of(server.url, api_key_env="KEY_OF_MINE")
@@ -276,18 +260,15 @@ def test_what_is_not_an_address_is_named(url):
 
 
 def test_another_tokenizer_is_refused():
-    def encode(text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
     with fake_vllm() as server:
         replica = replica_of(server.url)
-        replica.check_tokenizer(encode, ["a+b", "ü"])
+        replica.check_tokenizer(lambda text: [*map(ord, text)], ["a+b", "ü"])
         assert all(body["add_special_tokens"] is False for _, _, body, _ in server.seen)
         with pytest.raises(RequestRefused, match=r"'ab' is \[97, 98\] there and \[97, 0\] here"):
             replica.check_tokenizer(lambda text: [97, 0], ["ab"])
         for status, content in ((404, b""), (501, {"error": "no tokenizer"}), (400, {"error": "skip_tokenizer_init"})):
             server.routes["/tokenize"] = Answer(status, content)
-            replica.check_tokenizer(encode, ["a+b"])
+            replica.check_tokenizer(list, ["a+b"])
         server.routes["/tokenize"] = Answer(400, {"error": "another matter"})
         with pytest.raises(RequestRefused, match="another matter"):
-            replica.check_tokenizer(encode, ["a+b"])
+            replica.check_tokenizer(list, ["a+b"])

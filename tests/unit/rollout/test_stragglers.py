@@ -1,7 +1,4 @@
-"""Rollouts that leave groups under way: nothing is lost, nothing is trained twice, and each trains as many groups.
-
-The counts are checked against a naive simulation, the worker and the manager over an engine that holds groups back.
-"""
+"""Rollouts that leave groups under way: nothing is lost, nothing is trained twice, and each trains as many groups."""
 
 from __future__ import annotations
 

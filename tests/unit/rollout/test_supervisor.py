@@ -1,7 +1,4 @@
-"""The supervisor of vLLM servers, with real processes and a stand-in for vLLM.
-
-It restarts servers within bounds, and leaves no process behind.
-"""
+"""The supervisor of vLLM servers, with real processes and a stand-in for vLLM."""
 
 from __future__ import annotations
 
@@ -182,9 +179,6 @@ def test_a_host_open_to_the_network_wants_a_key_and_a_port_is_not_taken_twice(ca
     check_exposure("127.0.0.1", None, "--api-key-env", False)
     with pytest.raises(ConfigError):
         check_exposure("my-host", "", "--api-key-env", False)
-
-
-def test_loopback_is_known():
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"))
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "my-host", ""))
 

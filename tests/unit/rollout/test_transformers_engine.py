@@ -1,7 +1,4 @@
-"""The embedded engine against plain Hugging Face forwards.
-
-It gives the same log-probs and the same greedy tokens, and its draws are seeded and exact.
-"""
+"""The embedded engine against plain Hugging Face forwards."""
 
 from __future__ import annotations
 
@@ -77,9 +74,8 @@ def test_greedy_equals_hf_generate(model, hf_path):
     rollouts = engine_of(hf_path, model).generate(PROMPTS, 1, temperature=0.0)
     for rollout in rollouts:
         ids = torch.tensor([rollout.prompt.token_ids])
-        expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=1
-        )
+        given = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 1}
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **given)
         assert list(rollout.response_ids) == expected[0, ids.shape[1] :].tolist()
 
 
@@ -118,10 +114,12 @@ def test_draws_differ_by_sample_attempt_and_version(model, hf_path):
 
 
 def test_a_calls_temperature_equals_the_configs(model, hf_path):
-    """To the bit; the calls after it are at the config's temperature again."""
+    """To the bit; the calls after it are at the config's temperature again. torch's own generator is left alone."""
+    state = torch.random.get_rng_state()
     engine, colder = engine_of(hf_path, model), engine_of(hf_path, model, temperature=0.4)
     before, asked = engine.generate(PROMPTS, 4), engine.generate(PROMPTS, 4, temperature=0.4)
     assert asked == colder.generate(PROMPTS, 4) and engine.generate(PROMPTS, 4) == before != asked
+    assert torch.equal(state, torch.random.get_rng_state())
 
 
 def test_sample_seed_is_stable_and_distinct():
@@ -133,20 +131,18 @@ def test_sample_seed_is_stable_and_distinct():
 
 
 def test_first_token_frequencies_match_softmax(model, hf_path):
-    num_samples = 2000
-    engine = engine_of(hf_path, model, max_response_tokens=1, max_batch_samples=num_samples)
-    rollouts = engine.generate(PROMPTS[:1], num_samples)
-    counts = np.bincount([r.response_ids[0] for r in rollouts], minlength=len(VOCAB))
+    rounds = 2000
+    rollouts = engine_of(hf_path, model, max_response_tokens=1, max_batch_samples=rounds).generate(PROMPTS[:1], rounds)
+    found = np.bincount([r.response_ids[0] for r in rollouts], minlength=len(VOCAB))
     with torch.no_grad():
         logits = model(torch.tensor([PROMPTS[0].token_ids])).logits[0, -1]
-    expected = torch.softmax(logits.double() / TEMPERATURE, dim=-1).numpy() * num_samples
+    expected = torch.softmax(logits.double() / TEMPERATURE, dim=-1).numpy() * rounds
     common = expected >= 5  # the usual rule for the chi-square approximation; the rest is one bin
-    assert common.sum() >= 10
-    observed, wanted = (np.append(x[common], x[~common].sum()) for x in (counts, expected))
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    statistic, degrees = ((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1
+    assert common.sum() >= 10 and expected[~common].sum() > 0
+    observed, wanted = (np.append(x[common], x[~common].sum()) for x in (found, expected))
+    degrees = len(wanted) - 1
     # Mean d, deviation sqrt(2d): five deviations, and the seed is fixed, so this cannot flake.
-    assert statistic < degrees + 5 * np.sqrt(2 * degrees)
+    assert ((observed - wanted) ** 2 / wanted).sum() < degrees + 5 * np.sqrt(2 * degrees)
 
 
 def test_draw_never_takes_an_impossible_token():
@@ -265,20 +261,15 @@ def test_large_model_is_refused_before_allocation(tmp_path):
         engine_of(tmp_path, None)
 
 
-def test_building_leaves_the_global_generator_alone(hf_path):
-    before = torch.random.get_rng_state()
-    engine_of(hf_path, None)
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
 def test_unusable_calls_are_config_errors(model, hf_path, tmp_path):
     engine = engine_of(hf_path, model, max_response_tokens=60)
-    with pytest.raises(ConfigError, match="0 tokens"):
-        engine.generate(_prompts(3, 0), 1)
-    with pytest.raises(ConfigError, match="make 65, above .*=64"):
-        engine.generate(_prompts(5), 1)
-    with pytest.raises(ConfigError, match="samples_per_prompt=0"):
-        engine.generate(PROMPTS, 0)
+    unusable = {"0 tokens": (_prompts(3, 0), 1), "above .*=64": (_prompts(5), 1), "samples_per_prompt=0": (PROMPTS, 0)}
+    for words, (prompts, samples) in unusable.items():
+        with pytest.raises(ConfigError, match=words):
+            engine.generate(prompts, samples)
+    for bounds in ([3], [0, 3], [3, 61]):
+        with pytest.raises(ValueError, match="max_tokens=.*for 2 prompts.*from 1 to rollout.max_response_tokens=60"):
+            engine.generate(_prompts(3, 1), 1, max_tokens=bounds)
     assert engine.generate([], 4) == []
     with pytest.raises(ConfigError, match="config.json"):
         engine_of(tmp_path / "nothing", None)
@@ -309,9 +300,3 @@ def test_a_bound_on_tokens_cuts_what_a_call_without_it_gives(model, hf_path, tem
         assert rollout.finish_reason == ("stop" if rollout.response_ids[-1] == EOS else "length")
         assert rollout.weight_versions == ((1, len(rollout.response_ids)),)
     assert {x.finish_reason for x in found} == {"stop", "length"} or temperature == 0.0
-
-
-@pytest.mark.parametrize("bounds", [[3], [0, 3], [3, 13]])
-def test_bounds_that_are_none_are_refused(model, hf_path, bounds):
-    with pytest.raises(ValueError, match="max_tokens=.*for 2 prompts.*from 1 to rollout.max_response_tokens=12"):
-        engine_of(hf_path, model).generate(PROMPTS[:2], 1, max_tokens=bounds)

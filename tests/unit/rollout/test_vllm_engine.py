@@ -34,9 +34,8 @@ class FakeReplica:
             self.failing_starts -= 1
             raise ReplicaLost("free memory on device is less than desired")
         self.asked.append("ready")
-        return ReplicaFacts(
-            vllm_version="0.32.0", vocab_size=17, max_model_tokens=8, logprobs_mode="processed_logprobs"
-        )
+        sizes = {"vocab_size": 17, "max_model_tokens": 8}
+        return ReplicaFacts(vllm_version="0.32.0", logprobs_mode="processed_logprobs", **sizes)
 
     def check_tokenizer(self, encode, texts) -> None: ...
 
@@ -65,22 +64,24 @@ def vllm_engine_of(
     return VllmEngine(replicas, sender_of(1), WordlessTokenizer(), rollout, drives=drives, **given)
 
 
-def test_an_engine_that_still_starts_is_not_woken():
+def test_an_engine_that_still_starts_is_not_woken_and_one_that_slept_holds_no_weights():
     """It is awake once it serves, and its answer would be waited for by another deadline than its start's."""
-    replica = FakeReplica()
-    engine = vllm_engine_of(replica)
+    engine = vllm_engine_of(replica := FakeReplica())
     engine.wake(tags=["weights"])
     engine.recover(())
     engine.wake(tags=["kv_cache"])
+    replica.weight_version = 3
+    assert engine.weight_version == 3
     engine.sleep()
     assert replica.asked == ["start", "ready", "wake kv_cache", "sleep"]
+    # level 2 drops the weights, so the next sync sends them again though the trainer's have not moved
+    assert engine.weight_version == NO_WEIGHTS and replica.levels == [2]
 
 
 @pytest.mark.parametrize("silent", ["sleep", "wake"])
 def test_an_engine_that_does_not_sleep_or_wake_is_lost_and_mended_by_the_next_sync(silent):
     """A rank that raised here would leave the others in a collective."""
-    replica = FakeReplica()
-    engine = vllm_engine_of(replica)
+    engine = vllm_engine_of(replica := FakeReplica())
     engine.recover(())
     replica.weight_version, replica.silent = 3, (silent,)
     engine.sleep()
@@ -111,17 +112,6 @@ def test_a_first_start_that_fails_is_tried_again_and_one_that_fails_for_ever_end
     replica.failing_starts = 3
     with pytest.raises(EngineError, match="lost 3 times in a row, and rollout.max_restarts=2. free memory on device"):
         vllm_engine_of(replica, max_restarts=2).recover(())
-
-
-def test_an_engine_that_slept_holds_no_weights():
-    """Level 2 drops the weights, so the next sync sends them again though the trainer's have not moved."""
-    replica = FakeReplica()
-    engine = vllm_engine_of(replica)
-    engine.recover(())
-    replica.weight_version = 3
-    assert engine.weight_version == 3
-    engine.sleep()
-    assert engine.weight_version == NO_WEIGHTS and replica.levels == [2]
 
 
 def test_a_rank_without_an_engine_is_not_behind():

@@ -1,7 +1,4 @@
-"""The producer's invariants under engines and rewards that fail.
-
-Engines finish in any order, are lost and hang; rewards raise and hang.
-"""
+"""The producer's invariants under engines and rewards that fail."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ from tests.unit.rollout.fake_engine import (
     value_of,
 )
 
-EVERY_MODE = pytest.mark.parametrize(("mode", "apart"), [("sync", True), ("sync", False), *BACKGROUND])
 SHORT_S = 0.1  # a deadline, where nothing that is waited for ever comes
 
 
@@ -110,21 +106,7 @@ def test_every_place_is_found_and_scored_once(mode, apart, min_groups, sizes, lo
     end(producer)
 
 
-@EVERY_MODE
-def test_an_engine_lost_twice_in_one_job(mode, apart):
-    """It is not asked again for what is finished: of seven groups it finishes two, then one, then the rest."""
-    engine, score = FakeEngine(losses=(2, 1)), FakeReward()
-    producer = producer_of(engine, score, mode, apart=apart, min_groups=2)
-    job = job_of(producer, range(7))
-    if mode != "sync":
-        producer.start(job)
-    assert collect(producer, [job], job, job.mine) == 2
-    assert [len(call) for call in engine.calls] == [7, 5, 4]
-    assert_invariants(producer, [job], engine, score)
-    end(producer)
-
-
-@EVERY_MODE
+@pytest.mark.parametrize(("mode", "apart"), [("sync", True), ("sync", False), *BACKGROUND])
 def test_what_a_reward_raises_is_raised_by_wait_and_the_next_job_goes_on(mode, apart):
     engine, score = FakeEngine(), FakeReward(prompt="2@0", error=ValueError("no reward for 2"))
     producer = producer_of(engine, score, mode, apart=apart)
@@ -138,6 +120,14 @@ def test_what_a_reward_raises_is_raised_by_wait_and_the_next_job_goes_on(mode, a
     collect(producer, jobs, jobs[1], jobs[1].mine)
     assert set(jobs[1].scores) == set(range(4))
     end(producer)
+
+
+def begun(engine: FakeEngine, score: FakeReward, mode: str, numbers: Sequence[int], **given):
+    """Return a producer that gives up a wait after SHORT_S, and a job that it has begun."""
+    producer = producer_of(engine, score, mode, deadline_s=SHORT_S, **given)
+    job = job_of(producer, numbers)
+    producer.start(job)
+    return producer, job
 
 
 def assert_late(wait, *words: str) -> None:
@@ -161,9 +151,7 @@ def go_on(producer: RolloutWorker, job: RolloutJob, *held: threading.Event) -> N
 def test_a_wait_for_an_engine_that_hangs_ends_by_its_deadline(mode, apart):
     """The first three groups are there, and the fourth never comes."""
     engine, score = FakeEngine(holds=3), FakeReward()
-    producer = producer_of(engine, score, mode, apart=apart, min_groups=3, deadline_s=SHORT_S)
-    job = job_of(producer, range(5))
-    producer.start(job)
+    producer, job = begun(engine, score, mode, range(5), apart=apart, min_groups=3)
     assert until(lambda: len(job.rollouts) == 3)
     assert_late(lambda: producer.wait(job, [2, 3, 4]), "were not generated", "the first is prompt 3@0")
     assert_late(lambda: producer.wait_generated(job), "were not generated", "the first is prompt 3@0")
@@ -176,9 +164,7 @@ def test_a_wait_for_an_engine_that_hangs_ends_by_its_deadline(mode, apart):
 def test_a_wait_for_a_reward_that_hangs_ends_by_its_deadline(mode):
     engine, hold = FakeEngine(), threading.Event()
     score = FakeReward(prompt="1@0", hold=hold)
-    producer = producer_of(engine, score, mode, apart=True, min_groups=4, deadline_s=SHORT_S)
-    job = job_of(producer, range(4))
-    producer.start(job)
+    producer, job = begun(engine, score, mode, range(4), apart=True, min_groups=4)
     assert until(lambda: score.calls)
     assert_late(lambda: producer.wait(job, [1, 2]), "were not scored", "4 of 4, the first is prompt 0@0")
     assert until(lambda: not job.generating)
@@ -191,9 +177,7 @@ def test_a_reward_that_hangs_is_named_while_the_rest_is_generated():
     """In streaming, two groups are being scored, which hangs, and the engine has two more to do."""
     engine, hold = FakeEngine(holds=2), threading.Event()
     score = FakeReward(prompt="1@0", hold=hold)
-    producer = producer_of(engine, score, "streaming", apart=True, min_groups=2, deadline_s=SHORT_S)
-    job = job_of(producer, range(4))
-    producer.start(job)
+    producer, job = begun(engine, score, "streaming", range(4), apart=True, min_groups=2)
     assert until(lambda: score.calls)
     assert_late(lambda: producer.wait(job, [0, 1]), "were not scored", "the first is prompt 0@0")
     assert_late(lambda: producer.wait_generated(job), "were not generated", "the first is prompt 2@0")
@@ -205,9 +189,7 @@ def test_a_reward_that_hangs_is_named_while_the_rest_is_generated():
 def test_a_part_too_small_to_be_scored_waits_for_the_engine(apart):
     """In streaming in calls of three groups, a part of two that are there waits for the third."""
     engine = FakeEngine(holds=2)
-    producer = producer_of(engine, FakeReward(), "streaming", apart=apart, min_groups=3, deadline_s=SHORT_S)
-    job = job_of(producer, range(4))
-    producer.start(job)
+    producer, job = begun(engine, FakeReward(), "streaming", range(4), apart=apart, min_groups=3)
     assert until(lambda: len(job.rollouts) == 2)
     assert_late(lambda: producer.wait(job, [0, 1]), "were not generated", "the first is prompt 2@0")
     go_on(producer, job, engine.held)

@@ -93,9 +93,12 @@ def test_three_turns_equal_a_naive_loop(inner) -> None:
 
 
 def test_logprobs_equal_those_of_a_forward_pass(model, inner) -> None:
-    found, _ = generated(inner, three_turns, samples=4)
-    assert len({rollout.response_ids for rollout in found}) > 3
-    for rollout in found:
+    """Those of a saved group too, which keeps the agent's own context."""
+    drawn, _ = generated(inner, three_turns, samples=4)
+    packed = pack_groups({"a": SavedGroup(prompt=PROMPTS[0], rollouts=drawn[:4], scores=None)})
+    (group,) = unpack_groups(packed, lambda prompt_id, attempt: PROMPTS[0]).values()
+    assert len({rollout.response_ids for rollout in drawn}) > 3
+    for rollout in [*drawn, *group.rollouts]:
         sample, expected = to_sample(rollout, included=True), forward_logprobs(model, rollout).numpy()
         assert sample.token_ids.tolist() == [*rollout.context_ids, *rollout.response_ids]
         assert sample.loss_mask.any() and not sample.logprobs[~sample.loss_mask].any()
@@ -210,10 +213,8 @@ def test_an_abandoned_session_is_accounted_for(inner) -> None:
     assert "no reward came within 300 s" in found[1].excluded
     assert not to_sample(found[1], included=False).loss_mask.any()
     assert engine.tally.report() == "3 sessions; 1 abandoned (1@0#0)"
-    with (
-        abandoned(inner) as engine,
-        pytest.raises(EpisodeError, match=r"sample 1@0#0; mend it.*\n.*no reward came within 300 s"),
-    ):
+    words = r"sample 1@0#0; mend it.*\n.*no reward came within 300 s"
+    with abandoned(inner) as engine, pytest.raises(EpisodeError, match=words):
         engine.generate(PROMPTS, 1)
 
 
@@ -261,13 +262,13 @@ def test_an_engine_elsewhere_is_asked_while_it_samples_others(inner) -> None:
     assert [x.response_ids for x in found] == [x.response_ids for x in generated(inner, three_turns)[0]]
 
 
-def test_an_error_of_an_engine_elsewhere_is_raised(inner) -> None:
-    class Failing(Elsewhere):
-        def generate(self, *args, **settings):
-            raise EngineLost("it was killed", finished={})
+def test_an_error_of_an_engine_elsewhere_is_raised(inner, monkeypatch) -> None:
+    def killed(*args, **settings):
+        raise EngineLost("it was killed", finished={})
 
+    monkeypatch.setattr(engine := Elsewhere(inner), "generate", killed)
     with pytest.raises(EngineLost, match="it was killed") as lost:
-        generated(Failing(inner), three_turns)
+        generated(engine, three_turns)
     assert lost.value.finished == {}
 
 
@@ -328,15 +329,6 @@ def test_keys_and_limits_are_refused_with_a_status_and_a_message(inner, monkeypa
     assert counts["unknown sessions"] == 1 and len(found[0].response_ids) == found[0].num_sampled <= 2
     for (_, expected), (status, text) in zip(REFUSED, seen[5:], strict=True):
         assert status == 400 and expected in json.loads(text)["error"]["message"]
-
-
-def test_a_saved_group_keeps_the_agents_own_context(inner) -> None:
-    found, _ = generated(inner, three_turns, samples=2, prompts=PROMPTS[:1])
-    packed = pack_groups({"a": SavedGroup(prompt=PROMPTS[0], rollouts=found, scores=None)})
-    (group,) = unpack_groups(packed, lambda prompt_id, attempt: PROMPTS[0]).values()
-    assert [x.context_ids for x in group.rollouts] == [x.context_ids for x in found] != [None, None]
-    for saved, rollout in zip(group.rollouts, found, strict=True):
-        assert (to_sample(saved, included=True).token_ids == to_sample(rollout, included=True).token_ids).all()
 
 
 def test_the_openai_client_goes_unmodified(inner) -> None:
