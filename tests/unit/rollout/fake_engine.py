@@ -1,14 +1,15 @@
-"""An engine and a reward without a model, and a worker over them."""
+"""Engines and rewards without a model, and workers and managers over them."""
 
 from __future__ import annotations
 
 import math
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from megatron_rl.config import ProducerConfig
+from megatron_rl.config import ProducerConfig, load_config
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Prompt, Rollout, Score
 from tests.patience import HANG_S, patient, until
@@ -18,26 +19,83 @@ MODES = ("sync", "prefetch", "streaming")
 BACKGROUND = [(mode, apart) for mode in MODES[1:] for apart in (True, False)]
 
 
-def prompt_of(number: int) -> Prompt:
-    return Prompt(prompt_id=f"{number}@0", text="", token_ids=(5,), columns={})
+def prompt_of(number: int, *, epoch: int = 0, token_ids: tuple[int, ...] = (5,)) -> Prompt:
+    return Prompt(prompt_id=f"{number}@{epoch}", text="", token_ids=token_ids, columns={})
 
 
-def group_of(prompt: Prompt) -> list[Rollout]:
-    same = {
-        "response_ids": (3, 7),
-        "logprobs": (-1.0, -2.0),
-        "text": "",
-        "finish_reason": "stop",
-        "weight_versions": ((0, 2),),
-    }
-    return [Rollout(prompt=prompt, sample_index=index, **same) for index in range(SAMPLES)]
+def prompts_of(numbers: Sequence[int]) -> dict[int, Prompt]:
+    """Return the prompts of these numbers by their places."""
+    return {place: prompt_of(number) for place, number in enumerate(numbers)}
+
+
+def rollout_of(prompt: Prompt, index: int, *, version: int = 0, ids: tuple[int, ...] = (3, 7)) -> Rollout:
+    logprobs = tuple(-1.0 - place for place in range(len(ids)))
+    said = {"text": "", "finish_reason": "stop", "weight_versions": ((version, len(ids)),)}
+    return Rollout(prompt=prompt, sample_index=index, response_ids=ids, logprobs=logprobs, **said)
+
+
+def group_of(prompt: Prompt, samples: int = SAMPLES, *, version: int = 0) -> list[Rollout]:
+    return [rollout_of(prompt, index, version=version) for index in range(samples)]
 
 
 def value_of(rollout: Rollout) -> float:
     return float(int(rollout.prompt.prompt_id.split("@")[0]) * SAMPLES + rollout.sample_index)
 
 
-class FakeEngine:
+def scored_by(value: Callable[[Rollout], float]) -> Callable[[Sequence[Rollout]], list[Score]]:
+    return lambda rollouts: [Score(total=value(rollout), by_function=()) for rollout in rollouts]
+
+
+class WillingEngine:
+    """An engine in another process that takes any weights and is never lost; it samples groups of ``group_of``.
+
+    calls: the names of each call's prompts.
+    """
+
+    is_elsewhere, progressed_at = True, -math.inf
+
+    def __init__(self) -> None:
+        self.weight_version, self.lost = NO_WEIGHTS, []
+        self.calls: list[list[str]] = []
+
+    def generate(
+        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
+    ) -> list[Rollout]:
+        self.calls.append([prompt.name for prompt in prompts])
+        groups = [self.group(prompt, samples_per_prompt) for prompt in prompts]
+        for index, group in enumerate(groups):
+            on_finished(index, group)
+        return [rollout for group in groups for rollout in group]
+
+    def group(self, prompt: Prompt, samples: int) -> list[Rollout]:
+        return group_of(prompt, samples, version=self.weight_version)
+
+    def recover(self, lost) -> list[str]:
+        return []
+
+    def load_weights(self, tensors, version) -> SyncReport:
+        return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0)
+
+    def take_report(self, version, failed, lost) -> None:
+        self.weight_version = version
+
+    def sleep(self) -> None: ...
+
+    def wake(self, *, tags) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def manager_of(
+    engine, *overrides: str, score=None, version: Callable[[], int] = lambda: 0, share=(0, 1), **given
+) -> RolloutManager:
+    """Make a manager over an engine, whose trainer exports nothing and stays at version 0 unless told otherwise."""
+    config = load_config(None, list(overrides))
+    given = {"export": lambda: iter(())} | given
+    return RolloutManager(engine, score or scored_by(value_of), config, version=version, share=share, **given)
+
+
+class FakeEngine(WillingEngine):
     """Finishes groups in a random order, and is lost in the calls that ``losses`` names.
 
     losses[k]: how many groups its k-th call finishes before the engine is lost.
@@ -49,17 +107,14 @@ class FakeEngine:
     def __init__(
         self, *, seed: int = 0, losses: Sequence[int] = (), group_s: float = 0.0, holds: int | None = None
     ) -> None:
+        super().__init__()
         self.random, self.losses, self.group_s, self.holds = random.Random(seed), list(losses), group_s, holds
-        self.weight_version, self.lost = NO_WEIGHTS, []
-        self.is_elsewhere, self.progressed_at = True, -math.inf
-        self.calls: list[list[str]] = []
+        self.progressed_at = -math.inf
         self.finished: list[str] = []
         self.held, self.closed = threading.Event(), threading.Event()
         self.on_finished = None
 
-    def generate(
-        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
-    ) -> list[Rollout]:
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
         assert samples_per_prompt == SAMPLES
         self.calls.append([prompt.name for prompt in prompts])
         self.on_finished = on_finished
@@ -77,19 +132,6 @@ class FakeEngine:
             self.finished.append(prompts[k].name)
             on_finished(k, done[k])
         return [rollout for k in range(len(prompts)) for rollout in done[k]]
-
-    def recover(self, lost) -> list[str]:
-        return []
-
-    def load_weights(self, tensors, version) -> SyncReport:
-        return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0)
-
-    def take_report(self, version, failed, lost) -> None:
-        self.weight_version = version
-
-    def sleep(self) -> None: ...
-
-    def wake(self, *, tags) -> None: ...
 
     def close(self) -> None:
         self.closed.set()
@@ -118,24 +160,14 @@ class FakeReward:
 
 
 def producer_of(
-    engine: FakeEngine,
-    score: FakeReward,
-    mode: str,
-    *,
-    apart: bool,
-    min_groups: int = 1,
-    share=(0, 1),
-    deadline_s=BOUND_S,
-):
-    return RolloutWorker(
-        engine, score, ProducerConfig(mode=mode, min_groups=min_groups), apart=apart, share=share, deadline_s=deadline_s
-    )
+    engine, score, mode: str, *, apart: bool, min_groups: int = 1, share=(0, 1), deadline_s=BOUND_S
+) -> RolloutWorker:
+    config = ProducerConfig(mode=mode, min_groups=min_groups)
+    return RolloutWorker(engine, score, config, apart=apart, share=share, deadline_s=deadline_s)
 
 
 def job_of(producer: RolloutWorker, numbers: Sequence[int]) -> RolloutJob:
-    return RolloutJob(
-        {place: prompt_of(number) for place, number in enumerate(numbers)}, producer.places(len(numbers)), SAMPLES
-    )
+    return RolloutJob(prompts_of(numbers), producer.places(len(numbers)), SAMPLES)
 
 
 def end(producer: RolloutWorker) -> None:

@@ -6,12 +6,12 @@ It has the routes that server_replica.py uses, and answers from memory.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.server
 import json
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 DESCRIPTION = {"vocab_size": 64, "max_model_tokens": 32, "logprobs_mode": "processed_logprobs", "dtype": "float32"}
@@ -21,12 +21,8 @@ def generate(body: dict) -> dict:
     """Return a well-behaved answer: ``n`` samples of three tokens, the last one a stop token."""
     content = [{"token_id": token, "logprob": -0.25 * token} for token in (1, 2, 9)]
     choice = {"token_ids": [1, 2, 9], "logprobs": {"content": content}, "finish_reason": "stop"}
-    versions = [{"version": "3", "start": 0, "end": 3}]
-    return {
-        "choices": [
-            {**choice, "index": index, "weight_versions": versions} for index in range(body["sampling_params"]["n"])
-        ]
-    }
+    choice["weight_versions"] = [{"version": "3", "start": 0, "end": 3}]
+    return {"choices": [{**choice, "index": index} for index in range(body["sampling_params"]["n"])]}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -34,12 +30,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     A value is sent as JSON, a function gets the body and gives such a value, and a fault gets the handler itself.
     """
-
-    def do_GET(self) -> None:
-        self._serve()
-
-    def do_POST(self) -> None:
-        self._serve()
 
     def _serve(self) -> None:
         size = int(self.headers.get("Content-Length", 0))
@@ -53,27 +43,46 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             self.answer(200, found(body) if callable(found) else found)
 
+    do_GET = do_POST = _serve
+
     def answer(self, status: int, content: object) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
+        self.begin(len(data), status)
         self.wfile.write(data)
+
+    def begin(self, length: int | None, status: int = 200) -> None:
+        self.send_response(status)
+        if length is not None:
+            self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+    def drip(self, data: bytes) -> None:
+        """Send the bytes now and then: a client with a time-out between bytes alone would wait for ever."""
+        with contextlib.suppress(OSError):
+            while not self.server.ending.wait(0.05):
+                self.wfile.write(data)
+
+    def cut(self, data: bytes) -> None:
+        """Send the bytes, and end the connection."""
+        self.wfile.write(data)
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, *_) -> None:
         """Write nothing: pytest's output is for the tests."""
 
 
+@dataclasses.dataclass(frozen=True)
 class Answer:
-    def __init__(self, status: int, content: object) -> None:
-        self.status, self.content = status, content
+    status: int
+    content: object
 
 
+@dataclasses.dataclass(frozen=True)
 class Fault:
     """An act of the server in place of its usual answer."""
 
-    def __init__(self, act: Callable[[Handler], None]) -> None:
-        self.act = act
+    act: Callable[[Handler], None]
 
 
 def in_turn(*answers: Answer) -> Fault:
@@ -87,58 +96,29 @@ def in_turn(*answers: Answer) -> Fault:
     return Fault(act)
 
 
-def _hang(handler: Handler) -> None:
-    handler.server.ending.wait()
-
-
 def _drip(handler: Handler) -> None:
-    """Send a byte now and then.
-
-    A client with a time-out between bytes alone would wait for ever.
-    """
-    handler.send_response(200)
-    handler.send_header("Content-Length", "10000")
-    handler.end_headers()
-    with contextlib.suppress(OSError):
-        while not handler.server.ending.wait(0.05):
-            handler.wfile.write(b" ")
+    handler.begin(10_000)
+    handler.drip(b" ")
 
 
 def _drip_headers(handler: Handler) -> None:
-    with contextlib.suppress(OSError):
-        handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
-        while not handler.server.ending.wait(0.05):
-            handler.wfile.write(b"X-A: b\r\n")
-            time.sleep(0.01)
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    handler.drip(b"X-A: b\r\n")
 
 
 def _drop(handler: Handler) -> None:
-    """Send half an answer, and end the connection."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", "1000")
-    handler.end_headers()
-    handler.wfile.write(b'{"choices": [')
-    handler.wfile.flush()
-    handler.connection.shutdown(socket.SHUT_RDWR)
+    handler.begin(1000)
+    handler.cut(b'{"choices": [')
 
 
 def _reset(handler: Handler) -> None:
-    """Reset the connection without a word."""
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
     handler.connection.close()
 
 
 def _half_without_length(handler: Handler) -> None:
-    """Send half an answer without a length, so that the cut answer looks whole."""
-    handler.send_response(200)
-    handler.end_headers()
+    handler.begin(None)  # so that the cut answer looks whole
     handler.wfile.write(b'{"choices": [{"index"')
-
-
-def _cut_in_the_headers(handler: Handler) -> None:
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\nServer: uvi")
-    handler.wfile.flush()
-    handler.connection.shutdown(socket.SHUT_RDWR)
 
 
 def _garble(handler: Handler) -> None:
@@ -147,14 +127,14 @@ def _garble(handler: Handler) -> None:
 
 
 FAULTS = {
-    "hang": Fault(_hang),
+    "hang": Fault(lambda handler: handler.server.ending.wait()),
     "drip": Fault(_drip),
     "drip headers": Fault(_drip_headers),
     "drop": Fault(_drop),
     "reset": Fault(_reset),
     "half without length": Fault(_half_without_length),
     "garble": Fault(_garble),
-    "cut in the headers": Fault(_cut_in_the_headers),
+    "cut in the headers": Fault(lambda handler: handler.cut(b"HTTP/1.1 200 OK\r\nServer: uvi")),
 }
 
 
@@ -168,6 +148,7 @@ class FakeVllm(http.server.ThreadingHTTPServer):
 
     def __init__(self, **routes: object) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.ending = threading.Event()
         self.seen: list[tuple[str, str, dict | None, dict]] = []
         self.routes: dict[str, object] = {
@@ -178,12 +159,9 @@ class FakeVllm(http.server.ThreadingHTTPServer):
             "/collective_rpc": {"results": [DESCRIPTION]},
             "/tokenize": lambda body: {"tokens": [ord(letter) for letter in body["prompt"]]},
             "/inference/v1/generate": generate,
+            **{f"/{name}": answer for name, answer in routes.items()},
         }
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *_) -> None:
         """Write nothing: a client that hangs up is what some tests are about."""
@@ -191,8 +169,7 @@ class FakeVllm(http.server.ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def fake_vllm(generate: object = None, **routes: object) -> Iterator[FakeVllm]:
-    server = FakeVllm()
-    server.routes |= {"/" + name: answer for name, answer in routes.items()}
+    server = FakeVllm(**routes)
     if generate is not None:
         server.routes["/inference/v1/generate"] = generate
     try:

@@ -18,6 +18,5 @@ def replica_of(url: str, **changes) -> ServerReplica:
 
 
 def request_of(name: str = "q", n: int = 2) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=name, token_ids=(5, 6), n=n, max_tokens=8, temperature=0.7, seed=11, stop_token_ids=(9,)
-    )
+    given = {"max_tokens": 8, "temperature": 0.7, "seed": 11, "stop_token_ids": (9,)}
+    return GenerateRequest(request_id=name, token_ids=(5, 6), n=n, **given)

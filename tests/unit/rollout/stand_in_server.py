@@ -40,9 +40,8 @@ def main(arguments: list[str]) -> int:
     if how == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port if how != "never healthy" else 0), Healthy)
-    engine = subprocess.Popen(
-        [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
-    )
+    sleeper = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    engine = subprocess.Popen([sys.executable, "-S", "-E", "-c", sleeper])
     folder = pathlib.Path(os.environ["STAND_IN_FOLDER"])
     said = {"pids": [os.getpid(), engine.pid], "arguments": arguments, "environment": dict(os.environ)}
     draft = folder / f"{os.getpid()}.draft"

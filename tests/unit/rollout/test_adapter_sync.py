@@ -1,32 +1,27 @@
-"""Adapters travel alone to engines that have the weights beside them, and with those weights to every other.
-
-Settings that cannot work are refused with the way out.
-"""
+"""Adapters travel alone to engines that have the weights beside them, and with those weights to every other."""
 
 from __future__ import annotations
 
-import math
 import pathlib
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import Qwen2Config
 
 from megatron_rl.config import Config, load_config
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, EngineError
 from megatron_rl.model.hf_config import read_shape
 from megatron_rl.rollout.build import adapter_arguments, engine_arguments, refuse_mixture, refuse_sharing, shares_device
 from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
-from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.vllm.replica import ReplicaLost
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.rollout.weight_sync.transport import is_adapter
 from megatron_rl.serve.server import check_config
 from megatron_rl.validate import validate_config
 from megatron_rl.weights.mapping import adapter_entries, stage_entries
-from tests.unit.rollout.receiving_engine import Engine
+from tests.unit.rollout.fake_engine import WillingEngine, manager_of
+from tests.unit.rollout.receiving_engine import Engine, broken_after, num_bytes_of, sender_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ALONE = ("rollout.engine=vllm", "lora.rank=5", "lora.alpha=2.5", "weight_sync.adapters=alone")
@@ -35,6 +30,7 @@ PAIR = {
     "model.layers.0.mlp.down_proj.lora_A.weight": torch.ones(5, 6),
     "model.layers.0.mlp.down_proj.lora_B.weight": torch.ones(4, 5),
 }
+WHOLE = {**WEIGHTS, **PAIR}
 
 
 def config_of(*overrides: str) -> Config:
@@ -43,8 +39,7 @@ def config_of(*overrides: str) -> Config:
 
 @pytest.fixture
 def sync() -> Iterator[WeightSender]:
-    adapter = {"rank": 5, "alpha": 2.5}
-    sender = WeightSender(channel="shared_memory", bucket_bytes=256, deadline_s=30.0, device=CPU, adapter=adapter)
+    sender = sender_of(256, adapter={"rank": 5, "alpha": 2.5})
     yield sender
     sender.free()
 
@@ -53,38 +48,30 @@ def test_an_engine_that_has_the_weights_is_sent_the_pairs_alone(sync: WeightSend
     """Its end says rank and alpha, and it is told to use them after the finish, which would drop them."""
     engine = Engine("one")
     assert sync.lacks_weights(engine)
-    whole = sync.deliver(iter({**WEIGHTS, **PAIR}.items()), 1, [engine])
-    assert not whole.failed and not sync.lacks_weights(engine) and list(engine.held) == [*WEIGHTS, *PAIR]
+    whole = sync.deliver(iter(WHOLE.items()), 1, [engine])
+    assert not whole.failed and not sync.lacks_weights(engine) and list(engine.held) == list(WHOLE)
     engine.asked.clear()
     alone = sync.deliver(iter(PAIR.items()), 2, [engine])
     assert not alone.failed and not sync.lacks_weights(engine) and list(engine.held) == list(PAIR)
-    assert alone.num_bytes == sum(x.nbytes for x in PAIR.values()) and engine.end["adapter"] == sync.adapter
+    assert alone.num_bytes == num_bytes_of(PAIR) and engine.end["adapter"] == sync.adapter
     asked = [x for x in engine.asked if x in ("finish_weight_update", "use_adapter", "reset_prefix_cache")]
     assert asked == ["finish_weight_update", "use_adapter", "reset_prefix_cache"]
 
 
-def test_an_engine_that_was_forgotten_or_failed_lacks_the_weights(sync: WeightSender) -> None:
+def test_an_engine_that_is_new_was_forgotten_or_failed_lacks_the_weights(sync: WeightSender) -> None:
     one, other = Engine("one"), Engine("other")
-    sync.deliver(iter({**WEIGHTS, **PAIR}.items()), 1, [one, other])
+    assert not sync.deliver(iter(PAIR.items()), 1, [one]).failed and sync.lacks_weights(one)  # it never had them
+    sync.deliver(iter(WHOLE.items()), 1, [one, other])
     sync.forget(one)
     assert sync.lacks_weights(one) and not sync.lacks_weights(other)
     other.lies = {"checksum": "0" * 32}
     assert sync.deliver(iter(PAIR.items()), 2, [other]).failed
     assert sync.lacks_weights(other)
 
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from WEIGHTS.items()
-        raise OSError("the exporter broke")
-
-    sync.deliver(iter({**WEIGHTS, **PAIR}.items()), 3, [one])
-    with pytest.raises(OSError, match="the exporter broke"):
-        sync.deliver(broken(), 4, [one])
+    sync.deliver(iter(WHOLE.items()), 3, [one])
+    with pytest.raises(EngineError, match="the exporter broke"):
+        sync.deliver(broken_after(WHOLE, 2), 4, [one])
     assert sync.lacks_weights(one)
-
-
-def test_an_engine_that_never_had_the_weights_lacks_them_after_pairs_alone(sync: WeightSender) -> None:
-    engine = Engine("one")
-    assert not sync.deliver(iter(PAIR.items()), 1, [engine]).failed and sync.lacks_weights(engine)
 
 
 def test_an_engine_that_does_not_use_its_adapters_has_no_version(sync: WeightSender, monkeypatch) -> None:
@@ -97,70 +84,51 @@ def test_an_engine_that_does_not_use_its_adapters_has_no_version(sync: WeightSen
         return control(method, arguments, timeout_s)
 
     monkeypatch.setattr(engine, "control", refuses)
-    report = sync.deliver(iter({**WEIGHTS, **PAIR}.items()), 1, [engine])
+    report = sync.deliver(iter(WHOLE.items()), 1, [engine])
     assert report.failed == {"one": "one is gone"} and sync.lacks_weights(engine)
 
 
 def test_without_adapters_of_its_own_a_sync_is_what_it_was() -> None:
-    sender, engine = WeightSender(channel="shared_memory", bucket_bytes=256, deadline_s=30.0, device=CPU), Engine("one")
+    sender, engine = sender_of(256), Engine("one")
     assert not sender.deliver(iter(WEIGHTS.items()), 1, [engine]).failed
     assert "adapter" not in engine.end and "use_adapter" not in engine.asked
     sender.free()
 
 
-class Choosy:
+class Choosy(WillingEngine):
     """An engine that says whether it lacks the weights, and keeps the names that it was sent.
 
     syncs: for each sync whether it comes through.
     """
 
-    lost: tuple[str, ...] = ()
-    is_elsewhere, progressed_at = False, -math.inf
+    is_elsewhere = False
 
     def __init__(self, *syncs: bool) -> None:
-        self.syncs, self.names = list(syncs), []
-        self.lacks_weights, self.weight_version = True, NO_WEIGHTS
-
-    def recover(self, lost) -> tuple[str, ...]:
-        return ()
+        super().__init__()
+        self.syncs, self.names, self.lacks_weights = list(syncs), [], True
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         sent = dict(tensors)
         self.names.append(list(sent))
-        failed = {} if self.syncs.pop(0) else {"the engine": "a checksum differs"}
-        self.lacks_weights = bool(failed)
-        num_bytes = sum(x.nbytes for x in sent.values())
-        return SyncReport(version=version, num_tensors=len(sent), num_bytes=num_bytes, seconds=0.1, failed=failed)
+        self.lacks_weights = not self.syncs.pop(0)
+        failed = {"the engine": "a checksum differs"} if self.lacks_weights else {}
+        return SyncReport(
+            version=version, num_tensors=len(sent), num_bytes=num_bytes_of(sent), seconds=0.1, failed=failed
+        )
 
     def take_report(self, version, failed, lost) -> None:
         self.weight_version = NO_WEIGHTS if failed else version
 
 
-@pytest.fixture
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("world")
-def test_the_manager_sends_the_weights_where_an_engine_lacks_them() -> None:
+def test_the_manager_sends_the_weights_where_an_engine_lacks_them(alone) -> None:
     """It sends them to a fresh engine, pairs alone for the next versions, and both again after a sync that failed."""
     engine, now = Choosy(True, True, False, True), [0]
-    manager = RolloutManager(
-        engine,
-        None,
-        config_of(),
-        export=lambda: iter(WEIGHTS.items()),
-        export_adapters=lambda: iter(PAIR.items()),
-        version=lambda: now[0],
-        share=(0, 1),
-    )
+    exports = {"export": lambda: iter(WEIGHTS.items()), "export_adapters": lambda: iter(PAIR.items())}
+    manager = manager_of(engine, *ALONE, version=lambda: now[0], **exports)
     for now[0] in range(3):
         manager.sync_weights()
-    both = [*WEIGHTS, *PAIR]
-    assert engine.names == [both, list(PAIR), list(PAIR), both]
-    assert manager.take_metrics()["perf/weight_sync_bytes"] == sum(x.nbytes for x in {**WEIGHTS, **PAIR}.values())
+    assert engine.names == [list(WHOLE), list(PAIR), list(PAIR), list(WHOLE)]
+    assert manager.take_metrics()["perf/weight_sync_bytes"] == num_bytes_of(WHOLE)
 
 
 @pytest.mark.parametrize("rank, most", [(1, 1), (2, 8), (8, 8), (9, 16), (64, 64), (129, 256), (257, 320), (512, 512)])
@@ -168,17 +136,14 @@ def test_an_engine_is_built_for_the_next_rank_that_vllm_knows(rank: int, most: i
     found = engine_arguments(config_of(f"lora.rank={rank}", "lora.targets=[linear_qkv,linear_fc2]"), CPU)
     assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 1, most)
     assert found["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "down_proj"]
-
-
-def test_merged_engines_know_of_no_adapters() -> None:
-    found = engine_arguments(config_of("weight_sync.adapters=merged"), CPU)
-    assert not [name for name in found if "lora" in name]
+    merged = engine_arguments(config_of(f"lora.rank={rank}", "weight_sync.adapters=merged"), CPU)
+    assert not [name for name in merged if "lora" in name]
 
 
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["lora.rank=null"], "lora.rank=null, rollout.engine=vllm; set both, or weight_sync.adapters=merged"),
+        (["lora.rank=null"], "lora.rank=null, rollout.engine=vllm.*weight_sync.adapters=merged"),
         (["rollout.engine=transformers"], "lora.rank=5, rollout.engine=transformers"),
         (["lora.rank=513"], "lora.rank=513 is more than vLLM's engines hold, 512"),
         (["rollout.servers=[http://127.0.0.1:8000]"], r"rollout.servers=\['http://127.0.0.1:8000'\]: a vLLM server"),
@@ -191,24 +156,21 @@ def test_adapters_alone_where_they_cannot_be_are_refused(arithmetic: pathlib.Pat
         validate_config(config_of(*given, *overrides))
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [("enable_lora", "true"), ("max_loras", "2"), ("max_lora_rank", "64"), ("lora_dtype", "bfloat16")],
-)
-def test_vllms_own_settings_of_adapters_are_refused(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"rollout.vllm.{name}=.* may not be set there"):
-        config_of(f"rollout.vllm={{{name}: {value}}}")
+def test_vllms_own_settings_of_adapters_are_refused() -> None:
+    for name, value in {"enable_lora": "true", "max_loras": 2, "max_lora_rank": 64, "lora_dtype": "bfloat16"}.items():
+        with pytest.raises(ConfigError, match=f"rollout.vllm.{name}=.* may not be set there"):
+            config_of(f"rollout.vllm={{{name}: {value}}}")
     with pytest.raises(ConfigError, match="weight_sync.adapters='both'"):
         config_of("weight_sync.adapters=both")
 
 
 def test_engines_that_would_drop_the_weights_or_round_the_pairs_are_refused() -> None:
-    with pytest.raises(ConfigError, match="drop them when they sleep .*rollout.sleep=never"):
+    with pytest.raises(ConfigError, match="weight_sync.adapters=alone .*rollout.sleep=never"):
         refuse_sharing(config_of(), shares_device(config_of(), GPU))
     never = config_of("rollout.sleep=never", "model.dtype=bfloat16")
     refuse_sharing(never, shares_device(never, GPU))
     assert adapter_arguments(never, on_gpu=True) == adapter_arguments(never, on_gpu=False)
-    with pytest.raises(ConfigError, match="model.dtype=float32: vLLM's adapters compute in 16 bits on a GPU"):
+    with pytest.raises(ConfigError, match="model.dtype=float32.*model.dtype=bfloat16"):
         adapter_arguments(config_of("model.dtype=float32"), on_gpu=True)
     assert adapter_arguments(config_of("model.dtype=float32"), on_gpu=False)["lora_dtype"] == "auto"
 

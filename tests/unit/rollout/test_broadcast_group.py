@@ -1,18 +1,14 @@
-"""Checks rollout/weight_sync/group.py: one broadcast per bucket reaches every server, and a lost one harms no other.
-
-Each server's workers are processes, which compare every bucket's checksum as vLLM's workers do.
-"""
+"""Checks rollout/weight_sync/group.py: one broadcast per bucket reaches every server, and a lost one harms no other."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import pathlib
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -24,24 +20,37 @@ from megatron_rl.rollout.vllm.replica import ReplicaLost
 from megatron_rl.rollout.weight_sync import group
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from tests.patience import HANG_S, patient
+from tests.unit.rollout.receiving_engine import num_bytes_of, sender_of, weights_of
+from tests.workers.nursery import Nursery
 
-pytestmark = pytest.mark.process
-
-WORKER = pathlib.Path(__file__).parents[3] / "tools" / "acceptance_matrix" / "channel_worker.py"
 DEADLINE_S = patient(4.0)
+TENSORS = weights_of([(3,), (5, 7), (300,), (0,), (130, 9), (511,), (64, 5), (1,), (7, 7, 7)])
+
+
+class Worker:
+    """A process that takes calls, one line each, and answers each by a line."""
+
+    def __init__(self, nursery: Nursery, printed: pathlib.Path) -> None:
+        (read, told), (taken, write) = os.pipe(), os.pipe()
+        function, arguments = "tests.unit.rollout.receiving_engine:run_worker", [patient(10 * HANG_S)]
+        self.process = nursery.start(function, arguments, printed=printed, stdin=taken, pipe=told)
+        os.close(told)
+        os.close(taken)
+        self.calls, self.answers = open(write, "w"), open(read)  # noqa: SIM115
+
+    def close(self) -> None:
+        self.process.kill()
+        self.answers.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.calls.close()
 
 
 class Server:
     """Stands for a server as far as WeightSender knows it: some workers, each a process that takes every call."""
 
-    def __init__(self, name: str, num_workers: int) -> None:
-        self.name, self.weight_version = name, NO_WEIGHTS
+    def __init__(self, name: str, workers: list[Worker]) -> None:
+        self.name, self.weight_version, self.workers = name, NO_WEIGHTS, workers
         self.before_bucket, self.num_buckets = {}, 0
-        command = [sys.executable, str(WORKER), str(patient(10 * HANG_S))]
-        self.workers = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(num_workers)
-        ]
 
     def control(self, method: str, arguments: dict, timeout_s: float) -> object:
         if arguments.get("kind") == "bucket":
@@ -52,17 +61,17 @@ class Server:
             if "first_rank" in own:
                 own["first_rank"] += rank
             try:
-                worker.stdin.write(json.dumps({"method": method, "arguments": own}) + "\n")
-                worker.stdin.flush()
+                worker.calls.write(json.dumps({"method": method, "arguments": own}) + "\n")
+                worker.calls.flush()
             except BrokenPipeError:
                 raise ReplicaLost(f"{self.name} is gone") from None
         answers = [self._answer(worker, method, timeout_s) for worker in self.workers]
         return [receipt for answer in answers for receipt in answer] if method == "weights_received" else None
 
-    def _answer(self, worker: subprocess.Popen, method: str, timeout_s: float) -> object:
-        if not select.select([worker.stdout], [], [], timeout_s)[0]:
+    def _answer(self, worker: Worker, method: str, timeout_s: float) -> object:
+        if not select.select([worker.answers], [], [], timeout_s)[0]:
             raise ReplicaLost(f"{self.name} did not answer {method}")
-        line = worker.stdout.readline()
+        line = worker.answers.readline()
         if not line:
             raise ReplicaLost(f"{self.name} is gone")
         answer = json.loads(line)
@@ -71,27 +80,23 @@ class Server:
         return answer["value"]
 
     def signal(self, number: int) -> None:
-        os.kill(self.workers[-1].pid, number)
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.kill()
-            worker.communicate()
+        os.kill(self.workers[-1].process.pid, number)
 
 
 @pytest.fixture
-def servers() -> Iterator[list[Server]]:
-    made = [Server("one", 1), Server("two", 2), Server("three", 1)]
-    for server in made:
-        server.control("weights_received", {}, patient(HANG_S))  # torch is imported
-    yield made
-    for server in made:
-        server.close()
+def servers(nursery: Nursery, tmp_path: pathlib.Path) -> Iterator[list[Server]]:
+    with contextlib.ExitStack() as opened:
+
+        def worker(name: str) -> Worker:
+            return opened.enter_context(contextlib.closing(Worker(nursery, tmp_path / name)))
+
+        counts = {"one": 1, "two": 2, "three": 1}
+        yield [Server(name, [worker(f"{name}{k}") for k in range(count)]) for name, count in counts.items()]
 
 
 @pytest.fixture
 def sync() -> Iterator[WeightSender]:
-    sender = WeightSender(channel="broadcast", bucket_bytes=2**12, deadline_s=DEADLINE_S, device=torch.device("cpu"))
+    sender = sender_of(2**12, channel="broadcast", deadline_s=DEADLINE_S)
     yield sender
     sender.group.close()
     sender.free()
@@ -110,15 +115,8 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def weights() -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(0)
-    sizes = [(3,), (5, 7), (300,), (0,), (130, 9), (511,), (64, 5), (1,), (7, 7, 7)]
-    kinds = [torch.float32, torch.bfloat16]
-    return {f"weight.{i}": torch.randn(size, generator=random).to(kinds[i % 2]) for i, size in enumerate(sizes)}
-
-
 def deliver(sync: WeightSender, version: int, servers: list[Server]):
-    return sync.deliver(iter(weights().items()), version, servers)
+    return sync.deliver(iter(TENSORS.items()), version, servers)
 
 
 def whole(sync: WeightSender, version: int, servers: list[Server]) -> None:
@@ -143,10 +141,8 @@ def test_each_bucket_is_broadcast_once_to_all_servers(sync, servers, broadcasts)
 
 def test_a_broadcast_brings_what_changed_unless_one_server_needs_everything(servers, broadcasts):
     """What servers hold outlives a group; every worker compares the digests of every whole bucket."""
-    sync = WeightSender(
-        channel="broadcast", bucket_bytes=2**12, deadline_s=DEADLINE_S, device=torch.device("cpu"), full_every=100
-    )
-    tensors, version = weights(), itertools.count(1)
+    sync = sender_of(2**12, channel="broadcast", deadline_s=DEADLINE_S, full_every=100)
+    tensors, version = {name: tensor.clone() for name, tensor in TENSORS.items()}, itertools.count(1)
 
     def sent(*targets: Server) -> int:
         broadcasts.clear()
@@ -156,7 +152,7 @@ def test_a_broadcast_brings_what_changed_unless_one_server_needs_everything(serv
         assert report.sent_bytes == sum(broadcasts)
         return sum(broadcasts)
 
-    everything = sum(x.nbytes for x in tensors.values())
+    everything = num_bytes_of(tensors)
     try:
         assert sent(*servers[:2]) >= everything
         assert sent(*servers[:2]) < everything / 20
@@ -180,13 +176,13 @@ def test_a_server_lost_in_mid_sync_ends_it_in_bounded_time_and_the_rest_go_on(sy
     drawn = []
 
     def counted() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights().items():
+        for name, tensor in TENSORS.items():
             drawn.append(name)
             yield name, tensor
 
     report = sync.deliver(counted(), 2, servers)
     assert victim.name in report.failed and victim.name in report.lost
-    assert set(report.failed) == {x.name for x in servers} and drawn == list(weights())
+    assert set(report.failed) == {x.name for x in servers} and drawn == list(TENSORS)
     assert all(x.weight_version == NO_WEIGHTS for x in servers) and not sync.group.spans(servers)
     whole(sync, 2, rest)
     whole(sync, 3, rest)

@@ -1,15 +1,9 @@
-"""Checks that the sender and rollout/weight_sync/held.py give engines what changed, and all of it where they need all.
-
-The engines are stand-ins that hold buckets as the receiver does, compare checksums, and read each bucket late.
-"""
+"""Checks that the sender and held.py give engines what changed, and all of it where they need all."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
-import pathlib
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,79 +11,18 @@ import torch
 
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
-from megatron_rl.rollout.vllm.replica import WeightReceipt
 from megatron_rl.rollout.weight_sync.half import Half
 from megatron_rl.rollout.weight_sync.held import HeldBuckets
 from megatron_rl.rollout.weight_sync.sender import WeightSender
-from megatron_rl.rollout.weight_sync.transport import Tally, view_of
-from megatron_rl.weights.bucket_digest import bucket_checksum
-from megatron_rl.weights.delta import difference_of
+from tests.unit.rollout.receiving_engine import Engine, broken_after, exported, num_bytes_of, sender_of, weights_of
 
 FULL_EVERY = 4
 SIZES = [(3,), (50, 70), (1,), (650, 9), (20, 2), (0, 4), (400, 4), (130,), (6,), (1,), (630,), (0,)]
 
 
-class Engine:
-    """Stands for a replica with one worker, which holds buckets and patches them."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.weight_version = name, NO_WEIGHTS
-        self.start_anew()
-
-    def start_anew(self) -> None:
-        self.holds, self.buckets = False, HeldBuckets()
-        self.receipt = WeightReceipt(version=NO_WEIGHTS, checksum="", num_tensors=0)
-        self.weights: dict[str, torch.Tensor] = {}
-        self.tally, self.end, self.changed_buckets = Tally(), {}, 0
-
-    def control(self, method: str, arguments: dict, timeout_s: float) -> object:
-        match method:
-            case "init_weight_transfer":
-                self.holds = arguments["holds"]
-                if not self.holds:
-                    self.buckets.clear()
-            case "start_weight_update":
-                self.weights, self.tally, self.changed_buckets = {}, Tally(), 0
-                self.receipt = WeightReceipt(version=NO_WEIGHTS, checksum="", num_tensors=0)
-                self.buckets.begin()
-            case "update_weights" if arguments["kind"] == "bucket":
-                time.sleep(0.01)  # a sender that does not wait for the answer has written over the bucket by now
-                self.take(arguments)
-            case "update_weights":
-                self.receipt = WeightReceipt(
-                    version=arguments["version"], checksum=self.tally.value(), num_tensors=self.tally.count
-                )
-                self.buckets.end()
-            case "weights_received":
-                return [dataclasses.asdict(self.receipt)]
-        return None
-
-    def take(self, bucket: dict) -> None:
-        sent = torch.frombuffer(bytearray(pathlib.Path(bucket["segment"]).read_bytes()), dtype=torch.uint8)
-        if changes := bucket.get("difference"):
-            self.changed_buckets += 1
-            try:
-                tensors, packed = self.buckets.patch(changes, sent[: difference_of(changes).num_bytes])
-            except ValueError as error:
-                raise EngineError(f"{error}") from error
-        else:
-            tensors, packed = bucket["tensors"], sent[: bucket["num_bytes"]]
-            if self.holds:
-                packed = self.buckets.keep(tensors, packed)
-        if bucket_checksum(tensors, packed) != bucket["checksum"]:
-            raise EngineError("a bucket did not arrive as it was sent")
-        self.weights |= {name: view_of(packed, dtype, size, at).clone() for name, dtype, size, at in tensors}
-        self.tally.add(bucket["checksum"], len(tensors))
-
-
 class Trainer:
     def __init__(self, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> None:
-        self.random = torch.Generator().manual_seed(0)
-        self.weights = {
-            f"weight.{i}": torch.randn(size, generator=self.random).to(dtypes[i % len(dtypes)])
-            for i, size in enumerate(SIZES)
-        }
-        self.version = 0
+        self.random, self.weights, self.version = torch.Generator().manual_seed(1), weights_of(SIZES, dtypes), 0
 
     def step(self, share: float = 0.01) -> None:
         for tensor in self.weights.values():
@@ -98,45 +31,36 @@ class Trainer:
 
     def send(self, sender: WeightSender, *engines: Engine) -> SyncReport:
         self.version += 1
-        report = sender.deliver(self.exported(), self.version, engines)
+        report = sender.deliver(exported(self.weights), self.version, engines)
         for engine in engines:
             if engine.name not in report.failed:
-                assert engine.weight_version == self.version and list(engine.weights) == list(self.weights)
-                for name, tensor in engine.weights.items():
+                assert engine.weight_version == self.version and list(engine.held) == list(self.weights)
+                for name, tensor in engine.held.items():
                     wanted = self.weights[name]
                     assert tensor.dtype == wanted.dtype and tensor.shape == wanted.shape
                     assert tensor.view(-1).view(torch.uint8).equal(wanted.view(-1).view(torch.uint8)), name
         return report
 
-    def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Lend each tensor until the next is asked for, as ``export_weights`` does."""
-        for name, tensor in self.weights.items():
-            lent = tensor.clone()
-            yield name, lent
-            lent.fill_(torch.nan)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.nbytes for x in self.weights.values())
-
 
 @pytest.fixture
 def sync() -> Iterator[WeightSender]:
-    sender = WeightSender(
-        channel="shared_memory",
-        bucket_bytes=8192,
-        deadline_s=30.0,
-        device=torch.device("cpu"),
-        full_every=FULL_EVERY,
-    )
+    sender = sender_of(8192, full_every=FULL_EVERY)
     yield sender
     sender.free()
+
+
+def begun(sync: WeightSender, *engines: Engine, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> Trainer:
+    """Return a trainer that has sent everything once, and has made a step since."""
+    trainer = Trainer(dtypes)
+    trainer.send(sync, *engines)
+    trainer.step()
+    return trainer
 
 
 def whole(report: SyncReport, trainer: Trainer) -> bool:
     """Tell whether an engine got all bytes, and not less than a tenth of them."""
     assert not report.failed, report.failed
-    assert report.num_bytes == trainer.num_bytes
+    assert report.num_bytes == num_bytes_of(trainer.weights)
     assert report.sent_bytes >= report.num_bytes or report.sent_bytes < report.num_bytes / 10
     return report.sent_bytes >= report.num_bytes
 
@@ -154,10 +78,10 @@ def test_engines_hold_the_trainers_bits_after_every_sync(sync, dtypes):
 def test_the_share_is_that_of_the_elements_that_changed(sync):
     trainer, engine = Trainer(), Engine("one")
     assert trainer.send(sync, engine).changed_share is None
-    before = {name: tensor.clone() for name, tensor in trainer.weights.items()}
+    before = torch.cat([tensor.flatten() for tensor in trainer.weights.values()])
     trainer.step()
-    changed = sum(int((before[name] != tensor).sum()) for name, tensor in trainer.weights.items())
-    elements = sum(tensor.numel() for tensor in trainer.weights.values())
+    now = torch.cat([tensor.flatten() for tensor in trainer.weights.values()])
+    changed, elements = int((before != now).sum()), len(now)
     assert trainer.send(sync, engine).changed_share == changed / elements
     report = trainer.send(sync, engine)
     assert (report.changed_share, report.sent_bytes) == (0.0, 0)
@@ -168,16 +92,14 @@ def test_where_everything_changed_buckets_travel_whole(sync):
     trainer.send(sync, engine)
     trainer.step(1.0)
     report = trainer.send(sync, engine)
-    assert report.changed_share == 1.0 and report.sent_bytes > 0.99 * trainer.num_bytes
+    assert report.changed_share == 1.0 and report.sent_bytes > 0.99 * report.num_bytes
     assert engine.changed_buckets <= 2  # buckets of a few small tensors, without the bytes between them
     trainer.step()
     assert not whole(trainer.send(sync, engine), trainer)
 
 
 def test_a_new_and_a_restarted_engine_get_everything_and_the_other_what_changed(sync):
-    trainer, old, new = Trainer(), Engine("old"), Engine("new")
-    trainer.send(sync, old)
-    trainer.step()
+    trainer, new = begun(sync, old := Engine("old")), Engine("new")
     assert whole(trainer.send(sync, old, new), trainer)
     assert old.changed_buckets > 0 and new.changed_buckets == 0
     trainer.step()
@@ -199,9 +121,7 @@ def test_an_engine_whose_receipt_differs_gets_everything_at_once(sync, caplog):
 
 
 def test_an_engine_that_missed_a_sync_gets_everything(sync):
-    trainer, absent, present = Trainer(), Engine("absent"), Engine("present")
-    trainer.send(sync, absent, present)
-    trainer.step()
+    trainer = begun(sync, absent := Engine("absent"), present := Engine("present"))
     trainer.send(sync, present)
     trainer.step()
     trainer.send(sync, absent, present)
@@ -209,18 +129,16 @@ def test_an_engine_that_missed_a_sync_gets_everything(sync):
 
 
 def test_a_damaged_change_fails_and_the_next_sync_brings_everything(sync, monkeypatch):
-    trainer, engine, other = Trainer(), Engine("one"), Engine("two")
-    trainer.send(sync, engine, other)
-    trainer.step()
-    patch = HeldBuckets.patch
+    trainer = begun(sync, engine := Engine("one"), other := Engine("two"))
+    patch = engine.buckets.patch
 
-    def flipped(held, fields, payload):
+    def flipped(fields, payload):
         payload = payload.clone()
         payload[-1:] ^= 1
-        return patch(held, fields, payload)
+        return patch(fields, payload)
 
     with monkeypatch.context() as planted:
-        planted.setattr(engine.buckets, "patch", lambda *given: flipped(engine.buckets, *given))
+        planted.setattr(engine.buckets, "patch", flipped)
         report = trainer.send(sync, engine, other)
     assert report.failed == {"one": "a bucket did not arrive as it was sent"} and other.changed_buckets > 0
     assert engine.weight_version == NO_WEIGHTS
@@ -231,23 +149,11 @@ def test_a_damaged_change_fails_and_the_next_sync_brings_everything(sync, monkey
     assert engine.changed_buckets > 0 and other.changed_buckets > 0
 
 
-def test_weights_that_broke_off_are_not_taken_for_sent(sync):
-    trainer, engine = Trainer(), Engine("one")
-    trainer.send(sync, engine)
-    trainer.step()
-
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(trainer.weights.items())[:7]
-        raise EngineError("the exporter broke")
-
+def test_weights_that_broke_off_or_had_no_room_are_not_taken_for_sent(sync, monkeypatch):
+    trainer = begun(sync, engine := Engine("one"))
     with pytest.raises(EngineError, match="the exporter broke"):
-        sync.deliver(broken(), 99, [engine])
+        sync.deliver(broken_after(trainer.weights, 7), 99, [engine])
     assert whole(trainer.send(sync, engine), trainer)
-
-
-def test_no_room_for_changes_is_told(sync, monkeypatch):
-    trainer, engine = Trainer(), Engine("one")
-    trainer.send(sync, engine)
     trainer.step()
 
     def full(*_: object) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import re
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import EngineError
+from megatron_rl.rollout.vllm import dispatch as dispatching
 from megatron_rl.rollout.vllm.dispatch import Dispatched, dispatch
 from megatron_rl.rollout.vllm.replica import UPDATING, Completion, GenerateRequest, ReplicaLost, RequestRefused
 from tests.patience import HANG_S, patient
@@ -27,18 +28,28 @@ VERSION = 3
 
 
 def request_of(name: str, n: int = 2) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=name, token_ids=(1, 2), n=n, max_tokens=4, temperature=1.0, seed=0, stop_token_ids=(9,)
-    )
+    given = {"max_tokens": 4, "temperature": 1.0, "seed": 0, "stop_token_ids": (9,)}
+    return GenerateRequest(request_id=name, token_ids=(1, 2), n=n, **given)
 
 
-def completion_of(mark: int, *, tokens: int = 3, logprobs: int = 3, finish_reason: str = "stop") -> Completion:
-    return Completion(
-        token_ids=np.full(tokens, mark),
-        logprobs=np.full(logprobs, -0.5, dtype=np.float32),
-        finish_reason=finish_reason,
-        weight_versions=(),
-    )
+def requests_of(count: int, n: int = 2) -> list[GenerateRequest]:
+    return [request_of(f"q{index}", n) for index in range(count)]
+
+
+def completion_of(mark: int, **changes) -> Completion:
+    given = {"logprobs": np.full(3, -0.5, dtype=np.float32), "finish_reason": "stop", "weight_versions": ()}
+    return Completion(token_ids=np.full(3, mark), **given | changes)
+
+
+# The last sample of an answer under each word.
+LAST = {
+    "uneven": {"logprobs": np.full(2, -0.5, dtype=np.float32)},
+    "nan": {"logprobs": np.array([-0.5, -np.inf, np.nan], dtype=np.float32)},
+    "abort": {"finish_reason": "abort"},
+    "of files": {"weight_versions": ((-1, 3),)},
+    "older": {"weight_versions": ((2, 1), (3, 2))},
+    "newer": {"weight_versions": ((3, 1), (4, 2))},
+}
 
 
 class FakeReplica:
@@ -87,18 +98,8 @@ class FakeReplica:
 
     def _end(self, request: GenerateRequest, future: Future, word: str) -> None:
         mark = hash((self.name, request.request_id, len(self.given))) % 10_000
-        answers = [completion_of(mark) for _ in range(request.n)]
-        match word:
-            case "fewer":
-                answers = answers[:-1]
-            case "more":
-                answers = [*answers, answers[0]]
-            case "uneven":
-                answers[-1] = completion_of(mark, logprobs=2)
-            case "older":
-                answers = [dataclasses.replace(x, weight_versions=((-1, 3),)) for x in answers]
-            case "abort":
-                answers[0] = completion_of(mark, finish_reason="abort")
+        count = request.n - 1 + {"fewer": -1, "more": 1}.get(word, 0)
+        answers = [completion_of(mark)] * count + [completion_of(mark, **LAST.get(word, {}))]
         with self._lock:
             self._under_way.pop(request.request_id, None)
         try:
@@ -119,11 +120,8 @@ class FakeReplica:
 
 
 def run(requests, replicas, **changes) -> Dispatched:
-    return dispatch(
-        requests,
-        replicas,
-        **{"weight_version": VERSION, "deadline_s": LONG_S, "max_in_flight": 4, "attempts": 3} | changes,
-    )
+    given = {"weight_version": VERSION, "deadline_s": LONG_S, "max_in_flight": 4, "attempts": 3}
+    return dispatch(requests, replicas, **given | changes)
 
 
 WORDS = st.lists(st.sampled_from(["answer", "soon", "slow", "lost", "gone", "hang", "late", "abort"]), max_size=6)
@@ -140,17 +138,9 @@ WORDS = st.lists(st.sampled_from(["answer", "soon", "slow", "lost", "gone", "han
 )
 def test_every_request_is_finished_once_or_lost(plans, num_requests, max_in_flight, attempts, rotation, n):
     replicas = [FakeReplica(f"r{index}", plan, rest="soon") for index, plan in enumerate(plans)]
-    requests = [request_of(f"q{index}", n) for index in range(num_requests)]
-    told: list[tuple] = []
-    found = run(
-        requests,
-        replicas,
-        deadline_s=0.02,
-        max_in_flight=max_in_flight,
-        attempts=attempts,
-        rotation=rotation,
-        on_finished=lambda *finished: told.append((*finished, threading.get_ident())),
-    )
+    requests, told = requests_of(num_requests, n), []
+    bounds = {"deadline_s": 0.02, "max_in_flight": max_in_flight, "attempts": attempts, "rotation": rotation}
+    found = run(requests, replicas, on_finished=lambda *x: told.append((*x, threading.get_ident())), **bounds)
     # a dict keeps the order
     assert told == [(name, completions, threading.get_ident()) for name, completions in found.finished.items()]
     lost = [request.request_id for request in found.lost]
@@ -172,29 +162,26 @@ def test_requests_are_told_in_the_order_of_finishing():
         if len(told) == 3:
             first_asked.release("q0")
 
-    requests = [request_of(f"q{index}") for index in range(4)]
-    found = run(requests, [first_asked, FakeReplica("b", rest="soon")], max_in_flight=4, rotation=0, on_finished=tell)
+    found = run(requests_of(4), [first_asked, FakeReplica("b", rest="soon")], on_finished=tell)
     assert dict(told) == found.finished and len(told) == 4 and told == list(found.finished.items())
     first, last = told[0][0], told[-1][0]
     assert first != "q0" and last == "q0"  # replica a has it first and answers it last
 
 
-def test_a_callback_that_raises_leaves_nothing_under_way():
-    replicas = [FakeReplica("a", ["hang", "hang"]), FakeReplica("b")]
+@pytest.mark.parametrize(("word", "error"), [("answer", KeyError), ("refused", RequestRefused)])
+def test_a_callback_that_raises_or_a_refusal_leaves_nothing_under_way(word, error):
+    replicas = [FakeReplica("a", ["hang", "hang"]), FakeReplica("b", [word])]
 
     def refuse(name: str, _: object) -> None:
         raise KeyError(name)
 
-    with pytest.raises(KeyError, match="q1"):
-        run([request_of(f"q{index}") for index in range(3)], replicas, max_in_flight=2, on_finished=refuse)
+    with pytest.raises(error, match="q1|the prompt is too long"):
+        run(requests_of(3), replicas, max_in_flight=2, on_finished=refuse)
     assert sorted(replicas[0].aborted) == ["q0", "q2"] and replicas[1].given == ["q1"] and not replicas[1].aborted
 
 
 def test_a_late_answer_is_not_taken():
-    """A late answer is not taken: the second replica's answer counts.
-
-    The first replica answers, with marks of its own, once it was given up.
-    """
+    """The first replica answers, with marks of its own, once it was given up: the second one's answer counts."""
     slow, fast = FakeReplica("slow", ["late"]), FakeReplica("fast")
     found = run([request_of("q")], [slow, fast], deadline_s=SHORT_S)
     assert slow.given == fast.given == ["q"] and slow.aborted == ["q"]
@@ -203,111 +190,74 @@ def test_a_late_answer_is_not_taken():
     assert list(found.down) == ["slow"] and found.lost == ()
 
 
+class SlowReplica(FakeReplica):
+    """Answers its oldest request after three deadlines, in which it says at each look that it computes; or is mute."""
+
+    def __init__(self, name: str, *, computes: bool) -> None:
+        self.computes, self.since = computes, time.monotonic()
+        super().__init__(name, rest="held")
+
+    @property
+    def progressed_at(self) -> float:
+        now = time.monotonic()
+        if self.computes and self._held and now > self.since + 3 * SHORT_S:
+            self.since = now
+            self.release(next(iter(self._held)))
+        return now if self.computes else -math.inf
+
+    @progressed_at.setter
+    def progressed_at(self, _: float) -> None: ...
+
+
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_request_may_take_longer_than_the_deadline_while_its_replica_computes(computes):
-    """The deadline counts from the replica's last progress, which answers to other requests are too."""
-    replica, told = FakeReplica("slow", ["held", "held", "held"]), []
-
-    def work() -> None:
-        for name in ("q0", "q1", "q2"):
-            ends_at = time.monotonic() + 1.5 * limit_s
-            while time.monotonic() < ends_at:
-                time.sleep(limit_s / 20)
-                if computes:
-                    replica.progressed_at = time.monotonic()
-            if name in replica._held:
-                replica.release(name)
-
-    limit_s = patient(1.0)
-    thread = threading.Thread(target=work)
-    thread.start()
-    found = run(
-        [request_of(f"q{i}") for i in range(3)], [replica], deadline_s=limit_s, on_finished=lambda *_: told.append(1)
-    )
-    thread.join()
+    told = []
+    replica = SlowReplica("slow", computes=computes)
+    found = run(requests_of(3), [replica], deadline_s=SHORT_S, on_finished=lambda *_: told.append(1))
     assert len(found.finished) == len(told) == (3 if computes else 0)
     assert bool(found.down) != computes
 
 
-def test_an_answer_to_one_request_is_progress_for_the_others():
-    replica = FakeReplica("slow", ["held"] * 4)
-    limit_s = patient(1.0)
+def test_an_answer_to_one_request_is_progress_for_the_others(monkeypatch):
+    """By a clock of the test's own each answer comes 0.6 of the deadline after the one before."""
+    replica, now, due = FakeReplica("slow", ["answer"], rest="held"), [0.0], []
 
-    def work() -> None:
-        for i in range(4):
-            time.sleep(0.6 * limit_s)
-            replica.release(f"q{i}")
+    def clock() -> float:
+        if due:  # the call is about to wait
+            threading.Timer(0.02, replica.release, [due.pop()]).start()
+        return now[0]
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    found = run([request_of(f"q{i}") for i in range(4)], [replica], deadline_s=limit_s)
-    thread.join()
+    def tell(*_) -> None:
+        now[0] += 0.6 * LONG_S
+        due.extend([*replica._held][:1])
+
+    monkeypatch.setattr(dispatching, "time", SimpleNamespace(monotonic=clock))
+    found = run(requests_of(4), [replica], on_finished=tell)
     assert len(found.finished) == 4 and not found.down
 
 
-def test_a_late_answer_after_the_call_is_not_taken():
-    """A late answer is not taken when nobody is left to ask and it comes after the call has ended."""
-    slow = FakeReplica("slow", ["hang"])
-    submit, futures = slow.submit, []
-    slow.submit = lambda request: futures.append(submit(request)) or futures[-1]
-    found = run([request_of("q")], [slow], deadline_s=SHORT_S)
-    futures[0].set_result([completion_of(7)] * 2)
-    assert found.finished == {} and [request.request_id for request in found.lost] == ["q"] and slow.aborted == ["q"]
-
-
-def test_a_late_answer_among_others_is_not_taken():
-    """A late answer is not taken when it is there while the call still waits for the others."""
-    slow, fast = FakeReplica("slow", ["late"]), FakeReplica("fast")
-    requests = [request_of(f"q{index}") for index in range(20)]
-    found = run(requests, [slow, fast], max_in_flight=1, deadline_s=SHORT_S)
-    assert len(found.finished) == 20 and slow.given == ["q0"] and slow.aborted == ["q0"]
-    assert found.finished["q0"][0].token_ids[0] in {hash(("fast", "q0", k)) % 10_000 for k in range(1, 41)}
-
-
-def test_all_replicas_lost_hands_everything_unfinished_back():
-    replicas = [FakeReplica("a", ["answer", "lost"]), FakeReplica("b", ["lost"])]
-    requests = [request_of(f"q{index}") for index in range(5)]
-    found = run(requests, replicas, max_in_flight=1)
-    assert len(found.finished) == 1 and len(found.lost) == 4
-    assert found.down == {"a": "a was killed", "b": "b was killed"}
-
-
-def test_the_least_loaded_replica_comes_first():
-    replicas = [FakeReplica(name, ["slow"] * 9) for name in "abc"]
-    run([request_of("big", 6), *(request_of(f"q{index}", 2) for index in range(6))], replicas, max_in_flight=9)
+def test_the_least_loaded_replica_comes_first_and_rotation_starts_clients_on_different_ones():
+    replicas = [FakeReplica(name, rest="soon") for name in "abc"]
+    run([request_of("big", 6), *requests_of(6)], replicas, max_in_flight=9)
     assert [replica.given for replica in replicas] == [["big"], ["q0", "q2", "q4"], ["q1", "q3", "q5"]]
-
-
-def test_rotation_starts_clients_on_different_replicas():
     for rotation in range(6):
         replicas = [FakeReplica(name) for name in "abc"]
         run([request_of("q")], replicas, rotation=rotation)
         assert [len(replica.given) for replica in replicas] == [int(index == rotation % 3) for index in range(3)]
 
 
-def test_a_replica_with_other_weights_gets_nothing():
-    old, new = FakeReplica("old", version=2), FakeReplica("new")
-    found = run([request_of(f"q{index}") for index in range(6)], [old, new])
-    assert not old.given and len(found.finished) == 6
-    assert found.down == {"old": "it holds weight version 2, this call asks for 3"}
-
-
-def test_replicas_with_newer_weights_or_in_an_update_get_requests():
-    newer, updating, failed = (
-        FakeReplica("newer", version=4),
-        FakeReplica("updating", version=UPDATING),
-        FakeReplica("failed", version=-1),
-    )
-    found = run([request_of(f"q{index}", 1) for index in range(6)], [newer, updating, failed])
-    assert newer.given and updating.given and not failed.given and len(found.finished) == 6
-    assert found.down == {"failed": "it holds weight version -1, this call asks for 3"}
+def test_a_replica_gets_requests_with_newer_weights_or_in_an_update_and_not_with_others():
+    versions = {"old": 2, "failed": -1, "newer": 4, "updating": UPDATING}
+    replicas = {name: FakeReplica(name, version=version) for name, version in versions.items()}
+    found = run(requests_of(6, 1), replicas.values())
+    assert [name for name, replica in replicas.items() if replica.given] == ["newer", "updating"]
+    assert len(found.finished) == 6
+    told = {name: f"it holds weight version {versions[name]}, this call asks for 3" for name in ("old", "failed")}
+    assert found.down == told
 
 
 def test_an_update_that_fails_within_the_call_takes_its_replica_out():
-    """Requests that wait for a replica whose update fails within the call go elsewhere.
-
-    The name that is told is the one that the replica had before.
-    """
+    """The requests that wait for it go elsewhere; the name that is told is the one that it had before."""
     updating, sound = FakeReplica("updating", ["lost"], version=UPDATING), FakeReplica("sound")
     submit = updating.submit
 
@@ -316,39 +266,16 @@ def test_an_update_that_fails_within_the_call_takes_its_replica_out():
         return submit(request)
 
     updating.submit = submit_and_fail
-    found = run([request_of(f"q{index}", 1) for index in range(6)], [updating, sound], max_in_flight=1)
+    found = run(requests_of(6, 1), [updating, sound], max_in_flight=1)
     assert len(found.finished) == 6 and updating.given == ["q0"] and list(found.down) == ["updating"]
 
 
 def test_tokens_of_newer_weights_are_taken_and_of_older_ones_not():
-    class Spans(FakeReplica):
-        def submit(self, request: GenerateRequest) -> Future:
-            self.given.append(request.request_id)
-            future: Future = Future()
-            versions = {"older": ((2, 1), (3, 2)), "both": ((3, 1), (4, 2))}[self.name]
-            future.set_result([dataclasses.replace(completion_of(1), weight_versions=versions)] * request.n)
-            return future
-
-    found = run([request_of("q")], [Spans("older"), Spans("both")])
-    assert found.finished["q"][0].weight_versions == ((3, 1), (4, 2)) and "version 2, not 3" in found.down["older"]
-
-
-def test_an_answer_from_older_weights_is_not_taken():
-    """An answer from older weights than the call's is not taken.
-
-    The server was started again between two calls, under the same URL, and samples from its files.
-    """
-    restarted, sound = FakeReplica("restarted", ["older"]), FakeReplica("sound")
-    found = run([request_of("q")], [restarted, sound], max_in_flight=1, attempts=2)
-    assert "version -1, not 3" in found.down["restarted"] and sound.given == ["q"]
-    assert all(x.weight_versions == () for x in found.finished["q"])
-
-
-def test_a_refused_request_ends_the_call_and_aborts_the_others():
-    replicas = [FakeReplica("a", ["hang", "hang"]), FakeReplica("b", ["refused"])]
-    with pytest.raises(RequestRefused, match="the prompt is too long"):
-        run([request_of(f"q{index}") for index in range(3)], replicas)
-    assert sorted(replicas[0].aborted) == ["q0", "q2"]
+    """Of files: the server was started again between two calls, under the same URL."""
+    names = ("of files", "older", "newer")
+    found = run([request_of("q")], [FakeReplica(name, [name]) for name in names])
+    assert found.finished["q"][-1].weight_versions == ((3, 1), (4, 2)) and list(found.down) == ["of files", "older"]
+    assert "version -1, not 3" in found.down["of files"] and "version 2, not 3" in found.down["older"]
 
 
 @pytest.mark.parametrize(
@@ -357,6 +284,7 @@ def test_a_refused_request_ends_the_call_and_aborts_the_others():
         ("fewer", "gave 1 completions where 2"),
         ("more", "gave 3 completions where 2"),
         ("uneven", "3 tokens and 2 log-probs"),
+        ("nan", "2 of 3 log-probs are not finite"),
     ],
 )
 def test_a_wrong_answer_is_asked_for_elsewhere_once(word, told):
@@ -369,28 +297,8 @@ def test_a_wrong_answer_is_asked_for_elsewhere_once(word, told):
     assert len(run([request_of("q")], [alone]).finished) == 1 and alone.given == ["q", "q"]
 
 
-def test_log_probs_that_are_not_numbers_are_a_defect():
-    class Nan(FakeReplica):
-        def submit(self, request):
-            future: Future = Future()
-            bad = Completion(
-                token_ids=np.array([1, 9]),
-                logprobs=np.array([-1.0, -np.inf], dtype=np.float32),
-                finish_reason="stop",
-                weight_versions=(),
-            )
-            future.set_result([bad] * request.n)
-            return future
-
-    with pytest.raises(EngineError, match="sample 0: 1 of 2 log-probs are not finite"):
-        run([request_of("q")], [Nan("a"), Nan("b")])
-
-
-def test_doubled_request_ids_are_named():
+def test_doubled_request_ids_are_named_and_no_requests_or_replicas_end_at_once():
     with pytest.raises(ValueError, match="'q' is there 2 times"):
         run([request_of("q"), request_of("q")], [FakeReplica("a")])
-
-
-def test_no_requests_and_no_replicas():
     assert run([], [FakeReplica("a")]).finished == {}
     assert run([request_of("q")], []).lost == (request_of("q"),)

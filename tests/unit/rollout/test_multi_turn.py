@@ -1,13 +1,8 @@
-"""Episodes equal a plain loop, also where they end early, fail or lose their engine.
-
-The loop asks an engine for one turn of one sample at a time.
-"""
+"""Episodes equal a plain loop, also where they end early, fail or lose their engine."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import random
 import threading
 from collections.abc import Sequence
 
@@ -15,81 +10,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config import EnvironmentConfig, load_config
-from megatron_rl.data.chat import Observations
-from megatron_rl.environment import Step, environment_maker
+from megatron_rl.config import load_config
+from megatron_rl.environment import Step
 from megatron_rl.errors import ConfigError, EpisodeError
 from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.multi_turn import MultiTurnEngine, with_environment
+from megatron_rl.rollout.multi_turn import with_environment
 from megatron_rl.types import Prompt, Rollout
-from tests.patience import HANG_S, patient, until
+from tests.patience import until
 from tests.unit.data.templates import CHATML, STRICT, tokenizer_of
+from tests.unit.rollout.letter_episodes import (
+    BOUND_S,
+    HERE,
+    STOP,
+    TOKENIZER,
+    Echo,
+    LetterEngine,
+    episodes_of,
+    ids_of,
+    prompt_of,
+    turn_of,
+)
 
-TOKENIZER = tokenizer_of(None)
-STOP = TOKENIZER.eos_token_id
-BOUND_S = patient(HANG_S)
+FAULTY = "tests.unit.rollout.test_multi_turn:Faulty"
 SHORT_S = 0.5  # a deadline, where one step hangs for ever and the others return at once
-
-
-def ids_of(text: str) -> tuple[int, ...]:
-    return tuple(TOKENIZER(text, add_special_tokens=False).input_ids)
-
-
-def prompt_of(number: int, **columns: object) -> Prompt:
-    text = f"p{number}"
-    return Prompt(prompt_id=f"{number}@0", text=text, token_ids=ids_of(text), columns=columns)
-
-
-def turn_of(prompt: Prompt, sample: int, room: int, version: int = 3) -> Rollout:
-    """Return an engine's turn: letters that depend on the prompt's name and tokens, as many as there is room for."""
-    draw = random.Random(f"{prompt.name}/{sample}/{prompt.token_ids}/{version}")
-    text = "".join(draw.choice("abcdef") for _ in range(draw.randint(1, 5)))
-    token_ids = (*ids_of(text), STOP)
-    stopped = len(token_ids) <= room
-    token_ids = token_ids[:room]
-    return Rollout(
-        prompt=prompt,
-        sample_index=sample,
-        response_ids=token_ids,
-        logprobs=tuple(-draw.random() - 0.1 for _ in token_ids),
-        text=TOKENIZER.decode(list(token_ids), skip_special_tokens=True),
-        finish_reason="stop" if stopped else "length",
-        weight_versions=((version, len(token_ids)),),
-    )
-
-
-class LetterEngine:
-    """Finishes groups in a random order of its own.
-
-    losses[k]: how many groups of its k-th call are finished before it is lost. newer_every: the number of calls after
-    which its weight version grows by one.
-    """
-
-    def __init__(
-        self, *, room: int = 40, seed: int = 0, losses: Sequence[int | None] = (), newer_every: int | None = None
-    ) -> None:
-        self.room, self.random, self.losses, self.newer_every = room, random.Random(seed), list(losses), newer_every
-        self.weight_version, self.lost, self.is_elsewhere, self.progressed_at = 3, [], True, -math.inf
-        self.calls: list[list[str]] = []
-
-    def generate(
-        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
-    ) -> list[Rollout]:
-        self.calls.append([prompt.name for prompt in prompts])
-        rooms = [self.room] * len(prompts) if max_tokens is None else max_tokens
-        assert len(rooms) == len(prompts) and all(1 <= room <= self.room for room in rooms)
-        version = self.weight_version + (len(self.calls) // self.newer_every if self.newer_every else 0)
-        limit = self.losses.pop(0) if self.losses else None
-        found: dict[int, list[Rollout]] = {}
-        for k in self.random.sample(range(len(prompts)), len(prompts)):
-            if len(found) == limit:
-                raise EngineLost("it was killed", finished=found)
-            found[k] = [turn_of(prompts[k], sample, rooms[k], version) for sample in range(samples_per_prompt)]
-            if on_finished is not None:
-                on_finished(k, found[k])
-        return [rollout for k in range(len(prompts)) for rollout in found[k]]
-
-    def close(self) -> None: ...
 
 
 class SlowLastEngine(LetterEngine):
@@ -105,25 +48,6 @@ class SlowLastEngine(LetterEngine):
 
         found = super().generate(prompts, samples_per_prompt, on_finished=last_waits, **given)
         raise AssertionError(f"the call went on to its end with {len(found)} samples")
-
-
-class Echo:
-    """Says how many of a turn's letters stand before d, for as many turns as the first turn asks for."""
-
-    def __init__(self, reward: float = 0.5, longest: int = 4) -> None:
-        self.reward, self.longest = reward, longest
-
-    def reset(self, prompt: Prompt) -> None:
-        self.prompt, self.left = prompt, None
-
-    def step(self, action: str) -> Step:
-        self.left = len(action) % self.longest if self.left is None else self.left - 1
-        done = self.left == 0
-        return Step(
-            observation=f"={sum(c < 'd' for c in action)};",
-            reward=self.reward * len(action) if done else None,
-            done=done,
-        )
 
 
 class Faulty(Echo):
@@ -153,60 +77,39 @@ class Faulty(Echo):
         return super().step(action)
 
 
-def episodes_of(
-    engine: LetterEngine,
-    environment: str = "tests.unit.rollout.test_multi_turn:Echo",
-    *,
-    tokenizer=TOKENIZER,
-    template: str = "{prompt}",
-    **changes: object,
-) -> MultiTurnEngine:
-    config = EnvironmentConfig(name=environment, **{"deadline_s": BOUND_S, "max_turns": 3, **changes})
-    observations = Observations(tokenizer, template, config.role)
-    return MultiTurnEngine(
-        engine, environment_maker(config), observations, tokenizer, config, max_response_tokens=engine.room
-    )
-
-
 def plain_episode(prompt: Prompt, sample: int, room: int, max_turns: int, make=Echo) -> dict:
     """Return the episode of one sample, played one turn after the other."""
     environment = make()
     environment.reset(prompt)
-    ids, logprobs, mask, reward = [], [], [], 0.0
-    asked, number = prompt, sample
+    found = dict(ids=[], logprobs=[], mask=[], reward=0.0)
+    ids, asked, number = found["ids"], prompt, sample
+
+    def append(token_ids: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
+        for name, values in (("ids", token_ids), ("logprobs", logprobs), ("mask", [sampled] * len(token_ids))):
+            found[name] += values
+
     for turn in range(1, max_turns + 1):
         drawn = turn_of(asked, number, room - len(ids))
-        ids += drawn.response_ids
-        logprobs += drawn.logprobs
-        mask += [True] * len(drawn.response_ids)
+        append(drawn.response_ids, drawn.logprobs, True)
         if drawn.finish_reason == "length":
-            return dict(ids=ids, logprobs=logprobs, mask=mask, reward=reward, reason="length")
+            return found | {"reason": "length"}
         step = environment.step(drawn.text)
-        reward += step.reward or 0.0
+        found["reward"] += step.reward or 0.0
         if step.done or turn == max_turns:
-            return dict(ids=ids, logprobs=logprobs, mask=mask, reward=reward, reason="stop")
+            return found | {"reason": "stop"}
         said = ids_of(step.observation)
         if len(ids) + len(said) + 1 > room:
-            return dict(ids=ids, logprobs=logprobs, mask=mask, reward=reward, reason="length")
-        ids += said
-        logprobs += [0.0] * len(said)
-        mask += [False] * len(said)
-        asked = Prompt(
-            prompt_id=f"{prompt.name}#{sample}/{turn}", text="", token_ids=(*prompt.token_ids, *ids), columns={}
-        )
-        number = 0
+            return found | {"reason": "length"}
+        append(said, [0.0] * len(said), False)
+        name, token_ids = f"{prompt.name}#{sample}/{turn}", (*prompt.token_ids, *ids)
+        asked, number = Prompt(prompt_id=name, text="", token_ids=token_ids, columns={}), 0
     raise AssertionError
 
 
 def plain_of(rollout: Rollout) -> dict:
     mask = [True] * len(rollout.response_ids) if rollout.loss_mask is None else list(rollout.loss_mask)
-    return dict(
-        ids=list(rollout.response_ids),
-        logprobs=list(rollout.logprobs),
-        mask=mask,
-        reward=rollout.environment_reward,
-        reason=rollout.finish_reason,
-    )
+    found = dict(ids=list(rollout.response_ids), logprobs=list(rollout.logprobs), mask=mask)
+    return found | dict(reward=rollout.environment_reward, reason=rollout.finish_reason)
 
 
 @settings(max_examples=60, deadline=None)
@@ -242,13 +145,8 @@ def test_all_samples_first_turn_is_one_call_and_names_hold_no_place() -> None:
     later = [name for call in engine.calls[1:] for name in call]
     assert len(set(later)) == len(later) == sum(x.num_turns - 1 for x in found)
     assert set(later) <= {f"{name}#{k}/{turn}" for name in ("4@0", "7@0.2") for k in range(3) for turn in (1, 2)}
-    alone = [
-        x
-        for prompt in (7, 4)
-        for x in episodes_of(LetterEngine()).generate(
-            [dataclasses.replace(prompt_of(prompt), attempt=prompt // 7 * 2)], 3
-        )
-    ]
+    prompts = (dataclasses.replace(prompt_of(7), attempt=2), prompt_of(4))
+    alone = [x for prompt in prompts for x in episodes_of(LetterEngine()).generate([prompt], 3)]
     assert sorted(map(repr, alone)) == sorted(map(repr, found))  # whichever rank takes which prompt
 
 
@@ -262,17 +160,9 @@ def test_turns_of_newer_weights_keep_their_versions() -> None:
 
 
 def test_an_observation_is_appended_only_where_a_token_fits_behind_it() -> None:
-    """An observation is appended only where a token fits behind it.
-
-    The test takes every room from one token to enough, for an episode of two turns.
-    """
-    prompt = next(
-        prompt_of(k)
-        for k in range(99)
-        if len(plain_episode(prompt_of(k), 0, 99, 3)["mask"]) > 9
-        and plain_episode(prompt_of(k), 0, 99, 3)["mask"].count(False) == 3
-    )
-    whole = plain_episode(prompt, 0, 99, 3)
+    """At every room from one token to enough, for an episode of two turns."""
+    wholes = ((k, plain_episode(prompt_of(k), 0, 99, 3)) for k in range(99))
+    prompt, whole = next((prompt_of(k), x) for k, x in wholes if len(x["mask"]) > 9 and x["mask"].count(False) == 3)
     first = whole["mask"].index(False)  # tokens of the first turn
     reasons = {}
     for room in range(1, len(whole["ids"]) + 2):
@@ -308,10 +198,7 @@ def test_a_chat_observation_is_the_templates() -> None:
 )
 def test_an_environment_that_fails_is_named_or_costs_its_own_samples(fault: str, words: str) -> None:
     prompts = [prompt_of(k, **({"fault": fault} if k == 2 else {})) for k in range(4)]
-    given = {
-        "environment": "tests.unit.rollout.test_multi_turn:Faulty",
-        "deadline_s": SHORT_S if fault == "hangs" else BOUND_S,
-    }
+    given = {"environment": FAULTY, "deadline_s": SHORT_S if fault == "hangs" else BOUND_S}
     with pytest.raises(EpisodeError, match=f"(?s){words}"):
         episodes_of(LetterEngine(), **given).generate(prompts, 1)
     found = episodes_of(LetterEngine(), **given, on_error="drop").generate(prompts, 2)
@@ -323,15 +210,13 @@ def test_an_environment_that_fails_is_named_or_costs_its_own_samples(fault: str,
 
 @pytest.mark.parametrize("engine", [LetterEngine(seed=30), SlowLastEngine(seed=30)])
 def test_the_first_step_that_hangs_ends_the_run(engine: LetterEngine) -> None:
-    """Under on_error=fail nothing waits for the first hanging step's deadline to come again.
+    """The steps behind it are not tried, and an engine that still samples is not waited for.
 
-    The steps behind it are not tried, and an engine that still samples is not waited for. Its groups end as 2, 3, 0, 1.
+    The engine's groups end as 2, 3, 0, 1.
     """
     Faulty.hanging.clear()
     prompts = [prompt_of(k, **({"fault": "hangs"} if k in (2, 3) else {})) for k in range(4)]
-    episodes = episodes_of(
-        engine, "tests.unit.rollout.test_multi_turn:Faulty", deadline_s=SHORT_S, num_threads=1, on_error="fail"
-    )
+    episodes = episodes_of(engine, FAULTY, deadline_s=SHORT_S, num_threads=1, on_error="fail")
     if isinstance(engine, SlowLastEngine):
         engine.may_end = lambda: episodes._pool.failed is not None
     with pytest.raises(EpisodeError, match=r"sample 2@0#0, step after turn 1"):
@@ -365,20 +250,17 @@ def test_what_on_finished_raises_ends_the_call() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["environment.name=calculato"], "did you mean 'calculator'"),
-        (["environment.name=tests.nowhere:Echo"], "importing 'tests.nowhere' failed"),
-        (["environment.name=tests.unit.rollout.test_multi_turn:Nobody"], "has no 'Nobody'"),
-        (["environment.name=tests.unit.rollout.test_multi_turn:BOUND_S"], "is a float"),
-        (["environment.name=tests.unit.rollout.test_multi_turn:LetterEngine"], "has no method 'reset'"),
-        (
-            ["environment.name=calculator", "environment.arguments={digits: 3}"],
-            r"cannot be made with .*'digits'.*it takes \(opening",
-        ),
+        ("calculato", "did you mean 'calculator'"),
+        ("tests.nowhere:Echo", "importing 'tests.nowhere' failed"),
+        (f"{HERE}:Nobody", "has no 'Nobody'"),
+        (f"{HERE}:BOUND_S", "is a float"),
+        (f"{HERE}:LetterEngine", "has no method 'reset'"),
+        ("calculator|environment.arguments={digits: 3}", r"cannot be made with .*'digits'.*it takes \(opening"),
     ],
 )
-def test_what_cannot_be_an_environment_is_refused_at_once(given: list[str], words: str) -> None:
+def test_what_cannot_be_an_environment_is_refused_at_once(given: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        with_environment(LetterEngine(), load_config(None, given), TOKENIZER)
+        with_environment(LetterEngine(), load_config(None, f"environment.name={given}".split("|")), TOKENIZER)
 
 
 def test_without_a_name_the_engine_is_itself_and_a_template_without_tools_says_so() -> None:

@@ -12,17 +12,16 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
-from megatron_rl.config import EnvironmentConfig, RolloutConfig
+from megatron_rl.config import EnvironmentConfig
 from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
 from megatron_rl.rollout.multi_turn import MultiTurnEngine
 from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.rollout.worker import Group, to_sample
-from megatron_rl.types import Prompt, Rollout, Score
-from tests.unit.rollout.tiny_model import TEMPERATURE, VOCAB, _model, _tokenizer
+from megatron_rl.types import Prompt, Score
+from tests.unit.rollout.tiny_model import ROUNDING, _tokenizer, engine_of, forward_logprobs
 
 ROOM = 24
 PROMPTS = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(2 + k, 5, 3)[: 1 + k % 3], columns={}) for k in range(7)]
@@ -40,18 +39,8 @@ class Counter:
 
 
 @pytest.fixture(scope="module")
-def model():
-    return _model()
-
-
-@pytest.fixture(scope="module")
-def inner(model, tmp_path_factory) -> TransformersEngine:
-    path = tmp_path_factory.mktemp("model")
-    model.config.save_pretrained(path)
-    given = RolloutConfig(temperature=TEMPERATURE, max_response_tokens=ROOM, max_batch_samples=16)
-    engine = TransformersEngine(str(path), _tokenizer(), given, seed=3, dtype=torch.float32, device=torch.device("cpu"))
-    engine.load_weights(iter(model.state_dict().items()), version=1)
-    return engine
+def inner(model, hf_path) -> TransformersEngine:
+    return engine_of(hf_path, model, max_response_tokens=ROOM, max_batch_samples=16)
 
 
 def episodes_of(inner: TransformersEngine) -> MultiTurnEngine:
@@ -62,21 +51,13 @@ def episodes_of(inner: TransformersEngine) -> MultiTurnEngine:
     )
 
 
-@torch.no_grad()
-def logprobs_of(model, rollout: Rollout) -> np.ndarray:
-    prompt = rollout.prompt.token_ids
-    token_ids = torch.tensor([[*prompt, *rollout.response_ids]])
-    logits = model(token_ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-    return torch.log_softmax(logits, dim=-1).gather(1, token_ids[0, len(prompt) :, None])[:, 0].numpy()
-
-
 @pytest.mark.parametrize("temperature", [None, 0.0])
 def test_logprobs_equal_hugging_faces_where_a_token_was_sampled(model, inner, temperature) -> None:
     found = episodes_of(inner).generate(PROMPTS, 6 if temperature is None else 2, temperature=temperature)
     masked = 0
     for rollout in found:
         mask = np.ones(len(rollout.response_ids), bool) if rollout.loss_mask is None else np.array(rollout.loss_mask)
-        assert np.abs(logprobs_of(model, rollout) - rollout.logprobs)[mask].max() < 1e-4
+        assert np.abs(forward_logprobs(model, rollout).numpy() - rollout.logprobs)[mask].max() < ROUNDING
         assert not np.array(rollout.logprobs)[~mask].any()
         masked += (~mask).sum()
     assert masked > 10 and {x.num_turns for x in found} >= {1, 2}
@@ -84,49 +65,13 @@ def test_logprobs_equal_hugging_faces_where_a_token_was_sampled(model, inner, te
         assert [x.response_ids for x in found[::2]] == [x.response_ids for x in found[1::2]]
 
 
-def test_episodes_equal_one_turn_calls(inner) -> None:
-    """Episodes equal a plain loop over samples that asks the engine for one turn at a time.
-
-    The first turn is as the engine alone gives it, each later one is a prompt of its own.
-    """
-    found = episodes_of(inner).generate(PROMPTS, 4)
-    first = inner.generate(PROMPTS, 4)
-    for rollout, turn in zip(found, first, strict=True):
-        ids, environment, number = list(turn.response_ids), Counter(), 1
-        environment.reset(rollout.prompt)
-        while turn.finish_reason == "stop":
-            step = environment.step(turn.text)
-            said = [VOCAB.index(c) for c in step.observation]
-            if step.done or len(ids) + len(said) >= ROOM:
-                break
-            ids += said
-            asked = Prompt(
-                prompt_id=f"{rollout.sample_id}/{number}",
-                text="",
-                token_ids=(*rollout.prompt.token_ids, *ids),
-                columns={},
-            )
-            (turn,) = inner.generate([asked], 1, max_tokens=[ROOM - len(ids)])
-            ids, number = ids + list(turn.response_ids), number + 1
-        assert list(rollout.response_ids) == ids and rollout.environment_reward == 0.25 * environment.told
-
-
-def test_any_split_and_order_of_the_prompts_draws_the_same(inner) -> None:
-    whole = {x.sample_id: x.response_ids for x in episodes_of(inner).generate(PROMPTS, 4)}
-    parts = [episodes_of(inner).generate(part, 4) for part in (PROMPTS[4::-1], [], PROMPTS[5:])]
-    assert {x.sample_id: x.response_ids for part in parts for x in part} == whole
-    again = episodes_of(inner).generate([dataclasses.replace(prompt, attempt=1) for prompt in PROMPTS], 4)
-    assert [x.response_ids for x in again] != list(whole.values())
-
-
 def test_a_saved_group_comes_back_equal(inner) -> None:
     rollouts = episodes_of(inner).generate(PROMPTS[:2], 3)
     rollouts[1] = dataclasses.replace(rollouts[1], environment_reward=None, excluded="it hung")
     plain = inner.generate(PROMPTS[2:3], 3)
+    scores = [Score(total=None, by_function=(None, 1.0))] * 3
     groups = {
-        "a": SavedGroup(
-            prompt=PROMPTS[0], rollouts=rollouts[:3], scores=[Score(total=None, by_function=(None, 1.0))] * 3
-        ),
+        "a": SavedGroup(prompt=PROMPTS[0], rollouts=rollouts[:3], scores=scores),
         "b": SavedGroup(prompt=PROMPTS[1], rollouts=rollouts[3:], scores=None),
         "c": SavedGroup(prompt=PROMPTS[2], rollouts=plain, scores=None),
     }

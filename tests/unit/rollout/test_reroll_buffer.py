@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,7 @@ from megatron_rl.config import RerollConfig
 from megatron_rl.rollout.reroll_buffer import RerollBuffer, failed_groups
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
-SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 IDS = [f"{row}@0" for row in range(8)]
 
 asked = st.tuples(st.sampled_from(IDS), st.integers(0, 3))
@@ -56,10 +55,8 @@ class Model:
         return began
 
     def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
-        given_ = []
-        while (
-            fraction >= self.config.start_fraction and len(given_) < min(room, self.config.max_groups) and self.waiting
-        ):
+        most, given_ = min(room, self.config.max_groups) if fraction >= self.config.start_fraction else 0, []
+        while self.waiting and len(given_) < most:
             prompt_id, attempt = self.waiting.pop(0)
             given_.append((prompt_id, attempt + 1))
         return given_
@@ -83,17 +80,13 @@ def assert_invariants(config: RerollConfig, steps: list[tuple[str, object]]) -> 
                 twin.note(value)
                 buffered += model.note(value)
             case "take":
-                size = len(buffer)
-                found = buffer.take(*value)
-                assert found == model.take(*value) == twin.take(*value)  # 3
-                fraction, room = value
-                assert len(found) == (
-                    max(0, min(size, room, config.max_groups)) if fraction >= config.start_fraction else 0
-                )
+                (fraction, room), size = value, len(buffer)
+                found = buffer.take(fraction, room)
+                assert found == model.take(fraction, room) == twin.take(fraction, room)  # 3
+                most = max(0, min(size, room, config.max_groups))
+                assert len(found) == (most if fraction >= config.start_fraction else 0)
                 assert all(1 <= attempt <= config.max_attempts for _, attempt in found)  # 2
-                assert not {prompt_id for prompt_id, _ in found} & {
-                    prompt_id for prompt_id, _ in buffer.state()["waiting"]
-                }
+                assert not dict(found).keys() & dict(buffer.state()["waiting"]).keys()
                 issued += len(found)
             case "reload":
                 buffer = twin
@@ -110,34 +103,6 @@ def assert_invariants(config: RerollConfig, steps: list[tuple[str, object]]) -> 
 @given(config=configs, steps=st.lists(operations, min_size=4, max_size=16))
 def test_invariants(config: RerollConfig, steps: list) -> None:
     assert_invariants(config, steps)
-
-
-@SETTINGS
-@given(config=configs, seed=st.integers(0, 2**32 - 1))
-def test_no_attempt_is_asked_for_twice(config: RerollConfig, seed: int) -> None:
-    """No attempt is asked for twice in a run in which half of what is asked fails.
-
-    Each attempt follows the one before, up to the last.
-    """
-    random, buffer = np.random.default_rng(seed), RerollBuffer(config)
-    seen: set[tuple[str, int]] = set()
-    for rollout in range(12):
-        batch = buffer.take(rollout / 11, room=3)
-        batch += [(f"{rollout}.{i}@0", 0) for i in range(4 - len(batch))]
-        for prompt_id, attempt in batch:
-            assert (prompt_id, attempt) not in seen and (attempt == 0 or (prompt_id, attempt - 1) in seen)
-            assert attempt <= config.max_attempts
-            seen.add((prompt_id, attempt))
-        buffer.note([x for x in batch if random.random() < 0.5])
-    assert buffer.num_issued == sum(attempt > 0 for _, attempt in seen)
-
-
-def test_one_that_waits_is_withdrawn_when_its_last_attempt_failed() -> None:
-    buffer = RerollBuffer(RerollConfig(max_groups=4, start_fraction=0.0, max_attempts=2))
-    buffer.note([("a", 0), ("b", 0), ("a", 1)])
-    assert buffer.state()["waiting"] == [["a", 1], ["b", 0]]
-    buffer.note([("a", 2)])
-    assert buffer.take(1.0, room=9) == [("b", 1)] and (buffer.num_buffered, buffer.num_issued) == (2, 1)
 
 
 def test_a_smaller_buffer_and_fewer_attempts_load_what_still_fits() -> None:
@@ -165,13 +130,3 @@ def test_failed_groups_equal_a_loop(seed: int, count: int, threshold: float) -> 
             wanted.append(group)
     found = failed_groups(totals, groups, threshold)
     assert found.dtype == np.int64 and found.tolist() == wanted
-
-
-@pytest.mark.parametrize(("max_groups", "room"), [(0, 9), (9, 0), (9, -3)])
-def test_nothing_is_asked_without_room(max_groups: int, room: int) -> None:
-    config = RerollConfig(max_groups=max_groups, start_fraction=0.0)
-    buffer = RerollBuffer(config)
-    buffer.note([(prompt_id, 0) for prompt_id in "abcde"])
-    assert buffer.take(1.0, room=room) == [] and len(buffer) == 5
-    buffer = through_json(buffer, replace(config, max_groups=1))
-    assert buffer.take(0.0, room=1) == [("a", 1)]

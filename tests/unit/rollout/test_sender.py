@@ -1,7 +1,4 @@
-"""Checks rollout/weight_sync/sender.py over shared memory: every tensor arrives bit by bit, or no version.
-
-The engines read each bucket late.
-"""
+"""Checks rollout/weight_sync/sender.py over shared memory: every tensor arrives bit by bit, or no version."""
 
 from __future__ import annotations
 
@@ -16,46 +13,37 @@ from megatron_rl.rollout.weight_sync import half, mapped
 from megatron_rl.rollout.weight_sync.mapped import MappedSegments
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.rollout.weight_sync.transport import Segment
-from tests.unit.rollout.receiving_engine import Engine
+from tests.unit.rollout.receiving_engine import Engine, broken_after, exported, num_bytes_of, sender_of, weights_of
 
 VERSION = 7
 
 
-def weights() -> dict[str, torch.Tensor]:
-    """Make tensors of two dtypes and odd sizes, several to a bucket, one larger than a bucket, two empty."""
-    random = torch.Generator().manual_seed(0)
-    sizes = [(3,), (5, 7), (1,), (65, 9), (2, 2), (0, 4), (4, 4), (13,), (6,), (1,), (63,), (0,)]
-    kinds = [torch.float32, torch.bfloat16]
-    return {f"weight.{i}": torch.randn(size, generator=random).to(kinds[i % 2]) for i, size in enumerate(sizes)}
-
-
-def exported(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Lend each tensor until the next is asked for, as ``export_weights`` does."""
-    for name, tensor in tensors.items():
-        lent = tensor.clone()
-        yield name, lent
-        lent.fill_(torch.nan)
+# several to a bucket, one larger than a bucket, two empty
+TENSORS = weights_of([(3,), (5, 7), (1,), (65, 9), (2, 2), (0, 4), (4, 4), (13,), (6,), (1,), (63,), (0,)])
 
 
 @pytest.fixture
 def sync() -> Iterator[WeightSender]:
-    sender = WeightSender(channel="shared_memory", bucket_bytes=256, deadline_s=30.0, device=torch.device("cpu"))
+    sender = sender_of(256)
     yield sender
     sender.free()
 
 
+def assert_whole(engine: Engine) -> None:
+    assert list(engine.held) == list(TENSORS)
+    assert all(x.dtype == TENSORS[name].dtype and torch.equal(x, TENSORS[name]) for name, x in engine.held.items())
+
+
 def test_every_tensor_reaches_every_engine_bit_by_bit(sync: WeightSender) -> None:
-    engines, tensors = [Engine("one"), Engine("two")], weights()
+    engines = [Engine("one"), Engine("two")]
     for version in (VERSION, VERSION + 1):  # once more over the memory that was kept
-        report = sync.deliver(exported(tensors), version, engines)
-        assert report.failed == {} and (report.version, report.num_tensors) == (version, len(tensors))
-        assert report.num_bytes == sum(x.nbytes for x in tensors.values())
+        report = sync.deliver(exported(TENSORS), version, engines)
+        assert report.failed == {} and (report.version, report.num_tensors) == (version, len(TENSORS))
+        assert report.num_bytes == num_bytes_of(TENSORS)
         for engine in engines:
-            assert engine.weight_version == version and list(engine.held) == list(tensors)
-            assert all(
-                x.dtype == tensors[name].dtype and torch.equal(x, tensors[name]) for name, x in engine.held.items()
-            )
-            assert (engine.end["num_tensors"], engine.end["checksum"]) == (len(tensors), engine.tally.value())
+            assert_whole(engine)
+            assert engine.weight_version == engine.end["version"] == version
+            assert (engine.end["num_tensors"], engine.end["checksum"]) == (len(TENSORS), engine.tally.value())
     assert engines[0].asked.count("init_weight_transfer") == 1 and engines[0].asked.count("update_weights") > 6
 
 
@@ -63,12 +51,9 @@ def test_every_tensor_reaches_every_engine_bit_by_bit(sync: WeightSender) -> Non
     "lie", [{"version": VERSION - 1}, {"checksum": "0" * 32}, {"num_tensors": 3}], ids=lambda lie: next(iter(lie))
 )
 def test_an_engine_whose_receipt_differs_has_no_version(sync: WeightSender, lie: dict) -> None:
-    """An engine whose receipt differs has no version; the other engine has the weights.
-
-    The receipt differs in its version, its checksum or its count, each alone.
-    """
+    """The receipt differs in its version, its checksum or its count, each alone; the other engine has the weights."""
     liar, honest = Engine("liar", **lie), Engine("honest")
-    report = sync.deliver(exported(weights()), VERSION, [liar, honest])
+    report = sync.deliver(exported(TENSORS), VERSION, [liar, honest])
     assert set(report.failed) == {"liar"} and "worker 0 of liar says that it holds" in report.failed["liar"]
     assert liar.weight_version == NO_WEIGHTS and honest.weight_version == VERSION
 
@@ -105,7 +90,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
 
 @pytest.fixture
 def gpu_sync(cudart: Cudart) -> Iterator[WeightSender]:
-    sender = WeightSender(channel="shared_memory", bucket_bytes=256, deadline_s=30.0, device=torch.device("cuda", 0))
+    sender = sender_of(256, device=torch.device("cuda", 0))
     yield sender
     sender.free()
     assert not cudart.held
@@ -116,10 +101,10 @@ def test_on_a_gpu_segments_are_registered_once_and_packed_on_the_device(gpu_sync
 
     One segment is enlarged, and so made twice.
     """
-    engine, tensors = Engine("one"), weights()
+    engine = Engine("one")
     for version in (VERSION, VERSION + 1):
-        assert gpu_sync.deliver(exported(tensors), version, [engine]).failed == {}
-        assert all(torch.equal(x, tensors[name]) for name, x in engine.held.items()) and len(engine.held) == 12
+        assert gpu_sync.deliver(exported(TENSORS), version, [engine]).failed == {}
+        assert_whole(engine)
         assert len(cudart.held) == 2 and all(not len(x.bytes) and len(x.segment.bytes) for x in gpu_sync.halves)
         assert {x.segment.bytes.data_ptr() for x in gpu_sync.halves} == set(cudart.held)
     assert sorted(cudart.held.values()) == [63 * 4 + 4, 65 * 9 * 2 + 14]  # both enlarged, one of them anew
@@ -129,17 +114,12 @@ def test_on_a_gpu_segments_are_registered_once_and_packed_on_the_device(gpu_sync
 
 def test_segments_are_unregistered_after_errors(gpu_sync: WeightSender, cudart: Cudart) -> None:
     """Nothing stays registered after an exporter that raises, an engine that fails, or a want of memory."""
-
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(weights().items())[:5]
-        raise EngineError("the exporter broke")
-
     with pytest.raises(EngineError, match="the exporter broke"):
-        gpu_sync.deliver(broken(), VERSION, [Engine("one")])
+        gpu_sync.deliver(broken_after(TENSORS, 5), VERSION, [Engine("one")])
     assert not cudart.held and cudart.calls.count("register") >= 1
-    assert gpu_sync.deliver(exported(weights()), VERSION, [Engine("liar", num_tensors=3)]).failed
+    assert gpu_sync.deliver(exported(TENSORS), VERSION, [Engine("liar", num_tensors=3)]).failed
     assert not cudart.held
-    assert not gpu_sync.deliver(exported(weights()), VERSION, [Engine("one")]).failed
+    assert not gpu_sync.deliver(exported(TENSORS), VERSION, [Engine("one")]).failed
     assert len(cudart.held) == 2
 
 
@@ -147,14 +127,13 @@ def test_without_registration_copies_are_pageable_and_one_warning_says_so(
     gpu_sync: WeightSender, cudart: Cudart, caplog: pytest.LogCaptureFixture
 ) -> None:
     cudart.code = 2
-    engine, tensors = Engine("one"), weights()
+    engine = Engine("one")
     for version in (VERSION, VERSION + 1):
-        assert gpu_sync.deliver(exported(tensors), version, [engine]).failed == {}
-    assert all(torch.equal(x, tensors[name]) for name, x in engine.held.items())
+        assert gpu_sync.deliver(exported(TENSORS), version, [engine]).failed == {}
+    assert_whole(engine)
     gpu_sync.free()
-    assert [x.message for x in caplog.records] == [
-        "CUDA does not register shared memory (cudaHostRegister: error 2); weights are copied slower"
-    ]
+    (said,) = caplog.messages
+    assert "cudaHostRegister: error 2" in said and "copied slower" in said
     assert "unregister" not in cudart.calls
 
 

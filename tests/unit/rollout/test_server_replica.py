@@ -1,7 +1,4 @@
-"""A replica over HTTP against a server that misbehaves.
-
-It ends in recovery on another replica or in a clear error, in bounded time.
-"""
+"""A replica over HTTP against a server that misbehaves."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import itertools
 import re
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,18 +15,13 @@ from megatron_rl.errors import ConfigError, EngineError
 from megatron_rl.rollout.vllm import server_health, server_replica
 from megatron_rl.rollout.vllm.dispatch import dispatch
 from megatron_rl.rollout.vllm.replica import ReplicaFacts, ReplicaLost, RequestRefused
+from megatron_rl.rollout.vllm.server_command import example
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from tests.patience import patient, until
 from tests.unit.rollout.misbehaving_server import DESCRIPTION, FAULTS, Answer, fake_vllm, generate, in_turn, unused_port
 from tests.unit.rollout.server_requests import BOUND_S, LONG_S, OUT_OF_MEMORY, SHORT_S, VERSION, replica_of, request_of
 
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    threads = threading.active_count()
-    yield
-    # a request's thread ends with its connection
-    assert until(lambda: threading.active_count() <= threads), threading.enumerate()
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 def spread(*replicas: ServerReplica, num_requests: int = 4, deadline_s: float = LONG_S):
@@ -36,10 +29,9 @@ def spread(*replicas: ServerReplica, num_requests: int = 4, deadline_s: float = 
     return dispatch([request_of(f"q{index}") for index in range(num_requests)], replicas, **given)
 
 
-def without_logprob(body: dict) -> dict:
-    answer = generate(body)
-    answer["choices"][0]["logprobs"] = {"content": answer["choices"][0]["logprobs"]["content"][:2]}
-    return answer
+def choices(change: Callable[[list[dict]], list[dict]]) -> Callable[[dict], dict]:
+    """Return an answer whose choices are changed."""
+    return lambda body: {"choices": change(generate(body)["choices"])}
 
 
 def test_tokens_in_and_out():
@@ -50,11 +42,8 @@ def test_tokens_in_and_out():
     assert first.logprobs.tolist() == [-0.25, -0.5, -2.25] and first.logprobs.dtype == np.float32
     assert first.finish_reason == "stop" and first.weight_versions == ((3, 3),)
     assert (method, path) == ("POST", "/inference/v1/generate") and "Authorization" not in headers
-    assert (
-        body["token_ids"] == [5, 6]
-        and body["sampling_params"]["stop_token_ids"] == [9]
-        and body["sampling_params"]["n"] == 2
-    )
+    assert body["token_ids"] == [5, 6]
+    assert {"stop_token_ids": [9], "n": 2}.items() <= body["sampling_params"].items()
 
 
 ENDLESS = ("hang", "drip", "drip headers")
@@ -71,17 +60,13 @@ LOST = {
     "not JSON": (b"<html>welcome</html>", "not JSON, '<html>welcome</html>'"),
     "other JSON": ({"choices": [{"index": 0}]}, "cannot be read, KeyError"),
     "a list": ([1], "cannot be read, TypeError"),
-    "broken off": (
-        lambda body: {"choices": [{**choice, "finish_reason": "abort"} for choice in generate(body)["choices"]]},
-        "broke off 2 of 2 samples, reason 'abort'",
-    ),
-    "doubled sample": (lambda body: {"choices": generate(body)["choices"][:1] * 2}, r"numbers its samples \[0, 0\]"),
+    "broken off": (choices(lambda x: [each | {"finish_reason": "abort"} for each in x]), "broke off 2 of 2 samples"),
+    "doubled sample": (choices(lambda x: x[:1] * 2), r"numbers its samples \[0, 0\]"),
 }
 
 
 @pytest.mark.parametrize("fault", LOST)
 def test_requests_of_a_bad_server_are_finished_by_the_other(fault):
-    """Each fault ends in recovery: every request is answered, and the bad server's name and reason are told."""
     behaviour, told = LOST[fault]
     deadline_s = SHORT_S if fault in ENDLESS else LONG_S
     with fake_vllm(generate=behaviour) as bad, fake_vllm() as good:
@@ -91,53 +76,27 @@ def test_requests_of_a_bad_server_are_finished_by_the_other(fault):
         assert sorted(found.finished) == ["q0", "q1", "q2", "q3"] and not found.lost
         assert list(found.down) == [bad.url] and re.search(told, found.down[bad.url]), found.down
         found = spread(replica_of(bad.url), num_requests=1, deadline_s=deadline_s)  # here the dispatcher gives it up
+        late = r"did not answer request q0 in \d+\.\d s, the last 0\.2 without progress"
         assert [request.request_id for request in found.lost] == ["q0"]
-        assert deadline_s == LONG_S or re.fullmatch(
-            r"did not answer request q0 in \d+\.\d s, the last 0\.2 without progress", found.down[bad.url]
-        ), found.down
+        assert deadline_s == LONG_S or re.fullmatch(late, found.down[bad.url]), found.down
 
 
-def test_a_server_that_refuses_connections_is_passed_over():
-    with fake_vllm() as good:
-        gone = f"http://127.0.0.1:{unused_port()}"
-        found = spread(replica_of(gone), replica_of(good.url))
-        assert len(found.finished) == 4 and found.down == {gone: f"{gone}: connection refused, nothing listens there"}
-
-
-WRONG = {
-    "fewer log-probs than tokens": (without_logprob, "sample 0 has 3 tokens and 2 log-probs"),
-    "fewer choices": (
-        lambda body: {"choices": generate(body)["choices"][:1]},
-        "gave 1 completions where 2 were asked for",
-    ),
-    "more choices": (
-        lambda body: {"choices": generate({"sampling_params": {"n": 3}})["choices"]},
-        "gave 3 completions where 2 were asked for",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", WRONG)
-def test_wrong_counts_are_asked_for_elsewhere_or_named(fault):
-    behaviour, told = WRONG[fault]
-    with fake_vllm(generate=behaviour) as bad, fake_vllm() as good:
+def test_wrong_counts_are_asked_for_elsewhere_or_named():
+    without_logprob = choices(lambda x: [x[0] | {"logprobs": {"content": x[0]["logprobs"]["content"][:2]}}, *x[1:]])
+    told = "sample 0 has 3 tokens and 2 log-probs"
+    with fake_vllm(generate=without_logprob) as bad, fake_vllm() as good:
         found = spread(replica_of(bad.url), replica_of(good.url))
         assert len(found.finished) == 4 and told in str(found.causes)
         with pytest.raises(EngineError, match=f"was answered wrongly 2 times: .*{told}"):
             spread(replica_of(bad.url), num_requests=1)
 
 
+SCALE_OUT = {"error": {"message": "Restart vllm serve with --enable-scale-out to enable them."}}
 REFUSED = {
     "no key": (Answer(401, {"error": "Unauthorized"}), "401, no key was sent; set rollout.api_key_env"),
     "missing route": (Answer(404, {"detail": "Not Found"}), "404, Not Found. Start the server with --enable-scale-out"),
-    "disabled route": (
-        Answer(403, {"error": {"message": "Restart vllm serve with --enable-scale-out to enable them."}}),
-        "403, Restart .* Start the server with --enable-scale-out",
-    ),
-    "too long": (
-        Answer(400, {"error": {"message": "longer than the maximum model length of 32"}}),
-        "400, longer than the maximum",
-    ),
+    "disabled route": (Answer(403, SCALE_OUT), "403, Restart .* Start the server with --enable-scale-out"),
+    "too long": (Answer(400, {"error": {"message": "longer than 32"}}), "400, longer than 32"),
     "redirect": (Answer(307, b""), "307, no text"),
 }
 
@@ -150,17 +109,12 @@ def test_what_will_never_work_ends_the_call(fault):
 
 
 def test_what_a_server_with_a_dead_engine_holds_is_cut(monkeypatch):
-    """A request that a server with a dead engine holds is cut.
-
-    Its engine is dead, /health says so, and it would hold the weight update that it has taken for ever.
-    """
+    """Its /health says that its engine is dead, and it would hold the weight update that it has taken for ever."""
     monkeypatch.setattr(server_health, "HEALTH_S", 0.1)
     with fake_vllm(start_weight_update=FAULTS["hang"], health=Answer(503, {"detail": "EngineDeadError"})) as sick:
         replica = replica_of(sick.url)
         replica.start()
-        with pytest.raises(
-            ReplicaLost, match="start_weight_update was given up here, since .*/health: 503, EngineDeadError"
-        ):
+        with pytest.raises(ReplicaLost, match="start_weight_update was given up here.*/health: 503, EngineDeadError"):
             replica.control("start_weight_update", {}, LONG_S)
         replica.close()
 
@@ -170,45 +124,29 @@ def test_abort_ends_the_request_at_once():
         replica = replica_of(server.url)
         futures = [replica.submit(request_of(name)) for name in "ab"]
         assert until(lambda: len(server.seen) == 2)
-        replica.abort("a")
-        with pytest.raises(ReplicaLost, match="was given up here"):
-            futures[0].result(BOUND_S)
-        assert not futures[1].done()
+        for future, act in zip(futures, (lambda: replica.abort("a"), replica.close), strict=True):
+            assert not future.done()
+            act()
+            with pytest.raises(ReplicaLost, match="was given up here"):
+                future.result(BOUND_S)
         replica.close()
-        replica.close()
-        with pytest.raises(ReplicaLost, match="was given up here"):
-            futures[1].result(BOUND_S)
         with pytest.raises(ReplicaLost, match="was closed here"):
             replica.submit(request_of())
 
 
-def test_wait_ready_gives_the_facts_and_waits_for_a_slow_start(monkeypatch):
+def test_wait_ready_gives_the_facts_and_asks_again_while_the_server_starts_or_restarts(monkeypatch):
+    """It is not healthy, then healthy for a moment, then its engine is found dead, then it is there again."""
     monkeypatch.setattr(server_replica, "POLL_S", 0.02)
-    with fake_vllm(health=in_turn(Answer(503, b""), Answer(503, b""), Answer(200, b""))) as server:
-        facts = replica_of(server.url).wait_ready(BOUND_S)
-    assert facts == ReplicaFacts(
-        vllm_version="0.32.0", vocab_size=64, max_model_tokens=32, logprobs_mode="processed_logprobs", dtype="float32"
-    )
-
-
-def test_a_server_that_dies_while_it_is_asked_is_asked_again(monkeypatch):
-    """A server that dies while it is asked is asked again.
-
-    It is healthy for a moment, then its engine is found dead, then it is there again.
-    """
-    monkeypatch.setattr(server_replica, "POLL_S", 0.02)
+    health = in_turn(Answer(503, b""), Answer(503, b""), Answer(200, b""))
     dead, alive = Answer(500, {"error": "EngineCore encountered an issue"}), Answer(200, {"results": [DESCRIPTION]})
-    with fake_vllm(collective_rpc=in_turn(dead, alive)) as server:
-        assert replica_of(server.url).wait_ready(BOUND_S).vocab_size == 64
+    with fake_vllm(health=health, collective_rpc=in_turn(dead, alive)) as server:
+        facts = replica_of(server.url).wait_ready(BOUND_S)
+    assert facts == ReplicaFacts(vllm_version="0.32.0", **DESCRIPTION)
 
 
 @pytest.mark.parametrize("fault", ENDLESS)
 def test_an_answers_deadline_is_over_the_whole_of_it(fault):
-    """The deadline of a control message is over the whole of its answer, though bytes keep coming."""
-    with (
-        fake_vllm(start_weight_update=FAULTS[fault]) as server,
-        pytest.raises(ReplicaLost, match="was not answered in 0.2 s"),
-    ):
+    with fake_vllm(start_weight_update=FAULTS[fault]) as server, pytest.raises(ReplicaLost, match="answered in 0.2 s"):
         replica_of(server.url).control("start_weight_update", {}, SHORT_S)
 
 
@@ -247,82 +185,68 @@ def test_a_server_whose_counters_stand_still_is_given_up(monkeypatch, caplog, me
     with fake_vllm(generate=FAULTS["hang"], metrics=metrics) as stuck:
         replica = replica_of(stuck.url)
         replica.start()
+        replica.submit(request_of("first"))  # the server owes an answer, so its counters are looked at
+        assert until(lambda: [path for _, path, *_ in stuck.seen].count("/metrics") > 1)
         found = spread(replica, num_requests=1, deadline_s=0.5)
-        assert until(lambda: [path for _, path, *_ in stuck.seen].count("/metrics") > 0)
         replica.close()
     assert [request.request_id for request in found.lost] == ["q0"] and "without progress" in found.down[stuck.url]
     assert caplog.text.count("shows no counters of tokens") <= 1
 
 
-def test_nothing_listens_says_how_to_start_a_server():
+def test_a_server_that_refuses_connections_is_passed_over_and_nothing_listens_says_how_to_start_one():
     port = unused_port()
-    with pytest.raises(ReplicaLost) as raised:
-        replica_of(f"http://127.0.0.1:{port}", model="my model").wait_ready(0.3)
-    told = str(raised.value)
-    assert f"http://127.0.0.1:{port} was not ready in 0.3 s" in told and "connection refused" in told
-    command = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model 'my model' --host 127.0.0.1"
-    assert f"{command} --port {port} --worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver" in told
+    gone = f"http://127.0.0.1:{port}"
+    with fake_vllm() as good:
+        found = spread(replica_of(gone), replica_of(good.url))
+        assert len(found.finished) == 4 and found.down == {gone: f"{gone}: connection refused, nothing listens there"}
+    with pytest.raises(ReplicaLost, match=f"{gone} was not ready in 0.3 s: .*connection refused") as raised:
+        replica_of(gone, model="my model").wait_ready(0.3)
+    assert example("my model", "127.0.0.1", port) in str(raised.value) and RECEIVER in str(raised.value)
 
 
-def other(**changes) -> dict:
-    return {"results": [DESCRIPTION | changes]}
+def workers(*changes: dict) -> dict:
+    return {"results": [DESCRIPTION | change for change in changes]}
 
 
+NO_DESCRIBE = Answer(500, {"error": {"message": "Worker failed, no attribute 'describe'"}})
+RECEIVER = "--worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver"
+NO_RECEIVER = f"cannot take weights .*{RECEIVER}"
+RAW = {"logprobs_mode": "raw_logprobs"}
 START = {
-    "hang": ({"health": FAULTS["hang"]}, ReplicaLost, "was not ready in 0.2 s: .*GET /health was not answered"),
-    "not vLLM": ({"health": Answer(404, b"")}, RequestRefused, "another program listens there"),
-    "old": ({"version": {"version": "0.28.3"}}, RequestRefused, "runs vLLM 0.28.3; 0.32 or newer is needed"),
-    "raw log-probs": (
-        {"collective_rpc": other(logprobs_mode="raw_logprobs")},
-        RequestRefused,
-        "'raw_logprobs'.*--logprobs-mode processed_logprobs",
-    ),
-    "no dev mode": (
-        {"collective_rpc": Answer(404, {"detail": "Not Found"})},
-        RequestRefused,
-        "only with VLLM_SERVER_DEV_MODE=1",
-    ),
-    "no receiver": (
-        {"collective_rpc": Answer(500, {"error": {"message": "Worker failed, no attribute 'describe'"}})},
-        RequestRefused,
-        "cannot take weights .*--worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver",
-    ),
-    "workers differ": (
-        {"collective_rpc": {"results": [DESCRIPTION, DESCRIPTION | {"vocab_size": 65}]}},
-        RequestRefused,
-        "disagree",
-    ),
-    "no results": ({"collective_rpc": {}}, ReplicaLost, "without 'results'"),
-    "no version": ({"version": {}}, ReplicaLost, "GET /version answered without 'version'"),
-    "wrong key": ({"version": Answer(401, {"error": "Unauthorized"})}, RequestRefused, "401, no key was sent"),
+    "hang": ("health", FAULTS["hang"], ReplicaLost, "was not ready in 0.2 s: .*GET /health was not answered"),
+    "not vLLM": ("health", Answer(404, b""), RequestRefused, "another program listens there"),
+    "old": ("version", {"version": "0.28.3"}, RequestRefused, "runs vLLM 0.28.3; 0.32 or newer is needed"),
+    "raw log-probs": ("collective_rpc", workers(RAW), RequestRefused, "'raw_logprobs'.*processed_logprobs"),
+    "no dev mode": ("collective_rpc", Answer(404, b""), RequestRefused, "only with VLLM_SERVER_DEV_MODE=1"),
+    "no receiver": ("collective_rpc", NO_DESCRIBE, RequestRefused, NO_RECEIVER),
+    "workers differ": ("collective_rpc", workers({}, {"vocab_size": 65}), RequestRefused, "disagree"),
+    "no results": ("collective_rpc", {}, ReplicaLost, "without 'results'"),
+    "no version": ("version", {}, ReplicaLost, "GET /version answered without 'version'"),
+    "wrong key": ("version", Answer(401, {"error": "Unauthorized"}), RequestRefused, "401, no key was sent"),
 }
 
 
 @pytest.mark.parametrize("fault", START)
 def test_a_server_that_cannot_serve_is_refused_at_the_start(monkeypatch, fault):
     monkeypatch.setattr(server_replica, "POLL_S", 2 * LONG_S)  # a server that might still recover is asked once
-    routes, kind, told = START[fault]
-    with fake_vllm(**routes) as server, pytest.raises(kind, match=told):
+    route, answer, kind, told = START[fault]
+    with fake_vllm(**{route: answer}) as server, pytest.raises(kind, match=told):
         replica_of(server.url).wait_ready(SHORT_S if fault == "hang" else LONG_S)
 
 
 def test_the_key_is_sent_and_never_told(monkeypatch):
     monkeypatch.setenv("KEY_OF_MINE", "sesame")
-    echo = Answer(401, {"error": "Bearer sesame is wrong"})
     with fake_vllm() as server:
         replica = replica_of(server.url, api_key_env="KEY_OF_MINE")
         replica.submit(request_of()).result(BOUND_S)
         assert server.seen[0][3]["Authorization"] == "Bearer sesame"
-        server.routes["/inference/v1/generate"] = echo
-        with pytest.raises(
-            RequestRefused, match="the key that was sent is not the server's; set rollout.api_key_env"
-        ) as raised:
+        server.routes["/inference/v1/generate"] = Answer(401, {"error": "Bearer sesame is wrong"})
+        with pytest.raises(RequestRefused, match="the key that was sent.*rollout.api_key_env") as raised:
             replica.submit(request_of()).result(BOUND_S)
         assert "sesame" not in str(raised.value)
         server.routes["/inference/v1/generate"] = Answer(500, {"error": "I heard Bearer sesame"})
-        with pytest.raises(ReplicaLost) as lost:
+        with pytest.raises(ReplicaLost, match=r"I heard Bearer \*\*\*"):
             replica.submit(request_of()).result(BOUND_S)
-        assert "I heard Bearer ***" in str(lost.value)
     monkeypatch.setenv("KEY_OF_MINE", "two\nlines")
     with pytest.raises(ConfigError, match="rollout.api_key_env") as refused:
         replica_of(server.url, api_key_env="KEY_OF_MINE")
@@ -336,22 +260,15 @@ def test_what_is_not_an_address_is_named(url):
 
 
 def test_another_tokenizer_is_refused():
-    def encode(text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
     with fake_vllm() as server:
         replica = replica_of(server.url)
-        replica.check_tokenizer(encode, ["a+b", "ü"])
+        replica.check_tokenizer(lambda text: [*map(ord, text)], ["a+b", "ü"])
         assert all(body["add_special_tokens"] is False for _, _, body, _ in server.seen)
-        with pytest.raises(RequestRefused, match=r"another tokenizer .* 'ab' is \[97, 98\] there and \[97, 0\] here"):
+        with pytest.raises(RequestRefused, match=r"'ab' is \[97, 98\] there and \[97, 0\] here"):
             replica.check_tokenizer(lambda text: [97, 0], ["ab"])
-        for none in (
-            Answer(404, b""),
-            Answer(501, {"error": "no tokenizer"}),
-            Answer(400, {"error": "skip_tokenizer_init is set"}),
-        ):
-            server.routes["/tokenize"] = none
-            replica.check_tokenizer(encode, ["a+b"])
+        for status, content in ((404, b""), (501, {"error": "no tokenizer"}), (400, {"error": "skip_tokenizer_init"})):
+            server.routes["/tokenize"] = Answer(status, content)
+            replica.check_tokenizer(list, ["a+b"])
         server.routes["/tokenize"] = Answer(400, {"error": "another matter"})
         with pytest.raises(RequestRefused, match="another matter"):
-            replica.check_tokenizer(encode, ["a+b"])
+            replica.check_tokenizer(list, ["a+b"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,52 +13,34 @@ from megatron_rl.rollout.staleness import Start, may_start
 SMALL = st.integers(0, 6)
 
 
-def assert_invariants(*, trained, engine, between, steps_per_rollout, max_staleness_steps, interval, renew) -> None:
-    given = dict(
-        trained=trained,
-        engine=engine,
-        steps_per_rollout=steps_per_rollout,
-        max_staleness_steps=max_staleness_steps,
-        interval=interval,
-        renew=renew,
-    )
+def assert_invariants(*, trained, engine, between, max_staleness_steps, steps_per_rollout, **more) -> None:
+    given = dict(trained=trained, engine=engine, max_staleness_steps=max_staleness_steps, **more)
+    given["steps_per_rollout"] = steps_per_rollout
+    most = math.inf if max_staleness_steps is None else max_staleness_steps
+    at = trained + between * steps_per_rollout  # the trainer's version at the rollout's turn
     found = may_start(between=between, **given)
     held = {Start.NOW: engine, Start.AFTER_SYNC: trained}.get(found)
-    if held is not None and max_staleness_steps is not None:
-        assert trained + between * steps_per_rollout - held <= max_staleness_steps
-    if between == 0:
-        assert found is not Start.LATER
-    behind = engine == NO_WEIGHTS or renew or trained - engine >= interval
-    if found is Start.AFTER_SYNC and not behind:
-        assert max_staleness_steps is not None and trained + between * steps_per_rollout - engine > max_staleness_steps
-    if found is Start.NOW:
-        assert not behind
+    assert held is None or at - held <= most
+    assert between or found is not Start.LATER
+    behind = engine == NO_WEIGHTS or more["renew"] or trained - engine >= more["interval"]
+    assert found is not Start.AFTER_SYNC or behind or at - engine > most
+    assert found is not Start.NOW or not behind
     if between:
-        earlier = may_start(between=between - 1, **given)
-        assert found is Start.LATER or earlier is not Start.LATER
+        assert found is Start.LATER or may_start(between=between - 1, **given) is not Start.LATER
 
 
 @given(
     trained=st.integers(0, 9),
-    lag=st.integers(0, 9),
+    lag=st.none() | st.integers(0, 9),
     between=SMALL,
-    steps=st.integers(1, 4),
-    bound=st.none() | SMALL,
+    steps_per_rollout=st.integers(1, 4),
+    max_staleness_steps=st.none() | SMALL,
     interval=st.integers(1, 6),
     renew=st.booleans(),
-    empty=st.booleans(),
 )
-def test_every_state(trained, lag, between, steps, bound, interval, renew, empty):
-    engine = NO_WEIGHTS if empty else max(0, trained - lag)
-    assert_invariants(
-        trained=trained,
-        engine=engine,
-        between=between,
-        steps_per_rollout=steps,
-        max_staleness_steps=bound,
-        interval=interval,
-        renew=renew,
-    )
+def test_every_state(trained, lag, **state):
+    """lag: of the engine behind the trainer; None: it has no weights."""
+    assert_invariants(trained=trained, engine=NO_WEIGHTS if lag is None else max(0, trained - lag), **state)
 
 
 def staleness_of_a_run(
@@ -66,20 +50,13 @@ def staleness_of_a_run(
 
     moved[k]: optimizer steps of rollout k that moved the weights.
     """
-    version, engine, started = 0, NO_WEIGHTS, {}
-    found = []
+    version, engine, started, found = 0, NO_WEIGHTS, {}, []
     for turn in range(rollouts):
         for number in range(turn, min(rollouts, turn + depth + 1)):
             if number in started:
                 continue
-            decision = may_start(
-                trained=version,
-                engine=engine,
-                between=number - turn,
-                steps_per_rollout=steps,
-                max_staleness_steps=bound,
-                interval=interval,
-            )
+            state = dict(trained=version, engine=engine, between=number - turn, steps_per_rollout=steps)
+            decision = may_start(**state, max_staleness_steps=bound, interval=interval)
             if decision is Start.LATER:
                 break
             engine = version if decision is Start.AFTER_SYNC else engine
@@ -103,9 +80,6 @@ def test_no_rollout_of_a_run_is_older_than_allowed(depth, steps, bound, interval
     assert max(found) <= (most if bound is None else min(bound, most))
 
 
-def test_a_bound_of_zero_is_the_synchronous_run():
+def test_a_bound_of_zero_is_the_synchronous_run_and_one_ahead_is_one_rollout_stale():
     assert staleness_of_a_run(rollouts=6, depth=3, steps=2, bound=0, interval=4, moved=[2] * 6) == [0] * 6
-
-
-def test_a_run_one_ahead_is_one_rollout_stale_from_its_second_rollout_on():
     assert staleness_of_a_run(rollouts=5, depth=1, steps=2, bound=None, interval=1, moved=[2] * 5) == [0, 2, 2, 2, 2]

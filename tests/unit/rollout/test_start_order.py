@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config import ProducerConfig
 from megatron_rl.rollout.engine import sample_seed
 from megatron_rl.rollout.start_order import StartOrder, tail_s
-from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
-from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
-
-SAMPLES = 2
+from megatron_rl.rollout.worker import RolloutJob
+from megatron_rl.types import BatchFacts, Prompt, Rollout
+from tests.unit.rollout.fake_engine import SAMPLES, WillingEngine, producer_of, rollout_of, scored_by, value_of
+from tests.unit.rollout.fake_engine import prompt_of as numbered
 
 
 def prompt_of(row: int, *, epoch: int = 0, tokens: int = 1) -> Prompt:
-    return Prompt(prompt_id=f"{row}@{epoch}", text="", token_ids=(5,) * tokens, columns={})
+    return numbered(row, epoch=epoch, token_ids=(5,) * tokens)
 
 
 def facts_of(lengths: dict[int, list[int]]) -> BatchFacts:
     """Make facts of groups. ``lengths``: by place, the tokens of each sample."""
     groups = np.array([place for place, group in lengths.items() for _ in group], dtype=np.int64)
     response = np.array([length for group in lengths.values() for length in group], dtype=np.int64)
-    zeros = np.zeros_like(groups)
-    return BatchFacts(
-        sample_ids=tuple(str(i) for i in range(len(groups))),
-        groups=groups,
-        prompt_tokens=zeros + 1,
-        response_tokens=response,
-        loss_tokens=response,
-        owners=zeros,
-        owner_rows=zeros,
-    )
+    zeros, ids = np.zeros_like(groups), tuple(str(i) for i in range(len(groups)))
+    tokens = {"prompt_tokens": zeros + 1, "response_tokens": response, "loss_tokens": response}
+    return BatchFacts(sample_ids=ids, groups=groups, owners=zeros, owner_rows=zeros, **tokens)
 
 
 def naive_order(prompts: dict[int, Prompt], lengths: dict[str, int]) -> list[int]:
@@ -59,7 +50,7 @@ def naive_order(prompts: dict[int, Prompt], lengths: dict[str, int]) -> list[int
     return order
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=14),
     known=st.dictionaries(st.integers(0, 12), st.lists(st.integers(1, 5), min_size=SAMPLES, max_size=SAMPLES)),
@@ -96,36 +87,19 @@ def test_the_tail_equals_a_count_of_the_groups_that_ended(ends):
     assert tail_s(ends) == (max(ends) - begins if ends else 0.0)
 
 
-class SeededEngine:
-    """Draws each sample from its seed alone, and notes the order in which it was asked."""
+class SeededEngine(WillingEngine):
+    """Draws each sample from its seed alone."""
 
-    is_elsewhere, progressed_at, weight_version = True, -math.inf, 3
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
-        for index, prompt in enumerate(prompts):
-            self.asked.append(prompt.prompt_id)
-            on_finished(index, [self._sample(prompt, sample) for sample in range(samples_per_prompt)])
-
-    def _sample(self, prompt: Prompt, sample: int) -> Rollout:
-        random = np.random.default_rng(sample_seed(1, prompt.prompt_id, sample, self.weight_version, prompt.attempt))
-        ids = tuple(random.integers(0, 99, size=random.integers(1, 9)).tolist())
-        return Rollout(
-            prompt=prompt,
-            sample_index=sample,
-            response_ids=ids,
-            logprobs=tuple(random.normal(size=len(ids)).tolist()),
-            text="",
-            finish_reason="stop",
-            weight_versions=((self.weight_version, len(ids)),),
-        )
+    def group(self, prompt: Prompt, samples: int) -> list[Rollout]:
+        seeds = (sample_seed(1, prompt.prompt_id, k, self.weight_version, prompt.attempt) for k in range(samples))
+        randoms = [np.random.default_rng(seed) for seed in seeds]
+        ids = [tuple(random.integers(0, 99, size=random.integers(1, 9)).tolist()) for random in randoms]
+        return [rollout_of(prompt, k, ids=ids[k]) for k in range(samples)]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_longest_first_equals_drawn_order_bit_for_bit(ranks):
-    """Both orders give the same samples with the same log-probs, at any number of ranks; only the asking differs."""
+    """Both orders give the same samples, at any number of ranks; only the asking differs."""
     prompts = {place: prompt_of(row, tokens=1 + row % 3) for place, row in enumerate([4, 9, 2, 7, 5, 0, 1])}
     order = StartOrder(longest_first=True)
     order.note({0: prompt_of(9), 1: prompt_of(2), 2: prompt_of(5)}, facts_of({0: [3, 1], 1: [8, 2], 2: [5, 5]}))
@@ -134,19 +108,12 @@ def test_longest_first_equals_drawn_order_bit_for_bit(ranks):
         groups, asked = {}, []
         for rank in range(ranks):
             engine = SeededEngine()
-            worker = RolloutWorker(
-                engine,
-                lambda rollouts: [Score(total=float(x.sample_index), by_function=()) for x in rollouts],
-                ProducerConfig(),
-                apart=False,
-                share=(rank, ranks),
-                deadline_s=60,
-            )
+            worker = producer_of(engine, scored_by(value_of), "sync", apart=False, share=(rank, ranks))
             mine = [list(arranged)[k] for k in worker.places(len(arranged))]
             job = RolloutJob(arranged, mine, SAMPLES)
             worker.generate(job)
             groups |= job.rollouts
-            asked.append(engine.asked)
+            asked += engine.calls
         found[name] = groups, asked
     (drawn, asked_drawn), (longest, asked_longest) = found.values()
     assert drawn == longest and sorted(drawn) == sorted(prompts)

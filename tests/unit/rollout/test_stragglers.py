@@ -1,26 +1,29 @@
-"""Rollouts that leave groups under way: nothing is lost, nothing is trained twice, and each trains as many groups.
-
-The counts are checked against a naive simulation, the worker and the manager over an engine that holds groups back.
-"""
+"""Rollouts that leave groups under way: nothing is lost, nothing is trained twice, and each trains as many groups."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import load_config
 from megatron_rl.config.stragglers import check_stragglers
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.stragglers import choose, hand_out, num_to_start, num_to_train
 from megatron_rl.rollout.worker import RolloutJob
 from tests.patience import until
-from tests.unit.rollout.fake_engine import BOUND_S, SAMPLES, FakeEngine, FakeReward, group_of, prompt_of
+from tests.unit.rollout.fake_engine import (
+    BOUND_S,
+    SAMPLES,
+    FakeEngine,
+    FakeReward,
+    group_of,
+    manager_of,
+    prompt_of,
+    prompts_of,
+)
 
 ON = (
     "rollout.engine=vllm",
@@ -31,7 +34,7 @@ ON = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     prompts=st.integers(1, 12),
     share=st.floats(0, 0.5),
@@ -46,6 +49,7 @@ def test_every_group_is_trained_once_in_its_rollout_or_the_next(prompts, share, 
     rows: the prompts of data that end, as under ``train.epochs``; None: ``num_rollouts`` rollouts.
     """
     stragglers = int(share * prompts)
+    sizes = {"prompts_per_rollout": prompts, "stragglers": stragglers}
     drawn, started, trained, left = 0, {}, [], []
     index = 0
     while True:
@@ -57,13 +61,8 @@ def test_every_group_is_trained_once_in_its_rollout_or_the_next(prompts, share, 
             more = number < num_rollouts if rows is None else drawn < rows or outstanding > (number - index) * prompts
             if number in started or not more:
                 continue
-            room = num_to_start(
-                prompts_per_rollout=prompts,
-                stragglers=stragglers,
-                rollouts=number - index + 1,
-                outstanding=outstanding,
-                is_last=rows is None and number == num_rollouts - 1,
-            )
+            is_last = rows is None and number == num_rollouts - 1
+            room = num_to_start(**sizes, rollouts=number - index + 1, outstanding=outstanding, is_last=is_last)
             room = room if rows is None else min(room, rows - drawn)
             started[number] = list(range(drawn, drawn + room))
             drawn += room
@@ -83,6 +82,11 @@ def test_every_group_is_trained_once_in_its_rollout_or_the_next(prompts, share, 
     assert drawn == (num_rollouts * prompts if rows is None else rows)
 
 
+def rows_of(job: RolloutJob) -> list[int]:
+    """Return the numbers of a job's prompts, in the order of their places."""
+    return [int(prompt.name.removesuffix("@0")) for _, prompt in sorted(job.prompts.items())]
+
+
 def test_handed_out_groups_and_those_that_stay_equal_the_job():
     """The new job has the groups of the old one and of its predecessor, numbered anew; the rest keeps its places."""
     left, job = RolloutJob({1: prompt_of(7), 5: prompt_of(8)}, (5,), SAMPLES), None
@@ -90,18 +94,10 @@ def test_handed_out_groups_and_those_that_stay_equal_the_job():
     job = RolloutJob({place: prompt_of(place) for place in (2, 0, 1, 3)}, (2, 0), SAMPLES)
     job.rollouts[0], job.scores[0], job.ended_s[0] = group_of(prompt_of(0)), ["c"], 2.5
     whole = hand_out(job, left, [0, 3])
-    assert [prompt.name for _, prompt in sorted(whole.prompts.items())] == ["7@0", "8@0", "0@0", "3@0"]
+    assert rows_of(whole) == [7, 8, 0, 3]
     assert whole.mine == (1, 2) and whole.scores == {1: ["b"], 2: ["c"]} and whole.ended_s == {2: 2.5}
     assert whole.rollouts[2] == group_of(prompt_of(0))
     assert sorted(job.prompts) == [1, 2] and job.mine == (2,) == tuple(job.missing) and not left.prompts
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Make a world of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class HoldingEngine(FakeEngine):
@@ -128,29 +124,25 @@ def test_a_rollout_is_handed_out_while_its_stragglers_go_on(alone, apart):
     The second one waits for them, trains them first, and leaves its own: every group once.
     """
     engine, reward = HoldingEngine({"1@0", "4@0"}), FakeReward()
-    config = load_config(None, list(ON))
-    manager = RolloutManager(
-        engine, reward, config, export=lambda: iter([]), version=lambda: 0, share=(0, 1), score_apart=apart
-    )
+    manager = manager_of(engine, *ON, score=reward, score_apart=apart)
     manager.sync_weights()
-    first = manager.job({place: prompt_of(place) for place in range(10)}, SAMPLES)
-    second = manager.job({place: prompt_of(10 + place) for place in range(8)}, SAMPLES)
+    first, second = (manager.job(prompts_of(numbers), SAMPLES) for numbers in (range(10), range(10, 18)))
     manager.start(first)
     manager.start(second)
     whole, _ = manager.collect_most(first, None, 8)
     manager.finish(whole)
-    assert [p.prompt_id for _, p in sorted(whole.prompts.items())] == [f"{k}@0" for k in (0, 2, 3, 5, 6, 7, 8, 9)]
+    assert rows_of(whole) == [0, 2, 3, 5, 6, 7, 8, 9]
     assert sorted(first.prompts) == [1, 4] and first.generating
     assert until(lambda: len(engine.calls) == 2 and not second.missing)  # beside the held groups
     engine.release.set()
     whole, _ = manager.collect_most(second, first, 8)
     manager.finish(whole)
-    assert [p.prompt_id for _, p in sorted(whole.prompts.items())] == [f"{k}@0" for k in (1, 4, *range(10, 16))]
+    assert rows_of(whole) == [1, 4, *range(10, 16)]
     assert all(len(whole.scores[place]) == SAMPLES for place in range(8))
     assert sorted(second.prompts) == [6, 7] and manager.jobs == [second]
     manager.settle()
     whole, _ = manager.collect_most(manager.job({}, SAMPLES), second, 2)
-    assert [p.prompt_id for _, p in sorted(whole.prompts.items())] == ["16@0", "17@0"]
+    assert rows_of(whole) == [16, 17]
     scored = [name for _, names in reward.calls for name in names]
     assert len(scored) == len(set(scored)) == 18 * SAMPLES
     manager.close()
@@ -159,32 +151,29 @@ def test_a_rollout_is_handed_out_while_its_stragglers_go_on(alone, apart):
 def test_a_straggler_whose_engine_is_lost_is_asked_again(alone):
     """The engine dies after 3 of 4 groups, those of the first hand-out; the straggler comes with the next rollout."""
     engine = FakeEngine(losses=[3], holds=10**9)
-    config = load_config(None, [*ON, "train.prompts_per_rollout=4"])
-    manager = RolloutManager(engine, FakeReward(), config, export=lambda: iter([]), version=lambda: 0, share=(0, 1))
+    manager = manager_of(engine, *ON, "train.prompts_per_rollout=4", score=FakeReward())
     manager.sync_weights()
-    first = manager.job({place: prompt_of(place) for place in range(4)}, SAMPLES)
+    first = manager.job(prompts_of(range(4)), SAMPLES)
     manager.start(first)
     whole, _ = manager.collect_most(first, None, 3)
     assert sorted(whole.rollouts) == [0, 1, 2] and sorted(first.prompts) == [3]
-    second = manager.job({0: prompt_of(9)}, SAMPLES)
+    second = manager.job(prompts_of([9]), SAMPLES)
     manager.start(second)
     whole, _ = manager.collect_most(second, first, 2)
     assert sorted(engine.finished) == ["0@0", "1@0", "2@0", "3@0", "9@0"] and not second.prompts
-    assert [p.prompt_id for _, p in sorted(whole.prompts.items())] == ["3@0", "9@0"]
+    assert rows_of(whole) == [3, 9]
     manager.close()
 
 
 def test_what_cannot_leave_groups_under_way_is_refused_by_name():
     check_stragglers(load_config(None, list(ON)))
-    for given_, word in (
-        ("train.prompts_per_rollout=3", "less than one group"),
-        ("weight_sync.in_flight=false", "weight_sync.in_flight=false"),
-        ("rollout.producer.mode=sync", "rollout.producer.mode="),
-        ("rollout.producer.min_groups=2", "rollout.producer.min_groups=2"),
-        ("rollout.dynamic_sampling.max_rounds=1", "rollout.dynamic_sampling.max_rounds=1"),
-        ("environment.name=calculator", "environment.name="),
-        ("rollout.producer.max_staleness_steps=0", "max_staleness_steps=0"),
-    ):
+    named = ("rollout.producer.min_groups=2", "rollout.dynamic_sampling.max_rounds=1", "weight_sync.in_flight=false")
+    words = {name: name for name in named} | {"train.prompts_per_rollout=3": "less than one group"}
+    words |= {
+        "rollout.producer.mode=sync": "rollout.producer.mode=",
+        "environment.name=calculator": "environment.name=",
+    }
+    for given_, word in (words | {"rollout.producer.max_staleness_steps=0": "max_staleness_steps=0"}).items():
         with pytest.raises(ConfigError, match="straggler_share=0.25") as refused:
             check_stragglers(load_config(None, [*ON, given_]))
         assert word in str(refused.value)

@@ -1,7 +1,4 @@
-"""The supervisor of vLLM servers, with real processes and a stand-in for vLLM.
-
-It restarts servers within bounds, and leaves no process behind.
-"""
+"""The supervisor of vLLM servers, with real processes and a stand-in for vLLM."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from megatron_rl.rollout.vllm.server_command import example, server_command, ser
 from megatron_rl.rollout.vllm.supervisor import check_exposure, is_loopback, split_devices, visible_devices
 from tests.patience import HANG_S, patient, until
 from tests.unit.rollout.misbehaving_server import unused_port
+from tools import serve_vllm
 
 pytestmark = pytest.mark.process
 
@@ -34,10 +33,9 @@ def wait_for(what, condition) -> None:
 
 def is_alive(pid: int) -> bool:
     try:
-        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-    return state != "Z"
 
 
 class Tool:
@@ -46,21 +44,8 @@ class Tool:
     def __init__(self, folder: pathlib.Path, arguments: tuple[str, ...], variables: dict[str, str]) -> None:
         self.folder, self.port = folder, unused_port(2)
         self.output = folder / "tool.log"
-        command = [
-            sys.executable,
-            str(ROOT / "tools" / "serve_vllm.py"),
-            "--model",
-            "M",
-            "--port",
-            str(self.port),
-            "--log-dir",
-            str(folder / "logs"),
-            "--module",
-            "tests.unit.rollout.stand_in_server",
-            "--grace-s",
-            "1",
-            *arguments,
-        ]
+        own = f"--model M --port {self.port} --module tests.unit.rollout.stand_in_server --grace-s 1".split()
+        command = [sys.executable, "tools/serve_vllm.py", *own, "--log-dir", str(folder / "logs"), *arguments]
         environment = {**os.environ, "STAND_IN_FOLDER": str(folder), "CUDA_VISIBLE_DEVICES": "", **variables}
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -74,8 +59,18 @@ class Tool:
     def said(self) -> str:
         return self.output.read_text()
 
+    def wait_ready(self, count: int = 1) -> None:
+        """Wait until servers were ready so often, those that were started again counted anew."""
+        wait_for(f"server {count}", lambda: self.said().count("ready after") == count)
+
     def wait_all_gone(self) -> None:
         wait_for("the end of all servers", lambda: not any(is_alive(pid) for pid in self.pids()))
+
+    def end(self, number: int) -> None:
+        """Ask it to end, and wait until it has, with every server."""
+        self.process.send_signal(number)
+        assert self.process.wait(BOUND_S) == 0
+        self.wait_all_gone()
 
 
 @contextlib.contextmanager
@@ -96,24 +91,21 @@ def tool(folder: pathlib.Path, *arguments: str, **variables: str) -> Iterator[To
 
 def test_a_killed_server_is_started_again_and_all_end_with_the_supervisor(tmp_path):
     with tool(tmp_path, "--replicas", "2") as running:
-        wait_for("two servers", lambda: running.said().count("ready after") == 2)
+        running.wait_ready(2)
         api, engine = running.started()[0]["pids"]
         os.kill(api, signal.SIGKILL)
-        wait_for("the restart", lambda: running.said().count("ready after") == 3)
+        running.wait_ready(3)
         assert "server 0: ended with exit code 137 (signal 9); restart 1 of 5 in 600 s" in running.said()
         # a process that the killed server left behind would hold the GPU's memory
         wait_for("its engine's end", lambda: not is_alive(engine))
         assert len(running.started(0)) == 2 and len(running.started(1)) == 1
-        running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(BOUND_S) == 0
-        running.wait_all_gone()
+        running.end(signal.SIGTERM)
         assert "asked to end: ending all servers" in running.said()
 
 
-@pytest.mark.parametrize("stubborn", ["", "stubborn"])
-def test_servers_end_when_the_supervisor_is_killed(tmp_path, stubborn):
-    with tool(tmp_path, "--replicas", "2", STAND_IN_DIES=stubborn) as running:
-        wait_for("two servers", lambda: running.said().count("ready after") == 2)
+def test_stubborn_servers_end_when_the_supervisor_is_killed(tmp_path):
+    with tool(tmp_path, "--replicas", "2", STAND_IN_DIES="stubborn") as running:
+        running.wait_ready(2)
         running.process.kill()
         running.process.wait(BOUND_S)
         running.wait_all_gone()
@@ -122,10 +114,8 @@ def test_servers_end_when_the_supervisor_is_killed(tmp_path, stubborn):
 
 def test_a_stubborn_server_is_killed_after_its_grace(tmp_path):
     with tool(tmp_path, STAND_IN_DIES="stubborn") as running:
-        wait_for("a server", lambda: "ready after" in running.said())
-        running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(BOUND_S) == 0
-        running.wait_all_gone()
+        running.wait_ready()
+        running.end(signal.SIGINT)
 
 
 def test_restarts_are_bounded_and_the_log_is_shown(tmp_path):
@@ -146,41 +136,23 @@ def test_a_server_that_is_never_healthy_counts_as_dead(tmp_path):
 
 def test_a_server_that_lives_and_serves_no_more_is_started_again(tmp_path):
     with tool(tmp_path, "--sick-s", "1") as running:
-        wait_for("a server", lambda: "ready after" in running.said())
+        running.wait_ready()
         pid, _ = running.started()[0]["pids"]
         (tmp_path / f"{pid}.sick").touch()
-        wait_for("the restart", lambda: running.said().count("ready after") == 2)
+        running.wait_ready(2)
         assert "runs, and serves no more" in running.said() and "/health: 503" in running.said()
         wait_for("the sick one's end", lambda: not is_alive(pid))
 
 
-def test_a_port_in_use_is_named(tmp_path):
-    with tool(tmp_path) as first:
-        wait_for("a server", lambda: "ready after" in first.said())
-        second = Tool(tmp_path / "logs", ("--port", str(first.port)), {})
-        assert second.process.wait(BOUND_S) == 2
-        assert f"port {first.port} of 127.0.0.1 cannot be taken (Address already in use)" in second.said()
-
-
 def test_what_a_server_is_started_with(tmp_path):
-    variables = {
-        "RANK": "1",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "y",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "KEY_OF_MINE": "sesame",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
+    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+    dropped = sorted((*of_ranks, "VLLM_ALLOW_INSECURE_SERIALIZATION"))
+    variables = dict.fromkeys(dropped, "1") | {"KEY_OF_MINE": "sesame", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with tool(tmp_path, "--api-key-env", "KEY_OF_MINE", "--", "--enforce-eager", **variables) as running:
-        wait_for("a server", lambda: "ready after" in running.said())
+        running.wait_ready()
         (started,) = running.started()
         said = running.said()
     environment, arguments = started["environment"], started["arguments"]
-    dropped = sorted(set(variables) - {"KEY_OF_MINE", "VLLM_CPU_KVCACHE_SPACE"})
     assert not set(dropped) & set(environment) and f"not passed on to the servers: {', '.join(dropped)}" in said
     assert environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["VLLM_API_KEY"] == "sesame"
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
@@ -188,23 +160,25 @@ def test_what_a_server_is_started_with(tmp_path):
     assert not any("sesame" in argument for argument in arguments) and "sesame" not in said
 
 
-def test_a_host_open_to_the_network_wants_a_key(tmp_path):
-    with tool(tmp_path, "--host", "0.0.0.0") as running:
-        assert running.process.wait(BOUND_S) == 2
-        assert (
-            "--host 0.0.0.0 opens the servers to the network" in running.said() and "--allow-no-key" in running.said()
-        )
-    with tool(tmp_path, "--api-key-env", "NOT_SET_ANYWHERE") as running:
-        assert running.process.wait(BOUND_S) == 2
-        assert "--api-key-env NOT_SET_ANYWHERE names an environment variable that is empty or not set" in running.said()
+def test_a_host_open_to_the_network_wants_a_key_and_a_port_is_not_taken_twice(capsys, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the tool takes the signals of its process
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for given, words in (
+            ("--host 0.0.0.0", ("--host 0.0.0.0 opens the servers to the network", "--allow-no-key")),
+            ("--api-key-env NOT_SET_ANYWHERE", ("--api-key-env NOT_SET_ANYWHERE names", "empty or not set")),
+            (f"--port {port}", (f"port {port} of 127.0.0.1", "(Address already in use)", "another --port")),
+        ):
+            assert serve_vllm.main(["--model", "M", *given.split()]) == 2
+            said = capsys.readouterr().err
+            assert all(word in said for word in words), said
     check_exposure("0.0.0.0", "sesame", "--api-key-env", False)
     check_exposure("0.0.0.0", None, "--api-key-env", True)
     check_exposure("127.0.0.1", None, "--api-key-env", False)
     with pytest.raises(ConfigError):
         check_exposure("my-host", "", "--api-key-env", False)
-
-
-def test_loopback_is_known():
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"))
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "my-host", ""))
 
@@ -212,9 +186,7 @@ def test_loopback_is_known():
 def test_gpus_are_split_in_order(tmp_path):
     assert split_devices(["0", "1", "2", "3"], 2, 2) == [["0", "1"], ["2", "3"]]
     assert split_devices([], 3, 1) == [None] * 3
-    with pytest.raises(
-        ConfigError, match=r"2 servers with --tensor-parallel-size 2 want 4 GPUs, 3 are visible \(4, 5, 7\)"
-    ):
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2 want 4 GPUs, 3 are visible \(4, 5, 7\)"):
         split_devices(["4", "5", "7"], 2, 2)
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "4, 5"}) == ["4", "5"]
     assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == visible_devices({"CUDA_VISIBLE_DEVICES": "-1"}) == []
@@ -227,7 +199,6 @@ def test_gpus_are_split_in_order(tmp_path):
 
 def test_the_example_is_the_command():
     command = server_command("M", "127.0.0.1", 8000)
-    assert example("M", "127.0.0.1", 8000).startswith(
-        "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model M"
-    )
+    begins = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model M"
+    assert example("M", "127.0.0.1", 8000).startswith(begins)
     assert '{"backend": "megatron_rl"}' in command and "--enable-scale-out" in command

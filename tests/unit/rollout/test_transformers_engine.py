@@ -1,7 +1,4 @@
-"""The embedded engine against plain Hugging Face forwards.
-
-It gives the same log-probs and the same greedy tokens, and its draws are seeded and exact.
-"""
+"""The embedded engine against plain Hugging Face forwards."""
 
 from __future__ import annotations
 
@@ -13,61 +10,42 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
-from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import sample_seed
-from megatron_rl.rollout.transformers_engine import TransformersEngine, draw
-from megatron_rl.types import Prompt
-from tests.unit.rollout.tiny_model import EOS, SIZES, TEMPERATURE, VOCAB, _model, _tokenizer
-
-
-@pytest.fixture(scope="module")
-def model():
-    return _model()
-
-
-@pytest.fixture(scope="module")
-def hf_path(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    model.config.save_pretrained(path)
-    return str(path)
-
-
-def _engine(hf_path: str, model: Qwen2ForCausalLM | None, **rollout) -> TransformersEngine:
-    settings = {"temperature": TEMPERATURE, "max_response_tokens": 12, **rollout}
-    engine = TransformersEngine(
-        hf_path, _tokenizer(), RolloutConfig(**settings), seed=3, dtype=torch.float32, device=torch.device("cpu")
-    )
-    if model is not None:
-        engine.load_weights(iter(model.state_dict().items()), version=1)
-    return engine
+from megatron_rl.rollout.transformers_engine import draw
+from megatron_rl.types import Prompt, Rollout
+from tests.unit.rollout.fake_engine import prompt_of
+from tests.unit.rollout.tiny_model import (
+    EOS,
+    ROUNDING,
+    SIZES,
+    TEMPERATURE,
+    VOCAB,
+    _model,
+    _tokenizer,
+    engine_of,
+    forward_logprobs,
+)
 
 
 def _prompts(*lengths: int) -> list[Prompt]:
     generator = np.random.default_rng(0)
     ids = [tuple(generator.integers(2, len(VOCAB), size=length).tolist()) for length in lengths]
-    return [Prompt(prompt_id=f"{i}@0", text="", token_ids=token_ids, columns={}) for i, token_ids in enumerate(ids)]
+    return [prompt_of(i, token_ids=token_ids) for i, token_ids in enumerate(ids)]
+
+
+def _ids(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
+    return [rollout.response_ids for rollout in rollouts]
 
 
 PROMPTS = _prompts(5, 2, 9, 5, 1, 3, 7)
 
 
-def _reference_logprobs(model, rollout) -> torch.Tensor:
-    ids = torch.tensor([rollout.prompt.token_ids + rollout.response_ids])
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(ids).logits.float() / TEMPERATURE, dim=-1)[0]
-    first = len(rollout.prompt.token_ids)
-    return logprobs[range(first - 1, ids.shape[1] - 1), list(rollout.response_ids)]
+def assert_forward_pass_gives_the_logprobs(model, rollouts: list[Rollout]) -> None:
+    for rollout in rollouts:
+        assert np.abs(forward_logprobs(model, rollout).numpy() - rollout.logprobs).max() < ROUNDING
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -75,47 +53,35 @@ def _reference_logprobs(model, rollout) -> torch.Tensor:
 def test_logprobs_equal_full_forward(tmp_path, tied, greedy):
     model = _model(tied=tied)
     model.config.save_pretrained(tmp_path)
-    engine = _engine(str(tmp_path), model, max_batch_samples=16)
+    engine = engine_of(tmp_path, model, max_batch_samples=16)
     rollouts = engine.generate(PROMPTS, 6, temperature=0.0 if greedy else None)
     assert [r.sample_id for r in rollouts] == [f"{i}@0#{s}" for i in range(len(PROMPTS)) for s in range(6)]
-    for rollout in rollouts:
-        # 1e-5: cached against full attention in float32; both round, neither is the truth.
-        assert np.abs(_reference_logprobs(model, rollout).numpy() - np.array(rollout.logprobs)).max() < 1e-5
+    assert_forward_pass_gives_the_logprobs(model, rollouts)
     reasons = {r.finish_reason for r in rollouts}
     assert greedy or reasons == {"stop", "length"}, "the sampled rows must cover both ends, or compaction is not tested"
 
 
 def test_absolute_positions_equal_full_forward(tmp_path):
     # Rotary embeddings cannot see a constant shift of the positions; learned ones can.
-    config = GPT2Config(
-        vocab_size=len(VOCAB),
-        n_positions=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        initializer_range=0.2,
-    )
+    sizes = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
+    config = GPT2Config(vocab_size=len(VOCAB), bos_token_id=None, eos_token_id=EOS, **sizes)
     config.save_pretrained(tmp_path)
     model = GPT2LMHeadModel(config).eval()
-    for rollout in _engine(str(tmp_path), model).generate(PROMPTS, 4):
-        assert np.abs(_reference_logprobs(model, rollout).numpy() - np.array(rollout.logprobs)).max() < 1e-5
+    assert_forward_pass_gives_the_logprobs(model, engine_of(tmp_path, model).generate(PROMPTS, 4))
 
 
 def test_greedy_equals_hf_generate(model, hf_path):
-    rollouts = _engine(hf_path, model).generate(PROMPTS, 1, temperature=0.0)
+    rollouts = engine_of(hf_path, model).generate(PROMPTS, 1, temperature=0.0)
     for rollout in rollouts:
         ids = torch.tensor([rollout.prompt.token_ids])
-        expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=1
-        )
+        given = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 1}
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **given)
         assert list(rollout.response_ids) == expected[0, ids.shape[1] :].tolist()
 
 
 def test_rows_do_not_depend_on_their_batch(model, hf_path):
     def tokens(prompts, **rollout):
-        return {r.sample_id: r.response_ids for r in _engine(hf_path, model, **rollout).generate(prompts, 5)}
+        return {r.sample_id: r.response_ids for r in engine_of(hf_path, model, **rollout).generate(prompts, 5)}
 
     reference = tokens(PROMPTS, max_batch_samples=64)
     assert tokens(PROMPTS[::-1], max_batch_samples=10) == reference
@@ -125,11 +91,8 @@ def test_rows_do_not_depend_on_their_batch(model, hf_path):
 
 @pytest.mark.parametrize("max_batch_samples, at_once", [(64, 7), (10, 2), (3, 1)])
 def test_finished_groups_are_told_once_and_whole(hf_path, model, max_batch_samples, at_once):
-    """Finished groups are told once and whole, after the internal batch that completed them.
-
-    Seven prompts of five samples run in batches of 64, 10 and 3 rows.
-    """
-    engine = _engine(hf_path, model, max_batch_samples=max_batch_samples)
+    """Told after the internal batch that completed them: 7 prompts of 5 samples in batches of 64, 10 and 3 rows."""
+    engine = engine_of(hf_path, model, max_batch_samples=max_batch_samples)
     told, batches = [], []
     sample = engine._sample
     engine._sample = lambda *arguments: (batches.append(len(told)), sample(*arguments))[1]
@@ -141,28 +104,22 @@ def test_finished_groups_are_told_once_and_whole(hf_path, model, max_batch_sampl
 
 
 def test_draws_differ_by_sample_attempt_and_version(model, hf_path):
-    engine = _engine(hf_path, model)
-    first = engine.generate(PROMPTS[:3], 8)
-    assert len({r.response_ids for r in first[:8]}) > 4
-    ids = [r.response_ids for r in first]
-    assert [r.response_ids for r in engine.generate(PROMPTS[:3], 8)] == ids
-    assert [
-        r.response_ids for r in engine.generate([dataclasses.replace(prompt, attempt=1) for prompt in PROMPTS[:3]], 8)
-    ] != ids
+    engine = engine_of(hf_path, model)
+    ids = _ids(engine.generate(PROMPTS[:3], 8))
+    assert len(set(ids[:8])) > 4 and _ids(engine.generate(PROMPTS[:3], 8)) == ids
+    assert _ids(engine.generate([dataclasses.replace(prompt, attempt=1) for prompt in PROMPTS[:3]], 8)) != ids
     engine.load_weights(iter(model.state_dict().items()), version=2)
     second = engine.generate(PROMPTS[:3], 8)
-    assert [r.response_ids for r in second] != ids
-    assert {r.weight_version for r in second} == {2}
+    assert _ids(second) != ids and {r.weight_version for r in second} == {2}
 
 
 def test_a_calls_temperature_equals_the_configs(model, hf_path):
-    """A call's temperature gives the tokens and log-probs of a config's, to the bit.
-
-    The calls after it are at the config's temperature again.
-    """
-    engine, colder = _engine(hf_path, model), _engine(hf_path, model, temperature=0.4)
+    """To the bit; the calls after it are at the config's temperature again. torch's own generator is left alone."""
+    state = torch.random.get_rng_state()
+    engine, colder = engine_of(hf_path, model), engine_of(hf_path, model, temperature=0.4)
     before, asked = engine.generate(PROMPTS, 4), engine.generate(PROMPTS, 4, temperature=0.4)
     assert asked == colder.generate(PROMPTS, 4) and engine.generate(PROMPTS, 4) == before != asked
+    assert torch.equal(state, torch.random.get_rng_state())
 
 
 def test_sample_seed_is_stable_and_distinct():
@@ -174,24 +131,18 @@ def test_sample_seed_is_stable_and_distinct():
 
 
 def test_first_token_frequencies_match_softmax(model, hf_path):
-    num_samples = 2000
-    engine = _engine(hf_path, model, max_response_tokens=1, max_batch_samples=num_samples)
-    rollouts = engine.generate(PROMPTS[:1], num_samples)
-    counts = np.bincount([r.response_ids[0] for r in rollouts], minlength=len(VOCAB))
+    rounds = 2000
+    rollouts = engine_of(hf_path, model, max_response_tokens=1, max_batch_samples=rounds).generate(PROMPTS[:1], rounds)
+    found = np.bincount([r.response_ids[0] for r in rollouts], minlength=len(VOCAB))
     with torch.no_grad():
         logits = model(torch.tensor([PROMPTS[0].token_ids])).logits[0, -1]
-    expected = torch.softmax(logits.double() / TEMPERATURE, dim=-1).numpy() * num_samples
+    expected = torch.softmax(logits.double() / TEMPERATURE, dim=-1).numpy() * rounds
     common = expected >= 5  # the usual rule for the chi-square approximation; the rest is one bin
-    assert common.sum() >= 10
-    observed, wanted = (
-        np.append(counts[common], counts[~common].sum()),
-        np.append(expected[common], expected[~common].sum()),
-    )
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    assert common.sum() >= 10 and expected[~common].sum() > 0
+    observed, wanted = (np.append(x[common], x[~common].sum()) for x in (found, expected))
     degrees = len(wanted) - 1
     # Mean d, deviation sqrt(2d): five deviations, and the seed is fixed, so this cannot flake.
-    assert statistic < degrees + 5 * np.sqrt(2 * degrees)
+    assert ((observed - wanted) ** 2 / wanted).sum() < degrees + 5 * np.sqrt(2 * degrees)
 
 
 def test_draw_never_takes_an_impossible_token():
@@ -204,13 +155,12 @@ def test_draw_never_takes_an_impossible_token():
 
 
 def test_stop_token_ends_a_row_and_is_not_text(model, hf_path):
-    rollouts = _engine(hf_path, model).generate(PROMPTS, 16)
+    rollouts = engine_of(hf_path, model).generate(PROMPTS, 16)
     assert {r.finish_reason for r in rollouts} == {"stop", "length"}
     for rollout in rollouts:
         stopped = rollout.finish_reason == "stop"
         assert len(rollout.logprobs) == len(rollout.response_ids) <= 12
-        assert stopped == (rollout.response_ids[-1] == EOS)
-        assert EOS not in rollout.response_ids[:-1]
+        assert stopped == (rollout.response_ids[-1] == EOS) and EOS not in rollout.response_ids[:-1]
         assert stopped or len(rollout.response_ids) == 12
         body = rollout.response_ids[:-1] if stopped else rollout.response_ids
         assert rollout.text == _tokenizer().decode(list(body), skip_special_tokens=True)
@@ -220,12 +170,12 @@ def test_stop_token_ends_a_row_and_is_not_text(model, hf_path):
 def test_generation_config_adds_stop_tokens(model, tmp_path):
     model.config.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9]}))
-    rollouts = _engine(str(tmp_path), model).generate(PROMPTS, 16)
+    rollouts = engine_of(tmp_path, model).generate(PROMPTS, 16)
     assert {r.response_ids[-1] for r in rollouts if r.finish_reason == "stop"} == {EOS, 5, 9}
     assert all(not {EOS, 5, 9} & set(r.response_ids[:-1]) for r in rollouts)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 999}))
     with pytest.raises(ConfigError, match="999"):
-        _engine(str(tmp_path), None)
+        engine_of(tmp_path, None)
 
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -241,7 +191,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
     ],
 )
 def test_load_weights_errors(model, hf_path, change, message):
-    engine = _engine(hf_path, model)
+    engine = engine_of(hf_path, model)
     with pytest.raises(ValueError, match=message):
         engine.load_weights(iter(change(list(model.state_dict().items()))), version=2)
     with pytest.raises(RuntimeError, match="call load_weights first"):  # half-loaded weights are never sampled
@@ -251,55 +201,37 @@ def test_load_weights_errors(model, hf_path, change, message):
 
 
 MIXTURE_SIZES = SIZES | {"initializer_range": 0.15, "num_experts_per_tok": 2}
+QWEN3_MOE = Qwen3MoeConfig(**MIXTURE_SIZES, num_experts=4, moe_intermediate_size=16, head_dim=8)
 MIXTURES = {
-    "mixtral": (
-        MixtralConfig(**MIXTURE_SIZES, num_local_experts=4),
-        "model.layers.1.block_sparse_moe.experts.2.w3.weight",
-    ),
-    "qwen3_moe": (
-        Qwen3MoeConfig(**MIXTURE_SIZES, num_experts=4, moe_intermediate_size=16, head_dim=8),
-        "model.layers.1.mlp.experts.2.up_proj.weight",
-    ),
+    "mixtral": (MixtralConfig(**MIXTURE_SIZES, num_local_experts=4), "block_sparse_moe.experts.2.w3"),
+    "qwen3_moe": (QWEN3_MOE, "mlp.experts.2.up_proj"),
 }
 
 
 def _mixture(family: str, tmp_path):
-    """Return a model that loops over its experts, the tensors of its checkpoint, and the name of one expert's tensor.
-
-    The tensors are as transformers writes them.
-    """
+    """Return a model that loops over its experts, its tensors as transformers writes them, and one expert's name."""
     config, name = MIXTURES[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     model.save_pretrained(tmp_path)
-    return model, list(load_file(tmp_path / "model.safetensors").items()), name
+    return model, list(load_file(tmp_path / "model.safetensors").items()), f"model.layers.1.{name}.weight"
 
 
 @pytest.mark.parametrize("family", sorted(MIXTURES))
-def test_a_mixture_takes_the_names_of_its_files(tmp_path, family):
-    model, items, _ = _mixture(family, tmp_path)
-    engine = _engine(str(tmp_path), None)
+def test_a_mixture_takes_the_names_of_its_files_and_names_what_is_wrong_with_one_expert(tmp_path, family):
+    model, items, name = _mixture(family, tmp_path)
+    engine = engine_of(tmp_path, None)
     engine.load_weights(iter(items), version=0)
     loaded = engine._model.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
-    for rollout in engine.generate(PROMPTS, 4):
-        # 1e-5, in float32: cached against full attention, one grouped product of all experts against a loop over them.
-        assert np.abs(_reference_logprobs(model, rollout).numpy() - np.array(rollout.logprobs)).max() < 1e-5
-
-
-@pytest.mark.parametrize("family", sorted(MIXTURES))
-def test_a_mixture_names_what_is_wrong_with_one_expert(tmp_path, family):
-    model, items, name = _mixture(family, tmp_path)
-    engine = _engine(str(tmp_path), None)
+    # here one grouped product of all experts is compared with a loop over them
+    assert_forward_pass_gives_the_logprobs(model, engine.generate(PROMPTS, 4))
     fused = "model.layers.1.mlp.experts.gate_up_proj"
     for changed, message in (
         ([x for x in items if x[0] != name], f"1 of .* did not arrive: {name}"),
         ([*items, (name, dict(items)[name])], f"{name}' arrived twice"),
-        (
-            [(n, t.T if n == name else t) for n, t in items],
-            rf"{name}' has shape \(32, \d+\), the model needs \(\d+, 32\)",
-        ),
+        ([(n, t.T if n == name else t) for n, t in items], rf"{name}' has shape \(32, \d+\), .* needs \(\d+, 32\)"),
         ([*items, (fused, model.state_dict()[fused])], f"unknown weight '{fused}'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -309,7 +241,7 @@ def test_a_mixture_names_what_is_wrong_with_one_expert(tmp_path, family):
 def test_tied_lm_head_may_be_absent_or_equal(tmp_path):
     model = _model(tied=True)
     model.config.save_pretrained(tmp_path)
-    engine = _engine(str(tmp_path), None)
+    engine = engine_of(tmp_path, None)
     parameters = dict(model.named_parameters())
     assert "lm_head.weight" not in parameters
     engine.load_weights(iter(parameters.items()), version=0)
@@ -323,65 +255,48 @@ def test_tied_lm_head_may_be_absent_or_equal(tmp_path):
 
 def test_large_model_is_refused_before_allocation(tmp_path):
     # 5 TB in float32: only a count without storage can answer at all.
-    Qwen2Config(
-        vocab_size=1_000_000, hidden_size=65_536, intermediate_size=65_536, num_hidden_layers=40, num_attention_heads=64
-    ).save_pretrained(tmp_path)
+    large = {"vocab_size": 10**6, "hidden_size": 2**16, "intermediate_size": 2**16, "num_hidden_layers": 40}
+    Qwen2Config(**large, num_attention_heads=64).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"[\d,]{13,} parameters.*rollout.allow_large_embedded_model=true"):
-        _engine(str(tmp_path), None)
-
-
-def test_building_leaves_the_global_generator_alone(hf_path):
-    before = torch.random.get_rng_state()
-    _engine(hf_path, None)
-    assert torch.equal(before, torch.random.get_rng_state())
+        engine_of(tmp_path, None)
 
 
 def test_unusable_calls_are_config_errors(model, hf_path, tmp_path):
-    engine = _engine(hf_path, model, max_response_tokens=60)
-    with pytest.raises(ConfigError, match="0 tokens"):
-        engine.generate(_prompts(3, 0), 1)
-    with pytest.raises(ConfigError, match="make 65, above .*=64"):
-        engine.generate(_prompts(5), 1)
-    with pytest.raises(ConfigError, match="samples_per_prompt=0"):
-        engine.generate(PROMPTS, 0)
+    engine = engine_of(hf_path, model, max_response_tokens=60)
+    unusable = {"0 tokens": (_prompts(3, 0), 1), "above .*=64": (_prompts(5), 1), "samples_per_prompt=0": (PROMPTS, 0)}
+    for words, (prompts, samples) in unusable.items():
+        with pytest.raises(ConfigError, match=words):
+            engine.generate(prompts, samples)
+    for bounds in ([3], [0, 3], [3, 61]):
+        with pytest.raises(ValueError, match="max_tokens=.*for 2 prompts.*from 1 to rollout.max_response_tokens=60"):
+            engine.generate(_prompts(3, 1), 1, max_tokens=bounds)
     assert engine.generate([], 4) == []
     with pytest.raises(ConfigError, match="config.json"):
-        _engine(str(tmp_path / "nothing"), None)
+        engine_of(tmp_path / "nothing", None)
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         engine.generate(PROMPTS, 1)
 
 
 def test_broken_weights_are_named(model, hf_path):
-    engine = _engine(hf_path, None)
-    broken = [(name, torch.full_like(t, torch.nan) if name == NAME else t) for name, t in model.state_dict().items()]
-    engine.load_weights(iter(broken), version=4)
+    engine = engine_of(hf_path, None)
+    broken = {name: torch.full_like(t, torch.nan) if name == NAME else t for name, t in model.state_dict().items()}
+    engine.load_weights(iter(broken.items()), version=4)
     with pytest.raises(RuntimeError, match="not finite at weight version 4"):
         engine.generate(PROMPTS, 2)
 
 
 @pytest.mark.parametrize("temperature", [None, 0.0])
 def test_a_bound_on_tokens_cuts_what_a_call_without_it_gives(model, hf_path, temperature):
-    """A bound on tokens cuts what a call without it gives, prompt by prompt.
-
-    Batches have uneven bounds, so that their rows leave at different steps.
-    """
-    prompts = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(3, 4 + k, 2)[: 1 + k % 3], columns={}) for k in range(9)]
+    """Batches have uneven bounds, so that their rows leave at different steps."""
+    prompts = [prompt_of(k, token_ids=(3, 4 + k, 2)[: 1 + k % 3]) for k in range(9)]
     bounds = [1 + (5 * k) % 12 for k in range(9)]
-    whole = _engine(hf_path, model, max_batch_samples=8).generate(prompts, 3, temperature=temperature)
-    found = _engine(hf_path, model, max_batch_samples=8).generate(
-        prompts, 3, temperature=temperature, max_tokens=bounds
-    )
+    engine = engine_of(hf_path, model, max_batch_samples=8)
+    whole = engine.generate(prompts, 3, temperature=temperature)
+    found = engine.generate(prompts, 3, temperature=temperature, max_tokens=bounds)
     for rollout, wanted, bound in zip(found, whole, (b for b in bounds for _ in range(3)), strict=True):
         assert rollout.response_ids == wanted.response_ids[:bound]
         assert np.allclose(rollout.logprobs, wanted.logprobs[:bound], atol=1e-5)
         assert rollout.finish_reason == ("stop" if rollout.response_ids[-1] == EOS else "length")
         assert rollout.weight_versions == ((1, len(rollout.response_ids)),)
     assert {x.finish_reason for x in found} == {"stop", "length"} or temperature == 0.0
-
-
-@pytest.mark.parametrize("bounds", [[3], [0, 3], [3, 13]])
-def test_bounds_that_are_none_are_refused(model, hf_path, bounds):
-    prompts = [Prompt(prompt_id=f"{k}@0", text="", token_ids=(3,), columns={}) for k in range(2)]
-    with pytest.raises(ValueError, match="max_tokens=.*for 2 prompts.*from 1 to rollout.max_response_tokens=12"):
-        _engine(hf_path, model).generate(prompts, 1, max_tokens=bounds)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
-import subprocess
-import sys
+import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,25 +14,15 @@ import torch
 from megatron_rl.rollout.weight_sync import transport
 from megatron_rl.rollout.weight_sync.transport import SEGMENT_PREFIX, Segment, Tally
 from tests.patience import HANG_S, patient
-
-pytestmark = pytest.mark.process
-
-ROOT = pathlib.Path(__file__).parents[3]
-OWNER = """
-import sys
-from megatron_rl.rollout.weight_sync import transport
-import pathlib
-transport.segment_folders = lambda: (pathlib.Path(sys.argv[1]),)
-segment = transport.Segment(4096)
-print(segment.path, flush=True)
-sys.stdin.read()
-"""
+from tests.workers.nursery import Fork, Nursery
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> pathlib.Path:
-    monkeypatch.setattr(transport, "segment_folders", lambda: (tmp_path,))
-    return tmp_path
+    path = tmp_path / "segments"
+    path.mkdir()
+    monkeypatch.setattr(transport, "segment_folders", lambda: (path,))
+    return path
 
 
 def test_a_segment_is_this_users_alone_and_gone_when_closed(folder):
@@ -45,14 +35,16 @@ def test_a_segment_is_this_users_alone_and_gone_when_closed(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_what_a_killed_owner_left_is_removed_and_a_living_ones_is_not(folder):
-    def owner() -> tuple[subprocess.Popen, pathlib.Path]:
-        command = [sys.executable, "-c", OWNER, str(folder)]
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        return process, pathlib.Path(process.stdout.readline().strip())
+def test_what_a_killed_owner_left_is_removed_and_a_living_ones_is_not(folder, nursery: Nursery):
+    def owner() -> tuple[Fork, pathlib.Path]:
+        read, told = os.pipe()
+        function = "tests.unit.rollout.receiving_engine:own_segment"
+        process = nursery.start(function, [str(folder)], printed=folder.parent / "printed", pipe=told)
+        os.close(told)
+        with open(read) as lines:
+            return process, pathlib.Path(lines.readline().strip())
 
-    living, kept = owner()
-    killed, left = owner()
+    (living, kept), (killed, left) = owner(), owner()
     try:
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait(patient(HANG_S))
@@ -61,9 +53,8 @@ def test_what_a_killed_owner_left_is_removed_and_a_living_ones_is_not(folder):
         assert kept.exists() and own.path.exists() and not left.exists()
         own.close()
     finally:
-        for process in (living, killed):
-            process.kill()
-            process.communicate(timeout=patient(HANG_S))
+        living.kill()
+        killed.kill()
 
 
 def test_no_room_says_what_to_do_and_leaves_nothing(folder, monkeypatch):
@@ -71,9 +62,7 @@ def test_no_room_says_what_to_do_and_leaves_nothing(folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        OSError, match="4,096 bytes of shared memory in .*No space left.*weight_sync.bucket_mb.*--shm-size"
-    ):
+    with pytest.raises(OSError, match="4,096 bytes.*No space left.*weight_sync.bucket_mb.*--shm-size"):
         Segment(4096)
     assert list(folder.iterdir()) == []
 
@@ -85,37 +74,29 @@ def test_a_tally_is_of_the_order_and_of_the_counts():
             tally.add(checksum, count)
         return tally.value()
 
-    seen = [
-        value(("a", 1), ("b", 2)),
-        value(("b", 2), ("a", 1)),
-        value(("a", 2), ("b", 1)),
-        value(("a1", 1), ("b", 2)),
-        value(),
-    ]
-    assert len(set(seen)) == len(seen) and value(("a", 1), ("b", 2)) == seen[0]
+    first = (("a", 1), ("b", 2))
+    seen = [value(*parts) for parts in (first, first[::-1], (("a", 2), ("b", 1)), (("a1", 1), ("b", 2)), ())]
+    assert len(set(seen)) == len(seen) and value(*first) == seen[0]
 
 
 def test_broadcast_brings_the_bytes_to_every_rank():
-    """A broadcast brings the bytes to every rank.
+    """Rank 0 is in this thread and rank 1 in another: two ends of one group, as trainer and worker have them.
 
-    Rank 0 is in this thread and rank 1 in another: two ends of one group, as trainer and worker have them. Loopback
-    alone is listened on.
+    Loopback alone is listened on.
     """
-    import threading
-    from datetime import timedelta
-
+    bound = timedelta(seconds=patient(HANG_S))
     listener = transport.listen("127.0.0.1")
     address, port = listener.getsockname()
     sent, got = torch.arange(100_000, dtype=torch.int32).view(torch.uint8), []
 
     def join() -> None:
-        group = transport.join_group(address, port, 1, 2, "gloo", timedelta(seconds=patient(HANG_S)))
+        group = transport.join_group(address, port, 1, 2, "gloo", bound)
         got.append(transport.receive(group, sent.numel(), torch.device("cpu")))
         group.shutdown()
 
     worker = threading.Thread(target=join)
     worker.start()
-    group = transport.open_group(listener, 2, "gloo", timedelta(seconds=patient(HANG_S)))
+    group = transport.open_group(listener, 2, "gloo", bound)
     transport.broadcast(group, sent)
     worker.join(patient(HANG_S))
     group.shutdown()

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost
-from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.replica import ReplicaFacts, ReplicaLost
-from megatron_rl.rollout.weight_sync.sender import WeightSender
-from megatron_rl.types import Prompt
-
-PROMPTS = [Prompt(prompt_id=f"{index}@0", text="", token_ids=(5, 6), columns={}) for index in range(3)]
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """Make a world of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+from tests.unit.rollout.fake_engine import manager_of, prompt_of
+from tests.unit.rollout.receiving_engine import sender_of
 
 
 class FakeReplica:
@@ -47,9 +34,8 @@ class FakeReplica:
             self.failing_starts -= 1
             raise ReplicaLost("free memory on device is less than desired")
         self.asked.append("ready")
-        return ReplicaFacts(
-            vllm_version="0.32.0", vocab_size=17, max_model_tokens=8, logprobs_mode="processed_logprobs"
-        )
+        sizes = {"vocab_size": 17, "max_model_tokens": 8}
+        return ReplicaFacts(vllm_version="0.32.0", logprobs_mode="processed_logprobs", **sizes)
 
     def check_tokenizer(self, encode, texts) -> None: ...
 
@@ -70,52 +56,39 @@ class WordlessTokenizer:
         return ""
 
 
-def vllm_engine_of(replica: FakeReplica, *, start_late: bool = False, max_restarts: int = 3) -> VllmEngine:
-    sync = WeightSender(channel="shared_memory", bucket_bytes=1, deadline_s=1.0, device=torch.device("cpu"))
+def vllm_engine_of(
+    *replicas: FakeReplica, drives: bool = True, start_late: bool = False, max_restarts: int = 3
+) -> VllmEngine:
     rollout = load_config(None, ["rollout.max_response_tokens=2", f"rollout.max_restarts={max_restarts}"]).rollout
-    return VllmEngine(
-        [replica],
-        sync,
-        WordlessTokenizer(),
-        rollout,
-        seed=0,
-        stop_ids=(0,),
-        vocab_size=17,
-        longest=8,
-        drives=True,
-        start_late=start_late,
-    )
+    given = {"seed": 0, "stop_ids": (0,), "vocab_size": 17, "longest": 8, "start_late": start_late}
+    return VllmEngine(replicas, sender_of(1), WordlessTokenizer(), rollout, drives=drives, **given)
 
 
-def test_an_engine_that_still_starts_is_not_woken():
-    """An engine that still starts is not woken, since it is awake once it serves.
-
-    Its answer would be waited for by another deadline than its start's.
-    """
-    replica = FakeReplica()
-    engine = vllm_engine_of(replica)
+def test_an_engine_that_still_starts_is_not_woken_and_one_that_slept_holds_no_weights():
+    """It is awake once it serves, and its answer would be waited for by another deadline than its start's."""
+    engine = vllm_engine_of(replica := FakeReplica())
     engine.wake(tags=["weights"])
     engine.recover(())
     engine.wake(tags=["kv_cache"])
+    replica.weight_version = 3
+    assert engine.weight_version == 3
     engine.sleep()
     assert replica.asked == ["start", "ready", "wake kv_cache", "sleep"]
+    # level 2 drops the weights, so the next sync sends them again though the trainer's have not moved
+    assert engine.weight_version == NO_WEIGHTS and replica.levels == [2]
 
 
 @pytest.mark.parametrize("silent", ["sleep", "wake"])
 def test_an_engine_that_does_not_sleep_or_wake_is_lost_and_mended_by_the_next_sync(silent):
-    """An engine that does not sleep or wake is lost, and the next sync mends it.
-
-    A rank that raised here would leave the others in a collective.
-    """
-    replica = FakeReplica()
-    engine = vllm_engine_of(replica)
+    """A rank that raised here would leave the others in a collective."""
+    engine = vllm_engine_of(replica := FakeReplica())
     engine.recover(())
     replica.weight_version, replica.silent = 3, (silent,)
     engine.sleep()
     engine.wake(tags=["weights", "kv_cache"])
     assert engine.lost == ["the engine"] and engine.weight_version == NO_WEIGHTS
     with pytest.raises(EngineLost, match=f"it did not answer {silent}"):
-        engine.generate(PROMPTS, 1)
+        engine.generate([prompt_of(0)], 1)
     engine.recover(engine.lost)
     assert replica.asked[-3:] == ["close", "restart", "ready"] and engine.lost == []
     engine.close()
@@ -124,62 +97,26 @@ def test_an_engine_that_does_not_sleep_or_wake_is_lost_and_mended_by_the_next_sy
 def test_an_engine_on_a_shared_device_starts_once_the_trainers_state_has_left(alone):
     replica = FakeReplica()
     engine = vllm_engine_of(replica, start_late=True)
-    manager = RolloutManager(
-        engine,
-        None,
-        load_config(None, ["weight_sync.attempts=1"]),
-        export=lambda: iter(()),
-        version=lambda: 1,
-        share=(0, 1),
-        offload=lambda: replica.asked.append("offload"),
-        restore=lambda: replica.asked.append("restore"),
-    )
+    moves = {word: lambda word=word: replica.asked.append(word) for word in ("offload", "restore")}
+    manager = manager_of(engine, "weight_sync.attempts=1", version=lambda: 1, **moves)
     assert replica.asked == []
     manager.sync_weights()
     assert replica.asked[:4] == ["offload", "start", "ready", "init_weight_transfer"]
 
 
-@pytest.mark.parametrize("failures", [1, 3])
-def test_a_first_start_that_fails_is_tried_again(failures):
+def test_a_first_start_that_fails_is_tried_again_and_one_that_fails_for_ever_ends_the_run():
     replica = FakeReplica()
-    replica.failing_starts = failures
-    engine = vllm_engine_of(replica)
-    engine.recover(())
-    assert replica.asked == ["start", *["restart"] * failures, "ready"]
-
-
-def test_a_start_that_fails_for_ever_ends_the_run():
-    replica = FakeReplica()
+    replica.failing_starts = 3
+    vllm_engine_of(replica).recover(())
+    assert replica.asked == ["start", *["restart"] * 3, "ready"]
     replica.failing_starts = 3
     with pytest.raises(EngineError, match="lost 3 times in a row, and rollout.max_restarts=2. free memory on device"):
         vllm_engine_of(replica, max_restarts=2).recover(())
 
 
-def test_an_engine_that_slept_holds_no_weights():
-    """Level 2 drops the weights, so the next sync sends them again though the trainer's have not moved."""
-    replica = FakeReplica()
-    engine = vllm_engine_of(replica)
-    engine.recover(())
-    replica.weight_version = 3
-    assert engine.weight_version == 3
-    engine.sleep()
-    assert engine.weight_version == NO_WEIGHTS and replica.levels == [2]
-
-
 def test_a_rank_without_an_engine_is_not_behind():
     """A rank that drives nothing holds the version of the last sync, or each step would send weights that are there."""
-    sync = WeightSender(channel="shared_memory", bucket_bytes=1, deadline_s=1.0, device=torch.device("cpu"))
-    engine = VllmEngine(
-        [],
-        sync,
-        WordlessTokenizer(),
-        load_config().rollout,
-        seed=0,
-        stop_ids=(0,),
-        vocab_size=17,
-        longest=8,
-        drives=False,
-    )
+    engine = vllm_engine_of(drives=False)
     assert engine.weight_version == NO_WEIGHTS
     engine.take_report(4, (), ())
     assert engine.weight_version == 4

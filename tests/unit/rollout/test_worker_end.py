@@ -1,22 +1,21 @@
-"""rollout/worker.py's end, its waits, and how much it holds."""
+"""rollout/worker.py's end, its waits, long ones too while an engine computes, and how much it holds."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import math
 import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from megatron_rl.config import load_config
+from megatron_rl.errors import EngineError, PeerError
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout import worker as producer_module
-from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.manager import PARTS
 from megatron_rl.rollout.queue import RolloutQueue
 from tests.patience import until
 from tests.unit.rollout.fake_engine import (
@@ -28,8 +27,10 @@ from tests.unit.rollout.fake_engine import (
     end,
     group_of,
     job_of,
+    manager_of,
     producer_of,
     prompt_of,
+    prompts_of,
 )
 
 
@@ -43,10 +44,7 @@ class Counted(threading.Condition):
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_a_wait_takes_no_processor_time(mode, apart):
-    """A wait takes no processor time while an engine sleeps for a fifth of a second.
-
-    A loop that looked at the job all the while would do so thousands of times.
-    """
+    """An engine sleeps for a fifth of a second, in which a loop would look at the job thousands of times."""
     engine, score = FakeEngine(holds=1), FakeReward()
     producer = producer_of(engine, score, mode, apart=apart)
     job, timer = job_of(producer, range(2)), threading.Timer(0.2, engine.held.set)
@@ -68,10 +66,8 @@ def test_close_ends_the_threads_amid_jobs(mode, apart):
     for job in jobs:
         producer.start(job)
     producer.wait(jobs[0], [])  # returns at once
-    names = {thread.name for thread in producer._threads}
-    assert names == ({"rollouts", "rewards"} if apart else {"rollouts"}) and all(
-        thread.is_alive() for thread in producer._threads
-    )
+    names = {thread.name for thread in producer._threads if thread.is_alive()}
+    assert names == ({"rollouts", "rewards"} if apart else {"rollouts"}) and len(producer._threads) == len(names)
     end(producer)
     producer.close()  # again is harmless
     with pytest.raises(RuntimeError, match="the engine is closed"):
@@ -80,10 +76,7 @@ def test_close_ends_the_threads_amid_jobs(mode, apart):
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_a_callback_after_close_hangs_nobody(mode, apart, monkeypatch):
-    """A callback after close hangs nobody.
-
-    The engine does not hear that it is closed, and finishes a group later.
-    """
+    """The engine does not hear that it is closed, and finishes a group later."""
     monkeypatch.setattr(producer_module, "CLOSE_S", 0.1)
     engine, score = FakeEngine(holds=1), FakeReward()
     producer = producer_of(engine, score, mode, apart=apart)
@@ -100,51 +93,103 @@ def test_a_callback_after_close_hangs_nobody(mode, apart, monkeypatch):
     assert until(lambda: not late.is_alive())
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Make a world of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(("mode", "depth"), [("sync", 1), ("prefetch", 1), ("prefetch", 3), ("streaming", 2)])
 def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
-    """A slow consumer bounds the rollouts held: depth + 1 at most, and in a slow loop that many.
-
-    The queue is over an engine that takes no time.
-    """
-    prompts_per_rollout, turns = 4, 6
-    overrides = [
-        f"train.prompts_per_rollout={prompts_per_rollout}",
-        f"train.num_rollouts={turns}",
-        f"rollout.samples_per_prompt={SAMPLES}",
-    ]
-    producing = [
-        f"rollout.producer.mode={mode}",
-        f"rollout.producer.prefetch_rollouts={depth}",
-        "rollout.producer.min_groups=2",
-    ]
-    config, engine, trainer = load_config(None, overrides + producing), FakeEngine(), SimpleNamespace(weight_version=0)
-    weights = {"export": lambda: iter([("weight", torch.zeros(1))]), "version": lambda: trainer.weight_version}
-    generation = RolloutManager(engine, FakeReward(), config, share=(0, 1), **weights)
-    given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
-    numbers = itertools.count()
+    """Of an engine that takes no time, depth + 1 rollouts are held at most, and in a slow loop that many."""
+    size, turns, producer = 4, 6, "rollout.producer"
+    sizes = [f"train.prompts_per_rollout={size}", f"train.num_rollouts={turns}"]
+    modes = [f"{producer}.mode={mode}", f"{producer}.prefetch_rollouts={depth}", f"{producer}.min_groups=2"]
+    engine, trainer, numbers = FakeEngine(), SimpleNamespace(weight_version=0), itertools.count()
+    overrides = [*sizes, *modes, f"rollout.samples_per_prompt={SAMPLES}"]
+    generation = manager_of(engine, *overrides, score=FakeReward(), version=lambda: trainer.weight_version)
     prompts = SimpleNamespace(next=lambda count, epochs: [prompt_of(next(numbers)) for _ in range(count)])
     timer = StepTimer(lambda stage: contextlib.nullcontext())
-    feed = RolloutQueue(config, trainer, generation, prompts, timer, **given)
+    given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
+    feed = RolloutQueue(generation.config, trainer, generation, prompts, timer, **given)
     held, ahead = [], 0 if mode == "sync" else depth
     for turn in range(turns):
         feed.start_ahead(turn)
-        generation.collect(feed.jobs[turn], range(prompts_per_rollout))
+        generation.collect(feed.jobs[turn], range(size))
         generation.finish(feed.jobs[turn])
         for _ in range(3):  # asked again and again, it starts no more
             feed.start_ahead(turn)
-        assert until(lambda turn=turn: len(engine.finished) >= min(turn + 1 + ahead, turns) * prompts_per_rollout)
-        time.sleep(0.02)  # time for more groups than that, which there must not be
-        held.append(len(engine.finished) - turn * prompts_per_rollout)
-        assert len(feed.jobs) == min(ahead + 1, turns - turn)
-        feed._drop_stale(turn, set(range(prompts_per_rollout)))
+        started = min(turn + 1 + ahead, turns)
+        assert len(feed.jobs) == started - turn
+        assert until(lambda: all(not job.missing and not job.generating for job in generation.jobs))  # nothing is left
+        held.append(len(engine.finished) - turn * size)
+        assert len(engine.finished) == started * size
+        feed._drop_stale(turn, set(range(size)))
         trainer.weight_version += 1
-    assert max(held) == (ahead + 1) * prompts_per_rollout and len(engine.finished) == turns * prompts_per_rollout
+    assert max(held) == (ahead + 1) * size and len(engine.finished) == turns * size
     generation.close()
+
+
+# ---- a rollout may take longer than run.deadline_s while an engine says that it computes, on every rank -------------
+
+LONG_AGO, DEADLINE_S = -1e9, 1.0
+
+
+def test_a_wait_lasts_as_long_as_the_engine_says_that_it_computes():
+    """A wait that began long ago goes on after an engine's word, and ends by its deadline where none comes."""
+    engine = FakeEngine(holds=1)
+    producer = producer_of(engine, FakeReward(), "prefetch", apart=False, deadline_s=DEADLINE_S)
+    job = job_of(producer, range(3))
+    producer.start(job)
+    for wait in (functools.partial(producer.wait, job, job.mine), functools.partial(producer.wait_generated, job)):
+        engine.progressed_at = math.inf
+        assert not wait(since=LONG_AGO, most_s=0.01)
+        engine.progressed_at = producer._progressed_at = LONG_AGO
+        with pytest.raises(EngineError, match="not generated in run.deadline_s=1 s, in which no engine said"):
+            wait(since=LONG_AGO)
+    engine.held.set()
+    assert producer.wait(job, job.mine) and producer.wait_generated(job)
+    end(producer)
+
+
+class LateEngine(FakeEngine):
+    """Says that it computes, and finishes once its ranks have met for longer than run.deadline_s; or says nothing."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        super().__init__(holds=0)
+        self.speaks, self.weight_version = speaks, 1
+
+    @property
+    def progressed_at(self) -> float:
+        return time.monotonic() if self.speaks else LONG_AGO
+
+    @progressed_at.setter
+    def progressed_at(self, _: float) -> None: ...
+
+
+def produce(rank: int, world: int, speaks: bool) -> str:
+    engine = LateEngine(speaks=speaks)
+    share = (0, 1) if rank == 0 else None
+    manager = manager_of(engine, f"run.deadline_s={DEADLINE_S:g}", version=lambda: 1, share=share)
+    together, meetings = manager._together, []
+
+    def counted(act) -> None:
+        together(act)
+        meetings.append(time.monotonic())
+        if len(meetings) > 2 * PARTS:
+            engine.held.set()
+
+    manager._together = counted
+    try:
+        job = manager.produce(prompts_of(range(2)), 2)
+        return f"{len(job.scores)} groups after {len(meetings) > 2 * PARTS}"
+    except (EngineError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.held.set()
+        manager.close()
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_no_rank_waits_for_another_longer_than_until_the_next_meeting(pool, speaks):
+    """A rank without an engine waits with the others for twice the deadline; a mute engine ends both by it."""
+    found = pool.run(2, produce, speaks)
+    if speaks:
+        assert found == ["2 groups after True", "0 groups after True"]
+    else:
+        assert "were not generated in run.deadline_s=1 s" in found[0] and found[0].startswith("EngineError")
+        assert found[1].startswith("PeerError: rank 0 stopped with EngineError")

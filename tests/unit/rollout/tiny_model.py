@@ -1,14 +1,16 @@
-"""A model and a tokenizer of a few thousand parameters."""
+"""A model and a tokenizer of a few thousand parameters, the embedded engine on them, and a plain forward pass."""
 
 from __future__ import annotations
 
+import pathlib
+
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.types import Rollout
 
 VOCAB = ["<eos>", "<pad>", *"0123456789+-=*/ abcd"]
 EOS = 0
@@ -24,6 +26,7 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": EOS,
 }
+ROUNDING = 1e-5  # of log-probs: cached against full attention in float32; both round, neither is the truth
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -40,3 +43,28 @@ def _model(*, tied: bool = False, scale: float = 0.15) -> Qwen2ForCausalLM:
         for parameter in model.parameters():  # norms and biases too, so that a swapped name would be seen
             parameter.data.add_(0.1 * torch.randn(parameter.shape))
     return model.eval()
+
+
+def engine_of(
+    hf_path: str | pathlib.Path,
+    model: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **rollout,
+) -> TransformersEngine:
+    """Make the embedded engine on the CPU, with the model's weights as version 1; without a model, with none."""
+    settings = RolloutConfig(**{"temperature": TEMPERATURE, "max_response_tokens": 12} | rollout)
+    engine = TransformersEngine(
+        str(hf_path), tokenizer or _tokenizer(), settings, seed=3, dtype=torch.float32, device=torch.device("cpu")
+    )
+    if model is not None:
+        engine.load_weights(iter(model.state_dict().items()), version=1)
+    return engine
+
+
+@torch.no_grad()
+def forward_logprobs(model: PreTrainedModel, rollout: Rollout) -> torch.Tensor:
+    """Return [response] the log-probs of a rollout's tokens by one forward pass over all of it."""
+    prompt = rollout.prompt.token_ids if rollout.context_ids is None else rollout.context_ids
+    token_ids = torch.tensor([[*prompt, *rollout.response_ids]])
+    logits = model(token_ids).logits[0, len(prompt) - 1 : -1].float() / TEMPERATURE
+    return torch.log_softmax(logits, dim=-1).gather(1, token_ids[0, len(prompt) :, None])[:, 0]

@@ -7,14 +7,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
-import torch
-
-from megatron_rl.config import EndpointConfig, RolloutConfig
+from megatron_rl.config import EndpointConfig
 from megatron_rl.rollout.endpoint.agents import AgentEngine
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.types import Prompt
 from tests.patience import patient
-from tests.unit.rollout.tiny_model import TEMPERATURE, _tokenizer
+from tests.unit.rollout.tiny_model import TEMPERATURE, _tokenizer, engine_of
 
 ROOM = 24
 # One letter for each role, and the tools' number: a(user) b(assistant) c(tool) d(system, tools).
@@ -32,14 +30,8 @@ def chat_tokenizer():
     return tokenizer
 
 
-def loaded_engine(model, folder) -> TransformersEngine:
-    model.config.save_pretrained(folder)
-    given = RolloutConfig(temperature=TEMPERATURE, max_response_tokens=ROOM, max_batch_samples=16)
-    engine = TransformersEngine(
-        str(folder), chat_tokenizer(), given, seed=3, dtype=torch.float32, device=torch.device("cpu")
-    )
-    engine.load_weights(iter(model.state_dict().items()), version=1)
-    return engine
+def loaded_engine(model, hf_path: str) -> TransformersEngine:
+    return engine_of(hf_path, model, chat_tokenizer(), max_response_tokens=ROOM, max_batch_samples=16)
 
 
 def with_agent(inner: TransformersEngine, agent, *, on_error: str = "fail", **settings) -> AgentEngine:
@@ -51,9 +43,9 @@ def with_agent(inner: TransformersEngine, agent, *, on_error: str = "fail", **se
         EndpointConfig(**settings),
         port=0,
         temperature=TEMPERATURE,
+        on_error=on_error,
         max_prompt_tokens=20,
         max_response_tokens=ROOM,
-        on_error=on_error,
     )
 
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import math
 import threading
-import time
-from collections.abc import Iterator
+from collections import defaultdict
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
-from megatron_rl.config import load_config
 from megatron_rl.errors import EpisodeError
 from megatron_rl.rollout.endpoint.asked import asked_chat
 from megatron_rl.rollout.endpoint.rendering import Rendering, answer
 from megatron_rl.rollout.endpoint.session import Session, Tally
 from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.engine_around import EngineAround
-from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
 from megatron_rl.rollout.worker import to_sample
-from megatron_rl.types import Prompt, Rollout, Score
+from megatron_rl.types import Prompt, Rollout
 from tests.patience import patient
 from tests.unit.rollout.endpoint.agents_at_work import (
     PROMPTS,
@@ -33,27 +30,30 @@ from tests.unit.rollout.endpoint.agents_at_work import (
     loaded_engine,
     with_agent,
 )
-from tests.unit.rollout.tiny_model import EOS, TEMPERATURE, VOCAB, _model
+from tests.unit.rollout.fake_engine import manager_of
+from tests.unit.rollout.tiny_model import EOS, ROUNDING, TEMPERATURE, VOCAB, forward_logprobs
 
 
 @pytest.fixture(scope="module")
-def model():
-    return _model()
+def inner(model, hf_path):
+    return loaded_engine(model, hf_path)
 
 
-@pytest.fixture(scope="module")
-def inner(model, tmp_path_factory):
-    return loaded_engine(model, tmp_path_factory.mktemp("model"))
+@contextlib.contextmanager
+def served(inner, agent, **settings):
+    """Open an agent's engine, and close it without its inner one, which other tests use."""
+    engine = with_agent(inner, agent, **settings)
+    try:
+        yield engine
+    finally:
+        engine._pool.close()
+        engine._open.close()
 
 
 def generated(inner, agent, *, samples=2, temperature=None, prompts=PROMPTS, **settings):
     """Return the rollouts and the report of one call."""
-    engine = with_agent(inner, agent, **settings)
-    try:
+    with served(inner, agent, **settings) as engine:
         return engine.generate(prompts, samples, temperature=temperature), engine.tally.counts
-    finally:
-        engine._pool.close()
-        engine._open.close()
 
 
 def three_turns(base_url, row):
@@ -88,32 +88,37 @@ def test_three_turns_equal_a_naive_loop(inner) -> None:
                 mask += [False] * len(new)
         assert rollout.context_ids == tuple(context) and rollout.response_ids == tuple(response)
         assert rollout.loss_mask == tuple(mask) and rollout.environment_reward == 0.5
-        assert np.abs(np.subtract(rollout.logprobs, logprobs)).max() < 1e-5  # float32 sums in batches of other widths
+        assert np.abs(np.subtract(rollout.logprobs, logprobs)).max() < ROUNDING
         assert sum(count for _, count in rollout.weight_versions) == len(response)
 
 
-@torch.no_grad()
 def test_logprobs_equal_those_of_a_forward_pass(model, inner) -> None:
-    found, _ = generated(inner, three_turns, samples=4)
-    assert len({rollout.response_ids for rollout in found}) > 3
-    for rollout in found:
-        sample = to_sample(rollout, included=True)
-        token_ids = torch.from_numpy(sample.token_ids)[None]
-        logits = model(token_ids).logits[0, sample.prompt_tokens - 1 : -1] / TEMPERATURE
-        targets = token_ids[0, sample.prompt_tokens :, None]
-        expected = torch.log_softmax(logits, dim=-1).gather(1, targets)[:, 0].numpy()
+    """Those of a saved group too, which keeps the agent's own context."""
+    drawn, _ = generated(inner, three_turns, samples=4)
+    packed = pack_groups({"a": SavedGroup(prompt=PROMPTS[0], rollouts=drawn[:4], scores=None)})
+    (group,) = unpack_groups(packed, lambda prompt_id, attempt: PROMPTS[0]).values()
+    assert len({rollout.response_ids for rollout in drawn}) > 3
+    for rollout in [*drawn, *group.rollouts]:
+        sample, expected = to_sample(rollout, included=True), forward_logprobs(model, rollout).numpy()
+        assert sample.token_ids.tolist() == [*rollout.context_ids, *rollout.response_ids]
         assert sample.loss_mask.any() and not sample.logprobs[~sample.loss_mask].any()
-        assert np.abs(expected - sample.logprobs)[sample.loss_mask].max() < 1e-5
+        assert np.abs(expected - sample.logprobs)[sample.loss_mask].max() < ROUNDING
 
 
 def test_a_call_repeats_whatever_the_order_of_its_requests(inner) -> None:
-    def slowly(base_url, row):
-        time.sleep(0.1 * (3 - int(row["question"][0])))
-        return three_turns(base_url, row)
+    """The second call's prompts are asked from the last to the first."""
+    ended = defaultdict(threading.Event, {3: threading.Event()})
+    ended[3].set()
 
-    assert [x.response_ids for x in generated(inner, three_turns)[0]] == [
-        x.response_ids for x in generated(inner, slowly)[0]
-    ]
+    def backwards(base_url, row):
+        number = int(row["question"][0])
+        assert ended[number + 1].wait(patient(60.0))
+        reward = three_turns(base_url, row)
+        ended[number].set()
+        return reward
+
+    found = [[x.response_ids for x in generated(inner, agent)[0]] for agent in (three_turns, backwards)]
+    assert found[0] == found[1]
 
 
 def test_texts_chain_and_a_branch_is_counted(inner) -> None:
@@ -157,71 +162,73 @@ def test_tools_are_rendered_and_a_stream_is_the_same_answer(inner) -> None:
 
 
 def test_a_reward_comes_by_post_and_a_late_one_is_refused(inner) -> None:
-    answers: list[tuple[int, str]] = []
+    waits, answers = threading.Event(), []
+
+    def post(base_url):
+        assert waits.wait(patient(60.0))
+        answers.extend(asked(f"{base_url.removesuffix('/v1')}/reward", {"reward": x}) for x in ("much", 0.75, 1.0))
 
     def agent(base_url, row):
         chatted(base_url, [{"role": "user", "content": "1"}], max_tokens=2)
-        address = f"{base_url.removesuffix('/v1')}/reward"
+        posts.append(threading.Thread(target=post, args=(base_url,)))
+        posts[0].start()
 
-        def post():
-            answers.extend(asked(address, {"reward": value}) for value in ("much", 0.75, 1.0))
+    def settle(episode):
+        real(episode)
+        if episode.said.ended and episode.rollout is None:  # the agent has returned, without a reward
+            waits.set()
 
-        threading.Timer(0.2, post).start()
-
-    found, counts = generated(inner, agent, samples=1, prompts=PROMPTS[:1])
-    for _ in range(200):
-        if len(answers) == 3:
-            break
-        time.sleep(0.05)
+    posts: list[threading.Thread] = []
+    with served(inner, agent) as engine:
+        real, engine._settle = engine._settle, settle
+        found = engine.generate(PROMPTS[:1], 1)
+        posts[0].join(patient(60.0))
     assert found[0].environment_reward == 0.75
-    assert [status for status, _ in answers] == [400, 200, 410] and counts["late rewards"] == 1
+    assert [status for status, _ in answers] == [400, 200, 410] and engine.tally.counts["late rewards"] == 1
     assert "reward='much' must be a finite number" in answers[0][1]
 
 
-def abandons(base_url, row):
-    chatted(base_url, [{"role": "user", "content": "1"}], max_tokens=2)
-    return None if row["question"] == "1+1" else 1.0
+@contextlib.contextmanager
+def abandoned(inner, **settings):
+    """Open an engine whose agent leaves the session of 1+1 without a reward, and for it the deadline comes at once."""
+
+    def abandons(base_url, row):
+        chatted(base_url, [{"role": "user", "content": "1"}], max_tokens=2)
+        return None if row["question"] == "1+1" else 1.0
+
+    def settle(episode):
+        if episode.said.ended and episode.session.prompt.columns["question"] == "1+1":
+            episode.said.ends_at = -math.inf
+        real(episode)
+
+    with served(inner, abandons, deadline_s=300.0, **settings) as engine:
+        real, engine._settle = engine._settle, settle
+        yield engine
 
 
 def test_an_abandoned_session_is_accounted_for(inner) -> None:
-    engine = with_agent(inner, abandons, on_error="drop", deadline_s=3.0)
-    found = engine.generate(PROMPTS, 1)
+    with abandoned(inner, on_error="drop") as engine:
+        found = engine.generate(PROMPTS, 1)
     assert [x.environment_reward for x in found] == [1.0, None, 1.0]
-    assert "no reward came within 3 s" in found[1].excluded and not to_sample(found[1], included=False).loss_mask.any()
+    assert "no reward came within 300 s" in found[1].excluded
+    assert not to_sample(found[1], included=False).loss_mask.any()
     assert engine.tally.report() == "3 sessions; 1 abandoned (1@0#0)"
-    engine._open.close()
-    with pytest.raises(EpisodeError, match=r"sample 1@0#0; mend it.*\n.*no reward came within 3 s"):
-        generated(inner, abandons, samples=1, deadline_s=3.0)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Make this process a world of its own."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    words = r"sample 1@0#0; mend it.*\n.*no reward came within 300 s"
+    with abandoned(inner) as engine, pytest.raises(EpisodeError, match=words):
+        engine.generate(PROMPTS, 1)
 
 
 def test_what_became_of_sessions_is_in_the_rollouts_metrics(alone, inner) -> None:
     """Counts add up until a rollout's row takes them, an evaluation's too, and begin anew."""
-    engine = with_agent(inner, abandons, on_error="drop", deadline_s=2.0)
-    manager = RolloutManager(
-        engine,
-        lambda rollouts: [Score(total=1.0, by_function=()) for _ in rollouts],
-        load_config(None, ["rollout.endpoint.agent=tests:agent"]),
-        export=lambda: iter(()),
-        version=lambda: inner.weight_version,
-        share=(0, 1),
-        take_counts=engine.take_counts,
-    )
-    manager.produce(dict(enumerate(PROMPTS[:1])), 2, temperature=0.0)
-    manager.produce(dict(enumerate(PROMPTS)), 2)
-    found = manager.take_metrics()
-    assert (found["endpoint/sessions"], found["endpoint/abandoned"], found["endpoint/lost"]) == (8.0, 2.0, 0.0)
-    manager.produce(dict(enumerate(PROMPTS[:1])), 2)
-    assert manager.take_metrics()["endpoint/sessions"] == 2.0
-    engine._pool.close()
-    engine._open.close()
+    with abandoned(inner, on_error="drop") as engine:
+        on, version = "rollout.endpoint.agent=tests:agent", inner.weight_version
+        manager = manager_of(engine, on, version=lambda: version, take_counts=engine.take_counts)
+        manager.produce(dict(enumerate(PROMPTS[:1])), 2, temperature=0.0)
+        manager.produce(dict(enumerate(PROMPTS)), 2)
+        found = manager.take_metrics()
+        assert (found["endpoint/sessions"], found["endpoint/abandoned"], found["endpoint/lost"]) == (8.0, 2.0, 0.0)
+        manager.produce(dict(enumerate(PROMPTS[:1])), 2)
+        assert manager.take_metrics()["endpoint/sessions"] == 2.0
 
 
 class Elsewhere(EngineAround):
@@ -255,13 +262,13 @@ def test_an_engine_elsewhere_is_asked_while_it_samples_others(inner) -> None:
     assert [x.response_ids for x in found] == [x.response_ids for x in generated(inner, three_turns)[0]]
 
 
-def test_an_error_of_an_engine_elsewhere_is_raised(inner) -> None:
-    class Failing(Elsewhere):
-        def generate(self, *args, **settings):
-            raise EngineLost("it was killed", finished={})
+def test_an_error_of_an_engine_elsewhere_is_raised(inner, monkeypatch) -> None:
+    def killed(*args, **settings):
+        raise EngineLost("it was killed", finished={})
 
+    monkeypatch.setattr(engine := Elsewhere(inner), "generate", killed)
     with pytest.raises(EngineLost, match="it was killed") as lost:
-        generated(Failing(inner), three_turns)
+        generated(engine, three_turns)
     assert lost.value.finished == {}
 
 
@@ -310,29 +317,18 @@ def test_keys_and_limits_are_refused_with_a_status_and_a_message(inner, monkeypa
         good = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 2, "temperature": TEMPERATURE}
         chat, root = f"{base_url}/chat/completions", base_url.split("/sessions/")[0]
         seen.append(asked(chat, good, key="three"))
-        seen.append(asked(f"{root}/v1/chat/completions", good, key="two"))
-        seen.append(asked(f"{root}/sessions/0/v1/chat/completions", good, key="two"))
-        seen.append(asked(chat, b"{", key="two"))
-        seen.append(asked(chat, b" " * 2**20, key="two"))
+        elsewhere = [f"{root}{place}/v1/chat/completions" for place in ("", "/sessions/0")]
+        seen.extend(asked(url, good, key="two") for url in elsewhere)
+        seen.extend(asked(chat, data, key="two") for data in (b"{", b" " * 2**20))
         seen.extend(asked(chat, good | bad, key="one") for bad, _ in REFUSED)
         assert asked(chat, good, key="two")[0] == 200
         return 1.0
 
-    settings = {"api_key_env": "AGENT_KEYS", "max_body_mb": 0.5}
-    found, counts = generated(inner, agent, samples=1, prompts=PROMPTS[:1], **settings)
+    found, counts = generated(inner, agent, samples=1, prompts=PROMPTS[:1], api_key_env="AGENT_KEYS", max_body_mb=0.5)
     assert [status for status, _ in seen[:5]] == [401, 404, 404, 400, 413]
     assert counts["unknown sessions"] == 1 and len(found[0].response_ids) == found[0].num_sampled <= 2
     for (_, expected), (status, text) in zip(REFUSED, seen[5:], strict=True):
         assert status == 400 and expected in json.loads(text)["error"]["message"]
-
-
-def test_a_saved_group_keeps_the_agents_own_context(inner) -> None:
-    found, _ = generated(inner, three_turns, samples=2, prompts=PROMPTS[:1])
-    packed = pack_groups({"a": SavedGroup(prompt=PROMPTS[0], rollouts=found, scores=None)})
-    (group,) = unpack_groups(packed, lambda prompt_id, attempt: PROMPTS[0]).values()
-    assert [x.context_ids for x in group.rollouts] == [x.context_ids for x in found] != [None, None]
-    for saved, rollout in zip(group.rollouts, found, strict=True):
-        assert (to_sample(saved, included=True).token_ids == to_sample(rollout, included=True).token_ids).all()
 
 
 def test_the_openai_client_goes_unmodified(inner) -> None:
@@ -364,16 +360,9 @@ def test_a_turn_that_calls_a_tool_is_extended_by_the_tools_answer() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     body = {"messages": [{"role": "user", "content": "1+1"}], "tools": tools}
     first = session.ask(asked_chat(body, TEMPERATURE), rendering, tally)
-    said = Rollout(
-        prompt=first.prompt,
-        sample_index=0,
-        response_ids=(5, 6, EOS),
-        logprobs=(-0.1, -0.2, -0.3),
-        text='so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
-        finish_reason="stop",
-        weight_versions=((1, 3),),
-    )
-    session.take(first, said, tally)
+    text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    said = {"finish_reason": "stop", "weight_versions": ((1, 3),), "logprobs": (-0.1, -0.2, -0.3), "text": text}
+    session.take(first, Rollout(prompt=first.prompt, sample_index=0, response_ids=(5, 6, EOS), **said), tally)
     turn, reply, number = first.done.result(timeout=0)
     (call,) = reply["tool_calls"]
     assert reply["content"] == "so" and json.loads(call["function"]["arguments"]) == {"a": 1}

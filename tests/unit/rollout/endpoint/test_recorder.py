@@ -43,27 +43,16 @@ def test_three_turns_chain_into_one_sample() -> None:
     assert record.leaves() == record.turns[-1:]
 
 
-def test_the_branch_of_the_last_turn_is_the_sample() -> None:
-    record = Record()
-    answered(record, ("u",), ("a",), (5,), (8, 0))
-    left = answered(record, ("u", "a", "left"), ("b",), (1,), (9, 0))
-    right = answered(record, ("u", "a", "right"), ("c",), (2,), (7, 0))
-    found = record.last_branch()
-    assert found.prompt_ids == (5,) and found.response_ids == (8, 0, 2, 7, 0)
-    assert found.loss_mask == (True, True, False, True, True)
-    other = answered(record, ("other",), ("d",), (6, 6), (4, 0))
-    found = record.last_branch()
-    assert found.prompt_ids == (6, 6) and found.response_ids == (4, 0) and found.loss_mask == (True, True)
-    assert record.leaves() == [left, right, other]
-
-
-def test_what_does_not_extend_a_conversation_does_not_chain() -> None:
+def test_what_extends_a_conversation_chains_with_the_latest_of_equal_ones_and_nothing_else_does() -> None:
     record = Record()
     turn = answered(record, ("u",), ("a",), (5,), (8, 0))
     assert record.parent_of(CHAT, ("u", "a", "t")) is turn
     assert record.parent_of(CHAT, ("u", "a")) is None  # nothing new is said
     assert record.parent_of(CHAT, ("u", "edited", "t")) is None
     assert record.parent_of(("chat", '["tool"]'), ("u", "a", "t")) is None  # the context begins otherwise
+    # of a request that was sent again, and answered alike, the client goes on from the later answer
+    again = answered(record, ("u",), ("a",), (5,), (8, 8, 0))
+    assert record.parent_of(CHAT, ("u", "a", "t")) is again and len(record.leaves()) == 2
 
 
 def test_texts_and_ids_chain_by_their_own_prefix() -> None:
@@ -74,14 +63,6 @@ def test_texts_and_ids_chain_by_their_own_prefix() -> None:
     assert record.parent_of(text, "3*3=9") is cut
     third = answered(record, (5, 6), (8, 0), (5, 6), (8, 0), frame=ids)
     assert record.parent_of(ids, (5, 6, 8, 0, 1)) is third and record.parent_of(text, "5") is None
-
-
-def test_the_latest_of_equal_conversations_is_extended() -> None:
-    """A request that is sent again, and answered alike, leaves a branch; the client goes on from the later answer."""
-    record = Record()
-    answered(record, ("u",), ("a",), (5,), (8, 0))
-    again = answered(record, ("u",), ("a",), (5,), (8, 8, 0))
-    assert record.parent_of(CHAT, ("u", "a", "t")) is again and len(record.leaves()) == 2
 
 
 def test_the_last_branch_of_random_trees_is_a_naive_walks() -> None:

@@ -1,0 +1,43 @@
+"""The fixtures of several files of this room."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from transformers import Qwen2ForCausalLM
+
+from tests.patience import until
+from tests.unit.rollout.tiny_model import _model
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Make a world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def model() -> Qwen2ForCausalLM:
+    """Make the tiny model, which no test changes."""
+    return _model()
+
+
+@pytest.fixture(scope="session")
+def hf_path(model: Qwen2ForCausalLM, tmp_path_factory) -> str:
+    """Make the folder with its config.json, which no test changes."""
+    path = tmp_path_factory.mktemp("model")
+    model.config.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    threads = threading.active_count()
+    yield
+    # a request's thread ends with its connection
+    assert until(lambda: threading.active_count() <= threads), threading.enumerate()
