@@ -83,10 +83,7 @@ KEPT = (
 
 
 def record_run(name: str, folder: pathlib.Path, inputs: pathlib.Path) -> dict:
-    """Train one run on two processes; return its rows and the checksum of its last weights.
-
-    The rows hold floats as hexadecimal text.
-    """
+    """Train one run on two processes; return its rows, floats as hexadecimal text, and its last weights' checksum."""
     command = [
         sys.executable,
         "-m",

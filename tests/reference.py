@@ -222,11 +222,7 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
 
 
 def tiny_model(family: str, *, seed: int = 0, layers: int = LAYERS, hidden: int = 64):
-    """Return a tiny config and its model of random weights.
-
-    Biases and norms are away from their neutral values, so that a lost one shows. Each call returns copies of its own;
-    they are drawn once per process.
-    """
+    """Return a copy of a tiny config and model of random weights, with biases and norms away from neutral values."""
     return copy.deepcopy(_drawn_model(family, seed, layers, hidden))
 
 
@@ -288,10 +284,7 @@ def reference_logprobs(model, sample: Sample, temperature: float = 1.0) -> tuple
 
 @torch.no_grad()
 def near_policy(model, samples: list[Sample], *, spread: float = 0.2, seed: int = 1) -> list[Sample]:
-    """Return the samples with log-probs such as an engine of slightly other weights would report.
-
-    They are the model's log-probs plus noise, so that at a clip of 0.2 some ratios are clipped and most are not.
-    """
+    """Return the samples with the model's log-probs plus noise: at a clip of 0.2 some ratios are clipped."""
     random = np.random.default_rng(seed)
     noise = [random.normal(0.0, spread, len(s.logprobs)).astype(np.float32) for s in samples]
     return [
@@ -358,10 +351,7 @@ def reference_gradient(
 
 
 def naive_kl(estimator: str, policy: torch.Tensor, old: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return each token's estimate of KL(π_θ ‖ π_ref) from log-probs.
-
-    The formulas are over probabilities, r = π_ref/π_θ, as the papers write them.
-    """
+    """Return each token's estimate of KL(π_θ ‖ π_ref), over probabilities, r = π_ref/π_θ, as the papers write it."""
     r = reference.exp() / policy.exp()
     k3 = r - 1 - torch.log(r)
     return {"k1": -torch.log(r), "k2": torch.log(r) ** 2 / 2, "k3": k3, "unbiased": policy.exp() / old.exp() * k3}[

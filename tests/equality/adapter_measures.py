@@ -17,9 +17,7 @@ from tests.equality.shared_samples import SHARED, advantages_of
 from tests.reference import file_weights, reference_gradient, reference_logprobs, relative_error, tiny_model
 
 
-def gradients(
-    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
-) -> dict[str, float]:
+def gradients(rank, world, family, parallel, extra) -> dict[str, float]:
     """Return relative errors of the dense and of the skip run's gradient; log-probs are where the gradient is taken."""
     found = {}
     with open_adapted(family, parallel, extra) as rig:
@@ -34,10 +32,7 @@ def gradients(
 
 
 def merged_apart(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> float:
-    """Return the largest gap of a token's log-prob between adapters beside the weights and merged in them.
-
-    Merged weights are those of a second backend, and of transformers' model.
-    """
+    """Return the largest gap of log-probs of adapters beside weights to merged ones, ours and transformers'."""
     everyone = np.ones(NUM_SAMPLES, dtype=bool)
     with open_adapted(family, parallel, extra) as rig:
         samples, beside, weights = rig.samples, rig.backend.logprobs(rig.batch, everyone).flat, rig.weights()
@@ -72,10 +67,7 @@ def reference_steps(model: torch.nn.Module, samples: list, groups: list[int], ad
 
 
 def replicas_agree(rig: Rig) -> bool:
-    """Return whether every tensor rank holds the same bits of what is not split.
-
-    Only the first rank's were exported.
-    """
+    """Return whether every tensor rank holds the same bits of what is not split: the first rank's were exported."""
     same = True
     for adapter in own_adapters(rig.backend.chunks):
         group = adapter.tp_group
@@ -86,14 +78,8 @@ def replicas_agree(rig: Rig) -> bool:
     return same
 
 
-def three_steps(
-    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
-) -> dict[str, object]:
-    """Compare three steps with torch's AdamW.
-
-    The errors are of the first norm, of the adapters' movement and of the merged weights; ``frozen`` says whether W is
-    still what it was.
-    """
+def three_steps(rank, world, family, parallel, extra) -> dict[str, object]:
+    """Return the errors of three steps against torch's AdamW; ``frozen`` says whether W is still what it was."""
     advantages = ragged_advantages(NUM_SAMPLES)
     with open_adapted(family, parallel, (*STEPS, *extra)) as rig:
         before, old = adapters_of(rig.model), np.concatenate([s.logprobs for s in rig.samples])

@@ -71,13 +71,8 @@ def adapted_model(family: str, extra: tuple[str, ...] = (), layers: int = LAYERS
 
 
 @contextlib.contextmanager
-def open_adapted(
-    family: str, parallel: tuple[str, ...], extra: tuple[str, ...] = (), *, samples: int = NUM_SAMPLES
-) -> Iterator[Rig]:
-    """Open a rig whose adapters, and ``rig.model``'s, are those of ``adapted_model``.
-
-    Under ``plan.share_prompts=true`` its samples are those of shared_samples.py.
-    """
+def open_adapted(family, parallel, extra=(), *, samples=NUM_SAMPLES) -> Iterator[Rig]:
+    """Open a rig with ``adapted_model``'s adapters; under SHARED its samples are those of shared_samples.py."""
     model = adapted_model(family, extra, layers_of(config_of(*overrides_of(parallel, extra))))
     with open_rig(family, *overrides_of(parallel, extra), total_steps=20) as rig:
         backend = rig.backend

@@ -27,10 +27,7 @@ VPP = "critic.parallel.virtual_pipeline=2"
 
 
 def reward_model(family: str, layers: int):
-    """Return (config, model) of a Hugging Face sequence classifier of one label.
-
-    Its ``score`` gives a value per token.
-    """
+    """Return (config, model) of a Hugging Face sequence classifier of one label; ``score`` gives a value per token."""
     from transformers import AutoModelForSequenceClassification
 
     with torch.random.fork_rng(devices=[]):
@@ -78,10 +75,7 @@ def naive(model, samples: list[Sample], groups: list[int], reduction: str) -> tu
 
 @dataclass(kw_only=True)
 class Pair:
-    """A policy and its critic on this rank, the Hugging Face models of both, and the batch.
-
-    Every rank agrees on the batch.
-    """
+    """A policy and its critic on this rank, the Hugging Face models of both, and the batch."""
 
     backend: MegatronBackend
     critic: Critic
@@ -94,10 +88,7 @@ class Pair:
 
 @contextlib.contextmanager
 def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
-    """Open a policy, a critic beside it and a batch, whose samples are spread over the ranks.
-
-    Under ``plan.share_prompts=true`` they are those of shared_samples.py.
-    """
+    """Open a policy, a critic beside it and a batch, of shared_samples.py under ``plan.share_prompts=true``."""
     layers = 4 if VPP in overrides else LAYERS
     hf_config, model = tiny_model(family, layers=layers)
     critic_hf, judge = reward_model(family, layers)

@@ -1,7 +1,4 @@
-"""Run train.py's loop over one given rollout.
-
-Plans, passes, schedules and optimizer steps are real; there is no engine, no reward and no file.
-"""
+"""Run train.py's loop over one given rollout: all is real but engine, reward and files, which are not there."""
 
 from __future__ import annotations
 
@@ -28,11 +25,7 @@ from tests.equality.rig import DEFAULTS, Rig
 
 
 class GivenRun(Trainer):
-    """A trainer over a rig's batch.
-
-    ``results``, ``rows`` and ``plan`` are what the loop did, ``passes`` how often it asked for old log-probs.
-    fresh: whether the engine is said to have sampled by the trainer's weights.
-    """
+    """A trainer over a rig's batch, which keeps what the loop did. fresh: the engine had the trainer's weights."""
 
     def __init__(self, rig: Rig, config: Config, advantages: np.ndarray, *, fresh: bool = False) -> None:
         self.config, self.backend, self.rule = config, rig.backend, signal_rule(config)
@@ -87,10 +80,7 @@ class CountingPlanner(UpdatePlanner):
 
 
 def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str, fresh: bool = False) -> GivenRun:
-    """Return a run on the rig's backend under another loss, skip and optimizer, at the weights it was built with.
-
-    The first call keeps those weights; layout, dtype and plan rules stay the backend's own.
-    """
+    """Return a run on the rig's backend under other loss, skip and optimizer settings, at its first weights."""
     backend, config = rig.backend, load_config(None, [*DEFAULTS, "metrics.dense_every_rollouts=0", *overrides])
     if backend.reference.tensors is None:
         backend.keep_reference()

@@ -109,11 +109,7 @@ class Wanted:
 
 @functools.cache
 def wanted(family: str, layers: int) -> Wanted:
-    """Compute a cell's wanted numbers by plain loops over the Hugging Face model and torch's AdamW.
-
-    The loops take one sample at a time. The numbers are kept, as a pool's worker outlives its tasks. Megatron-Core
-    decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
-    """
+    """Compute a cell's wanted numbers by plain loops over the Hugging Face model and torch's AdamW."""
     _, model = tiny_model(family, layers=layers)
     samples = near_policy(model, make_samples(NUM_SAMPLES))
     advantages, groups = list(ragged_advantages(NUM_SAMPLES)), [i // 2 for i in range(NUM_SAMPLES)]
@@ -134,10 +130,7 @@ def wanted(family: str, layers: int) -> Wanted:
 
 
 def take_layout(rig: Rig, layout: str) -> None:
-    """Pack the micro-batches under the token cap, or pad them.
-
-    Padded, every sequence is as long as the longest, and a micro-batch has a fixed number of them.
-    """
+    """Pack the micro-batches under the token cap, or pad every sequence to the longest, so many in each."""
     rules = dict(LAYOUTS[layout])
     if layout == "padded":
         multiple = rig.backend.rules.pad_multiple

@@ -33,9 +33,7 @@ def open_like(topology: tuple[str, ...], family: str):
     return open_rig(family, *COMMON, *topology, samples=8, total_steps=20, layers=4)
 
 
-def save_and_load(
-    rank: int, world: int, root: str, first: tuple[str, ...], second: tuple[str, ...], family: str, steps: int
-) -> dict[str, object]:
+def save_and_load(rank, world, root, first, second, family, steps) -> dict[str, object]:
     """Return the first backend's exports at its save and two steps later, and those of a second one that loaded it."""
     folder = pathlib.Path(root)
     with open_like(first, family) as rig:

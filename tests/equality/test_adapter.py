@@ -1,7 +1,4 @@
-"""Adapters on every topology equal a plain loop over a Hugging Face model that has them.
-
-Compared are gradient, norm, steps, export and checkpoints.
-"""
+"""Adapters on every topology equal a plain loop over a Hugging Face model that has them: gradient, steps and export."""
 
 from __future__ import annotations
 
@@ -21,28 +18,12 @@ from megatron_rl.types import StepKind
 from megatron_rl.weights.fused import file_tensors
 from tests.allocated import AllocationMeter
 from tests.equality.adapter_measures import gradients, merged_apart, three_steps
-from tests.equality.adapter_rig import (
-    ATTENTION,
-    LORA,
-    NUM_SAMPLES,
-    STEPS,
-    TOPOLOGIES,
-    open_adapted,
-    overrides_of,
-)
+from tests.equality.adapter_rig import ATTENTION, LORA, NUM_SAMPLES, STEPS, TOPOLOGIES, open_adapted, overrides_of
 from tests.equality.matrix import EP2, GATHER, PP2, SP, TP2, VPP2
 from tests.equality.rig import DEFAULTS, equal, equal_by_name, open_rig, ragged_advantages
 from tests.equality.shared_samples import SHARED
 from tests.pairwise import quick
-from tests.reference import (
-    file_weights,
-    make_samples,
-    near_policy,
-    reference_gradient,
-    relative_error,
-    tiny_model,
-)
-from tests.workers.pool import Pool
+from tests.reference import file_weights, make_samples, near_policy, reference_gradient, relative_error, tiny_model
 
 # Float32 and another order of summation: seen up to 9e-7. A gradient that lacks a rank's part shows at 1e-1.
 TOLERANCE = 1e-5
@@ -59,7 +40,7 @@ TOLERANCE = 1e-5
         ),
     ),
 )
-def test_skip_and_dense_gradients_of_adapters_equal_reference(pool: Pool, name: str) -> None:
+def test_skip_and_dense_gradients_of_adapters_equal_reference(pool, name):
     world, family, parallel, extra = TOPOLOGIES[name]
     found = pool.run(world, gradients, family, parallel, extra, timeout_s=90)
     print(name, found)
@@ -67,7 +48,7 @@ def test_skip_and_dense_gradients_of_adapters_equal_reference(pool: Pool, name: 
 
 
 @pytest.mark.parametrize("name", ["TP2-SP", "experts", "experts-EP2", "experts-TP2-SP", "experts-PP2"])
-def test_adapters_beside_weights_equal_merged_ones(pool: Pool, name: str) -> None:
+def test_adapters_beside_weights_equal_merged_ones(pool, name):
     world, family, parallel, extra = TOPOLOGIES[name]
     found = pool.run(world, merged_apart, family, parallel, extra, timeout_s=90)
     print(name, found)
@@ -91,13 +72,13 @@ def without_tokens(rank: int, world: int) -> dict[str, object]:
         }
 
 
-def test_an_expert_without_tokens_has_a_gradient_of_zero(pool: Pool) -> None:
+def test_an_expert_without_tokens_has_a_gradient_of_zero(pool):
     for found in pool.run(2, without_tokens, timeout_s=60):
         assert found["idle"] and found["zero"] and found["error"] < TOLERANCE, found
 
 
 @pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-tied", "CP2", "DP2"])
-def test_gradients_of_adapters_over_shared_prompts_equal_reference(pool: Pool, name: str) -> None:
+def test_gradients_of_adapters_over_shared_prompts_equal_reference(pool, name):
     world, family, parallel, extra = TOPOLOGIES[name]
     found = pool.run(world, gradients, family, parallel, (*extra, SHARED), timeout_s=90)
     print(name, found)
@@ -127,12 +108,8 @@ LARGE = (
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.long] if x in LARGE else []) for x in (*TOPOLOGIES, *SHARDED)]
 )
-def test_three_adamw_steps_of_adapters_equal_torchs(pool: Pool, name: str) -> None:
-    """Three AdamW steps of adapters give the norm, movement and export of torch's AdamW.
-
-    The export is W + (alpha / rank) B A of those adapters, and W to the bit where they are off. The tolerance of the
-    movement is wider, as AdamW amplifies the summation order where a gradient is near zero.
-    """
+def test_three_adamw_steps_of_adapters_equal_torchs(pool, name):
+    """The movement's bound is wider, as AdamW amplifies the summation order where a gradient is near zero."""
     world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
     found = pool.run(world, three_steps, family, parallel, extra, timeout_s=120)
     print(name, found[0])
@@ -169,17 +146,14 @@ def ghosts(rank: int, world: int, family: str, parallel: tuple[str, ...], extra:
         "PP2-DP2-sharded-overlaps",
     ),
 )
-def test_ghost_step_of_adapters_equals_zero_gradient_step(pool: Pool, name: str) -> None:
+def test_ghost_step_of_adapters_equals_zero_gradient_step(pool, name):
     world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
     for found in pool.run(world, ghosts, family, parallel, extra, timeout_s=90):
         assert all(found.values()), found
 
 
 def silent(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> float:
-    """Return the relative error of the skip run's merged weights against the dense run's.
-
-    Each takes two steps in which one sample of eleven has signal.
-    """
+    """Return the error of the skip run's merged weights after two steps in which one sample of eleven has signal."""
     advantages, ended = np.zeros(NUM_SAMPLES), []
     advantages[5] = 0.7
     for drops in (True, False):
@@ -196,7 +170,7 @@ def silent(rank: int, world: int, family: str, parallel: tuple[str, ...], extra:
     "name",
     quick(["DP2", "PP2-DP2", "DP2-sharded-overlaps", "PP2-DP2-sharded-overlaps"], "DP2", "PP2-DP2-sharded-overlaps"),
 )
-def test_a_silent_rank_joins_the_reduction_of_adapters(pool: Pool, name: str) -> None:
+def test_a_silent_rank_joins_the_reduction_of_adapters(pool, name):
     world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
     found = pool.run(world, silent, family, parallel, extra, timeout_s=90)
     print(name, found)
@@ -208,7 +182,7 @@ def untrained(rank: int, world: int, parallel: tuple[str, ...]) -> dict[str, tor
         return {name: x.clone() for name, x in rig.backend.export_adapters()}
 
 
-def test_every_layout_starts_with_the_same_adapters(pool: Pool) -> None:
+def test_every_layout_starts_with_the_same_adapters(pool):
     """Every layout starts with the same adapters to the bit, and another run.seed with others."""
     first = pool.run(1, untrained, (), timeout_s=60)[0]
     for world, parallel in ((2, (TP2,)), (2, (TP2, SP)), (2, (PP2, VPP2)), (4, (TP2, PP2))):
@@ -219,13 +193,8 @@ def test_every_layout_starts_with_the_same_adapters(pool: Pool) -> None:
     assert len({x.flatten()[0].item() for x in columns}) == len(columns), "no two are drawn alike"
 
 
-def off_and_on(
-    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
-) -> dict[str, bool]:
-    """Return whether adapters off give the log-probs of the model without any, and on again what they were.
-
-    Untrained adapters, whose B is 0, must give those log-probs too.
-    """
+def off_and_on(rank, world, family, parallel, extra) -> dict[str, bool]:
+    """Compare adapters that are off, or untrained with B = 0, with the model without any, and on again with before."""
     everyone = np.ones(NUM_SAMPLES, dtype=bool)
     with open_adapted(family, parallel, extra) as rig:
         samples, backend = rig.samples, rig.backend
@@ -254,7 +223,7 @@ def off_and_on(
 
 
 @pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-VPP2", "DP2-sharded-overlaps", "experts-EP2"])
-def test_adapters_off_is_the_frozen_model_to_the_bit(pool: Pool, name: str) -> None:
+def test_adapters_off_is_the_frozen_model_to_the_bit(pool, name):
     world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
     for found in pool.run(world, off_and_on, family, parallel, extra, timeout_s=90):
         assert all(found.values()), found
@@ -275,12 +244,8 @@ def memory_of_export(rank: int, world: int, parallel: tuple[str, ...]) -> dict[i
 
 
 @pytest.mark.parametrize("parallel", [(), (TP2,), (PP2,)], ids=["1 process", "TP2", "PP2"])
-def test_merging_takes_a_parameter_beside_the_bucket(pool: Pool, parallel: tuple[str, ...]) -> None:
-    """Merging takes the memory of a few copies of one parameter beside the bucket.
-
-    The largest is linear_fc1, [192, 64] in float32, here with its result, two blocks, and the whole tensor where one is
-    made of it.
-    """
+def test_merging_takes_a_parameter_beside_the_bucket(pool, parallel):
+    """linear_fc1, [192, 64] in float32, with its result, two blocks, and the whole tensor where one is made of it."""
     for found in pool.run(2 if parallel else 1, memory_of_export, parallel, timeout_s=60):
         print(parallel, found)
         one = 192 * 64 * 4
@@ -302,7 +267,7 @@ def written(rank: int, world: int, folder: str) -> list[str]:
     return [*sorted(x.name for x in pathlib.Path(folder).iterdir()), str(caught.value)]
 
 
-def test_adapters_that_peft_would_leave_out_are_not_written(pool: Pool, tmp_path: pathlib.Path) -> None:
+def test_adapters_that_peft_would_leave_out_are_not_written(pool, tmp_path):
     (found,) = pool.run(1, written, str(tmp_path), timeout_s=60)
     assert found[:-1] == ["hf", "other", "other_adapter"]
     assert "gate_proj of glm4_moe" in found[-1] and "hf, or set lora.targets" in found[-1]
@@ -324,7 +289,7 @@ def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("sharded", ["true", "false"])
-def test_offload_and_restore_leave_adapters_as_they_were(pool: Pool, sharded: str) -> None:
+def test_offload_and_restore_leave_adapters_as_they_were(pool, sharded):
     assert all(pool.run(2, offloaded, (f"optimizer.distributed={sharded}", "model.dtype=bfloat16"), timeout_s=60))
 
 
@@ -340,5 +305,5 @@ def critic_without(rank: int, world: int) -> bool:
         topology.destroy()
 
 
-def test_a_critic_has_no_adapters(pool: Pool) -> None:
+def test_a_critic_has_no_adapters(pool):
     assert pool.run(1, critic_without, timeout_s=60) == [True]

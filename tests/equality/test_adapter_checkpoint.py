@@ -1,7 +1,4 @@
-"""Adapters in a checkpoint go on to the bit in the same layout, and from the same bits in another one.
-
-The frozen weights come from the model.
-"""
+"""Adapters in a checkpoint go on to the bit in the same layout, and from the same bits in another one."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from megatron_rl.model.hf_config import read_shape
 from tests.equality.rig import Rig, equal_by_name, open_rig, sizes
 from tests.equality.saved_steps import COMMON, take_steps, tensors_of
 from tests.reference import file_weights, relative_error, tiny_config
-from tests.workers.pool import Pool
 
 LORA = ("lora.rank=3", "lora.alpha=5")
 ATTENTION = "lora.targets=[linear_qkv,linear_proj]"
@@ -37,9 +33,7 @@ def adapters(rig: Rig) -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in rig.backend.export_adapters()}
 
 
-def save_and_load(
-    rank: int, world: int, root: str, first: tuple[str, ...], second: tuple[str, ...], family: str
-) -> dict[str, object]:
+def save_and_load(rank, world, root, first, second, family) -> dict[str, object]:
     """Return the first backend's tensors at its save and two steps later, and those of a second one that loaded it."""
     folder = pathlib.Path(root)
     with open_lora(first, family) as rig:
@@ -82,7 +76,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_the_same_topology_goes_on_to_the_bit(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
+def test_the_same_topology_goes_on_to_the_bit(pool, tmp_path, name):
     world, topology, family = SAME[name]
     for found in pool.run(world, save_and_load, str(tmp_path), topology, topology, family, timeout_s=120):
         assert found["loaded"] and found["next"] and found["same export"] == 0 and found["reference"] == 0, found
@@ -109,11 +103,8 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_another_topology_goes_on_from_the_same_bits(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
-    """Another topology starts from the same adapters to the bit.
-
-    Their merged product and the next steps agree to rounding.
-    """
+def test_another_topology_goes_on_from_the_same_bits(pool, tmp_path, name):
+    """The adapters are the same to the bit, their merged product and the next steps to rounding."""
     first, second, family = OTHER[name]
     for found in pool.run(2, save_and_load, str(tmp_path), first, second, family, timeout_s=120):
         assert (
@@ -123,10 +114,7 @@ def test_another_topology_goes_on_from_the_same_bits(pool: Pool, tmp_path: pathl
 
 
 def load_elsewhere(rank: int, world: int, root: str) -> dict[str, str]:
-    """Return the words of four refusals.
-
-    They are for another adapter rank, other targets, a run without adapters, and other frozen weights.
-    """
+    """Return the words of the refusals of another rank, other targets, no adapters, and other frozen weights."""
     with open_lora((), "llama") as rig:
         path = model_state.save(rig.backend, pathlib.Path(root), 1, {}).finish()
         kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
@@ -142,9 +130,7 @@ def load_elsewhere(rank: int, world: int, root: str) -> dict[str, str]:
     return said | {"weights": str(caught.value)}
 
 
-def test_a_checkpoint_of_other_adapters_or_beside_other_weights_is_refused_by_name(
-    pool: Pool, tmp_path: pathlib.Path
-) -> None:
+def test_a_checkpoint_of_other_adapters_or_beside_other_weights_is_refused_by_name(pool, tmp_path):
     for said in pool.run(1, load_elsewhere, str(tmp_path), timeout_s=90):
         assert "lora.rank 3 there and 4 here" in said["rank"] and "give the lora.rank" in said["rank"], said
         assert "'linear_fc1'" in said["targets"] and "lora.targets" in said["targets"], said

@@ -1,7 +1,4 @@
-"""Under rollout.bitwise the engine's log-probs are the trainer's, bit by bit, however the trainer packs the samples.
-
-Its forward is otherwise the model's: log-probs and gradients are those of the ordinary layers but for rounding.
-"""
+"""Under rollout.bitwise the engine's log-probs are the trainer's, bit by bit, however samples are packed."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from megatron_rl.types import Prompt, Sample
 from tests.equality.rig import Rig, open_rig, ragged_advantages, sizes
 from tests.reference import reference_logprobs, relative_error
 from tests.unit.rollout.tiny_model import _tokenizer
-from tests.workers.pool import Pool
 
 BITWISE = (
     "rollout.bitwise=true",
@@ -100,7 +96,7 @@ def every_cut(rank: int, world: int, family: str, dtype: str, folder, *layout: s
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_engine_equals_trainer(pool: Pool, tmp_path, family, dtype) -> None:
+def test_engine_equals_trainer(pool, tmp_path, family, dtype):
     (found,) = pool.run(1, every_cut, family, dtype, tmp_path, timeout_s=120)
     lengths = found.pop("lengths")
     assert lengths[-1] > KEY_BLOCK and lengths[0] < 20, "responses reach into a second block of keys, and end early"
@@ -119,7 +115,7 @@ def test_engine_equals_trainer(pool: Pool, tmp_path, family, dtype) -> None:
         (4, sizes(2, 2), "bfloat16"),
     ],
 )
-def test_layouts_equal_the_engine(pool: Pool, tmp_path, world, layout, dtype) -> None:
+def test_layouts_equal_the_engine(pool, tmp_path, world, layout, dtype):
     """Each rank's engine has the model whole and samples for itself; the trainer spreads the samples by its plan."""
     for found in pool.run(world, every_cut, "qwen2_tied", dtype, tmp_path, *layout, timeout_s=120):
         assert found.pop("update ratio") == 1.0 and found.pop("lengths")
@@ -152,7 +148,7 @@ def ordinary(rank: int, world: int, family: str, *layout: str) -> tuple[float, f
         ("qwen3", sizes(2, 2)),
     ],
 )
-def test_log_probs_and_gradients_equal_those_of_the_ordinary_layers(pool: Pool, family, layout) -> None:
+def test_log_probs_and_gradients_equal_those_of_the_ordinary_layers(pool, family, layout):
     world = 1 if not layout else 4 if layout == sizes(2, 2) else 2
     for difference, error in pool.run(world, ordinary, family, *layout, timeout_s=60):
         assert difference < 1e-5 and error < 1e-5  # float32, summed in another order
@@ -182,7 +178,7 @@ def wrong_weights(rank: int, world: int, folder) -> list[str]:
     return said
 
 
-def test_weights_that_are_not_the_models_are_refused(pool: Pool, tmp_path) -> None:
+def test_weights_that_are_not_the_models_are_refused(pool, tmp_path):
     (said,) = pool.run(1, wrong_weights, tmp_path, timeout_s=60)
     assert ["model.norm.weight" in said[i] for i in (0, 2, 3)] == [True] * 3 and "odd" in said[1], said
 
@@ -192,5 +188,5 @@ def mixture(rank: int, world: int) -> None:
         open_rig("mixtral", "rollout.bitwise=true").__enter__()
 
 
-def test_a_mixture_is_refused(pool: Pool) -> None:
+def test_a_mixture_is_refused(pool):
     pool.run(1, mixture, timeout_s=60)

@@ -1,7 +1,4 @@
-"""A checkpoint loaded by another backend gives the same weights to the bit and the same next steps.
-
-The other backend has the same topology or another.
-"""
+"""A checkpoint loaded under the same or another topology gives the same weights to the bit and the same next steps."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.errors import CheckpointError
 from tests.equality.rig import sizes
 from tests.equality.saved_steps import BF16, PLAIN, SHARDED, open_like, save_and_load, take_steps, tensors_of
-from tests.workers.pool import Pool
 
 SAME = {
     "DP2": (2, (*sizes(1, 1), *PLAIN), "qwen2_tied", 3),
@@ -33,7 +29,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_the_same_topology_goes_on_to_the_bit(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
+def test_the_same_topology_goes_on_to_the_bit(pool, tmp_path, name):
     world, topology, family, steps = SAME[name]
     for found in pool.run(world, save_and_load, str(tmp_path), topology, topology, family, steps, timeout_s=120):
         assert found["numbers"] and found["loaded"] and found["next"] and found["rate"], found
@@ -83,11 +79,8 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_another_topology_goes_on_from_the_same_bits(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
-    """Another topology has weights, reference and counters to the bit, and the next steps to rounding.
-
-    Half precision rounds at 2⁻⁸.
-    """
+def test_another_topology_goes_on_from_the_same_bits(pool, tmp_path, name):
+    """The next steps are equal to rounding; half precision rounds at 2⁻⁸."""
     first, second, family = OTHER[name]
     for found in pool.run(2, save_and_load, str(tmp_path), first, second, family, 3, timeout_s=120):
         assert found["loaded"] and found["rate"] and found["moved"] > 1e-4, found
@@ -108,7 +101,7 @@ def adam_sums(rank: int, world: int, root: str, first: tuple[str, ...], second: 
 
 
 @pytest.mark.parametrize("name", ["DP2-sharded-to-TP2", "PP2-VPP2-to-DP2-sharded", "DP2-to-EP2"])
-def test_adam_is_the_same_to_the_bit_under_another_topology(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
+def test_adam_is_the_same_to_the_bit_under_another_topology(pool, tmp_path, name):
     """AdamW's state is the same to the bit in both checkpoints, read by torch's own reader."""
     first, second, family = OTHER[name]
     pool.run(2, adam_sums, str(tmp_path), first, second, family, timeout_s=120)
@@ -128,7 +121,7 @@ def load_other_model(rank: int, world: int, root: str) -> str:
     return str(caught.value)
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(pool: Pool, tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_name(pool, tmp_path):
     for message in pool.run(2, load_other_model, str(tmp_path), timeout_s=60):
         assert (
             "another model" in message

@@ -27,7 +27,6 @@ from megatron_rl.model.hf_config import read_shape
 from tests.equality.rig import open_rig, ragged_advantages, sizes
 from tests.patience import patient
 from tests.reference import tiny_config, tiny_model
-from tests.workers.pool import Pool
 
 from megatron.core import dist_checkpointing  # isort: skip  (after platform)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
@@ -158,9 +157,7 @@ SAVED = [
 @pytest.mark.parametrize(
     ("world", "family", "metadata"), SAVED, ids=[f"TP{w}-{f}-{next(iter(m), 'stacked')}" for w, f, m in SAVED]
 )
-def test_a_checkpoint_of_megatron_core_exports_to_the_same_model(
-    pool: Pool, tmp_path: pathlib.Path, world: int, family: str, metadata: dict
-) -> None:
+def test_a_checkpoint_of_megatron_core_exports_to_the_same_model(pool, tmp_path, world, family, metadata):
     wanted = pool.run(world, saved_by_megatron, family, str(tmp_path / "megatron"), metadata, timeout_s=60)[0]
     hf_config = tiny_config(family)
     hf_config.save_pretrained(tmp_path / "hf")
@@ -174,13 +171,8 @@ def test_a_checkpoint_of_megatron_core_exports_to_the_same_model(
 
 @pytest.mark.parametrize("family", ["qwen2_untied", "qwen3", "mixtral"])
 @pytest.mark.parametrize("cut", [1, 2])
-def test_an_imported_checkpoint_loads_in_megatron_core_under_another_topology(
-    pool: Pool, tmp_path: pathlib.Path, family: str, cut: int
-) -> None:
-    """An imported checkpoint loads in Megatron-Core under another topology, with more pads.
-
-    It is cut for TP1 or TP2 and loaded by TP2 (a mixture by TP1: tensor ranks with experts want sequence parallelism).
-    """
+def test_an_imported_checkpoint_loads_in_megatron_core_under_another_topology(pool, tmp_path, family, cut):
+    """It is cut for TP1 or TP2 and loaded by TP2; a mixture by TP1, as experts want sequence parallelism beside TP."""
     _, model = tiny_model(family)
     model.save_pretrained(tmp_path / "hf")
     shape = read_shape(model.config, layer_spec="torch", vocab_multiple=cut)
@@ -209,13 +201,8 @@ def saved_by_training(rank: int, world: int, root: str, topology: tuple[str, ...
         pytest.param((*sizes(1, 2), "optimizer.distributed=true"), id="PP2-sharded"),
     ],
 )
-def test_a_training_runs_checkpoint_exports_its_weights(
-    pool: Pool, tmp_path: pathlib.Path, topology: tuple[str, ...]
-) -> None:
-    """A training run's checkpoint exports its weights.
-
-    AdamW's states and the reference policy lie beside them and stay behind.
-    """
+def test_a_training_runs_checkpoint_exports_its_weights(pool, tmp_path, topology):
+    """AdamW's states and the reference policy lie beside them and stay behind."""
     trained = pool.run(2, saved_by_training, str(tmp_path / "checkpoints"), topology, timeout_s=60)[0]
     hf_config = tiny_config("qwen3")
     hf_config.save_pretrained(tmp_path / "hf")
@@ -245,7 +232,7 @@ def test_a_training_runs_checkpoint_exports_its_weights(
     assert done.returncode == 2 and f"{largest} has SHA-256" in done.stderr
 
 
-def test_pads_and_other_tensors_stay_behind(pool: Pool, tmp_path: pathlib.Path) -> None:
+def test_pads_and_other_tensors_stay_behind(pool, tmp_path):
     """The checkpoint has 128 rows of embedding, the exported file the vocabulary's 99."""
     pool.run(1, saved_by_megatron, "qwen2_tied", str(tmp_path / "megatron"), {}, timeout_s=60)
     hf_config = tiny_config("qwen2_tied")

@@ -1,7 +1,4 @@
-"""Importance corrections on real schedules equal the naive loop's gradient.
-
-Denominators are unchanged, and nothing that is masked is forwarded.
-"""
+"""Importance corrections equal the naive loop's gradient: denominators stay, and nothing masked is forwarded."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ from tests.reference import (
 )
 from tests.runs.command import arguments, command_line, rows_of, weights_of
 from tests.unit.algorithm.naive_importance import MODES, naive
-from tests.workers.pool import Pool
 
 NUM_SAMPLES, FAMILY = 11, "qwen2_tied"
 ADVANTAGES = ragged_advantages(NUM_SAMPLES)
@@ -48,20 +44,14 @@ NEVER = CorrectionConfig(mode="sequence_mask", cap=1.0, floor=1.0)  # no noisy s
 
 @functools.cache
 def drawn() -> tuple[torch.nn.Module, list]:
-    """Return the model, and samples whose engine is 0.4 nats of noise away from it at each token.
-
-    No two samples have the same length.
-    """
+    """Return the model, and samples of unique lengths whose engine is 0.4 nats of noise away from it at each token."""
     _, model = tiny_model(FAMILY)
     return model, near_policy(model, make_samples(NUM_SAMPLES, unique_lengths=True), spread=0.4)
 
 
 @functools.cache
 def wanted(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Return the reference's gradient at π_θ = π_old, and the weights of the naive loop.
-
-    Each token's advantage is multiplied by the naive loop's weight.
-    """
+    """Return the reference's gradient at π_θ = π_old with the naive loop's weights of tokens, and those weights."""
     model, samples = drawn()
     with torch.no_grad():
         old = [reference_logprobs(model, s)[0] for s in samples]
@@ -143,13 +133,8 @@ def every_correction(rank: int, world: int, tensor: int, pipeline: int, cut: dic
 @pytest.mark.parametrize(
     "cut", [{"max_tokens": 25}, {"samples_per_microbatch": 2, "repack": False}], ids=["repacked", "as cut"]
 )
-def test_corrected_gradient_equals_the_naive_loops(
-    pool: Pool, tensor: int, pipeline: int, data: int, cut: dict
-) -> None:
-    """The gradient equals the naive loop's in every mode and δ, skip and dense.
-
-    Only what the naive loop's weights leave runs.
-    """
+def test_corrected_gradient_equals_the_naive_loops(pool, tensor, pipeline, data, cut):
+    """In every mode and δ, skip and dense; only what the naive loop's weights leave runs."""
     found = pool.run(tensor * pipeline * data, every_correction, tensor, pipeline, cut, timeout_s=90)[0]
     masked = {name.removesuffix(" masked"): count for name, count in found.items() if name.endswith(" masked")}
     errors = {name: error for name, error in found.items() if not name.endswith(" masked")}
@@ -168,7 +153,7 @@ def nothing_left(rank: int, world: int) -> tuple[str, int, list[float]]:
         return plan.mini_batches[0].kind.value, len(plan.mini_batches[0].dropped), verdict.weights.tolist()
 
 
-def test_a_batch_that_is_masked_whole_is_a_ghost(pool: Pool) -> None:
+def test_a_batch_that_is_masked_whole_is_a_ghost(pool):
     for kind, dropped, weights in pool.run(2, nothing_left, timeout_s=60):
         assert kind == "GHOST" and dropped == NUM_SAMPLES and not any(weights)
 
@@ -178,10 +163,7 @@ def test_a_batch_that_is_masked_whole_is_a_ghost(pool: Pool) -> None:
 
 @contextlib.contextmanager
 def noisy_engine():
-    """Let the embedded engine give log-probs that are 0.3 nats of noise away from its own.
-
-    The noise depends on the sample alone.
-    """
+    """Let the embedded engine give log-probs that are 0.3 nats of a sample's own noise away from its own."""
     true = TransformersEngine.generate
 
     def generate(self, *args, on_finished, **kwargs):
@@ -210,11 +192,8 @@ def noisy_command_line(rank: int, world: int, given: list[str]) -> tuple[int, st
 
 
 @pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.pipeline=1"])
-def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout) -> None:
-    """A masking run that skips ends with the dense run's weights, bitwise.
-
-    Tokens and samples are masked, nothing is repacked, and the run differs from one without corrections.
-    """
+def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout):
+    """To the bit, as nothing is repacked; and the run differs from one without corrections."""
     weights, rows = {}, {}
     masked = (
         "correction.mode=token_mask",
@@ -246,12 +225,8 @@ def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_pa
     assert not any(k.startswith("correction/") for row in rows["plain"] for k in row)
 
 
-def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithmetic, tmp_path) -> None:
-    """A correction that finds nothing to correct changes no bit.
-
-    Engine and trainer agree to rounding, so that no sample is past δ: weights of exactly 1, two epochs over each
-    rollout.
-    """
+def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithmetic, tmp_path):
+    """Engine and trainer agree to rounding, so that no sample is past δ: weights of exactly 1, over two epochs."""
     weights = []
     for extra in ((), ("correction.off_policy_delta=0.01",)):
         given = arguments(arithmetic, tmp_path / str(len(extra)), "train.epochs_per_rollout=2", *extra)
@@ -263,7 +238,7 @@ def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithme
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_a_run_whose_every_sample_is_masked_is_ghosts(pool, arithmetic, tmp_path) -> None:
+def test_a_run_whose_every_sample_is_masked_is_ghosts(pool, arithmetic, tmp_path):
     extra = ["correction.mode=sequence_mask", "correction.cap=1", "correction.floor=1"]
     ((code, said),) = pool.run(1, noisy_command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=60)
     assert code == 0, said

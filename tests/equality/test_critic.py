@@ -1,7 +1,4 @@
-"""The critic's values, and the gradient of their loss, equal a Hugging Face reward model's.
-
-The reward model takes one sample at a time; the critic is tried on every grid of ranks.
-"""
+"""The critic's values, and the gradient of their loss, equal a Hugging Face reward model's on every grid of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from megatron_rl.trainer.advantages import KLPenalty, critic_advantages
 from tests.equality.critic_rig import VPP, Pair, naive, one_gradient, open_critic, targets, values_of
 from tests.equality.shared_samples import SHARED
 from tests.reference import reference_logprobs, relative_error
-from tests.workers.pool import Pool
 
 TOLERANCE = 1e-5
 
@@ -64,13 +60,8 @@ GRIDS = [
 
 
 @pytest.mark.parametrize(("world", "family", "overrides"), GRIDS)
-def test_values_and_gradient_equal_a_reward_models(
-    pool: Pool, world: int, family: str, overrides: tuple[str, ...]
-) -> None:
-    """The critic's values and gradient equal a reward model's on the policy's grid and on others.
-
-    TP, SP, PP, VPP, CP and DP are of the critic alone, of the policy alone, or of both.
-    """
+def test_values_and_gradient_equal_a_reward_models(pool, world, family, overrides):
+    """TP, SP, PP, VPP, CP and DP are of the critic alone, of the policy alone, or of both."""
     for found in pool.run(world, against_reward_model, family, overrides, timeout_s=90):
         assert max(found.values()) < TOLERANCE, found
 
@@ -79,10 +70,7 @@ GAMMA, LAM, BETA = 0.98, 0.9, 0.1
 
 
 def naive_ppo(pair: Pair, totals: list[float], penalties: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    """Return the policy's gradient of one step, token by token.
-
-    Its parts are values, GAE over loss tokens, the clipped surrogate and the token mean.
-    """
+    """Return one step's gradient token by token: values, GAE over loss tokens, clipped surrogate, token mean."""
     pair.policy_model.zero_grad()
     count = sum(int(s.loss_mask.sum()) for s in pair.samples)
     for sample, total, penalty in zip(pair.samples, totals, penalties, strict=True):
@@ -101,10 +89,7 @@ def naive_ppo(pair: Pair, totals: list[float], penalties: list[np.ndarray]) -> d
 
 
 def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> float:
-    """Return the relative error of the policy's gradient.
-
-    Values come from the critic's ranks, advantages and weights from the run's own stages.
-    """
+    """Return the policy's gradient error, with values from the critic's ranks, all else from the run's own stages."""
     given = (f"advantage.gamma={GAMMA}", f"advantage.lam={LAM}", "advantage.whiten=none", *overrides)
     with open_critic(family, *given) as pair:
         backend, batch, facts = pair.backend, pair.batch, pair.batch.facts
@@ -140,5 +125,5 @@ def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...])
         (2, "qwen2_untied", (SHARED,)),
     ],
 )
-def test_a_ppo_step_equals_a_loop_over_tokens(pool: Pool, world: int, family: str, overrides: tuple[str, ...]) -> None:
+def test_a_ppo_step_equals_a_loop_over_tokens(pool, world, family, overrides):
     assert max(pool.run(world, one_ppo_step, family, overrides, timeout_s=90)) < TOLERANCE

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages
-from tests.workers.pool import Pool
 
 
 def both_ways(rank: int, world: int, family: str, parallel: tuple[str, ...]) -> tuple[bool, bool]:
@@ -28,13 +27,7 @@ def both_ways(rank: int, world: int, family: str, parallel: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize(
     ("family", "world", "parallel"),
-    [
-        ("qwen3", 1, ()),
-        ("qwen2_tied", 2, ("parallel.tensor=2",)),
-        ("qwen3_moe", 2, ("parallel.expert=2",)),
-    ],
+    [("qwen3", 1, ()), ("qwen2_tied", 2, ("parallel.tensor=2",)), ("qwen3_moe", 2, ("parallel.expert=2",))],
 )
-def test_the_gradient_is_that_of_a_run_without_it(
-    pool: Pool, family: str, world: int, parallel: tuple[str, ...]
-) -> None:
+def test_the_gradient_is_that_of_a_run_without_it(pool, family, world, parallel):
     assert pool.run(world, both_ways, family, parallel, timeout_s=60) == [(True, True)] * world

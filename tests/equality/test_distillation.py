@@ -17,7 +17,6 @@ from tests.equality.adapter_rig import LORA, open_adapted
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import Rig, any_tokenizer, open_rig
 from tests.reference import reference_logprobs, relative_error, tiny_model
-from tests.workers.pool import Pool
 
 SAMPLES = 8
 GIVEN = ("advantage.estimator=distillation", "loss.policy=importance_sampling", "data.max_prompt_tokens=32")
@@ -101,7 +100,7 @@ def teacher_path(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_gradient_is_the_reverse_kls_on_the_students_samples(pool: Pool, teacher_path, layout: str) -> None:
+def test_the_gradient_is_the_reverse_kls_on_the_students_samples(pool, teacher_path, layout):
     world, family, overrides = LAYOUTS[layout]
     for found in pool.run(world, distil, family, overrides, str(teacher_path), timeout_s=120):
         assert max(found.values()) < TOLERANCE, found

@@ -1,11 +1,7 @@
-"""Adapters beside Transformer Engine's layers, on a stand-in of them, equal merged weights and a plain loop.
-
-Its fused layers have their norm within, and its experts are one grouped linear. Not covered: kernels.
-"""
+"""Adapters beside Transformer Engine's layers, on a stand-in without kernels, equal merged weights and a plain loop."""
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator
 
 import pytest
@@ -40,7 +36,7 @@ ADAPTED = {  # in the form of adapter_rig.TOPOLOGIES
 
 
 @pytest.mark.parametrize("name", quick(ADAPTED, "TP2-SP", "two kinds of layers", "EP2", "TP2-SP-ETP2"))
-def test_adapters_beside_engine_layers_equal_merged_weights_and_the_reference(engine_pool: Pool, name: str) -> None:
+def test_adapters_beside_engine_layers_equal_merged_weights_and_the_reference(engine_pool, name):
     """Log-probs are those of merged weights; gradient, norm, steps and export those of a plain loop with A and B."""
     world, family, parallel = ADAPTED[name]
     given = (family, parallel, ENGINE)
@@ -61,9 +57,7 @@ RESUMED = {"engine": (ENGINE, ENGINE), "torch-to-engine": (("model.layer_spec=to
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_checkpoint_of_experts_adapters_goes_on_under_the_engine(
-    engine_pool: Pool, tmp_path: pathlib.Path, name: str
-) -> None:
+def test_checkpoint_of_experts_adapters_goes_on_under_the_engine(engine_pool, tmp_path, name):
     """Merged weights come back to the bit, from the other layer spec too; with the same spec so do the next steps."""
     given = [(*LORA_EP2, *spec) for spec in RESUMED[name]]
     for found in engine_pool.run(2, save_and_load, str(tmp_path), *given, "glm4_moe", 3):

@@ -1,7 +1,4 @@
-"""Exchanges between ranks: facts, rows and scores.
-
-Facts reach everyone in one order, rows exactly the ranks that need them and bit for bit, scores arrive with their gaps.
-"""
+"""Exchanges: facts reach everyone in one order, rows the ranks that need them bit for bit, scores with their gaps."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from megatron_rl.distributed import topology
 from megatron_rl.errors import NonFiniteAdvantage
 from megatron_rl.types import Sample, Score
 from tests.reference import make_samples
-from tests.workers.pool import Pool
 
 COUNT = 13
 
@@ -45,10 +41,7 @@ def same(a: Sample, b: Sample) -> bool:
 
 
 def with_routing(samples: list[Sample], mode: str) -> list[Sample]:
-    """Return the samples with routed experts: ``mode`` is none, mixed or all.
-
-    mixed: every third sample has none, and the others have two shapes. Counts of int16 are odd and even, with any bits.
-    """
+    """Return samples of which none, all, or (mixed) two thirds have routed experts, in two shapes and with any bits."""
     random = np.random.default_rng(5)
     found = []
     for i, sample in enumerate(samples):
@@ -59,9 +52,7 @@ def with_routing(samples: list[Sample], mode: str) -> list[Sample]:
     return found
 
 
-def bring(
-    rank: int, world: int, tensor: int, pipeline: int, needs: list[list[list[int]]], routing: str
-) -> dict[str, list[bool]]:
+def bring(rank, world, tensor, pipeline, needs, routing) -> dict[str, list[bool]]:
     here = topology.initialize(tensor=tensor, pipeline=pipeline, deadline_s=30)
     samples = with_routing(make_samples(COUNT), routing)
     samples[4].logprobs[:] = np.array([np.nan, -np.inf, -0.0, 1e-45] * 4, dtype=np.float32)[
@@ -94,13 +85,8 @@ def bring(
     ("world", "tensor", "pipeline", "routing"),
     [(1, 1, 1, "none"), (2, 1, 1, "none"), (2, 1, 1, "all"), (3, 1, 1, "mixed"), (4, 2, 1, "none"), (4, 1, 2, "mixed")],
 )
-def test_every_rank_gets_exactly_the_rows_it_needs(
-    pool: Pool, world: int, tensor: int, pipeline: int, routing: str
-) -> None:
-    """Every rank gets exactly the rows it needs.
-
-    The needs are all, none, one rank alone, disjoint, overlapping and random, with empty ranks on both sides.
-    """
+def test_every_rank_gets_exactly_the_rows_it_needs(pool, world, tensor, pipeline, routing):
+    """The needs are all, none, one rank alone, disjoint and random, with empty ranks on both sides."""
     random = np.random.default_rng(world)
     everything = list(range(COUNT))
     needs = [
@@ -145,16 +131,14 @@ def scores_of_which_one_is_not_finite(rank: int, world: int, total: float, secon
     [(float("inf"), 1e308, "inf, of reward.functions that gave (1, 1e+308)"), (float("nan"), float("nan"), "nan, of ")],
     ids=["overflow", "nan"],
 )
-def test_a_score_that_is_not_finite_is_refused_on_every_rank(
-    pool: Pool, total: float, second: float, said: str
-) -> None:
+def test_a_score_that_is_not_finite_is_refused_on_every_rank(pool, total, second, said):
     """A NaN stands for "no score": as one, a total of NaN would have taken its sample out in silence."""
     for found in pool.run(3, scores_of_which_one_is_not_finite, total, second, timeout_s=30):
         assert f"the total reward of sample s7 is {said}" in found and "lower reward.weights" in found
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_scores_arrive_in_order_with_their_gaps(pool: Pool, world: int) -> None:
+def test_scores_arrive_in_order_with_their_gaps(pool, world):
     totals = np.array([i / 3 for i in range(9)])
     totals[4] = np.nan
     second = np.array([np.nan if i % 2 else -float(i) for i in range(9)])
@@ -173,7 +157,7 @@ def twice_the_same_place(rank: int, world: int) -> str:
     return ""
 
 
-def test_two_samples_with_one_place_are_refused_everywhere(pool: Pool) -> None:
+def test_two_samples_with_one_place_are_refused_everywhere(pool):
     for said in pool.run(2, twice_the_same_place, timeout_s=30):
         assert "claim the same place" in said
 
@@ -206,7 +190,7 @@ def with_misfit_routing(rank: int, world: int, routed: np.ndarray) -> str:
     ],
     ids=["tokens", "dtype", "dimensions", "no layer"],
 )
-def test_routed_experts_that_do_not_fit_their_sample_are_refused_everywhere(pool: Pool, routed: np.ndarray) -> None:
+def test_routed_experts_that_do_not_fit_their_sample_are_refused_everywhere(pool, routed):
     for said in pool.run(2, with_misfit_routing, routed, timeout_s=30):
         assert (
             f"routed_experts of sample 7@0#1 is {routed.dtype} {list(routed.shape)}; it must be int16 [7, layers, "

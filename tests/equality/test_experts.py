@@ -1,12 +1,8 @@
-"""Mixtures of experts equal the reference in log-probs, gradients, norms and steps.
-
-They run under expert, tensor, pipeline and data parallelism.
-"""
+"""Mixtures of experts equal the reference in log-probs, gradients, norms and steps, under every parallelism."""
 
 from __future__ import annotations
 
 import functools
-import pathlib
 
 import numpy as np
 import pytest
@@ -26,23 +22,17 @@ from tests.reference import (
     relative_error,
     tiny_model,
 )
-from tests.workers.pool import Pool
 
 NUM_SAMPLES, STEPS = 11, 3
 # so small that the later steps do not clip every token, which would leave no gradient to compare
-LAYERS, LR = (
-    2,
-    0.0003,
-)
+LAYERS, LR = (2, 0.0003)
 # Float32 and another order of summation: seen 3e-7 to 1e-6. A token sent to another expert, an expert's gradient lost,
 # averaged or added twice shows at 1e-2 and above.
 TOLERANCE = 1e-5
 SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5")
 
 
-def layout(
-    *, tensor: int = 1, pipeline: int = 1, virtual: int = 1, expert: int = 1, expert_tensor: int | None = None
-) -> tuple[str, ...]:
+def layout(*, tensor=1, pipeline=1, virtual=1, expert=1, expert_tensor=None) -> tuple[str, ...]:
     degrees = dict(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual, expert=expert)
     found = [f"parallel.{name}={degree}" for name, degree in degrees.items()]
     if expert_tensor is not None:
@@ -115,14 +105,8 @@ CELLS = [
 
 
 @functools.cache
-def wanted(
-    family: str, layers: int
-) -> tuple[np.ndarray, dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
-    """Return the reference's log-probs (flat, 0 where masked), first gradient, and weights and norms of three steps.
-
-    It takes one sample at a time, and AdamW. Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``):
-    neither biases nor norms.
-    """
+def wanted(family, layers) -> tuple[np.ndarray, dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+    """Return the reference's log-probs (flat, 0 where masked), first gradient, and weights and norms of three steps."""
     _, model = tiny_model(family, layers=layers)
     samples = near_policy(model, make_samples(NUM_SAMPLES))
     with torch.no_grad():
@@ -180,12 +164,8 @@ def against_reference(rank: int, world: int, family: str, overrides: tuple[str, 
 
 
 @pytest.mark.parametrize(("world", "overrides", "family"), CELLS)
-def test_mixtures_equal_reference(pool: Pool, world: int, overrides: tuple[str, ...], family: str) -> None:
-    """Mixtures on every layout equal the reference, fillers included.
-
-    Of 11 samples 7 have an advantage: neither divides over the ranks, so that where replicas share experts some run
-    fillers.
-    """
+def test_mixtures_equal_reference(pool, world, overrides, family):
+    """Of 11 samples 7 have an advantage: where replicas share experts, some run fillers."""
     for found, fillers in pool.run(world, against_reference, family, overrides, timeout_s=60):
         print({k: f"{v:.1e}" for k, v in found.items()}, fillers, "fillers")
         later = {k: found.pop(k) for k in list(found) if k.startswith("later norms")}
@@ -211,21 +191,14 @@ def one_normalised_expert(rank: int, world: int, overrides: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.expert=2",)], ids=["EP1", "EP2"])
-def test_one_normalised_expert_per_token_equals_the_reference(pool: Pool, overrides: tuple[str, ...]) -> None:
-    """A normalised mixture with one expert per token equals transformers', and its routers have no gradient.
-
-    Megatron-Core refuses it under its own name; in transformers the router's gradient is the rounding of 0.
-    """
+def test_one_normalised_expert_per_token_equals_the_reference(pool, overrides):
+    """Megatron-Core refuses it under its own name; in transformers the router's gradient is the rounding of 0."""
     for found in pool.run(1 + len(overrides), one_normalised_expert, overrides, timeout_s=60):
         assert found["logprobs"] < 1e-5 and found["gradient"] < TOLERANCE and found["routers"] == 0.0, found
 
 
 def one_sample_with_signal(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, object]:
-    """Take a step in which one sample has signal.
-
-    The rest of its replica's expert group runs fillers, any other group is silent, and all of them reduce the same
-    experts.
-    """
+    """Measure a step of one sample: its expert group runs fillers, any other is silent, and all reduce experts."""
     advantages = np.zeros(NUM_SAMPLES)
     advantages[4] = -0.7
     with open_rig("mixtral", *overrides, samples=NUM_SAMPLES) as rig:
@@ -237,14 +210,14 @@ def one_sample_with_signal(rank: int, world: int, overrides: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_fillers_and_silent_groups_add_nothing_to_experts(pool: Pool, world: int) -> None:
+def test_fillers_and_silent_groups_add_nothing_to_experts(pool, world):
     for found in pool.run(world, one_sample_with_signal, layout(expert=2), timeout_s=60):
         assert found["microbatches"] == [1, 1, 0, 0][:world] and found["fillers"] == 1, found
         assert found["error"] < TOLERANCE, found
 
 
 @pytest.mark.long
-def test_overlapped_parameter_gather_equals_reference(pool: Pool) -> None:
+def test_overlapped_parameter_gather_equals_reference(pool):
     """Steps with an overlapped parameter gather equal the reference.
 
     Dense weights and experts are sharded over other ranks, and their gathers are started by the forward pass.
@@ -266,10 +239,7 @@ def overlapped_steps(rank: int, world: int, overrides: tuple[str, ...]) -> dict[
 
 
 def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
-    """Return the largest gap between the log-probs that the engine sampled with and the trainer's.
-
-    Both are of the exported weights.
-    """
+    """Return the largest gap between the log-probs that the engine sampled with and the trainer's."""
     prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=(5, 7, 11, 13, 17)[: i + 2], columns={}) for i in range(4)]
     rollout = RolloutConfig(max_response_tokens=8)
     with open_rig(family, *layout(expert=world)) as rig:
@@ -294,22 +264,16 @@ def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_engine_samples_from_the_trainers_policy(pool: Pool, tmp_path: pathlib.Path, family: str) -> None:
-    """The embedded engine samples from the trainer's policy.
-
-    Its model is the exported experts under the names of files; its own experts are one fused tensor.
-    """
+def test_engine_samples_from_the_trainers_policy(pool, tmp_path, family):
+    """Its model is the exported experts under the names of files; its own experts are one fused tensor."""
     tiny_model(family)[0].save_pretrained(tmp_path)
     for gap in pool.run(2, engine_and_trainer, family, str(tmp_path), timeout_s=60):
         assert gap < TOLERANCE, gap
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_no_token_is_near_a_tie(family: str) -> None:
-    """No token is near a tie between experts.
-
-    The tolerance above stands on that: rounding of 1e-6 must not be able to send a token to another expert.
-    """
+def test_no_token_is_near_a_tie(family):
+    """The tolerance stands on that: rounding of 1e-6 must not be able to send a token to another expert."""
     config, model = tiny_model(family)
     margins = []
 

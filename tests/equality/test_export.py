@@ -1,7 +1,4 @@
-"""Weights are exported a bucket at a time.
-
-They are whole, once each, in one order, in no more memory than asked for, whatever holds them.
-"""
+"""Weights are exported whole, once each, in one order, a bucket at a time, in no more memory than asked for."""
 
 from __future__ import annotations
 
@@ -19,13 +16,9 @@ from megatron_rl.weights.mapping import TIED_HEAD, stage_entries
 from tests.allocated import AllocationMeter
 from tests.equality.rig import Rig, open_rig, sizes
 from tests.reference import file_weights, tiny_config
-from tests.workers.pool import Pool
 
 # an entry at a time; several (the largest needs 122,880 bytes by itself: Mixtral at EP 2, ETP 2)
-ENTRY_BYTES, SMALL_BYTES = (
-    1,
-    125_000,
-)
+ENTRY_BYTES, SMALL_BYTES = (1, 125_000)
 SP = "parallel.sequence_parallel=true"
 EP2 = "parallel.expert=2"
 ETP1 = "parallel.expert_tensor=1"
@@ -91,13 +84,8 @@ def export_in_buckets(rank: int, world: int, family: str, overrides: tuple[str, 
 
 
 @pytest.mark.parametrize(("world", "overrides", "family"), TOPOLOGIES, **NAMED)
-def test_export_equals_reference_in_buckets_of_any_size(
-    pool: Pool, world: int, overrides: tuple[str, ...], family: str
-) -> None:
-    """An export equals the reference bitwise, in buckets of any size.
-
-    Every name comes once, in one order on every rank and at every size; the memory stays within the bucket.
-    """
+def test_export_equals_reference_in_buckets_of_any_size(pool, world, overrides, family):
+    """To the bit, every name once, in one order on every rank and at every size, within the bucket's memory."""
     results = pool.run(world, export_in_buckets, family, overrides, timeout_s=60)
     first = results[0]["found"][export.BUCKET_BYTES]
     for result in results:
@@ -158,11 +146,8 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("bucket_bytes", [2, 64 * 2**20, export.BUCKET_BYTES])
-def test_buckets_hold_every_entry_in_order_within_the_bound(name: str, bucket_bytes: int) -> None:
-    """Buckets of real models in bfloat16 hold every entry in order within the bound.
-
-    No bucket is above the bound but of one entry, and none has room for its neighbour's first.
-    """
+def test_buckets_hold_every_entry_in_order_within_the_bound(name, bucket_bytes):
+    """No bucket is above the bound but of one entry, and none has room for its neighbour's first."""
     shape, place = LARGE[name]
     buckets = export.cut_buckets(shape, place, bucket_bytes // 2)
     stages = place.pipeline_size * place.virtual_size

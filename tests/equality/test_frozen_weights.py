@@ -8,7 +8,6 @@ import torch
 from tests.equality.adapter_rig import NUM_SAMPLES, TOPOLOGIES, open_adapted
 from tests.equality.rig import ragged_advantages
 from tests.pairwise import quick
-from tests.workers.pool import Pool
 
 from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight  # isort: skip
 
@@ -34,7 +33,7 @@ def rows_apart(rank: int, world: int, family: str, parallel: tuple[str, ...], ex
 @pytest.mark.parametrize(
     "name", quick(["1 process", "recomputed", "TP2", "TP2-SP", "PP2-tied", "PP2-VPP2", "CP2", "EP2"], "PP2-tied", "CP2")
 )
-def test_frozen_weights_multiply_a_gradient_whole(pool: Pool, name: str) -> None:
+def test_frozen_weights_multiply_a_gradient_whole(pool, name):
     """With other strides than these a backward pass took ten times as long, and memory for a weight per token."""
     world, family, parallel, extra = TOPOLOGIES[name]
     assert pool.run(world, rows_apart, family, parallel, extra, timeout_s=90) == [[]] * world

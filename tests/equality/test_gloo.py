@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import megatron_rl.distributed.platform  # noqa: F401 (replaces the manager, and gives groups their device)
-from tests.workers.pool import Pool
 
 SIZES = 8, 640, 12_544, 31, 4096
 GROUPS = 8
@@ -16,10 +15,7 @@ ROUNDS = 300  # gloo's own coalesced all-gather corrupts the heap about once in 
 
 
 def collectives_together(rank: int, world: int) -> list[bool]:
-    """Compare collectives under the manager with what each rank holds.
-
-    Whole buckets are gathered, summed and scattered, asynchronously and not.
-    """
+    """Gather, sum and scatter whole buckets under the manager, asynchronously and not; compare with what ranks hold."""
     manager = dist._coalescing_manager
     equal = []
     for turn in range(ROUNDS):
@@ -46,7 +42,7 @@ def collectives_together(rank: int, world: int) -> list[bool]:
     return equal
 
 
-def test_coalesced_collectives_equal_the_single_ones(pool: Pool) -> None:
+def test_coalesced_collectives_equal_the_single_ones(pool):
     for equal in pool.run(2, collectives_together, timeout_s=60):
         assert len(equal) == 3 * len(SIZES) * ROUNDS and all(equal)
 
@@ -65,10 +61,7 @@ def groups_on_one_device(rank: int, world: int) -> tuple[int, list[float]]:
     return len(loops), [float(x[0]) for x in given]
 
 
-def test_groups_share_a_device_and_nothing_else(pool: Pool) -> None:
-    """Groups share a device and nothing else.
-
-    One thread serves all of them; torch's own way is one for each, which wakes a hundred times a second.
-    """
+def test_groups_share_a_device_and_nothing_else(pool):
+    """One thread serves all groups; torch's own way is one for each, which wakes a hundred times a second."""
     for loops, sums in pool.run(2, groups_on_one_device, timeout_s=60):
         assert loops == 1 and sums == [20.0 * index + 1.0 for index in range(GROUPS)]

@@ -1,7 +1,4 @@
-"""The gradient of the run that skips equals the dense run's and that of a plain loop over a Hugging Face model.
-
-It does so at every topology and cut.
-"""
+"""The skip run's gradient equals the dense run's and that of a plain loop, at every topology and cut."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from tests.equality.layouts import CP, SP, TOLERANCE
 from tests.equality.rig import Rig, open_rig, ragged_advantages, sizes
 from tests.pairwise import pairwise, quick
 from tests.reference import make_samples, near_policy, reference_gradient, relative_error, tiny_model
-from tests.workers.pool import Pool
 
 REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
 NUM_SAMPLES, PER_MINI_BATCH = 11, 4  # divisible neither by each other nor by 2 or 4 data-parallel ranks
@@ -74,13 +70,8 @@ def name(topology: tuple) -> str:
 
 
 @functools.cache
-def wanted(
-    family: str, layers: int, reduction: str, first: int, last: int, count: int
-) -> tuple[dict[str, torch.Tensor], float]:
-    """Return the reference's gradient and loss over samples first..last of ``count``.
-
-    They are kept, as a pool worker outlives its tasks.
-    """
+def wanted(family, layers, reduction, first, last, count) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the reference's gradient and loss over samples first..last of ``count``; a worker keeps them."""
     _, model = tiny_model(family, layers=layers)
     advantages = ragged_advantages(count)[first:last]
     groups = [i // 2 for i in range(first, last)]
@@ -120,7 +111,7 @@ def every_reduction(rank: int, world: int, topology: tuple) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("topology", quick(TOPOLOGIES, *SMALL, LARGE[0], LARGE[5], LARGE[7]), ids=name)
-def test_skip_and_dense_equal_reference_for_every_reduction(pool: Pool, topology: tuple) -> None:
+def test_skip_and_dense_equal_reference_for_every_reduction(pool, topology):
     (tensor, pipeline, data), _, _ = topology
     found = pool.run(tensor * pipeline * data, every_reduction, topology, timeout_s=60)[0]
     print(name(topology), f"worst {max(found.values()):.1e}")
@@ -141,7 +132,7 @@ def every_cut(rank: int, world: int, topology: tuple) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("topology", quick(TOPOLOGIES, *SMALL), ids=name)
-def test_every_cut_into_microbatches_gives_the_reference_gradient(pool: Pool, topology: tuple) -> None:
+def test_every_cut_into_microbatches_gives_the_reference_gradient(pool, topology):
     (tensor, pipeline, data), _, _ = topology
     found = pool.run(tensor * pipeline * data, every_cut, topology, timeout_s=60)[0]
     print(name(topology), f"worst {max(found.values()):.1e}")
@@ -149,10 +140,7 @@ def test_every_cut_into_microbatches_gives_the_reference_gradient(pool: Pool, to
 
 
 def several_calls(rank: int, world: int, topology: tuple, ddp: tuple[str, ...]) -> dict[str, float]:
-    """Make three forward_backward calls and one reduction; then the same through optim_step.
-
-    optim_step's norm and loss are those of the calls together.
-    """
+    """Return the errors of three calls and one reduction; then of optim_step's norm and loss over the same."""
     (tensor, pipeline, _), family, extra = topology
     split = f"train.samples_per_mini_batch={PER_MINI_BATCH}"
     with open_rig(family, *sizes(tensor, pipeline), split, *ddp, *extra, samples=NUM_SAMPLES) as rig:
@@ -190,7 +178,7 @@ OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=10
         ids=lambda x: name(x) if x and x is not OVERLAP else "overlap" if x else "plain",
     ),
 )
-def test_several_calls_before_one_step_add(pool: Pool, topology: tuple, ddp: tuple[str, ...]) -> None:
+def test_several_calls_before_one_step_add(pool, topology, ddp):
     (tensor, pipeline, data), _, _ = topology
     found = pool.run(tensor * pipeline * data, several_calls, topology, ddp, timeout_s=60)[0]
     print(name(topology), {k: f"{v:.1e}" for k, v in found.items()})
@@ -198,10 +186,7 @@ def test_several_calls_before_one_step_add(pool: Pool, topology: tuple, ddp: tup
 
 
 def with_a_sample_without_loss_tokens(rank: int, world: int, pipeline: int) -> dict[str, float]:
-    """Return the errors where every sample is alone in its micro-batch and one of them is masked throughout.
-
-    That one passes the dense run and adds nothing.
-    """
+    """Return the errors where every sample is alone in its micro-batch and one of them is masked throughout."""
     with open_rig("qwen2_tied", *sizes(1, pipeline)) as rig:
         samples = near_policy(rig.model, make_samples(5))
         samples[2] = dataclasses.replace(samples[2], loss_mask=np.zeros_like(samples[2].loss_mask))
@@ -221,14 +206,12 @@ def with_a_sample_without_loss_tokens(rank: int, world: int, pipeline: int) -> d
 
 
 @pytest.mark.parametrize(("pipeline", "data"), [(1, 1), (2, 2)])
-def test_sample_without_loss_tokens_adds_nothing(pool: Pool, pipeline: int, data: int) -> None:
+def test_sample_without_loss_tokens_adds_nothing(pool, pipeline, data):
     for found in pool.run(pipeline * data, with_a_sample_without_loss_tokens, pipeline, timeout_s=60):
         assert max(found.values()) < TOLERANCE, found
 
 
-def bitwise_pairs(
-    rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...], cut: dict
-) -> dict[str, object]:
+def bitwise_pairs(rank, world, tensor, pipeline, extra, cut) -> dict[str, object]:
     """Compare the gradients of a skip run that drops whole micro-batches, with nothing repacked, and the dense run."""
     with open_rig("qwen2_tied", *sizes(tensor, pipeline), *extra, samples=12) as rig:
         rig.rules(repack=False, **cut)
@@ -245,13 +228,8 @@ def bitwise_pairs(
 
 
 @pytest.mark.parametrize(("degrees", "dtype"), pairwise([(1, 1), (2, 1), (2, 2)], ["float32", "bfloat16"], strength=1))
-def test_dropped_microbatches_leave_the_dense_gradient_bitwise(
-    pool: Pool, degrees: tuple[int, int], dtype: str
-) -> None:
-    """Dropped micro-batches leave the dense gradient bitwise, in bfloat16 too.
-
-    They add exact zeros in the dense order, so there is no rounding to tolerate.
-    """
+def test_dropped_microbatches_leave_the_dense_gradient_bitwise(pool, degrees, dtype):
+    """They add exact zeros in the dense order, so there is no rounding to tolerate."""
     pipeline, data = degrees
     extra = (f"model.dtype={dtype}",)
     for cut in (dict(samples_per_microbatch=2), dict(max_tokens=10)):
@@ -261,10 +239,7 @@ def test_dropped_microbatches_leave_the_dense_gradient_bitwise(
 
 
 def with_pad_tokens(rank: int, world: int) -> dict[str, float]:
-    """Train on samples that hold the pad's id as a token, filled up to a multiple by pads too; return the errors.
-
-    "frozen" is the largest gradient of its embedding in transformers as it stands, whose ``padding_idx`` leaves it out.
-    """
+    """Return the errors over samples that hold the pad's id; "frozen": that row in transformers."""
     samples = [
         dataclasses.replace(s, token_ids=np.where(s.token_ids % 5 == 0, 0, s.token_ids)) for s in make_samples(6)
     ]
@@ -284,11 +259,7 @@ def with_pad_tokens(rank: int, world: int) -> dict[str, float]:
     }
 
 
-def test_the_pads_id_is_a_token_like_any_other(pool: Pool) -> None:
-    """A token of the pad's id trains its embedding, as the derivative of the loss says; pads that fill up do not.
-
-    transformers leaves out that one row of the input embedding's gradient (``padding_idx``), which many models share
-    with a token that means something; the head's row it trains.
-    """
+def test_the_pads_id_is_a_token_like_any_other(pool):
+    """It trains its embedding, which transformers' ``padding_idx`` leaves out; pads that fill up do not."""
     (found,) = pool.run(1, with_pad_tokens, timeout_s=60)
     assert found["frozen"] == 0.0 and found["all"] < TOLERANCE and found["the pad's row"] < TOLERANCE, found

@@ -13,7 +13,6 @@ from megatron_rl.backend.schedule import check_lockstep
 from megatron_rl.distributed import collectives
 from megatron_rl.errors import PeerError
 from megatron_rl.types import StepKind
-from tests.workers.pool import Pool
 
 NAMES = ("all_reduce", "broadcast", "all_gather_into_tensor")
 
@@ -53,7 +52,7 @@ def beside_another_backend(rank: int, world: int) -> dict[str, object]:
     return {**found, "same": same, "calls": len(groups), "host": all(is_host), "timeout": timeout}
 
 
-def test_values_of_the_host_travel_in_a_group_of_their_own(pool: Pool) -> None:
+def test_values_of_the_host_travel_in_a_group_of_their_own(pool):
     for rank, found in enumerate(pool.run(3, beside_another_backend, timeout_s=60)):
         assert found["json"] == [{"rank": r, "text": "x" * r} for r in range(3)]
         assert found["sum"] == [3, 3] and found["max"] == 2.0 and found["array"] == [0.1, 0.0]
@@ -68,5 +67,5 @@ def in_a_gloo_world(rank: int, world: int) -> tuple[bool, int]:
     return collectives.host_group() is None, len(dist.distributed_c10d._world.pg_map) - before
 
 
-def test_a_gloo_world_needs_no_second_group(pool: Pool) -> None:
+def test_a_gloo_world_needs_no_second_group(pool):
     assert pool.run(2, in_a_gloo_world, timeout_s=30) == [(True, 0)] * 2

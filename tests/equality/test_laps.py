@@ -1,7 +1,4 @@
-"""Each lap that a schedule takes belongs to its micro-batch and chunk.
-
-The clock of the test is moved by T by a step of T tokens.
-"""
+"""Each lap of a schedule belongs to its micro-batch and chunk: the test's clock moves by T in a step of T tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import pytest
 
 from megatron_rl.backend import schedule
 from tests.equality.rig import open_rig, sizes
-from tests.workers.pool import Pool
 
 
 def tokens_of(tensors: object) -> int | None:
@@ -51,7 +47,7 @@ def laps_on_a_counting_clock(rank: int, world: int, pipeline: int, virtual: int)
 
 
 @pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (2, 1), (2, 2)], ids=["PP1", "PP2", "PP2-VPP2"])
-def test_laps_are_of_their_microbatches(pool: Pool, pipeline: int, virtual: int) -> None:
+def test_laps_are_of_their_microbatches(pool, pipeline, virtual):
     for runs in pool.run(2, laps_on_a_counting_clock, pipeline, virtual, timeout_s=60):
         assert len(runs) == 2
         for forward_s, backward_s, tokens, squares in runs:

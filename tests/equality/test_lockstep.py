@@ -1,7 +1,4 @@
-"""Ranks that are about to run different things find out before anything runs.
-
-All of them find out, and say who differs in what.
-"""
+"""Ranks that are about to run different things all find out before anything runs, and say who differs in what."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from megatron_rl.distributed import collectives
 from megatron_rl.errors import LockstepError, PeerError
 from megatron_rl.types import StepKind
 from tests.equality.rig import open_rig, ragged_advantages, sizes
-from tests.workers.pool import Pool
 
 
 def disagree(rank: int, world: int, odd: int, what: str, pipeline: int) -> dict[str, object]:
@@ -45,7 +41,7 @@ def disagree(rank: int, world: int, odd: int, what: str, pipeline: int) -> dict[
 
 @pytest.mark.parametrize("what", ["plan", "step kind", "step index"])
 @pytest.mark.parametrize(("pipeline", "data", "odd"), [(1, 4, 2), (2, 2, 3), (1, 3, 0)])
-def test_every_rank_names_the_odd_one(pool: Pool, what: str, pipeline: int, data: int, odd: int) -> None:
+def test_every_rank_names_the_odd_one(pool, what, pipeline, data, odd):
     for rank, found in enumerate(pool.run(pipeline * data, disagree, odd, what, pipeline, timeout_s=30)):
         stage, replica = divmod(odd, data)
         assert f"{what}: rank {odd} (data-parallel {replica}, pipeline stage {stage}) has" in found["said"], found
@@ -70,7 +66,7 @@ def disagree_on_logprobs(rank: int, world: int) -> str:
         return ""
 
 
-def test_logprob_passes_are_checked(pool: Pool) -> None:
+def test_logprob_passes_are_checked(pool):
     for said in pool.run(3, disagree_on_logprobs, timeout_s=30):
         assert "plan: rank 1 (data-parallel 1, pipeline stage 0) has" in said
 
@@ -84,7 +80,7 @@ def one_stops(rank: int, world: int, odd: int) -> tuple[str, str]:
     return "", ""
 
 
-def test_one_ranks_error_is_raised_on_all(pool: Pool) -> None:
+def test_one_ranks_error_is_raised_on_all(pool):
     results = pool.run(3, one_stops, 1, timeout_s=30)
     assert results[1] == ("ValueError", "planted")
     for rank in (0, 2):

@@ -29,7 +29,6 @@ from tests.allocated import AllocationMeter
 from tests.equality.rig import DEFAULTS, Rig
 from tests.reference import file_weights, tiny_config
 from tests.unit.backend.packed import CPU, facts_of, inputs_of
-from tests.workers.pool import Pool
 
 TWICE = 2.2  # of memory at twice the tokens, with a tenth for what comes in steps; a square would give 4
 TOKENS = 8192
@@ -61,7 +60,7 @@ def host_bytes(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("size", [1, 2, 4], ids="CP{}".format)
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared prompt"])
-def test_planning_and_packing_hold_what_grows_with_the_tokens(size: int, shares: bool) -> None:
+def test_planning_and_packing_hold_what_grows_with_the_tokens(size, shares):
     rules = PlanRules(max_tokens=4 * TOKENS, pad_multiple=2 * size, share_prompts=shares)
 
     def work(tokens: int) -> object:
@@ -88,7 +87,7 @@ def test_planning_and_packing_hold_what_grows_with_the_tokens(size: int, shares:
     assert host_bytes(lambda: work(2 * TOKENS)) < TWICE * host_bytes(lambda: work(TOKENS))
 
 
-def test_what_each_query_of_the_bitwise_layers_sees_grows_with_the_tokens() -> None:
+def test_what_each_query_of_the_bitwise_layers_sees_grows_with_the_tokens():
     def held(tokens: int) -> int:
         sight = Sight.of_layout(Layout.of((tokens, 64)))
         return sum(x.numel() for x in (sight.queries, sight.real, sight.seen, sight.keys, sight.first))
@@ -99,7 +98,7 @@ def test_what_each_query_of_the_bitwise_layers_sees_grows_with_the_tokens() -> N
     )
 
 
-def test_attention_makes_no_scores_and_no_mask() -> None:
+def test_attention_makes_no_scores_and_no_mask():
     """Forward and backward hold no tensor of the size [queries, keys], whichever kernel they call."""
 
     def peak(tokens: int) -> int:
@@ -140,6 +139,6 @@ def update_bytes(rank: int, world: int) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2], ids="CP{}".format)
-def test_an_update_holds_what_grows_with_the_tokens(pool: Pool, world: int) -> None:
+def test_an_update_holds_what_grows_with_the_tokens(pool, world):
     for less, more in pool.run(world, update_bytes, timeout_s=60):
         assert 1.5 * less < more < TWICE * less

@@ -1,7 +1,4 @@
-"""The output weight's gradient, added straight into main_grad, equals the one that goes through autograd.
-
-Megatron-Core's DistributedDataParallel is real, with its hooks and its overlap.
-"""
+"""The output weight's gradient, added straight into DDP's main_grad, equals the one that goes through autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from megatron_rl.model import logprob
 from tests.equality.layouts import SP, TOLERANCE
 from tests.equality.rig import open_rig, ragged_advantages, sizes
 from tests.reference import relative_error
-from tests.workers.pool import Pool
 
 NUM_SAMPLES = 6
 OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=1000")
@@ -59,10 +55,7 @@ def watched(**options: object) -> Iterator[list[bool]]:
 
 
 def both(rank: int, world: int, case: tuple, settings: tuple[str, ...], max_tokens: int, chunk_tokens: int | None):
-    """Return (gradients straight, gradients through autograd, whether each backward was straight, the same).
-
-    Twice, with a step between: what the first leaves behind must not leak into the second.
-    """
+    """Return (gradients straight, through autograd, which ways were taken) twice, with a step between."""
     (tensor, pipeline, _), family, more = case
     found = []
     with open_rig(family, *sizes(tensor, pipeline), *more, *settings, samples=NUM_SAMPLES, total_steps=2) as rig:
@@ -92,7 +85,7 @@ def assert_ways(ranks: list, *, straight: bool) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_straight_into_main_grad_equals_through_autograd(pool: Pool, case: str) -> None:
+def test_straight_into_main_grad_equals_through_autograd(pool, case):
     """Of one micro-batch and one chunk the arithmetic is the same, and so are the bits of every gradient."""
     ranks = pool.run(CASES[case][0][2], both, CASES[case], (), 10_000, None, timeout_s=60)
     assert_ways(ranks, straight=True)
@@ -103,7 +96,7 @@ def test_straight_into_main_grad_equals_through_autograd(pool: Pool, case: str) 
 
 
 @pytest.mark.parametrize("case", ["untied", "tied-overlap", "tied-PP2-overlap"])
-def test_micro_batches_and_chunks_add_in_main_grad(pool: Pool, case: str) -> None:
+def test_micro_batches_and_chunks_add_in_main_grad(pool, case):
     """Several of both are added in another order: that gradient is close, and the others are equal to the bit."""
     ranks = pool.run(CASES[case][0][2], both, CASES[case], (), 1, 3, timeout_s=60)
     assert_ways(ranks, straight=True)
@@ -114,7 +107,7 @@ def test_micro_batches_and_chunks_add_in_main_grad(pool: Pool, case: str) -> Non
 
 
 @pytest.mark.parametrize("case", ["untied", "tied"])
-def test_main_grad_of_bfloat16_weights_is_close(pool: Pool, case: str) -> None:
+def test_main_grad_of_bfloat16_weights_is_close(pool, case):
     ranks = pool.run(1, both, CASES[case], BFLOAT16, 25, None, timeout_s=60)
     assert_ways(ranks, straight=True)
     for first, second, *_ in ranks[0]:
@@ -123,7 +116,7 @@ def test_main_grad_of_bfloat16_weights_is_close(pool: Pool, case: str) -> None:
         assert all(torch.equal(first[other], second[other]) for other in first if other != name)
 
 
-def test_a_narrow_main_grad_gets_its_gradient_through_autograd(pool: Pool) -> None:
+def test_a_narrow_main_grad_gets_its_gradient_through_autograd(pool):
     """A main_grad in bfloat16 would round every chunk's sum, so that autograd brings the rounded whole, to the bit."""
     ranks = pool.run(1, both, CASES["untied"], NARROW, 25, 3, timeout_s=60)
     assert_ways(ranks, straight=False)
@@ -142,7 +135,7 @@ def through_hooks(rank: int, world: int) -> bool:
     return all(direct) and len(direct) > 1 and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_saved_tensors_hooks_do_not_lose_main_grad(pool: Pool) -> None:
+def test_saved_tensors_hooks_do_not_lose_main_grad(pool):
     """Offloading of activations, for one, gives backward copies, which have no main_grad."""
     assert pool.run(1, through_hooks, timeout_s=60) == [True]
 
@@ -153,5 +146,5 @@ def frozen(rank: int, world: int) -> list[bool]:
     return direct
 
 
-def test_a_frozen_output_weight_gets_no_gradient(pool: Pool) -> None:
+def test_a_frozen_output_weight_gets_no_gradient(pool):
     assert pool.run(1, frozen, timeout_s=60) == [[]]

@@ -1,14 +1,10 @@
-"""Every topology equals the single process.
-
-Compared are log-probs, gradients, their norm, and the weights after three AdamW steps.
-"""
+"""Every topology equals the single process: log-probs, gradients, their norm, and weights after three AdamW steps."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.equality.matrix import BOUND, CELLS, Cell, measure, worst
-from tests.workers.pool import Pool
+from tests.equality.matrix import BOUND, CELLS, measure, worst
 
 # Four processes on two cores: a cell takes five to ten seconds. Of two processes, every cell with one of its families.
 QUICK = {cell.name: cell.families[number % len(cell.families)] for number, cell in enumerate(CELLS) if cell.world <= 2}
@@ -22,7 +18,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("cell", "family"), CASES)
-def test_topology_equals_the_single_process(pool: Pool, cell: Cell, family: str) -> None:
+def test_topology_equals_the_single_process(pool, cell, family):
     found = pool.run(cell.world, measure, cell, family, timeout_s=120)[0]
     print(cell.name, family, worst(found))
     assert len(found) == 10, sorted(found)  # 2 log-probs, 4 gradients, 2 norms, 2 weights

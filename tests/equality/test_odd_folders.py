@@ -17,7 +17,6 @@ from megatron_rl.errors import ConfigError
 from tests.equality.odd_folders import FOLDERS, SINGLE, Folder, write
 from tests.equality.rig import Rig, config_of
 from tests.reference import make_samples, reference_logprobs
-from tests.workers.pool import Pool
 
 # Two implementations of a forward pass in float32, as in test_weights.py: seen 2e-6.
 TOLERANCE = 1e-4
@@ -43,10 +42,7 @@ def logprobs_or_refusals(rank: int, world: int, folders: dict[str, tuple[str, tu
 
 
 def transformers_logprobs(path: pathlib.Path) -> np.ndarray:
-    """Return the log-probs of transformers' own model of a folder, in float32.
-
-    Its FP8 loader asks for the package accelerate; its function that takes the blocks away is called here instead.
-    """
+    """Return transformers' log-probs of a folder; its FP8 loader needs accelerate, so blocks are taken away here."""
     from transformers import AutoModelForCausalLM
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -65,7 +61,7 @@ def transformers_logprobs(path: pathlib.Path) -> np.ndarray:
         return np.concatenate([reference_logprobs(model.eval(), s)[0].numpy() * s.loss_mask for s in make_samples(4)])
 
 
-def test_a_folder_gives_transformers_model_or_is_refused_by_name(pool: Pool, tmp_path: pathlib.Path) -> None:
+def test_a_folder_gives_transformers_model_or_is_refused_by_name(pool, tmp_path):
     places: dict[str, pathlib.Path] = {}
     for number, (name, folder) in enumerate(FOLDERS.items()):
         places[name] = tmp_path / str(number)

@@ -21,7 +21,6 @@ from megatron_rl.checkpoint import model_state
 from megatron_rl.types import StepKind
 from tests.equality.rig import Rig, equal, equal_by_name, open_rig, ragged_advantages, sizes
 from tests.pairwise import quick
-from tests.workers.pool import Pool
 
 MOVING = (  # everything that a step without gradient still moves
     "optimizer.lr=0.01",
@@ -68,10 +67,7 @@ def offloaded(rig: Rig, really: bool) -> Iterator[None]:
 
 
 def several_steps(layout: tuple[str, ...], family: str, really: bool) -> dict[str, object]:
-    """Take ghosts and real steps, then a fresh AdamW and two more steps.
-
-    Before each step happens what happens while rollouts are generated.
-    """
+    """Take ghosts and real steps, then a fresh AdamW and two more; before each happens what a rollout does."""
     kinds = "GRGGRRGR", "RG"
     with open_rig(family, *MOVING, *layout, samples=8, total_steps=6) as rig:
         exported, logprobs, norms = [], [], []
@@ -119,12 +115,8 @@ QUICK = (
 
 
 @pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
-def test_steps_with_offload_between_equal_steps_without(pool: Pool, name: str) -> None:
-    """Steps with offload between them equal steps without, bitwise.
-
-    Compared are weights as exported while offloaded, log-probs, gradient norms, and AdamW's moments, masters and step
-    counts.
-    """
+def test_steps_with_offload_between_equal_steps_without(pool, name):
+    """To the bit: weights as exported while offloaded, log-probs, norms, and AdamW's moments, masters and counts."""
     world, layout, family = LAYOUTS[name]
     for found in pool.run(world, with_and_without, layout, family, timeout_s=120):
         assert all(found.values()), found
@@ -158,10 +150,7 @@ def host_pointers(rig: Rig) -> list[int]:
 
 
 def adam_tensors(rig: Rig, bf16: bool) -> list[torch.Tensor]:
-    """Return AdamW's moments, and in half precision the masters.
-
-    In float32 AdamW's parameters are the model's own, or views of them.
-    """
+    """Return AdamW's moments, and in half precision the masters: in float32 they are the model's own."""
     found = []
     for part in rig.backend.optimizer.megatron.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -226,18 +215,14 @@ def away_and_back(rank: int, world: int, layout: tuple[str, ...], family: str) -
 
 
 @pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
-def test_released_bytes_are_those_of_gradients_and_adam(pool: Pool, name: str) -> None:
-    """The released bytes are those of gradients and AdamW's state.
-
-    They are compared with the naive sum, with every live tensor of the process, and storage by storage; then all of it
-    is back.
-    """
+def test_released_bytes_are_those_of_gradients_and_adam(pool, name):
+    """Compared with the naive sum, with every live tensor of the process, and storage by storage."""
     world, layout, family = LAYOUTS[name]
     for found in pool.run(world, away_and_back, layout, family, timeout_s=60):
         assert all(found.values()), found
 
 
-def test_shared_storages_move_once_and_those_of_weights_stay() -> None:
+def test_shared_storages_move_once_and_those_of_weights_stay():
     weights = torch.arange(40, dtype=torch.float32)
     shared = torch.arange(50, dtype=torch.int32).view(torch.float32)  # denormals, as bits
     odd, nan = torch.arange(7, dtype=torch.uint8), torch.tensor([float("nan"), -0.0])
@@ -260,7 +245,7 @@ def test_shared_storages_move_once_and_those_of_weights_stay() -> None:
         assert zeros.tolist() == [0.0] * 12 and weights.tolist() == list(range(40))
 
 
-def test_a_host_without_memory_is_named_and_nothing_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_memory_is_named_and_nothing_has_left(monkeypatch):
     state, memory = torch.arange(100.0), Offload(block_bytes=64)
     true_empty, given = torch.empty, []
 
@@ -330,9 +315,7 @@ def wrong_uses(rank: int, world: int, layout: tuple[str, ...], root: str) -> dic
 
 
 @pytest.mark.parametrize("layout", [(*PLAIN, *BF16), (*SHARDED, *GATHER)], ids=["bf16", "sharded-overlap"])
-def test_what_needs_gradients_or_adam_is_refused_while_they_are_away(
-    pool: Pool, tmp_path: pathlib.Path, layout: tuple[str, ...]
-) -> None:
+def test_what_needs_gradients_or_adam_is_refused_while_they_are_away(pool, tmp_path, layout):
     for found in pool.run(2, wrong_uses, layout, str(tmp_path), timeout_s=60):
         assert all(found.values()), found
 
@@ -362,13 +345,8 @@ def resumed(rank: int, world: int, layout: tuple[str, ...], root: str, really: b
 @pytest.mark.parametrize(
     "layout", [(*PLAIN, *BF16), SHARDED, (*SHARDED, *BF16, *GATHER)], ids=["bf16", "sharded", "sharded-bf16-overlap"]
 )
-def test_saved_and_loaded_with_offload_between_equals_without(
-    pool: Pool, tmp_path: pathlib.Path, layout: tuple[str, ...]
-) -> None:
-    """A run that is saved and loaded with offload between steps equals one without.
-
-    The second offload comes while the checkpoint's thread still writes: what it writes are copies.
-    """
+def test_saved_and_loaded_with_offload_between_equals_without(pool, tmp_path, layout):
+    """The second offload comes while the checkpoint's thread still writes: what it writes are copies."""
     runs = [pool.run(2, resumed, layout, str(tmp_path), really, timeout_s=60) for really in (True, False)]
     for found, wanted in zip(*runs, strict=True):
         assert all(equal_by_name(a, b) for a, b in zip(found, wanted, strict=True))

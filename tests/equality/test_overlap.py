@@ -19,7 +19,7 @@ from megatron_rl.backend.schedule import Schedule
 from megatron_rl.types import StepKind
 from tests.equality.rig import Rig, open_rig, sizes
 from tests.reference import relative_error
-from tests.workers.pool import Pool, PoolError
+from tests.workers.pool import PoolError
 
 PLAIN: tuple[str, ...] = ()
 GRADIENTS = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=1000")
@@ -34,19 +34,13 @@ SETTINGS = (
 )
 NONE, FIRST, SECOND, ALL = "none", "first", "second", "all"  # which of the two data-parallel ranks are empty
 # of rank 0 and rank 1, as samples_per_microbatch=2 deals eight samples
-MICROBATCHES = (
-    ((0, 1), (4, 5)),
-    ((2, 3), (6, 7)),
-)
+MICROBATCHES = (((0, 1), (4, 5)), ((2, 3), (6, 7)))
 BLOCKS = ((0, 1), (2, 3)), ((4, 5), (6, 7))  # of the two ranks that share experts, and of the other two
 EXPERTS = ("parallel.expert=2",)
 
 
 def pattern_advantages(pattern: str, step: int, dealt: tuple = MICROBATCHES) -> np.ndarray:
-    """Return advantages that give signal to the ranks (or blocks) that are not empty.
-
-    The second micro-batch of each comes and goes with the step.
-    """
+    """Give signal to the ranks (or blocks) that are not empty; the second micro-batch of each comes and goes."""
     advantages = np.zeros(8)
     for rank, empty in enumerate((pattern in (FIRST, ALL), pattern in (SECOND, ALL))):
         if not empty:
@@ -56,10 +50,7 @@ def pattern_advantages(pattern: str, step: int, dealt: tuple = MICROBATCHES) -> 
 
 
 def every_run_of(order: int) -> list[str]:
-    """Return a sequence that holds every ``order`` consecutive patterns once.
-
-    It is a de Bruijn cycle of four letters: 66 steps for 3, 17 for 2.
-    """
+    """Return a de Bruijn cycle of the four patterns: every ``order`` in a row once, in 66 steps for 3, 17 for 2."""
     letters = NONE, FIRST, SECOND, ALL
     wanted = len(letters) ** order
     sequence, seen = [NONE] * order, {(NONE,) * order}
@@ -97,10 +88,7 @@ def walk(rig: Rig, patterns: list[str]) -> tuple[list[torch.Tensor], dict[str, i
 
 
 def replicas_differ(rig: Rig) -> float:
-    """Return the largest difference of a parameter over data-parallel ranks, as they stand: nothing is gathered first.
-
-    Experts are left out, as they differ from rank to rank.
-    """
+    """Return the largest difference of a parameter over data-parallel ranks, experts left out."""
     group, worst = rig.backend.topology.data_group, 0.0
     named = [entry for chunk in rig.backend.chunks for entry in chunk.module.named_parameters()]
     for parameter in [p for name, p in named if ".experts." not in name]:
@@ -111,9 +99,7 @@ def replicas_differ(rig: Rig) -> float:
     return worst
 
 
-def overlap_run(
-    rank: int, world: int, pipeline: int, ddp: tuple[str, ...], patterns: list[str], family: str = "qwen2_tied"
-) -> dict[str, object]:
+def overlap_run(rank, world, pipeline, ddp, patterns, family="qwen2_tied") -> dict[str, object]:
     with open_rig(family, *sizes(1, pipeline), *SETTINGS, *ddp, samples=8) as rig:
         logprobs, counts = walk(rig, patterns)
         weights = rig.weights()  # gathers what is still owed
@@ -126,9 +112,7 @@ def overlap_run(
         }
 
 
-def plain_and_overlapped(
-    rank: int, world: int, stages: tuple[int, int], ddp: tuple[str, ...], patterns: list[str]
-) -> dict[str, object]:
+def plain_and_overlapped(rank, world, stages, ddp, patterns) -> dict[str, object]:
     pipeline, virtual = stages
     chunks = (f"parallel.virtual_pipeline={virtual}",)
     wanted = overlap_run(rank, world, pipeline, PLAIN + chunks, patterns)
@@ -153,33 +137,21 @@ OVERLAPS = pytest.mark.parametrize("ddp", [GRADIENTS, BOTH], ids=["overlap_grad_
         pytest.param((2, 2), BOTH, id="PP2-VPP2-overlap_param_gather"),
     ],
 )
-def test_every_pair_of_patterns_of_empty_ranks_equals_the_run_without_overlap(
-    pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...]
-) -> None:
-    """Every pair of patterns of empty ranks equals the run without overlap, bitwise.
-
-    18 steps hold every pair, with log-prob passes between them; two addends have one sum.
-    """
+def test_every_pair_of_patterns_of_empty_ranks_equals_the_run_without_overlap(pool, stages, ddp):
+    """18 steps hold every pair, with log-prob passes between them; two addends have one sum, so bits are equal."""
     without_overlap(pool, stages, ddp, [ALL, *every_run_of(2)], silent=5, ghosts=4)
 
 
 @pytest.mark.long
 @OVERLAPS
 @STAGES
-def test_every_pattern_of_empty_ranks_equals_the_run_without_overlap(
-    pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...]
-) -> None:
+def test_every_pattern_of_empty_ranks_equals_the_run_without_overlap(pool, stages, ddp):
     """Every triple of patterns of empty ranks, in 67 steps, equals the run without overlap."""
     without_overlap(pool, stages, ddp, [ALL, *every_run_of(3)], silent=20, ghosts=10)
 
 
-def without_overlap(
-    pool: Pool, stages: tuple[int, int], ddp: tuple[str, ...], patterns: list[str], *, silent: int, ghosts: int
-) -> None:
-    """Assert that the overlapped run equals the plain one; a ghost is the very first step, too.
-
-    silent, ghosts: more than so many of the steps must be such.
-    """
+def without_overlap(pool, stages, ddp, patterns, *, silent, ghosts) -> None:
+    """Assert that both runs are equal, and that more than ``silent`` and ``ghosts`` of the steps were such."""
     results = pool.run(2 * stages[0], plain_and_overlapped, stages, ddp, patterns, timeout_s=120)
     for rank, found in enumerate(results):
         assert found["weights equal"] and found["logprobs equal"], found
@@ -203,12 +175,8 @@ def experts_overlapped(rank: int, world: int, ddp: tuple[str, ...], patterns: li
 
 @pytest.mark.long
 @pytest.mark.parametrize("ddp", [GRADIENTS, BOTH], ids=["overlap_grad_reduce", "overlap_param_gather"])
-def test_every_pattern_of_empty_expert_blocks_equals_the_run_without_overlap(pool: Pool, ddp: tuple[str, ...]) -> None:
-    """Every pattern of empty expert blocks equals the run without overlap, to rounding.
-
-    Two blocks of two ranks share experts: silent together, filled where one has less. Four addends give rounding, not
-    bits.
-    """
+def test_every_pattern_of_empty_expert_blocks_equals_the_run_without_overlap(pool, ddp):
+    """Two blocks of two ranks share experts; four addends give rounding, not bits."""
     for found in pool.run(4, experts_overlapped, ddp, [ALL, *every_run_of(3)], timeout_s=120):
         assert found["weights"] < 1e-5 and found["logprobs"] < 1e-4, found
         assert found["differ"] == 0.0 == found["plain differ"], found
@@ -216,10 +184,7 @@ def test_every_pattern_of_empty_expert_blocks_equals_the_run_without_overlap(poo
 
 
 def without(rank: int, world: int, planted: str, patterns: list[str]) -> dict[str, object]:
-    """Run overlap_run with one of our gathers taken out.
-
-    Where that hangs, the collectives give up soon, so that it is an error here.
-    """
+    """Run overlap_run with one of our gathers taken out; where that hangs, the collectives give up soon."""
     owner, name = {"silent": (Schedule, "gather_parameters"), "ghost": (Optimizer, "_end_parameter_gather")}[planted]
     kept = getattr(owner, name)
     setattr(owner, name, lambda self: None)
@@ -229,16 +194,13 @@ def without(rank: int, world: int, planted: str, patterns: list[str]) -> dict[st
         setattr(owner, name, kept)
 
 
-def test_these_tests_can_fail_a_silent_rank_that_does_not_gather(pool: Pool) -> None:
+def test_these_tests_can_fail_a_silent_rank_that_does_not_gather(pool):
     with pytest.raises(PoolError):
         pool.run(2, without, "silent", [NONE, SECOND, NONE, FIRST], timeout_s=15)
 
 
-def test_these_tests_can_fail_a_ghost_that_does_not_gather(pool: Pool) -> None:
-    """A ghost that does not gather shows as a failure.
-
-    The log-prob pass before the ghost leaves the gather marked as done; the next pass then runs on stale weights.
-    """
+def test_these_tests_can_fail_a_ghost_that_does_not_gather(pool):
+    """The pass before the ghost leaves the gather marked as done; the next pass then runs on stale weights."""
     patterns = [NONE, NONE, ALL, NONE, ALL, NONE]
     wanted = pool.run(2, overlap_run, 1, BOTH, patterns, timeout_s=30)[0]
     found = pool.run(2, without, "ghost", patterns, timeout_s=30)[0]
@@ -246,7 +208,7 @@ def test_these_tests_can_fail_a_ghost_that_does_not_gather(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("order", [2, 3])
-def test_patterns_hold_every_run_once(order: int) -> None:
+def test_patterns_hold_every_run_once(order):
     patterns = every_run_of(order)
     runs = zip(*(patterns[start:] for start in range(order)), strict=False)
     assert set(itertools.product((NONE, FIRST, SECOND, ALL), repeat=order)) == set(runs)

@@ -28,7 +28,6 @@ from tests.equality.given_samples import (
 from tests.equality.policy_terms import TERMS
 from tests.equality.rig import DEFAULTS, Rig, equal_by_name, open_rig
 from tests.reference import relative_error
-from tests.workers.pool import Pool
 
 STEPS = (f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}", f"optimizer.clip_grad={CLIP}")
 SETTINGS = (*STEPS, f"train.samples_per_mini_batch={PER_MINI_BATCH}")
@@ -92,7 +91,7 @@ def every_term(rank: int, world: int, *layout: str) -> dict[str, dict[str, objec
         pytest.param(("parallel.tensor=2",), id="TP2", marks=pytest.mark.long),
     ],
 )
-def test_the_first_step_needs_no_pass(pool: Pool, layout: tuple[str, ...]) -> None:
+def test_the_first_step_needs_no_pass(pool, layout):
     found = pool.run(2, every_term, *layout, timeout_s=120)[0]
     print({name: f"{cell['weights']:.1e} {cell['norms']:.1e} {cell['gaps']:.1e}" for name, cell in found.items()})
     assert list(found) == list(TERMS)
@@ -116,7 +115,7 @@ def the_same_cut(rank: int, world: int) -> tuple[list[int], bool, float]:
         return counts, equal_by_name(weights, wanted), relative_error(weights, start)
 
 
-def test_one_step_on_policy_runs_no_pass_and_ends_with_the_same_bits(pool: Pool) -> None:
+def test_one_step_on_policy_runs_no_pass_and_ends_with_the_same_bits(pool):
     counts, equal, moved = pool.run(1, the_same_cut, timeout_s=60)[0]
     assert counts == [16, 0] and equal and moved > 1e-4, (counts, equal, moved)  # sample 12 holds no loss token
 
@@ -131,7 +130,7 @@ def too_large_a_gap(rank: int, world: int) -> str:
         return str(raised.value)
 
 
-def test_a_gap_that_the_step_measures_ends_the_run(pool: Pool) -> None:
+def test_a_gap_that_the_step_measures_ends_the_run(pool):
     for said in pool.run(2, too_large_a_gap, timeout_s=60):
         assert "rollout.max_logprob_gap=1e-06" in said and "nats per token" in said and "at most" in said
 
@@ -151,7 +150,7 @@ def test_a_gap_that_the_step_measures_ends_the_run(pool: Pool) -> None:
         (("skip.logprob_passes=false",), "skip.logprob_passes=false"),
     ],
 )
-def test_the_setting_that_needs_the_pass_is_named(settings: tuple[str, ...], named: str | None) -> None:
+def test_the_setting_that_needs_the_pass_is_named(settings, named):
     config = load_config(None, [*DEFAULTS, *settings])
     assert needs_old_logprobs(config) == named
     is_worth_it = settings != ("correction.old_logprobs=rollout",) and (

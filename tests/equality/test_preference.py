@@ -21,7 +21,6 @@ from tests.equality.rig import Rig, open_rig, ragged_advantages
 from tests.equality.shared_samples import SHARED
 from tests.naive_pairs import RULE, naive_loss, pairs_of_one_prompt
 from tests.reference import reference_logprobs, relative_error
-from tests.workers.pool import Pool
 
 SAMPLES, LR = 10, "optimizer.lr=0.003"
 SETTINGS = {
@@ -86,9 +85,7 @@ def beyond_some(rig: Rig) -> PreferenceConfig:
     return PreferenceConfig(loss="hinge", beta=round(1.5 / float(outcome.margins.max()), 2))
 
 
-def gradients_of_pairs(
-    rank: int, world: int, family: str, overrides: tuple[str, ...], losses: tuple[str, ...]
-) -> dict[str, float]:
+def gradients_of_pairs(rank, world, family, overrides, losses) -> dict[str, float]:
     """Return the worst differences to the loop, of the gradient and of the loss, for each loss."""
     found = {}
     if any(x.startswith("lora.") for x in overrides):
@@ -116,7 +113,7 @@ def gradients_of_pairs(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_linear_loss_has_the_gradient_of_the_pairs(pool: Pool, layout: str) -> None:
+def test_the_linear_loss_has_the_gradient_of_the_pairs(pool, layout):
     world, family, overrides = LAYOUTS[layout]
     for found in pool.run(world, gradients_of_pairs, family, overrides, OF_A_POLICY, timeout_s=120):
         assert max(found.values()) < TOLERANCE, found

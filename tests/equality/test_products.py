@@ -15,7 +15,7 @@ import torch
 from megatron_rl.algorithm.advantage import loss_inputs
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.types import Advantages, Sample, StepKind
-from tests.equality.given_run import GivenRun, fresh_run, train_once
+from tests.equality.given_run import fresh_run, train_once
 from tests.equality.given_samples import (
     ADVANTAGES,
     BOUND,
@@ -31,7 +31,6 @@ from tests.equality.given_samples import (
 from tests.equality.rig import Rig, equal_by_name, open_rig, sizes
 from tests.reference import file_weights, reference_logprobs, relative_error
 from tests.unit.algorithm.naive_steps import DENOMINATORS, STEPS, naive_steps
-from tests.workers.pool import Pool
 
 REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
 PRODUCTS = [(r, d, s) for r in REDUCTIONS for d in DENOMINATORS for s in STEPS]
@@ -57,10 +56,7 @@ def settings_of(reduction: str, denominator: str, steps: str) -> tuple[str, ...]
 
 
 def step_gradient(model: torch.nn.Module, samples: list[Sample], weights: dict[int, float]) -> None:
-    """Leave Σ_i w_i Σ_t −min(r·A, clip(r)·A) over the samples of ``weights`` in the model's gradients.
-
-    A ghost leaves zeros.
-    """
+    """Leave Σ_i w_i Σ_t −min(r·A, clip(r)·A) in the model's gradients; a ghost leaves zeros."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for i, weight in weights.items():
@@ -75,11 +71,7 @@ def step_gradient(model: torch.nn.Module, samples: list[Sample], weights: dict[i
 
 @functools.cache
 def wanted(product: tuple[str, str, str]) -> tuple[list[dict[str, torch.Tensor]], list[float], dict[str, torch.Tensor]]:
-    """Return (gradient of each step at the first weights, norms before clipping, weights after all steps).
-
-    The norms are met along the way; all are taken one sample and one token at a time, with torch's AdamW. Megatron-Core
-    decays matrices only (0.16.1 ``optimizer/__init__.py``).
-    """
+    """Return (each step's gradient at the first weights, norms before clipping, last weights) by torch's AdamW."""
     model, samples = drawn()
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     reduction, denominator, steps = product
@@ -111,13 +103,8 @@ def wanted(product: tuple[str, str, str]) -> tuple[list[dict[str, torch.Tensor]]
     return gradients, norms, ended
 
 
-def step_gradients(
-    rig: Rig, run: GivenRun, advantages: np.ndarray
-) -> tuple[list[StepKind], list[dict[str, torch.Tensor]]]:
-    """Return the gradient of each planned step at the first weights, under the inputs of the run's loop.
-
-    A ghost runs nothing and leaves zeros.
-    """
+def step_gradients(rig, run, advantages) -> tuple[list[StepKind], list[dict[str, torch.Tensor]]]:
+    """Return each planned step's gradient at the first weights under the loop's inputs; a ghost's are zeros."""
     backend, flat = rig.backend, np.concatenate([s.logprobs for s in rig.samples])
     signal = has_signal(advantages, rig.batch.facts.loss_tokens)
     plan = backend.plan("train", rig.batch, signal, drops=run.rule.drops)
@@ -183,7 +170,7 @@ def whole_batches_agree(rig: Rig, reduction: str) -> bool:
     ("tensor", "pipeline", "data"),
     [pytest.param(1, 1, 2, id="DP2"), pytest.param(2, 2, 1, id="TP2-PP2", marks=pytest.mark.long)],
 )
-def test_every_product_equals_the_plain_loop(pool: Pool, tensor: int, pipeline: int, data: int) -> None:
+def test_every_product_equals_the_plain_loop(pool, tensor, pipeline, data):
     found = pool.run(tensor * pipeline * data, every_product, tensor, pipeline, timeout_s=120)[0]
     assert all(found.pop("nothing dropped").values())
     assert len(found) == 24

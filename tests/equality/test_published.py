@@ -16,7 +16,6 @@ from megatron_rl.weights.config_json import read_hf_config
 from tests.equality.rig import DEFAULTS, Rig
 from tests.published.configs import ELEMENTS, VOCABULARY, is_refused, thin_fields
 from tests.reference import file_weights, make_samples, reference_logprobs
-from tests.workers.pool import Pool
 
 TOLERANCE = 1e-5  # float32 and another order of summation, |logprob| < 20: seen 2e-6; a lost flag shows at 1e-2
 NUM_SAMPLES = 7
@@ -58,7 +57,7 @@ def gap(rank: int, world: int, folder: str) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_logprobs_of_a_thin_copy_equal_hugging_faces(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
+def test_logprobs_of_a_thin_copy_equal_hugging_faces(pool, tmp_path, name):
     """A released config is built, and then gives transformers' log-probs, or is refused by its family's name."""
     (tmp_path / "config.json").write_text(json.dumps(thin_fields(name)))
     if is_refused(name, tmp_path):

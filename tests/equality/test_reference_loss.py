@@ -12,7 +12,6 @@ from megatron_rl.trainer.reference_policy import ReferencePolicy
 from tests.equality.rig import Rig, open_rig, ragged_advantages, sizes
 from tests.pairwise import pairwise, quick
 from tests.reference import near_policy, reference_gradient, reference_logprobs, relative_error
-from tests.workers.pool import Pool
 
 # Float32 in another order of summation: seen below 1e-6. A coefficient that is lost shows at 1e-2.
 TOLERANCE = 1e-5
@@ -46,9 +45,7 @@ def moved_policy(rig: Rig) -> torch.nn.Module:
     return policy
 
 
-def terms(
-    rank: int, world: int, layout: tuple[str, ...], controller: str, estimator: str, placement: str
-) -> dict[str, float]:
+def terms(rank, world, layout, controller, estimator, placement) -> dict[str, float]:
     extra = ADAPTIVE if controller == "adaptive" else ()
     given = (*COMMON, *extra, f"loss.kl_estimator={estimator}", f"reference.placement={placement}")
     with open_rig("qwen2_tied", *layout, *given, samples=NUM_SAMPLES) as rig:
@@ -86,9 +83,7 @@ def terms(
 @pytest.mark.parametrize(
     ("layout", "controller", "estimator"), pairwise(LAYOUTS, ["fixed", "adaptive"], ESTIMATORS, kept=QUICK)
 )
-def test_kl_and_entropy_in_the_loss_equal_a_plain_loop(
-    pool: Pool, layout: str, controller: str, estimator: str
-) -> None:
+def test_kl_and_entropy_in_the_loss_equal_a_plain_loop(pool, layout, controller, estimator):
     world, degrees = LAYOUTS[layout]
     placement = "device" if controller == "adaptive" else "host"
     for found in pool.run(world, terms, degrees, controller, estimator, placement, timeout_s=60):
@@ -120,7 +115,7 @@ def entropy_metric(rank: int, world: int, layout: tuple[str, ...]) -> dict[str, 
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2", "TP2-SP-PP2-VPP2"))
-def test_entropy_is_measured_without_a_coefficient_and_without_a_pass(pool: Pool, layout: str) -> None:
+def test_entropy_is_measured_without_a_coefficient_and_without_a_pass(pool, layout):
     world, degrees = LAYOUTS[layout]
     for found in pool.run(world, entropy_metric, degrees, timeout_s=60):
         assert found["found"] == pytest.approx(found["wanted"], rel=TOLERANCE)

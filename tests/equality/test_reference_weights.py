@@ -1,7 +1,4 @@
-"""The reference policy's weights, swapped in or in a second model.
-
-The kept copy is read, while the policy goes on being trained.
-"""
+"""The reference policy's weights, swapped in or in a second model, are the kept copy while the policy trains on."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from megatron_rl.backend.reference_weights import DeviceCopy, HostCopy
 from megatron_rl.trainer.reference_policy import ReferencePolicy
 from tests.equality.rig import equal, equal_by_name, open_rig, ragged_advantages, sizes
 from tests.pairwise import pairwise
-from tests.workers.pool import Pool
 
 SETTINGS = ("optimizer.lr=0.01", "optimizer.weight_decay=0.1")
 OVERLAP = (
@@ -73,12 +69,8 @@ SWAPPED = (
 
 
 @pytest.mark.parametrize(("layout", "placement"), pairwise(range(len(SWAPPED)), ["host", "device"], strength=1))
-def test_reference_weights_come_and_go_bitwise(pool: Pool, layout: int, placement: str) -> None:
-    """Reference weights come and go bitwise.
-
-    They are copies without arithmetic, so there is nothing to tolerate. The first log-probs are the policy's own, so
-    both placements have the same ones.
-    """
+def test_reference_weights_come_and_go_bitwise(pool, layout, placement):
+    """Copies without arithmetic: there is nothing to tolerate."""
     tensor, pipeline, data, extra = SWAPPED[layout]
     extra = (*extra, f"reference.placement={placement}")
     for found in pool.run(tensor * pipeline * data, swap, tensor, pipeline, extra, timeout_s=60):
@@ -86,10 +78,7 @@ def test_reference_weights_come_and_go_bitwise(pool: Pool, layout: int, placemen
 
 
 def two_placements(rank: int, world: int, family: str, extra: tuple[str, ...]) -> dict[str, bool]:
-    """Compare a policy's log-probs under a swapped copy and under a second model, kept at the same moment.
-
-    The policy goes on training.
-    """
+    """Compare log-probs under a swapped copy and a second model, kept at the same moment, as the policy trains on."""
     advantages, everyone = ragged_advantages(8), np.ones(8, dtype=bool)
     with open_rig(family, *SETTINGS, *extra, samples=8) as rig:
         backend = rig.backend
@@ -132,11 +121,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("layout", "dtype"), pairwise(LAYOUTS, ["float32", "bfloat16"], strength=1))
-def test_the_second_models_logprobs_are_the_swapped_copys_bitwise(pool: Pool, layout: str, dtype: str) -> None:
-    """The second model's log-probs are the swapped copy's, bitwise.
-
-    They come from the same kernels on the same numbers, so there is nothing to tolerate.
-    """
+def test_the_second_models_logprobs_are_the_swapped_copys_bitwise(pool, layout, dtype):
+    """The same kernels on the same numbers: there is nothing to tolerate."""
     world, family, extra = LAYOUTS[layout]
     for found in pool.run(world, two_placements, family, (*extra, f"model.dtype={dtype}"), timeout_s=60):
         assert all(found.values()), found
@@ -170,13 +156,8 @@ def refreshed(rank: int, world: int, placement: str, extra: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     "extra", [("model.dtype=bfloat16", "optimizer.distributed=true", *OVERLAP), sizes(2, 1)], ids=["DP2", "TP2"]
 )
-def test_refresh_takes_the_policys_weights_of_that_moment_bitwise(
-    pool: Pool, extra: tuple[str, ...], placement: str
-) -> None:
-    """A refresh takes the policy's weights of that moment bitwise.
-
-    It does so under overlap_param_gather too, where a step ends before its weights are gathered.
-    """
+def test_refresh_takes_the_policys_weights_of_that_moment_bitwise(pool, extra, placement):
+    """Under overlap_param_gather too, where a step ends before its weights are gathered."""
     for found in pool.run(2, refreshed, placement, extra, timeout_s=60):
         assert all(found.values()), found
 
@@ -215,6 +196,6 @@ def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> dict[str, object
 @pytest.mark.parametrize(
     "extra", [("optimizer.distributed=true", *OVERLAP), ("model.dtype=bfloat16",)], ids=["sharded-overlap", "bf16"]
 )
-def test_offload_leaves_the_second_model_alone_and_nothing_trains_it(pool: Pool, extra: tuple[str, ...]) -> None:
+def test_offload_leaves_the_second_model_alone_and_nothing_trains_it(pool, extra):
     for found in pool.run(2, offloaded, extra, timeout_s=60):
         assert all(found.values()), found

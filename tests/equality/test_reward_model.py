@@ -1,7 +1,4 @@
-"""A reward model's scores, gradient and export equal those of transformers' sequence classifier, on every grid.
-
-The classifier reads one response at a time and pools by its own rule; the pair loss is written out for one pair.
-"""
+"""A reward model's scores, gradient and export equal those of transformers' classifier, which pools by its own rule."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import DEFAULTS, any_tokenizer, layers_of
 from tests.naive_pairs import RULE, naive_loss, pairs_of_one_prompt
 from tests.reference import relative_error
-from tests.workers.pool import Pool
 
 SAMPLES = 8
 PAIRS = PreferenceConfig(loss="bradley_terry", margin=0.2)
@@ -103,7 +99,7 @@ def against_classifier(rank: int, world: int, family: str, overrides: tuple[str,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_gradient_and_export_equal_a_sequence_classifiers(pool: Pool, tmp_path, layout: str) -> None:
+def test_scores_gradient_and_export_equal_a_sequence_classifiers(pool, tmp_path, layout):
     world, family, overrides = LAYOUTS[layout]
     for found in pool.run(world, against_classifier, family, overrides, tmp_path / "judge", timeout_s=120):
         assert max(found.values()) < TOLERANCE, found

@@ -1,7 +1,4 @@
-"""Routing replay: a mixture trained with given experts has the gradient of a plain loop whose experts are forced.
-
-The experts are drawn at random (forced_experts.py), so that most tokens go elsewhere than their router sends them.
-"""
+"""A mixture trained with given experts (forced_experts.py) has the gradient of a plain loop that is forced to them."""
 
 from __future__ import annotations
 
@@ -20,15 +17,7 @@ from tests.equality.forced_experts import NUM_SAMPLES, TOP_K, draw_experts, forc
 from tests.equality.given_run import fresh_run, train_once
 from tests.equality.rig import open_rig, ragged_advantages
 from tests.equality.shared_samples import advantages_of, group_samples
-from tests.reference import (
-    file_weights,
-    make_samples,
-    near_policy,
-    reference_logprobs,
-    relative_error,
-    tiny_model,
-)
-from tests.workers.pool import Pool
+from tests.reference import file_weights, make_samples, near_policy, reference_logprobs, relative_error, tiny_model
 
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # isort: skip
@@ -85,9 +74,7 @@ def degrees(**given: int) -> tuple[str, ...]:
         pytest.param(2, degrees(context=2, expert=2), "mixtral", id="CP2-EP2"),
     ],
 )
-def test_replayed_experts_equal_the_plain_loop_with_experts_forced(
-    pool: Pool, world: int, overrides: tuple[str, ...], family: str
-) -> None:
+def test_replayed_experts_equal_the_plain_loop_with_experts_forced(pool, world, overrides, family):
     for found in pool.run(world, replayed, family, overrides, timeout_s=90):
         print({k: f"{v:.1e}" for k, v in found.items()})
         assert max(found.values()) < TOLERANCE, found
@@ -124,7 +111,7 @@ def shared(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, float
         pytest.param(2, degrees(context=2), id="CP2"),
     ],
 )
-def test_a_shared_prompt_is_replayed_once(pool: Pool, world: int, overrides: tuple[str, ...]) -> None:
+def test_a_shared_prompt_is_replayed_once(pool, world, overrides):
     for found in pool.run(world, shared, overrides, timeout_s=60):
         assert max(found.values()) < TOLERANCE, found
 
@@ -146,10 +133,7 @@ def own_experts(model, sample: Sample) -> np.ndarray:
 
 
 def recorded(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, object]:
-    """Record the experts of a pass, move the weights, and train with the recorded ones.
-
-    Returns what was recorded of this rank's samples that is not transformers' choice, and the error of the gradient.
-    """
+    """Return what a pass recorded that is not transformers' choice, and the gradient's error at moved weights."""
     layers = 4 if "parallel.virtual_pipeline=2" in overrides else 2
     _, model = tiny_model("qwen3_moe", layers=layers)
     samples, advantages = list(near_policy(model, make_samples(NUM_SAMPLES))), ragged_advantages(NUM_SAMPLES)
@@ -198,7 +182,7 @@ def recorded(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, obj
         pytest.param(2, (*degrees(pipeline=2, virtual_pipeline=2), *RECOMPUTE), id="PP2-VPP2-recompute"),
     ],
 )
-def test_the_old_policys_own_experts_are_replayed(pool: Pool, world: int, overrides: tuple[str, ...]) -> None:
+def test_the_old_policys_own_experts_are_replayed(pool, world, overrides):
     """The experts of the old log-probs' pass are transformers' own, and the update keeps them at moved weights."""
     for found in pool.run(world, recorded, overrides, timeout_s=60):
         assert not found["wrong"] and found["moved"] > 20, found
@@ -206,10 +190,7 @@ def test_the_old_policys_own_experts_are_replayed(pool: Pool, world: int, overri
 
 
 def beside_router_replay(rank: int, world: int, family: str) -> list[tuple[torch.Tensor, ...]]:
-    """Return what a router gives and its gradients, by our seam and by Megatron-Core's RouterReplay.
-
-    Each of two micro-batches runs forward with given experts, is recomputed, and runs with the router's own choice.
-    """
+    """Compare our seam with RouterReplay: two micro-batches forward, recomputed, and with the router's own choice."""
     random = torch.Generator().manual_seed(7)
     with open_rig(family, REPLAY) as rig:
         routing, (chunk,) = rig.backend.schedule.routing, rig.backend.chunks
@@ -248,7 +229,7 @@ def beside_router_replay(rank: int, world: int, family: str) -> list[tuple[torch
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_unnormalised", "mixtral", "glm4_moe"])
-def test_a_router_gives_what_it_gives_under_megatron_cores_router_replay(pool: Pool, family: str) -> None:
+def test_a_router_gives_what_it_gives_under_megatron_cores_router_replay(pool, family):
     """Forward, recomputation and recording are those of RouterReplay, to the bit, in every release that has it."""
     (found,) = pool.run(1, beside_router_replay, family, timeout_s=60)
     assert len(found) == 5 * 4 + 1 and all(torch.equal(one, other) for one, other in found)
@@ -281,9 +262,7 @@ def share_of(rank: int, world: int, overrides: tuple[str, ...]) -> tuple[float, 
         pytest.param(2, degrees(pipeline=2), id="PP2"),
     ],
 )
-def test_the_rerouted_share_is_counted_once_per_token_and_layer(
-    pool: Pool, world: int, overrides: tuple[str, ...]
-) -> None:
+def test_the_rerouted_share_is_counted_once_per_token_and_layer(pool, world, overrides):
     for found, expected in pool.run(world, share_of, overrides, timeout_s=60):
         assert found == pytest.approx(expected, abs=1e-12) and found > 0.5, (found, expected)
 
@@ -305,7 +284,7 @@ def one_reads_the_reference(rank: int, world: int) -> tuple[float, float]:
     return tuple(gaps)
 
 
-def test_the_reference_chooses_its_own_experts(pool: Pool) -> None:
+def test_the_reference_chooses_its_own_experts(pool):
     for gaps in pool.run(1, one_reads_the_reference, timeout_s=60):
         assert max(gaps) < TOLERANCE, gaps
 
@@ -342,7 +321,7 @@ def with_faulty_experts(rank: int, world: int, kind: str) -> str:
         ("half", "sends token N in layer 1 to experts [0, -1]"),
     ],
 )
-def test_faulty_experts_are_refused_on_every_rank_with_the_sample(pool: Pool, kind: str, said: str) -> None:
+def test_faulty_experts_are_refused_on_every_rank_with_the_sample(pool, kind, said):
     for error in pool.run(2, with_faulty_experts, kind, timeout_s=60):
         assert said in error and "set rollout.routing_replay=off" in error, error
 
@@ -371,7 +350,7 @@ def refused(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> s
         ("mixtral", ("megatron.transformer.moe_enable_routing_replay=true",), "set by rollout.routing_replay"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(pool: Pool, family: str, overrides: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_replayed_is_refused(pool, family, overrides, said):
     for error in pool.run(1, refused, family, (REPLAY, *overrides), timeout_s=60):
         assert said in error, error
 
@@ -384,7 +363,7 @@ def a_rollout_of_two_steps(rank: int, world: int) -> list[float]:
         return [result.sums["replayed"] for result in run.results]
 
 
-def test_the_update_replays_what_its_pass_recorded(pool: Pool) -> None:
+def test_the_update_replays_what_its_pass_recorded(pool):
     """The first step takes its own log-probs for π_old and chooses itself; the second replays the pass's experts."""
     for first, second in pool.run(2, a_rollout_of_two_steps, timeout_s=60):
         assert first == 0 and second > 0, (first, second)

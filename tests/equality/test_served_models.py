@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import numpy as np
 import pytest
 import torch
@@ -14,15 +12,10 @@ from megatron_rl.serve.values import AdapterSpec
 from tests.equality.served_data import make_data, naive_gradient
 from tests.equality.served_rig import VOCAB, Served, largest_gap, open_served, same
 from tests.reference import file_weights, relative_error
-from tests.workers.pool import Pool
 
 LORA = ("lora.rank=4", "lora.alpha=8")
 TP2, PP2 = "parallel.tensor=2", "parallel.pipeline=2"
-PLACES = {
-    "PP2": (2, (PP2,)),
-    "TP2": (2, (TP2,)),
-    "DP2": (2, ("optimizer.distributed=true",)),
-}
+PLACES = {"PP2": (2, (PP2,)), "TP2": (2, (TP2,)), "DP2": (2, ("optimizer.distributed=true",))}
 STEPS_TOLERANCE = 1e-5  # float32 and another order of summation
 
 
@@ -66,7 +59,7 @@ def two_models(rank: int, world: int, path: str, folder: str, overrides: tuple[s
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_two_models_equal_two_servers(pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path, place: str) -> None:
+def test_two_models_equal_two_servers(pool, arithmetic, tmp_path, place):
     world, overrides = PLACES[place]
     for kind in (LORA, ()):
         given = (str(arithmetic), str(tmp_path / f"{len(kind)}"), (*overrides, *kind))
@@ -124,7 +117,7 @@ def steps(rank: int, world: int, path: str, folder: str, overrides: tuple[str, .
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_steps_are_torchs_adamw(pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path, place: str) -> None:
+def test_steps_are_torchs_adamw(pool, arithmetic, tmp_path, place):
     world, overrides = PLACES[place]
     found = pool.run(world, steps, str(arithmetic), str(tmp_path), overrides, timeout_s=120)[0]
     assert max(found.values()) < STEPS_TOLERANCE, found
@@ -169,9 +162,7 @@ def saved(rank: int, world: int, path: str, folder: str, overrides: tuple[str, .
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_saved_is_what_is_loaded(
-    pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path, place: str
-) -> None:
+def test_what_is_saved_is_what_is_loaded(pool, arithmetic, tmp_path, place):
     world, overrides = PLACES[place]
     for kind in (LORA, ()):
         given = (str(arithmetic), str(tmp_path / f"{len(kind)}"), (*overrides, *kind))
@@ -190,9 +181,7 @@ def narrow(rank: int, world: int, path: str, folder: str) -> float:
     return relative_error(weights[4], weights[2])
 
 
-def test_a_lower_rank_equals_a_server_of_that_rank(
-    pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_lower_rank_equals_a_server_of_that_rank(pool, arithmetic, tmp_path):
     assert max(pool.run(2, narrow, str(arithmetic), str(tmp_path), timeout_s=90)) < 1e-5  # sums of other lengths
 
 
@@ -218,9 +207,7 @@ def failing(rank: int, world: int, path: str, folder: str) -> dict[str, bool]:
     return found
 
 
-def test_a_failed_request_leaves_no_half_of_a_step(
-    pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_failed_request_leaves_no_half_of_a_step(pool, arithmetic, tmp_path):
     for found in pool.run(2, failing, str(arithmetic), str(tmp_path), timeout_s=60):
         assert all(found.values()), found
 
@@ -267,8 +254,6 @@ def _naive(model: torch.nn.Module, result) -> list[np.ndarray]:
     return found
 
 
-def test_samplers_hold_the_weights_of_their_snapshot(
-    pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_samplers_hold_the_weights_of_their_snapshot(pool, arithmetic, tmp_path):
     for found in pool.run(2, sampling, str(arithmetic), str(tmp_path), timeout_s=60):
         assert all(found.values()), found

@@ -1,7 +1,4 @@
-"""Training requests of the server, cut and mixed as a client likes, have the gradient of a plain loop over their data.
-
-Compared are the accumulated gradient, the log-probs of every datum, and each request's loss.
-"""
+"""Training requests, cut and mixed as a client likes, have the gradient, log-probs and losses of a plain loop."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from tests.equality.adapter_rig import open_adapted
 from tests.equality.rig import open_rig
 from tests.equality.served_data import SETTINGS, make_data, naive_gradient
 from tests.reference import relative_error
-from tests.workers.pool import Pool
 
 # Float32 and another order of summation. A gradient that lacks a rank's, or a request's, part shows at 1e-1.
 TOLERANCE = 1e-5
@@ -96,14 +92,14 @@ def adapted(rank: int, world: int, family: str, parallel: tuple[str, ...]) -> li
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_requests_have_the_plain_loops_gradient(pool: Pool, place: str) -> None:
+def test_requests_have_the_plain_loops_gradient(pool, place):
     world, family, parallel = PLACES[place]
     for found in pool.run(world, whole, family, parallel, ("all", "trained"), timeout_s=120)[0]:
         assert max(found.values()) < TOLERANCE, found
 
 
 @pytest.mark.parametrize("place", ADAPTED)
-def test_requests_have_the_plain_loops_gradient_of_adapters(pool: Pool, place: str) -> None:
+def test_requests_have_the_plain_loops_gradient_of_adapters(pool, place):
     world, family, parallel = ADAPTED[place]
     for found in pool.run(world, adapted, family, parallel, timeout_s=120)[0]:
         assert max(found.values()) < TOLERANCE, found

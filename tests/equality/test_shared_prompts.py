@@ -1,7 +1,4 @@
-"""A prompt that runs once for all samples of its group changes no number: gradients and log-probs with and without.
-
-They equal those of a plain loop over a Hugging Face model, at every topology and cut.
-"""
+"""A prompt that runs once for its group changes no number: gradients and log-probs equal a plain loop's."""
 
 from __future__ import annotations
 
@@ -16,14 +13,7 @@ from tests.equality.layouts import CP, SP, TOLERANCE
 from tests.equality.rig import open_rig, sizes
 from tests.equality.shared_samples import advantages_of, group_samples
 from tests.pairwise import quick
-from tests.reference import (
-    near_policy,
-    reference_gradient,
-    reference_logprobs,
-    relative_error,
-    tiny_model,
-)
-from tests.workers.pool import Pool
+from tests.reference import near_policy, reference_gradient, reference_logprobs, relative_error, tiny_model
 
 CUTS = (
     dict(max_tokens=10_000),
@@ -102,7 +92,7 @@ def every_cut(rank: int, world: int, topology: tuple) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("topology", quick(TOPOLOGIES, *SMALL), ids=name)
-def test_shared_prompts_equal_the_plain_loop(pool: Pool, topology: tuple) -> None:
+def test_shared_prompts_equal_the_plain_loop(pool, topology):
     (tensor, pipeline, data), _, _ = topology
     found = pool.run(tensor * pipeline * data, every_cut, topology, timeout_s=120)[0]
     print(name(topology), f"worst {max(found.values()):.1e}")

@@ -11,7 +11,6 @@ import torch
 from megatron_rl.backend import stage_shapes
 from megatron_rl.errors import LockstepError
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages
-from tests.workers.pool import Pool
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
 
@@ -68,7 +67,7 @@ def without_plan(communicator, *arguments):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_plans_shapes_are_those_that_stages_would_send(pool: Pool, layout: str) -> None:
+def test_the_plans_shapes_are_those_that_stages_would_send(pool, layout):
     world, family, parallel = LAYOUTS[layout]
     for planned, exchanged, same_gradient, same_logprobs in pool.run(world, both_ways, family, parallel, timeout_s=90):
         assert [tuple(map(list, pair)) for pair in planned] == [tuple(map(list, pair)) for pair in exchanged]
@@ -88,7 +87,7 @@ def sends_no_shape(rank: int, world: int) -> list[str]:
     return sorted(set(sent))
 
 
-def test_nothing_but_hidden_states_and_their_gradients_travels_between_stages(pool: Pool) -> None:
+def test_nothing_but_hidden_states_and_their_gradients_travels_between_stages(pool):
     assert pool.run(2, sends_no_shape, timeout_s=60) == [["torch.float32"]] * 2
 
 
@@ -108,6 +107,6 @@ def another_schedule(rank: int, world: int, fewer: int) -> list[str]:
     return []
 
 
-def test_a_schedule_that_receives_less_than_the_plan_says_is_an_error(pool: Pool) -> None:
+def test_a_schedule_that_receives_less_than_the_plan_says_is_an_error(pool):
     for rank, (said,) in enumerate(pool.run(2, another_schedule, -1, timeout_s=60)):
         assert f"rank {rank} (" in said and "received 1 tensors less than its plan says" in said

@@ -1,8 +1,4 @@
-"""Optimizer steps: ghosts, frozen ghosts and gradients that are not finite.
-
-Ghosts equal zero-gradient steps to the bit, frozen ones move nothing, and a gradient that is not finite is one decision
-of all ranks.
-"""
+"""Ghosts equal zero-gradient steps to the bit, frozen ones move nothing, an infinite gradient is passed over by all."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ from megatron_rl.types import Advantages, Sample, StepKind
 from tests.equality.rig import equal, equal_by_name, open_rig, ragged_advantages, sizes
 from tests.pairwise import pairwise, quick
 from tests.reference import make_samples
-from tests.workers.pool import Pool
 
 MOVING = (  # everything that a step without gradient still moves
     "optimizer.lr=0.01",
@@ -31,10 +26,7 @@ ADVANTAGES = ragged_advantages(8)
 
 
 def three_steps(middle: str, tensor: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, object]:
-    """Take a real step, ``middle`` (ghost | zero-gradient | none), and a real step.
-
-    Returns the state before and after the middle step and at the end.
-    """
+    """Take a real step, ``middle`` (ghost, held, zero-gradient or none) and a real step; return the states between."""
     with open_rig("qwen2_tied", *sizes(tensor, pipeline), *MOVING, *extra, samples=8, total_steps=6) as rig:
         rig.step(ADVANTAGES, drops=False)
         before, version = rig.optimizer_state(), rig.backend.weight_version
@@ -60,9 +52,7 @@ def three_steps(middle: str, tensor: int, pipeline: int, extra: tuple[str, ...])
         return found | {"end": rig.optimizer_state(), "weights end": rig.weights()}
 
 
-def ghost_against_zero_gradient(
-    rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]
-) -> dict[str, bool]:
+def ghost_against_zero_gradient(rank, world, tensor, pipeline, extra) -> dict[str, bool]:
     ghost, dense = (three_steps(middle, tensor, pipeline, extra) for middle in ("ghost", "zero-gradient"))
     found = {key: equal(ghost[key], dense[key]) for key in ("before", "after", "end")}
     found |= {key: equal_by_name(ghost[key], dense[key]) for key in ("weights before", "weights after", "weights end")}
@@ -76,14 +66,8 @@ def ghost_against_zero_gradient(
     ("degrees", "distributed", "dtype"),
     pairwise([(1, 1, 2), (1, 2, 2), (2, 1, 1)], ["false", "true"], ["float32", "bfloat16"]),
 )
-def test_ghost_step_equals_zero_gradient_step(
-    pool: Pool, degrees: tuple[int, int, int], distributed: str, dtype: str
-) -> None:
-    """A ghost step equals a zero-gradient step, bitwise.
-
-    Weights, masters, moments, step counts and learning rates are the same, as both take the same arithmetic on the same
-    zeros.
-    """
+def test_ghost_step_equals_zero_gradient_step(pool, degrees, distributed, dtype):
+    """To the bit, as both take the same arithmetic on the same zeros."""
     tensor, pipeline, data = degrees
     extra = (f"model.dtype={dtype}", f"optimizer.distributed={distributed}")
     for found in pool.run(tensor * pipeline * data, ghost_against_zero_gradient, tensor, pipeline, extra, timeout_s=60):
@@ -103,7 +87,7 @@ def frozen(rank: int, world: int, pipeline: int, extra: tuple[str, ...]) -> dict
 
 
 @pytest.mark.parametrize(("pipeline", "distributed"), pairwise([1, 2], ["true", "false"], strength=1))
-def test_frozen_ghost_moves_nothing(pool: Pool, pipeline: int, distributed: str) -> None:
+def test_frozen_ghost_moves_nothing(pool, pipeline, distributed):
     for found in pool.run(2 * pipeline, frozen, pipeline, (f"optimizer.distributed={distributed}",), timeout_s=60):
         assert all(found.values()), found
 
@@ -119,7 +103,7 @@ def held(rank: int, world: int, pipeline: int, extra: tuple[str, ...]) -> dict[s
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_held_step_moves_nothing(pool: Pool, pipeline: int) -> None:
+def test_held_step_moves_nothing(pool, pipeline):
     """Under ``skip.ghost: dense`` too, where a ghost decays weights and moments."""
     for found in pool.run(pipeline, held, pipeline, (), timeout_s=60):
         assert all(found.values()), found
@@ -129,10 +113,7 @@ def test_held_step_moves_nothing(pool: Pool, pipeline: int) -> None:
 
 
 def with_infinite_advantage(rank: int, world: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, object]:
-    """Take a real step, one in which one sample's advantage is infinite, and a real one.
-
-    One data-parallel rank runs that sample.
-    """
+    """Take a real step, one in which one sample's advantage, of one rank, is infinite, and a real one."""
     bad = ADVANTAGES.copy()
     bad[5] = np.inf
     with open_rig("qwen2_tied", *sizes(1, pipeline), *MOVING, *extra, samples=8, total_steps=6) as rig:
@@ -176,7 +157,7 @@ OVERLAP = (
         ids=lambda x: f"PP{x}" if isinstance(x, int) else "overlap" if len(x) > 1 else "plain",
     ),
 )
-def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool: Pool, pipeline: int, extra: tuple[str, ...]) -> None:
+def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool, pipeline, extra):
     for found in pool.run(
         2 * pipeline, with_infinite_advantage, pipeline, (*extra, "optimizer.on_nonfinite=skip"), timeout_s=60
     ):
@@ -184,7 +165,7 @@ def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool: Pool, pipeline: in
 
 
 @pytest.mark.parametrize("distributed", quick(["false", "true"], "true"))
-def test_nonfinite_gradient_raises_on_all_ranks(pool: Pool, distributed: str) -> None:
+def test_nonfinite_gradient_raises_on_all_ranks(pool, distributed):
     results = pool.run(4, with_infinite_advantage, 2, (f"optimizer.distributed={distributed}",), timeout_s=60)
     assert len(results) == 4
     for found in results:
@@ -195,10 +176,7 @@ def test_nonfinite_gradient_raises_on_all_ranks(pool: Pool, distributed: str) ->
 
 
 def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
-    """Take a first step on-policy: whole groups, grpo, sequence_mean, old log-probs from the backend itself.
-
-    The last group's rewards are all equal.
-    """
+    """Take a first on-policy step of whole groups under grpo and sequence_mean; the last group's rewards are equal."""
     with open_rig("qwen2_tied") as rig:
         rig.take(make_samples(12), groups=[i // 4 for i in range(12)])
         rewards = np.array([1, 0, 0, 0, 0.3, 1, 0.2, 0, 1, 1, 1, 1], dtype=np.float64)
@@ -211,12 +189,8 @@ def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
         return {"loss": result.sums["loss"], "norm": result.grad_norm, "dropped": dropped}
 
 
-def test_zero_loss_is_not_zero_gradient(pool: Pool) -> None:
-    """A loss of zero is no gradient of zero.
-
-    On-policy, standardised advantages sum to 0 and so does the loss; the drop goes by advantages, and the gradient is
-    not zero.
-    """
+def test_zero_loss_is_not_zero_gradient(pool):
+    """Standardised advantages sum to 0 on-policy, and so does the loss; the drop goes by advantages."""
     for found in pool.run(2, first_on_policy_step, timeout_s=60):
         print(found)
         assert abs(found["loss"]) < 1e-6, found  # ε = 1e-6 beside the standard deviation and float32 ratios; seen 3e-8
@@ -260,7 +234,7 @@ def _sample_of_hundred(random: np.random.Generator, i: int) -> Sample:
 
 
 @pytest.mark.parametrize(("pipeline", "data"), [(1, 1), (1, 2), (2, 2)])
-def test_token_mean_is_032_and_never_040(pool: Pool, pipeline: int, data: int) -> None:
+def test_token_mean_is_032_and_never_040(pool, pipeline, data):
     for found in pool.run(pipeline * data, thousand_tokens, pipeline, timeout_s=60):
         assert len(found) == 8
         for cut, loss in found.items():
@@ -288,11 +262,8 @@ def step_sums(rank: int, world: int, mode: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(("mode", "world"), [("exact", 1), ("exact", 2), ("off", 1)])
-def test_metrics_count_survivors_alone_whoever_shares_their_micro_batches(pool: Pool, mode: str, world: int) -> None:
-    """Entropy, ratio, clipped share and KL are the survivors' without ``plan.repack``, as they are with it.
-
-    The dense run (``skip.mode=off``) measures everything. Sums of some 60 float32 numbers in another order.
-    """
+def test_metrics_count_survivors_alone_whoever_shares_their_micro_batches(pool, mode, world):
+    """Sums of some 60 float32 numbers in another order; the dense run (``skip.mode=off``) measures everything."""
     for repacked, shared in pool.run(world, step_sums, mode, timeout_s=60):
         assert shared["tokens"] == repacked["tokens"] == repacked["wanted tokens"] > 0
         assert shared == pytest.approx(repacked, rel=1e-5)

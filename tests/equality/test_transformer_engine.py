@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pathlib
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -48,10 +47,7 @@ def engine_pool() -> Iterator[Pool]:
 
 
 def measured(family: str, *overrides: str, grouped: bool = False) -> dict:
-    """Return log-probs, gradient, weights before and after two steps and their norms, by one layer spec.
-
-    grouped: over groups that have one prompt each.
-    """
+    """Return one layer spec's log-probs, gradient, and weights and norms of two steps. grouped: over shared prompts."""
     samples, groups = group_samples()
     advantages = advantages_of(len(samples)) if grouped else ragged_advantages(NUM_SAMPLES)
     with open_rig(family, *SETTINGS, *overrides, samples=NUM_SAMPLES, total_steps=STEPS) as rig:
@@ -128,7 +124,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_engine_spec_equals_torch_spec(engine_pool: Pool, name: str) -> None:
+def test_engine_spec_equals_torch_spec(engine_pool, name):
     """Weights go in and out to the bit; everything else is equal but for the order of float32 sums."""
     world, family, overrides = CASES[name]
     for found in engine_pool.run(world, both, family, overrides):
@@ -142,7 +138,7 @@ def test_engine_spec_equals_torch_spec(engine_pool: Pool, name: str) -> None:
 
 
 @pytest.mark.long(seconds=20)
-def test_oldest_engine_equals_torch_spec() -> None:
+def test_oldest_engine_equals_torch_spec():
     """Transformer Engine 2.3 has other names and signatures, and takes other ways through Megatron-Core."""
     with engine_workers("2.3.0") as workers:
         for name in ("qwen2", "mixture", "TP2-SP", "CP2", "EP2-permutation"):
@@ -161,7 +157,7 @@ def with_shared_prompts(rank: int, world: int, family: str, overrides: tuple[str
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mixture", "TP2-SP", "PP2", "recomputation", "DP2-overlap", "latents"])
-def test_shared_prompts_equal_torch_without(engine_pool: Pool, name: str) -> None:
+def test_shared_prompts_equal_torch_without(engine_pool, name):
     """A response's keys are the prompt's and its own, and its angles go on from the prompt's, pads or none between."""
     world, family, overrides = CASES[name]
     for found, calls in engine_pool.run(world, with_shared_prompts, family, overrides):
@@ -194,7 +190,7 @@ def fused(rank: int, world: int) -> dict[str, dict]:
     return found
 
 
-def test_fusions_are_on_under_the_engine_unless_switched_off(engine_pool: Pool) -> None:
+def test_fusions_are_on_under_the_engine_unless_switched_off(engine_pool):
     (found,) = engine_pool.run(1, fused)
     off = {"rotary": False, "SwiGLU": False, "weight gradients": [False] * 8, "others": (False, False)}
     assert found["torch"] == {**off, "weight gradients": []}
@@ -207,7 +203,7 @@ def unfused(rank: int, world: int) -> dict[str, float]:
     return gaps(measured("qwen3", *ENGINE), measured("qwen3", *ENGINE, *OFF))
 
 
-def test_fused_equals_unfused(engine_pool: Pool) -> None:
+def test_fused_equals_unfused(engine_pool):
     (found,) = engine_pool.run(1, unfused)
     assert max(found.values()) < TOLERANCE, found
 
@@ -231,7 +227,7 @@ def as_on_a_gpu(rank: int, world: int, family: str, overrides: tuple[str, ...]) 
 @pytest.mark.parametrize(
     "name", ["qwen3", "TP2-SP", "CP2", "DP2-overlap", "recomputation", "EP2", "two kinds of layers"]
 )
-def test_torch_layers_as_on_a_gpu_equal_the_plain_ones(pool: Pool, name: str) -> None:
+def test_torch_layers_as_on_a_gpu_equal_the_plain_ones(pool, name):
     """Weight gradients within the product, angles within the attention (half of each head in GLM-4.5), prompts once."""
     world, family, overrides = CASES[name]
     for found, ran in pool.run(world, as_on_a_gpu, family, overrides):
@@ -248,7 +244,7 @@ def by_engine_adam(rank: int, world: int, overrides: tuple[str, ...]) -> dict[st
 
 
 @pytest.mark.parametrize("distributed", ["false", "true"])
-def test_engine_adam_takes_the_same_steps(engine_pool: Pool, distributed: str) -> None:
+def test_engine_adam_takes_the_same_steps(engine_pool, distributed):
     for found in engine_pool.run(2, by_engine_adam, (f"optimizer.distributed={distributed}",)):
         assert max(found.values()) < TOLERANCE, found
 
@@ -262,7 +258,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_checkpoint_goes_on_under_the_engine(engine_pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
+def test_checkpoint_goes_on_under_the_engine(engine_pool, tmp_path, name):
     """Weights come back to the bit, from the other layer spec too; with the same spec so do the next steps."""
     world, family, overrides, first, second = RESUMED[name]
     given = [(*sizes(1, 1), *SHARDED, *overrides, *spec) for spec in (first, second)]
@@ -279,7 +275,7 @@ def resumed_by_engine_adam(rank: int, world: int, root: str, topology: tuple[str
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_checkpoint_goes_on_under_the_engines_adam(engine_pool: Pool, tmp_path: pathlib.Path, sharded: bool) -> None:
+def test_checkpoint_goes_on_under_the_engines_adam(engine_pool, tmp_path, sharded):
     """Its count of steps, one per group and none per parameter, comes back: the next steps are equal to the bit."""
     topology = (*sizes(1, 1), f"optimizer.distributed={str(sharded).lower()}", "optimizer.kernel=transformer_engine")
     for found in engine_pool.run(2, resumed_by_engine_adam, str(tmp_path), topology):
@@ -294,7 +290,7 @@ def half_precision(rank: int, world: int, family: str, overrides: tuple[str, ...
 
 
 @pytest.mark.parametrize("name", ["TP2-SP", "CP2", "EP2"])
-def test_bfloat16_is_as_close_as_its_rounding(engine_pool: Pool, name: str) -> None:
+def test_bfloat16_is_as_close_as_its_rounding(engine_pool, name):
     world, family, overrides = CASES[name]
     for found in engine_pool.run(world, half_precision, family, overrides):
         print(name, {k: f"{v:.1e}" for k, v in found.items()})
@@ -365,7 +361,7 @@ def with_fault(rank: int, world: int, name: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_refused(engine_pool: Pool, name: str) -> None:
+def test_planted_fault_is_refused(engine_pool, name):
     _, overrides, wanted = FAULTS[name]
     for found in engine_pool.run(2 if overrides else 1, with_fault, name):
         assert found is not None and wanted in found
@@ -379,12 +375,12 @@ def in_order(rank: int, world: int) -> dict[str, float]:
         return gaps(measured("qwen2_untied", *context, *ENGINE), plain)
 
 
-def test_context_ranks_in_another_order_show(engine_pool: Pool) -> None:
+def test_context_ranks_in_another_order_show(engine_pool):
     for found in engine_pool.run(2, in_order):
         assert found["log-probs"] > 0.01 and found["gradient"] > 0.01, found
 
 
-def test_signatures_refuse_what_the_real_ones_refuse() -> None:
+def test_signatures_refuse_what_the_real_ones_refuse():
     """Both versions' facts bind a call as Python would: an argument too many and one too few raise."""
     sizes = dict(in_features=4, out_features=4, device="cpu", params_dtype=torch.float32)
     x = torch.zeros(2, 4)

@@ -1,7 +1,4 @@
-"""Loss masks with holes anywhere, on real schedules.
-
-Log-probs, gradient and corrections are those of a loop over loss tokens alone.
-"""
+"""Loss masks with holes: log-probs, gradient and corrections are those of a loop over loss tokens alone."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from tests.equality.layouts import CP, SP, TOLERANCE
 from tests.equality.rig import MAX_RESPONSE_TOKENS, ForwardedLengths, open_rig, sizes
 from tests.reference import reference_logprobs, relative_error, tiny_model, token_weight
 from tests.unit.algorithm.naive_importance import naive
-from tests.workers.pool import Pool
 
 FAMILY = "qwen2_tied"
 MASKS = (  # T: the policy's token, .: the environment's
@@ -47,10 +43,7 @@ CORRECTION = CorrectionConfig(mode="token_mask", cap=1.2, floor=0.85)
 
 @functools.cache
 def drawn(environment_logprob: float = 0.0) -> tuple[torch.nn.Module, list[Sample]]:
-    """Return the model, and episodes whose engine is some noise away from it.
-
-    environment_logprob: written where the environment's tokens are.
-    """
+    """Return the model, and noisy episodes; ``environment_logprob`` stands where the environment's tokens are."""
     _, model = tiny_model(FAMILY)
     random = np.random.default_rng(5)
     samples = []
@@ -77,13 +70,8 @@ def drawn(environment_logprob: float = 0.0) -> tuple[torch.nn.Module, list[Sampl
     return model, samples
 
 
-def naive_gradient(
-    reduction: str, weights: list[float] | None = None, old: np.ndarray | None = None
-) -> dict[str, torch.Tensor]:
-    """Return the gradient of a loop sample by sample and token by token, which looks at nothing but loss tokens.
-
-    weights, old: flat over all response tokens.
-    """
+def naive_gradient(reduction, weights=None, old=None) -> dict[str, torch.Tensor]:
+    """Return the gradient of a loop over loss tokens. weights, old: flat over all response tokens."""
     model, samples = drawn()
     model.zero_grad()
     place = 0
@@ -117,7 +105,7 @@ def every_reduction(rank: int, world: int, topology: tuple) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
-def test_gradient_equals_the_loop_over_loss_tokens(pool: Pool, topology: tuple) -> None:
+def test_gradient_equals_the_loop_over_loss_tokens(pool, topology):
     (tensor, pipeline, data), _ = topology
     found = pool.run(tensor * pipeline * data, every_reduction, topology, timeout_s=90)[0]
     print(f"worst {max(found.values()):.1e}")
@@ -135,7 +123,7 @@ def run_lengths(rank: int, world: int, topology: tuple) -> tuple[list[int], int,
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
-def test_no_token_runs_that_no_loss_token_is_predicted_from(pool: Pool, topology: tuple) -> None:
+def test_no_token_runs_that_no_loss_token_is_predicted_from(pool, topology):
     (tensor, pipeline, data), _ = topology
     found = pool.run(tensor * pipeline * data, run_lengths, topology, timeout_s=60)
     multiple = found[0][2]
@@ -146,9 +134,7 @@ def test_no_token_runs_that_no_loss_token_is_predicted_from(pool: Pool, topology
     assert sum(read) < sum(len(s.token_ids) for s in drawn()[1]) - len(MASKS)
 
 
-def passed_and_corrected(
-    rank: int, world: int, topology: tuple, environment_logprob: float
-) -> tuple[np.ndarray, dict, dict]:
+def passed_and_corrected(rank, world, topology, environment_logprob) -> tuple[np.ndarray, dict, dict]:
     """Return (log-probs flat, sums of the pass, the corrected gradient)."""
     (tensor, pipeline, _), extra = topology
     with open_rig(FAMILY, *sizes(tensor, pipeline), *extra) as rig:
@@ -177,11 +163,8 @@ def passed_and_corrected(
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
-def test_logprobs_and_corrections_know_loss_tokens_alone(pool: Pool, topology: tuple) -> None:
-    """Log-probs and corrections know loss tokens alone.
-
-    Numbers in the place of the environment's log-probs are read by nobody: not a bit changes.
-    """
+def test_logprobs_and_corrections_know_loss_tokens_alone(pool, topology):
+    """Numbers in the place of the environment's log-probs are read by nobody: not a bit changes."""
     (tensor, pipeline, data), _ = topology
     flat, sums, gradient = pool.run(tensor * pipeline * data, passed_and_corrected, topology, 0.0, timeout_s=90)[0]
     model, samples = drawn()

@@ -1,7 +1,4 @@
-"""Weights in and out of the backend.
-
-The loaded model computes what the Hugging Face model computes, and exports what it was given, to the bit.
-"""
+"""The loaded model computes what the Hugging Face model computes, and exports what it was given, to the bit."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ from megatron_rl.weights.reader import HuggingFaceReader
 from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig, ragged_advantages, sizes
 from tests.patience import patient
 from tests.reference import FAMILIES, MIXTURES, WINDOWED, file_weights, make_samples, reference_logprobs, tiny_model
-from tests.workers.pool import Pool
 
 # Two implementations of a forward pass in float32 (4 layers, |logprob| < 20): seen 2e-6; a lost bias or a wrong rotary
 # frequency shows at 1e-2 and above.
@@ -37,12 +33,8 @@ TEMPERATURE = 0.7  # not 1, so that a log-prob at the wrong temperature shows
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
-def test_device_contexts_work_beside_megatron() -> None:
-    """Device contexts work beside Megatron-Core.
-
-    transformers builds models under ``torch.device("meta")``; the host's presentation to Megatron-Core must leave that
-    alone.
-    """
+def test_device_contexts_work_beside_megatron():
+    """transformers builds models under ``torch.device("meta")``, which our view of the host must leave alone."""
     code = """
 import torch, megatron_rl.distributed.platform
 with torch.device("meta"):
@@ -60,9 +52,7 @@ def wanted_logprobs(model, samples) -> np.ndarray:
         return np.concatenate([reference_logprobs(model, s, TEMPERATURE)[0].numpy() * s.loss_mask for s in samples])
 
 
-def logprobs_and_export(
-    rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]
-) -> dict[str, tuple[float, bool]]:
+def logprobs_and_export(rank, world, tensor, pipeline, extra) -> dict[str, tuple[float, bool]]:
     """Return each family's largest gap of a log-prob to the reference, and whether the export equals the import."""
     mixtures = MIXTURES if tensor == 1 or extra else ()  # several tensor ranks and experts need sequence parallelism
     return gaps_of((*FAMILIES, *mixtures), tensor, pipeline, extra)
@@ -72,9 +62,7 @@ def windowed_gaps(rank: int, world: int, extra: tuple[str, ...]) -> dict[str, tu
     return gaps_of(WINDOWED, 1, world, extra)
 
 
-def gaps_of(
-    families: Iterable[str], tensor: int, pipeline: int, extra: tuple[str, ...]
-) -> dict[str, tuple[float, bool]]:
+def gaps_of(families, tensor, pipeline, extra) -> dict[str, tuple[float, bool]]:
     found = {}
     for family in families:
         whole = ("parallel.expert_tensor=1",) if family == "gpt_oss" else ()  # experts with biases are not split
@@ -93,28 +81,28 @@ def gaps_of(
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), SHAPES)
-def test_logprobs_equal_hugging_face_and_export_equals_import(pool: Pool, tensor: int, pipeline: int) -> None:
+def test_logprobs_equal_hugging_face_and_export_equals_import(pool, tensor, pipeline):
     for found in pool.run(tensor * pipeline, logprobs_and_export, tensor, pipeline, (), timeout_s=60):
         print(f"TP{tensor} PP{pipeline}", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
         assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
         assert all(same for _, same in found.values()), found
 
 
-def test_logprobs_under_sequence_parallelism_equal_hugging_face(pool: Pool) -> None:
+def test_logprobs_under_sequence_parallelism_equal_hugging_face(pool):
     for found in pool.run(2, logprobs_and_export, 2, 1, ("parallel.sequence_parallel=true",), timeout_s=60):
         print("TP2 SP", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
         assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
         assert all(same for _, same in found.values()), found
 
 
-def test_logprobs_under_interleaved_stages_equal_hugging_face(pool: Pool) -> None:
+def test_logprobs_under_interleaved_stages_equal_hugging_face(pool):
     for found in pool.run(2, logprobs_and_export, 1, 2, ("parallel.virtual_pipeline=2",), timeout_s=60):
         print("PP2 VPP2", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
         assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
         assert all(same for _, same in found.values()), found
 
 
-def test_logprobs_within_a_sliding_window_equal_hugging_face(pool: Pool) -> None:
+def test_logprobs_within_a_sliding_window_equal_hugging_face(pool):
     """Windows of 5 tokens, in all layers or in the second half: each stage knows its layers' own."""
     for found in pool.run(2, windowed_gaps, (), timeout_s=60):
         print("PP2", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
@@ -195,13 +183,8 @@ FILES = [
 @pytest.mark.parametrize(
     ("world", "overrides", "family"), FILES, ids=lambda x: "-".join(x) if isinstance(x, tuple) else str(x)
 )
-def test_files_load_in_slices_and_come_back(
-    pool: Pool, tmp_path: pathlib.Path, world: int, overrides: tuple[str, ...], family: str
-) -> None:
-    """Sharded safetensors load in slices, each rank reading exactly the elements of its own parameters.
-
-    Whole directories come out.
-    """
+def test_files_load_in_slices_and_come_back(pool, tmp_path, world, overrides, family):
+    """Each rank reads exactly the elements of its own parameters; whole directories come out."""
     from transformers import AutoModelForCausalLM
 
     _, model = tiny_model(family, layers=4)
@@ -254,11 +237,8 @@ def half_precision_bias(rank: int, world: int, path: str, overrides: tuple[str, 
 
 
 @pytest.mark.parametrize("overrides", [EP, sizes(1, 2), ("lora.rank=2", "lora.targets=[linear_qkv]")], ids=str)
-def test_a_routers_bias_stays_float32_to_the_bit(pool: Pool, tmp_path: pathlib.Path, overrides: tuple) -> None:
-    """The bias of a bfloat16 policy is the file's after steps and in the engine: most of its bits are below bfloat16's.
-
-    The files also hold a layer that predicts further tokens, which transformers leaves out, and so does this.
-    """
+def test_a_routers_bias_stays_float32_to_the_bit(pool, tmp_path, overrides):
+    """Most of its bits are below bfloat16's. The files also hold a layer that predicts further tokens: left out."""
     _, model = tiny_model("glm4_moe")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -274,11 +254,8 @@ def test_a_routers_bias_stays_float32_to_the_bit(pool: Pool, tmp_path: pathlib.P
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
-def test_names_in_memory_become_those_of_files(tmp_path: pathlib.Path, family: str) -> None:
-    """Names in memory become those of files, with the tensors that transformers writes.
-
-    They are views, so that writing to one fills the model.
-    """
+def test_names_in_memory_become_those_of_files(tmp_path, family):
+    """They are views, so that writing to one fills the model."""
     _, model = tiny_model(family)
     model.save_pretrained(tmp_path)
     # experts that files stack too go by a name each, on either side
