@@ -19,7 +19,16 @@ from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.types import Sample
 from tests.equality.rig import DEFAULTS, MAX_RESPONSE_TOKENS
 from tests.equality.shared_samples import SHARED, group_samples
-from tests.reference import LAYERS, file_weights, make_samples, near_policy, tiny_config, tiny_model, token_weight
+from tests.reference import (
+    LAYERS,
+    file_weights,
+    gradient_of,
+    make_samples,
+    near_policy,
+    tiny_config,
+    tiny_model,
+    token_weight,
+)
 
 CLIP = 0.2
 NUM_SAMPLES = 7
@@ -70,7 +79,7 @@ def naive(model, samples: list[Sample], groups: list[int], reduction: str) -> tu
             loss = 0.5 * weight * error
             loss.backward(retain_graph=True)
             total += loss.item()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}, total
+    return gradient_of(model), total
 
 
 @dataclass(kw_only=True)

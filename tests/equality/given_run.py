@@ -34,17 +34,15 @@ class GivenRun(Trainer):
         self.planner = CountingPlanner(config, rig.backend, self.rule, self.reference, self.timer)
         self.given = AdvantageResult(advantages=Advantages(of_sample=advantages), plain=advantages)
         count, tokens = rig.batch.facts.num_samples, int(rig.batch.facts.response_offsets[-1])
-        known = KnownLogProbs(values=np.zeros(tokens, dtype=np.float32), covered=np.zeros(count, dtype=bool))
+        nothing = np.zeros(count, dtype=bool)
         taken = TrainingBatch(
             scored=scored_batch(config, rig.batch, np.zeros(count), np.zeros((count, 1))),
-            known=known,
-            replayed=np.zeros(count, dtype=bool),
+            known=KnownLogProbs(values=np.zeros(tokens, dtype=np.float32), covered=nothing),
+            replayed=nothing,
             trained_version=0 if fresh else -1,  # the gap to the engine's log-probs, which is meant, is no error
         )
-        self.rollouts = SimpleNamespace(
-            take=lambda index: taken, start_ahead=lambda index: None, has=lambda index: False
-        )
-        self.recorder = SimpleNamespace(rollout=lambda *given: None)
+        named = dict(take=lambda index: taken, start_ahead=lambda index: None, has=lambda index: False)
+        self.rollouts, self.recorder = SimpleNamespace(**named), SimpleNamespace(rollout=lambda *given: None)
         self.evaluation = SimpleNamespace(due=lambda *given, **named: False)
         self.manager = SimpleNamespace(take_metrics=dict)
         self.results: list[StepResult] = []

@@ -24,16 +24,10 @@ def one_policy(rank: int, world: int, policy: str, extra: tuple[str, ...]) -> di
         (mini_batch,) = plan.mini_batches
         inputs = rig.inputs(advantages, mini_batch.members)
         reference = inputs.old_logprobs + 0.1 * np.sin(np.arange(len(inputs.old_logprobs), dtype=np.float32))
-        inputs = type(inputs)(
-            advantages=inputs.advantages,
-            weights=inputs.weights,
-            old_logprobs=inputs.old_logprobs,
-            reference_logprobs=reference,
-        )
-        rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
-        gradient = rig.backend.gradient()
-        rig.backend.zero_grad()
-        rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
+        inputs = dataclasses.replace(inputs, reference_logprobs=reference)
+        rig.run(plan, inputs)
+        gradient = rig.taken()
+        rig.run(plan, inputs)
         return {"gradient": gradient, "sums": dict(rig.backend.optim_step(mini_batch.kind).sums)}
 
 
@@ -54,7 +48,7 @@ def gaps(rank: int, world: int, family: str, extra: tuple[str, ...]) -> tuple[to
         samples = [s for s in make_samples(60) if s.prompt_tokens + len(s.loss_mask) <= 4][:3] + make_samples(4, seed=1)
         assert min(len(s.token_ids) for s in samples) < 8
         rig.take(near_policy(rig.model, samples))
-        passed = rig.backend.logprobs(rig.batch, np.ones(len(samples), dtype=bool))
+        passed = rig.backend.logprobs(rig.batch, rig.everyone)
         return torch.from_numpy(passed.flat), dict(passed.sums)
 
 
@@ -79,8 +73,8 @@ def beside(rank: int, world: int, extra: tuple[str, ...]) -> bool:
                 samples[1] = dataclasses.replace(samples[1], token_ids=(samples[1].token_ids + 7) % 97 + 2)
             rig.take(samples)
             rig.rules(max_tokens=1000)
-            found.append(rig.backend.logprobs(rig.batch, np.ones(4, dtype=bool)).flat)
-            (mini_batch,) = rig.backend.plan("logprob", rig.batch, np.ones(4, dtype=bool), drops=True).mini_batches
+            found.append(rig.logprobs())
+            (mini_batch,) = rig.backend.plan("logprob", rig.batch, rig.everyone, drops=True).mini_batches
             assert mini_batch.num_microbatches.max() == 1, "the neighbours must be in one micro-batch"
         bounds = rig.batch.facts.response_offsets
         same = [np.array_equal(found[0][a:b], found[1][a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]

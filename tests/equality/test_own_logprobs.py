@@ -13,24 +13,12 @@ from megatron_rl.config import load_config
 from megatron_rl.errors import EngineError
 from megatron_rl.trainer.update import needs_old_logprobs, passes_parts
 from tests.equality.given_run import GivenRun, fresh_run, train_once
-from tests.equality.given_samples import (
-    ADVANTAGES,
-    BOUND,
-    CLIP,
-    DECAY,
-    FAMILY,
-    GROUPS,
-    LAYERS,
-    LR,
-    PER_MINI_BATCH,
-    drawn,
-)
-from tests.equality.policy_terms import TERMS
+from tests.equality.given_samples import ADVANTAGES, BOUND, FAMILY, GROUPS, SETTINGS, STEPS, TERMS, drawn
+from tests.equality.layouts import CP2, PP2, TP2
 from tests.equality.rig import DEFAULTS, Rig, equal_by_name, open_rig
+from tests.pairwise import quick
 from tests.reference import relative_error
 
-STEPS = (f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}", f"optimizer.clip_grad={CLIP}")
-SETTINGS = (*STEPS, f"train.samples_per_mini_batch={PER_MINI_BATCH}")
 GAPS = ("train/logprob_gap_mean", "train/logprob_gap_k3", "train/logprob_gap_max")
 WITH_PASS = "correction.old_logprobs=recompute"
 
@@ -56,7 +44,7 @@ class Passes:
 def every_term(rank: int, world: int, *layout: str) -> dict[str, dict[str, object]]:
     """Train once without and once with the pass, under each policy term, and compare the two."""
     found: dict[str, dict[str, object]] = {}
-    with open_rig(FAMILY, *SETTINGS, *layout, layers=LAYERS) as rig:
+    with open_rig(FAMILY, *SETTINGS, *layout) as rig:
         rig.take(drawn()[1], GROUPS)
         passes = Passes(rig)
         for name, term in TERMS.items():
@@ -82,15 +70,7 @@ def every_term(rank: int, world: int, *layout: str) -> dict[str, dict[str, objec
     return found
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param((), id="DP2"),
-        pytest.param(("parallel.pipeline=2",), id="PP2"),
-        pytest.param(("parallel.context=2",), id="CP2"),
-        pytest.param(("parallel.tensor=2",), id="TP2", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("layout", quick([(), (PP2,), (CP2,), (TP2,)], (), (PP2,)), ids=["DP2", "PP2", "CP2", "TP2"])
 def test_the_first_step_needs_no_pass(pool, layout):
     found = pool.run(2, every_term, *layout, timeout_s=120)[0]
     print({name: f"{cell['weights']:.1e} {cell['norms']:.1e} {cell['gaps']:.1e}" for name, cell in found.items()})
@@ -104,7 +84,7 @@ def test_the_first_step_needs_no_pass(pool, layout):
 def the_same_cut(rank: int, world: int) -> tuple[list[int], bool, float]:
     """Return the samples passed with and without, whether both runs' weights are equal, and how far the step moved."""
     alive = np.where(ADVANTAGES == 0, 0.25, ADVANTAGES)
-    with open_rig(FAMILY, *STEPS, layers=LAYERS) as rig:
+    with open_rig(FAMILY, *STEPS) as rig:
         rig.take(drawn()[1], GROUPS)
         passes, start = Passes(rig), rig.weights()
         passed = passes.of(fresh_run(rig, alive, *STEPS, WITH_PASS))
@@ -121,7 +101,7 @@ def test_one_step_on_policy_runs_no_pass_and_ends_with_the_same_bits(pool):
 
 
 def too_large_a_gap(rank: int, world: int) -> str:
-    with open_rig(FAMILY, *SETTINGS, layers=LAYERS) as rig:
+    with open_rig(FAMILY, *SETTINGS) as rig:
         rig.take(drawn()[1], GROUPS)
         run = fresh_run(rig, ADVANTAGES, *SETTINGS, "rollout.max_logprob_gap=1e-6", fresh=True)
         with pytest.raises(EngineError) as raised:
