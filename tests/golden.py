@@ -1,12 +1,9 @@
-"""Records five short runs in full precision, and compares two records to the bit.
-
-It serves a change that is not about numbers.
+"""Records five short runs in full precision, and compares two records to the bit, for a change not about numbers.
 
     python -m tests.golden record runs/golden.json        # about three minutes on two cores
     python -m tests.golden compare before.json after.json
 
-Bits belong to one host, one torch and one Megatron-Core: record both on the same machine, before the change and after
-it.
+Bits belong to one host, one torch and one Megatron-Core: record both on the same machine.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ LARGE = (
 )
 TOPOLOGIES = BASE + FAMILIES + LARGE
 # a reduction is a function of the samples, which no family's layers meet; the norm over all heads is a mutant's
-REDUCED = (*BASE, "TP2 olmo2", "TP2-PP2-SP qwen3", "PP2-recompute qwen3", "PP2-VPP2 qwen2_tied")
+REDUCED = (*BASE, "TP2 olmo2", "PP2-recompute qwen3", "PP2-VPP2 qwen2_tied")
 
 
 @functools.cache

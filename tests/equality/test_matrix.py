@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.equality.matrix import BOUND, CELLS, measure, worst
+from tests.equality.matrix import BOUND, CELLS, measure
 from tests.pairwise import quick
 
 BY_NAME = {f"{cell.name}-{family}": (cell, family) for cell in CELLS for family in cell.families}
@@ -25,6 +25,5 @@ def test_topology_equals_the_single_process(pool, name):
     if name in QUICK and "VPP" not in name:
         cell = dataclasses.replace(cell, layers=2)
     found = pool.run(cell.world, measure, cell, family, timeout_s=120)[0]
-    print(name, worst(found))
     assert len(found) == 10, sorted(found)  # 2 log-probs, 4 gradients, 2 norms, 2 weights
     assert max(found.values()) < BOUND, found

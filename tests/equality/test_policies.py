@@ -95,7 +95,6 @@ def every_term(rank: int, world: int) -> dict[str, dict[str, object]]:
 
 def test_two_epochs_of_every_policy_term_equal_the_plain_loop(pool):
     found = pool.run(2, every_term, timeout_s=90)[0]
-    print({name: f"{cell['weights']:.1e} {cell['norm']:.1e} {cell['clipped']}" for name, cell in found.items()})
     assert list(found) == list(TERMS)
     for name, cell in found.items():
         assert cell["kinds"] == "RGRR" * 2, (name, cell)  # a ghost in each epoch

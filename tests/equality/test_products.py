@@ -132,7 +132,6 @@ def test_every_product_equals_the_plain_loop(pool, layout):
     found = pool.run(4 if layout else 2, every_product, *layout, timeout_s=120)[0]
     assert all(found.pop("nothing dropped").values())
     assert len(found) == 24
-    print({key: f"{max(cell[key] for cell in found.values()):.1e}" for key in ("gradient", "norm", "weights")})
     for product, cell in found.items():
         merged = product.endswith("merge")
         assert cell["kinds"] == (["REAL"] if merged else ["REAL", "GHOST", "REAL", "REAL"]), (product, cell)

@@ -61,5 +61,4 @@ def test_logprobs_of_a_thin_copy_equal_hugging_faces(pool, tmp_path, name):
     if is_refused(name, tmp_path):
         return
     ((found, same),) = pool.run(1, gap, str(tmp_path), timeout_s=60)
-    print(f"{name}: {found:.1e}")
     assert found < TOLERANCE and same

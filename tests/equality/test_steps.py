@@ -171,7 +171,6 @@ def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
 def test_zero_loss_is_not_zero_gradient(pool):
     """Standardised advantages sum to 0 on-policy, and so does the loss; the drop goes by advantages."""
     for found in pool.run(2, first_on_policy_step, timeout_s=60):
-        print(found)
         assert abs(found["loss"]) < 1e-6, found  # ε = 1e-6 beside the standard deviation and float32 ratios; seen 3e-8
         assert found["norm"] > 1e-2, found
         assert found["dropped"] == [8, 9, 10, 11]  # equal rewards, and nothing else
