@@ -133,8 +133,7 @@ def with_infinite_advantage(rank: int, world: int, *layout: str) -> dict[str, ob
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "kind"),
-    pairwise([1, 2], ["sharded-overlap", "plain"], kept=[(1, "sharded-overlap"), (1, "plain")]),
+    ("pipeline", "kind"), pairwise([1, 2], ["sharded-overlap", "plain"], kept=[(1, "sharded-overlap"), (1, "plain")])
 )
 def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool, pipeline, kind):
     extra = PLAIN if kind == "plain" else (*SHARDED, *GATHER)
