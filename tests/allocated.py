@@ -9,10 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllocationMeter(TorchDispatchMode):
-    """Measures in ``with meter: …``, as often as wanted; then ``meter.peak_bytes`` holds the peak.
+    """Measures in ``with meter: …``, as often as wanted, into ``meter.peak_bytes``.
 
-    A storage counts from the operation that returns it until its last reference is gone, within the blocks or between
-    them. What an operation allocates and frees inside itself is not seen.
+    A storage counts from the operation that returns it until its last reference is gone; not what one frees within.
     """
 
     def __init__(self) -> None:

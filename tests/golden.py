@@ -1,12 +1,9 @@
-"""Records five short runs in full precision, and compares two records to the bit.
-
-It serves a change that is not about numbers.
+"""Records five short runs in full precision, and compares two records to the bit, for a change not about numbers.
 
     python -m tests.golden record runs/golden.json        # about three minutes on two cores
     python -m tests.golden compare before.json after.json
 
-Bits belong to one host, one torch and one Megatron-Core: record both on the same machine, before the change and after
-it.
+Bits belong to one host, one torch and one Megatron-Core: record both on the same machine.
 """
 
 from __future__ import annotations
@@ -26,86 +23,42 @@ from tests.workers.inputs import ROOT, prepare_inputs, prepare_mixture
 
 BOUND_S = 1200  # a run that hangs ends here
 COMMON = (
-    "run.deadline_s=120",
-    "parallel.pipeline=1",
-    "sft.steps=2",
-    "train.num_rollouts=4",
-    "train.prompts_per_rollout=8",
-    "train.samples_per_mini_batch=16",
-    "rollout.samples_per_prompt=4",
-    "train.epochs_per_rollout=2",
-    "train.export_last=true",
-    "optimizer.schedule=constant",
-    "reward.functions=[tests.reward_functions:parity]",
-    "metrics.progress=false",
+    *("run.deadline_s=120", "parallel.pipeline=1", "sft.steps=2", "train.num_rollouts=4"),
+    *("train.prompts_per_rollout=8", "train.samples_per_mini_batch=16", "rollout.samples_per_prompt=4"),
+    *("train.epochs_per_rollout=2", "train.export_last=true", "optimizer.schedule=constant"),
+    *("reward.functions=[tests.reward_functions:parity]", "metrics.progress=false"),
 )
 RUNS: dict[str, tuple[str, ...]] = {
     "GRPO, PP2, skip": ("parallel.pipeline=2", "skip.mode=exact"),
     "PPO with a critic, DP2": (
-        "advantage.estimator=gae",
-        "advantage.lam=0.95",
-        "critic.lr=1e-3",
-        "critic.warmup_rollouts=1",
-        "rollout.samples_per_prompt=2",
-        "reward.functions=[tests.reward_functions:graded]",
-        "loss.kl_coefficient=0.1",
-        "reference.kl_in=reward",
-        "loss.kl_estimator=k3",
+        *("advantage.estimator=gae", "advantage.lam=0.95", "critic.lr=1e-3", "critic.warmup_rollouts=1"),
+        *("rollout.samples_per_prompt=2", "reward.functions=[tests.reward_functions:graded]"),
+        *("loss.kl_coefficient=0.1", "reference.kl_in=reward", "loss.kl_estimator=k3"),
     ),
     "LoRA, TP2, KL in the loss": (
-        "parallel.tensor=2",
-        "lora.rank=4",
-        "lora.alpha=16",
-        "optimizer.lr=5e-3",
-        "loss.kl_coefficient=0.01",
-        "skip.mode=approximate",
+        *("parallel.tensor=2", "lora.rank=4", "lora.alpha=16", "optimizer.lr=5e-3"),
+        *("loss.kl_coefficient=0.01", "skip.mode=approximate"),
     ),
     "prefetch, replay, DP2": (
-        "rollout.producer.mode=prefetch",
-        "rollout.producer.prefetch_rollouts=1",
-        "rollout.producer.min_groups=3",
-        "correction.mode=token_truncate",
-        "replay.capacity_groups=16",
-        "reroll.max_groups=2",
+        *("rollout.producer.mode=prefetch", "rollout.producer.prefetch_rollouts=1", "rollout.producer.min_groups=3"),
+        *("correction.mode=token_truncate", "replay.capacity_groups=16", "reroll.max_groups=2"),
         "train.num_rollouts=6",
     ),
     "Qwen3-MoE, EP2": ("parallel.expert=2",),
 }
 KEPT = (
-    "train/loss",
-    "train/grad_norm",
-    "train/entropy",
-    "reward/mean",
-    "critic/loss",
-    "critic/grad_norm",
-    "skip/samples_dropped",
+    *("train/loss", "train/grad_norm", "train/entropy", "reward/mean"),
+    *("critic/loss", "critic/grad_norm", "skip/samples_dropped"),
 )
 
 
 def record_run(name: str, folder: pathlib.Path, inputs: pathlib.Path) -> dict:
-    """Train one run on two processes; return its rows and the checksum of its last weights.
-
-    The rows hold floats as hexadecimal text.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        *TORCHRUN,
-        "2",
-        "-m",
-        "megatron_rl.train",
-        "--config",
-        str(ROOT / "examples" / "quickstart" / "quickstart.yaml"),
-        "--run-dir",
-        str(folder),
-        f"model.hf_path={inputs / 'model'}",
-        f"data.train={inputs / 'train.jsonl'}",
-        *COMMON,
-        *RUNS[name],
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env=worker_environment(), capture_output=True, text=True, timeout=BOUND_S, check=False
-    )
+    """Train one run on two processes; return its rows, floats as hexadecimal text, and its last weights' checksum."""
+    config = ROOT / "examples" / "quickstart" / "quickstart.yaml"
+    command = [sys.executable, "-m", *TORCHRUN, "2", "-m", "megatron_rl.train", "--config", str(config)]
+    command += ["--run-dir", str(folder), f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}"]
+    given = dict(cwd=ROOT, env=worker_environment(), capture_output=True, text=True, timeout=BOUND_S, check=False)
+    done = subprocess.run([*command, *COMMON, *RUNS[name]], **given)
     if done.returncode:
         raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stderr[-4000:]}")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -119,10 +72,8 @@ def record_run(name: str, folder: pathlib.Path, inputs: pathlib.Path) -> dict:
 
 def weights_checksum(folder: pathlib.Path) -> str:
     """Return the SHA-256 over names and bytes of the last exported policy's tensors, in the order of their names."""
-    last = max(
-        (folder / "checkpoints").glob("step_*/hf*"),
-        key=lambda path: (int(path.parent.name.removeprefix("step_")), path.name),
-    )
+    exports = (folder / "checkpoints").glob("step_*/hf*")
+    last = max(exports, key=lambda path: (int(path.parent.name.removeprefix("step_")), path.name))
     digest = hashlib.sha256()
     for path in sorted(last.glob("*.safetensors")):
         for name, tensor in sorted(load_file(path).items()):
@@ -148,10 +99,8 @@ def print_row(name: str, run: dict) -> None:
     """Print a run's last step and checksum, and how many steps of each kind it took."""
     kinds = [step["kind"] for step in run["steps"]]
     last = {key: float.fromhex(value) for key, value in run["steps"][-1].items() if key != "kind"}
-    print(
-        f"{name}: {len(kinds)} steps, {kinds.count('GHOST')} ghosts, last {last}, weights {run['weights'][:16]}",
-        flush=True,
-    )
+    ghosts, weights = kinds.count("GHOST"), run["weights"][:16]
+    print(f"{name}: {len(kinds)} steps, {ghosts} ghosts, last {last}, weights {weights}", flush=True)
 
 
 def compare(before: pathlib.Path, after: pathlib.Path) -> int:
@@ -161,20 +110,16 @@ def compare(before: pathlib.Path, after: pathlib.Path) -> int:
     for name in differing:
         steps = zip(one.get(name, {}).get("steps", ()), two.get(name, {}).get("steps", ()), strict=False)
         first = next((number for number, (x, y) in enumerate(steps, start=1) if x != y), None)
-        print(
-            f"{name}: differs, first in step {first}"
-            if first
-            else f"{name}: differs in its weights, its number of steps or its being there"
-        )
+        where = f"first in step {first}" if first else "in its weights, its number of steps or its being there"
+        print(f"{name}: differs, {where}")
     if not differing:
         print(f"{len(one)} runs, equal in every bit")
     return int(bool(differing))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.golden", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__, formatter_class=shape)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record").add_argument("out", type=pathlib.Path)
     comparison = commands.add_parser("compare")

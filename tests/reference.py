@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,27 +29,17 @@ MIXTURES = (
 WINDOWED = ("mistral_window", "phi3_window", "qwen2_window", "qwen3_window", "mixtral_window", "qwen3_moe_window")
 
 
+def rope(kind: str, factor: float, original: int = 32, theta: float = 1e4, **more: object) -> dict[str, object]:
+    """Return transformers' fields of scaled rotary angles."""
+    scaled = dict(rope_type=kind, rope_theta=theta, factor=factor, original_max_position_embeddings=original)
+    return scaled | more
+
+
+LLAMA3 = rope("llama3", 4.0, low_freq_factor=1.0, high_freq_factor=2.0)
+
+
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
-    from transformers import (
-        DeepseekV3Config,
-        Gemma3TextConfig,
-        GemmaConfig,
-        Glm4MoeConfig,
-        GptOssConfig,
-        Llama4TextConfig,
-        LlamaConfig,
-        MistralConfig,
-        MixtralConfig,
-        NemotronConfig,
-        Olmo2Config,
-        Olmo3Config,
-        Phi3Config,
-        Qwen2Config,
-        Qwen3Config,
-        Qwen3MoeConfig,
-    )
-
     sizes = dict(
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -61,172 +52,110 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
         eos_token_id=1,
         bos_token_id=None,
     )
+    dense = _dense_config(family, sizes, layers, hidden)
+    return dense if dense is not None else _mixture_config(family, sizes, hidden)
+
+
+def _dense_config(family: str, sizes: dict[str, object], layers: int, hidden: int):
+    """Return a dense family's config; None for another family."""
+    import transformers as hf
+
+    tied, untied, wide = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False), dict(head_dim=hidden // 2)
+    second_half = dict(use_sliding_window=True, sliding_window=5, max_window_layers=layers // 2)
+    kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+    near = dict(rope_type="default", rope_theta=1e4)  # angles within a window
     match family:
         case "qwen2_tied":
-            return Qwen2Config(**sizes, tie_word_embeddings=True)
+            return hf.Qwen2Config(**sizes, **tied)
         case "qwen2_untied":
-            return Qwen2Config(**sizes, tie_word_embeddings=False)
+            return hf.Qwen2Config(**sizes, **untied)
         case "qwen3":
-            return Qwen3Config(**sizes, head_dim=hidden // 2, tie_word_embeddings=True)
+            return hf.Qwen3Config(**sizes, **wide, **tied)
         case "qwen3_yarn":
-            rope = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
-            return Qwen3Config(**sizes, head_dim=hidden // 2, tie_word_embeddings=True, rope_parameters=rope)
+            return hf.Qwen3Config(**sizes, **wide, **tied, rope_parameters=rope("yarn", 4.0))
         case "llama":
-            return LlamaConfig(**sizes, tie_word_embeddings=False)
+            return hf.LlamaConfig(**sizes, **untied)
         case "llama3_rope":
-            rope = dict(
-                rope_type="llama3",
-                rope_theta=10000.0,
-                factor=4.0,
-                low_freq_factor=1.0,
-                high_freq_factor=2.0,
-                original_max_position_embeddings=32,
-            )
-            return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=rope)
+            return hf.LlamaConfig(**sizes, **tied, rope_parameters=LLAMA3)
         case "mistral":
-            return MistralConfig(**sizes, head_dim=hidden // 2, sliding_window=None, tie_word_embeddings=False)
+            return hf.MistralConfig(**sizes, **wide, sliding_window=None, **untied)
         case "gemma":  # built by Megatron-Bridge alone (tests/bridge)
-            return GemmaConfig(**sizes, head_dim=hidden // 2, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
+            return hf.GemmaConfig(**sizes, **wide, hidden_act="gelu_pytorch_tanh", **tied)
         case "nemotron":
-            return NemotronConfig(**sizes, head_dim=hidden // 4, hidden_act="relu2", tie_word_embeddings=False)
+            return hf.NemotronConfig(**sizes, head_dim=hidden // 4, hidden_act="relu2", **untied)
         case "mistral_window":
-            return MistralConfig(**sizes, sliding_window=5, tie_word_embeddings=False)
+            return hf.MistralConfig(**sizes, sliding_window=5, **untied)
         case "phi3_window":
-            return Phi3Config(**sizes, sliding_window=5, tie_word_embeddings=False)
+            return hf.Phi3Config(**sizes, sliding_window=5, **untied)
         case "qwen2_window":
-            return Qwen2Config(**sizes, use_sliding_window=True, sliding_window=5, max_window_layers=layers // 2)
+            return hf.Qwen2Config(**sizes, **second_half)
         case "qwen3_window":
-            return Qwen3Config(**sizes, use_sliding_window=True, sliding_window=5, max_window_layers=layers // 2)
-        case "mixtral_window":
-            return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=5)
-        case "qwen3_moe_window":
-            return Qwen3MoeConfig(
-                **sizes,
-                num_experts=4,
-                num_experts_per_tok=2,
-                moe_intermediate_size=hidden // 2,
-                norm_topk_prob=True,
-                use_sliding_window=True,
-                sliding_window=5,
-            )
+            return hf.Qwen3Config(**sizes, **second_half)
         case "olmo2":
-            return Olmo2Config(**sizes, tie_word_embeddings=False)
+            return hf.Olmo2Config(**sizes, **untied)
         case "olmo3":
-            yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
-            rope = dict(full_attention=yarn, sliding_attention=dict(rope_type="default", rope_theta=1e4))
-            kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
-            return Olmo3Config(**sizes, sliding_window=5, layer_types=kinds, rope_parameters=rope)
+            angles = dict(full_attention=rope("yarn", 4.0, 64), sliding_attention=near)
+            return hf.Olmo3Config(**sizes, sliding_window=5, layer_types=kinds, rope_parameters=angles)
         case "gemma3_text":
             linear = dict(rope_type="linear", rope_theta=1e6, factor=8.0)
-            rope = dict(full_attention=linear, sliding_attention=dict(rope_type="default", rope_theta=1e4))
-            kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
-            gemma = dict(head_dim=hidden // 2, query_pre_attn_scalar=24, layer_types=kinds, sliding_window=5)
-            return Gemma3TextConfig(**sizes, **gemma, rope_parameters=rope)
+            angles = dict(full_attention=linear, sliding_attention=near)
+            gemma = dict(**wide, query_pre_attn_scalar=24, layer_types=kinds, sliding_window=5)
+            return hf.Gemma3TextConfig(**sizes, **gemma, rope_parameters=angles)
         case "phi3":
-            return Phi3Config(**sizes, sliding_window=256, tie_word_embeddings=False)
+            return hf.Phi3Config(**sizes, sliding_window=256, **untied)
         case "phi3_partial":
-            rope = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.75)
-            return Phi3Config(**sizes, tie_word_embeddings=True, rope_parameters=rope)
+            return hf.Phi3Config(**sizes, **tied, rope_parameters=near | dict(partial_rotary_factor=0.75))
+    return None
+
+
+def _mixture_config(family: str, sizes: dict[str, object], hidden: int):
+    import transformers as hf
+
+    four = dict(num_local_experts=4, num_experts_per_tok=2)
+    narrow = dict(moe_intermediate_size=hidden // 2)
+    qwen3 = dict(num_experts=4, num_experts_per_tok=2, **narrow, norm_topk_prob=family != "qwen3_moe_unnormalised")
+    wide = dict(head_dim=hidden // 2)
+    twelve = dict(n_routed_experts=12, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=1, **narrow)
+    yarn = dict(beta_fast=32.0, beta_slow=1.0)
+    match family:
         case "mixtral" | "mixtral_top1":
-            return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2 if family == "mixtral" else 1)
+            return hf.MixtralConfig(**sizes, **four | dict(num_experts_per_tok=2 if family == "mixtral" else 1))
+        case "mixtral_window":
+            return hf.MixtralConfig(**sizes, **four, sliding_window=5)
         case "qwen3_moe" | "qwen3_moe_unnormalised":
-            return Qwen3MoeConfig(
-                **sizes,
-                head_dim=hidden // 2,
-                num_experts=4,
-                num_experts_per_tok=2,
-                moe_intermediate_size=hidden // 2,
-                norm_topk_prob=family == "qwen3_moe",
-                tie_word_embeddings=True,
-            )
+            return hf.Qwen3MoeConfig(**sizes, **wide, **qwen3, tie_word_embeddings=True)
+        case "qwen3_moe_window":
+            return hf.Qwen3MoeConfig(**sizes, **qwen3, use_sliding_window=True, sliding_window=5)
         case "glm4_moe":
-            return Glm4MoeConfig(
-                **sizes,
-                head_dim=hidden // 2,
-                attention_bias=True,
-                use_qk_norm=True,
-                first_k_dense_replace=1,
-                n_routed_experts=12,
-                num_experts_per_tok=4,
-                n_shared_experts=2,
-                n_group=3,
-                topk_group=2,
-                routed_scaling_factor=1.7,
-                moe_intermediate_size=hidden // 2,
-                num_mtp_layers=1,
-                tie_word_embeddings=False,
-            )
+            groups = dict(n_group=3, topk_group=2, routed_scaling_factor=1.7, num_mtp_layers=1)
+            own = dict(attention_bias=True, use_qk_norm=True, tie_word_embeddings=False)
+            return hf.Glm4MoeConfig(**sizes, **wide, **twelve, **groups, **own)
         case "gpt_oss":
-            rope = dict(
-                rope_type="yarn",
-                rope_theta=10000.0,
-                factor=8.0,
-                beta_fast=32.0,
-                beta_slow=1.0,
-                truncate=False,
-                original_max_position_embeddings=32,
-            )
-            return GptOssConfig(
-                **sizes,
-                head_dim=hidden // 2,
-                num_local_experts=4,
-                num_experts_per_tok=2,
-                sliding_window=5,  # in every second layer, the first among them
-                swiglu_limit=2.0,  # gates and ups of these weights pass it
-                rope_parameters=rope,
-                tie_word_embeddings=False,
-            )
+            # the window is in every second layer, the first among them; gates and ups of these weights pass the limit
+            own = dict(sliding_window=5, swiglu_limit=2.0, tie_word_embeddings=False)
+            angles = rope("yarn", 8.0, **yarn, truncate=False)
+            return hf.GptOssConfig(**sizes, **wide, **four, **own, rope_parameters=angles)
         case "llama4" | "llama4_interleaved":
             # chunks and steps of the scale that several samples cross
-            scale = dict(attention_chunk_size=4, attn_scale=0.3, floor_scale=3)
+            own = dict(attention_chunk_size=4, attn_scale=0.3, floor_scale=3, no_rope_layer_interval=2)
             if family == "llama4_interleaved":  # dense layers between mixtures, no norms of q and k, scaled angles
-                rope = dict(
-                    rope_type="llama3",
-                    rope_theta=10000.0,
-                    factor=4.0,
-                    low_freq_factor=1.0,
-                    high_freq_factor=2.0,
-                    original_max_position_embeddings=32,
-                )
-                scale |= dict(interleave_moe_layer_step=2, use_qk_norm=False, rope_parameters=rope)
-            return Llama4TextConfig(
-                **sizes,
-                **scale,
-                head_dim=hidden // 2,
-                intermediate_size_mlp=hidden,
-                no_rope_layer_interval=2,
-                num_local_experts=4,
-                num_experts_per_tok=1,
-                tie_word_embeddings=False,
-            )
+                own |= dict(interleave_moe_layer_step=2, use_qk_norm=False, rope_parameters=LLAMA3)
+            own |= dict(intermediate_size_mlp=hidden, num_local_experts=4, num_experts_per_tok=1)
+            return hf.Llama4TextConfig(**sizes, **wide, **own, tie_word_embeddings=False)
         case "deepseek_v3" | "moonlight":
             latents = dict(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, kv_lora_rank=32)
-            mixture = dict(n_routed_experts=12, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=1)
-            shared = {**sizes, **latents, **mixture, "num_key_value_heads": 4, "moe_intermediate_size": hidden // 2}
+            shared = {**sizes, **latents, **twelve, "num_key_value_heads": 4}
             if family == "moonlight":  # q of the hidden state, plain angles, no groups
-                return DeepseekV3Config(
-                    **shared, q_lora_rank=None, n_group=1, topk_group=1, rms_norm_eps=1e-5, num_mtp_layers=0
-                )
-            rope = dict(
-                rope_type="yarn",
-                rope_theta=10000.0,
-                factor=4.0,
-                mscale=1.0,
-                mscale_all_dim=0.7,  # other than mscale, so that cos and sin are multiplied too
-                beta_fast=32.0,
-                beta_slow=1.0,
-                original_max_position_embeddings=64,
-            )
-            return DeepseekV3Config(**shared, q_lora_rank=28, n_group=3, topk_group=2, rope_parameters=rope)
+                plain = dict(q_lora_rank=None, n_group=1, topk_group=1, rms_norm_eps=1e-5, num_mtp_layers=0)
+                return hf.DeepseekV3Config(**shared, **plain)
+            # mscale_all_dim is other than mscale, so that cos and sin are multiplied too
+            angles = rope("yarn", 4.0, 64, **yarn, mscale=1.0, mscale_all_dim=0.7)
+            return hf.DeepseekV3Config(**shared, q_lora_rank=28, n_group=3, topk_group=2, rope_parameters=angles)
     raise ValueError(family)
 
 
 def tiny_model(family: str, *, seed: int = 0, layers: int = LAYERS, hidden: int = 64):
-    """Return a tiny config and its model of random weights.
-
-    Biases and norms are away from their neutral values, so that a lost one shows. Each call returns copies of its own;
-    they are drawn once per process.
-    """
+    """Return a copy of a tiny config and model of random weights, with biases and norms away from neutral values."""
     return copy.deepcopy(_drawn_model(family, seed, layers, hidden))
 
 
@@ -260,21 +189,21 @@ def make_samples(count: int, *, vocab_size: int = 99, seed: int = 0, unique_leng
     for i in range(count):
         prompt = int(random.integers(2, 7))
         response = int(random.integers(1, 13)) if not unique_lengths else 3 + i
-        if unique_lengths:
-            prompt = 4
+        prompt = 4 if unique_lengths else prompt
         mask = np.ones(response, dtype=bool)
         if response > 3:
             mask[random.integers(0, response - 1)] = False  # a tool's token in mid-response
-        samples.append(
-            Sample(
-                sample_id=f"s{i}",
-                prompt_tokens=prompt,
-                token_ids=random.integers(2, vocab_size, prompt + response),
-                loss_mask=mask,
-                logprobs=random.normal(-2.0, 0.3, response).astype(np.float32),
-            )
-        )
+        tokens = random.integers(2, vocab_size, prompt + response)
+        logprobs = random.normal(-2.0, 0.3, response).astype(np.float32)
+        samples.append(sample_of(f"s{i}", tokens, response, loss_mask=mask, logprobs=logprobs))
     return samples
+
+
+def sample_of(sample_id: str, token_ids: np.ndarray, response: int, logprob: float = 0.0, **more: object) -> Sample:
+    """Return a sample whose last ``response`` tokens all carry loss."""
+    mask, logprobs = np.ones(response, dtype=bool), np.full(response, logprob, dtype=np.float32)
+    given = dict(loss_mask=mask, logprobs=logprobs) | more
+    return Sample(sample_id=sample_id, prompt_tokens=len(token_ids) - response, token_ids=token_ids, **given)
 
 
 def reference_logprobs(model, sample: Sample, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,11 +216,14 @@ def reference_logprobs(model, sample: Sample, temperature: float = 1.0) -> tuple
 
 
 @torch.no_grad()
-def near_policy(model, samples: list[Sample], *, spread: float = 0.2, seed: int = 1) -> list[Sample]:
-    """Return the samples with log-probs such as an engine of slightly other weights would report.
+def masked_logprobs(model, samples: Sequence[Sample], temperature: float = 1.0) -> np.ndarray:
+    """Return the samples' log-probs, flat over response tokens, 0 where the mask is."""
+    return np.concatenate([reference_logprobs(model, s, temperature)[0].numpy() * s.loss_mask for s in samples])
 
-    They are the model's log-probs plus noise, so that at a clip of 0.2 some ratios are clipped and most are not.
-    """
+
+@torch.no_grad()
+def near_policy(model, samples: list[Sample], *, spread: float = 0.2, seed: int = 1) -> list[Sample]:
+    """Return the samples with the model's log-probs plus noise: at a clip of 0.2 some ratios are clipped."""
     random = np.random.default_rng(seed)
     noise = [random.normal(0.0, spread, len(s.logprobs)).astype(np.float32) for s in samples]
     return [
@@ -353,20 +285,27 @@ def reference_gradient(
         )
         loss.backward()
         total += float(loss.detach())
-    gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return file_tensors(gradient, model.config.model_type), total
+    return file_tensors(gradient_of(model), model.config.model_type), total
+
+
+def gradient_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def adamw(model: torch.nn.Module, lr: float, decay: float) -> torch.optim.AdamW:
+    """Return torch's AdamW; like Megatron-Core's (0.16.1 ``optimizer/__init__.py``) it decays no bias and no norm."""
+    named = [(p.dim() > 1 and not name.endswith("_bias"), p) for name, p in model.named_parameters()]
+    matrices, others = ([p for is_matrix, p in named if is_matrix is wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr)
 
 
 def naive_kl(estimator: str, policy: torch.Tensor, old: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return each token's estimate of KL(π_θ ‖ π_ref) from log-probs.
-
-    The formulas are over probabilities, r = π_ref/π_θ, as the papers write them.
-    """
+    """Return each token's estimate of KL(π_θ ‖ π_ref), over probabilities, r = π_ref/π_θ, as the papers write it."""
     r = reference.exp() / policy.exp()
     k3 = r - 1 - torch.log(r)
-    return {"k1": -torch.log(r), "k2": torch.log(r) ** 2 / 2, "k3": k3, "unbiased": policy.exp() / old.exp() * k3}[
-        estimator
-    ]
+    found = {"k1": -torch.log(r), "k2": torch.log(r) ** 2 / 2, "k3": k3, "unbiased": policy.exp() / old.exp() * k3}
+    return found[estimator]
 
 
 def file_weights(model) -> dict[str, torch.Tensor]:

@@ -74,12 +74,9 @@ def vocab_parallel_logprob(
     group: dist.ProcessGroup | None = None,
     train_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each target's log-probability and each row's entropy, both float32 [T], in nats, at ``temperature``.
+    """Return the log-probability [T] of each target, a global id, and each row's entropy [T], in nats, in float32.
 
-    logits:     [T, V/TP], this tensor rank's columns of the padded vocabulary.
-    targets:    int64 [T], global token ids below ``vocab_size``.
-    vocab_size: true size; columns past it are pads, take no probability and get no gradient.
-    train_entropy: whether the entropy carries gradient; as a mere metric it costs the backward nothing.
+    logits: [T, V/TP], this rank's columns; those past ``vocab_size`` pad. train_entropy: whether that has a gradient.
     """
     start, num_valid = own_columns(logits.shape[1], tensor_rank, vocab_size)
     return _VocabParallelLogProb.apply(logits, targets, temperature, start, num_valid, group, train_entropy)

@@ -11,49 +11,37 @@ from megatron_rl.model.adapter import adapters_off
 from megatron_rl.weights.export import load_weights
 from megatron_rl.weights.reader import MemoryReader
 from tests.adapted import adapters_of, merged, without_adapters
-from tests.equality.adapter_rig import ALPHA, CLIP, DECAY, LR, NUM_SAMPLES, PER_MINI_BATCH, RANK, STEPS, open_adapted
+from tests.equality.adapter_rig import ALPHA, CLIP, DECAY, LR, NUM_SAMPLES, PER_MINI_BATCH, RANK, STEPS, open_settings
 from tests.equality.rig import Rig, open_rig, ragged_advantages
 from tests.equality.shared_samples import SHARED, advantages_of
-from tests.reference import file_weights, reference_gradient, reference_logprobs, relative_error, tiny_model
+from tests.reference import file_weights, masked_logprobs, reference_gradient, relative_error, tiny_model
 
 
-def gradients(
-    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
-) -> dict[str, float]:
+def gradients(rank: int, world: int, family: str, settings: tuple[str, ...]) -> dict[str, float]:
     """Return relative errors of the dense and of the skip run's gradient; log-probs are where the gradient is taken."""
-    found = {}
-    with open_adapted(family, parallel, extra) as rig:
+    with open_settings(family, settings) as rig:
         count = len(rig.samples)
-        advantages = advantages_of(count) if SHARED in extra else ragged_advantages(count)
+        advantages = advantages_of(count) if SHARED in settings else ragged_advantages(count)
         want, _ = reference_gradient(rig.model, rig.samples, rig.groups, list(advantages))
-        for drops in (False, True):
-            gradient = rig.gradient(advantages, rig.plan(advantages, drops=drops))
-            assert set(gradient) == set(adapters_of(rig.model))
-            found["skip" if drops else "dense"] = relative_error(gradient, want)
-    return found
+        assert set(want) == set(adapters_of(rig.model))
+        return rig.errors(advantages, want)
 
 
-def merged_apart(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> float:
-    """Return the largest gap of a token's log-prob between adapters beside the weights and merged in them.
-
-    Merged weights are those of a second backend, and of transformers' model.
-    """
-    everyone = np.ones(NUM_SAMPLES, dtype=bool)
-    with open_adapted(family, parallel, extra) as rig:
-        samples, beside, weights = rig.samples, rig.backend.logprobs(rig.batch, everyone).flat, rig.weights()
-    others = [x for x in extra if not x.startswith("lora.")]
-    with open_rig(family, *(f"parallel.{x}" for x in parallel), *others) as rig:
+def merged_apart(rank: int, world: int, family: str, settings: tuple[str, ...]) -> float:
+    """Return the largest gap of log-probs of adapters beside weights to merged ones, ours and transformers'."""
+    with open_settings(family, settings) as rig:
+        samples, beside, weights = rig.samples, rig.logprobs(), rig.weights()
+    others = [x for x in settings if not x.startswith("lora.")]
+    with open_rig(family, *others) as rig:
         backend, chunks = rig.backend, [chunk.module for chunk in rig.backend.chunks]
         rig.take(samples)
-        base = backend.logprobs(rig.batch, everyone).flat
+        base = rig.logprobs()
         load_weights(chunks, backend.shape, backend.topology, MemoryReader(weights))
-        gap = float(np.abs(backend.logprobs(rig.batch, everyone).flat - beside).max())
+        gap = float(np.abs(rig.logprobs() - beside).max())
         with torch.no_grad():
             for name, tensor in file_weights(rig.model).items():
                 tensor.copy_(weights.get(name, tensor))
-            apart = np.concatenate([reference_logprobs(rig.model, sample)[0] for sample in samples])
-        mask = np.concatenate([sample.loss_mask for sample in samples])
-        gap = max(gap, float(np.abs(apart - beside)[mask].max()))
+        gap = max(gap, float(np.abs(masked_logprobs(rig.model, samples) - beside * rig.loss_mask).max()))
         assert float(np.abs(base - beside).max()) > 0.01, "the adapters do something"
     return gap
 
@@ -72,10 +60,7 @@ def reference_steps(model: torch.nn.Module, samples: list, groups: list[int], ad
 
 
 def replicas_agree(rig: Rig) -> bool:
-    """Return whether every tensor rank holds the same bits of what is not split.
-
-    Only the first rank's were exported.
-    """
+    """Return whether every tensor rank holds the same bits of what is not split: the first rank's were exported."""
     same = True
     for adapter in own_adapters(rig.backend.chunks):
         group = adapter.tp_group
@@ -86,16 +71,10 @@ def replicas_agree(rig: Rig) -> bool:
     return same
 
 
-def three_steps(
-    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
-) -> dict[str, object]:
-    """Compare three steps with torch's AdamW.
-
-    The errors are of the first norm, of the adapters' movement and of the merged weights; ``frozen`` says whether W is
-    still what it was.
-    """
+def three_steps(rank: int, world: int, family: str, settings: tuple[str, ...]) -> dict[str, object]:
+    """Return the errors of three steps against torch's AdamW; ``frozen`` says whether W is still what it was."""
     advantages = ragged_advantages(NUM_SAMPLES)
-    with open_adapted(family, parallel, (*STEPS, *extra)) as rig:
+    with open_settings(family, (*settings, *STEPS)) as rig:
         before, old = adapters_of(rig.model), np.concatenate([s.logprobs for s in rig.samples])
         norms = reference_steps(rig.model, rig.samples, rig.groups, list(advantages))
         results = rig.step(advantages, drops=True, old=old)

@@ -19,7 +19,16 @@ from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.types import Sample
 from tests.equality.rig import DEFAULTS, MAX_RESPONSE_TOKENS
 from tests.equality.shared_samples import SHARED, group_samples
-from tests.reference import LAYERS, file_weights, make_samples, near_policy, tiny_config, tiny_model, token_weight
+from tests.reference import (
+    LAYERS,
+    file_weights,
+    gradient_of,
+    make_samples,
+    near_policy,
+    tiny_config,
+    tiny_model,
+    token_weight,
+)
 
 CLIP = 0.2
 NUM_SAMPLES = 7
@@ -27,10 +36,7 @@ VPP = "critic.parallel.virtual_pipeline=2"
 
 
 def reward_model(family: str, layers: int):
-    """Return (config, model) of a Hugging Face sequence classifier of one label.
-
-    Its ``score`` gives a value per token.
-    """
+    """Return (config, model) of a Hugging Face sequence classifier of one label; ``score`` gives a value per token."""
     from transformers import AutoModelForSequenceClassification
 
     with torch.random.fork_rng(devices=[]):
@@ -73,15 +79,12 @@ def naive(model, samples: list[Sample], groups: list[int], reduction: str) -> tu
             loss = 0.5 * weight * error
             loss.backward(retain_graph=True)
             total += loss.item()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}, total
+    return gradient_of(model), total
 
 
 @dataclass(kw_only=True)
 class Pair:
-    """A policy and its critic on this rank, the Hugging Face models of both, and the batch.
-
-    Every rank agrees on the batch.
-    """
+    """A policy and its critic on this rank, the Hugging Face models of both, and the batch."""
 
     backend: MegatronBackend
     critic: Critic
@@ -94,10 +97,7 @@ class Pair:
 
 @contextlib.contextmanager
 def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
-    """Open a policy, a critic beside it and a batch, whose samples are spread over the ranks.
-
-    Under ``plan.share_prompts=true`` they are those of shared_samples.py.
-    """
+    """Open a policy, a critic beside it and a batch, of shared_samples.py under ``plan.share_prompts=true``."""
     layers = 4 if VPP in overrides else LAYERS
     hf_config, model = tiny_model(family, layers=layers)
     critic_hf, judge = reward_model(family, layers)

@@ -25,10 +25,7 @@ IMPORTED = (
 
 @contextlib.contextmanager
 def engine_workers(version: str) -> Iterator[Pool]:
-    """Start gloo workers that find the stand-in for that Transformer Engine installed.
-
-    torch.compile is off in them: Megatron-Core's fused SwiGLU runs as written, and its C++ is not waited for.
-    """
+    """Start gloo workers that find a stand-in of that version; without torch.compile, whose C++ would be waited for."""
     variables = dict(STAND_IN_TRANSFORMER_ENGINE=version, STAND_IN_ANY_DTYPE="1", TORCHDYNAMO_DISABLE="1")
     with (
         mock.patch.dict(os.environ, variables),

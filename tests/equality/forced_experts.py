@@ -1,7 +1,4 @@
-"""Samples with given experts, and the plain loop over a Hugging Face mixture whose routers are forced to take them.
-
-The experts are drawn at random, so that most tokens go elsewhere than their router would send them.
-"""
+"""Samples with experts drawn at random, and the plain loop over a Hugging Face mixture that is forced to take them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run train.py's loop over one given rollout.
-
-Plans, passes, schedules and optimizer steps are real; there is no engine, no reward and no file.
-"""
+"""Run train.py's loop over one given rollout: all is real but engine, reward and files, which are not there."""
 
 from __future__ import annotations
 
@@ -28,11 +25,7 @@ from tests.equality.rig import DEFAULTS, Rig
 
 
 class GivenRun(Trainer):
-    """A trainer over a rig's batch.
-
-    ``results``, ``rows`` and ``plan`` are what the loop did, ``passes`` how often it asked for old log-probs.
-    fresh: whether the engine is said to have sampled by the trainer's weights.
-    """
+    """A trainer over a rig's batch, which keeps what the loop did. fresh: the engine had the trainer's weights."""
 
     def __init__(self, rig: Rig, config: Config, advantages: np.ndarray, *, fresh: bool = False) -> None:
         self.config, self.backend, self.rule = config, rig.backend, signal_rule(config)
@@ -41,17 +34,15 @@ class GivenRun(Trainer):
         self.planner = CountingPlanner(config, rig.backend, self.rule, self.reference, self.timer)
         self.given = AdvantageResult(advantages=Advantages(of_sample=advantages), plain=advantages)
         count, tokens = rig.batch.facts.num_samples, int(rig.batch.facts.response_offsets[-1])
-        known = KnownLogProbs(values=np.zeros(tokens, dtype=np.float32), covered=np.zeros(count, dtype=bool))
+        nothing = np.zeros(count, dtype=bool)
         taken = TrainingBatch(
             scored=scored_batch(config, rig.batch, np.zeros(count), np.zeros((count, 1))),
-            known=known,
-            replayed=np.zeros(count, dtype=bool),
+            known=KnownLogProbs(values=np.zeros(tokens, dtype=np.float32), covered=nothing),
+            replayed=nothing,
             trained_version=0 if fresh else -1,  # the gap to the engine's log-probs, which is meant, is no error
         )
-        self.rollouts = SimpleNamespace(
-            take=lambda index: taken, start_ahead=lambda index: None, has=lambda index: False
-        )
-        self.recorder = SimpleNamespace(rollout=lambda *given: None)
+        named = dict(take=lambda index: taken, start_ahead=lambda index: None, has=lambda index: False)
+        self.rollouts, self.recorder = SimpleNamespace(**named), SimpleNamespace(rollout=lambda *given: None)
         self.evaluation = SimpleNamespace(due=lambda *given, **named: False)
         self.manager = SimpleNamespace(take_metrics=dict)
         self.results: list[StepResult] = []
@@ -87,10 +78,7 @@ class CountingPlanner(UpdatePlanner):
 
 
 def fresh_run(rig: Rig, advantages: np.ndarray, *overrides: str, fresh: bool = False) -> GivenRun:
-    """Return a run on the rig's backend under another loss, skip and optimizer, at the weights it was built with.
-
-    The first call keeps those weights; layout, dtype and plan rules stay the backend's own.
-    """
+    """Return a run on the rig's backend under other loss, skip and optimizer settings, at its first weights."""
     backend, config = rig.backend, load_config(None, [*DEFAULTS, "metrics.dense_every_rollouts=0", *overrides])
     if backend.reference.tensors is None:
         backend.keep_reference()

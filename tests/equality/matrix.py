@@ -16,13 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tests.equality.layouts import GATHER, RECOMPUTE, SHARDED
 from tests.equality.rig import Rig, open_rig, ragged_advantages
 from tests.reference import (
+    adamw,
     file_weights,
     make_samples,
+    masked_logprobs,
     near_policy,
     reference_gradient,
-    reference_logprobs,
     relative_error,
     tiny_model,
 )
@@ -35,7 +37,7 @@ STEPS = (
     f"optimizer.lr={LR}",
     f"optimizer.weight_decay={DECAY}",
     f"optimizer.clip_grad={CLIP}",
-    "optimizer.distributed=true",
+    *SHARDED,
 )
 DENSE, EXPERTS = ("qwen2_tied", "qwen2_untied"), ("mixtral", "qwen3_moe")
 QUANTITIES = ("logprobs", "gradient", "norm", "weights")
@@ -57,17 +59,9 @@ class Cell:
         return (*(f"parallel.{x}" for x in self.parallel), *self.extra)
 
 
-SP, TP2, PP2, CP2, EP2, VPP2 = (
-    "sequence_parallel=true",
-    "tensor=2",
-    "pipeline=2",
-    "context=2",
-    "expert=2",
-    "virtual_pipeline=2",
-)
-OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=1000")
-GATHER = (*OVERLAP, "megatron.ddp.overlap_param_gather=true")
-RECOMPUTE = tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1"))
+# without "parallel.", as cells and the adapters name them
+SP, TP2, PP2, CP2, EP2 = ("sequence_parallel=true", "tensor=2", "pipeline=2", "context=2", "expert=2")
+VPP2 = "virtual_pipeline=2"
 CELLS = (
     Cell(name="1 process", world=1, parallel=()),
     Cell(name="TP2", world=2, parallel=(TP2,)),
@@ -109,22 +103,14 @@ class Wanted:
 
 @functools.cache
 def wanted(family: str, layers: int) -> Wanted:
-    """Compute a cell's wanted numbers by plain loops over the Hugging Face model and torch's AdamW.
-
-    The loops take one sample at a time. The numbers are kept, as a pool's worker outlives its tasks. Megatron-Core
-    decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
-    """
+    """Compute a cell's wanted numbers, sample by sample, with torch's AdamW; a pool's worker keeps them."""
     _, model = tiny_model(family, layers=layers)
     samples = near_policy(model, make_samples(NUM_SAMPLES))
     advantages, groups = list(ragged_advantages(NUM_SAMPLES)), [i // 2 for i in range(NUM_SAMPLES)]
-    with torch.no_grad():
-        logprobs = torch.cat([reference_logprobs(model, s)[0][torch.from_numpy(s.loss_mask)] for s in samples])
+    mask = np.concatenate([s.loss_mask for s in samples])
+    logprobs = torch.from_numpy(masked_logprobs(model, samples)[mask])
     gradient, _ = reference_gradient(model, samples, groups, advantages)
-    decayed, plain = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": DECAY}, {"params": plain, "weight_decay": 0.0}], lr=LR
-    )
-    norms = []
+    optimizer, norms = adamw(model, LR, DECAY), []
     for start in range(0, NUM_SAMPLES, PER_MINI_BATCH):
         part = slice(start, min(start + PER_MINI_BATCH, NUM_SAMPLES))
         reference_gradient(model, samples[part], groups[part], advantages[part])
@@ -134,10 +120,7 @@ def wanted(family: str, layers: int) -> Wanted:
 
 
 def take_layout(rig: Rig, layout: str) -> None:
-    """Pack the micro-batches under the token cap, or pad them.
-
-    Padded, every sequence is as long as the longest, and a micro-batch has a fixed number of them.
-    """
+    """Pack the micro-batches under the token cap, or pad every sequence to the longest, so many in each."""
     rules = dict(LAYOUTS[layout])
     if layout == "padded":
         multiple = rig.backend.rules.pad_multiple
@@ -149,7 +132,7 @@ def trained_logprobs(rig: Rig) -> torch.Tensor:
     """Return the log-probs of every loss token of the batch, in order."""
     plan = rig.plan(np.ones(NUM_SAMPLES), drops=False, purpose="logprob")
     flat = torch.from_numpy(rig.backend.forward(rig.batch, plan).flat)
-    return flat[torch.from_numpy(np.concatenate([s.loss_mask for s in rig.samples]))]
+    return flat[torch.from_numpy(rig.loss_mask)]
 
 
 def one_step(rig: Rig, want: Wanted | None, found: dict[str, float]) -> None:
@@ -173,24 +156,21 @@ def three_steps(rig: Rig, want: Wanted | None, found: dict[str, float], *, layou
     weights = rig.weights()
     assert len(results) == 3 and (not drops or sum(r.kind.value == "REAL" for r in results) == 3)
     if rig.is_main:
-        kind = "skip" if drops else "dense"
+        kind, wanted_weights = "skip" if drops else "dense", {k: v for k, v in want.weights.items() if k in weights}
         # the first norm: later ones are taken at weights that AdamW has already moved by rounding
         found[f"norm {layout} {kind}"] = abs(results[0].grad_norm / want.norms[0] - 1)
-        found[f"weights {layout} {kind}"] = relative_error(
-            weights, {k: v for k, v in want.weights.items() if k in weights}
-        )
+        found[f"weights {layout} {kind}"] = relative_error(weights, wanted_weights)
 
 
 def measure(rank: int, world: int, cell: Cell, family: str) -> dict[str, float]:
     """Return every error of a cell on the main rank, and {} on the others."""
     want = wanted(family, cell.layers) if rank == 0 else None
     found: dict[str, float] = {}
-    with open_rig(
-        family, *cell.overrides, "optimizer.distributed=true", samples=NUM_SAMPLES, layers=cell.layers
-    ) as rig:
+    given = dict(samples=NUM_SAMPLES, layers=cell.layers)
+    with open_rig(family, *cell.overrides, *SHARDED, **given) as rig:
         one_step(rig, want, found)
     for layout, drops in (("padded", False), ("packed", True)):
-        with open_rig(family, *cell.overrides, *STEPS, samples=NUM_SAMPLES, layers=cell.layers) as rig:
+        with open_rig(family, *cell.overrides, *STEPS, **given) as rig:
             three_steps(rig, want, found, layout=layout, drops=drops)
     return found if rank == 0 else {}
 

@@ -13,21 +13,14 @@ from tests.workers.pool import Pool
 
 
 def markdown(rows: list[tuple[str, str, dict[str, float]]]) -> str:
-    head = (
-        "| topology | model | log-probs | gradient | gradient norm | weights after 3 steps "
-        "|\n|---|---|---|---|---|---|\n"
-    )
-    lines = [
-        f"| {name} | {family} | " + " | ".join(f"{errors[q]:.1e}" for q in QUANTITIES) + " |"
-        for name, family, errors in rows
-    ]
-    return head + "\n".join(lines) + "\n"
+    head = ("topology", "model", "log-probs", "gradient", "gradient norm", "weights after 3 steps")
+    table = [(name, family, *(f"{errors[q]:.1e}" for q in QUANTITIES)) for name, family, errors in rows]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *table)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]) + "\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.equality.matrix_table", description="Measure the equality matrix."
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.equality.matrix_table", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cells of these names alone")
     parser.add_argument("--markdown", type=pathlib.Path, help="where to write the table")
     given = parser.parse_args()

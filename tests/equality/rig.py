@@ -1,7 +1,4 @@
-"""The rig of the distributed equality tests.
-
-It has a backend over a tiny model, a batch spread over its ranks, and the inputs of one step.
-"""
+"""The rig of the equality tests: a backend over a tiny model, a batch spread over its ranks, one step's inputs."""
 
 from __future__ import annotations
 
@@ -21,13 +18,7 @@ from megatron_rl.backend.batch import Batch
 from megatron_rl.config import Config, load_config
 from megatron_rl.distributed import topology
 from megatron_rl.types import BatchPlan, LossInputs, Sample, StepKind, StepResult
-from tests.reference import (
-    LAYERS,
-    file_weights,
-    make_samples,
-    near_policy,
-    tiny_model,
-)
+from tests.reference import LAYERS, file_weights, make_samples, near_policy, relative_error, tiny_model
 
 MAX_RESPONSE_TOKENS = 16  # rollout.max_response_tokens of every rig; trainer/reference_policy.py's default too
 DEFAULTS = (
@@ -56,6 +47,19 @@ class Rig:
     def is_main(self) -> bool:
         return self.backend.topology.is_main
 
+    @property
+    def everyone(self) -> np.ndarray:
+        return np.ones(len(self.samples), dtype=bool)
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """Return the mask over all response tokens, flat."""
+        return np.concatenate([s.loss_mask for s in self.samples])
+
+    def logprobs(self, chosen: np.ndarray | None = None) -> np.ndarray:
+        """Return the log-probs of a pass over ``chosen``, or over everyone, flat."""
+        return self.backend.logprobs(self.batch, self.everyone if chosen is None else chosen).flat
+
     def take(self, samples: list[Sample], groups: Sequence[int] | None = None) -> None:
         """Make ``samples`` the batch; sample i is produced by rank i mod world."""
         rank, world = self.backend.topology.rank, self.backend.topology.world_size
@@ -68,47 +72,46 @@ class Rig:
         self.backend.rules = dataclasses.replace(self.backend.rules, **changes)
 
     def plan(self, advantages: np.ndarray, *, drops: bool, purpose: str = "train") -> BatchPlan:
-        """Plan the batch, and bring the rows where they are needed.
-
-        An infinite advantage, which ``has_signal`` refuses, is planned as a large one: the way to an infinite gradient.
-        """
+        """Plan the batch and bring its rows; ``has_signal`` refuses an infinite advantage, so a large one stands in."""
         finite = np.nan_to_num(advantages, nan=np.nan, posinf=1.0, neginf=-1.0)
-        plan = self.backend.plan(purpose, self.batch, has_signal(finite, self.batch.facts.loss_tokens), drops=drops)
+        return self.plan_of(has_signal(finite, self.batch.facts.loss_tokens), drops=drops, purpose=purpose)
+
+    def plan_of(self, signal: np.ndarray, *, drops: bool, purpose: str = "train") -> BatchPlan:
+        """Plan the batch by a signal and bring its rows."""
+        plan = self.backend.plan(purpose, self.batch, signal, drops=drops)
         self.batch = self.backend.fetch_rows(self.batch, plan)
         return plan
 
-    def inputs(
-        self,
-        advantages: np.ndarray,
-        members: np.ndarray,
-        *,
-        reduction: str = "token_mean",
-        old: np.ndarray | None = None,
-        **more,
-    ):
-        """Return LossInputs with the weights of ``members`` folded in.
-
-        ``old`` defaults to the samples' own log-probs; ``more`` holds other fields.
-        """
+    def inputs(self, advantages, members, *, reduction="token_mean", old=None, **more):
+        """Return LossInputs with the weights of ``members``; ``old`` defaults to the samples' own log-probs."""
         weights = reduction_weights(reduction, self.batch.facts, members, max_response_tokens=MAX_RESPONSE_TOKENS)
         flat = np.concatenate([s.logprobs for s in self.samples]) if old is None else old
         return LossInputs(advantages=advantages * weights, weights=weights, old_logprobs=flat, **more)
 
     def accumulate(self, advantages: np.ndarray, plan: BatchPlan, position: int = 0, **given: object) -> None:
         """Run forward_backward of one of the plan's mini-batches."""
-        mini_batch = plan.mini_batches[position]
-        inputs = self.inputs(advantages, mini_batch.members, **given)
-        self.backend.forward_backward(self.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[position])
+        self.run(plan, self.inputs(advantages, plan.mini_batches[position].members, **given), position)
 
-    def gradient(
-        self, advantages: np.ndarray, plan: BatchPlan, position: int = 0, **given: object
-    ) -> dict[str, torch.Tensor]:
-        """Return one mini-batch's gradient under Hugging Face names; the backend is left without one."""
-        self.accumulate(advantages, plan, position, **given)
+    def run(self, plan: BatchPlan, inputs: LossInputs, position: int = 0) -> None:
+        fingerprint = plan.fingerprints()[position]
+        self.backend.forward_backward(self.batch, plan.mini_batches[position], inputs, fingerprint=fingerprint)
+
+    def taken(self) -> dict[str, torch.Tensor]:
+        """Return the gradient so far under Hugging Face names; the backend is left without one."""
         gradient = self.backend.gradient()
         self.backend.zero_grad()
         self.backend._sums.zero()
         return gradient
+
+    def gradient(self, advantages, plan, position=0, **given) -> dict[str, torch.Tensor]:
+        """Return one mini-batch's gradient; the backend is left without one."""
+        self.accumulate(advantages, plan, position, **given)
+        return self.taken()
+
+    def errors(self, advantages: np.ndarray, wanted: dict[str, torch.Tensor], label: str = "") -> dict[str, float]:
+        """Return the relative errors of the dense and of the skip run's gradient."""
+        dense, skip = (self.gradient(advantages, self.plan(advantages, drops=drops)) for drops in (False, True))
+        return {f"dense{label}": relative_error(dense, wanted), f"skip{label}": relative_error(skip, wanted)}
 
     def step(self, advantages: np.ndarray, *, drops: bool, **given: object) -> list[StepResult]:
         """Plan the batch and take all its optimizer steps."""
@@ -153,28 +156,13 @@ def layers_of(config: Config) -> int:
 
 @functools.cache
 def _near_samples(family: str, layers: int, count: int, unique_lengths: bool) -> tuple[Sample, ...]:
-    """Draw samples whose log-probs an engine of slightly other weights would have reported.
-
-    They take one plain forward each, once per process.
-    """
+    """Draw samples with log-probs as an engine of slightly other weights would report, once per process."""
     return tuple(near_policy(tiny_model(family, layers=layers)[1], make_samples(count, unique_lengths=unique_lengths)))
 
 
 @contextlib.contextmanager
-def open_rig(
-    family: str,
-    *overrides: str,
-    samples: int = 0,
-    unique_lengths: bool = False,
-    total_steps: int = 1,
-    layers: int | None = None,
-) -> Iterator[Rig]:
-    """Open a backend over reference.tiny_model(family), with a batch of ``samples``.
-
-    Megatron's groups are gone after it.
-
-    layers: None for as many as the stages need (``layers_of``).
-    """
+def open_rig(family, *overrides, samples=0, unique_lengths=False, total_steps=1, layers=None) -> Iterator[Rig]:
+    """Open a backend over tiny_model(family) and a batch. layers: None for as many as the stages need."""
     config = config_of(*overrides)
     layers = layers or layers_of(config)
     hf_config, model = tiny_model(family, layers=layers)
@@ -204,10 +192,7 @@ def equal_by_name(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
 
 
 class ForwardedLengths:
-    """The sequence lengths that this stage's first layer was given.
-
-    They come by torch's own hook, from the packed sequences that attention reads.
-    """
+    """The sequence lengths that this stage's first layer was given, by torch's own hook."""
 
     def __init__(self, rig: Rig):
         self.lengths: list[int] = []

@@ -20,10 +20,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 
 
 def make_data(loss: str, count: int, *, seed: int = 0, wide: bool = False, vocab: int = VOCAB) -> list[Datum]:
-    """Draw ragged data: prompts without a coefficient, every third datum without any, targets of a client's choice.
-
-    wide: several targets a token, of cross_entropy alone.
-    """
+    """Draw ragged data: every third datum without a coefficient, targets as a client likes. wide: several a token."""
     random = np.random.default_rng([seed, count])
     data = []
     for i in range(count):
@@ -76,9 +73,7 @@ def naive_loss(loss: str, logprobs: torch.Tensor, datum: Datum) -> torch.Tensor:
     raise ValueError(loss)
 
 
-def naive_gradient(
-    model: torch.nn.Module, calls: list[tuple[str, list[Datum]]]
-) -> tuple[dict[str, torch.Tensor], list[float], list[list[np.ndarray]]]:
+def naive_gradient(model, calls) -> tuple[dict[str, torch.Tensor], list[float], list[list[np.ndarray]]]:
     """Return the gradient of all calls together, each call's loss, and the log-probs of its data."""
     model.zero_grad()
     losses, read = [], []

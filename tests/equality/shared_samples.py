@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_rl.types import Sample
+from tests.reference import sample_of
 
 SHARED = "plan.share_prompts=true"
 # Samples by group: prompts of one token, of many, and a group of one; no two of these groups share a prompt.
@@ -23,15 +24,9 @@ def group_samples(vocab_size: int = 99) -> tuple[list[Sample], list[int]]:
                 mask[random.integers(0, response - 1)] = False
             if response > 7:
                 mask[-2:] = False
-            samples.append(
-                Sample(
-                    sample_id=f"g{number}s{len(samples)}",
-                    prompt_tokens=prompt_tokens,
-                    token_ids=np.concatenate([prompt, random.integers(2, vocab_size, response)]),
-                    loss_mask=mask,
-                    logprobs=random.normal(-2.0, 0.3, response).astype(np.float32),
-                )
-            )
+            tokens = np.concatenate([prompt, random.integers(2, vocab_size, response)])
+            given = dict(loss_mask=mask, logprobs=random.normal(-2.0, 0.3, response).astype(np.float32))
+            samples.append(sample_of(f"g{number}s{len(samples)}", tokens, response, **given))
             groups.append(number)
     return samples, groups
 

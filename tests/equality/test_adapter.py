@@ -1,7 +1,4 @@
-"""Adapters on every topology equal a plain loop over a Hugging Face model that has them.
-
-Compared are gradient, norm, steps, export and checkpoints.
-"""
+"""Adapters on every topology equal a plain loop over a Hugging Face model that has them: gradient, steps and export."""
 
 from __future__ import annotations
 
@@ -21,137 +18,93 @@ from megatron_rl.types import StepKind
 from megatron_rl.weights.fused import file_tensors
 from tests.allocated import AllocationMeter
 from tests.equality.adapter_measures import gradients, merged_apart, three_steps
-from tests.equality.adapter_rig import (
-    ATTENTION,
-    LORA,
-    NUM_SAMPLES,
-    STEPS,
-    TOPOLOGIES,
-    open_adapted,
-    overrides_of,
-)
-from tests.equality.matrix import EP2, GATHER, PP2, SP, TP2, VPP2
+from tests.equality.adapter_rig import LORA, NUM_SAMPLES, STEPS, open_settings
+from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import DEFAULTS, equal, equal_by_name, open_rig, ragged_advantages
-from tests.equality.shared_samples import SHARED
+from tests.equality.rows import assert_all, assert_close, measured
 from tests.pairwise import quick
-from tests.reference import (
-    file_weights,
-    make_samples,
-    near_policy,
-    reference_gradient,
-    relative_error,
-    tiny_model,
+from tests.reference import file_weights, make_samples, near_policy, reference_gradient, relative_error, tiny_model
+
+from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight  # isort: skip
+
+# Every kind of layout and every kind of layer once; the rest of the product is long.
+LAYOUTS = (
+    *("one qwen3", "DP2 llama3_rope", "TP2-SP qwen3", "TP2 olmo2", "TP2 gemma3_text", "PP2-recompute qwen2_untied"),
+    *("PP2-VPP2 qwen2_tied", "CP2 llama3_rope", "EP2-attention gpt_oss", "one glm4_moe", "TP2-SP glm4_moe"),
+    *("TP2-SP-ETP1 mixtral", "PP2 qwen3_moe", "TP2-SP-EP2-ETP1 qwen3_moe"),
 )
-from tests.workers.pool import Pool
-
-# Float32 and another order of summation: seen up to 9e-7. A gradient that lacks a rank's part shows at 1e-1.
-TOLERANCE = 1e-5
-
-
-@pytest.mark.parametrize(
-    "name",
-    quick(
-        TOPOLOGIES,
-        *(
-            x
-            for x in TOPOLOGIES
-            if x not in ("TP2-SP-PP2-VPP2", "PP2-DP2", "TP2-SP-CP2", "TP2-PP2", "experts-TP2-SP-EP2")
-        ),
-    ),
+LONG = (
+    *("recompute qwen2_tied", "TP2 qwen2_tied", "PP2 qwen2_tied", "EP2-attention qwen3_moe", "TP2-PP2 qwen2_untied"),
+    *("TP2-SP-PP2-VPP2 qwen3", "PP2-DP2 qwen2_tied", "TP2-SP-CP2 qwen2_untied", "TP2-SP-EP2-attention mixtral"),
+    *("EP2 qwen3_moe", "TP2-SP-EP2 mixtral"),
 )
-def test_skip_and_dense_gradients_of_adapters_equal_reference(pool: Pool, name: str) -> None:
-    world, family, parallel, extra = TOPOLOGIES[name]
-    found = pool.run(world, gradients, family, parallel, extra, timeout_s=90)
-    print(name, found)
-    assert all(max(x.values()) < TOLERANCE for x in found), found
+SPREAD = ("DP2-gather-sharded llama3_rope", "EP2-gather-sharded qwen3_moe")
+LONG_SPREAD = (
+    *("PP2-DP2-gather-sharded qwen2_tied", "EP2-DP2-attention-sharded qwen3_moe", "EP2-DP2-sharded qwen3_moe"),
+)
 
 
-@pytest.mark.parametrize("name", ["TP2-SP", "experts", "experts-EP2", "experts-TP2-SP", "experts-PP2"])
-def test_adapters_beside_weights_equal_merged_ones(pool: Pool, name: str) -> None:
-    world, family, parallel, extra = TOPOLOGIES[name]
-    found = pool.run(world, merged_apart, family, parallel, extra, timeout_s=90)
-    print(name, found)
+@pytest.mark.parametrize("name", quick((*LAYOUTS, *LONG), *LAYOUTS))
+def test_skip_and_dense_gradients_of_adapters_equal_reference(pool, name):
+    assert_close(pool, name, gradients)
+
+
+BESIDE = ("TP2-SP qwen3", "EP2 qwen3_moe", "one glm4_moe", "TP2-SP glm4_moe", "PP2 qwen3_moe")
+
+
+@pytest.mark.parametrize("name", quick(BESIDE, *BESIDE[:2]))
+def test_adapters_beside_weights_equal_merged_ones(pool, name):
+    found = measured(pool, name, merged_apart)
     assert max(found) < TOLERANCE, found
 
 
 def without_tokens(rank: int, world: int) -> dict[str, object]:
     """Return how many experts one short sample leaves without a token, and what its gradient is for their adapters."""
-    with open_adapted("glm4_moe", ("expert=2",), samples=0) as rig:
+    with open_settings("glm4_moe", ("parallel.expert=2",), samples=0) as rig:
         rig.take(near_policy(rig.model, make_samples(2)[:1] * 2))
         reference_gradient(rig.model, rig.samples, rig.groups, [1.0, 1.0])
         named = {name: p.grad for name, p in rig.model.named_parameters() if ".lora_" in name}
         want = file_tensors(named, rig.model.config.model_type)
-        advantages = np.ones(2)
-        gradient = rig.gradient(advantages, rig.plan(advantages, drops=True))
+        gradient = rig.gradient(np.ones(2), rig.plan(np.ones(2), drops=True))
         idle = [name for name, x in want.items() if ".experts." in name and not x.any()]
-        return {
-            "idle": len(idle),
-            "zero": not any(gradient[name].any() for name in idle),
-            "error": relative_error(gradient, want),
-        }
+        zero = not any(gradient[name].any() for name in idle)
+        return {"idle": len(idle), "zero": zero, "error": relative_error(gradient, want)}
 
 
-def test_an_expert_without_tokens_has_a_gradient_of_zero(pool: Pool) -> None:
+def test_an_expert_without_tokens_has_a_gradient_of_zero(pool):
     for found in pool.run(2, without_tokens, timeout_s=60):
         assert found["idle"] and found["zero"] and found["error"] < TOLERANCE, found
 
 
-@pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-tied", "CP2", "DP2"])
-def test_gradients_of_adapters_over_shared_prompts_equal_reference(pool: Pool, name: str) -> None:
-    world, family, parallel, extra = TOPOLOGIES[name]
-    found = pool.run(world, gradients, family, parallel, (*extra, SHARED), timeout_s=90)
-    print(name, found)
-    assert all(max(x.values()) < TOLERANCE for x in found), found
+OVER_SHARED = ("TP2-SP-shared qwen3", "CP2-shared llama3_rope", "shared qwen3", "PP2-shared qwen2_tied")
 
 
-SHARDED = {
-    "DP2-sharded-overlaps": (2, "llama3_rope", (), (*GATHER, "optimizer.distributed=true")),
-    "PP2-DP2-sharded-overlaps": (4, "qwen2_tied", (PP2,), (*GATHER, "optimizer.distributed=true")),
-    "EP2-DP2-sharded": (4, "qwen3_moe", (EP2,), (ATTENTION, "optimizer.distributed=true")),
-    "experts-EP2-sharded-overlaps": (2, "qwen3_moe", (EP2,), (*GATHER, "optimizer.distributed=true")),
-    "experts-EP2-DP2-sharded": (4, "qwen3_moe", (EP2,), ("optimizer.distributed=true",)),
-}
+@pytest.mark.parametrize("name", quick(OVER_SHARED, *OVER_SHARED[:2]))
+def test_gradients_of_adapters_over_shared_prompts_equal_reference(pool, name):
+    assert_close(pool, name, gradients)
 
 
-LARGE = (
-    "TP2-PP2",
-    "PP2-DP2",
-    "TP2-SP-CP2",
-    "TP2-SP-EP2",
-    "PP2-recomputed",
-    "EP2-DP2-sharded",
-    "experts-EP2-DP2-sharded",
-)
+STEPPED = (*LAYOUTS[:1], *LAYOUTS[2:3], *LAYOUTS[6:9], LAYOUTS[11], *SPREAD)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.long] if x in LARGE else []) for x in (*TOPOLOGIES, *SHARDED)]
-)
-def test_three_adamw_steps_of_adapters_equal_torchs(pool: Pool, name: str) -> None:
-    """Three AdamW steps of adapters give the norm, movement and export of torch's AdamW.
-
-    The export is W + (alpha / rank) B A of those adapters, and W to the bit where they are off. The tolerance of the
-    movement is wider, as AdamW amplifies the summation order where a gradient is near zero.
-    """
-    world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
-    found = pool.run(world, three_steps, family, parallel, extra, timeout_s=120)
-    print(name, found[0])
-    for each in found:
-        assert each["norm"] < 1e-6 and each["moved"] < 1e-3 and each["export"] < TOLERANCE, found
-        assert each["frozen"] and each["trained"] and each["replicas"], found
+@pytest.mark.parametrize("name", quick((*LAYOUTS, *LONG, *SPREAD, *LONG_SPREAD), *STEPPED))
+def test_three_adamw_steps_of_adapters_equal_torchs(pool, name):
+    """The movement's bound is wider, as AdamW amplifies the summation order where a gradient is near zero."""
+    for found in measured(pool, name, three_steps):
+        assert found["norm"] < 1e-6 and found["moved"] < 1e-3 and found["export"] < TOLERANCE, found
+        assert found["frozen"] and found["trained"] and found["replicas"], found
 
 
-def ghosts(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, bool]:
+def ghosts(rank: int, world: int, family: str, settings: tuple[str, ...]) -> dict[str, bool]:
     """Compare a step and a ghost with a step and an all-zero gradient; both then take a further step."""
     advantages, ended = ragged_advantages(NUM_SAMPLES), []
     for ghost in (True, False):
-        with open_adapted(family, parallel, (*STEPS[1:], *extra)) as rig:
+        with open_settings(family, (*settings, *STEPS[1:])) as rig:
             rig.step(advantages, drops=True)
             if ghost:
                 rig.ghost()
             else:
-                plan = rig.plan(advantages, drops=False)
-                rig.accumulate(np.zeros(NUM_SAMPLES), plan)
+                rig.accumulate(np.zeros(NUM_SAMPLES), rig.plan(advantages, drops=False))
                 rig.backend.optim_step(StepKind.REAL)
             between = (list(rig.weights().values()), rig.optimizer_state())
             rig.step(advantages, drops=True)
@@ -160,88 +113,67 @@ def ghosts(rank: int, world: int, family: str, parallel: tuple[str, ...], extra:
     return {name: equal(one, two) for name, one, two in zip(names, *ended, strict=True)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    quick(
-        ["DP2", "TP2-SP", "PP2-DP2", "PP2-DP2-sharded-overlaps", "experts-EP2"],
-        "TP2-SP",
-        "experts-EP2",
-        "PP2-DP2-sharded-overlaps",
-    ),
-)
-def test_ghost_step_of_adapters_equals_zero_gradient_step(pool: Pool, name: str) -> None:
-    world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
-    for found in pool.run(world, ghosts, family, parallel, extra, timeout_s=90):
-        assert all(found.values()), found
+GHOSTS = ("TP2-SP qwen3", "EP2 qwen3_moe", *SPREAD[:1], "PP2-DP2 qwen2_tied", *LONG_SPREAD[:1])
 
 
-def silent(rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]) -> float:
-    """Return the relative error of the skip run's merged weights against the dense run's.
+@pytest.mark.parametrize("name", quick(GHOSTS, *GHOSTS[:3]))
+def test_ghost_step_of_adapters_equals_zero_gradient_step(pool, name):
+    assert_all(pool, name, ghosts)
 
-    Each takes two steps in which one sample of eleven has signal.
-    """
+
+def silent(rank: int, world: int, family: str, settings: tuple[str, ...]) -> float:
+    """Return the error of the skip run's merged weights after two steps in which one sample of eleven has signal."""
     advantages, ended = np.zeros(NUM_SAMPLES), []
     advantages[5] = 0.7
     for drops in (True, False):
-        with open_adapted(family, parallel, (*STEPS[1:], *extra)) as rig:
-            plan = rig.plan(advantages, drops=drops)
-            assert bool(plan.mini_batches[0].silent_ranks) == drops
+        with open_settings(family, (*settings, *STEPS[1:])) as rig:
+            assert bool(rig.plan(advantages, drops=drops).mini_batches[0].silent_ranks) == drops
             for _ in range(2):
                 rig.step(advantages, drops=drops)
             ended.append(rig.weights())
     return relative_error(*ended)
 
 
-@pytest.mark.parametrize(
-    "name",
-    quick(["DP2", "PP2-DP2", "DP2-sharded-overlaps", "PP2-DP2-sharded-overlaps"], "DP2", "PP2-DP2-sharded-overlaps"),
-)
-def test_a_silent_rank_joins_the_reduction_of_adapters(pool: Pool, name: str) -> None:
-    world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
-    found = pool.run(world, silent, family, parallel, extra, timeout_s=90)
-    print(name, found)
+SILENT = ("DP2 llama3_rope", *SPREAD[:1], "PP2-DP2 qwen2_tied", *LONG_SPREAD[:1])
+
+
+@pytest.mark.parametrize("name", quick(SILENT, *SILENT[:2]))
+def test_a_silent_rank_joins_the_reduction_of_adapters(pool, name):
+    found = measured(pool, name, silent)
     assert max(found) < TOLERANCE, found
 
 
-def untrained(rank: int, world: int, parallel: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    with open_rig("qwen3", *overrides_of(parallel, ()), layers=4) as rig:
+def untrained(rank: int, world: int, family: str, settings: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    with open_rig(family, *LORA, *settings, layers=4) as rig:
         return {name: x.clone() for name, x in rig.backend.export_adapters()}
 
 
-def test_every_layout_starts_with_the_same_adapters(pool: Pool) -> None:
-    """Every layout starts with the same adapters to the bit, and another run.seed with others."""
-    first = pool.run(1, untrained, (), timeout_s=60)[0]
-    for world, parallel in ((2, (TP2,)), (2, (TP2, SP)), (2, (PP2, VPP2)), (4, (TP2, PP2))):
-        for found in pool.run(world, untrained, parallel, timeout_s=60):
-            assert equal_by_name(found, first), parallel
+def test_every_layout_starts_with_the_same_adapters(pool):
+    """To the bit, so that no layout draws for itself."""
+    (first,) = measured(pool, "one qwen3", untrained)
+    for name in ("TP2-SP qwen3", "PP2-VPP2 qwen3", "TP2-PP2 qwen3"):
+        assert all(equal_by_name(found, first) for found in measured(pool, name, untrained)), name
     assert all(x.any() == (".lora_A." in name) for name, x in first.items())
     columns = [x for name, x in first.items() if ".lora_A." in name]
     assert len({x.flatten()[0].item() for x in columns}) == len(columns), "no two are drawn alike"
 
 
-def off_and_on(
-    rank: int, world: int, family: str, parallel: tuple[str, ...], extra: tuple[str, ...]
-) -> dict[str, bool]:
-    """Return whether adapters off give the log-probs of the model without any, and on again what they were.
-
-    Untrained adapters, whose B is 0, must give those log-probs too.
-    """
-    everyone = np.ones(NUM_SAMPLES, dtype=bool)
-    with open_adapted(family, parallel, extra) as rig:
-        samples, backend = rig.samples, rig.backend
-        before = backend.logprobs(rig.batch, everyone).flat
-        backend.schedule.gather_parameters()
-        with adapters_off(backend.chunks):
-            inside = backend.logprobs(rig.batch, everyone).flat
-        after = backend.logprobs(rig.batch, everyone).flat
+def off_and_on(rank: int, world: int, family: str, settings: tuple[str, ...]) -> dict[str, bool]:
+    """Compare adapters that are off, or untrained with B = 0, with the model without any, and on again with before."""
+    with open_settings(family, settings) as rig:
+        samples, before = rig.samples, rig.logprobs()
+        rig.backend.schedule.gather_parameters()
+        with adapters_off(rig.backend.chunks):
+            inside = rig.logprobs()
+        after = rig.logprobs()
         rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
         results = rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
-    with open_rig(family, *overrides_of(parallel, extra)) as rig:
+    with open_rig(family, *LORA, *settings) as rig:
         rig.take(samples)
-        untrained = rig.backend.logprobs(rig.batch, everyone).flat
-    with open_rig(family, *(f"parallel.{x}" for x in parallel), *extra) as rig:
+        untrained = rig.logprobs()
+    with open_rig(family, *settings) as rig:
         rig.take(samples)
-        base = rig.backend.logprobs(rig.batch, everyone).flat
+        base = rig.logprobs()
         with pytest.raises(ValueError, match="set lora.rank"), adapters_off(rig.backend.chunks):
             pass
     return {
@@ -253,17 +185,18 @@ def off_and_on(
     }
 
 
-@pytest.mark.parametrize("name", ["1 process", "TP2-SP", "PP2-VPP2", "DP2-sharded-overlaps", "experts-EP2"])
-def test_adapters_off_is_the_frozen_model_to_the_bit(pool: Pool, name: str) -> None:
-    world, family, parallel, extra = {**TOPOLOGIES, **SHARDED}[name]
-    for found in pool.run(world, off_and_on, family, parallel, extra, timeout_s=90):
-        assert all(found.values()), found
+OFF = ("TP2-SP qwen3", *SPREAD[:1], "EP2 qwen3_moe", "one qwen3", "PP2-VPP2 qwen2_tied")
 
 
-def memory_of_export(rank: int, world: int, parallel: tuple[str, ...]) -> dict[int, int]:
+@pytest.mark.parametrize("name", quick(OFF, *OFF[:3]))
+def test_adapters_off_is_the_frozen_model_to_the_bit(pool, name):
+    assert_all(pool, name, off_and_on)
+
+
+def memory_of_export(rank: int, world: int, family: str, settings: tuple[str, ...]) -> dict[int, int]:
     """Return, by bucket_bytes, the most bytes that an export takes beside the model."""
     found = {}
-    with open_adapted("qwen2_untied", parallel, samples=0) as rig:
+    with open_settings(family, settings, samples=0) as rig:
         for bucket_bytes in (1, 200_000):
             meter, tensors = AllocationMeter(), rig.backend.export(bucket_bytes=bucket_bytes)
             while True:
@@ -274,15 +207,13 @@ def memory_of_export(rank: int, world: int, parallel: tuple[str, ...]) -> dict[i
     return found
 
 
-@pytest.mark.parametrize("parallel", [(), (TP2,), (PP2,)], ids=["1 process", "TP2", "PP2"])
-def test_merging_takes_a_parameter_beside_the_bucket(pool: Pool, parallel: tuple[str, ...]) -> None:
-    """Merging takes the memory of a few copies of one parameter beside the bucket.
+EXPORTED = ("TP2 qwen2_untied", "one qwen2_untied", "PP2 qwen2_untied")
 
-    The largest is linear_fc1, [192, 64] in float32, here with its result, two blocks, and the whole tensor where one is
-    made of it.
-    """
-    for found in pool.run(2 if parallel else 1, memory_of_export, parallel, timeout_s=60):
-        print(parallel, found)
+
+@pytest.mark.parametrize("name", quick(EXPORTED, EXPORTED[0]))
+def test_merging_takes_a_parameter_beside_the_bucket(pool, name):
+    """linear_fc1, [192, 64] in float32, with its result, two blocks, and the whole tensor where one is made of it."""
+    for found in measured(pool, name, memory_of_export):
         one = 192 * 64 * 4
         assert found[200_000] <= 200_000 + 3 * one and found[1] <= 5 * one, found
 
@@ -302,7 +233,7 @@ def written(rank: int, world: int, folder: str) -> list[str]:
     return [*sorted(x.name for x in pathlib.Path(folder).iterdir()), str(caught.value)]
 
 
-def test_adapters_that_peft_would_leave_out_are_not_written(pool: Pool, tmp_path: pathlib.Path) -> None:
+def test_adapters_that_peft_would_leave_out_are_not_written(pool, tmp_path):
     (found,) = pool.run(1, written, str(tmp_path), timeout_s=60)
     assert found[:-1] == ["hf", "other", "other_adapter"]
     assert "gate_proj of glm4_moe" in found[-1] and "hf, or set lora.targets" in found[-1]
@@ -312,7 +243,7 @@ def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> bool:
     """Return whether offload and restore between two steps leave the bits of a run without them."""
     ended = []
     for moves in (False, True):
-        with open_adapted("qwen2_tied", (), (*STEPS[1:], *extra)) as rig:
+        with open_settings("qwen2_tied", (*STEPS[1:], *extra)) as rig:
             rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
             if moves:
                 assert rig.backend.offload().total > 0
@@ -324,7 +255,7 @@ def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("sharded", ["true", "false"])
-def test_offload_and_restore_leave_adapters_as_they_were(pool: Pool, sharded: str) -> None:
+def test_offload_and_restore_leave_adapters_as_they_were(pool, sharded):
     assert all(pool.run(2, offloaded, (f"optimizer.distributed={sharded}", "model.dtype=bfloat16"), timeout_s=60))
 
 
@@ -340,5 +271,33 @@ def critic_without(rank: int, world: int) -> bool:
         topology.destroy()
 
 
-def test_a_critic_has_no_adapters(pool: Pool) -> None:
+def test_a_critic_has_no_adapters(pool):
     assert pool.run(1, critic_without, timeout_s=60) == [True]
+
+
+def rows_apart(rank: int, world: int, family: str, settings: tuple[str, ...]) -> list:
+    """Return shape and strides of each gradient [T, 1, out] that a frozen weight would multiply row by row."""
+    advantages, seen, apart = ragged_advantages(NUM_SAMPLES), [], []
+    original = LinearWithFrozenWeight.backward
+
+    def backward(ctx, gradient: torch.Tensor):
+        seen.append(gradient.shape)
+        if gradient.stride(0) != gradient.shape[1] * gradient.stride(1):  # torch.matmul folds [T, 1] only where equal
+            apart.append((tuple(gradient.shape), gradient.stride()))
+        return original(ctx, gradient)
+
+    with pytest.MonkeyPatch.context() as patch, open_settings(family, settings) as rig:
+        patch.setattr(LinearWithFrozenWeight, "backward", staticmethod(backward))
+        rig.gradient(advantages, rig.plan(advantages, drops=False))
+    assert len(seen) > 4 * len(rig.model.model.layers) // rig.backend.topology.pipeline_size
+    return apart
+
+
+FROZEN = ("PP2 qwen2_tied", "CP2 llama3_rope", "one qwen3", "recompute qwen2_tied", "TP2 qwen2_tied", "TP2-SP qwen3")
+FROZEN += ("PP2-VPP2 qwen2_tied", "EP2-attention qwen3_moe")
+
+
+@pytest.mark.parametrize("name", quick(FROZEN, *FROZEN[:2]))
+def test_frozen_weights_multiply_a_gradient_whole(pool, name):
+    """With other strides than these a backward pass took ten times as long, and memory for a weight per token."""
+    assert not any(measured(pool, name, rows_apart))

@@ -1,7 +1,4 @@
-"""Under rollout.bitwise the engine's log-probs are the trainer's, bit by bit, however the trainer packs the samples.
-
-Its forward is otherwise the model's: log-probs and gradients are those of the ordinary layers but for rounding.
-"""
+"""Under rollout.bitwise the engine's log-probs are the trainer's, bit by bit, however samples are packed."""
 
 from __future__ import annotations
 
@@ -10,26 +7,24 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.sight import KEY_BLOCK
 from megatron_rl.rollout.bitwise_engine import BitwiseEngine
+from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt, Sample
-from tests.equality.rig import Rig, open_rig, ragged_advantages, sizes
-from tests.reference import reference_logprobs, relative_error
+from tests.equality.rig import Rig, open_rig, ragged_advantages
+from tests.equality.rows import measured
+from tests.pairwise import pairwise, quick
+from tests.reference import masked_logprobs, relative_error
 from tests.unit.rollout.tiny_model import _tokenizer
-from tests.workers.pool import Pool
 
 BITWISE = (
-    "rollout.bitwise=true",
-    "rollout.temperature=0.8",
-    "rollout.max_response_tokens=70",
-    "rollout.max_batch_samples=12",
-    "loss.policy=importance_sampling",
+    *("rollout.bitwise=true", "rollout.temperature=0.8", "rollout.max_response_tokens=70"),
+    *("rollout.max_batch_samples=12", "loss.policy=importance_sampling"),
 )
 PROMPTS = (3, KEY_BLOCK + 6, 1, KEY_BLOCK - 1, 17)
-SAMPLES = 4
+SAMPLES = 2
 CUTS = (
     dict(max_tokens=10_000),
     dict(max_tokens=300),
@@ -55,24 +50,14 @@ def sampled(engine: BitwiseEngine, lengths=PROMPTS) -> tuple[list[Sample], list[
         Prompt(prompt_id=f"{i}@0", text="", token_ids=tuple(random.integers(2, 22, n).tolist()), columns={})
         for i, n in enumerate(lengths)
     ]
-    rollouts = engine.generate(prompts, SAMPLES)
-    samples = [
-        Sample(
-            sample_id=x.sample_id,
-            prompt_tokens=len(x.prompt.token_ids),
-            token_ids=np.array(x.prompt.token_ids + x.response_ids),
-            loss_mask=np.ones(len(x.response_ids), dtype=bool),
-            logprobs=np.array(x.logprobs, dtype=np.float32),
-        )
-        for x in rollouts
-    ]
+    samples = [to_sample(x, included=True) for x in engine.generate(prompts, SAMPLES)]
     return samples, [i // SAMPLES for i in range(len(samples))]
 
 
-def every_cut(rank: int, world: int, family: str, dtype: str, folder, *layout: str) -> dict[str, object]:
+def every_cut(rank: int, world: int, family: str, given: tuple[str, ...], folder) -> dict[str, object]:
     """Return, for every cut, the largest gap of a log-prob pass and of an update, and which tokens differ."""
     found: dict[str, object] = {}
-    with open_rig(family, *BITWISE, f"model.dtype={dtype}", *layout) as rig:
+    with open_rig(family, *BITWISE, *given) as rig:
         own = folder / str(rank)
         own.mkdir()
         engine = engine_of(rig, own)
@@ -83,7 +68,7 @@ def every_cut(rank: int, world: int, family: str, dtype: str, folder, *layout: s
         advantages = ragged_advantages(len(samples))
         for cut in CUTS:
             rig.rules(**cut)
-            for chosen in (np.ones(len(samples), dtype=bool), advantages != 0):
+            for chosen in (rig.everyone, advantages != 0):
                 passed = rig.backend.logprobs(rig.batch, chosen)
                 tokens = np.repeat(chosen, [len(s.logprobs) for s in samples])
                 found[f"pass {cut} {chosen.sum()}"] = int((passed.flat != np.where(tokens, wanted, 0)).sum())
@@ -98,64 +83,46 @@ def every_cut(rank: int, world: int, family: str, dtype: str, folder, *layout: s
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_engine_equals_trainer(pool: Pool, tmp_path, family, dtype) -> None:
-    (found,) = pool.run(1, every_cut, family, dtype, tmp_path, timeout_s=120)
+@pytest.mark.parametrize(("family", "dtype"), pairwise(FAMILIES, ["float32", "bfloat16"], strength=1))
+def test_engine_equals_trainer(pool, tmp_path, family, dtype):
+    (found,) = pool.run(1, every_cut, family, (f"model.dtype={dtype}",), tmp_path, timeout_s=120)
     lengths = found.pop("lengths")
     assert lengths[-1] > KEY_BLOCK and lengths[0] < 20, "responses reach into a second block of keys, and end early"
     assert found.pop("update ratio") == 1.0
     assert len(found) == 2 * len(CUTS) + 2 and not any(found.values()), found
 
 
-@pytest.mark.parametrize(
-    ("world", "layout", "dtype"),
-    [
-        (2, (), "float32"),
-        (2, sizes(2, 1), "float32"),
-        (2, sizes(2, 1), "bfloat16"),
-        (2, sizes(1, 2), "float32"),
-        (4, (*sizes(1, 2), "parallel.virtual_pipeline=2"), "float32"),
-        (4, sizes(2, 2), "bfloat16"),
-    ],
+LAYOUTS = (
+    *("DP2 qwen2_tied", "TP2-bf16 qwen2_tied", "PP2 qwen2_tied"),
+    *("TP2 qwen2_tied", "PP2-VPP2-DP2 qwen2_tied", "TP2-PP2-bf16 qwen2_tied"),
 )
-def test_layouts_equal_the_engine(pool: Pool, tmp_path, world, layout, dtype) -> None:
+
+
+@pytest.mark.parametrize("name", quick(LAYOUTS, *LAYOUTS[:3]))
+def test_layouts_equal_the_engine(pool, tmp_path, name):
     """Each rank's engine has the model whole and samples for itself; the trainer spreads the samples by its plan."""
-    for found in pool.run(world, every_cut, "qwen2_tied", dtype, tmp_path, *layout, timeout_s=120):
+    for found in measured(pool, name, every_cut, tmp_path):
         assert found.pop("update ratio") == 1.0 and found.pop("lengths")
         assert not any(found.values()), found
 
 
-def ordinary(rank: int, world: int, family: str, *layout: str) -> tuple[float, float]:
+def ordinary(rank: int, world: int, family: str, layout: tuple[str, ...]) -> tuple[float, float]:
     """Return the largest difference of log-probs to a plain loop, and the gradient's to that of the ordinary layers."""
-    gradients, differences = [], []
+    gradients, differences, advantages = [], [], ragged_advantages(10)
     for given in (("rollout.bitwise=true",), ()):
         with open_rig(family, *given, *layout, samples=10) as rig:
-            advantages = ragged_advantages(10)
-            passed = rig.backend.logprobs(rig.batch, np.ones(10, dtype=bool))
-            with torch.no_grad():
-                wanted = np.concatenate([reference_logprobs(rig.model, s)[0].numpy() for s in rig.samples])
-            loss = np.concatenate([s.loss_mask for s in rig.samples])
-            differences.append(float(np.abs(passed.flat - wanted)[loss].max()))
+            differences.append(float(np.abs(rig.logprobs() - masked_logprobs(rig.model, rig.samples)).max()))
             gradients.append(rig.gradient(advantages, rig.plan(advantages, drops=True)))
     return differences[0], relative_error(*gradients)
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("qwen2_tied", ()),
-        ("qwen2_untied", ()),
-        ("qwen3", ()),
-        ("llama3_rope", ()),
-        ("qwen2_tied", sizes(2, 1)),
-        ("qwen3", sizes(2, 2)),
-    ],
-)
-def test_log_probs_and_gradients_equal_those_of_the_ordinary_layers(pool: Pool, family, layout) -> None:
-    world = 1 if not layout else 4 if layout == sizes(2, 2) else 2
-    for difference, error in pool.run(world, ordinary, family, *layout, timeout_s=60):
-        assert difference < 1e-5 and error < 1e-5  # float32, summed in another order
+ORDINARY = ("one qwen3", "one llama3_rope", "TP2 qwen2_tied", "one qwen2_tied", "one qwen2_untied", "TP2-PP2 qwen3")
+
+
+@pytest.mark.parametrize("name", quick(ORDINARY, *ORDINARY[:3]))
+def test_log_probs_and_gradients_equal_those_of_the_ordinary_layers(pool, name):
+    for errors in measured(pool, name, ordinary):
+        assert max(errors) < 1e-5  # float32, summed in another order
 
 
 def wrong_weights(rank: int, world: int, folder) -> list[str]:
@@ -182,7 +149,7 @@ def wrong_weights(rank: int, world: int, folder) -> list[str]:
     return said
 
 
-def test_weights_that_are_not_the_models_are_refused(pool: Pool, tmp_path) -> None:
+def test_weights_that_are_not_the_models_are_refused(pool, tmp_path):
     (said,) = pool.run(1, wrong_weights, tmp_path, timeout_s=60)
     assert ["model.norm.weight" in said[i] for i in (0, 2, 3)] == [True] * 3 and "odd" in said[1], said
 
@@ -192,5 +159,5 @@ def mixture(rank: int, world: int) -> None:
         open_rig("mixtral", "rollout.bitwise=true").__enter__()
 
 
-def test_a_mixture_is_refused(pool: Pool) -> None:
+def test_a_mixture_is_refused(pool):
     pool.run(1, mixture, timeout_s=60)

@@ -1,7 +1,4 @@
-"""A checkpoint loaded by another backend gives the same weights to the bit and the same next steps.
-
-The other backend has the same topology or another.
-"""
+"""A checkpoint loaded under the same or another topology gives the same bits and the same next steps; adapters too."""
 
 from __future__ import annotations
 
@@ -11,91 +8,70 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint import model_state
+from megatron_rl.checkpoint.convert import plan_export
 from megatron_rl.checkpoint.folder import whole_checkpoints
-from megatron_rl.errors import CheckpointError
-from tests.equality.rig import sizes
-from tests.equality.saved_steps import BF16, PLAIN, SHARDED, open_like, save_and_load, take_steps, tensors_of
-from tests.workers.pool import Pool
+from megatron_rl.checkpoint.torch_dist import TorchDistReader
+from megatron_rl.errors import CheckpointError, ConfigError
+from megatron_rl.model.hf_config import read_shape
+from tests.equality.adapter_rig import ATTENTION
+from tests.equality.rows import row
+from tests.equality.saved_steps import open_like, save_and_load, take_steps, tensors_of
+from tests.pairwise import quick
+from tests.reference import tiny_config
 
-SAME = {
-    "DP2": (2, (*sizes(1, 1), *PLAIN), "qwen2_tied", 3),
-    "DP2-sharded": (2, (*sizes(1, 1), *SHARDED), "qwen2_tied", 3),
-    "DP2-sharded-overlap": (2, (*sizes(1, 1), *SHARDED, "megatron.ddp.overlap_param_gather=true"), "qwen2_tied", 3),
-    "DP2-bf16": (2, (*sizes(1, 1), *PLAIN, *BF16), "qwen2_tied", 3),
-    "DP2-sharded-bf16": (2, (*sizes(1, 1), *SHARDED, *BF16), "qwen2_tied", 3),
-    "TP2": (2, (*sizes(2, 1), *PLAIN), "llama", 3),
-    "PP2-tied": (2, (*sizes(1, 2), *SHARDED), "qwen2_tied", 3),
-    "EP2": (2, (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "qwen3_moe", 3),
-    "EP2-two-kinds-of-layers-bf16": (2, (*sizes(1, 1), *SHARDED, *BF16, "parallel.expert=2"), "glm4_moe", 3),
-    "EP2-sinks-bf16": (2, (*sizes(1, 1), *SHARDED, *BF16, "parallel.expert=2"), "gpt_oss", 3),
-    "before-any-step": (2, (*sizes(1, 1), *SHARDED, *BF16), "qwen2_tied", 0),
-}
+SAME = (
+    *("DP2-plain qwen2_tied", "DP2-plain-bf16 qwen2_tied", "DP2-sharded qwen2_tied", "DP2-sharded-bf16 qwen2_tied"),
+    *("DP2-sharded-gather qwen2_tied", "TP2-plain llama", "PP2-sharded qwen2_tied", "EP2-sharded qwen3_moe"),
+    *("EP2-sharded-bf16 glm4_moe", "EP2-sharded-bf16 gpt_oss"),
+)
+LONG = ("DP2-sharded qwen2_tied", "TP2-plain llama", "EP2-sharded qwen3_moe", "EP2-sharded-bf16 gpt_oss")
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_the_same_topology_goes_on_to_the_bit(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
-    world, topology, family, steps = SAME[name]
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("DP2-sharded-bf16 qwen2_tied", 0)]
+    + [pytest.param(x, 3, marks=[pytest.mark.long] if x in LONG else []) for x in SAME],
+)
+def test_the_same_topology_goes_on_to_the_bit(pool, tmp_path, name, steps):
+    world, family, topology = row(name)
     for found in pool.run(world, save_and_load, str(tmp_path), topology, topology, family, steps, timeout_s=120):
         assert found["numbers"] and found["loaded"] and found["next"] and found["rate"], found
-        assert (found["moved"] > 1e-4) == (steps > 0), found
+        assert found["export"] == found["reference"] == 0 and (found["moved"] > 1e-4) == (steps > 0), found
     assert whole_checkpoints(tmp_path) == [7]
 
 
-OTHER = {
-    "DP2-sharded-to-TP2": ((*sizes(1, 1), *SHARDED), (*sizes(2, 1), *PLAIN), "llama"),
-    "TP2-to-PP2": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "qwen2_tied"),
-    "PP2-VPP2-to-DP2-sharded": (
-        (*sizes(1, 2), *PLAIN, "parallel.virtual_pipeline=2"),
-        (*sizes(1, 1), *SHARDED),
-        "qwen2_tied",
-    ),
-    "TP2-to-PP2-joined": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "phi3"),
-    "TP2-to-DP2-norms-over-heads": ((*sizes(2, 1), *SHARDED), (*sizes(1, 1), *SHARDED), "olmo2"),
-    "TP2-to-PP2-norms-over-each-head": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "qwen3"),
-    "PP2-to-DP2-window": ((*sizes(1, 2), *PLAIN), (*sizes(1, 1), *SHARDED), "mistral_window"),
-    "TP2-to-PP2-windows-by-kind": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "olmo3"),
-    "TP2-to-PP2-norms-around": ((*sizes(2, 1), *SHARDED), (*sizes(1, 2), *SHARDED), "gemma3_text"),
-    "PP2-to-CP2": ((*sizes(1, 2), *SHARDED), (*sizes(1, 1), *SHARDED, "parallel.context=2"), "llama"),
-    "EP2-to-TP2": (
-        (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
-        (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true"),
-        "qwen3_moe",
-    ),
-    "EP2-to-TP2-sinks": (
-        (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
-        (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true", "parallel.expert_tensor=1"),
-        "gpt_oss",
-    ),
-    "PP2-to-EP2": ((*sizes(1, 2), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "glm4_moe"),
-    "PP2-to-EP2-dense-layers-between": (
-        (*sizes(1, 2), *PLAIN),
-        (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
-        "llama4_interleaved",
-    ),
-    "TP2-to-EP2-latents": (
-        (*sizes(2, 1), *SHARDED, "parallel.sequence_parallel=true"),
-        (*sizes(1, 1), *SHARDED, "parallel.expert=2"),
-        "deepseek_v3",
-    ),
-    "DP2-to-EP2": ((*sizes(1, 1), *PLAIN), (*sizes(1, 1), *SHARDED, "parallel.expert=2"), "mixtral"),
-    "bf16-TP2-to-DP2-sharded": ((*sizes(2, 1), *PLAIN, *BF16), (*sizes(1, 1), *SHARDED, *BF16), "llama"),
-}
+OTHER = (
+    *("TP2-sharded to PP2-sharded phi3", "TP2-sharded to DP2-sharded olmo2", "TP2-sharded to PP2-sharded gemma3_text"),
+    *("PP2-VPP2-plain to DP2-sharded qwen2_tied", "PP2-sharded to CP2-sharded llama"),
+    *("EP2-sharded to TP2-SP-ETP1-sharded gpt_oss", "PP2-plain to EP2-sharded llama4_interleaved"),
+    *("PP2-plain to EP2-sharded glm4_moe", "TP2-SP-sharded to EP2-sharded deepseek_v3"),
+    "TP2-plain-bf16 to DP2-sharded-bf16 llama",
+)
+# a window or a norm of each head adds no tensor of another shape; the first and the last go to AdamW's own test
+LONG_OTHER = (
+    *("DP2-sharded to TP2-plain llama", "TP2-sharded to PP2-sharded qwen2_tied", "TP2-sharded to PP2-sharded qwen3"),
+    *("PP2-plain to DP2-sharded mistral_window", "TP2-sharded to PP2-sharded olmo3"),
+    *("EP2-sharded to TP2-SP-sharded qwen3_moe", "DP2-plain to EP2-sharded mixtral"),
+)
 
 
-@pytest.mark.parametrize("name", OTHER)
-def test_another_topology_goes_on_from_the_same_bits(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
-    """Another topology has weights, reference and counters to the bit, and the next steps to rounding.
+def both(name: str, *more: str) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Return the settings of either topology of a row, and its model."""
+    first, _, rest = name.partition(" to ")
+    second, family = rest.split()
+    return *((*row(f"{x} {family}")[2], *more) for x in (first, second)), family
 
-    Half precision rounds at 2⁻⁸.
-    """
-    first, second, family = OTHER[name]
-    for found in pool.run(2, save_and_load, str(tmp_path), first, second, family, 3, timeout_s=120):
-        assert found["loaded"] and found["rate"] and found["moved"] > 1e-4, found
+
+@pytest.mark.parametrize("name", quick((*OTHER, *LONG_OTHER), *OTHER))
+def test_another_topology_goes_on_from_the_same_bits(pool, tmp_path, name):
+    """The next steps are equal to rounding; half precision rounds at 2⁻⁸."""
+    for found in pool.run(2, save_and_load, str(tmp_path), *both(name), 3, timeout_s=120):
+        assert found["loaded"] and found["rate"] and found["reference"] == 0 and found["moved"] > 1e-4, found
         assert found["error"] < (5e-3 if "bf16" in name else 1e-5), found
 
 
-def adam_sums(rank: int, world: int, root: str, first: tuple[str, ...], second: tuple[str, ...], family: str) -> bool:
-    """Return whether every tensor of AdamW has the same bytes in both backends' checkpoints."""
+def adam_sums(rank, world, root: str, first, second, family: str) -> None:
+    """Save a backend's state, load it under another topology, and save it again."""
     folder = pathlib.Path(root)
     with open_like(first, family) as rig:
         take_steps(rig, 3)
@@ -104,14 +80,12 @@ def adam_sums(rank: int, world: int, root: str, first: tuple[str, ...], second: 
     with open_like(second, family) as rig:
         model_state.load(rig.backend, path, kept, model)
         model_state.save(rig.backend, folder, 2, {}).finish()
-    return True
 
 
-@pytest.mark.parametrize("name", ["DP2-sharded-to-TP2", "PP2-VPP2-to-DP2-sharded", "DP2-to-EP2"])
-def test_adam_is_the_same_to_the_bit_under_another_topology(pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
+@pytest.mark.parametrize("name", quick((LONG_OTHER[0], OTHER[3], LONG_OTHER[-1]), LONG_OTHER[0], LONG_OTHER[-1]))
+def test_adam_is_the_same_to_the_bit_under_another_topology(pool, tmp_path, name):
     """AdamW's state is the same to the bit in both checkpoints, read by torch's own reader."""
-    first, second, family = OTHER[name]
-    pool.run(2, adam_sums, str(tmp_path), first, second, family, timeout_s=120)
+    pool.run(2, adam_sums, str(tmp_path), *both(name), timeout_s=120)
     one, two = (tensors_of(tmp_path / f"iter_000000{n}") for n in (1, 2))
     assert set(one) == set(two) and any(key.startswith("optimizer.state.exp_avg_sq.") for key in one)
     for key in one:
@@ -119,19 +93,67 @@ def test_adam_is_the_same_to_the_bit_under_another_topology(pool: Pool, tmp_path
         assert torch.equal(one[key][:rows], two[key][:rows]) and max(len(one[key]), len(two[key])) - rows <= 1, key
 
 
-def load_other_model(rank: int, world: int, root: str) -> str:
-    with open_like(sizes(1, 1), "llama") as rig:
+LORA = ("lora.rank=3", "lora.alpha=5")
+ADAPTED = (
+    *("DP2-sharded-bf16 qwen2_tied", "PP2-sharded qwen2_tied", "TP2-SP-ETP1-plain mixtral", "DP2-plain qwen2_tied"),
+    *("TP2-SP-sharded qwen3", "TP2-PP2-plain llama", "EP2-sharded glm4_moe"),
+)
+
+
+@pytest.mark.parametrize("name", quick(ADAPTED, *ADAPTED[:3]))
+def test_adapters_go_on_to_the_bit_in_the_same_topology(pool, tmp_path, name):
+    """The frozen weights are in no checkpoint: they come from the model."""
+    world, family, topology = row(name)
+    topology += LORA
+    for found in pool.run(world, save_and_load, str(tmp_path), topology, topology, family, 3, timeout_s=120):
+        assert found["loaded"] and found["next"] and found["export"] == found["reference"] == 0, found
+        assert found["reference passes"] and found["moved"] > 1e-3, found
+    keys = set(tensors_of(tmp_path / "iter_0000007"))
+    assert keys and all("_adapter." in key for key in keys)
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in keys)
+    shape = read_shape(tiny_config(family), layer_spec="torch")
+    with pytest.raises(ConfigError, match="holds adapters .*step_<n>/hf"):
+        plan_export(TorchDistReader(tmp_path / "iter_0000007"), shape, None)
+
+
+ADAPTED_ELSEWHERE = (
+    *("TP2-sharded to PP2-VPP2-sharded qwen2_tied", "EP2-sharded to TP2-SP-plain glm4_moe"),
+    *("DP2-sharded to TP2-SP-plain qwen3", "PP2-sharded to TP2-sharded llama"),
+    "TP2-SP-EP2-ETP1-sharded to PP2-sharded qwen3_moe",
+)
+
+
+@pytest.mark.parametrize("name", quick(ADAPTED_ELSEWHERE, *ADAPTED_ELSEWHERE[:2]))
+def test_adapters_go_on_from_the_same_bits_in_another_topology(pool, tmp_path, name):
+    """The adapters are the same to the bit, their merged product and the next steps to rounding."""
+    for found in pool.run(2, save_and_load, str(tmp_path), *both(name, *LORA), 3, timeout_s=120):
+        assert found["loaded"] and max(found["export"], found["reference"]) < 1e-6 and found["moved"] > 1e-3, found
+        assert found["error"] < 1e-4, found
+
+
+def refusals(rank: int, world: int, root: str) -> dict[str, str]:
+    """Return the words of the refusals of another model, other adapters, and other frozen weights."""
+    with open_like(LORA, "llama") as rig:
         path = model_state.save(rig.backend, pathlib.Path(root), 1, {}).finish()
         kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
-    with open_like(sizes(1, 1), "qwen2_tied") as rig, pytest.raises(CheckpointError) as caught:
+    said, rank_of_4 = {}, ("lora.rank=4", "lora.alpha=5")
+    others = {"rank": (rank_of_4, "llama"), "targets": ((*LORA, ATTENTION), "llama"), "full": ((), "llama")}
+    for name, (lora, family) in (others | {"family": (LORA, "qwen2_tied")}).items():
+        with open_like(lora, family) as rig, pytest.raises(CheckpointError) as caught:
+            model_state.load(rig.backend, path, kept, model)
+        said[name] = str(caught.value)
+    with open_like(LORA, "llama") as rig, pytest.raises(CheckpointError) as caught:
+        with torch.no_grad():
+            rig.backend.parameters()[0][0, 0] += 1.0
         model_state.load(rig.backend, path, kept, model)
-    return str(caught.value)
+    return said | {"weights": str(caught.value)}
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(pool: Pool, tmp_path: pathlib.Path) -> None:
-    for message in pool.run(2, load_other_model, str(tmp_path), timeout_s=60):
-        assert (
-            "another model" in message
-            and "family llama there and qwen2 here" in message
-            and "tied_embeddings False there and True" in message
-        )
+def test_a_checkpoint_of_another_model_or_other_adapters_is_refused_by_name(pool, tmp_path):
+    for said in pool.run(2, refusals, str(tmp_path), timeout_s=90):
+        assert "another model" in said["family"] and "family llama there and qwen2 here" in said["family"], said
+        assert "tied_embeddings False there and True" in said["family"], said
+        assert "lora.rank 3 there and 4 here" in said["rank"] and "give the lora.rank" in said["rank"], said
+        assert "'linear_fc1'" in said["targets"] and "lora.targets" in said["targets"], said
+        assert "lora.rank 3 there and 0 here" in said["full"] and "null for 0" in said["full"], said
+        assert "frozen_weights" in said["weights"] and "model.hf_path and model.dtype" in said["weights"], said

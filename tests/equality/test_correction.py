@@ -1,7 +1,4 @@
-"""Importance corrections on real schedules equal the naive loop's gradient.
-
-Denominators are unchanged, and nothing that is masked is forwarded.
-"""
+"""Importance corrections equal the naive loop's gradient: denominators stay, and nothing masked is forwarded."""
 
 from __future__ import annotations
 
@@ -21,8 +18,9 @@ from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.trainer.corrections import CorrectedSignal, apply_corrections
 from megatron_rl.trainer.update import runs_S
 from megatron_rl.types import Advantages, BatchPlan, LossInputs
-from tests.equality.layouts import TOLERANCE
-from tests.equality.rig import ForwardedLengths, Rig, open_rig, ragged_advantages, sizes
+from tests.equality.layouts import PP2, TOLERANCE, TP2
+from tests.equality.rig import ForwardedLengths, Rig, open_rig, ragged_advantages
+from tests.pairwise import pairwise, quick
 from tests.reference import (
     make_samples,
     near_policy,
@@ -33,7 +31,6 @@ from tests.reference import (
 )
 from tests.runs.command import arguments, command_line, rows_of, weights_of
 from tests.unit.algorithm.naive_importance import MODES, naive
-from tests.workers.pool import Pool
 
 NUM_SAMPLES, FAMILY = 11, "qwen2_tied"
 ADVANTAGES = ragged_advantages(NUM_SAMPLES)
@@ -48,27 +45,18 @@ NEVER = CorrectionConfig(mode="sequence_mask", cap=1.0, floor=1.0)  # no noisy s
 
 @functools.cache
 def drawn() -> tuple[torch.nn.Module, list]:
-    """Return the model, and samples whose engine is 0.4 nats of noise away from it at each token.
-
-    No two samples have the same length.
-    """
+    """Return the model, and samples of unique lengths whose engine is 0.4 nats of noise away from it at each token."""
     _, model = tiny_model(FAMILY)
     return model, near_policy(model, make_samples(NUM_SAMPLES, unique_lengths=True), spread=0.4)
 
 
 @functools.cache
 def wanted(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Return the reference's gradient at π_θ = π_old, and the weights of the naive loop.
-
-    Each token's advantage is multiplied by the naive loop's weight.
-    """
+    """Return the reference's gradient at π_θ = π_old with the naive loop's weights of tokens, and those weights."""
     model, samples = drawn()
     with torch.no_grad():
         old = [reference_logprobs(model, s)[0] for s in samples]
-    gaps = [
-        (before.double() - torch.from_numpy(s.logprobs).double()).tolist()
-        for before, s in zip(old, samples, strict=True)
-    ]
+    gaps = [(x.double() - torch.from_numpy(s.logprobs).double()).tolist() for x, s in zip(old, samples, strict=True)]
     weights = naive(CORRECTIONS[name], ADVANTAGES.tolist(), gaps, [s.loss_mask.tolist() for s in samples])
     each = torch.tensor(weights).split([len(s.loss_mask) for s in samples])
     advantages = [float(a) * w for a, w in zip(ADVANTAGES, each, strict=True)]
@@ -77,17 +65,14 @@ def wanted(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 def corrected(rig: Rig, correction: CorrectionConfig, *, drops: bool) -> tuple[BatchPlan, np.ndarray, CorrectedSignal]:
     """Correct a batch as train_on_rollout does: a draft by advantage, the log-prob pass, the verdict, the plan."""
-    backend, batch = rig.backend, rig.batch
+    batch = rig.batch
     signal = has_signal(ADVANTAGES, batch.facts.loss_tokens)
-    passed = runs_S(backend.plan("train", batch, signal, drops=drops), NUM_SAMPLES)
-    old = backend.logprobs(batch, passed).flat
-    advantages = Advantages(of_sample=ADVANTAGES)
-    verdict = apply_corrections(
-        correction, backend, batch, advantages=advantages, signal=signal, passed=passed, old_logprobs=old
-    )
-    plan = backend.plan("train", batch, verdict.signal, drops=drops)
+    passed = runs_S(rig.backend.plan("train", batch, signal, drops=drops), NUM_SAMPLES)
+    old = rig.logprobs(passed)
+    given = dict(advantages=Advantages(of_sample=ADVANTAGES), signal=signal, passed=passed, old_logprobs=old)
+    verdict = apply_corrections(correction, rig.backend, batch, **given)
+    plan = rig.plan_of(verdict.signal, drops=drops)
     assert not (runs_S(plan, NUM_SAMPLES) & ~passed).any()
-    rig.batch = backend.fetch_rows(batch, plan)
     return plan, old, verdict
 
 
@@ -106,56 +91,39 @@ def without_signal(rig: Rig, weights: list[float]) -> set[int]:
     }
 
 
-def every_correction(rank: int, world: int, tensor: int, pipeline: int, cut: dict) -> dict[str, float]:
+def every_correction(rank: int, world: int, layout: tuple[str, ...], cut: dict) -> dict[str, float]:
     found: dict[str, float] = {}
-    with open_rig(FAMILY, *sizes(tensor, pipeline)) as rig:
+    with open_rig(FAMILY, *layout) as rig:
         rig.take(drawn()[1])
         rig.rules(**cut)
-        seen, place, lengths = (
-            ForwardedLengths(rig),
-            rig.backend.topology,
-            tokens_of(rig.batch.facts, share_prompts=False).whole,
-        )
+        seen, place = ForwardedLengths(rig), rig.backend.topology
+        lengths = tokens_of(rig.batch.facts, share_prompts=False).whole
         for name, correction in CORRECTIONS.items():
             for drops in (False, True):
                 plan, old, verdict = corrected(rig, correction, drops=drops)
                 (mini_batch,) = plan.mini_batches
                 seen.take()
-                inputs = inputs_of(rig, plan, old, verdict)
-                rig.backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
-                forwarded = seen.take()
-                assert forwarded == sorted(lengths[mini_batch.rank_samples(place.data_rank)].tolist())
+                rig.run(plan, inputs_of(rig, plan, old, verdict))
+                assert seen.take() == sorted(lengths[mini_batch.rank_samples(place.data_rank)].tolist())
                 if drops and rig.backend.rules.repack:
                     assert set(mini_batch.dropped.tolist()) == without_signal(rig, wanted(name)[1])
-                gradient = rig.backend.gradient()
-                rig.backend.zero_grad()
-                found[f"{name} {'skip' if drops else 'dense'}"] = (
-                    relative_error(gradient, wanted(name)[0]) if rig.is_main else 0.0
-                )
+                found[f"{name} {'skip' if drops else 'dense'}"] = relative_error(rig.taken(), wanted(name)[0])
                 found[f"{name} masked"] = verdict.metrics["correction/masked_samples"]
     return found
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "data"),
-    [(1, 1, 2), (1, 2, 1), *(pytest.param(*x, marks=pytest.mark.long) for x in ((2, 2, 1), (1, 2, 2)))],
-)
-@pytest.mark.parametrize(
-    "cut", [{"max_tokens": 25}, {"samples_per_microbatch": 2, "repack": False}], ids=["repacked", "as cut"]
-)
-def test_corrected_gradient_equals_the_naive_loops(
-    pool: Pool, tensor: int, pipeline: int, data: int, cut: dict
-) -> None:
-    """The gradient equals the naive loop's in every mode and δ, skip and dense.
+LAYOUTS = {"DP2": (2, ()), "PP2": (2, (PP2,)), "TP2-PP2": (4, (TP2, PP2)), "PP2-DP2": (4, (PP2,))}
+CUTS = {"repacked": {"max_tokens": 25}, "as cut": {"samples_per_microbatch": 2, "repack": False}}
 
-    Only what the naive loop's weights leave runs.
-    """
-    found = pool.run(tensor * pipeline * data, every_correction, tensor, pipeline, cut, timeout_s=90)[0]
+
+@pytest.mark.parametrize(("layout", "cut"), pairwise(LAYOUTS, CUTS, kept=[("DP2", "repacked"), ("PP2", "as cut")]))
+def test_corrected_gradient_equals_the_naive_loops(pool, layout, cut):
+    """In every mode and δ, skip and dense; only what the naive loop's weights leave runs."""
+    world, overrides = LAYOUTS[layout]
+    found = pool.run(world, every_correction, overrides, CUTS[cut], timeout_s=90)[0]
     masked = {name.removesuffix(" masked"): count for name, count in found.items() if name.endswith(" masked")}
     errors = {name: error for name, error in found.items() if not name.endswith(" masked")}
-    print(f"worst {max(errors.values()):.1e}", masked)
-    # e^{Σ d} adds the float32 roundings of a sample's log-probs to the weight, so that sequence modes show 2e-6 and not
-    # 4e-7
+    # e^{Σ d} adds the float32 roundings of a sample's log-probs to the weight: sequence modes show 2e-6, not 4e-7
     assert max(errors.values()) < TOLERANCE, errors
     # else it proves little
     assert all(masked[name] > 0 for name in ("sequence_mask", "geometric_mask", "off-policy", "both")), masked
@@ -168,7 +136,7 @@ def nothing_left(rank: int, world: int) -> tuple[str, int, list[float]]:
         return plan.mini_batches[0].kind.value, len(plan.mini_batches[0].dropped), verdict.weights.tolist()
 
 
-def test_a_batch_that_is_masked_whole_is_a_ghost(pool: Pool) -> None:
+def test_a_batch_that_is_masked_whole_is_a_ghost(pool):
     for kind, dropped, weights in pool.run(2, nothing_left, timeout_s=60):
         assert kind == "GHOST" and dropped == NUM_SAMPLES and not any(weights)
 
@@ -178,19 +146,14 @@ def test_a_batch_that_is_masked_whole_is_a_ghost(pool: Pool) -> None:
 
 @contextlib.contextmanager
 def noisy_engine():
-    """Let the embedded engine give log-probs that are 0.3 nats of noise away from its own.
-
-    The noise depends on the sample alone.
-    """
+    """Let the embedded engine give log-probs that are 0.3 nats of a sample's own noise away from its own."""
     true = TransformersEngine.generate
 
     def generate(self, *args, on_finished, **kwargs):
-        return [
-            _noisy(x)
-            for x in true(
-                self, *args, on_finished=lambda k, group: on_finished(k, [_noisy(x) for x in group]), **kwargs
-            )
-        ]
+        def noisy_group(number, group):
+            on_finished(number, [_noisy(x) for x in group])
+
+        return [_noisy(x) for x in true(self, *args, on_finished=noisy_group, **kwargs)]
 
     def _noisy(rollout):
         random = np.random.default_rng(zlib.crc32(rollout.sample_id.encode()))
@@ -209,30 +172,15 @@ def noisy_command_line(rank: int, world: int, given: list[str]) -> tuple[int, st
         return command_line(rank, world, given)
 
 
-@pytest.mark.parametrize("layout", ["parallel.pipeline=2", "parallel.pipeline=1"])
-def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout) -> None:
-    """A masking run that skips ends with the dense run's weights, bitwise.
-
-    Tokens and samples are masked, nothing is repacked, and the run differs from one without corrections.
-    """
+@pytest.mark.parametrize("layout", quick(["parallel.pipeline=2", "parallel.pipeline=1"], "parallel.pipeline=2"))
+def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_path, layout):
+    """To the bit, as nothing is repacked; and the run differs from one without corrections."""
     weights, rows = {}, {}
-    masked = (
-        "correction.mode=token_mask",
-        "correction.cap=1.3",
-        "correction.floor=0.8",
-        "correction.off_policy_delta=0.1",
-    )
+    masked = [f"correction.{x}" for x in ("mode=token_mask", "cap=1.3", "floor=0.8", "off_policy_delta=0.1")]
+    as_cut = ("plan.repack=false", "plan.samples_per_microbatch=2")
     for name, extra in (("exact", masked), ("off", masked), ("plain", ())):
         run_dir, mode = tmp_path / name, "exact" if name == "plain" else name
-        given = arguments(
-            arithmetic,
-            run_dir,
-            layout,
-            f"skip.mode={mode}",
-            "plan.repack=false",
-            "plan.samples_per_microbatch=2",
-            *extra,
-        )
+        given = arguments(arithmetic, run_dir, layout, f"skip.mode={mode}", *as_cut, *extra)
         results = pool.run(2, noisy_command_line, given, timeout_s=120)
         assert [code for code, _ in results] == [0, 0], results
         weights[name], rows[name] = weights_of(run_dir), rows_of(run_dir)
@@ -246,12 +194,8 @@ def test_a_masking_run_ends_with_the_dense_runs_weights(pool, arithmetic, tmp_pa
     assert not any(k.startswith("correction/") for row in rows["plain"] for k in row)
 
 
-def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithmetic, tmp_path) -> None:
-    """A correction that finds nothing to correct changes no bit.
-
-    Engine and trainer agree to rounding, so that no sample is past δ: weights of exactly 1, two epochs over each
-    rollout.
-    """
+def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithmetic, tmp_path):
+    """Engine and trainer agree to rounding, so that no sample is past δ: weights of exactly 1, over two epochs."""
     weights = []
     for extra in ((), ("correction.off_policy_delta=0.01",)):
         given = arguments(arithmetic, tmp_path / str(len(extra)), "train.epochs_per_rollout=2", *extra)
@@ -263,7 +207,7 @@ def test_a_correction_that_finds_nothing_to_correct_changes_no_bit(pool, arithme
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_a_run_whose_every_sample_is_masked_is_ghosts(pool, arithmetic, tmp_path) -> None:
+def test_a_run_whose_every_sample_is_masked_is_ghosts(pool, arithmetic, tmp_path):
     extra = ["correction.mode=sequence_mask", "correction.cap=1", "correction.floor=1"]
     ((code, said),) = pool.run(1, noisy_command_line, arguments(arithmetic, tmp_path, *extra), timeout_s=60)
     assert code == 0, said

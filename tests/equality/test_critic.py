@@ -1,7 +1,4 @@
-"""The critic's values, and the gradient of their loss, equal a Hugging Face reward model's.
-
-The reward model takes one sample at a time; the critic is tried on every grid of ranks.
-"""
+"""The critic's values, and the gradient of their loss, equal a Hugging Face reward model's on every grid of ranks."""
 
 from __future__ import annotations
 
@@ -14,63 +11,60 @@ import torch
 from megatron_rl.algorithm.advantage import loss_inputs
 from megatron_rl.rollout.training_batch import scored_batch
 from megatron_rl.trainer.advantages import KLPenalty, critic_advantages
-from tests.equality.critic_rig import VPP, Pair, naive, one_gradient, open_critic, targets, values_of
-from tests.equality.shared_samples import SHARED
-from tests.reference import reference_logprobs, relative_error
-from tests.workers.pool import Pool
-
-TOLERANCE = 1e-5
+from tests.equality.critic_rig import Pair, naive, one_gradient, open_critic, targets, values_of
+from tests.equality.layouts import TOLERANCE
+from tests.equality.rows import row
+from tests.pairwise import quick
+from tests.reference import gradient_of, reference_logprobs, relative_error
 
 
 def against_reward_model(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, float]:
     """Return the worst differences to the loop: of values, of the gradient and of the loss, under two reductions."""
     found: dict[str, float] = {}
     with open_critic(family, *overrides) as pair:
-        critic, samples, groups, batch, judge = pair.critic, pair.samples, pair.groups, pair.batch, pair.judge
+        critic, samples, batch, judge = pair.critic, pair.samples, pair.batch, pair.judge
         flat = critic.values(batch)
         with torch.no_grad():
             wanted = np.concatenate([values_of(judge, s).numpy() * s.loss_mask for s in samples])
         found["values"] = float(np.abs(flat - wanted).max())
         returns, old = (np.concatenate(x) for x in targets(samples))
         for reduction in ("token_mean", "sequence_mean"):
-            critic.config = dataclasses.replace(
-                critic.config, loss=dataclasses.replace(critic.config.loss, reduction=reduction)
-            )
+            loss = dataclasses.replace(critic.config.loss, reduction=reduction)
+            critic.config = dataclasses.replace(critic.config, loss=loss)
             with critic._here():
                 gradient, loss = one_gradient(critic, batch, returns, old)
-            theirs, total = naive(judge, samples, groups, reduction)
+            theirs, total = naive(judge, samples, pair.groups, reduction)
             found[f"gradient/{reduction}"] = relative_error(gradient, theirs)
             found[f"loss/{reduction}"] = abs(loss - total) / abs(total)
     return found
 
 
-TP, PP, CP = (f"critic.parallel.{x}=2" for x in ("tensor", "pipeline", "context"))
-SP, POLICY_TP, POLICY_PP = "critic.parallel.sequence_parallel=true", "parallel.tensor=2", "parallel.pipeline=2"
-GRIDS = [
-    (1, "qwen2_tied", ()),
-    (2, "qwen2_tied", ()),
-    (2, "qwen3", (POLICY_TP, "parallel.sequence_parallel=true")),
-    (2, "llama", (POLICY_PP,)),
-    (2, "qwen2_tied", (TP,)),
-    (2, "qwen3", (TP, SP)),
-    (2, "llama3_rope", (PP, VPP)),
-    (2, "qwen2_untied", (CP,)),
-    (4, "qwen2_tied", (POLICY_TP, POLICY_PP, "critic.parallel.tensor=1")),
-    (4, "llama", (POLICY_TP, "critic.parallel.pipeline=2")),
-    (1, "qwen3", (SHARED,)),
-    (2, "llama3_rope", (PP, VPP, SHARED)),
-    (2, "qwen2_untied", (CP, SHARED)),
-]
+# the policy's grid, and the critic's own: TP, SP, PP, VPP, CP and DP are of either alone, or of both
+GRIDS = {
+    "one qwen2_tied": (),
+    "DP2 qwen2_tied": (),
+    "TP2-SP qwen3": (),
+    "PP2 llama": (),
+    "DP2 qwen2_tied, critic TP2": ("tensor=2",),
+    "DP2 qwen3, critic TP2-SP": ("tensor=2", "sequence_parallel=true"),
+    "DP2 llama3_rope, critic PP2-VPP2": ("pipeline=2", "virtual_pipeline=2"),
+    "DP2 qwen2_untied, critic CP2": ("context=2",),
+    "TP2-PP2 qwen2_tied, critic TP1": ("tensor=1",),
+    "TP2-DP2 llama, critic PP2": ("pipeline=2",),
+    "shared qwen3": (),
+    "DP2-shared llama3_rope, critic PP2-VPP2": ("pipeline=2", "virtual_pipeline=2"),
+    "DP2-shared qwen2_untied, critic CP2": ("context=2",),
+}
+LONG = (
+    *("one qwen2_tied", "PP2 llama", "DP2 qwen2_tied, critic TP2", "TP2-PP2 qwen2_tied, critic TP1"),
+    *("TP2-DP2 llama, critic PP2", "shared qwen3"),
+)
 
 
-@pytest.mark.parametrize(("world", "family", "overrides"), GRIDS)
-def test_values_and_gradient_equal_a_reward_models(
-    pool: Pool, world: int, family: str, overrides: tuple[str, ...]
-) -> None:
-    """The critic's values and gradient equal a reward model's on the policy's grid and on others.
-
-    TP, SP, PP, VPP, CP and DP are of the critic alone, of the policy alone, or of both.
-    """
+@pytest.mark.parametrize("name", quick(GRIDS, *(x for x in GRIDS if x not in LONG)))
+def test_values_and_gradient_equal_a_reward_models(pool, name):
+    world, family, policy = row(name.partition(",")[0])
+    overrides = (*policy, *(f"critic.parallel.{x}" for x in GRIDS[name]))
     for found in pool.run(world, against_reward_model, family, overrides, timeout_s=90):
         assert max(found.values()) < TOLERANCE, found
 
@@ -79,10 +73,7 @@ GAMMA, LAM, BETA = 0.98, 0.9, 0.1
 
 
 def naive_ppo(pair: Pair, totals: list[float], penalties: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    """Return the policy's gradient of one step, token by token.
-
-    Its parts are values, GAE over loss tokens, the clipped surrogate and the token mean.
-    """
+    """Return one step's gradient token by token: values, GAE over loss tokens, clipped surrogate, token mean."""
     pair.policy_model.zero_grad()
     count = sum(int(s.loss_mask.sum()) for s in pair.samples)
     for sample, total, penalty in zip(pair.samples, totals, penalties, strict=True):
@@ -97,14 +88,11 @@ def naive_ppo(pair: Pair, totals: list[float], penalties: list[np.ndarray]) -> d
             ratio = (logprobs[t] - float(sample.logprobs[t])).exp()
             loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / count
         loss.backward()
-    return {name: p.grad.clone() for name, p in pair.policy_model.named_parameters()}
+    return gradient_of(pair.policy_model)
 
 
 def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> float:
-    """Return the relative error of the policy's gradient.
-
-    Values come from the critic's ranks, advantages and weights from the run's own stages.
-    """
+    """Return the policy's gradient error, with values from the critic's ranks, all else from the run's own stages."""
     given = (f"advantage.gamma={GAMMA}", f"advantage.lam={LAM}", "advantage.whiten=none", *overrides)
     with open_critic(family, *given) as pair:
         backend, batch, facts = pair.backend, pair.batch, pair.batch.facts
@@ -112,10 +100,9 @@ def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...])
         totals = random.normal(size=len(pair.samples))
         totals[3] = np.nan  # excluded, as its mask says
         penalties = [BETA * random.normal(size=len(s.loss_mask)) for s in pair.samples]
-        mask = backend.gather_loss_mask(batch)
-        tokens, penalty = len(mask), np.concatenate(penalties)
-        unread = np.zeros(tokens, dtype=np.float32)
-        paid = KLPenalty(old=unread, reference=unread, penalties=penalty, kl=0.0, tokens=tokens, metrics={})
+        mask, penalty = backend.gather_loss_mask(batch), np.concatenate(penalties)
+        unread = np.zeros(len(mask), dtype=np.float32)
+        paid = KLPenalty(old=unread, reference=unread, penalties=penalty, kl=0.0, tokens=len(mask), metrics={})
         scored = scored_batch(backend.config, batch, totals, totals[:, None])
         estimate = critic_advantages(backend.config, scored, pair.critic.values(batch), paid, mask)
         signal = estimate.advantages.largest(facts.response_tokens) > 0
@@ -131,14 +118,11 @@ def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...])
         return relative_error(gradient, naive_ppo(pair, totals.tolist(), penalties))
 
 
-@pytest.mark.parametrize(
-    ("world", "family", "overrides"),
-    [
-        (2, "qwen2_untied", ()),
-        (2, "llama", (POLICY_PP, "critic.parallel.pipeline=1")),
-        (4, "qwen3", (POLICY_TP, POLICY_PP)),
-        (2, "qwen2_untied", (SHARED,)),
-    ],
-)
-def test_a_ppo_step_equals_a_loop_over_tokens(pool: Pool, world: int, family: str, overrides: tuple[str, ...]) -> None:
-    assert max(pool.run(world, one_ppo_step, family, overrides, timeout_s=90)) < TOLERANCE
+STEPS = ("PP2 llama", "DP2-shared qwen2_untied", "DP2 qwen2_untied", "TP2-PP2 qwen3")
+
+
+@pytest.mark.parametrize("name", quick(STEPS, *STEPS[:2]))
+def test_a_ppo_step_equals_a_loop_over_tokens(pool, name):
+    world, family, policy = row(name)
+    critic = ("critic.parallel.pipeline=1",) if name == "PP2 llama" else ()
+    assert max(pool.run(world, one_ppo_step, family, (*policy, *critic), timeout_s=90)) < TOLERANCE

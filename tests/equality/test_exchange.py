@@ -1,7 +1,4 @@
-"""Exchanges between ranks: facts, rows and scores.
-
-Facts reach everyone in one order, rows exactly the ranks that need them and bit for bit, scores arrive with their gaps.
-"""
+"""Exchanges: facts reach everyone in one order, rows the ranks that need them bit for bit, scores with their gaps."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from megatron_rl.backend import batch_exchange
 from megatron_rl.distributed import topology
 from megatron_rl.errors import NonFiniteAdvantage
 from megatron_rl.types import Sample, Score
-from tests.reference import make_samples
-from tests.workers.pool import Pool
+from tests.reference import make_samples, sample_of
 
 COUNT = 13
 
@@ -30,25 +26,15 @@ def place(i: int) -> int:
     return (i * 7) % COUNT * 10
 
 
-def same(a: Sample, b: Sample) -> bool:
-    arrays = ["token_ids", "loss_mask", "logprobs"]
-    if (a.routed_experts is None) != (b.routed_experts is None):
-        return False
-    if a.routed_experts is not None:
-        arrays.append("routed_experts")
-    return (a.sample_id, a.prompt_tokens) == (b.sample_id, b.prompt_tokens) and all(
-        getattr(a, n).dtype == getattr(b, n).dtype
-        and getattr(a, n).shape == getattr(b, n).shape
-        and getattr(a, n).tobytes() == getattr(b, n).tobytes()
-        for n in arrays
-    )
+def bits(sample: Sample) -> tuple:
+    """Return all of a sample as values that are equal where its bits are."""
+    arrays = (sample.token_ids, sample.loss_mask, sample.logprobs, sample.routed_experts)
+    held = [None if x is None else (x.dtype, x.shape, x.tobytes()) for x in arrays]
+    return sample.sample_id, sample.prompt_tokens, *held
 
 
 def with_routing(samples: list[Sample], mode: str) -> list[Sample]:
-    """Return the samples with routed experts: ``mode`` is none, mixed or all.
-
-    mixed: every third sample has none, and the others have two shapes. Counts of int16 are odd and even, with any bits.
-    """
+    """Return samples of which none, all, or (mixed) two thirds have routed experts, in two shapes and with any bits."""
     random = np.random.default_rng(5)
     found = []
     for i, sample in enumerate(samples):
@@ -59,85 +45,57 @@ def with_routing(samples: list[Sample], mode: str) -> list[Sample]:
     return found
 
 
-def bring(
-    rank: int, world: int, tensor: int, pipeline: int, needs: list[list[list[int]]], routing: str
-) -> dict[str, list[bool]]:
+def bring(rank, world, tensor, pipeline, needs, routing) -> dict[str, list[bool]]:
     here = topology.initialize(tensor=tensor, pipeline=pipeline, deadline_s=30)
-    samples = with_routing(make_samples(COUNT), routing)
-    samples[4].logprobs[:] = np.array([np.nan, -np.inf, -0.0, 1e-45] * 4, dtype=np.float32)[
-        : len(samples[4].logprobs)
-    ]  # bits, not values
+    samples, odd = with_routing(make_samples(COUNT), routing), [np.nan, -np.inf, -0.0, 1e-45]  # bits, not values
+    samples[4].logprobs[:] = np.resize(np.array(odd, dtype=np.float32), len(samples[4].logprobs))
     mine = [i for i in range(COUNT) if owner_of(i, world) == rank]
     facts = batch_exchange.gather_facts([samples[i] for i in mine], [i // 3 for i in mine], [place(i) for i in mine])
     in_order = sorted(range(COUNT), key=place)
-    found = {
-        "order": [facts.sample_ids == tuple(samples[i].sample_id for i in in_order)],
-        "facts": [
-            facts.groups.tolist() == [i // 3 for i in in_order],
-            facts.prompt_tokens.tolist() == [samples[i].prompt_tokens for i in in_order],
-            facts.response_tokens.tolist() == [len(samples[i].loss_mask) for i in in_order],
-            facts.loss_tokens.tolist() == [int(samples[i].loss_mask.sum()) for i in in_order],
-            facts.owners.tolist() == [owner_of(i, world) for i in in_order],
-        ],
-        "rows": [],
-    }
+    ordered, rows_found = [samples[i] for i in in_order], []
+    facts_found = [
+        facts.sample_ids == tuple(s.sample_id for s in ordered),
+        facts.groups.tolist() == [i // 3 for i in in_order],
+        facts.prompt_tokens.tolist() == [s.prompt_tokens for s in ordered],
+        facts.response_tokens.tolist() == [len(s.loss_mask) for s in ordered],
+        facts.loss_tokens.tolist() == [int(s.loss_mask.sum()) for s in ordered],
+        facts.owners.tolist() == [owner_of(i, world) for i in in_order],
+    ]
     for need in needs:
         wanted = [np.array(x, dtype=np.int64) for x in need]
         rows = batch_exchange.exchange_rows(facts, [samples[i] for i in mine], wanted, here)
-        found["rows"].append(
-            sorted(rows) == need[rank] and all(same(row, samples[in_order[i]]) for i, row in rows.items())
-        )
-    return found
+        same = all(bits(row) == bits(ordered[i]) for i, row in rows.items())
+        rows_found.append(sorted(rows) == need[rank] and same)
+    return {"facts": facts_found, "rows": rows_found}
 
 
 @pytest.mark.parametrize(
     ("world", "tensor", "pipeline", "routing"),
     [(1, 1, 1, "none"), (2, 1, 1, "none"), (2, 1, 1, "all"), (3, 1, 1, "mixed"), (4, 2, 1, "none"), (4, 1, 2, "mixed")],
 )
-def test_every_rank_gets_exactly_the_rows_it_needs(
-    pool: Pool, world: int, tensor: int, pipeline: int, routing: str
-) -> None:
-    """Every rank gets exactly the rows it needs.
-
-    The needs are all, none, one rank alone, disjoint, overlapping and random, with empty ranks on both sides.
-    """
-    random = np.random.default_rng(world)
-    everything = list(range(COUNT))
+def test_every_rank_gets_exactly_the_rows_it_needs(pool, world, tensor, pipeline, routing):
+    """The needs are all, none, one rank alone, disjoint and random, with empty ranks on both sides."""
+    random, everything = np.random.default_rng(world), list(range(COUNT))
     needs = [
         [everything] * world,
         [[]] * world,
         [everything if rank == world - 1 else [] for rank in range(world)],
         [everything[rank::world] for rank in range(world)],
-        *[
-            [sorted(random.choice(COUNT, random.integers(0, COUNT + 1), replace=False).tolist()) for _ in range(world)]
-            for _ in range(8)
-        ],
+        *[[np.flatnonzero(random.random(COUNT) < 0.5).tolist() for _ in range(world)] for _ in range(8)],
     ]
     for found in pool.run(world, bring, tensor, pipeline, needs, routing, timeout_s=30):
-        assert all(found["order"]) and all(found["facts"]), found
-        assert len(found["rows"]) == len(needs) and all(found["rows"]), found
+        assert all(found["facts"]) and len(found["rows"]) == len(needs) and all(found["rows"]), found
 
 
-def scores(rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
-    """Score nine samples, dealt backwards; one is taken out, one function does not apply."""
+def gather(rank: int, world: int, changed: int, score: Score) -> tuple[np.ndarray, np.ndarray] | str:
+    """Gather nine scores, dealt backwards, of which one is ``score``; return them, or the words of the refusal."""
     values = {i: Score(total=i / 3, by_function=(i / 3, None if i % 2 else -float(i))) for i in range(9)}
-    values[4] = Score(total=None, by_function=(None, None))
-    return gather(rank, world, values)
-
-
-def gather(rank: int, world: int, values: dict[int, Score]) -> tuple[np.ndarray, np.ndarray]:
+    values[changed] = score
     mine = [i for i in reversed(range(9)) if owner_of(i, world) == rank]
-    return batch_exchange.gather_scores([values[i] for i in mine], mine, 2, sample_ids=[f"s{i}" for i in mine])
-
-
-def scores_of_which_one_is_not_finite(rank: int, world: int, total: float, second: float) -> str:
-    values = {i: Score(total=0.0, by_function=(0.0, None)) for i in range(9)}
-    values[7] = Score(total=total, by_function=(1.0, second))
     try:
-        gather(rank, world, values)
+        return batch_exchange.gather_scores([values[i] for i in mine], mine, 2, sample_ids=[f"s{i}" for i in mine])
     except NonFiniteAdvantage as error:
         return str(error)
-    return ""
 
 
 @pytest.mark.parametrize(
@@ -145,55 +103,37 @@ def scores_of_which_one_is_not_finite(rank: int, world: int, total: float, secon
     [(float("inf"), 1e308, "inf, of reward.functions that gave (1, 1e+308)"), (float("nan"), float("nan"), "nan, of ")],
     ids=["overflow", "nan"],
 )
-def test_a_score_that_is_not_finite_is_refused_on_every_rank(
-    pool: Pool, total: float, second: float, said: str
-) -> None:
+def test_a_score_that_is_not_finite_is_refused_on_every_rank(pool, total, second, said):
     """A NaN stands for "no score": as one, a total of NaN would have taken its sample out in silence."""
-    for found in pool.run(3, scores_of_which_one_is_not_finite, total, second, timeout_s=30):
+    for found in pool.run(3, gather, 7, Score(total=total, by_function=(1.0, second)), timeout_s=30):
         assert f"the total reward of sample s7 is {said}" in found and "lower reward.weights" in found
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_scores_arrive_in_order_with_their_gaps(pool: Pool, world: int) -> None:
+def test_scores_arrive_in_order_with_their_gaps(pool, world):
     totals = np.array([i / 3 for i in range(9)])
     totals[4] = np.nan
     second = np.array([np.nan if i % 2 else -float(i) for i in range(9)])
     second[4] = np.nan
-    for found, by_function in pool.run(world, scores, timeout_s=30):
+    for found, by_function in pool.run(world, gather, 4, Score(total=None, by_function=(None, None)), timeout_s=30):
         np.testing.assert_array_equal(found, totals)  # exactly: JSON carries float64 by repr
         np.testing.assert_array_equal(by_function, np.stack([totals, second], axis=1))
 
 
-def twice_the_same_place(rank: int, world: int) -> str:
+def refused(rank: int, world: int, samples: list[Sample], places: list[int], holders: list[int]) -> str:
+    """Return the words about samples at ``places``, which the ranks of ``holders`` hold; the others hold none."""
     topology.initialize(deadline_s=30)
+    own = (samples, [0] * len(samples), places) if rank in holders else ([], [], [])
     try:
-        batch_exchange.gather_facts(make_samples(2), [0, 0], [0, 1])
+        batch_exchange.gather_facts(*own)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_two_samples_with_one_place_are_refused_everywhere(pool: Pool) -> None:
-    for said in pool.run(2, twice_the_same_place, timeout_s=30):
+def test_two_samples_with_one_place_are_refused_everywhere(pool):
+    for said in pool.run(2, refused, make_samples(2), [0, 1], [0, 1], timeout_s=30):
         assert "claim the same place" in said
-
-
-def with_misfit_routing(rank: int, world: int, routed: np.ndarray) -> str:
-    """Return what is said where the last rank's sample carries ``routed``, which does not fit; the others hold none."""
-    topology.initialize(deadline_s=30)
-    sample = Sample(
-        sample_id="7@0#1",
-        prompt_tokens=4,
-        token_ids=np.arange(7),
-        loss_mask=np.ones(3, dtype=bool),
-        logprobs=np.zeros(3, dtype=np.float32),
-        routed_experts=routed,
-    )
-    try:
-        batch_exchange.gather_facts([sample] if rank + 1 == world else [], [0], [0])
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize(
@@ -206,9 +146,8 @@ def with_misfit_routing(rank: int, world: int, routed: np.ndarray) -> str:
     ],
     ids=["tokens", "dtype", "dimensions", "no layer"],
 )
-def test_routed_experts_that_do_not_fit_their_sample_are_refused_everywhere(pool: Pool, routed: np.ndarray) -> None:
-    for said in pool.run(2, with_misfit_routing, routed, timeout_s=30):
-        assert (
-            f"routed_experts of sample 7@0#1 is {routed.dtype} {list(routed.shape)}; it must be int16 [7, layers, "
-            "top_k]" in said
-        )
+def test_routed_experts_that_do_not_fit_their_sample_are_refused_everywhere(pool, routed):
+    sample = sample_of("7@0#1", np.arange(7), 3, routed_experts=routed)
+    for said in pool.run(2, refused, [sample], [0], [1], timeout_s=30):
+        assert f"routed_experts of sample 7@0#1 is {routed.dtype} {list(routed.shape)}" in said
+        assert "it must be int16 [7, layers, top_k]" in said

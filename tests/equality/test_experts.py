@@ -1,12 +1,8 @@
-"""Mixtures of experts equal the reference in log-probs, gradients, norms and steps.
-
-They run under expert, tensor, pipeline and data parallelism.
-"""
+"""Mixtures of experts equal the reference in log-probs, gradients, norms and steps, under every parallelism."""
 
 from __future__ import annotations
 
 import functools
-import pathlib
 
 import numpy as np
 import pytest
@@ -14,185 +10,109 @@ import torch
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.transformers_engine import TransformersEngine
-from megatron_rl.types import Prompt, Sample
+from megatron_rl.rollout.worker import to_sample
+from megatron_rl.types import Prompt
+from tests.equality.layouts import EP2, SHARDED, SP, TOLERANCE, TP2
 from tests.equality.rig import Rig, any_tokenizer, open_rig, ragged_advantages
+from tests.equality.rows import measured
+from tests.pairwise import quick
 from tests.reference import (
     MIXTURES,
+    adamw,
     file_weights,
     make_samples,
+    masked_logprobs,
     near_policy,
     reference_gradient,
     reference_logprobs,
     relative_error,
     tiny_model,
 )
-from tests.workers.pool import Pool
 
-NUM_SAMPLES, STEPS = 11, 3
-# so small that the later steps do not clip every token, which would leave no gradient to compare
-LAYERS, LR = (
-    2,
-    0.0003,
-)
-# Float32 and another order of summation: seen 3e-7 to 1e-6. A token sent to another expert, an expert's gradient lost,
-# averaged or added twice shows at 1e-2 and above.
-TOLERANCE = 1e-5
-SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5")
-
-
-def layout(
-    *, tensor: int = 1, pipeline: int = 1, virtual: int = 1, expert: int = 1, expert_tensor: int | None = None
-) -> tuple[str, ...]:
-    degrees = dict(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual, expert=expert)
-    found = [f"parallel.{name}={degree}" for name, degree in degrees.items()]
-    if expert_tensor is not None:
-        found.append(f"parallel.expert_tensor={expert_tensor}")
-    return (*found, *(["parallel.sequence_parallel=true"] if tensor > 1 else []))
-
-
-RECOMPUTE = tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1"))
-OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=1000")
-FUSED_RANKS = ("parallel.context=2", "parallel.expert=2")  # context ranks as expert ranks
-SMALL = {
-    "EP1": (1, layout()),
-    "EP2": (2, layout(expert=2)),
-    "TP2-SP-EP2-ETP1": (2, layout(tensor=2, expert=2, expert_tensor=1)),
-}
-ONCE = {  # with one family each
-    "EP2-recompute": (2, (*layout(expert=2), *RECOMPUTE), "mixtral"),
-    "EP2-overlap": (2, (*layout(expert=2), *OVERLAP), "qwen3_moe"),
-    "TP2-SP-EP1-ETP2": (2, layout(tensor=2), "mixtral"),
+# LR is so small that the later steps do not clip every token, which would leave no gradient to compare
+NUM_SAMPLES, STEPS, LAYERS, LR, DECAY, CLIP = 11, 3, 2, 0.0003, 0.1, 0.5
+SETTINGS = (f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}", f"optimizer.clip_grad={CLIP}")
+TP2_SP = (TP2, SP)
+# Each family and each kind of layout once; CP2-EP2, recomputed and interleaved experts are cells of the matrix.
+QUICK = (
+    *("one qwen3_moe", "EP2 qwen3_moe_unnormalised", "EP2 llama4_interleaved"),
+    *(f"TP2-SP-EP2-ETP1 {family}" for family in ("glm4_moe", "gpt_oss", "deepseek_v3")),
+    *("EP2-overlap qwen3_moe", "TP2-SP mixtral", "ETP2 qwen3_moe_unnormalised"),
     # experts' gradients are scattered over the tensor ranks here, dense ones over no rank
-    "TP2-SP-EP1-ETP1": (2, (*layout(tensor=2, expert_tensor=1), "optimizer.distributed=true"), "qwen3_moe"),
-    "TP1-EP1-ETP2": (2, layout(expert_tensor=2), "qwen3_moe_unnormalised"),
-    "PP2-VPP2": (2, layout(pipeline=2, virtual=2), "qwen3_moe"),
-    "CP2-EP2": (2, FUSED_RANKS, "mixtral"),
-    "PP2": (2, layout(pipeline=2), "glm4_moe"),  # a dense layer on one stage, a mixture on the other
-    "CP2": (2, ("parallel.context=2",), "glm4_moe"),
-    # a layer without positions on the second stage; chunks of attention that end within a rank's tokens
-    "PP2-kinds-of-attention": (2, layout(pipeline=2), "llama4_interleaved"),
-    "CP2-chunks": (2, ("parallel.context=2",), "llama4"),
-    "PP2-latents": (2, layout(pipeline=2), "deepseek_v3"),
-    "CP2-latents": (2, ("parallel.context=2",), "deepseek_v3"),
-}
-LARGE = {
-    "EP2-PP2": (4, layout(pipeline=2, expert=2)),
-    "EP2-DP4": (4, layout(expert=2)),
-    "TP2-SP-EP2": (4, layout(tensor=2, expert=2)),
-    "EP2-PP2-VPP2": (4, layout(pipeline=2, virtual=2, expert=2)),
-}
-# Each layout and each family once; recomputed and interleaved experts are cells of the matrix and of its long part.
-QUICK = {
-    *(("EP1", "qwen3_moe"), ("EP2", "qwen3_moe_unnormalised"), ("TP2-SP-EP2-ETP1", "mixtral")),
-    *(("EP2", "glm4_moe"), ("TP2-SP-EP2-ETP1", "glm4_moe")),
-    *(("EP2", "gpt_oss"), ("TP2-SP-EP2-ETP1", "gpt_oss")),
-    *(("EP2", "llama4_interleaved"), ("TP2-SP-EP2-ETP1", "llama4")),
-    *(("EP2", "moonlight"), ("TP2-SP-EP2-ETP1", "deepseek_v3")),
-}
-CELLS = [
-    *(
-        pytest.param(
-            *SMALL[name], family, id=f"{name}-{family}", marks=[] if (name, family) in QUICK else [pytest.mark.long]
-        )
-        for name in SMALL
-        for family in MIXTURES
-    ),
-    *(
-        pytest.param(
-            *ONCE[name],
-            id=f"{name}-{ONCE[name][-1]}",
-            marks=[pytest.mark.long] if name in ("EP2-recompute", "PP2-VPP2") else [],
-        )
-        for name in ONCE
-    ),
-    *(
-        pytest.param(*LARGE[name], family, id=f"{name}-{family}", marks=pytest.mark.long)
-        for name in LARGE
-        for family in MIXTURES
-        if (name, family) != ("TP2-SP-EP2", "gpt_oss")  # experts with biases are not split over tensor ranks
-    ),
-]
+    "TP2-SP-ETP1-sharded qwen3_moe",
+    "PP2 glm4_moe",  # a dense layer on one stage, a mixture on the other
+    *("CP2 llama4", "CP2 deepseek_v3"),  # chunks of attention that end within a rank's tokens; latents
+)
+LARGE = ("one", "EP2", "TP2-SP-EP2-ETP1", "EP2-PP2", "EP2-DP2", "TP2-SP-EP2", "EP2-PP2-VPP2")
+ROWS = dict.fromkeys(
+    (
+        *QUICK,
+        # a layer without positions on the second stage
+        *("PP2-VPP2 qwen3_moe", "CP2-EP2 mixtral", "CP2 glm4_moe", "PP2 llama4_interleaved", "PP2 deepseek_v3"),
+        # experts with biases are not split over tensor ranks
+        *(f"{n} {f}" for n in LARGE for f in MIXTURES if (n, f) != ("TP2-SP-EP2", "gpt_oss")),
+    )
+)
 
 
 @functools.cache
-def wanted(
-    family: str, layers: int
-) -> tuple[np.ndarray, dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
-    """Return the reference's log-probs (flat, 0 where masked), first gradient, and weights and norms of three steps.
-
-    It takes one sample at a time, and AdamW. Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``):
-    neither biases nor norms.
-    """
+def wanted(family: str, layers: int) -> tuple[np.ndarray, dict, dict, list[float]]:
+    """Return the reference's log-probs (flat, 0 where masked), first gradient, and weights and norms of three steps."""
     _, model = tiny_model(family, layers=layers)
     samples = near_policy(model, make_samples(NUM_SAMPLES))
-    with torch.no_grad():
-        logprobs = np.concatenate([reference_logprobs(model, s)[0].numpy() * s.loss_mask for s in samples])
-    named = [(p.dim() > 1 and not name.endswith("_bias"), p) for name, p in model.named_parameters()]
-    matrices, others = ([p for is_matrix, p in named if is_matrix is wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
-    gradients, norms = [], []
+    logprobs, optimizer = masked_logprobs(model, samples), adamw(model, LR, DECAY)
+    gradients, norms, groups = [], [], [i // 2 for i in range(NUM_SAMPLES)]
     for _ in range(STEPS):
-        gradients.append(
-            reference_gradient(
-                model, samples, [i // 2 for i in range(NUM_SAMPLES)], list(ragged_advantages(NUM_SAMPLES))
-            )[0]
-        )
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        gradients.append(reference_gradient(model, samples, groups, list(ragged_advantages(NUM_SAMPLES)))[0])
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
     return logprobs, gradients[0], {k: v.clone() for k, v in file_weights(model).items()}, norms
 
 
-def steps(rig: Rig, family: str, *, drops: bool) -> dict[str, float]:
-    """Take three optimizer steps and return the errors of each norm and of the final weights against the reference."""
+def steps(rig: Rig, family: str, label: str, *, drops: bool) -> dict[str, float]:
+    """Take three optimizer steps; return the errors of each norm and of the last weights on the main rank."""
     norms = [result.grad_norm for _ in range(STEPS) for result in rig.step(ragged_advantages(NUM_SAMPLES), drops=drops)]
     weights = rig.weights()
+    if not rig.is_main:
+        return {}
     _, _, expected, expected_norms = wanted(family, rig.model.config.num_hidden_layers)
     return {
-        "norm": abs(norms[0] / expected_norms[0] - 1),
-        "later norms": float(np.abs(np.array(norms[1:]) / expected_norms[1:] - 1).max()),
-        "weights": relative_error(weights, {k: v for k, v in expected.items() if k in weights}),
+        f"norm, {label}": abs(norms[0] / expected_norms[0] - 1),
+        f"later norms, {label}": float(np.abs(np.array(norms[1:]) / expected_norms[1:] - 1).max()),
+        f"weights, {label}": relative_error(weights, {k: v for k, v in expected.items() if k in weights}),
     }
 
 
 def against_reference(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> tuple[dict[str, float], int]:
-    """Return the largest gaps by what was compared, and how many micro-batches of the gradients were fillers."""
+    """Return the main rank's largest gaps by what was compared, and how many micro-batches were fillers."""
     found: dict[str, float] = {}
     advantages, fillers = ragged_advantages(NUM_SAMPLES), 0
-    layers = 4 if "parallel.virtual_pipeline=2" in overrides else LAYERS
-    expected_logprobs, expected_gradient, _, _ = wanted(family, layers)
     with open_rig(family, *overrides, *SETTINGS, samples=NUM_SAMPLES, total_steps=STEPS) as rig:
         for cut in (dict(max_tokens=25), dict(samples_per_microbatch=1)):
             rig.rules(**cut)
-            flat = rig.backend.logprobs(rig.batch, np.ones(NUM_SAMPLES, dtype=bool)).flat
-            found[f"log-probs {cut}"] = float(np.abs(flat - expected_logprobs).max())
+            flat, gradients = rig.logprobs(), []
             for drops in (False, True):
                 plan = rig.plan(advantages, drops=drops)
-                found[f"gradient {cut} {'skip' if drops else 'dense'}"] = relative_error(
-                    rig.gradient(advantages, plan), expected_gradient
-                )
+                gradients.append(rig.gradient(advantages, plan))
                 fillers += plan.mini_batches[0].num_fillers
-        found |= {f"{k}, plain optimizer": v for k, v in steps(rig, family, drops=True).items()}
-    sharded = (*SETTINGS, "optimizer.distributed=true")
-    with open_rig(family, *overrides, *sharded, samples=NUM_SAMPLES, total_steps=STEPS) as rig:
-        found |= {f"{k}, distributed optimizer": v for k, v in steps(rig, family, drops=False).items()}
-    return found, fillers
+            if rig.is_main:
+                logprobs, gradient, _, _ = wanted(family, rig.model.config.num_hidden_layers)
+                found[f"log-probs {cut}"] = float(np.abs(flat - logprobs).max())
+                found |= {f"gradient {cut} {i}": relative_error(each, gradient) for i, each in enumerate(gradients)}
+        found |= steps(rig, family, "plain optimizer", drops=True)
+    with open_rig(family, *overrides, *SETTINGS, *SHARDED, samples=NUM_SAMPLES, total_steps=STEPS) as rig:
+        return found | steps(rig, family, "distributed optimizer", drops=False), fillers
 
 
-@pytest.mark.parametrize(("world", "overrides", "family"), CELLS)
-def test_mixtures_equal_reference(pool: Pool, world: int, overrides: tuple[str, ...], family: str) -> None:
-    """Mixtures on every layout equal the reference, fillers included.
-
-    Of 11 samples 7 have an advantage: neither divides over the ranks, so that where replicas share experts some run
-    fillers.
-    """
-    for found, fillers in pool.run(world, against_reference, family, overrides, timeout_s=60):
-        print({k: f"{v:.1e}" for k, v in found.items()}, fillers, "fillers")
-        later = {k: found.pop(k) for k in list(found) if k.startswith("later norms")}
-        assert max(found.values()) < TOLERANCE, found
-        assert max(later.values()) < 1e-4, later  # the norm at weights that are apart by 1e-6
-        if overrides == layout(expert=2):
-            assert fillers >= 2, fillers
+@pytest.mark.parametrize("name", quick(ROWS, *QUICK))
+def test_mixtures_equal_reference(pool, name):
+    """Of 11 samples 7 have an advantage: where replicas share experts, some run fillers."""
+    results = measured(pool, name, against_reference)
+    found = results[0][0]
+    later = {k: found.pop(k) for k in list(found) if k.startswith("later norms")}
+    assert max(found.values()) < TOLERANCE and len(found) == 10, found
+    assert max(later.values()) < 1e-4, later  # the norm at weights that are apart by 1e-6
+    assert not name.startswith("EP2 ") or min(fillers for _, fillers in results) >= 2, results
 
 
 def one_normalised_expert(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, float]:
@@ -200,7 +120,7 @@ def one_normalised_expert(rank: int, world: int, overrides: tuple[str, ...]) -> 
     logprobs, gradient, _, _ = wanted("mixtral_top1", LAYERS)
     advantages = ragged_advantages(NUM_SAMPLES)
     with open_rig("mixtral_top1", *overrides, samples=NUM_SAMPLES) as rig:
-        found = rig.backend.logprobs(rig.batch, np.ones(NUM_SAMPLES, dtype=bool)).flat
+        found = rig.logprobs()
         ours = rig.gradient(advantages, rig.plan(advantages, drops=True))
     routers = {name: x for name, x in ours.items() if name.endswith(".gate.weight")}
     return {
@@ -210,22 +130,15 @@ def one_normalised_expert(rank: int, world: int, overrides: tuple[str, ...]) -> 
     }
 
 
-@pytest.mark.parametrize("overrides", [(), ("parallel.expert=2",)], ids=["EP1", "EP2"])
-def test_one_normalised_expert_per_token_equals_the_reference(pool: Pool, overrides: tuple[str, ...]) -> None:
-    """A normalised mixture with one expert per token equals transformers', and its routers have no gradient.
-
-    Megatron-Core refuses it under its own name; in transformers the router's gradient is the rounding of 0.
-    """
+@pytest.mark.parametrize("overrides", [(), (EP2,)], ids=["EP1", "EP2"])
+def test_one_normalised_expert_per_token_equals_the_reference(pool, overrides):
+    """Megatron-Core refuses it under its own name; in transformers the router's gradient is the rounding of 0."""
     for found in pool.run(1 + len(overrides), one_normalised_expert, overrides, timeout_s=60):
         assert found["logprobs"] < 1e-5 and found["gradient"] < TOLERANCE and found["routers"] == 0.0, found
 
 
 def one_sample_with_signal(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, object]:
-    """Take a step in which one sample has signal.
-
-    The rest of its replica's expert group runs fillers, any other group is silent, and all of them reduce the same
-    experts.
-    """
+    """Measure a step of one sample: its expert group runs fillers, any other is silent, and all reduce experts."""
     advantages = np.zeros(NUM_SAMPLES)
     advantages[4] = -0.7
     with open_rig("mixtral", *overrides, samples=NUM_SAMPLES) as rig:
@@ -237,79 +150,34 @@ def one_sample_with_signal(rank: int, world: int, overrides: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_fillers_and_silent_groups_add_nothing_to_experts(pool: Pool, world: int) -> None:
-    for found in pool.run(world, one_sample_with_signal, layout(expert=2), timeout_s=60):
+def test_fillers_and_silent_groups_add_nothing_to_experts(pool, world):
+    for found in pool.run(world, one_sample_with_signal, (EP2,), timeout_s=60):
         assert found["microbatches"] == [1, 1, 0, 0][:world] and found["fillers"] == 1, found
         assert found["error"] < TOLERANCE, found
 
 
-@pytest.mark.long
-def test_overlapped_parameter_gather_equals_reference(pool: Pool) -> None:
-    """Steps with an overlapped parameter gather equal the reference.
-
-    Dense weights and experts are sharded over other ranks, and their gathers are started by the forward pass.
-    """
-    overlap = (
-        *layout(expert=2),
-        *OVERLAP,
-        *SETTINGS,
-        "megatron.ddp.overlap_param_gather=true",
-        "optimizer.distributed=true",
-    )
-    for found in pool.run(4, overlapped_steps, overlap, timeout_s=60):
-        assert found["norm"] < TOLERANCE and found["weights"] < TOLERANCE, found
-
-
-def overlapped_steps(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, float]:
-    with open_rig("mixtral", *overrides, samples=NUM_SAMPLES, total_steps=STEPS) as rig:
-        return steps(rig, "mixtral", drops=True)
-
-
 def engine_and_trainer(rank: int, world: int, family: str, path: str) -> float:
-    """Return the largest gap between the log-probs that the engine sampled with and the trainer's.
-
-    Both are of the exported weights.
-    """
+    """Return the largest gap between the log-probs that the engine sampled with and the trainer's."""
     prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=(5, 7, 11, 13, 17)[: i + 2], columns={}) for i in range(4)]
-    rollout = RolloutConfig(max_response_tokens=8)
-    with open_rig(family, *layout(expert=world)) as rig:
-        engine = TransformersEngine(
-            path, any_tokenizer(), rollout, seed=0, dtype=torch.float32, device=torch.device("cpu")
-        )
+    with open_rig(family, f"parallel.expert={world}") as rig:
+        cpu = dict(seed=0, dtype=torch.float32, device=torch.device("cpu"))
+        engine = TransformersEngine(path, any_tokenizer(), RolloutConfig(max_response_tokens=8), **cpu)
         engine.load_weights(rig.backend.export(), version=0)
-        found = engine.generate(prompts, 2)
-        rig.take(
-            [
-                Sample(
-                    sample_id=r.sample_id,
-                    prompt_tokens=len(r.prompt.token_ids),
-                    token_ids=np.array(r.prompt.token_ids + r.response_ids),
-                    loss_mask=np.ones(len(r.response_ids), dtype=bool),
-                    logprobs=np.array(r.logprobs, dtype=np.float32),
-                )
-                for r in found
-            ]
-        )
-        return rig.backend.logprobs(rig.batch, np.ones(len(found), dtype=bool)).sums["logprob_gap_max"]
+        rig.take([to_sample(rollout, included=True) for rollout in engine.generate(prompts, 2)])
+        return rig.backend.logprobs(rig.batch, rig.everyone).sums["logprob_gap_max"]
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_engine_samples_from_the_trainers_policy(pool: Pool, tmp_path: pathlib.Path, family: str) -> None:
-    """The embedded engine samples from the trainer's policy.
-
-    Its model is the exported experts under the names of files; its own experts are one fused tensor.
-    """
+def test_engine_samples_from_the_trainers_policy(pool, tmp_path, family):
+    """Its model is the exported experts under the names of files; its own experts are one fused tensor."""
     tiny_model(family)[0].save_pretrained(tmp_path)
     for gap in pool.run(2, engine_and_trainer, family, str(tmp_path), timeout_s=60):
         assert gap < TOLERANCE, gap
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_no_token_is_near_a_tie(family: str) -> None:
-    """No token is near a tie between experts.
-
-    The tolerance above stands on that: rounding of 1e-6 must not be able to send a token to another expert.
-    """
+def test_no_token_is_near_a_tie(family):
+    """The tolerance stands on that: rounding of 1e-6 must not be able to send a token to another expert."""
     config, model = tiny_model(family)
     margins = []
 

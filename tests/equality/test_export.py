@@ -1,7 +1,4 @@
-"""Weights are exported a bucket at a time.
-
-They are whole, once each, in one order, in no more memory than asked for, whatever holds them.
-"""
+"""Weights are exported whole, once each, in one order, a bucket at a time, in no more memory than asked for."""
 
 from __future__ import annotations
 
@@ -17,42 +14,22 @@ from megatron_rl.weights.checksum import Checksum
 from megatron_rl.weights.entry import Layout
 from megatron_rl.weights.mapping import TIED_HEAD, stage_entries
 from tests.allocated import AllocationMeter
-from tests.equality.rig import Rig, open_rig, sizes
+from tests.equality.rig import Rig, open_rig
+from tests.equality.rows import measured, row
+from tests.pairwise import quick
 from tests.reference import file_weights, tiny_config
-from tests.workers.pool import Pool
 
 # an entry at a time; several (the largest needs 122,880 bytes by itself: Mixtral at EP 2, ETP 2)
-ENTRY_BYTES, SMALL_BYTES = (
-    1,
-    125_000,
+ENTRY_BYTES, SMALL_BYTES = 1, 125_000
+TOPOLOGIES = (
+    *("one qwen2_untied", "DP2 qwen2_untied", "TP2 qwen3", "PP2 qwen2_tied", "PP2-VPP2 qwen2_untied"),
+    *("TP2-PP2-bf16 llama", "one phi3", "TP2 olmo2", "TP2 gemma3_text", "EP2 mixtral", "TP2-SP qwen3_moe"),
+    "TP2-SP-EP2 mixtral",
 )
-SP = "parallel.sequence_parallel=true"
-EP2 = "parallel.expert=2"
-ETP1 = "parallel.expert_tensor=1"
-VPP2 = "parallel.virtual_pipeline=2"
-BF16 = "model.dtype=bfloat16"
-
-TOPOLOGIES = [
-    (1, (), "qwen2_untied"),
-    (2, (), "qwen2_untied"),  # two replicas
-    (2, sizes(2, 1), "qwen2_untied"),
-    (2, sizes(2, 1), "qwen3"),
-    (2, sizes(1, 2), "qwen2_tied"),
-    (2, (*sizes(1, 2), VPP2), "qwen2_untied"),
-    (4, sizes(2, 2), "qwen2_untied"),
-    (4, (*sizes(2, 2), BF16), "llama"),
-    (1, (), "phi3"),
-    (4, sizes(2, 2), "phi3"),
-    (2, sizes(2, 1), "olmo2"),
-    (2, sizes(2, 1), "gemma3_text"),
-    (2, (EP2,), "mixtral"),
-    (2, (*sizes(2, 1), SP), "qwen3_moe"),
-    (2, (*sizes(2, 1), SP, EP2, ETP1), "mixtral"),
-    (4, (*sizes(2, 1), SP, EP2), "mixtral"),
-    (4, (*sizes(1, 2), VPP2, EP2), "qwen3_moe"),
-    (4, (*sizes(2, 2), SP, EP2, ETP1), "qwen3_moe"),
-]
-NAMED = {"ids": lambda x: "-".join(x) if isinstance(x, tuple) else str(x)}
+LONG = (
+    *("TP2 qwen2_untied", "TP2-PP2 qwen2_untied", "TP2-PP2 phi3", "TP2-SP-EP2-ETP1 mixtral"),
+    *("PP2-VPP2-EP2 qwen3_moe", "TP2-PP2-SP-EP2-ETP1 qwen3_moe"),
+)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,15 +67,10 @@ def export_in_buckets(rank: int, world: int, family: str, overrides: tuple[str, 
         return {"found": found, "num_buckets": [len(x) for x in cuts], "names": sorted(wanted)}
 
 
-@pytest.mark.parametrize(("world", "overrides", "family"), TOPOLOGIES, **NAMED)
-def test_export_equals_reference_in_buckets_of_any_size(
-    pool: Pool, world: int, overrides: tuple[str, ...], family: str
-) -> None:
-    """An export equals the reference bitwise, in buckets of any size.
-
-    Every name comes once, in one order on every rank and at every size; the memory stays within the bucket.
-    """
-    results = pool.run(world, export_in_buckets, family, overrides, timeout_s=60)
+@pytest.mark.parametrize("name", quick((*TOPOLOGIES, *LONG), *TOPOLOGIES))
+def test_export_equals_reference_in_buckets_of_any_size(pool, name):
+    """To the bit, every name once, in one order on every rank and at every size, within the bucket's memory."""
+    results = measured(pool, name, export_in_buckets)
     first = results[0]["found"][export.BUCKET_BYTES]
     for result in results:
         for size, found in result["found"].items():
@@ -108,40 +80,31 @@ def test_export_equals_reference_in_buckets_of_any_size(
         assert result["found"][SMALL_BYTES]["peak_bytes"] <= SMALL_BYTES
         num_entries, num_small, num_whole = result["num_buckets"]
         assert num_entries > num_small >= num_whole
-        print(world, overrides, family, result["num_buckets"], [x["peak_bytes"] for x in result["found"].values()])
-        if world > 1 and overrides:  # the meter would see a bucket_bytes that nobody heeds, or a layer gathered whole
+        if row(name)[2]:  # the meter would see a bucket_bytes that nobody heeds, or a layer gathered whole
             assert num_small > num_whole and first["peak_bytes"] > SMALL_BYTES
 
 
 def large(family: str, *, tensor: int, pipeline: int, virtual: int = 1, expert: int = 1, expert_tensor: int = 1):
     """Return (shape, place) of Qwen3-8B, Qwen3-30B-A3B, GLM-4.5-Air or gpt-oss-120b on paper."""
-    config = tiny_config(family)
-    if family == "gpt_oss":
-        from transformers import GptOssConfig
+    import transformers
 
-        config = GptOssConfig()  # the class's defaults are gpt-oss-120b's
-    if family == "glm4_moe":
-        from transformers import Glm4MoeConfig
-
-        config = Glm4MoeConfig(head_dim=128)  # the class's defaults are GLM-4.5-Air's
-    sizes_of = dict(num_attention_heads=32, head_dim=128, vocab_size=151_936, tie_word_embeddings=False)
-    if family in ("glm4_moe", "gpt_oss"):
-        sizes_of = {}
-    elif family == "qwen3":
-        sizes_of |= dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
+    # the classes' defaults are gpt-oss-120b's and GLM-4.5-Air's
+    whole = {"gpt_oss": ("GptOssConfig", {}), "glm4_moe": ("Glm4MoeConfig", dict(head_dim=128))}
+    sizes_of: dict[str, object] = {}
+    if family in whole:
+        config = getattr(transformers, whole[family][0])(**whole[family][1])
     else:
-        sizes_of |= dict(
-            hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_key_value_heads=4, num_experts=128
-        )
+        config = tiny_config(family)
+        sizes_of = dict(num_attention_heads=32, head_dim=128, vocab_size=151_936, tie_word_embeddings=False)
+    if family == "qwen3":
+        sizes_of |= dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
+    elif family == "qwen3_moe":
+        sizes_of |= dict(hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48)
+        sizes_of |= dict(num_key_value_heads=4, num_experts=128)
     for name, value in sizes_of.items():
         setattr(config, name, value)
-    place = SimpleNamespace(
-        tensor_size=tensor,
-        pipeline_size=pipeline,
-        virtual_size=virtual,
-        expert_size=expert,
-        expert_tensor_size=expert_tensor,
-    )
+    place = SimpleNamespace(tensor_size=tensor, pipeline_size=pipeline, virtual_size=virtual)
+    place.expert_size, place.expert_tensor_size = expert, expert_tensor
     return read_shape(config, layer_spec="transformer_engine", vocab_multiple=tensor), place
 
 
@@ -158,11 +121,8 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("bucket_bytes", [2, 64 * 2**20, export.BUCKET_BYTES])
-def test_buckets_hold_every_entry_in_order_within_the_bound(name: str, bucket_bytes: int) -> None:
-    """Buckets of real models in bfloat16 hold every entry in order within the bound.
-
-    No bucket is above the bound but of one entry, and none has room for its neighbour's first.
-    """
+def test_buckets_hold_every_entry_in_order_within_the_bound(name, bucket_bytes):
+    """No bucket is above the bound but of one entry, and none has room for its neighbour's first."""
     shape, place = LARGE[name]
     buckets = export.cut_buckets(shape, place, bucket_bytes // 2)
     stages = place.pipeline_size * place.virtual_size
@@ -178,13 +138,4 @@ def test_buckets_hold_every_entry_in_order_within_the_bound(name: str, bucket_by
         assert not last.takes(first) or last.joined(first).elements * 2 > bucket_bytes
     if bucket_bytes == export.BUCKET_BYTES:
         above = {entry.layout for x in buckets if x.elements * 2 > bucket_bytes for entry in x.entries}
-        print(
-            name,
-            len(entries),
-            "entries",
-            len(buckets),
-            "buckets, largest",
-            max(x.elements for x in buckets) * 2 >> 20,
-            "MiB",
-        )
         assert above <= {Layout.ROWS}, "only the vocabulary's tables (1.2 GB, 0.6 GB) need more by themselves"

@@ -27,23 +27,16 @@ from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.types import MicroBatch, Sample
 from tests.allocated import AllocationMeter
 from tests.equality.rig import DEFAULTS, Rig
-from tests.reference import file_weights, tiny_config
+from tests.reference import file_weights, sample_of, tiny_config
 from tests.unit.backend.packed import CPU, facts_of, inputs_of
-from tests.workers.pool import Pool
 
 TWICE = 2.2  # of memory at twice the tokens, with a tenth for what comes in steps; a square would give 4
 TOKENS = 8192
 
 
 def long_sample(tokens: int, number: int = 0) -> Sample:
-    response = tokens * 3 // 4
-    return Sample(
-        sample_id=f"long{number}",
-        prompt_tokens=tokens - response,
-        token_ids=np.random.default_rng(0).integers(2, 99, tokens),
-        loss_mask=np.ones(response, dtype=bool),
-        logprobs=np.full(response, -5.0, dtype=np.float32),
-    )
+    ids = np.random.default_rng(0).integers(2, 99, tokens)
+    return sample_of(f"long{number}", ids, tokens * 3 // 4, logprob=-5.0)
 
 
 def host_bytes(work: Callable[[], object]) -> int:
@@ -61,7 +54,7 @@ def host_bytes(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("size", [1, 2, 4], ids="CP{}".format)
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared prompt"])
-def test_planning_and_packing_hold_what_grows_with_the_tokens(size: int, shares: bool) -> None:
+def test_planning_and_packing_hold_what_grows_with_the_tokens(size, shares):
     rules = PlanRules(max_tokens=4 * TOKENS, pad_multiple=2 * size, share_prompts=shares)
 
     def work(tokens: int) -> object:
@@ -69,37 +62,29 @@ def test_planning_and_packing_hold_what_grows_with_the_tokens(size: int, shares:
         facts = dataclasses.replace(facts_of(samples), prompt_keys=np.zeros(2, dtype=np.int64))
         sample_tokens = tokens_of(facts, share_prompts=shares)
         plan = plan_steps("train", [np.arange(2)], sample_tokens, np.ones(2, dtype=bool), rules, drops=True)
-        packed = pack_microbatch(
-            MicroBatch(samples=np.arange(2), filler=False),
-            facts,
-            dict(enumerate(samples)),
-            inputs_of(samples),
-            pad_multiple=rules.pad_multiple,
-            share_prompts=shares,
-            pad_token=0,
-            needs_tokens=True,
-            needs_loss=True,
-            device=CPU,
-            context=ContextShard(rank=0, size=size),
-        )
+        given = (MicroBatch(samples=np.arange(2), filler=False), facts, dict(enumerate(samples)), inputs_of(samples))
+        asked = dict(share_prompts=shares, pad_token=0, needs_tokens=True, needs_loss=True, device=CPU)
+        context = ContextShard(rank=0, size=size)
+        packed = pack_microbatch(*given, **asked, pad_multiple=rules.pad_multiple, context=context)
         return plan, packed
 
     work(64)
     assert host_bytes(lambda: work(2 * TOKENS)) < TWICE * host_bytes(lambda: work(TOKENS))
 
 
-def test_what_each_query_of_the_bitwise_layers_sees_grows_with_the_tokens() -> None:
+def test_what_each_query_of_the_bitwise_layers_sees_grows_with_the_tokens():
     def held(tokens: int) -> int:
         sight = Sight.of_layout(Layout.of((tokens, 64)))
         return sum(x.numel() for x in (sight.queries, sight.real, sight.seen, sight.keys, sight.first))
 
+    def sight(tokens: int) -> Sight:
+        return Sight.of_layout(Layout.of((tokens,)))
+
     assert held(2 * TOKENS) < TWICE * held(TOKENS)
-    assert host_bytes(lambda: Sight.of_layout(Layout.of((2 * TOKENS,)))) < TWICE * host_bytes(
-        lambda: Sight.of_layout(Layout.of((TOKENS,)))
-    )
+    assert host_bytes(lambda: sight(2 * TOKENS)) < TWICE * host_bytes(lambda: sight(TOKENS))
 
 
-def test_attention_makes_no_scores_and_no_mask() -> None:
+def test_attention_makes_no_scores_and_no_mask():
     """Forward and backward hold no tensor of the size [queries, keys], whichever kernel they call."""
 
     def peak(tokens: int) -> int:
@@ -140,6 +125,6 @@ def update_bytes(rank: int, world: int) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2], ids="CP{}".format)
-def test_an_update_holds_what_grows_with_the_tokens(pool: Pool, world: int) -> None:
+def test_an_update_holds_what_grows_with_the_tokens(pool, world):
     for less, more in pool.run(world, update_bytes, timeout_s=60):
         assert 1.5 * less < more < TWICE * less

@@ -1,7 +1,4 @@
-"""The output weight's gradient, added straight into main_grad, equals the one that goes through autograd.
-
-Megatron-Core's DistributedDataParallel is real, with its hooks and its overlap.
-"""
+"""The output weight's gradient, added straight into DDP's main_grad, equals the one that goes through autograd."""
 
 from __future__ import annotations
 
@@ -14,30 +11,22 @@ import torch
 
 from megatron_rl.backend import backend
 from megatron_rl.model import logprob
-from tests.equality.layouts import SP, TOLERANCE
-from tests.equality.rig import open_rig, ragged_advantages, sizes
+from tests.equality.layouts import BF16, TOLERANCE
+from tests.equality.rig import equal_by_name, open_rig, ragged_advantages
+from tests.equality.rows import measured
+from tests.pairwise import quick
 from tests.reference import relative_error
-from tests.workers.pool import Pool
 
 NUM_SAMPLES = 6
-OVERLAP = ("megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=1000")
-BFLOAT16 = ("model.dtype=bfloat16",)
-NARROW = (*BFLOAT16, "megatron.ddp.grad_reduce_in_fp32=false")
+NARROW = (*BF16, "megatron.ddp.grad_reduce_in_fp32=false")
 # Through autograd each micro-batch's gradient is rounded to bfloat16, 2^-9 of each number at most; and again where the
 # embedding's is added to it.
 CLOSE_BFLOAT16 = 2**-8
 
-# (tensor, pipeline, processes), a family with a tied or an untied output weight, settings
-CASES = {
-    "untied": ((1, 1, 1), "qwen2_untied", ()),
-    "tied": ((1, 1, 1), "qwen2_tied", ()),
-    "untied-overlap": ((1, 1, 2), "qwen2_untied", OVERLAP),
-    "tied-overlap": ((1, 1, 2), "qwen2_tied", OVERLAP),
-    "untied-TP2-SP": ((2, 1, 2), "qwen2_untied", SP),
-    "tied-TP2": ((2, 1, 2), "qwen2_tied", ()),
-    "tied-PP2-overlap": ((1, 2, 2), "qwen2_tied", OVERLAP),
-    "untied-PP2": ((1, 2, 2), "qwen2_untied", ()),
-}
+CASES = (
+    *("one qwen2_untied", "one qwen2_tied", "DP2-overlap qwen2_untied", "DP2-overlap qwen2_tied"),
+    *("TP2-SP qwen2_untied", "PP2-overlap qwen2_tied", "TP2 qwen2_tied", "PP2 qwen2_untied"),
+)
 
 
 @contextlib.contextmanager
@@ -58,14 +47,10 @@ def watched(**options: object) -> Iterator[list[bool]]:
         yield direct
 
 
-def both(rank: int, world: int, case: tuple, settings: tuple[str, ...], max_tokens: int, chunk_tokens: int | None):
-    """Return (gradients straight, gradients through autograd, whether each backward was straight, the same).
-
-    Twice, with a step between: what the first leaves behind must not leak into the second.
-    """
-    (tensor, pipeline, _), family, more = case
+def both(rank, world, family: str, layout, settings: tuple[str, ...], max_tokens: int, chunk_tokens: int | None):
+    """Return (gradients straight, through autograd, which ways were taken) twice, with a step between."""
     found = []
-    with open_rig(family, *sizes(tensor, pipeline), *more, *settings, samples=NUM_SAMPLES, total_steps=2) as rig:
+    with open_rig(family, *layout, *settings, samples=NUM_SAMPLES, total_steps=2) as rig:
         rig.rules(max_tokens=max_tokens)
         advantages = ragged_advantages(NUM_SAMPLES)
         plan = rig.plan(advantages, drops=True)
@@ -91,44 +76,41 @@ def assert_ways(ranks: list, *, straight: bool) -> None:
         assert all(first == [straight] * len(first) and second == [False] * len(first) for first, second in ways)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_straight_into_main_grad_equals_through_autograd(pool: Pool, case: str) -> None:
+@pytest.mark.parametrize("case", quick(CASES, *CASES[:6]))
+def test_straight_into_main_grad_equals_through_autograd(pool, case):
     """Of one micro-batch and one chunk the arithmetic is the same, and so are the bits of every gradient."""
-    ranks = pool.run(CASES[case][0][2], both, CASES[case], (), 10_000, None, timeout_s=60)
+    ranks = measured(pool, case, both, (), 10_000, None)
     assert_ways(ranks, straight=True)
     for first, second, *_ in ranks[0]:
-        assert first.keys() == second.keys() and output_weight(first) in first
-        assert all(torch.equal(first[name], second[name]) for name in first)
-        assert first[output_weight(first)].any()
+        assert equal_by_name(first, second) and first[output_weight(first)].any()
 
 
-@pytest.mark.parametrize("case", ["untied", "tied-overlap", "tied-PP2-overlap"])
-def test_micro_batches_and_chunks_add_in_main_grad(pool: Pool, case: str) -> None:
+CLOSE = {  # a case, settings, tokens of a micro-batch and of a chunk, how close the output weight's gradient is
+    "untied": ("one qwen2_untied", (), 1, 3, TOLERANCE),
+    "tied-overlap": ("DP2-overlap qwen2_tied", (), 1, 3, TOLERANCE),
+    "tied-PP2-overlap": ("PP2-overlap qwen2_tied", (), 1, 3, TOLERANCE),
+    "untied-bf16": ("one qwen2_untied", BF16, 25, None, CLOSE_BFLOAT16),
+    "tied-bf16": ("one qwen2_tied", BF16, 25, None, CLOSE_BFLOAT16),
+}
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_micro_batches_and_chunks_add_in_main_grad(pool, name):
     """Several of both are added in another order: that gradient is close, and the others are equal to the bit."""
-    ranks = pool.run(CASES[case][0][2], both, CASES[case], (), 1, 3, timeout_s=60)
+    case, *given, bound = CLOSE[name]
+    ranks = measured(pool, case, both, *given)
     assert_ways(ranks, straight=True)
     for first, second, *_ in ranks[0]:
-        name = output_weight(first)
-        assert relative_error({name: first[name]}, {name: second[name]}) < TOLERANCE
-        assert all(torch.equal(first[other], second[other]) for other in first if other != name)
+        output = output_weight(first)
+        assert relative_error({"": first.pop(output)}, {"": second.pop(output)}) < bound
+        assert equal_by_name(first, second)
 
 
-@pytest.mark.parametrize("case", ["untied", "tied"])
-def test_main_grad_of_bfloat16_weights_is_close(pool: Pool, case: str) -> None:
-    ranks = pool.run(1, both, CASES[case], BFLOAT16, 25, None, timeout_s=60)
-    assert_ways(ranks, straight=True)
-    for first, second, *_ in ranks[0]:
-        name = output_weight(first)
-        assert relative_error({name: first[name]}, {name: second[name]}) < CLOSE_BFLOAT16
-        assert all(torch.equal(first[other], second[other]) for other in first if other != name)
-
-
-def test_a_narrow_main_grad_gets_its_gradient_through_autograd(pool: Pool) -> None:
+def test_a_narrow_main_grad_gets_its_gradient_through_autograd(pool):
     """A main_grad in bfloat16 would round every chunk's sum, so that autograd brings the rounded whole, to the bit."""
-    ranks = pool.run(1, both, CASES["untied"], NARROW, 25, 3, timeout_s=60)
+    ranks = measured(pool, "one qwen2_untied", both, NARROW, 25, 3)
     assert_ways(ranks, straight=False)
-    for first, second, *_ in ranks[0]:
-        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(equal_by_name(first, second) for first, second, *_ in ranks[0])
 
 
 def through_hooks(rank: int, world: int) -> bool:
@@ -139,10 +121,10 @@ def through_hooks(rank: int, world: int) -> bool:
         wanted = rig.gradient(advantages, plan)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
             found = rig.gradient(advantages, plan)
-    return all(direct) and len(direct) > 1 and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    return all(direct) and len(direct) > 1 and equal_by_name(found, wanted)
 
 
-def test_saved_tensors_hooks_do_not_lose_main_grad(pool: Pool) -> None:
+def test_saved_tensors_hooks_do_not_lose_main_grad(pool):
     """Offloading of activations, for one, gives backward copies, which have no main_grad."""
     assert pool.run(1, through_hooks, timeout_s=60) == [True]
 
@@ -153,5 +135,5 @@ def frozen(rank: int, world: int) -> list[bool]:
     return direct
 
 
-def test_a_frozen_output_weight_gets_no_gradient(pool: Pool) -> None:
+def test_a_frozen_output_weight_gets_no_gradient(pool):
     assert pool.run(1, frozen, timeout_s=60) == [[]]

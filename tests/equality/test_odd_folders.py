@@ -16,8 +16,7 @@ from megatron_rl.distributed import topology
 from megatron_rl.errors import ConfigError
 from tests.equality.odd_folders import FOLDERS, SINGLE, Folder, write
 from tests.equality.rig import Rig, config_of
-from tests.reference import make_samples, reference_logprobs
-from tests.workers.pool import Pool
+from tests.reference import make_samples, masked_logprobs
 
 # Two implementations of a forward pass in float32, as in test_weights.py: seen 2e-6.
 TOLERANCE = 1e-4
@@ -38,15 +37,12 @@ def logprobs_or_refusals(rank: int, world: int, folders: dict[str, tuple[str, tu
             held.callback(backend.close, leave_world=False)
             rig = Rig(backend=backend, model=torch.nn.Identity())
             rig.take(make_samples(4))
-            found[name] = backend.logprobs(rig.batch, np.ones(4, dtype=bool)).flat
+            found[name] = rig.logprobs()
     return found
 
 
 def transformers_logprobs(path: pathlib.Path) -> np.ndarray:
-    """Return the log-probs of transformers' own model of a folder, in float32.
-
-    Its FP8 loader asks for the package accelerate; its function that takes the blocks away is called here instead.
-    """
+    """Return transformers' log-probs of a folder; its FP8 loader needs accelerate, so blocks are taken away here."""
     from transformers import AutoModelForCausalLM
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -61,11 +57,10 @@ def transformers_logprobs(path: pathlib.Path) -> np.ndarray:
         (path / "config.json").write_text(json.dumps(settings))
         save_file(held, path / SINGLE, metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.no_grad():
-        return np.concatenate([reference_logprobs(model.eval(), s)[0].numpy() * s.loss_mask for s in make_samples(4)])
+    return masked_logprobs(model.eval(), make_samples(4))
 
 
-def test_a_folder_gives_transformers_model_or_is_refused_by_name(pool: Pool, tmp_path: pathlib.Path) -> None:
+def test_a_folder_gives_transformers_model_or_is_refused_by_name(pool, tmp_path):
     places: dict[str, pathlib.Path] = {}
     for number, (name, folder) in enumerate(FOLDERS.items()):
         places[name] = tmp_path / str(number)

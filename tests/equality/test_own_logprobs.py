@@ -13,25 +13,12 @@ from megatron_rl.config import load_config
 from megatron_rl.errors import EngineError
 from megatron_rl.trainer.update import needs_old_logprobs, passes_parts
 from tests.equality.given_run import GivenRun, fresh_run, train_once
-from tests.equality.given_samples import (
-    ADVANTAGES,
-    BOUND,
-    CLIP,
-    DECAY,
-    FAMILY,
-    GROUPS,
-    LAYERS,
-    LR,
-    PER_MINI_BATCH,
-    drawn,
-)
-from tests.equality.policy_terms import TERMS
+from tests.equality.given_samples import ADVANTAGES, BOUND, FAMILY, GROUPS, SETTINGS, STEPS, TERMS, drawn
+from tests.equality.layouts import CP2, PP2, TP2
 from tests.equality.rig import DEFAULTS, Rig, equal_by_name, open_rig
+from tests.pairwise import quick
 from tests.reference import relative_error
-from tests.workers.pool import Pool
 
-STEPS = (f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}", f"optimizer.clip_grad={CLIP}")
-SETTINGS = (*STEPS, f"train.samples_per_mini_batch={PER_MINI_BATCH}")
 GAPS = ("train/logprob_gap_mean", "train/logprob_gap_k3", "train/logprob_gap_max")
 WITH_PASS = "correction.old_logprobs=recompute"
 
@@ -57,24 +44,21 @@ class Passes:
 def every_term(rank: int, world: int, *layout: str) -> dict[str, dict[str, object]]:
     """Train once without and once with the pass, under each policy term, and compare the two."""
     found: dict[str, dict[str, object]] = {}
-    with open_rig(FAMILY, *SETTINGS, *layout, layers=LAYERS) as rig:
+    with open_rig(FAMILY, *SETTINGS, *layout) as rig:
         rig.take(drawn()[1], GROUPS)
         passes = Passes(rig)
         for name, term in TERMS.items():
             settings = (*SETTINGS, *layout, *term)
             with_pass = fresh_run(rig, ADVANTAGES, *settings, WITH_PASS)
-            passed, wanted = passes.of(with_pass), None
-            wanted = rig.weights()
+            passed, wanted = passes.of(with_pass), rig.weights()
             run = fresh_run(rig, ADVANTAGES, *settings)
             left, weights = passes.of(run), rig.weights()
             first = np.zeros_like(passed[0])
             first[run.plan.mini_batches[0].order] = True
+            pairs = [(a.grad_norm, b.grad_norm) for a, b in zip(run.results, with_pass.results, strict=True)]
             found[name] = {
                 "weights": relative_error(weights, wanted) if rig.is_main else 0.0,
-                "norms": max(
-                    abs(a.grad_norm - b.grad_norm) / max(b.grad_norm, 1e-9)
-                    for a, b in zip(run.results, with_pass.results, strict=True)
-                ),
+                "norms": max(abs(a - b) / max(b, 1e-9) for a, b in pairs),
                 "left out": np.array_equal(left[0], passed[0] & ~first) and (passed[0] & first).sum() == first.sum(),
                 "gaps": max(abs(run.rows[0][name] / with_pass.rows[0][name] - 1) for name in GAPS),
                 "coverage": (run.rows[0]["logprob/coverage"], with_pass.rows[0]["logprob/coverage"]),
@@ -83,18 +67,9 @@ def every_term(rank: int, world: int, *layout: str) -> dict[str, dict[str, objec
     return found
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param((), id="DP2"),
-        pytest.param(("parallel.pipeline=2",), id="PP2"),
-        pytest.param(("parallel.context=2",), id="CP2"),
-        pytest.param(("parallel.tensor=2",), id="TP2", marks=pytest.mark.long),
-    ],
-)
-def test_the_first_step_needs_no_pass(pool: Pool, layout: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("layout", quick([(), (PP2,), (CP2,), (TP2,)], (), (PP2,)), ids=["DP2", "PP2", "CP2", "TP2"])
+def test_the_first_step_needs_no_pass(pool, layout):
     found = pool.run(2, every_term, *layout, timeout_s=120)[0]
-    print({name: f"{cell['weights']:.1e} {cell['norms']:.1e} {cell['gaps']:.1e}" for name, cell in found.items()})
     assert list(found) == list(TERMS)
     for name, cell in found.items():
         assert cell["left out"] and not cell["elsewhere"], (name, cell)
@@ -105,7 +80,7 @@ def test_the_first_step_needs_no_pass(pool: Pool, layout: tuple[str, ...]) -> No
 def the_same_cut(rank: int, world: int) -> tuple[list[int], bool, float]:
     """Return the samples passed with and without, whether both runs' weights are equal, and how far the step moved."""
     alive = np.where(ADVANTAGES == 0, 0.25, ADVANTAGES)
-    with open_rig(FAMILY, *STEPS, layers=LAYERS) as rig:
+    with open_rig(FAMILY, *STEPS) as rig:
         rig.take(drawn()[1], GROUPS)
         passes, start = Passes(rig), rig.weights()
         passed = passes.of(fresh_run(rig, alive, *STEPS, WITH_PASS))
@@ -116,13 +91,13 @@ def the_same_cut(rank: int, world: int) -> tuple[list[int], bool, float]:
         return counts, equal_by_name(weights, wanted), relative_error(weights, start)
 
 
-def test_one_step_on_policy_runs_no_pass_and_ends_with_the_same_bits(pool: Pool) -> None:
+def test_one_step_on_policy_runs_no_pass_and_ends_with_the_same_bits(pool):
     counts, equal, moved = pool.run(1, the_same_cut, timeout_s=60)[0]
     assert counts == [16, 0] and equal and moved > 1e-4, (counts, equal, moved)  # sample 12 holds no loss token
 
 
 def too_large_a_gap(rank: int, world: int) -> str:
-    with open_rig(FAMILY, *SETTINGS, layers=LAYERS) as rig:
+    with open_rig(FAMILY, *SETTINGS) as rig:
         rig.take(drawn()[1], GROUPS)
         run = fresh_run(rig, ADVANTAGES, *SETTINGS, "rollout.max_logprob_gap=1e-6", fresh=True)
         with pytest.raises(EngineError) as raised:
@@ -131,7 +106,7 @@ def too_large_a_gap(rank: int, world: int) -> str:
         return str(raised.value)
 
 
-def test_a_gap_that_the_step_measures_ends_the_run(pool: Pool) -> None:
+def test_a_gap_that_the_step_measures_ends_the_run(pool):
     for said in pool.run(2, too_large_a_gap, timeout_s=60):
         assert "rollout.max_logprob_gap=1e-06" in said and "nats per token" in said and "at most" in said
 
@@ -151,7 +126,7 @@ def test_a_gap_that_the_step_measures_ends_the_run(pool: Pool) -> None:
         (("skip.logprob_passes=false",), "skip.logprob_passes=false"),
     ],
 )
-def test_the_setting_that_needs_the_pass_is_named(settings: tuple[str, ...], named: str | None) -> None:
+def test_the_setting_that_needs_the_pass_is_named(settings, named):
     config = load_config(None, [*DEFAULTS, *settings])
     assert needs_old_logprobs(config) == named
     is_worth_it = settings != ("correction.old_logprobs=rollout",) and (

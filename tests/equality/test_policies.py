@@ -1,7 +1,4 @@
-"""Every policy term over two epochs of one rollout gives the weights of a plain loop, token by token.
-
-It goes through train.py's loop on real schedules, and takes old log-probs once.
-"""
+"""Every policy term over two epochs of one rollout, through train.py's loop, gives the weights of a plain loop."""
 
 from __future__ import annotations
 
@@ -9,49 +6,34 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_rl.config import POLICIES, Config, LossConfig, load_config
-from megatron_rl.types import Sample
+from megatron_rl.config import POLICIES, Config, load_config
 from tests.equality.given_run import fresh_run, train_once
 from tests.equality.given_samples import (
     ADVANTAGES,
     BOUND,
-    CLIP,
-    DECAY,
     FAMILY,
     GROUPS,
-    LAYERS,
-    LR,
     PER_MINI_BATCH,
+    SETTINGS,
+    TERMS,
     drawn,
+    plain_steps,
 )
-from tests.equality.policy_terms import TERMS
 from tests.equality.rig import DEFAULTS, open_rig
-from tests.reference import file_weights, reference_logprobs, relative_error
+from tests.reference import reference_logprobs, relative_error
 from tests.unit.algorithm.naive_policy import token_loss
 from tests.unit.algorithm.naive_steps import naive_steps
-from tests.workers.pool import Pool
 
-SETTINGS = (
-    f"train.samples_per_mini_batch={PER_MINI_BATCH}",
-    "train.epochs_per_rollout=2",
-    f"optimizer.lr={LR}",
-    f"optimizer.weight_decay={DECAY}",
-    f"optimizer.clip_grad={CLIP}",
-)
+TWICE = (*SETTINGS, "train.epochs_per_rollout=2")
 CLIPPED = {"ppo", "ppo, dual clip", "ppo, KL and entropy", "gspo", "cispo"}
 
 
 def config_of(name: str) -> Config:
-    return load_config(None, [*DEFAULTS, *SETTINGS, *TERMS[name]])
+    return load_config(None, [*DEFAULTS, *TWICE, *TERMS[name]])
 
 
-def sample_loss(
-    model: torch.nn.Module, config: LossConfig, sample: Sample, old: torch.Tensor, weight: float, advantage: float
-):
-    """Return the loss of semantics §7 over one sample's loss tokens.
-
-    The reference policy is the one that the rollout began with.
-    """
+def sample_loss(model, config, sample, old, weight, advantage):
+    """Return the loss of semantics §7 over one sample's loss tokens, whose reference policy is the first one."""
     chosen = torch.from_numpy(sample.loss_mask)
     logprobs, entropy = (x[chosen] for x in reference_logprobs(model, sample))
     before, count = old[chosen], int(chosen.sum())
@@ -73,52 +55,30 @@ def sample_loss(
 
 
 def plain_loop(config: Config) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Return (weights after two epochs, norms before clipping), by torch's AdamW.
-
-    Old log-probs are those of the first weights throughout. Megatron-Core decays matrices only (0.16.1
-    ``optimizer/__init__.py``).
-    """
+    """Return (weights after two epochs, norms before clipping), by torch's AdamW; old log-probs stay the first ones."""
     model, samples = drawn()
-    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         old = [reference_logprobs(model, s)[0] for s in samples]
-    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], lr=LR
-    )
-    steps = [
-        *naive_steps(
-            [s.loss_mask for s in samples],
-            GROUPS,
-            ADVANTAGES.tolist(),
-            PER_MINI_BATCH,
-            reduction="token_mean",
-            denominator="original",
-            steps="match",
-        )
-    ]
-    norms = []
-    for live, weights in steps * 2:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+    given = ([s.loss_mask for s in samples], GROUPS, ADVANTAGES.tolist(), PER_MINI_BATCH)
+    steps = [*naive_steps(*given, reduction="token_mean", denominator="original", steps="match")]
+
+    def add_gradient(step: tuple) -> None:
+        live, weights = step
         for i in live:
             sample_loss(model, config.loss, samples[i], old[i], weights[i], float(ADVANTAGES[i])).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-    ended = {name: tensor.clone() for name, tensor in file_weights(model).items()}
-    model.load_state_dict(start)
-    return ended, norms
+
+    return plain_steps(steps * 2, add_gradient)
 
 
 def every_term(rank: int, world: int) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
-    with open_rig(FAMILY, *SETTINGS, layers=LAYERS) as rig:
+    with open_rig(FAMILY, *TWICE) as rig:
         rig.take(drawn()[1], GROUPS)
         passed, take = [], rig.backend.logprobs
         rig.backend.logprobs = lambda batch, chosen: passed.append(chosen) or take(batch, chosen)
         for name in TERMS:
             passed.clear()
-            run = train_once(fresh_run(rig, ADVANTAGES, *SETTINGS, *TERMS[name]))
+            run = train_once(fresh_run(rig, ADVANTAGES, *TWICE, *TERMS[name]))
             weights, results = rig.weights(), run.results
             if rig.is_main:
                 wanted, norms = plain_loop(config_of(name))
@@ -133,22 +93,18 @@ def every_term(rank: int, world: int) -> dict[str, dict[str, object]]:
     return found
 
 
-def test_two_epochs_of_every_policy_term_equal_the_plain_loop(pool: Pool) -> None:
+def test_two_epochs_of_every_policy_term_equal_the_plain_loop(pool):
     found = pool.run(2, every_term, timeout_s=90)[0]
-    print({name: f"{cell['weights']:.1e} {cell['norm']:.1e} {cell['clipped']}" for name, cell in found.items()})
     assert list(found) == list(TERMS)
     for name, cell in found.items():
         assert cell["kinds"] == "RGRR" * 2, (name, cell)  # a ghost in each epoch
         # one for π_old, one for the reference; none per epoch
-        assert cell["passes"] == (1, 2 if "KL" in name else 1), (
-            name,
-            cell,
-        )
+        assert cell["passes"] == (1, 2 if "KL" in name else 1), (name, cell)
         assert cell["weights"] < BOUND, (name, cell)
         assert cell["norm"] < 1e-4, (name, cell)  # at weights that AdamW has already moved by rounding
         assert cell["clipped"][0] == 0 and any(cell["clipped"][4:]) == (name in CLIPPED), (name, cell)
         assert name == "dro" or cell["on policy"] < 1e-4, (name, cell)  # dro's ratio is to the engine's policy
 
 
-def test_every_policy_has_a_term_here() -> None:
+def test_every_policy_has_a_term_here():
     assert {config_of(name).loss.policy for name in TERMS} == set(POLICIES)

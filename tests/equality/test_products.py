@@ -14,59 +14,41 @@ import torch
 
 from megatron_rl.algorithm.advantage import loss_inputs
 from megatron_rl.algorithm.signal import has_signal
-from megatron_rl.types import Advantages, Sample, StepKind
-from tests.equality.given_run import GivenRun, fresh_run, train_once
+from megatron_rl.types import Advantages, StepKind
+from tests.equality.given_run import fresh_run, train_once
 from tests.equality.given_samples import (
     ADVANTAGES,
     BOUND,
     CLIP,
-    DECAY,
     FAMILY,
     GROUPS,
-    LAYERS,
-    LR,
     PER_MINI_BATCH,
+    SETTINGS,
     drawn,
+    plain_steps,
 )
-from tests.equality.rig import Rig, equal_by_name, open_rig, sizes
-from tests.reference import file_weights, reference_logprobs, relative_error
+from tests.equality.layouts import PP2, REDUCTIONS, TP2
+from tests.equality.rig import equal_by_name, open_rig
+from tests.pairwise import quick
+from tests.reference import gradient_of, reference_logprobs, relative_error
 from tests.unit.algorithm.naive_steps import DENOMINATORS, STEPS, naive_steps
-from tests.workers.pool import Pool
 
-REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
 PRODUCTS = [(r, d, s) for r in REDUCTIONS for d in DENOMINATORS for s in STEPS]
-
-SETTINGS = (
-    f"train.samples_per_mini_batch={PER_MINI_BATCH}",
-    f"optimizer.lr={LR}",
-    f"optimizer.weight_decay={DECAY}",
-    f"optimizer.clip_grad={CLIP}",
-    "correction.old_logprobs=rollout",
-)
+GIVEN = (*SETTINGS, "correction.old_logprobs=rollout")
 
 
 def settings_of(reduction: str, denominator: str, steps: str) -> tuple[str, ...]:
     mode = "approximate" if denominator == "kept" else "exact"
-    return (
-        *SETTINGS,
-        f"loss.reduction={reduction}",
-        f"loss.denominator={denominator}",
-        f"skip.steps={steps}",
-        f"skip.mode={mode}",
-    )
+    product = (f"loss.reduction={reduction}", f"loss.denominator={denominator}", f"skip.steps={steps}")
+    return (*GIVEN, *product, f"skip.mode={mode}")
 
 
-def step_gradient(model: torch.nn.Module, samples: list[Sample], weights: dict[int, float]) -> None:
-    """Leave Σ_i w_i Σ_t −min(r·A, clip(r)·A) over the samples of ``weights`` in the model's gradients.
-
-    A ghost leaves zeros.
-    """
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+def add_gradient(weights: dict[int, float]) -> None:
+    """Add Σ_i w_i Σ_t −min(r·A, clip(r)·A) to the model's gradients, token by token; a ghost adds nothing."""
+    model, samples = drawn()
     for i, weight in weights.items():
         logprobs, _ = reference_logprobs(model, samples[i])
-        advantage = float(ADVANTAGES[i])
-        loss = torch.zeros(())
+        advantage, loss = float(ADVANTAGES[i]), torch.zeros(())
         for t in np.flatnonzero(samples[i].loss_mask).tolist():
             ratio = (logprobs[t] - float(samples[i].logprobs[t])).exp()
             loss = loss - weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
@@ -75,61 +57,29 @@ def step_gradient(model: torch.nn.Module, samples: list[Sample], weights: dict[i
 
 @functools.cache
 def wanted(product: tuple[str, str, str]) -> tuple[list[dict[str, torch.Tensor]], list[float], dict[str, torch.Tensor]]:
-    """Return (gradient of each step at the first weights, norms before clipping, weights after all steps).
-
-    The norms are met along the way; all are taken one sample and one token at a time, with torch's AdamW. Megatron-Core
-    decays matrices only (0.16.1 ``optimizer/__init__.py``).
-    """
+    """Return (each step's gradient at the first weights, norms before clipping, last weights) by torch's AdamW."""
     model, samples = drawn()
-    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    reduction, denominator, steps = product
-    planned = naive_steps(
-        [s.loss_mask for s in samples],
-        GROUPS,
-        ADVANTAGES.tolist(),
-        PER_MINI_BATCH,
-        reduction=reduction,
-        denominator=denominator,
-        steps=steps,
-    )
-    weights = [each for _, each in planned]
-    gradients = []
+    names = dict(zip(("reduction", "denominator", "steps"), product, strict=True))
+    given = ([s.loss_mask for s in samples], GROUPS, ADVANTAGES.tolist(), PER_MINI_BATCH)
+    weights, gradients = [each for _, each in naive_steps(*given, **names)], []
     for each in weights:
-        step_gradient(model, samples, each)
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], lr=LR
-    )
-    norms = []
-    for each in weights:
-        step_gradient(model, samples, each)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-    ended = {name: tensor.clone() for name, tensor in file_weights(model).items()}
-    model.load_state_dict(start)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        add_gradient(each)
+        gradients.append(gradient_of(model))
+    ended, norms = plain_steps(weights, add_gradient)
     return gradients, norms, ended
 
 
-def step_gradients(
-    rig: Rig, run: GivenRun, advantages: np.ndarray
-) -> tuple[list[StepKind], list[dict[str, torch.Tensor]]]:
-    """Return the gradient of each planned step at the first weights, under the inputs of the run's loop.
-
-    A ghost runs nothing and leaves zeros.
-    """
-    backend, flat = rig.backend, np.concatenate([s.logprobs for s in rig.samples])
-    signal = has_signal(advantages, rig.batch.facts.loss_tokens)
-    plan = backend.plan("train", rig.batch, signal, drops=run.rule.drops)
-    rig.batch = backend.fetch_rows(rig.batch, plan)
-    found = []
-    for mini_batch, fingerprint in zip(plan.mini_batches, plan.fingerprints(), strict=True):
-        inputs = loss_inputs(
-            run.config, rig.batch.facts, mini_batch, Advantages(of_sample=advantages), signal, old=flat
-        )
-        backend.forward_backward(rig.batch, mini_batch, inputs, fingerprint=fingerprint)
-        found.append(backend.gradient())
-        backend.zero_grad()
+def step_gradients(rig, run, advantages) -> tuple[list[StepKind], list[dict[str, torch.Tensor]]]:
+    """Return each planned step's gradient at the first weights under the loop's inputs; a ghost's are zeros."""
+    signal, found = has_signal(advantages, rig.batch.facts.loss_tokens), []
+    plan, old = rig.plan_of(signal, drops=run.rule.drops), np.concatenate([s.logprobs for s in rig.samples])
+    for position, step in enumerate(plan.mini_batches):
+        wanted = Advantages(of_sample=advantages)
+        rig.run(plan, loss_inputs(run.config, rig.batch.facts, step, wanted, signal, old=old), position)
+        found.append(rig.backend.gradient())
+        rig.backend.zero_grad()
     return [mini_batch.kind for mini_batch in plan.mini_batches], found
 
 
@@ -139,9 +89,9 @@ def error_of(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> f
     return max(float(x.abs().max()) for x in found.values()) if is_ghost else relative_error(found, want)
 
 
-def every_product(rank: int, world: int, tensor: int, pipeline: int) -> dict[str, dict[str, object]]:
+def every_product(rank: int, world: int, *layout: str) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
-    with open_rig(FAMILY, *sizes(tensor, pipeline), *SETTINGS, layers=LAYERS) as rig:
+    with open_rig(FAMILY, *layout, *GIVEN) as rig:
         rig.take(drawn()[1], GROUPS)
         for product in PRODUCTS:
             run = fresh_run(rig, ADVANTAGES, *settings_of(*product))
@@ -165,12 +115,10 @@ def every_product(rank: int, world: int, tensor: int, pipeline: int) -> dict[str
     return found
 
 
-def whole_batches_agree(rig: Rig, reduction: str) -> bool:
+def whole_batches_agree(rig, reduction: str) -> bool:
     """Return whether ``kept`` equals ``original``, bit by bit, where every sample has signal."""
-    alive, pairs = np.where(ADVANTAGES == 0, 0.25, ADVANTAGES), []
-    samples = drawn()[1]
+    alive, pairs, samples = np.delete(np.where(ADVANTAGES == 0, 0.25, ADVANTAGES), 12), [], drawn()[1]
     rig.take([*samples[:12], *samples[13:]], [*GROUPS[:12], *GROUPS[13:]])
-    alive = np.delete(alive, 12)
     for denominator in DENOMINATORS:
         run = fresh_run(rig, alive, *settings_of(reduction, denominator, "match"))
         kinds, gradients = step_gradients(rig, run, alive)
@@ -179,19 +127,15 @@ def whole_batches_agree(rig: Rig, reduction: str) -> bool:
     return all(equal_by_name(a, b) for a, b in zip(*pairs, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "data"),
-    [pytest.param(1, 1, 2, id="DP2"), pytest.param(2, 2, 1, id="TP2-PP2", marks=pytest.mark.long)],
-)
-def test_every_product_equals_the_plain_loop(pool: Pool, tensor: int, pipeline: int, data: int) -> None:
-    found = pool.run(tensor * pipeline * data, every_product, tensor, pipeline, timeout_s=120)[0]
+@pytest.mark.parametrize("layout", quick([(), (TP2, PP2)], ()), ids=["DP2", "TP2-PP2"])
+def test_every_product_equals_the_plain_loop(pool, layout):
+    found = pool.run(4 if layout else 2, every_product, *layout, timeout_s=120)[0]
     assert all(found.pop("nothing dropped").values())
     assert len(found) == 24
-    print({key: f"{max(cell[key] for cell in found.values()):.1e}" for key in ("gradient", "norm", "weights")})
     for product, cell in found.items():
         merged = product.endswith("merge")
         assert cell["kinds"] == (["REAL"] if merged else ["REAL", "GHOST", "REAL", "REAL"]), (product, cell)
-        assert cell["silent"] == ([0] if merged else [0, 0, 0, data - 1]), (product, cell)
+        assert cell["silent"] == ([0] if merged else [0, 0, 0, 0 if layout else 1]), (product, cell)
         assert cell["gradient"] < BOUND and cell["weights"] < BOUND, (product, cell)
         assert cell["norm"] < 1e-4, (product, cell)  # at weights that AdamW has already moved by rounding
     assert {cell["clipped"] > 0 for cell in found.values()} == {True, False}  # both sides of the clip

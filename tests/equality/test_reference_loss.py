@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_rl.trainer.reference_policy import ReferencePolicy
-from tests.equality.rig import Rig, open_rig, ragged_advantages, sizes
+from tests.equality.layouts import PP2, SP, TOLERANCE, TP2, VPP2
+from tests.equality.rig import Rig, open_rig, ragged_advantages
 from tests.pairwise import pairwise, quick
 from tests.reference import near_policy, reference_gradient, reference_logprobs, relative_error
-from tests.workers.pool import Pool
 
-# Float32 in another order of summation: seen below 1e-6. A coefficient that is lost shows at 1e-2.
-TOLERANCE = 1e-5
 NUM_SAMPLES, BETA, ENTROPY = 7, 0.7, 0.05
-LAYOUTS = {
-    "DP2": (2, sizes()),
-    "TP2-PP2": (4, sizes(2, 2)),
-    "TP2-SP-PP2-VPP2": (4, (*sizes(2, 2), "parallel.sequence_parallel=true", "parallel.virtual_pipeline=2")),
-}
+LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, (TP2, PP2)), "TP2-SP-PP2-VPP2": (4, (TP2, SP, PP2, VPP2))}
 QUICK = {
-    ("DP2", "fixed", "k1"),
-    ("DP2", "adaptive", "k2"),
-    ("DP2", "fixed", "unbiased"),
-    ("DP2", "adaptive", "k3"),
-    ("TP2-PP2", "fixed", "k3"),
+    *(("DP2", "fixed", "k1"), ("DP2", "adaptive", "k2"), ("DP2", "adaptive", "k3")),
     ("TP2-SP-PP2-VPP2", "adaptive", "unbiased"),
 }
 COMMON = ("skip.mode=off", "optimizer.lr=0.003", f"loss.kl_coefficient={BETA}", f"loss.entropy_coefficient={ENTROPY}")
@@ -46,9 +35,7 @@ def moved_policy(rig: Rig) -> torch.nn.Module:
     return policy
 
 
-def terms(
-    rank: int, world: int, layout: tuple[str, ...], controller: str, estimator: str, placement: str
-) -> dict[str, float]:
+def terms(rank, world, layout, controller, estimator, placement) -> dict[str, float]:
     extra = ADAPTIVE if controller == "adaptive" else ()
     given = (*COMMON, *extra, f"loss.kl_estimator={estimator}", f"reference.placement={placement}")
     with open_rig("qwen2_tied", *layout, *given, samples=NUM_SAMPLES) as rig:
@@ -56,7 +43,7 @@ def terms(
         policy = moved_policy(rig)
         rig.take(near_policy(policy, rig.samples, seed=2))
         reference.observe(0.02, 160)
-        flat = reference.logprobs(rig.batch, np.ones(NUM_SAMPLES, dtype=bool))
+        flat = reference.logprobs(rig.batch, rig.everyone)
         advantages = ragged_advantages(NUM_SAMPLES)
         plan = rig.plan(advantages, drops=False)
         terms = {"reference_logprobs": flat, "kl_coefficient": reference.loss_coefficient}
@@ -82,17 +69,14 @@ def terms(
         }
 
 
-# Every estimator, and every layout with either controller: an estimator is a function of a token, which no layout cuts.
+# Every estimator, either controller, the largest layout: an estimator is a function of a token, which no layout cuts.
 @pytest.mark.parametrize(
     ("layout", "controller", "estimator"), pairwise(LAYOUTS, ["fixed", "adaptive"], ESTIMATORS, kept=QUICK)
 )
-def test_kl_and_entropy_in_the_loss_equal_a_plain_loop(
-    pool: Pool, layout: str, controller: str, estimator: str
-) -> None:
+def test_kl_and_entropy_in_the_loss_equal_a_plain_loop(pool, layout, controller, estimator):
     world, degrees = LAYOUTS[layout]
     placement = "device" if controller == "adaptive" else "host"
     for found in pool.run(world, terms, degrees, controller, estimator, placement, timeout_s=60):
-        print(layout, controller, estimator, {name: f"{value:.1e}" for name, value in found.items()})
         assert max(found["gradient"], found["loss"], found["entropy"]) < TOLERANCE, found
         assert min(found["size of kl"], found["size of bonus"]) > 1e-3, found  # neither is lost in the rest
         assert found["coefficient"] == (BETA if controller == "fixed" else BETA * (1 + 0.2 * 160 / 640))
@@ -119,8 +103,8 @@ def entropy_metric(rank: int, world: int, layout: tuple[str, ...]) -> dict[str, 
         }
 
 
-@pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2", "TP2-SP-PP2-VPP2"))
-def test_entropy_is_measured_without_a_coefficient_and_without_a_pass(pool: Pool, layout: str) -> None:
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
+def test_entropy_is_measured_without_a_coefficient_and_without_a_pass(pool, layout):
     world, degrees = LAYOUTS[layout]
     for found in pool.run(world, entropy_metric, degrees, timeout_s=60):
         assert found["found"] == pytest.approx(found["wanted"], rel=TOLERANCE)

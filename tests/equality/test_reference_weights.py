@@ -1,49 +1,42 @@
-"""The reference policy's weights, swapped in or in a second model.
-
-The kept copy is read, while the policy goes on being trained.
-"""
+"""The reference policy's weights, swapped in or in a second model, are the kept copy while the policy trains on."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_rl.backend.reference_weights import DeviceCopy, HostCopy
 from megatron_rl.trainer.reference_policy import ReferencePolicy
-from tests.equality.rig import equal, equal_by_name, open_rig, ragged_advantages, sizes
-from tests.pairwise import pairwise
-from tests.workers.pool import Pool
+from tests.equality.layouts import BF16, GATHER, SHARDED, TP2
+from tests.equality.rig import equal, equal_by_name, open_rig, ragged_advantages
+from tests.equality.rows import assert_all
+from tests.pairwise import pairwise, quick
 
 SETTINGS = ("optimizer.lr=0.01", "optimizer.weight_decay=0.1")
-OVERLAP = (
-    "megatron.ddp.overlap_grad_reduce=true",
-    "megatron.ddp.overlap_param_gather=true",
-    "megatron.ddp.bucket_size=1000",
-)
+ADVANTAGES = ragged_advantages(8)
 
 
-def swap(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, bool]:
-    advantages, everyone = ragged_advantages(8), np.ones(8, dtype=bool)
-    with open_rig("qwen2_tied", *sizes(tensor, pipeline), *SETTINGS, *extra, samples=8) as rig:
-        backend = rig.backend
-        first = backend.logprobs(rig.batch, everyone).flat
+def opened(family: str, *given: str):
+    return open_rig(family, *SETTINGS, *given, samples=8)
+
+
+def swap(rank: int, world: int, family: str, settings: tuple[str, ...], placement: str) -> dict[str, bool]:
+    layout = (*settings, placement)
+    with opened(family, *layout) as rig:
+        backend, first = rig.backend, rig.logprobs()
         backend.keep_reference()
-        rig.step(advantages, drops=True)
+        rig.step(ADVANTAGES, drops=True)
         rig.ghost()
-        trained = backend.logprobs(rig.batch, everyone).flat
-        weights, state = rig.weights(), rig.optimizer_state()
+        trained, weights, state = rig.logprobs(), rig.weights(), rig.optimizer_state()
         with backend.reference_weights():
-            inside = backend.logprobs(rig.batch, everyone).flat
-            exported = rig.weights()
+            inside, exported = rig.logprobs(), rig.weights()
+        start = {name: rig.model.state_dict()[name].to(x.dtype) for name, x in exported.items()}
         found = {
             "reference's log-probs": np.array_equal(inside, first),
             "training moved them": not np.array_equal(trained, first),
-            "reference's export": all(
-                torch.equal(x, rig.model.state_dict()[k].to(x.dtype)) for k, x in exported.items()
-            ),
+            "reference's export": equal_by_name(exported, start),
             "weights are back": equal_by_name(rig.weights(), weights),
-            "log-probs are back": np.array_equal(backend.logprobs(rig.batch, everyone).flat, trained),
+            "log-probs are back": np.array_equal(rig.logprobs(), trained),
             "optimizer untouched": equal(rig.optimizer_state(), state),
         }
         try:
@@ -51,58 +44,46 @@ def swap(rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ..
                 raise KeyError("planted")
         except KeyError:
             found["weights are back after an error"] = equal_by_name(rig.weights(), weights)
-        rig.step(advantages, drops=True)
+        rig.step(ADVANTAGES, drops=True)
         end = rig.weights()
     # The same run without ever looking at the reference.
-    with open_rig("qwen2_tied", *sizes(tensor, pipeline), *SETTINGS, *extra, samples=8) as rig:
-        rig.step(advantages, drops=True)
+    with opened(family, *layout) as rig:
+        rig.step(ADVANTAGES, drops=True)
         rig.ghost()
-        rig.step(advantages, drops=True)
+        rig.step(ADVANTAGES, drops=True)
         return found | {"training goes on as if nothing had been": equal_by_name(rig.weights(), end)}
 
 
 SWAPPED = (
-    (1, 1, 1, ()),
-    (2, 1, 1, ("parallel.sequence_parallel=true",)),
-    (1, 2, 1, ("parallel.virtual_pipeline=2",)),
-    (1, 2, 2, ("model.dtype=bfloat16", "optimizer.distributed=true")),  # float32 masters live in the optimizer alone
-    (2, 1, 1, ("model.dtype=bfloat16",)),
-    (1, 1, 2, ("optimizer.distributed=true", *OVERLAP)),
-    (1, 2, 2, ("model.dtype=bfloat16", "optimizer.distributed=true", *OVERLAP)),
+    *("one qwen2_tied", "TP2-SP qwen2_tied", "PP2-VPP2 qwen2_tied"),
+    "PP2-DP2-bf16-sharded qwen2_tied",  # float32 masters live in the optimizer alone
+    *("TP2-bf16 qwen2_tied", "DP2-sharded-gather qwen2_tied", "PP2-DP2-bf16-sharded-gather qwen2_tied"),
 )
+COMING = [("TP2-SP", "host"), ("PP2-VPP2", "device"), ("TP2-bf16", "host"), ("DP2-sharded-gather", "device")]
 
 
-@pytest.mark.parametrize(("layout", "placement"), pairwise(range(len(SWAPPED)), ["host", "device"], strength=1))
-def test_reference_weights_come_and_go_bitwise(pool: Pool, layout: int, placement: str) -> None:
-    """Reference weights come and go bitwise.
-
-    They are copies without arithmetic, so there is nothing to tolerate. The first log-probs are the policy's own, so
-    both placements have the same ones.
-    """
-    tensor, pipeline, data, extra = SWAPPED[layout]
-    extra = (*extra, f"reference.placement={placement}")
-    for found in pool.run(tensor * pipeline * data, swap, tensor, pipeline, extra, timeout_s=60):
-        assert all(found.values()), found
+@pytest.mark.parametrize(
+    ("name", "placement"), pairwise(SWAPPED, ["host", "device"], kept=[(f"{x} qwen2_tied", y) for x, y in COMING])
+)
+def test_reference_weights_come_and_go_bitwise(pool, name, placement):
+    """Copies without arithmetic: there is nothing to tolerate."""
+    assert_all(pool, name, swap, f"reference.placement={placement}")
 
 
 def two_placements(rank: int, world: int, family: str, extra: tuple[str, ...]) -> dict[str, bool]:
-    """Compare a policy's log-probs under a swapped copy and under a second model, kept at the same moment.
-
-    The policy goes on training.
-    """
-    advantages, everyone = ragged_advantages(8), np.ones(8, dtype=bool)
-    with open_rig(family, *SETTINGS, *extra, samples=8) as rig:
+    """Compare log-probs under a swapped copy and a second model, kept at the same moment, as the policy trains on."""
+    with opened(family, *extra) as rig:
         backend = rig.backend
-        rig.step(advantages, drops=True)
+        rig.step(ADVANTAGES, drops=True)
         copy, second = HostCopy(backend), DeviceCopy(backend)
         copy.keep()
         second.keep()
-        rig.step(advantages, drops=True)
+        rig.step(ADVANTAGES, drops=True)
         read = []
         for each in (copy, second):
             with each.reading():
-                read.append(backend.logprobs(rig.batch, everyone).flat)
-        now = backend.logprobs(rig.batch, everyone).flat
+                read.append(rig.logprobs())
+        now = rig.logprobs()
         in_optimizer = {id(p) for group in backend.optimizer.megatron.param_groups for p in group["params"]}
         return {
             "the same": np.array_equal(*read),
@@ -117,104 +98,77 @@ def two_placements(rank: int, world: int, family: str, extra: tuple[str, ...]) -
         }
 
 
-LAYOUTS = {
-    "TP2-SP": (2, "qwen3", (*sizes(2, 1), "parallel.sequence_parallel=true")),
-    "PP2-tied": (2, "qwen2_tied", sizes(1, 2)),
-    "DP2-sharded-overlap": (2, "llama", ("optimizer.distributed=true", *OVERLAP)),
-    "PP2-VPP2": (2, "qwen2_untied", (*sizes(1, 2), "parallel.virtual_pipeline=2")),
-    "CP2": (2, "llama3_rope", ("parallel.context=2",)),
-    "EP2": (2, "qwen3_moe", ("parallel.expert=2",)),
-    "PP2-router-bias": (2, "glm4_moe", sizes(1, 2)),
-    "TP2-PP2": (4, "qwen2_tied", sizes(2, 2)),
-    "TP2-adapters": (2, "qwen2_tied", (*sizes(2, 1), "lora.rank=4")),
-    "PP2-adapters": (2, "qwen3", (*sizes(1, 2), "lora.rank=4")),
-}
+LAYOUTS = (
+    *("TP2-SP qwen3", "DP2-sharded-gather-bf16 llama", "PP2-VPP2 qwen2_untied", "CP2 llama3_rope", "EP2 qwen3_moe"),
+    *("PP2-bf16 glm4_moe", "TP2-LoRA-bf16 qwen2_tied"),
+)
+LONG = (
+    *("TP2-SP-bf16 qwen3", "DP2-sharded-gather llama", "PP2-VPP2-bf16 qwen2_untied", "CP2-bf16 llama3_rope"),
+    *("EP2-bf16 qwen3_moe", "PP2 glm4_moe", "TP2-LoRA qwen2_tied", "PP2 qwen2_tied", "PP2-bf16 qwen2_tied"),
+    *("TP2-PP2 qwen2_tied", "TP2-PP2-bf16 qwen2_tied", "PP2-LoRA qwen3", "PP2-LoRA-bf16 qwen3"),
+)
 
 
-@pytest.mark.parametrize(("layout", "dtype"), pairwise(LAYOUTS, ["float32", "bfloat16"], strength=1))
-def test_the_second_models_logprobs_are_the_swapped_copys_bitwise(pool: Pool, layout: str, dtype: str) -> None:
-    """The second model's log-probs are the swapped copy's, bitwise.
-
-    They come from the same kernels on the same numbers, so there is nothing to tolerate.
-    """
-    world, family, extra = LAYOUTS[layout]
-    for found in pool.run(world, two_placements, family, (*extra, f"model.dtype={dtype}"), timeout_s=60):
-        assert all(found.values()), found
+@pytest.mark.parametrize("name", quick((*LAYOUTS, *LONG), *LAYOUTS))
+def test_the_second_models_logprobs_are_the_swapped_copys_bitwise(pool, name):
+    """The same kernels on the same numbers: there is nothing to tolerate."""
+    assert_all(pool, name, two_placements)
 
 
 def refreshed(rank: int, world: int, placement: str, extra: tuple[str, ...]) -> dict[str, bool]:
     """Take three rollouts of one step each, with the reference renewed after the second."""
-    advantages, everyone = ragged_advantages(8), np.ones(8, dtype=bool)
     given = ("loss.kl_coefficient=0.1", "reference.refresh_every_rollouts=2", f"reference.placement={placement}")
-    with open_rig("qwen2_tied", *SETTINGS, *extra, *given, samples=8) as rig:
+    with opened("qwen2_tied", *extra, *given) as rig:
         reference = ReferencePolicy(rig.backend.config, rig.backend)
         reference.keep()
         policy, read = [rig.weights()], []
         for index in range(3):
-            rig.step(advantages, drops=True)
+            rig.step(ADVANTAGES, drops=True)
             reference.after_rollout(index, 8)  # before an export would gather the weights
             policy.append(rig.weights())
             with rig.backend.reference_weights():
                 read.append(rig.weights())
+        logprobs = reference.logprobs(rig.batch, rig.everyone)
         return {
             "the start": equal_by_name(read[0], policy[0]) and not equal_by_name(policy[0], policy[1]),
             "the policy of that moment": equal_by_name(read[1], policy[2]) and not equal_by_name(policy[2], policy[1]),
             "it stays": equal_by_name(read[2], policy[2]) and not equal_by_name(policy[3], policy[2]),
-            "log-probs": not np.array_equal(
-                reference.logprobs(rig.batch, everyone), rig.backend.logprobs(rig.batch, everyone).flat
-            ),
+            "log-probs": not np.array_equal(logprobs, rig.logprobs()),
         }
 
 
-@pytest.mark.parametrize("placement", ["host", "device"])
-@pytest.mark.parametrize(
-    "extra", [("model.dtype=bfloat16", "optimizer.distributed=true", *OVERLAP), sizes(2, 1)], ids=["DP2", "TP2"]
-)
-def test_refresh_takes_the_policys_weights_of_that_moment_bitwise(
-    pool: Pool, extra: tuple[str, ...], placement: str
-) -> None:
-    """A refresh takes the policy's weights of that moment bitwise.
-
-    It does so under overlap_param_gather too, where a step ends before its weights are gathered.
-    """
+@pytest.mark.parametrize(("layout", "placement"), [("DP2", "host"), ("DP2", "device"), ("TP2", "host")])
+def test_refresh_takes_the_policys_weights_of_that_moment_bitwise(pool, layout, placement):
+    """Under overlap_param_gather too, where a step ends before its weights are gathered."""
+    extra = (TP2,) if layout == "TP2" else (*BF16, *SHARDED, *GATHER)
     for found in pool.run(2, refreshed, placement, extra, timeout_s=60):
         assert all(found.values()), found
 
 
-def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> dict[str, object]:
-    advantages, everyone = ragged_advantages(8), np.ones(8, dtype=bool)
-    found: dict[str, object] = {}
+def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> dict[str, bool]:
+    found, freed = {}, []
     for placement in ("host", "device"):
-        with open_rig("qwen2_tied", *SETTINGS, *extra, f"reference.placement={placement}", samples=8) as rig:
-            backend = rig.backend
+        with opened("qwen2_tied", *extra, f"reference.placement={placement}") as rig:
+            backend, said = rig.backend, ""
             backend.keep_reference()
-            rig.step(advantages, drops=True)
+            rig.step(ADVANTAGES, drops=True)
             with backend.reference_weights():
-                before = backend.logprobs(rig.batch, everyone).flat
-            freed = backend.offload()
+                before = rig.logprobs()
+            freed.append(backend.offload().total)
             with backend.reference_weights():
-                found[f"{placement} reads meanwhile"] = np.array_equal(
-                    backend.logprobs(rig.batch, everyone).flat, before
-                )
+                found[f"{placement} reads meanwhile"] = np.array_equal(rig.logprobs(), before)
             backend.restore()
-            found[placement] = freed.total
-            plan = rig.plan(advantages, drops=True)
+            plan = rig.plan(ADVANTAGES, drops=True)
             with backend.reference_weights():
                 try:
-                    rig.accumulate(advantages, plan)
-                    found[f"{placement} refuses to train"] = placement == "host"
+                    rig.accumulate(ADVANTAGES, plan)
                 except ValueError as error:
-                    found[f"{placement} refuses to train"] = (
-                        placement == "device" and "would train the reference" in str(error)
-                    )
-    return {k: v for k, v in found.items() if k not in ("host", "device")} | {
-        "the same bytes": found["host"] == found["device"] > 0
-    }
+                    said = str(error)
+            found[f"{placement} refuses to train"] = ("would train the reference" in said) == (placement == "device")
+    return found | {"the same bytes": freed[0] == freed[1] > 0}
 
 
-@pytest.mark.parametrize(
-    "extra", [("optimizer.distributed=true", *OVERLAP), ("model.dtype=bfloat16",)], ids=["sharded-overlap", "bf16"]
-)
-def test_offload_leaves_the_second_model_alone_and_nothing_trains_it(pool: Pool, extra: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("extra", [(*SHARDED, *GATHER), BF16], ids=["sharded-overlap", "bf16"])
+def test_offload_leaves_the_second_model_alone_and_nothing_trains_it(pool, extra):
     for found in pool.run(2, offloaded, extra, timeout_s=60):
         assert all(found.values()), found

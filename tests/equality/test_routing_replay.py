@@ -1,7 +1,4 @@
-"""Routing replay: a mixture trained with given experts has the gradient of a plain loop whose experts are forced.
-
-The experts are drawn at random (forced_experts.py), so that most tokens go elsewhere than their router sends them.
-"""
+"""A mixture trained with given experts (forced_experts.py) has the gradient of a plain loop that is forced to them."""
 
 from __future__ import annotations
 
@@ -18,25 +15,25 @@ from megatron_rl.weights.export import load_weights
 from megatron_rl.weights.reader import MemoryReader
 from tests.equality.forced_experts import NUM_SAMPLES, TOP_K, draw_experts, forced, given, plain_loop, wanted
 from tests.equality.given_run import fresh_run, train_once
-from tests.equality.rig import open_rig, ragged_advantages
+from tests.equality.layouts import TOLERANCE
+from tests.equality.rig import config_of, layers_of, open_rig, ragged_advantages
+from tests.equality.rows import assert_close, measured
 from tests.equality.shared_samples import advantages_of, group_samples
+from tests.pairwise import quick
 from tests.reference import (
     file_weights,
     make_samples,
+    masked_logprobs,
     near_policy,
     reference_logprobs,
     relative_error,
     tiny_model,
 )
-from tests.workers.pool import Pool
 
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # isort: skip
 
-# Float32 and another order of summation, as in test_experts.py; a token of one layer that goes elsewhere shows at 1e-2.
-TOLERANCE = 1e-5
 REPLAY = "rollout.routing_replay=rollout"
-RECOMPUTE = tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1"))
 RECOMPUTE_MIXTURES = (
     "megatron.transformer.recompute_granularity=selective",
     "megatron.transformer.recompute_modules=[moe]",
@@ -44,58 +41,42 @@ RECOMPUTE_MIXTURES = (
 
 
 def replayed(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, float]:
-    layers = 4 if "parallel.virtual_pipeline=2" in overrides else 2
-    logprobs, gradient = wanted(family, layers)
     advantages, found = ragged_advantages(NUM_SAMPLES), {}
-    with open_rig(family, *overrides, REPLAY, layers=layers) as rig:
+    with open_rig(family, *overrides, REPLAY) as rig:
+        layers = rig.model.config.num_hidden_layers
+        logprobs, gradient = wanted(family, layers)
         rig.take(list(given(family, layers)))
         for cut in (dict(max_tokens=25), dict(samples_per_microbatch=1)):
             rig.rules(**cut)
-            flat = rig.backend.logprobs(rig.batch, np.ones(NUM_SAMPLES, dtype=bool)).flat
-            found[f"log-probs {cut}"] = float(np.abs(flat - logprobs).max())
-            for drops in (False, True):
-                plan = rig.plan(advantages, drops=drops)
-                found[f"gradient {cut} {'skip' if drops else 'dense'}"] = relative_error(
-                    rig.gradient(advantages, plan), gradient
-                )
+            found[f"log-probs {cut}"] = float(np.abs(rig.logprobs() - logprobs).max())
+            found |= rig.errors(advantages, gradient, f" {cut}")
     return found
 
 
-def degrees(**given: int) -> tuple[str, ...]:
-    found = [f"parallel.{name}={degree}" for name, degree in given.items()]
-    return (*found, *(["parallel.sequence_parallel=true"] if given.get("tensor", 1) > 1 else []))
-
-
-@pytest.mark.parametrize(
-    ("world", "overrides", "family"),
-    [
-        pytest.param(1, (), "qwen3_moe", id="one"),
-        pytest.param(1, (), "qwen3_moe_unnormalised", id="one-unnormalised"),
-        pytest.param(1, (), "mixtral", id="one-mixtral"),
-        pytest.param(1, RECOMPUTE, "qwen3_moe", id="recompute"),
-        pytest.param(1, RECOMPUTE_MIXTURES, "qwen3_moe", id="recompute-mixtures"),
-        pytest.param(2, (), "qwen3_moe", id="DP2"),
-        pytest.param(2, degrees(expert=2), "qwen3_moe", id="EP2"),
-        pytest.param(2, degrees(tensor=2), "mixtral", id="TP2-SP"),
-        pytest.param(2, degrees(tensor=2, expert=2, expert_tensor=1), "qwen3_moe", id="TP2-SP-EP2"),
-        pytest.param(2, degrees(pipeline=2), "qwen3_moe", id="PP2"),
-        pytest.param(2, (*degrees(pipeline=2), *RECOMPUTE), "qwen3_moe", id="PP2-recompute"),
-        pytest.param(2, (*degrees(pipeline=2, virtual_pipeline=2), *RECOMPUTE), "qwen3_moe", id="PP2-VPP2-recompute"),
-        pytest.param(2, degrees(context=2), "qwen3_moe", id="CP2"),
-        pytest.param(2, degrees(context=2, expert=2), "mixtral", id="CP2-EP2"),
-    ],
+LAYOUTS = (
+    *("one qwen3_moe", "one qwen3_moe_unnormalised", "one mixtral", "recompute qwen3_moe", "DP2 qwen3_moe"),
+    *("EP2 qwen3_moe", "TP2-SP mixtral", "TP2-SP-EP2-ETP1 qwen3_moe", "PP2 qwen3_moe", "PP2-recompute qwen3_moe"),
+    *("PP2-VPP2-recompute qwen3_moe", "CP2 qwen3_moe", "CP2-EP2 mixtral"),
 )
-def test_replayed_experts_equal_the_plain_loop_with_experts_forced(
-    pool: Pool, world: int, overrides: tuple[str, ...], family: str
-) -> None:
-    for found in pool.run(world, replayed, family, overrides, timeout_s=90):
-        print({k: f"{v:.1e}" for k, v in found.items()})
+QUICK = (
+    *("one qwen3_moe_unnormalised", "EP2 qwen3_moe", "TP2-SP mixtral", "PP2 qwen3_moe", "PP2-recompute qwen3_moe"),
+    "CP2-EP2 mixtral",
+)
+
+
+@pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
+def test_replayed_experts_equal_the_plain_loop_with_experts_forced(pool, name):
+    assert_close(pool, name, replayed)
+
+
+def test_recomputed_mixtures_replay_the_same_experts(pool):
+    for found in pool.run(1, replayed, "qwen3_moe", RECOMPUTE_MIXTURES, timeout_s=90):
         assert max(found.values()) < TOLERANCE, found
 
 
-def shared(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, float]:
+def shared(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, float]:
     """Return the errors where samples of one group have one prompt with the same experts, which runs once."""
-    _, model = tiny_model("qwen3_moe")
+    _, model = tiny_model(family)
     samples, groups = group_samples()
     drawn, firsts = draw_experts(samples, 2), {}
     for i, (sample, group) in enumerate(zip(drawn, groups, strict=True)):
@@ -105,28 +86,19 @@ def shared(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, float
             drawn[i] = near_policy(model, [sample], seed=i)[0]
     advantages, found = advantages_of(len(drawn)), {}
     logprobs, gradient = plain_loop(model, drawn, advantages)
-    with open_rig("qwen3_moe", *overrides, REPLAY, "plan.share_prompts=true") as rig:
+    with open_rig(family, *overrides, REPLAY, "plan.share_prompts=true") as rig:
         rig.take(drawn, groups)
         for cut in (dict(max_tokens=10_000), dict(max_tokens=30)):
             rig.rules(**cut)
-            flat = rig.backend.logprobs(rig.batch, np.ones(len(drawn), dtype=bool)).flat
-            found[f"log-probs {cut}"] = float(np.abs(flat - logprobs).max())
+            found[f"log-probs {cut}"] = float(np.abs(rig.logprobs() - logprobs).max())
             plan = rig.plan(advantages, drops=True)
             found[f"gradient {cut}"] = relative_error(rig.gradient(advantages, plan), gradient)
     return found
 
 
-@pytest.mark.parametrize(
-    ("world", "overrides"),
-    [
-        pytest.param(1, (), id="one"),
-        pytest.param(2, degrees(tensor=2), id="TP2-SP"),
-        pytest.param(2, degrees(context=2), id="CP2"),
-    ],
-)
-def test_a_shared_prompt_is_replayed_once(pool: Pool, world: int, overrides: tuple[str, ...]) -> None:
-    for found in pool.run(world, shared, overrides, timeout_s=60):
-        assert max(found.values()) < TOLERANCE, found
+@pytest.mark.parametrize("name", quick(["one qwen3_moe", "TP2-SP qwen3_moe", "CP2 qwen3_moe"], "TP2-SP qwen3_moe"))
+def test_a_shared_prompt_is_replayed_once(pool, name):
+    assert_close(pool, name, shared)
 
 
 def own_experts(model, sample: Sample) -> np.ndarray:
@@ -145,13 +117,10 @@ def own_experts(model, sample: Sample) -> np.ndarray:
     return np.sort(np.stack(found, axis=1).astype(np.int16), axis=2)
 
 
-def recorded(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, object]:
-    """Record the experts of a pass, move the weights, and train with the recorded ones.
-
-    Returns what was recorded of this rank's samples that is not transformers' choice, and the error of the gradient.
-    """
-    layers = 4 if "parallel.virtual_pipeline=2" in overrides else 2
-    _, model = tiny_model("qwen3_moe", layers=layers)
+def recorded(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, object]:
+    """Return what a pass recorded that is not transformers' choice, and the gradient's error at moved weights."""
+    layers = layers_of(config_of(*overrides))
+    _, model = tiny_model(family, layers=layers)
     samples, advantages = list(near_policy(model, make_samples(NUM_SAMPLES))), ragged_advantages(NUM_SAMPLES)
     read = [int(np.flatnonzero(s.loss_mask)[-1]) + s.prompt_tokens for s in samples]
     known = []
@@ -161,24 +130,19 @@ def recorded(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, obj
         known.append(dataclasses.replace(sample, routed_experts=experts))
     torch.manual_seed(3)
     noise = [0.05 * torch.randn_like(p) for p in model.parameters()]
-    with open_rig("qwen3_moe", *overrides, "rollout.routing_replay=old_logprobs", layers=layers) as rig:
+    with open_rig(family, *overrides, "rollout.routing_replay=old_logprobs") as rig:
         rig.take(samples)
-        passed = rig.backend.logprobs(rig.batch, np.ones(NUM_SAMPLES, dtype=bool))
+        passed = rig.backend.logprobs(rig.batch, rig.everyone)
         rig.batch = passed.experts.given_to(rig.batch)
-        wrong = []
+        known_of, wrong = {s.sample_id: s.routed_experts for s in known}, []
         for sample in rig.batch.local:
-            wished = known[int(sample.sample_id[1:])].routed_experts
-            if not np.array_equal(np.sort(sample.routed_experts, axis=2), wished):
+            if not np.array_equal(np.sort(sample.routed_experts, axis=2), known_of[sample.sample_id]):
                 wrong.append(sample.sample_id)
         with torch.no_grad():
             for parameter, more in zip(model.parameters(), noise, strict=True):
                 parameter.add_(more)
-        load_weights(
-            [c.module for c in rig.backend.chunks],
-            rig.backend.shape,
-            rig.backend.topology,
-            MemoryReader(file_weights(model)),
-        )
+        backend, chunks = rig.backend, [c.module for c in rig.backend.chunks]
+        load_weights(chunks, backend.shape, backend.topology, MemoryReader(file_weights(model)))
         moved = sum(
             int((own_experts(model, s)[:n] != s.routed_experts[:n]).sum()) for s, n in zip(known, read, strict=True)
         )
@@ -188,28 +152,18 @@ def recorded(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, obj
     return {"wrong": wrong, "moved": moved, "error": error}
 
 
-@pytest.mark.parametrize(
-    ("world", "overrides"),
-    [
-        pytest.param(1, (), id="one"),
-        pytest.param(2, degrees(expert=2), id="EP2"),
-        pytest.param(2, degrees(tensor=2), id="TP2-SP"),
-        pytest.param(2, degrees(context=2), id="CP2"),
-        pytest.param(2, (*degrees(pipeline=2, virtual_pipeline=2), *RECOMPUTE), id="PP2-VPP2-recompute"),
-    ],
-)
-def test_the_old_policys_own_experts_are_replayed(pool: Pool, world: int, overrides: tuple[str, ...]) -> None:
+RECORDED = ("EP2 qwen3_moe", "TP2-SP qwen3_moe", "CP2 qwen3_moe", "PP2-VPP2-recompute qwen3_moe", "one qwen3_moe")
+
+
+@pytest.mark.parametrize("name", quick(RECORDED, *RECORDED[:4]))
+def test_the_old_policys_own_experts_are_replayed(pool, name):
     """The experts of the old log-probs' pass are transformers' own, and the update keeps them at moved weights."""
-    for found in pool.run(world, recorded, overrides, timeout_s=60):
-        assert not found["wrong"] and found["moved"] > 20, found
-        assert found["error"] < TOLERANCE, found
+    for found in measured(pool, name, recorded):
+        assert not found["wrong"] and found["moved"] > 20 and found["error"] < TOLERANCE, found
 
 
 def beside_router_replay(rank: int, world: int, family: str) -> list[tuple[torch.Tensor, ...]]:
-    """Return what a router gives and its gradients, by our seam and by Megatron-Core's RouterReplay.
-
-    Each of two micro-batches runs forward with given experts, is recomputed, and runs with the router's own choice.
-    """
+    """Compare our seam with RouterReplay: two micro-batches forward, recomputed, and with the router's own choice."""
     random = torch.Generator().manual_seed(7)
     with open_rig(family, REPLAY) as rig:
         routing, (chunk,) = rig.backend.schedule.routing, rig.backend.chunks
@@ -248,16 +202,16 @@ def beside_router_replay(rank: int, world: int, family: str) -> list[tuple[torch
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_unnormalised", "mixtral", "glm4_moe"])
-def test_a_router_gives_what_it_gives_under_megatron_cores_router_replay(pool: Pool, family: str) -> None:
+def test_a_router_gives_what_it_gives_under_megatron_cores_router_replay(pool, family):
     """Forward, recomputation and recording are those of RouterReplay, to the bit, in every release that has it."""
     (found,) = pool.run(1, beside_router_replay, family, timeout_s=60)
     assert len(found) == 5 * 4 + 1 and all(torch.equal(one, other) for one, other in found)
 
 
-def share_of(rank: int, world: int, overrides: tuple[str, ...]) -> tuple[float, float]:
+def share_of(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> tuple[float, float]:
     """Return the share of tokens that a step's routers would have sent elsewhere, and that of the plain loop."""
-    _, model = tiny_model("qwen3_moe")
-    samples, advantages = given("qwen3_moe", 2), ragged_advantages(NUM_SAMPLES)
+    _, model = tiny_model(family)
+    samples, advantages = given(family, 2), ragged_advantages(NUM_SAMPLES)
     elsewhere = total = 0
     for sample in samples:
         tokens = int(np.flatnonzero(sample.loss_mask)[-1]) + sample.prompt_tokens
@@ -266,25 +220,16 @@ def share_of(rank: int, world: int, overrides: tuple[str, ...]) -> tuple[float, 
             differs = (own_experts(model, sample)[:tokens] != routed).any(axis=2)
         known = routed[..., 0] >= 0
         elsewhere, total = elsewhere + int((differs & known).sum()), total + int(known.sum())
-    with open_rig("qwen3_moe", *overrides, REPLAY) as rig:
+    with open_rig(family, *overrides, REPLAY) as rig:
         rig.take(list(samples))
-        rig.backend.logprobs(rig.batch, np.ones(NUM_SAMPLES, dtype=bool))  # is not counted
+        rig.logprobs()  # is not counted
         (result,) = rig.step(advantages, drops=False)
         return step_metrics(result)["train/rerouted_token_share"], elsewhere / total
 
 
-@pytest.mark.parametrize(
-    ("world", "overrides"),
-    [
-        pytest.param(1, RECOMPUTE, id="recompute"),
-        pytest.param(2, degrees(tensor=2), id="TP2-SP"),
-        pytest.param(2, degrees(pipeline=2), id="PP2"),
-    ],
-)
-def test_the_rerouted_share_is_counted_once_per_token_and_layer(
-    pool: Pool, world: int, overrides: tuple[str, ...]
-) -> None:
-    for found, expected in pool.run(world, share_of, overrides, timeout_s=60):
+@pytest.mark.parametrize("name", ["recompute qwen3_moe", "TP2-SP qwen3_moe", "PP2 qwen3_moe"])
+def test_the_rerouted_share_is_counted_once_per_token_and_layer(pool, name):
+    for found, expected in measured(pool, name, share_of):
         assert found == pytest.approx(expected, abs=1e-12) and found > 0.5, (found, expected)
 
 
@@ -293,87 +238,74 @@ def one_reads_the_reference(rank: int, world: int) -> tuple[float, float]:
     gaps = []
     _, model = tiny_model("qwen3_moe")
     samples = given("qwen3_moe", 2)
-    with torch.no_grad():
-        own = np.concatenate([reference_logprobs(model, s)[0].numpy() * s.loss_mask for s in samples])
+    own = masked_logprobs(model, samples)
     for placement in ("host", "device"):
         with open_rig("qwen3_moe", REPLAY, f"reference.placement={placement}") as rig:
             rig.take(list(samples))
             rig.backend.keep_reference()
             with rig.backend.reference_weights():
-                flat = rig.backend.logprobs(rig.batch, np.ones(NUM_SAMPLES, dtype=bool)).flat
-            gaps.append(float(np.abs(flat - own).max()))
+                gaps.append(float(np.abs(rig.logprobs() - own).max()))
     return tuple(gaps)
 
 
-def test_the_reference_chooses_its_own_experts(pool: Pool) -> None:
+def test_the_reference_chooses_its_own_experts(pool):
     for gaps in pool.run(1, one_reads_the_reference, timeout_s=60):
         assert max(gaps) < TOLERANCE, gaps
 
 
-def with_faulty_experts(rank: int, world: int, kind: str) -> str:
-    samples = list(given("qwen3_moe", 2))
-    drawn = samples[3].routed_experts.copy()
+def with_faulty_experts(rank: int, world: int) -> dict[str, str]:
+    """Return the words about samples that have no experts, of other layers, twice one, beyond the last, or half."""
+    samples, said = list(given("qwen3_moe", 2)), {}
+    drawn = samples[3].routed_experts
     token = int(np.flatnonzero(drawn[:, 0, 0] >= 0)[0])
-    match kind:
-        case "missing":
-            drawn = None
-        case "other layers":
-            drawn = drawn[:, :1]
-        case "twice":
-            drawn[token, 1] = (2, 2)
-        case "beyond":
-            drawn[token, 1] = (0, 4)
-        case "half":
-            drawn[token, 1] = (0, -1)
-    samples[3] = dataclasses.replace(samples[3], routed_experts=drawn)
-    with open_rig("qwen3_moe", REPLAY) as rig, pytest.raises(ValueError, match="sample s3") as raised:
-        rig.take(samples)
-        rig.backend.require_routed(rig.batch)
-    return str(raised.value).replace(f"token {token} ", "token N ")
+    pairs = {"twice": (2, 2), "beyond": (0, 4), "half": (0, -1)}
+    with open_rig("qwen3_moe", REPLAY) as rig:
+        for kind in ("missing", "other layers", *pairs):
+            faulty = drawn.copy() if kind in pairs else drawn[:, :1] if kind == "other layers" else None
+            if kind in pairs:
+                faulty[token, 1] = pairs[kind]
+            samples[3] = dataclasses.replace(samples[3], routed_experts=faulty)
+            with pytest.raises(ValueError, match="sample s3") as raised:
+                rig.take(samples)
+                rig.backend.require_routed(rig.batch)
+            said[kind] = str(raised.value).replace(f"token {token} ", "token N ")
+    return said
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("missing", "sample s3 came with no routed_experts (1 such samples), and rollout.routing_replay=rollout wants"),
-        ("other layers", "came with routed_experts of [tokens, 1, 2] (1 such samples)"),
-        ("twice", "sends token N in layer 1 to experts [2, 2]; each must be another one of 0 to 3"),
-        ("beyond", "sends token N in layer 1 to experts [0, 4]"),
-        ("half", "sends token N in layer 1 to experts [0, -1]"),
-    ],
-)
-def test_faulty_experts_are_refused_on_every_rank_with_the_sample(pool: Pool, kind: str, said: str) -> None:
-    for error in pool.run(2, with_faulty_experts, kind, timeout_s=60):
-        assert said in error and "set rollout.routing_replay=off" in error, error
+def test_faulty_experts_are_refused_on_every_rank_with_the_sample(pool):
+    wanted = {
+        "missing": "sample s3 came with no routed_experts (1 such samples), and rollout.routing_replay=rollout wants",
+        "other layers": "came with routed_experts of [tokens, 1, 2] (1 such samples)",
+        "twice": "sends token N in layer 1 to experts [2, 2]; each must be another one of 0 to 3",
+        "beyond": "sends token N in layer 1 to experts [0, 4]",
+        "half": "sends token N in layer 1 to experts [0, -1]",
+    }
+    for said in pool.run(2, with_faulty_experts, timeout_s=60):
+        for kind, words in wanted.items():
+            assert words in said[kind] and "set rollout.routing_replay=off" in said[kind], said[kind]
 
 
-def refused(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> str:
-    with pytest.raises(ConfigError) as raised, open_rig(family, *overrides):
-        pass
-    return str(raised.value)
+def refused(rank: int, world: int, settings: tuple[str, ...]) -> list[str]:
+    said = []
+    for each in settings:
+        family, given = ("mixtral", (each,)) if each else ("qwen3", ())
+        with pytest.raises(ConfigError) as raised, open_rig(family, REPLAY, *given):
+            pass
+        said.append(str(raised.value))
+    return said
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "said"),
-    [
-        (
-            "qwen3",
-            (),
-            "rollout.routing_replay=rollout replays the experts of a mixture, and the model of model.hf_path has none",
-        ),
-        (
-            "mixtral",
-            ("megatron.transformer.moe_router_load_balancing_type=sinkhorn",),
-            "it balances experts over a batch",
-        ),
-        ("mixtral", ("megatron.transformer.moe_router_force_load_balancing=true",), "its logits are random"),
-        ("mixtral", ("megatron.transformer.moe_expert_capacity_factor=1.0",), "it drops tokens of the experts"),
-        ("mixtral", ("megatron.transformer.moe_enable_routing_replay=true",), "set by rollout.routing_replay"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused(pool: Pool, family: str, overrides: tuple[str, ...], said: str) -> None:
-    for error in pool.run(1, refused, family, (REPLAY, *overrides), timeout_s=60):
-        assert said in error, error
+def test_what_cannot_be_replayed_is_refused(pool):
+    refusals = {
+        "": "replays the experts of a mixture, and the model of model.hf_path has none",
+        "moe_router_load_balancing_type=sinkhorn": "it balances experts over a batch",
+        "moe_router_force_load_balancing=true": "its logits are random",
+        "moe_expert_capacity_factor=1.0": "it drops tokens of the experts",
+        "moe_enable_routing_replay=true": "set by rollout.routing_replay",
+    }
+    settings = tuple(f"megatron.transformer.{x}" if x else "" for x in refusals)
+    (found,) = pool.run(1, refused, settings, timeout_s=60)
+    assert all(words in said for words, said in zip(refusals.values(), found, strict=True)), found
 
 
 def a_rollout_of_two_steps(rank: int, world: int) -> list[float]:
@@ -384,7 +316,7 @@ def a_rollout_of_two_steps(rank: int, world: int) -> list[float]:
         return [result.sums["replayed"] for result in run.results]
 
 
-def test_the_update_replays_what_its_pass_recorded(pool: Pool) -> None:
+def test_the_update_replays_what_its_pass_recorded(pool):
     """The first step takes its own log-probs for π_old and chooses itself; the second replays the pass's experts."""
     for first, second in pool.run(2, a_rollout_of_two_steps, timeout_s=60):
         assert first == 0 and second > 0, (first, second)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import numpy as np
 import pytest
 import torch
@@ -11,18 +9,15 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.rollout.sampling import SampleRequest
 from megatron_rl.serve.values import AdapterSpec
+from tests.equality.layouts import PP2, SHARDED, TP2
 from tests.equality.served_data import make_data, naive_gradient
 from tests.equality.served_rig import VOCAB, Served, largest_gap, open_served, same
+from tests.pairwise import pairwise, quick
 from tests.reference import file_weights, relative_error
-from tests.workers.pool import Pool
 
 LORA = ("lora.rank=4", "lora.alpha=8")
-TP2, PP2 = "parallel.tensor=2", "parallel.pipeline=2"
-PLACES = {
-    "PP2": (2, (PP2,)),
-    "TP2": (2, (TP2,)),
-    "DP2": (2, ("optimizer.distributed=true",)),
-}
+PLACES = {"PP2": (2, (PP2,)), "TP2": (2, (TP2,)), "DP2": (2, SHARDED)}
+KINDS = {"LoRA": LORA, "whole": ()}
 STEPS_TOLERANCE = 1e-5  # float32 and another order of summation
 
 
@@ -65,33 +60,28 @@ def two_models(rank: int, world: int, path: str, folder: str, overrides: tuple[s
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_two_models_equal_two_servers(pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path, place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "kind"), pairwise(PLACES, KINDS, kept=[("PP2", "whole"), ("TP2", "LoRA"), ("DP2", "whole")])
+)
+def test_two_models_equal_two_servers(pool, arithmetic, tmp_path, place, kind):
     world, overrides = PLACES[place]
-    for kind in (LORA, ()):
-        given = (str(arithmetic), str(tmp_path / f"{len(kind)}"), (*overrides, *kind))
-        for found in pool.run(world, two_models, *given, timeout_s=120):
-            assert all(found.values()), found
+    given = (str(arithmetic), str(tmp_path), (*overrides, *KINDS[kind]))
+    for found in pool.run(world, two_models, *given, timeout_s=120):
+        assert all(found.values()), found
 
 
-def steps_of_torch(path: str, overrides: list[dict]) -> tuple[dict[str, torch.Tensor], list[float]]:
+def steps_of_torch(path: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Return weights and norms of torch's own AdamW over the plain loop's gradients; the third step has none."""
     model = AutoModelForCausalLM.from_pretrained(f"{path}/model").float()
-    optimizer = torch.optim.AdamW(model.parameters())
-    norms = []
-    for number, settings in enumerate(overrides):
+    optimizer, norms = torch.optim.AdamW(model.parameters()), []
+    for number, given in enumerate(STEPS):
         naive_gradient(model, [("cross_entropy", data_of(number, 0 if number == 2 else 5))])
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        clip = settings["grad_clip_norm"] or float("inf")
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), given["grad_clip_norm"] or float("inf"))))
+        named = dict(lr=given["learning_rate"], betas=(given["beta1"], given["beta2"]))
         for group in optimizer.param_groups:
-            group.update(
-                lr=settings["learning_rate"],
-                betas=(settings["beta1"], settings["beta2"]),
-                eps=settings["eps"],
-                weight_decay=settings["weight_decay"],
-            )
+            group.update(**named, eps=given["eps"], weight_decay=given["weight_decay"])
         optimizer.step()
     return file_weights(model), norms
 
@@ -106,7 +96,7 @@ STEPS = [
 
 
 def steps(rank: int, world: int, path: str, folder: str, overrides: tuple[str, ...]) -> dict[str, float]:
-    want, norms = steps_of_torch(path, STEPS)
+    want, norms = steps_of_torch(path)
     with open_served(path, folder, *overrides) as served:
         served.create("m")
         found = []
@@ -123,8 +113,8 @@ def steps(rank: int, world: int, path: str, folder: str, overrides: tuple[str, .
         return {"weights": relative_error(weights, want), "norms": max(gaps)}
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_steps_are_torchs_adamw(pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path, place: str) -> None:
+@pytest.mark.parametrize("place", quick(PLACES, "PP2", "DP2"))
+def test_steps_are_torchs_adamw(pool, arithmetic, tmp_path, place):
     world, overrides = PLACES[place]
     found = pool.run(world, steps, str(arithmetic), str(tmp_path), overrides, timeout_s=120)[0]
     assert max(found.values()) < STEPS_TOLERANCE, found
@@ -168,15 +158,14 @@ def saved(rank: int, world: int, path: str, folder: str, overrides: tuple[str, .
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_is_saved_is_what_is_loaded(
-    pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path, place: str
-) -> None:
+@pytest.mark.parametrize(
+    ("place", "kind"), pairwise(PLACES, KINDS, kept=[("PP2", "LoRA"), ("TP2", "whole"), ("DP2", "whole")])
+)
+def test_what_is_saved_is_what_is_loaded(pool, arithmetic, tmp_path, place, kind):
     world, overrides = PLACES[place]
-    for kind in (LORA, ()):
-        given = (str(arithmetic), str(tmp_path / f"{len(kind)}"), (*overrides, *kind))
-        for found in pool.run(world, saved, *given, timeout_s=120):
-            assert all(found.values()), found
+    given = (str(arithmetic), str(tmp_path), (*overrides, *KINDS[kind]))
+    for found in pool.run(world, saved, *given, timeout_s=120):
+        assert all(found.values()), found
 
 
 def narrow(rank: int, world: int, path: str, folder: str) -> float:
@@ -190,9 +179,7 @@ def narrow(rank: int, world: int, path: str, folder: str) -> float:
     return relative_error(weights[4], weights[2])
 
 
-def test_a_lower_rank_equals_a_server_of_that_rank(
-    pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_lower_rank_equals_a_server_of_that_rank(pool, arithmetic, tmp_path):
     assert max(pool.run(2, narrow, str(arithmetic), str(tmp_path), timeout_s=90)) < 1e-5  # sums of other lengths
 
 
@@ -218,18 +205,15 @@ def failing(rank: int, world: int, path: str, folder: str) -> dict[str, bool]:
     return found
 
 
-def test_a_failed_request_leaves_no_half_of_a_step(
-    pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_failed_request_leaves_no_half_of_a_step(pool, arithmetic, tmp_path):
     for found in pool.run(2, failing, str(arithmetic), str(tmp_path), timeout_s=60):
         assert all(found.values()), found
 
 
 def sampling(rank: int, world: int, path: str, folder: str) -> dict[str, bool]:
     """Sample from snapshots of two models and from the base; compare log-probs with the trainer's own."""
-    request = SampleRequest(
-        request_id="r", token_ids=(3, 4, 5), num_samples=3, max_tokens=6, seed=5, prompt_logprobs=True
-    )
+    asked = dict(num_samples=3, max_tokens=6, seed=5, prompt_logprobs=True)
+    request = SampleRequest(request_id="r", token_ids=(3, 4, 5), **asked)
     fields = {name: getattr(request, name) for name in request.__slots__}
     with open_served(path, folder, PP2, *LORA) as served:
         for model, spec in SPECS.items():
@@ -241,16 +225,12 @@ def sampling(rank: int, world: int, path: str, folder: str) -> dict[str, bool]:
         for name in ("wa", "base", "wb"):
             (drawn[name],) = served.value("sample", weights=name, folder=None, requests=[fields])
         model = AutoModelForCausalLM.from_pretrained(f"{path}/model").float()
-        for name, result in drawn.items():
-            if name == "base":
-                want = _naive(model, result)
-                found["base log-probs"] = largest_gap([x.logprobs for x in result.sequences], want) < 1e-5
+        sampled = [x.logprobs for x in drawn["base"].sequences]
+        found["base log-probs"] = largest_gap(sampled, _naive(model, drawn["base"])) < 1e-5
         found["b is untouched"] = same(served.weights("b"), kept)
         again = served.value("sample", weights="wa", folder=None, requests=[fields, {**fields, "request_id": "s"}])
-        found["the same seed, the same draws"] = all(
-            np.array_equal(x.token_ids, y.token_ids)
-            for x, y in zip(drawn["wa"].sequences, again[1].sequences, strict=True)
-        )
+        pairs = zip(drawn["wa"].sequences, again[1].sequences, strict=True)
+        found["the same seed, the same draws"] = all(np.array_equal(x.token_ids, y.token_ids) for x, y in pairs)
         found["other weights"] = not np.allclose(drawn["wa"].prompt_logprobs[1:], drawn["wb"].prompt_logprobs[1:])
         gone = served.do("sample", weights="nobody", folder=None, requests=[fields])
         found["unknown"] = "'nobody' are not held here" in (gone.error or "")
@@ -267,8 +247,6 @@ def _naive(model: torch.nn.Module, result) -> list[np.ndarray]:
     return found
 
 
-def test_samplers_hold_the_weights_of_their_snapshot(
-    pool: Pool, arithmetic: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_samplers_hold_the_weights_of_their_snapshot(pool, arithmetic, tmp_path):
     for found in pool.run(2, sampling, str(arithmetic), str(tmp_path), timeout_s=60):
         assert all(found.values()), found

@@ -1,7 +1,4 @@
-"""Training requests of the server, cut and mixed as a client likes, have the gradient of a plain loop over their data.
-
-Compared are the accumulated gradient, the log-probs of every datum, and each request's loss.
-"""
+"""Training requests, cut and mixed as a client likes, have the gradient, log-probs and losses of a plain loop."""
 
 from __future__ import annotations
 
@@ -15,30 +12,18 @@ from megatron_rl.serve.updates import prepare, run
 from megatron_rl.serve.values import TrainingCall
 from tests.adapted import adapters_of
 from tests.equality.adapter_rig import open_adapted
+from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import open_rig
+from tests.equality.rows import measured
 from tests.equality.served_data import SETTINGS, make_data, naive_gradient
+from tests.pairwise import quick
 from tests.reference import relative_error
-from tests.workers.pool import Pool
 
-# Float32 and another order of summation. A gradient that lacks a rank's, or a request's, part shows at 1e-1.
-TOLERANCE = 1e-5
-TP2, PP2, EP2, CP2 = "parallel.tensor=2", "parallel.pipeline=2", "parallel.expert=2", "parallel.context=2"
-PLACES = {
-    "1 process": (1, "qwen3", ()),
-    "PP2": (2, "qwen2_tied", (PP2,)),
-    "TP2": (2, "qwen2_untied", (TP2,)),
-    "TP2-SP": (2, "qwen3", (TP2, "parallel.sequence_parallel=true")),
-    "DP2": (2, "llama3_rope", ()),
-    "EP2": (2, "qwen3_moe", (EP2,)),
-    "CP2": (2, "qwen3", (CP2,)),
-    "DP2-sharded": (2, "qwen2_tied", ("optimizer.distributed=true",)),
-    "skip-off": (1, "qwen3", ("skip.mode=off",)),
-}
-ADAPTED = {
-    "LoRA": (1, "qwen3", ()),
-    "LoRA-PP2": (2, "qwen2_untied", ("pipeline=2",)),
-    "LoRA-TP2": (2, "qwen2_tied", ("tensor=2",)),
-}
+PLACES = (
+    *("PP2 qwen2_tied", "TP2-SP qwen3", "EP2 qwen3_moe", "CP2 qwen3", "DP2-sharded qwen2_tied", "dense qwen3"),
+    *("one qwen3", "TP2 qwen2_untied", "DP2 llama3_rope"),
+)
+ADAPTED = ("PP2 qwen2_untied", "TP2 qwen2_tied", "one qwen3")
 
 
 def call_of(loss: str, data: list, **changes: object) -> TrainingCall:
@@ -80,30 +65,29 @@ def errors_of(rig, calls: list[tuple[str, list]], want: dict, losses: list[float
     return {**found, "gradient": relative_error(gradient, want)}
 
 
-def whole(rank: int, world: int, family: str, parallel: tuple[str, ...], modes: tuple[str, ...]) -> list[dict]:
+def whole(rank: int, world: int, family: str, layout: tuple[str, ...]) -> list[dict]:
     calls = requests(LOSSES)
-    with open_rig(family, *parallel) as rig:
+    with open_rig(family, *layout) as rig:
         want, losses, read = naive_gradient(rig.model, calls)
-        return [errors_of(rig, calls, want, losses, read, mode) for mode in modes]
+        return [errors_of(rig, calls, want, losses, read, mode) for mode in ("all", "trained")]
 
 
-def adapted(rank: int, world: int, family: str, parallel: tuple[str, ...]) -> list[dict]:
+def adapted(rank: int, world: int, family: str, layout: tuple[str, ...]) -> list[dict]:
     calls = requests(("cross_entropy", "ppo"))
+    parallel = tuple(x.removeprefix("parallel.") for x in layout)
     with open_adapted(family, parallel, samples=0) as rig:
         want, losses, read = naive_gradient(rig.model, calls)
         assert set(want) == set(adapters_of(rig.model))
         return [errors_of(rig, calls, want, losses, read, mode) for mode in ("all", "trained")]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_requests_have_the_plain_loops_gradient(pool: Pool, place: str) -> None:
-    world, family, parallel = PLACES[place]
-    for found in pool.run(world, whole, family, parallel, ("all", "trained"), timeout_s=120)[0]:
+@pytest.mark.parametrize("place", quick(PLACES, *PLACES[:6]))
+def test_requests_have_the_plain_loops_gradient(pool, place):
+    for found in measured(pool, place, whole)[0]:
         assert max(found.values()) < TOLERANCE, found
 
 
-@pytest.mark.parametrize("place", ADAPTED)
-def test_requests_have_the_plain_loops_gradient_of_adapters(pool: Pool, place: str) -> None:
-    world, family, parallel = ADAPTED[place]
-    for found in pool.run(world, adapted, family, parallel, timeout_s=120)[0]:
+@pytest.mark.parametrize("place", quick(ADAPTED, *ADAPTED[:2]))
+def test_requests_have_the_plain_loops_gradient_of_adapters(pool, place):
+    for found in measured(pool, place, adapted)[0]:
         assert max(found.values()) < TOLERANCE, found

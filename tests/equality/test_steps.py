@@ -1,8 +1,4 @@
-"""Optimizer steps: ghosts, frozen ghosts and gradients that are not finite.
-
-Ghosts equal zero-gradient steps to the bit, frozen ones move nothing, and a gradient that is not finite is one decision
-of all ranks.
-"""
+"""Ghosts equal zero-gradient steps to the bit, frozen ones move nothing, an infinite gradient is passed over by all."""
 
 from __future__ import annotations
 
@@ -13,32 +9,25 @@ import torch
 from megatron_rl.algorithm.advantage import GroupRewards, loss_inputs
 from megatron_rl.algorithm.advantage import advantages as estimate
 from megatron_rl.backend.optimizer import NonFiniteGradient
-from megatron_rl.types import Advantages, Sample, StepKind
-from tests.equality.rig import equal, equal_by_name, open_rig, ragged_advantages, sizes
+from megatron_rl.types import Advantages, StepKind
+from tests.equality.layouts import GATHER, MOVING, PLAIN, PP2, SHARDED, TP2
+from tests.equality.rig import equal, equal_by_name, open_rig, ragged_advantages
 from tests.pairwise import pairwise, quick
-from tests.reference import make_samples
-from tests.workers.pool import Pool
+from tests.reference import make_samples, sample_of
 
-MOVING = (  # everything that a step without gradient still moves
-    "optimizer.lr=0.01",
-    "optimizer.weight_decay=0.1",
-    "optimizer.schedule=cosine",
-    "optimizer.warmup_steps=2",
-    "optimizer.decay_steps=6",
-    "optimizer.min_lr=0.001",
-)
 ADVANTAGES = ragged_advantages(8)
 
 
-def three_steps(middle: str, tensor: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, object]:
-    """Take a real step, ``middle`` (ghost | zero-gradient | none), and a real step.
+def moving(*layout: str):
+    return open_rig("qwen2_tied", *MOVING, *layout, samples=8, total_steps=6)
 
-    Returns the state before and after the middle step and at the end.
-    """
-    with open_rig("qwen2_tied", *sizes(tensor, pipeline), *MOVING, *extra, samples=8, total_steps=6) as rig:
+
+def three_steps(middle: str, layout: tuple[str, ...]) -> dict[str, object]:
+    """Take a real step, ``middle`` (ghost, held, zero-gradient or none) and a real step; return the states between."""
+    with moving(*layout) as rig:
         rig.step(ADVANTAGES, drops=False)
-        before, version = rig.optimizer_state(), rig.backend.weight_version
-        found: dict[str, object] = {"before": before, "weights before": rig.weights()}
+        version = rig.backend.weight_version
+        found: dict[str, object] = {"before": rig.optimizer_state(), "weights before": rig.weights()}
         if middle == "ghost":
             result = rig.ghost()
         elif middle == "held":
@@ -49,21 +38,16 @@ def three_steps(middle: str, tensor: int, pipeline: int, extra: tuple[str, ...])
         elif middle == "zero-gradient":
             (result,) = rig.step(np.zeros(8), drops=False)
             assert result.kind is StepKind.REAL and result.grad_norm == 0.0
-        found |= {
-            "after": rig.optimizer_state(),
-            "weights after": rig.weights(),
-            "versions": rig.backend.weight_version - version,
-        }
+        found |= {"after": rig.optimizer_state(), "weights after": rig.weights()}
+        found["versions"] = rig.backend.weight_version - version
         if middle != "none":
             found |= {"lr": result.learning_rate, "applied": result.applied}
         rig.step(ADVANTAGES, drops=False)
         return found | {"end": rig.optimizer_state(), "weights end": rig.weights()}
 
 
-def ghost_against_zero_gradient(
-    rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]
-) -> dict[str, bool]:
-    ghost, dense = (three_steps(middle, tensor, pipeline, extra) for middle in ("ghost", "zero-gradient"))
+def ghost_against_zero_gradient(rank: int, world: int, *layout: str) -> dict[str, bool]:
+    ghost, dense = (three_steps(middle, layout) for middle in ("ghost", "zero-gradient"))
     found = {key: equal(ghost[key], dense[key]) for key in ("before", "after", "end")}
     found |= {key: equal_by_name(ghost[key], dense[key]) for key in ("weights before", "weights after", "weights end")}
     found["learning rate and version"] = (ghost["lr"], ghost["applied"], ghost["versions"]) == (dense["lr"], True, 1)
@@ -72,85 +56,73 @@ def ghost_against_zero_gradient(
     return found
 
 
+LAYOUTS = {"DP2": (2, ()), "PP2-DP2": (4, (PP2,)), "TP2": (2, (TP2,))}
+
+
 @pytest.mark.parametrize(
-    ("degrees", "distributed", "dtype"),
-    pairwise([(1, 1, 2), (1, 2, 2), (2, 1, 1)], ["false", "true"], ["float32", "bfloat16"]),
+    ("name", "distributed", "dtype"),
+    pairwise(
+        LAYOUTS,
+        ["false", "true"],
+        ["float32", "bfloat16"],
+        kept=[("DP2", "true", "bfloat16"), ("DP2", "false", "float32"), ("TP2", "true", "float32")]
+        + [("TP2", "false", "bfloat16")],
+    ),
 )
-def test_ghost_step_equals_zero_gradient_step(
-    pool: Pool, degrees: tuple[int, int, int], distributed: str, dtype: str
-) -> None:
-    """A ghost step equals a zero-gradient step, bitwise.
-
-    Weights, masters, moments, step counts and learning rates are the same, as both take the same arithmetic on the same
-    zeros.
-    """
-    tensor, pipeline, data = degrees
-    extra = (f"model.dtype={dtype}", f"optimizer.distributed={distributed}")
-    for found in pool.run(tensor * pipeline * data, ghost_against_zero_gradient, tensor, pipeline, extra, timeout_s=60):
+def test_ghost_step_equals_zero_gradient_step(pool, name, distributed, dtype):
+    """To the bit, as both take the same arithmetic on the same zeros."""
+    world, layout = LAYOUTS[name]
+    given = (*layout, f"model.dtype={dtype}", f"optimizer.distributed={distributed}")
+    for found in pool.run(world, ghost_against_zero_gradient, *given, timeout_s=60):
         assert all(found.values()), found
 
 
-def frozen(rank: int, world: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, bool]:
-    extra = (*extra, "skip.ghost=freeze")
-    ghost, none = (three_steps(middle, 1, pipeline, extra) for middle in ("ghost", "none"))
-    return {
-        "state": equal(ghost["before"], ghost["after"]),
-        "weights": equal_by_name(ghost["weights before"], ghost["weights after"]),
-        "version": ghost["versions"] == 0 and ghost["applied"] is False,
-        "the next step is as if there had been no ghost": equal(ghost["end"], none["end"]),
-        "the next step moves": not equal(ghost["after"], ghost["end"]),
-    }
-
-
-@pytest.mark.parametrize(("pipeline", "distributed"), pairwise([1, 2], ["true", "false"], strength=1))
-def test_frozen_ghost_moves_nothing(pool: Pool, pipeline: int, distributed: str) -> None:
-    for found in pool.run(2 * pipeline, frozen, pipeline, (f"optimizer.distributed={distributed}",), timeout_s=60):
-        assert all(found.values()), found
-
-
-def held(rank: int, world: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, bool]:
-    step, none = (three_steps(middle, 1, pipeline, extra) for middle in ("held", "none"))
+def moves_nothing(rank: int, world: int, middle: str, *layout: str) -> dict[str, bool]:
+    step, none = (three_steps(each, layout) for each in (middle, "none"))
     return {
         "state": equal(step["before"], step["after"]),
         "weights": equal_by_name(step["weights before"], step["weights after"]),
         "version": step["versions"] == 0 and step["applied"] is False,
-        "the next step is as if there had been no held one": equal(step["end"], none["end"]),
+        "the next step is as if there had been none between": equal(step["end"], none["end"]),
+        "the next step moves": not equal(step["after"], step["end"]),
     }
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
-def test_held_step_moves_nothing(pool: Pool, pipeline: int) -> None:
+@pytest.mark.parametrize(
+    ("pipeline", "distributed"), pairwise([1, 2], ["true", "false"], kept=[(1, "true"), (1, "false")])
+)
+def test_frozen_ghost_moves_nothing(pool, pipeline, distributed):
+    given = ("skip.ghost=freeze", f"parallel.pipeline={pipeline}", f"optimizer.distributed={distributed}")
+    for found in pool.run(2 * pipeline, moves_nothing, "ghost", *given, timeout_s=60):
+        assert all(found.values()), found
+
+
+@pytest.mark.parametrize("pipeline", quick([1, 2], 2))
+def test_held_step_moves_nothing(pool, pipeline):
     """Under ``skip.ghost: dense`` too, where a ghost decays weights and moments."""
-    for found in pool.run(pipeline, held, pipeline, (), timeout_s=60):
+    for found in pool.run(pipeline, moves_nothing, "held", f"parallel.pipeline={pipeline}", timeout_s=60):
         assert all(found.values()), found
 
 
 # ---- a gradient that is not finite -----------------------------------------------------------------------------------
 
 
-def with_infinite_advantage(rank: int, world: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, object]:
-    """Take a real step, one in which one sample's advantage is infinite, and a real one.
-
-    One data-parallel rank runs that sample.
-    """
+def with_infinite_advantage(rank: int, world: int, *layout: str) -> dict[str, object]:
+    """Take a real step, one in which one sample's advantage, of one rank, is infinite, and a real one."""
     bad = ADVANTAGES.copy()
     bad[5] = np.inf
-    with open_rig("qwen2_tied", *sizes(1, pipeline), *MOVING, *extra, samples=8, total_steps=6) as rig:
-        runners = [
-            rig.backend.plan("train", rig.batch, ADVANTAGES != 0, drops=True).mini_batches[0].rank_samples(d)
-            for d in range(2)
-        ]
+    with moving(*layout) as rig:
+        mini_batch = rig.plan(ADVANTAGES, drops=True).mini_batches[0]
+        found: dict[str, object] = {"one rank runs it": sum(5 in mini_batch.rank_samples(d) for d in range(2)) == 1}
         rig.step(ADVANTAGES, drops=True)
         before, weights, version = rig.optimizer_state(), rig.weights(), rig.backend.weight_version
-        found: dict[str, object] = {"one rank runs it": sum(5 in x for x in runners) == 1}
         try:
             (result,) = rig.step(bad, drops=True)
         except NonFiniteGradient as error:
             return found | {"raised": str(error)}
-        found["passed over"] = (
-            not result.applied and not np.isfinite(result.grad_norm) and rig.backend.weight_version == version
-        )
-        found["state untouched"] = equal(rig.optimizer_state(), before) and equal_by_name(rig.weights(), weights)
+        untouched = equal(rig.optimizer_state(), before) and equal_by_name(rig.weights(), weights)
+        found["passed over"] = not result.applied and not np.isfinite(result.grad_norm) and untouched
+        found["no version"] = rig.backend.weight_version == version
         (result,) = rig.step(ADVANTAGES, drops=True)
         after = rig.weights()
         found["next step works"] = (
@@ -160,32 +132,19 @@ def with_infinite_advantage(rank: int, world: int, pipeline: int, extra: tuple[s
         return found
 
 
-OVERLAP = (
-    "megatron.ddp.overlap_grad_reduce=true",
-    "megatron.ddp.overlap_param_gather=true",
-    "megatron.ddp.bucket_size=1000",
-)
-
-
 @pytest.mark.parametrize(
-    ("pipeline", "extra"),
-    pairwise(
-        [1, 2],
-        [("optimizer.distributed=true", *OVERLAP), ("optimizer.distributed=false",)],
-        strength=1,
-        ids=lambda x: f"PP{x}" if isinstance(x, int) else "overlap" if len(x) > 1 else "plain",
-    ),
+    ("pipeline", "kind"), pairwise([1, 2], ["sharded-overlap", "plain"], kept=[(1, "sharded-overlap"), (1, "plain")])
 )
-def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool: Pool, pipeline: int, extra: tuple[str, ...]) -> None:
-    for found in pool.run(
-        2 * pipeline, with_infinite_advantage, pipeline, (*extra, "optimizer.on_nonfinite=skip"), timeout_s=60
-    ):
+def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool, pipeline, kind):
+    extra = PLAIN if kind == "plain" else (*SHARDED, *GATHER)
+    given = (f"parallel.pipeline={pipeline}", *extra, "optimizer.on_nonfinite=skip")
+    for found in pool.run(2 * pipeline, with_infinite_advantage, *given, timeout_s=60):
         assert all(found.values()), found
 
 
 @pytest.mark.parametrize("distributed", quick(["false", "true"], "true"))
-def test_nonfinite_gradient_raises_on_all_ranks(pool: Pool, distributed: str) -> None:
-    results = pool.run(4, with_infinite_advantage, 2, (f"optimizer.distributed={distributed}",), timeout_s=60)
+def test_nonfinite_gradient_raises_on_all_ranks(pool, distributed):
+    results = pool.run(4, with_infinite_advantage, PP2, f"optimizer.distributed={distributed}", timeout_s=60)
     assert len(results) == 4
     for found in results:
         assert found["one rank runs it"] and "optimizer.on_nonfinite=skip" in found["raised"], found
@@ -195,30 +154,22 @@ def test_nonfinite_gradient_raises_on_all_ranks(pool: Pool, distributed: str) ->
 
 
 def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
-    """Take a first step on-policy: whole groups, grpo, sequence_mean, old log-probs from the backend itself.
-
-    The last group's rewards are all equal.
-    """
+    """Take a first on-policy step of whole groups under grpo and sequence_mean; the last group's rewards are equal."""
     with open_rig("qwen2_tied") as rig:
         rig.take(make_samples(12), groups=[i // 4 for i in range(12)])
         rewards = np.array([1, 0, 0, 0, 0.3, 1, 0.2, 0, 1, 1, 1, 1], dtype=np.float64)
         given = GroupRewards(totals=rewards, groups=np.array(rig.groups), included=np.ones(12, dtype=bool))
         advantages = estimate(given, estimator="grpo")
-        old = rig.backend.logprobs(rig.batch, np.ones(12, dtype=bool)).flat
+        old = rig.logprobs()
         plan = rig.plan(advantages, drops=True)
         (result,) = rig.step(advantages, drops=True, reduction="sequence_mean", old=old)
         dropped = plan.mini_batches[0].dropped.tolist()
         return {"loss": result.sums["loss"], "norm": result.grad_norm, "dropped": dropped}
 
 
-def test_zero_loss_is_not_zero_gradient(pool: Pool) -> None:
-    """A loss of zero is no gradient of zero.
-
-    On-policy, standardised advantages sum to 0 and so does the loss; the drop goes by advantages, and the gradient is
-    not zero.
-    """
+def test_zero_loss_is_not_zero_gradient(pool):
+    """Standardised advantages sum to 0 on-policy, and so does the loss; the drop goes by advantages."""
     for found in pool.run(2, first_on_policy_step, timeout_s=60):
-        print(found)
         assert abs(found["loss"]) < 1e-6, found  # ε = 1e-6 beside the standard deviation and float32 ratios; seen 3e-8
         assert found["norm"] > 1e-2, found
         assert found["dropped"] == [8, 9, 10, 11]  # equal rewards, and nothing else
@@ -228,11 +179,9 @@ def thousand_tokens(rank: int, world: int, pipeline: int) -> dict[str, float]:
     """Return the loss of 100 tokens at 0.5 each and 900 at 0.3 each: importance_sampling at ratio 1 gives −w·A."""
     advantages = np.array([-0.5] + [-0.3] * 9)
     random = np.random.default_rng(0)
-    with open_rig("qwen2_tied", *sizes(1, pipeline), "loss.policy=importance_sampling") as rig:
-        samples = [_sample_of_hundred(random, i) for i in range(10)]
-        rig.take(samples)
-        old = rig.backend.logprobs(rig.batch, np.ones(10, dtype=bool)).flat
-        usual, found = rig.backend.rules, {}
+    with open_rig("qwen2_tied", f"parallel.pipeline={pipeline}", "loss.policy=importance_sampling") as rig:
+        rig.take([sample_of(f"h{i}", random.integers(2, 99, 103), 100) for i in range(10)])
+        old, usual, found = rig.logprobs(), rig.backend.rules, {}
         for cut in [
             *(dict(max_tokens=n) for n in (1, 250, 500, 10_000)),
             *(dict(samples_per_microbatch=n) for n in (1, 2, 3, 10)),
@@ -249,19 +198,9 @@ def thousand_tokens(rank: int, world: int, pipeline: int) -> dict[str, float]:
     return found
 
 
-def _sample_of_hundred(random: np.random.Generator, i: int) -> Sample:
-    return Sample(
-        sample_id=f"h{i}",
-        prompt_tokens=3,
-        token_ids=random.integers(2, 99, 103),
-        loss_mask=np.ones(100, dtype=bool),
-        logprobs=np.zeros(100, dtype=np.float32),
-    )
-
-
-@pytest.mark.parametrize(("pipeline", "data"), [(1, 1), (1, 2), (2, 2)])
-def test_token_mean_is_032_and_never_040(pool: Pool, pipeline: int, data: int) -> None:
-    for found in pool.run(pipeline * data, thousand_tokens, pipeline, timeout_s=60):
+@pytest.mark.parametrize(("pipeline", "world"), [(1, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.long)])
+def test_token_mean_is_032_and_never_040(pool, pipeline, world):
+    for found in pool.run(world, thousand_tokens, pipeline, timeout_s=60):
         assert len(found) == 8
         for cut, loss in found.items():
             assert abs(loss - 0.32) < 1e-5, (cut, loss)  # the ratio is 1 within 1e-6 (two packings in float32)
@@ -278,21 +217,43 @@ def step_sums(rank: int, world: int, mode: str) -> list[dict[str, float]]:
             (step,) = plan.mini_batches
             shares = bool(np.isin(step.order, np.flatnonzero(~signal)).any())
             assert shares == (mode == "off" or repack == "false")
-            old = rig.backend.logprobs(rig.batch, np.ones(8, dtype=bool)).flat + np.float32(0.3)
+            old = rig.logprobs() + np.float32(0.3)
             advantages = Advantages(of_sample=ADVANTAGES)
             inputs = loss_inputs(rig.backend.config, rig.batch.facts, step, advantages, signal, old=old)
-            rig.backend.forward_backward(rig.batch, step, inputs, fingerprint=plan.fingerprints()[0])
+            rig.run(plan, inputs)
             found.append(dict(rig.backend.optim_step(step.kind).sums))
             found[-1]["wanted tokens"] = float(rig.batch.facts.loss_tokens[signal | (mode == "off")].sum())
     return found
 
 
 @pytest.mark.parametrize(("mode", "world"), [("exact", 1), ("exact", 2), ("off", 1)])
-def test_metrics_count_survivors_alone_whoever_shares_their_micro_batches(pool: Pool, mode: str, world: int) -> None:
-    """Entropy, ratio, clipped share and KL are the survivors' without ``plan.repack``, as they are with it.
-
-    The dense run (``skip.mode=off``) measures everything. Sums of some 60 float32 numbers in another order.
-    """
+def test_metrics_count_survivors_alone_whoever_shares_their_micro_batches(pool, mode, world):
+    """Sums of some 60 float32 numbers in another order; the dense run (``skip.mode=off``) measures everything."""
     for repacked, shared in pool.run(world, step_sums, mode, timeout_s=60):
         assert shared["tokens"] == repacked["tokens"] == repacked["wanted tokens"] > 0
         assert shared == pytest.approx(repacked, rel=1e-5)
+
+
+def both_ways(rank: int, world: int, family: str, parallel: tuple[str, ...]) -> tuple[bool, bool]:
+    """Return whether gradients and weights after two steps are the same with run.deterministic and without."""
+    found = []
+    advantages = ragged_advantages(8)
+    try:
+        for asked in ("false", "true"):
+            with open_rig(family, *parallel, f"run.deterministic={asked}", samples=8, total_steps=10) as rig:
+                assert torch.are_deterministic_algorithms_enabled() == (asked == "true")
+                rig.step(advantages, drops=True)
+                rig.step(advantages, drops=True)
+                found.append((rig.gradient(advantages, rig.plan(advantages, drops=True)), rig.weights()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (gradient, weights), (other_gradient, other_weights) = found
+    return equal_by_name(gradient, other_gradient), equal_by_name(weights, other_weights)
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "parallel"),
+    [("qwen3", 1, ()), ("qwen2_tied", 2, ("parallel.tensor=2",)), ("qwen3_moe", 2, ("parallel.expert=2",))],
+)
+def test_the_gradient_is_that_of_a_run_without_it(pool, family, world, parallel):
+    assert pool.run(world, both_ways, family, parallel, timeout_s=60) == [(True, True)] * world

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
@@ -21,37 +20,26 @@ import torch
 from megatron_rl.backend import optimizer, packing
 from megatron_rl.model import attention, build, layer_spec, positions
 from tests.equality.engine_rig import ENGINE, engine_workers
-from tests.equality.layouts import TOLERANCE
-from tests.equality.rig import equal_by_name, open_rig, ragged_advantages, sizes
-from tests.equality.saved_steps import SHARDED, save_and_load
+from tests.equality.layouts import CP2, EP2, SHARDED, TOLERANCE
+from tests.equality.rig import equal_by_name, open_rig, ragged_advantages
+from tests.equality.rows import measured as measured_on
+from tests.equality.saved_steps import save_and_load
 from tests.equality.shared_samples import advantages_of, group_samples
+from tests.pairwise import quick
 from tests.reference import MIXTURES, file_weights, near_policy, relative_error
 from tests.stand_ins.transformer_engine import linears
-from tests.workers.pool import Pool
 
 pytestmark = pytest.mark.distributed
 NUM_SAMPLES, STEPS = 7, 2
 SETTINGS = (
-    "optimizer.lr=0.0003",
-    "optimizer.weight_decay=0.1",
-    "optimizer.clip_grad=0.5",
+    *("optimizer.lr=0.0003", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5"),
     "plan.max_tokens_per_microbatch=48",
 )
 SHARED, TORCH = "plan.share_prompts=true", ("model.layer_spec=torch",)
 
 
-@pytest.fixture(scope="module")
-def engine_pool() -> Iterator[Pool]:
-    """Start workers with the newest Transformer Engine."""
-    with engine_workers("2.20.2") as workers:
-        yield workers
-
-
 def measured(family: str, *overrides: str, grouped: bool = False) -> dict:
-    """Return log-probs, gradient, weights before and after two steps and their norms, by one layer spec.
-
-    grouped: over groups that have one prompt each.
-    """
+    """Return one layer spec's log-probs, gradient, and weights and norms of two steps. grouped: over shared prompts."""
     samples, groups = group_samples()
     advantages = advantages_of(len(samples)) if grouped else ragged_advantages(NUM_SAMPLES)
     with open_rig(family, *SETTINGS, *overrides, samples=NUM_SAMPLES, total_steps=STEPS) as rig:
@@ -62,7 +50,7 @@ def measured(family: str, *overrides: str, grouped: bool = False) -> dict:
         found["gradient"] = rig.gradient(advantages, plan)
         rig.accumulate(advantages, plan)
         found["twice"] = rig.gradient(advantages, plan)
-        found["logprobs"] = rig.backend.logprobs(rig.batch, np.ones(len(rig.samples), dtype=bool)).flat
+        found["logprobs"] = rig.logprobs()
         found["norms"] = [x.grad_norm for _ in range(STEPS) for x in rig.step(advantages, drops=True)]
         found["later weights"] = rig.weights()
     return found
@@ -95,59 +83,37 @@ def both(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict
     }
 
 
-TP2 = ("parallel.tensor=2", "parallel.sequence_parallel=true")
-CASES = {
-    "qwen2": (1, "qwen2_untied", ()),
-    "qwen3": (1, "qwen3", ()),
-    "llama": (1, "llama3_rope", ()),
-    "mixture": (1, "qwen3_moe", ()),
-    "TP2-SP": (2, "qwen2_untied", TP2),
-    "TP2": (2, "qwen3", ("parallel.tensor=2",)),
-    "PP2": (2, "qwen2_tied", ("parallel.pipeline=2",)),
-    "PP2-VPP2": (2, "qwen2_untied", ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
-    "CP2": (2, "qwen3", ("parallel.context=2",)),
-    "DP2-overlap": (
-        2,
-        "qwen2_tied",
-        ("optimizer.distributed=true", "megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.bucket_size=1000"),
-    ),
-    "recomputation": (
-        1,
-        "qwen3",
-        tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1")),
-    ),
-    "EP2": (2, "qwen3_moe", ("parallel.expert=2",)),
-    "two kinds of layers": (1, "glm4_moe", ()),
-    "latents": (1, "moonlight", ()),
-    "TP2-SP-latents": (2, "deepseek_v3", TP2),
-    "EP2-permutation": (2, "qwen3_moe", ("parallel.expert=2", "megatron.transformer.moe_permute_fusion=true")),
-    "TP2-SP-ETP2": (2, "qwen3_moe", TP2),
-    "TP2-SP-EP2-ETP1": (2, "qwen3_moe", (*TP2, "parallel.expert=2", "parallel.expert_tensor=1")),
-    "TP2-SP-ETP1": (2, "qwen3_moe", (*TP2, "parallel.expert_tensor=1")),
-}
+CASES = (
+    *("one qwen3", "one llama3_rope", "TP2-SP qwen2_untied", "PP2-VPP2 qwen2_untied", "CP2 qwen3"),
+    *("DP2-sharded-overlap qwen2_tied", "recompute qwen3", "one glm4_moe", "TP2-SP deepseek_v3", "TP2-SP qwen3_moe"),
+    *("EP2-permuted qwen3_moe", "TP2-SP-EP2-ETP1 qwen3_moe"),
+)
+LONG = (
+    *("one qwen2_untied", "one qwen3_moe", "TP2 qwen3", "PP2 qwen2_tied", "EP2 qwen3_moe", "one moonlight"),
+    "TP2-SP-ETP1 qwen3_moe",
+)
+LATENTS = ("deepseek_v3", "moonlight")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_engine_spec_equals_torch_spec(engine_pool: Pool, name: str) -> None:
+@pytest.mark.parametrize("name", quick((*CASES, *LONG), *CASES))
+def test_engine_spec_equals_torch_spec(engine_pool, name):
     """Weights go in and out to the bit; everything else is equal but for the order of float32 sums."""
-    world, family, overrides = CASES[name]
-    for found in engine_pool.run(world, both, family, overrides):
-        print(name, {k: f"{v:.1e}" for k, v in found["gaps"].items()}, sorted(found["calls"]))
+    family = name.split()[1]
+    for found in measured_on(engine_pool, name, both):
         assert found["exported"]
         assert max(found["gaps"].values()) < TOLERANCE, found["gaps"]
         reached = {f"{x}.forward" for x in ("LayerNormLinear", "DotProductAttention")}
-        reached |= {"added to main_grad"} | (set() if "latents" in name else {"apply_rotary_pos_emb"})
+        reached |= {"added to main_grad"} | (set() if family in LATENTS else {"apply_rotary_pos_emb"})
         assert found["calls"] >= reached | ({"GroupedLinear.forward"} if family in MIXTURES else set())
-        assert ("moe_permute_with_probs" in found["calls"]) == (name == "EP2-permutation")
+        assert ("moe_permute_with_probs" in found["calls"]) == ("permuted" in name)
 
 
 @pytest.mark.long(seconds=20)
-def test_oldest_engine_equals_torch_spec() -> None:
+def test_oldest_engine_equals_torch_spec():
     """Transformer Engine 2.3 has other names and signatures, and takes other ways through Megatron-Core."""
     with engine_workers("2.3.0") as workers:
-        for name in ("qwen2", "mixture", "TP2-SP", "CP2", "EP2-permutation"):
-            world, family, overrides = CASES[name]
-            for found in workers.run(world, both, family, overrides):
+        for name in ("one qwen2_untied", "one qwen3_moe", "TP2-SP qwen2_untied", "CP2 qwen3", "EP2-permuted qwen3_moe"):
+            for found in measured_on(workers, name, both):
                 assert found["exported"] and max(found["gaps"].values()) < TOLERANCE, (name, found["gaps"])
 
 
@@ -160,21 +126,24 @@ def with_shared_prompts(rank: int, world: int, family: str, overrides: tuple[str
     return gaps(measured(family, *overrides, *ENGINE, SHARED, grouped=True), plain), set(CALLS)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mixture", "TP2-SP", "PP2", "recomputation", "DP2-overlap", "latents"])
-def test_shared_prompts_equal_torch_without(engine_pool: Pool, name: str) -> None:
+SHARING = (
+    *("one qwen3_moe", "TP2-SP qwen2_untied", "recompute qwen3", "one moonlight"),
+    *("one qwen2_untied", "PP2 qwen2_tied", "DP2-sharded-overlap qwen2_tied"),
+)
+
+
+@pytest.mark.parametrize("name", quick(SHARING, *SHARING[:4]))
+def test_shared_prompts_equal_torch_without(engine_pool, name):
     """A response's keys are the prompt's and its own, and its angles go on from the prompt's, pads or none between."""
-    world, family, overrides = CASES[name]
-    for found, calls in engine_pool.run(world, with_shared_prompts, family, overrides):
-        print(name, {k: f"{v:.1e}" for k, v in found.items()})
+    for found, calls in measured_on(engine_pool, name, with_shared_prompts):
         assert max(found.values()) < TOLERANCE, found
-        assert "DotProductAttention.forward" in calls and ("apply_rotary_pos_emb" in calls) == (name != "latents")
+        assert "DotProductAttention.forward" in calls
+        assert ("apply_rotary_pos_emb" in calls) == (name.split()[1] not in LATENTS)
 
 
 # Each fused function, switched off by its own field.
-OFF = tuple(
-    f"megatron.transformer.{name}=false"
-    for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
-)
+FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+OFF = tuple(f"megatron.transformer.{name}=false" for name in FUSIONS)
 
 
 def fused(rank: int, world: int) -> dict[str, dict]:
@@ -194,7 +163,7 @@ def fused(rank: int, world: int) -> dict[str, dict]:
     return found
 
 
-def test_fusions_are_on_under_the_engine_unless_switched_off(engine_pool: Pool) -> None:
+def test_fusions_are_on_under_the_engine_unless_switched_off(engine_pool):
     (found,) = engine_pool.run(1, fused)
     off = {"rotary": False, "SwiGLU": False, "weight gradients": [False] * 8, "others": (False, False)}
     assert found["torch"] == {**off, "weight gradients": []}
@@ -207,7 +176,7 @@ def unfused(rank: int, world: int) -> dict[str, float]:
     return gaps(measured("qwen3", *ENGINE), measured("qwen3", *ENGINE, *OFF))
 
 
-def test_fused_equals_unfused(engine_pool: Pool) -> None:
+def test_fused_equals_unfused(engine_pool):
     (found,) = engine_pool.run(1, unfused)
     assert max(found.values()) < TOLERANCE, found
 
@@ -228,13 +197,16 @@ def as_on_a_gpu(rank: int, world: int, family: str, overrides: tuple[str, ...]) 
         return gaps(measured(family, *overrides, *TORCH, SHARED, grouped=True), plain), ran
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3", "TP2-SP", "CP2", "DP2-overlap", "recomputation", "EP2", "two kinds of layers"]
+ON_A_GPU = (
+    *("TP2-SP qwen2_untied", "CP2 qwen3", "recompute qwen3", "one glm4_moe"),
+    *("one qwen3", "DP2-sharded-overlap qwen2_tied", "EP2 qwen3_moe"),
 )
-def test_torch_layers_as_on_a_gpu_equal_the_plain_ones(pool: Pool, name: str) -> None:
+
+
+@pytest.mark.parametrize("name", quick(ON_A_GPU, *ON_A_GPU[:4]))
+def test_torch_layers_as_on_a_gpu_equal_the_plain_ones(pool, name):
     """Weight gradients within the product, angles within the attention (half of each head in GLM-4.5), prompts once."""
-    world, family, overrides = CASES[name]
-    for found, ran in pool.run(world, as_on_a_gpu, family, overrides):
+    for found, ran in measured_on(pool, name, as_on_a_gpu):
         assert ran == {"weight gradients", "rotary"} and max(found.values()) < TOLERANCE, (found, ran)
 
 
@@ -247,8 +219,8 @@ def by_engine_adam(rank: int, world: int, overrides: tuple[str, ...]) -> dict[st
         return gaps(measured("qwen2_tied", *overrides, "optimizer.kernel=transformer_engine"), plain)
 
 
-@pytest.mark.parametrize("distributed", ["false", "true"])
-def test_engine_adam_takes_the_same_steps(engine_pool: Pool, distributed: str) -> None:
+@pytest.mark.parametrize("distributed", quick(["false", "true"], "true"))
+def test_engine_adam_takes_the_same_steps(engine_pool, distributed):
     for found in engine_pool.run(2, by_engine_adam, (f"optimizer.distributed={distributed}",)):
         assert max(found.values()) < TOLERANCE, found
 
@@ -257,15 +229,15 @@ RESUMED = {
     "engine": (1, "qwen3", (), ENGINE, ENGINE),
     "torch-to-engine": (1, "qwen2_tied", (), TORCH, ENGINE),
     "engine-to-torch": (1, "qwen2_tied", (), ENGINE, TORCH),
-    "EP2-mixture": (2, "qwen3_moe", ("parallel.expert=2",), ENGINE, ENGINE),
+    "EP2-mixture": (2, "qwen3_moe", (EP2,), ENGINE, ENGINE),
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_checkpoint_goes_on_under_the_engine(engine_pool: Pool, tmp_path: pathlib.Path, name: str) -> None:
+@pytest.mark.parametrize("name", quick(RESUMED, "torch-to-engine", "EP2-mixture"))
+def test_checkpoint_goes_on_under_the_engine(engine_pool, tmp_path, name):
     """Weights come back to the bit, from the other layer spec too; with the same spec so do the next steps."""
     world, family, overrides, first, second = RESUMED[name]
-    given = [(*sizes(1, 1), *SHARDED, *overrides, *spec) for spec in (first, second)]
+    given = [(*SHARDED, *overrides, *spec) for spec in (first, second)]
     for found in engine_pool.run(world, save_and_load, str(tmp_path), *given, family, 3):
         assert found["loaded"] and found["error"] < TOLERANCE, found
         assert found["next"] or first != second, found
@@ -278,10 +250,10 @@ def resumed_by_engine_adam(rank: int, world: int, root: str, topology: tuple[str
         return save_and_load(rank, world, root, topology, topology, "qwen2_tied", 3)
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_checkpoint_goes_on_under_the_engines_adam(engine_pool: Pool, tmp_path: pathlib.Path, sharded: bool) -> None:
+@pytest.mark.parametrize("sharded", quick([True, False], True))
+def test_checkpoint_goes_on_under_the_engines_adam(engine_pool, tmp_path, sharded):
     """Its count of steps, one per group and none per parameter, comes back: the next steps are equal to the bit."""
-    topology = (*sizes(1, 1), f"optimizer.distributed={str(sharded).lower()}", "optimizer.kernel=transformer_engine")
+    topology = (f"optimizer.distributed={str(sharded).lower()}", "optimizer.kernel=transformer_engine")
     for found in engine_pool.run(2, resumed_by_engine_adam, str(tmp_path), topology):
         assert found["loaded"] and found["next"] and found["rate"], found
 
@@ -293,11 +265,12 @@ def half_precision(rank: int, world: int, family: str, overrides: tuple[str, ...
         return gaps(measured(family, *half, *ENGINE), measured(family, *half, *TORCH))
 
 
-@pytest.mark.parametrize("name", ["TP2-SP", "CP2", "EP2"])
-def test_bfloat16_is_as_close_as_its_rounding(engine_pool: Pool, name: str) -> None:
-    world, family, overrides = CASES[name]
-    for found in engine_pool.run(world, half_precision, family, overrides):
-        print(name, {k: f"{v:.1e}" for k, v in found.items()})
+HALF = ("TP2-SP qwen2_untied", "EP2 qwen3_moe", "CP2 qwen3")
+
+
+@pytest.mark.parametrize("name", quick(HALF, *HALF[:2]))
+def test_bfloat16_is_as_close_as_its_rounding(engine_pool, name):
+    for found in measured_on(engine_pool, name, half_precision):
         assert found["log-probs"] < 0.1  # seen 8e-3 to 4e-2
         assert max(found["gradient"], found["gradient of two calls"], found["norms"]) < 0.05  # seen 3e-3 to 2e-2
         assert found["later weights"] < 5e-3, found  # an ulp of bfloat16, 2^-8; seen 5e-4 to 1e-3
@@ -336,7 +309,7 @@ FAULTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager], tuple[s
     "int64 bounds": (
         lambda: _bounds_with(lambda x: {**x, "cu_seqlens_q": x["cu_seqlens_q"].long()}),
         (),
-        "must be in dtype torch.int32",
+        "in dtype torch.int32",
     ),
     "no bounds": (lambda: _bounds_with(lambda x: {**x, "cu_seqlens_kv": None}), (), "no sbhd of 3 dimensions"),
     "longest on the device": (
@@ -346,7 +319,7 @@ FAULTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager], tuple[s
     ),
     "no padded bounds": (
         lambda: _bounds_with(_without_padded),
-        ("parallel.context=2",),
+        (CP2,),
         "padded can not be None for context parallelism",
     ),
     "float32": (lambda: mock.patch.dict(os.environ, STAND_IN_ANY_DTYPE="0"), (), "no attention backend"),
@@ -365,7 +338,7 @@ def with_fault(rank: int, world: int, name: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_refused(engine_pool: Pool, name: str) -> None:
+def test_planted_fault_is_refused(engine_pool, name):
     _, overrides, wanted = FAULTS[name]
     for found in engine_pool.run(2 if overrides else 1, with_fault, name):
         assert found is not None and wanted in found
@@ -373,18 +346,17 @@ def test_planted_fault_is_refused(engine_pool: Pool, name: str) -> None:
 
 def in_order(rank: int, world: int) -> dict[str, float]:
     """Return the gaps to the torch spec where context ranks hold sequences in their order, which no check sees."""
-    context = ("parallel.context=2",)
-    plain = measured("qwen2_untied", *context, *TORCH)
+    plain = measured("qwen2_untied", CP2, *TORCH)
     with mock.patch.object(packing, "context_positions", _contiguous):
-        return gaps(measured("qwen2_untied", *context, *ENGINE), plain)
+        return gaps(measured("qwen2_untied", CP2, *ENGINE), plain)
 
 
-def test_context_ranks_in_another_order_show(engine_pool: Pool) -> None:
+def test_context_ranks_in_another_order_show(engine_pool):
     for found in engine_pool.run(2, in_order):
         assert found["log-probs"] > 0.01 and found["gradient"] > 0.01, found
 
 
-def test_signatures_refuse_what_the_real_ones_refuse() -> None:
+def test_signatures_refuse_what_the_real_ones_refuse():
     """Both versions' facts bind a call as Python would: an argument too many and one too few raise."""
     sizes = dict(in_features=4, out_features=4, device="cpu", params_dtype=torch.float32)
     x = torch.zeros(2, 4)

@@ -1,7 +1,4 @@
-"""Loss masks with holes anywhere, on real schedules.
-
-Log-probs, gradient and corrections are those of a loop over loss tokens alone.
-"""
+"""Loss masks with holes: log-probs, gradient and corrections are those of a loop over loss tokens alone."""
 
 from __future__ import annotations
 
@@ -17,49 +14,34 @@ from megatron_rl.config import CorrectionConfig
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.trainer.corrections import apply_corrections
 from megatron_rl.types import Advantages, Prompt, Rollout, Sample
-from tests.equality.layouts import CP, SP, TOLERANCE
-from tests.equality.rig import MAX_RESPONSE_TOKENS, ForwardedLengths, open_rig, sizes
-from tests.reference import reference_logprobs, relative_error, tiny_model, token_weight
+from tests.equality.layouts import REDUCTIONS, TOLERANCE
+from tests.equality.rig import MAX_RESPONSE_TOKENS, ForwardedLengths, equal_by_name, open_rig
+from tests.equality.rows import assert_close, measured
+from tests.pairwise import quick
+from tests.reference import gradient_of, reference_logprobs, relative_error, tiny_model, token_weight
 from tests.unit.algorithm.naive_importance import naive
-from tests.workers.pool import Pool
 
 FAMILY = "qwen2_tied"
 MASKS = (  # T: the policy's token, .: the environment's
-    "TTT..TT",
-    "TT....T",
-    "T.T.T.T.T",
-    "T",
-    "TTTTT",
-    "T...",
-    "..TTT",
-    "...T",
-    "TT.TT...TT.T",
-    "T.........T",
-    "TTTT....TTTT",
+    *("TTT..TT", "TT....T", "T.T.T.T.T", "T", "TTTTT", "T...", "..TTT", "...T"),
+    *("TT.TT...TT.T", "T.........T", "TTTT....TTTT"),
 )
 ADVANTAGES = np.array([0.7, -1.2, 0.0, 1.5, -0.4, 0.9, -0.8, 0.0, 1.1, -1.6, 0.5])
 GROUPS = [k // 2 for k in range(len(MASKS))]
-REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
-TOPOLOGIES = [((1, 1, 2), ()), ((2, 2, 1), SP), ((1, 1, 2), CP)]  # the third degree counts processes
-NAMES = ["DP2", "TP2-SP-PP2", "CP2"]
+TOPOLOGIES = [f"{layout} {FAMILY}" for layout in ("DP2", "TP2-SP-PP2", "CP2")]
 CORRECTION = CorrectionConfig(mode="token_mask", cap=1.2, floor=0.85)
 
 
 @functools.cache
 def drawn(environment_logprob: float = 0.0) -> tuple[torch.nn.Module, list[Sample]]:
-    """Return the model, and episodes whose engine is some noise away from it.
-
-    environment_logprob: written where the environment's tokens are.
-    """
+    """Return the model, and noisy episodes; ``environment_logprob`` stands where the environment's tokens are."""
     _, model = tiny_model(FAMILY)
     random = np.random.default_rng(5)
     samples = []
     for k, mask in enumerate(MASKS):
-        prompt = Prompt(
-            prompt_id=f"{k}@0", text="", token_ids=tuple(random.integers(2, 99, 2 + k % 4).tolist()), columns={}
-        )
+        ids = tuple(random.integers(2, 99, 2 + k % 4).tolist())
         rollout = Rollout(
-            prompt=prompt,
+            prompt=Prompt(prompt_id=f"{k}@0", text="", token_ids=ids, columns={}),
             sample_index=0,
             response_ids=tuple(random.integers(2, 99, len(mask)).tolist()),
             logprobs=(0.0,) * len(mask),
@@ -71,19 +53,13 @@ def drawn(environment_logprob: float = 0.0) -> tuple[torch.nn.Module, list[Sampl
         row = to_sample(rollout, included=True)
         with torch.no_grad():
             engine = reference_logprobs(model, row)[0].numpy() + random.normal(0.0, 0.25, len(mask)).astype(np.float32)
-        samples.append(
-            dataclasses.replace(row, logprobs=np.where(row.loss_mask, engine, np.float32(environment_logprob)))
-        )
+        logprobs = np.where(row.loss_mask, engine, np.float32(environment_logprob))
+        samples.append(dataclasses.replace(row, logprobs=logprobs))
     return model, samples
 
 
-def naive_gradient(
-    reduction: str, weights: list[float] | None = None, old: np.ndarray | None = None
-) -> dict[str, torch.Tensor]:
-    """Return the gradient of a loop sample by sample and token by token, which looks at nothing but loss tokens.
-
-    weights, old: flat over all response tokens.
-    """
+def naive_gradient(reduction, weights=None, old=None) -> dict[str, torch.Tensor]:
+    """Return the gradient of a loop over loss tokens. weights, old: flat over all response tokens."""
     model, samples = drawn()
     model.zero_grad()
     place = 0
@@ -98,13 +74,12 @@ def naive_gradient(
                 loss = loss - term * token_weight(reduction, samples, GROUPS, i, MAX_RESPONSE_TOKENS)
             place += 1
         loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradient_of(model)
 
 
-def every_reduction(rank: int, world: int, topology: tuple) -> dict[str, float]:
-    (tensor, pipeline, _), extra = topology
+def every_reduction(rank: int, world: int, family: str, layout: tuple[str, ...]) -> dict[str, float]:
     found: dict[str, float] = {}
-    with open_rig(FAMILY, *sizes(tensor, pipeline), *extra) as rig:
+    with open_rig(family, *layout) as rig:
         rig.take(drawn()[1], GROUPS)
         assert rig.batch.facts.loss_tokens.tolist() == [mask.count("T") for mask in MASKS]
         for drops in (False, True):
@@ -116,28 +91,23 @@ def every_reduction(rank: int, world: int, topology: tuple) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
-def test_gradient_equals_the_loop_over_loss_tokens(pool: Pool, topology: tuple) -> None:
-    (tensor, pipeline, data), _ = topology
-    found = pool.run(tensor * pipeline * data, every_reduction, topology, timeout_s=90)[0]
-    print(f"worst {max(found.values()):.1e}")
-    assert max(found.values()) < TOLERANCE, found
+@pytest.mark.parametrize("name", quick(TOPOLOGIES, TOPOLOGIES[0], TOPOLOGIES[2]))
+def test_gradient_equals_the_loop_over_loss_tokens(pool, name):
+    assert_close(pool, name, every_reduction)
 
 
-def run_lengths(rank: int, world: int, topology: tuple) -> tuple[list[int], int, int]:
+def run_lengths(rank: int, world: int, family: str, layout: tuple[str, ...]) -> tuple[list[int], int, int]:
     """Return the lengths of the sequences that this rank's dense plan ran, its data rank and the pad multiple."""
-    (tensor, pipeline, _), extra = topology
-    with open_rig(FAMILY, *sizes(tensor, pipeline), *extra) as rig:
+    with open_rig(family, *layout) as rig:
         rig.take(drawn()[1], GROUPS)
         seen = ForwardedLengths(rig)
         rig.gradient(ADVANTAGES, rig.plan(ADVANTAGES, drops=False))
         return seen.take(), rig.backend.topology.data_rank, rig.backend.rules.pad_multiple
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
-def test_no_token_runs_that_no_loss_token_is_predicted_from(pool: Pool, topology: tuple) -> None:
-    (tensor, pipeline, data), _ = topology
-    found = pool.run(tensor * pipeline * data, run_lengths, topology, timeout_s=60)
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_no_token_runs_that_no_loss_token_is_predicted_from(pool, name):
+    found = measured(pool, name, run_lengths)
     multiple = found[0][2]
     read = [s.prompt_tokens + mask.rindex("T") for s, mask in zip(drawn()[1], MASKS, strict=True)]
     by_replica = {data_rank: lengths for lengths, data_rank, _ in found}
@@ -146,62 +116,38 @@ def test_no_token_runs_that_no_loss_token_is_predicted_from(pool: Pool, topology
     assert sum(read) < sum(len(s.token_ids) for s in drawn()[1]) - len(MASKS)
 
 
-def passed_and_corrected(
-    rank: int, world: int, topology: tuple, environment_logprob: float
-) -> tuple[np.ndarray, dict, dict]:
+def passed_and_corrected(rank, world, family: str, layout, environment_logprob: float) -> tuple[np.ndarray, dict, dict]:
     """Return (log-probs flat, sums of the pass, the corrected gradient)."""
-    (tensor, pipeline, _), extra = topology
-    with open_rig(FAMILY, *sizes(tensor, pipeline), *extra) as rig:
+    with open_rig(family, *layout) as rig:
         rig.take(drawn(environment_logprob)[1], GROUPS)
-        batch, signal = rig.batch, has_signal(ADVANTAGES, rig.batch.facts.loss_tokens)
-        everyone = np.ones(len(MASKS), bool)
-        found = rig.backend.logprobs(batch, everyone)
-        advantages = Advantages(of_sample=ADVANTAGES)
-        verdict = apply_corrections(
-            CORRECTION,
-            rig.backend,
-            batch,
-            advantages=advantages,
-            signal=signal,
-            passed=everyone,
-            old_logprobs=found.flat,
-        )
-        plan = rig.backend.plan("train", batch, verdict.signal, drops=True)
-        batch = rig.backend.fetch_rows(batch, plan)
-        (mini_batch,) = plan.mini_batches
-        inputs = dataclasses.replace(
-            rig.inputs(ADVANTAGES, mini_batch.members, old=found.flat), importance_weights=verdict.weights
-        )
-        rig.backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
+        signal = has_signal(ADVANTAGES, rig.batch.facts.loss_tokens)
+        found = rig.backend.logprobs(rig.batch, rig.everyone)
+        given = dict(advantages=Advantages(of_sample=ADVANTAGES), signal=signal, passed=rig.everyone)
+        verdict = apply_corrections(CORRECTION, rig.backend, rig.batch, **given, old_logprobs=found.flat)
+        plan = rig.plan_of(verdict.signal, drops=True)
+        inputs = rig.inputs(ADVANTAGES, plan.mini_batches[0].members, old=found.flat)
+        rig.run(plan, dataclasses.replace(inputs, importance_weights=verdict.weights))
         return found.flat, dict(found.sums), {name: tensor.clone() for name, tensor in rig.backend.gradient().items()}
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
-def test_logprobs_and_corrections_know_loss_tokens_alone(pool: Pool, topology: tuple) -> None:
-    """Log-probs and corrections know loss tokens alone.
-
-    Numbers in the place of the environment's log-probs are read by nobody: not a bit changes.
-    """
-    (tensor, pipeline, data), _ = topology
-    flat, sums, gradient = pool.run(tensor * pipeline * data, passed_and_corrected, topology, 0.0, timeout_s=90)[0]
+@pytest.mark.parametrize("name", quick(TOPOLOGIES, TOPOLOGIES[0], TOPOLOGIES[2]))
+def test_logprobs_and_corrections_know_loss_tokens_alone(pool, name):
+    """Numbers in the place of the environment's log-probs are read by nobody: not a bit changes."""
+    flat, sums, gradient = measured(pool, name, passed_and_corrected, 0.0)[0]
     model, samples = drawn()
     mask = np.concatenate([s.loss_mask for s in samples])
     with torch.no_grad():
         wanted = np.concatenate([reference_logprobs(model, s)[0].numpy() for s in samples])
     assert np.abs(flat - wanted)[mask].max() < 1e-4 and not flat[~mask].any()
     engine = np.concatenate([s.logprobs for s in samples])
-    assert sums["tokens"] == mask.sum() and sums["logprob_gap_abs"] == pytest.approx(
-        np.abs(wanted - engine)[mask].sum(), rel=1e-4
-    )
+    assert sums["tokens"] == mask.sum()
+    assert sums["logprob_gap_abs"] == pytest.approx(np.abs(wanted - engine)[mask].sum(), rel=1e-4)
     gaps = np.split((wanted.astype(np.float64) - engine) * mask, np.cumsum([len(m) for m in MASKS])[:-1])
-    weights = naive(
-        CORRECTION, ADVANTAGES.tolist(), [g.tolist() for g in gaps], [s.loss_mask.tolist() for s in samples]
-    )
+    masks = [s.loss_mask.tolist() for s in samples]
+    weights = naive(CORRECTION, ADVANTAGES.tolist(), [g.tolist() for g in gaps], masks)
     # some are masked, some are not
     assert 0 < sum(w == 0 for w, m in zip(weights, mask, strict=True) if m) < mask.sum()
-    error = relative_error(gradient, naive_gradient("token_mean", weights, wanted))
-    print(f"worst {error:.1e}")
-    assert error < TOLERANCE
-    again = pool.run(tensor * pipeline * data, passed_and_corrected, topology, 7.5, timeout_s=90)[0]
+    assert relative_error(gradient, naive_gradient("token_mean", weights, wanted)) < TOLERANCE
+    again = measured(pool, name, passed_and_corrected, 7.5)[0]
     assert np.array_equal(flat, again[0]) and sums == again[1]
-    assert all(torch.equal(gradient[name], again[2][name]) for name in gradient)
+    assert equal_by_name(gradient, again[2])

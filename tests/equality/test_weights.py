@@ -1,7 +1,4 @@
-"""Weights in and out of the backend.
-
-The loaded model computes what the Hugging Face model computes, and exports what it was given, to the bit.
-"""
+"""The loaded model computes what the Hugging Face model computes, and exports what it was given, to the bit."""
 
 from __future__ import annotations
 
@@ -24,10 +21,21 @@ from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.weights.export import load_weights, named_weights
 from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.reader import HuggingFaceReader
-from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig, ragged_advantages, sizes
+from tests.equality.layouts import EP2, ETP1, PP2, SP, TP2, VPP2
+from tests.equality.rig import DEFAULTS, any_tokenizer, equal_by_name, open_rig, ragged_advantages, sizes
+from tests.equality.rows import row
+from tests.pairwise import quick
 from tests.patience import patient
-from tests.reference import FAMILIES, MIXTURES, WINDOWED, file_weights, make_samples, reference_logprobs, tiny_model
-from tests.workers.pool import Pool
+from tests.reference import (
+    FAMILIES,
+    MIXTURES,
+    WINDOWED,
+    file_weights,
+    make_samples,
+    masked_logprobs,
+    reference_logprobs,
+    tiny_model,
+)
 
 # Two implementations of a forward pass in float32 (4 layers, |logprob| < 20): seen 2e-6; a lost bias or a wrong rotary
 # frequency shows at 1e-2 and above.
@@ -37,12 +45,8 @@ TEMPERATURE = 0.7  # not 1, so that a log-prob at the wrong temperature shows
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
-def test_device_contexts_work_beside_megatron() -> None:
-    """Device contexts work beside Megatron-Core.
-
-    transformers builds models under ``torch.device("meta")``; the host's presentation to Megatron-Core must leave that
-    alone.
-    """
+def test_device_contexts_work_beside_megatron():
+    """transformers builds models under ``torch.device("meta")``, which our view of the host must leave alone."""
     code = """
 import torch, megatron_rl.distributed.platform
 with torch.device("meta"):
@@ -54,72 +58,46 @@ assert all(x.is_meta for x in built), [x.device for x in built]
     )
 
 
-def wanted_logprobs(model, samples) -> np.ndarray:
-    """Return the wanted log-probs, flat over response tokens, 0 where the mask is."""
-    with torch.no_grad():
-        return np.concatenate([reference_logprobs(model, s, TEMPERATURE)[0].numpy() * s.loss_mask for s in samples])
-
-
-def logprobs_and_export(
-    rank: int, world: int, tensor: int, pipeline: int, extra: tuple[str, ...]
-) -> dict[str, tuple[float, bool]]:
+def gaps_of(rank: int, world: int, families: Iterable[str], layout: tuple[str, ...]) -> dict[str, tuple[float, bool]]:
     """Return each family's largest gap of a log-prob to the reference, and whether the export equals the import."""
-    mixtures = MIXTURES if tensor == 1 or extra else ()  # several tensor ranks and experts need sequence parallelism
-    return gaps_of((*FAMILIES, *mixtures), tensor, pipeline, extra)
-
-
-def windowed_gaps(rank: int, world: int, extra: tuple[str, ...]) -> dict[str, tuple[float, bool]]:
-    return gaps_of(WINDOWED, 1, world, extra)
-
-
-def gaps_of(
-    families: Iterable[str], tensor: int, pipeline: int, extra: tuple[str, ...]
-) -> dict[str, tuple[float, bool]]:
     found = {}
     for family in families:
-        whole = ("parallel.expert_tensor=1",) if family == "gpt_oss" else ()  # experts with biases are not split
-        given = (*sizes(tensor, pipeline), f"rollout.temperature={TEMPERATURE}", *extra, *whole)
-        with open_rig(family, *given, samples=7) as rig:
-            passed = rig.backend.logprobs(rig.batch, np.ones(7, dtype=bool))
-            gap = float(np.abs(passed.flat - wanted_logprobs(rig.model, rig.samples)).max())
-            loaded = file_weights(rig.model)
-            exported = rig.weights()
+        whole = (ETP1,) if family == "gpt_oss" else ()  # experts with biases are not split
+        with open_rig(family, f"rollout.temperature={TEMPERATURE}", *layout, *whole, samples=7) as rig:
+            gap = float(np.abs(rig.logprobs() - masked_logprobs(rig.model, rig.samples, TEMPERATURE)).max())
+            loaded, exported = file_weights(rig.model), rig.weights()
             if rig.model.config.tie_word_embeddings:
-                assert "lm_head.weight" not in exported
-                loaded = {k: v for k, v in loaded.items() if k != "lm_head.weight"}
-            same = set(exported) == set(loaded) and all(torch.equal(exported[k], loaded[k]) for k in loaded)
-            found[family] = (gap, same)
+                del loaded["lm_head.weight"]
+            found[family] = (gap, equal_by_name(exported, loaded))
     return found
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), SHAPES)
-def test_logprobs_equal_hugging_face_and_export_equals_import(pool: Pool, tensor: int, pipeline: int) -> None:
-    for found in pool.run(tensor * pipeline, logprobs_and_export, tensor, pipeline, (), timeout_s=60):
-        print(f"TP{tensor} PP{pipeline}", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
-        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
+def assert_equal(pool, world: int, families: Iterable[str], *layout: str) -> None:
+    for found in pool.run(world, gaps_of, tuple(families), layout, timeout_s=60):
+        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE, found
         assert all(same for _, same in found.values()), found
 
 
-def test_logprobs_under_sequence_parallelism_equal_hugging_face(pool: Pool) -> None:
-    for found in pool.run(2, logprobs_and_export, 2, 1, ("parallel.sequence_parallel=true",), timeout_s=60):
-        print("TP2 SP", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
-        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
-        assert all(same for _, same in found.values()), found
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"), [*SHAPES[:2], *(pytest.param(*x, marks=pytest.mark.long) for x in SHAPES[2:])]
+)
+def test_logprobs_equal_hugging_face_and_export_equals_import(pool, tensor, pipeline):
+    mixtures = MIXTURES if tensor == 1 else ()  # several tensor ranks and experts need sequence parallelism
+    assert_equal(pool, tensor * pipeline, (*FAMILIES, *mixtures), *sizes(tensor, pipeline))
 
 
-def test_logprobs_under_interleaved_stages_equal_hugging_face(pool: Pool) -> None:
-    for found in pool.run(2, logprobs_and_export, 1, 2, ("parallel.virtual_pipeline=2",), timeout_s=60):
-        print("PP2 VPP2", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
-        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
-        assert all(same for _, same in found.values()), found
+def test_logprobs_under_sequence_parallelism_equal_hugging_face(pool):
+    assert_equal(pool, 2, (*FAMILIES, *MIXTURES), TP2, SP)
 
 
-def test_logprobs_within_a_sliding_window_equal_hugging_face(pool: Pool) -> None:
+def test_logprobs_under_interleaved_stages_equal_hugging_face(pool):
+    """Stages of one chunk each are its case [1-2], which is long."""
+    assert_equal(pool, 2, (*FAMILIES, *MIXTURES), PP2, VPP2)
+
+
+def test_logprobs_within_a_sliding_window_equal_hugging_face(pool):
     """Windows of 5 tokens, in all layers or in the second half: each stage knows its layers' own."""
-    for found in pool.run(2, windowed_gaps, (), timeout_s=60):
-        print("PP2", {k: f"{gap:.1e}" for k, (gap, _) in found.items()})
-        assert max(gap for gap, _ in found.values()) < LOGPROB_TOLERANCE
-        assert all(same for _, same in found.values()), found
+    assert_equal(pool, 2, WINDOWED, PP2)
 
 
 class CountingReader:
@@ -145,15 +123,10 @@ def load_from_files(rank: int, world: int, path: str, overrides: tuple[str, ...]
         exported = {name: tensor.clone() for name, tensor in backend.export()}
         reader = CountingReader(HuggingFaceReader(path))
         load_weights([model], backend.shape, place, reader)
-        shape = backend.shape
-        width = shape.padded_vocab_size // place.tensor_size
-        real_rows = min(width, shape.vocab_size - place.tensor_rank * width)
-        vocabulary = [
-            p
-            for name, p in model.named_parameters()
-            if p.shape[0] == width and ("embedding" in name or "output" in name)
-        ]
-        pads = sum((width - real_rows) * p.shape[1] for p in vocabulary)
+        width = backend.shape.padded_vocab_size // place.tensor_size
+        pad_rows = width - min(width, backend.shape.vocab_size - place.tensor_rank * width)
+        tables = [x for name, x in model.named_parameters() if "embedding" in name or "output" in name]
+        pads = sum(pad_rows * x.shape[1] for x in tables if x.shape[0] == width)
         owned = sum(x.numel() for x in named_weights(model).values()) - pads
         backend.save_hugging_face(pathlib.Path(save_to), any_tokenizer())
         return {"exported": exported, "read": reader.elements, "owned": owned}
@@ -161,49 +134,23 @@ def load_from_files(rank: int, world: int, path: str, overrides: tuple[str, ...]
         topology.destroy()
 
 
-EP = ("parallel.expert=2",)
-TP_SP = (*sizes(2, 1), "parallel.sequence_parallel=true")
-FILES = [
-    *(
-        (tensor * pipeline, sizes(tensor, pipeline), family)
-        for family in ("qwen2_tied", "llama")
-        for tensor, pipeline in SHAPES[1:]
-    ),
-    (4, sizes(2, 2), "phi3"),
-    (2, sizes(2, 1), "olmo2"),
-    (2, sizes(2, 1), "olmo3"),
-    (2, sizes(1, 2), "gemma3_text"),
-    (1, (), "qwen3_moe"),
-    (2, TP_SP, "glm4_moe"),
-    (2, (*EP, *sizes(1, 1)), "glm4_moe"),
-    (2, sizes(1, 2), "glm4_moe"),
-    (2, TP_SP, "deepseek_v3"),
-    (2, (*EP, *sizes(1, 1)), "moonlight"),
-    (2, EP, "mixtral"),
-    (2, EP, "gpt_oss"),
-    (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "gpt_oss"),
-    (2, EP, "qwen3_moe"),
-    (2, EP, "llama4"),
-    (2, TP_SP, "llama4_interleaved"),
-    (2, (*TP_SP, *EP, "parallel.expert_tensor=1"), "mixtral"),
-    (2, TP_SP, "qwen3_moe"),
-    (4, (*EP, *TP_SP), "mixtral"),
-    (4, (*EP, *sizes(1, 2), "parallel.virtual_pipeline=2"), "qwen3_moe"),
-]
-
-
-@pytest.mark.parametrize(
-    ("world", "overrides", "family"), FILES, ids=lambda x: "-".join(x) if isinstance(x, tuple) else str(x)
+FILES = (
+    *("PP2 qwen2_tied", "TP2 llama", "TP2-PP2 phi3", "TP2 olmo2", "PP2 gemma3_text", "one qwen3_moe"),
+    *("TP2-SP glm4_moe", "TP2-SP deepseek_v3", "EP2 moonlight", "TP2-SP-EP2-ETP1 gpt_oss", "EP2 llama4"),
+    *("TP2-SP llama4_interleaved", "TP2-SP-EP2-ETP1 mixtral", "TP2-SP qwen3_moe"),
 )
-def test_files_load_in_slices_and_come_back(
-    pool: Pool, tmp_path: pathlib.Path, world: int, overrides: tuple[str, ...], family: str
-) -> None:
-    """Sharded safetensors load in slices, each rank reading exactly the elements of its own parameters.
+LONG_FILES = (
+    *("TP2 qwen2_tied", "TP2-PP2 qwen2_tied", "PP2 llama", "TP2-PP2 llama", "EP2 glm4_moe", "PP2 glm4_moe"),
+    *("EP2 gpt_oss", "EP2 qwen3_moe", "EP2 mixtral", "TP2 olmo3", "TP2-SP-EP2 mixtral", "EP2-PP2-VPP2 qwen3_moe"),
+)
 
-    Whole directories come out.
-    """
+
+@pytest.mark.parametrize("name", quick((*FILES, *LONG_FILES), *FILES))
+def test_files_load_in_slices_and_come_back(pool, tmp_path, name):
+    """Each rank reads exactly the elements of its own parameters; whole directories come out."""
     from transformers import AutoModelForCausalLM
 
+    world, family, overrides = row(name)
     _, model = tiny_model(family, layers=4)
     source, copy = tmp_path / "source", tmp_path / "copy"
     model.save_pretrained(source, max_shard_size="100KB")
@@ -220,15 +167,13 @@ def test_files_load_in_slices_and_come_back(
     results = pool.run(world, load_from_files, str(source), overrides, str(copy), timeout_s=60)
     total = sum(math.prod(x.shape) for x in wanted.values())
     for result in results:
-        assert set(result["exported"]) == set(wanted)
-        assert all(torch.equal(result["exported"][k], wanted[k]) for k in wanted)
+        assert equal_by_name(result["exported"], wanted)
         assert result["read"] == result["owned"]
         assert (result["owned"] < total) == (world > 1)
     assert {name: (copy / name).read_text() for name in travels} == {x: json.dumps({"of": x}) for x in travels}
     assert not any((copy / name).exists() for name in stays) and not (tmp_path / "copy_adapter").exists()
-    back = AutoModelForCausalLM.from_pretrained(
-        copy, **({"experts_implementation": "eager"} if family in MIXTURES else {})
-    ).eval()
+    eager = {"experts_implementation": "eager"} if family in MIXTURES else {}
+    back = AutoModelForCausalLM.from_pretrained(copy, **eager).eval()
     assert all(torch.equal(back.state_dict()[k], v) for k, v in model.state_dict().items())
     sample = make_samples(1)[0]
     with torch.no_grad():
@@ -246,19 +191,18 @@ def half_precision_bias(rank: int, world: int, path: str, overrides: tuple[str, 
         for _ in range(2):
             rig.step(ragged_advantages(8), drops=True)
         last = biases_of(rig.backend.export())
-        engine = TransformersEngine(
-            path, any_tokenizer(), RolloutConfig(), seed=0, dtype=torch.bfloat16, device=torch.device("cpu")
-        )
+        cpu = dict(seed=0, dtype=torch.bfloat16, device=torch.device("cpu"))
+        engine = TransformersEngine(path, any_tokenizer(), RolloutConfig(), **cpu)
         engine.load_weights(rig.backend.export(), version=0)
         return {"first": first, "last": last, "engine": biases_of(engine._open_model().state_dict().items())}
 
 
-@pytest.mark.parametrize("overrides", [EP, sizes(1, 2), ("lora.rank=2", "lora.targets=[linear_qkv]")], ids=str)
-def test_a_routers_bias_stays_float32_to_the_bit(pool: Pool, tmp_path: pathlib.Path, overrides: tuple) -> None:
-    """The bias of a bfloat16 policy is the file's after steps and in the engine: most of its bits are below bfloat16's.
+LORA = ("lora.rank=2", "lora.targets=[linear_qkv]")
 
-    The files also hold a layer that predicts further tokens, which transformers leaves out, and so does this.
-    """
+
+@pytest.mark.parametrize("overrides", quick([(EP2,), (PP2,), LORA], (EP2,), LORA), ids=str)
+def test_a_routers_bias_stays_float32_to_the_bit(pool, tmp_path, overrides):
+    """Most of its bits are below bfloat16's. The files also hold a layer that predicts further tokens: left out."""
     _, model = tiny_model("glm4_moe")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -266,7 +210,7 @@ def test_a_routers_bias_stays_float32_to_the_bit(pool: Pool, tmp_path: pathlib.P
     tensors |= {"model.layers.2.eh_proj.weight": torch.zeros(4, 4), "model.layers.2.enorm.weight": torch.zeros(4)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert wanted and all(not torch.equal(x, x.bfloat16().float()) for x in wanted.values())
-    world = 1 if "lora.rank=2" in overrides else 2
+    world = 1 if overrides == LORA else 2
     for found in pool.run(world, half_precision_bias, str(tmp_path), overrides, timeout_s=60):
         for place, biases in found.items():
             assert set(biases) == set(wanted), place
@@ -274,11 +218,8 @@ def test_a_routers_bias_stays_float32_to_the_bit(pool: Pool, tmp_path: pathlib.P
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
-def test_names_in_memory_become_those_of_files(tmp_path: pathlib.Path, family: str) -> None:
-    """Names in memory become those of files, with the tensors that transformers writes.
-
-    They are views, so that writing to one fills the model.
-    """
+def test_names_in_memory_become_those_of_files(tmp_path, family):
+    """They are views, so that writing to one fills the model."""
     _, model = tiny_model(family)
     model.save_pretrained(tmp_path)
     # experts that files stack too go by a name each, on either side

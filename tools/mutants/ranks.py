@@ -66,7 +66,7 @@ OPTIMIZER = (
         "*chunk.expert_parallel_bucket_groups)):",
         becomes="for group in (g for chunk in self.chunks for g in chunk.bucket_groups):",
         fault="`gradient()` leaves experts' gradients in the shards of the distributed optimizer",
-        tests=("tests/equality/test_experts.py::test_mixtures_equal_reference[TP2-SP-EP1-ETP1-qwen3_moe]",),
+        tests=("tests/equality/test_experts.py::test_mixtures_equal_reference[TP2-SP-ETP1-sharded qwen3_moe]",),
     ),
     Mutant(
         name="norm-is-not-clipped",
@@ -243,7 +243,7 @@ ROUTING = (
         line="return self.waiting.popleft() if self.waiting else None",
         becomes="return self.waiting.pop() if self.waiting else None",
         fault="recomputation replays the experts of the latest micro-batch, not of the oldest one under way",
-        tests=(f"{_REPLAYED}[PP2-recompute]",),
+        tests=(f"{_REPLAYED}[PP2-recompute qwen3_moe]",),
     ),
     Mutant(
         name="experts-of-the-first-slice",
@@ -251,7 +251,7 @@ ROUTING = (
         line="return positions[self.slice_rank * rows : (self.slice_rank + 1) * rows]",
         becomes="return positions[:rows]",
         fault="under sequence parallelism every rank replays the first one's experts",
-        tests=(f"{_REPLAYED}[TP2-SP]",),
+        tests=(f"{_REPLAYED}[TP2-SP mixtral]",),
     ),
     Mutant(
         name="layers-counted-from-the-stage",
@@ -259,7 +259,7 @@ ROUTING = (
         line="layers.append(router.layer_number - 1)",
         becomes="layers.append(len(layers))",
         fault="a later pipeline stage replays the experts of the first stage's layers",
-        tests=(f"{_REPLAYED}[PP2]",),
+        tests=(f"{_REPLAYED}[PP2 qwen3_moe]",),
     ),
 )
 
