@@ -69,6 +69,7 @@ def test_a_signal_while_a_thread_generates_saves_what_is_ahead(streaming, tmp_pa
         until(lambda: not ranks.run() or len(lines(run_dir)) > 2 and kill_study.generates(notes, 1))
         ranks.forks[1].send_signal(signal.SIGTERM)
         assert ranks.wait(kill_study.BOUND_S) == [EXIT_PREEMPTED] * 2 == [75] * 2, ranks.said()
+        assert "rank 1: SIGTERM: the step in progress is finished" in ranks.said()
     start, saved = whole_checkpoints(run_dir / "checkpoints")
     folder = run_dir / "checkpoints" / name_of(saved)
     verify(folder)

@@ -81,7 +81,7 @@ def test_replay_and_reroll_on_every_layout(made, layout):
     assert apart(*runs) < 1e-5
 
 
-@pytest.mark.parametrize("resumed", quick([(0, 2), (3, 2), (4, 2), (3, 1)], (3, 2), (3, 1)), ids=str)
+@pytest.mark.parametrize("resumed", quick([(0, 2), (3, 2), (4, 2), (3, 1)], (3, 2)), ids=str)
 def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(made, resumed):
     """A run that goes on from any of its checkpoints equals the whole one, as a checkpoint carries all that there is.
 
@@ -118,10 +118,10 @@ def test_dynamic_sampling_fills_every_place_or_stops(made, layout):
     """Two prompts of three never have signal: refilled until none is left, and nothing is skipped; in one round not."""
     world, degrees = LAYOUTS[layout]
     given = ("reward.functions=[tests.reward_functions:mostly_dead]", "rollout.samples_per_prompt=8", *degrees)
-    filled = made(world, *given, "rollout.dynamic_sampling.max_rounds=30")
+    filled = made(world, *given, "rollout.dynamic_sampling.max_rounds=30", "train.num_rollouts=1")
     assert all(row["skip/zero_advantage_ratio"] == 0.0 for row in rows_of(filled))
     rounds = firsts_of(filled, "dynamic_sampling/rounds")
-    assert len(rounds) == 2
+    assert len(rounds) == 1
     assert all(row["dynamic_sampling/left"] == 0.0 and row["dynamic_sampling/rounds"] > 1 for row in rounds)
     once = (*given, "rollout.dynamic_sampling.max_rounds=1", "train.num_rollouts=1")
     (left,) = [row["dynamic_sampling/left"] for row in firsts_of(made(world, *once), "dynamic_sampling/left")]

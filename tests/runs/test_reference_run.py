@@ -52,13 +52,6 @@ def test_a_fixed_coefficient_is_written_too_and_none_where_there_is_no_reference
         assert "train/entropy" in row or row["step_kind"] == "GHOST"
 
 
-def test_both_placements_train_the_same_run(made):
-    """Rows and weights are the same to the bit, over several steps a rollout and two epochs."""
-    given = (*ADAPTIVE, "train.epochs_per_rollout=2")
-    host, device = (made(2, *given, f"reference.placement={placement}") for placement in ("host", "device"))
-    assert_same_run(host, device)
-
-
 @pytest.mark.parametrize(
     ("layout", "first", "then"),
     pairwise(

@@ -42,7 +42,8 @@ def test_a_separate_critic_trains_the_shared_ones_run(nursery, made, arithmetic,
 
 def test_policy_and_critic_have_grids_of_their_own(nursery, made, arithmetic, tmp_path):
     """Two ranks of policy and a critic on two tensor ranks train the run of one rank with both, to rounding."""
-    alone, four = made(1, *PPO), ran(nursery, 4, tmp_path, arithmetic, *GRIDS)
+    once = "train.num_rollouts=1"
+    alone, four = made(1, *PPO, once), ran(nursery, 4, tmp_path, arithmetic, *GRIDS, once)
     assert apart(alone, four) < 1e-5
     losses = [[row["critic/loss"] for row in firsts_of(folder, "critic/loss")] for folder in (alone, four)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -87,7 +87,8 @@ def test_skip_equals_dense(made):
     The tokens with loss are the sampled ones.
     """
     cut = ("plan.repack=false", "plan.samples_per_microbatch=2", "correction.mode=token_mask", "correction.cap=1.5")
-    exact, off = (made(2, *TURNS, *cut, f"skip.mode={mode}") for mode in ("exact", "off"))
+    once = "train.num_rollouts=1"
+    exact, off = (made(2, *TURNS, *cut, once, f"skip.mode={mode}") for mode in ("exact", "off"))
     assert same_tensors(weights_of(exact), weights_of(off))
     trace = [json.loads(line) for line in (exact / "trace.jsonl").read_text().splitlines()]
     tokens = [row["rollout/tokens"] for row in firsts_of(exact, "rollout/tokens")]
@@ -141,6 +142,7 @@ def test_a_run_of_chat_messages(made, arithmetic, tmp_path):
                 asked = messages(("system", "="), ("user", row["prompt"])) if name == "chat" else row["prompt"]
                 file.write(json.dumps({**row, "prompt": asked, "solution": messages(*turns)}) + "\n")
     common = (*TURNS, f"model.hf_path={tmp_path / 'model'}", "reward.functions=[environment]", "reward.weights=[1.0]")
+    common += ("train.num_rollouts=1",)
     plain, chat = (
         made(2, *common, f"data.train={tmp_path / name}.jsonl", *extra)
         for name, extra in (
@@ -149,7 +151,7 @@ def test_a_run_of_chat_messages(made, arithmetic, tmp_path):
         )
     )
     assert_same_run(plain, chat, files=["trace.jsonl"])
-    assert [row["rollout/turns_mean"] > 1.1 for row in firsts_of(plain, "rollout/turns_mean")] == [True] * 2
+    assert [row["rollout/turns_mean"] > 1.1 for row in firsts_of(plain, "rollout/turns_mean")] == [True]
 
 
 def test_evaluation_has_environments_too(made, arithmetic):
