@@ -30,7 +30,7 @@ def stale(run_dir: pathlib.Path) -> list[float]:
     return [row[STALE] for row in firsts_of(run_dir, STALE)]
 
 
-@pytest.mark.parametrize("mode", quick(MODES, "prefetch", "streaming"))
+@pytest.mark.parametrize("mode", quick(MODES, "streaming"))
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
 def test_producers_without_staleness_train_the_same(made, layout, mode):
     """Rows, trace and weights are the synchronous run's; the math-verify rewards take their time."""

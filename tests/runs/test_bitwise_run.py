@@ -28,7 +28,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", quick(CASES, "tensor", "epochs", "parts", "turns"))
+@pytest.mark.parametrize("case", quick(CASES, "tensor", "epochs", "parts"))
 def test_every_step_has_a_gap_of_zero_and_the_first_a_ratio_of_one(made, case) -> None:
     world, given = CASES[case]
     rows = [row for row in rows_of(made(world, *GIVEN, *given)) if row["phase"] == "rl"]

@@ -94,7 +94,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", quick(PLAIN, "ghost steps", "a rollout ahead"))
+@pytest.mark.parametrize("name", quick(PLAIN, "a rollout ahead"))
 def test_a_rollout_lasts_its_steps(made, tmp_path, name):
     """Where nothing follows a rollout's steps, its span lasts the sum of ``time/step_s``."""
     with collector() as held:
