@@ -36,16 +36,16 @@ TOLD: list[str] = []  # the stages of this rank that its keeper has told to the 
 
 
 def sleeping_reward(**columns) -> list[float]:
-    """Let rank GUILTY_REWARD_RANK sleep; the others reward as ``parity`` does."""
-    if dist.get_rank() == int(os.environ["GUILTY_REWARD_RANK"]):
+    """Let the guilty rank sleep; the others reward as ``parity`` does."""
+    if dist.get_rank() == int(os.environ["GUILTY_RANK"]):
         time.sleep(SLEEP_S)
     return parity(**columns)
 
 
 def sleeping_loss(tokens: PolicyTokens) -> torch.Tensor:
-    """Let rank GUILTY_LOSS_RANK sleep in training, and in no check of its contract."""
+    """Let the guilty rank sleep in training, and in no check of its contract."""
     trains = dist.is_initialized() and tokens.logprobs.dtype == torch.float32  # skip.mode's trial is in float64
-    if trains and dist.get_rank() == int(os.environ["GUILTY_LOSS_RANK"]):
+    if trains and dist.get_rank() == int(os.environ["GUILTY_RANK"]):
         time.sleep(SLEEP_S)
     return -(tokens.logprobs - tokens.old_logprobs).exp() * tokens.advantages
 
@@ -91,12 +91,10 @@ def break_plan() -> None:
 
 def main(fault: str, guilty: int) -> NoReturn:
     """Run ``megatron_rl.train`` by this process's arguments, with the fault where RANK is the guilty one's."""
-    os.environ["GUILTY_REWARD_RANK"] = str(guilty) if fault == "reward" else "-1"
-    os.environ["GUILTY_LOSS_RANK"] = str(guilty) if fault == "loss" else "-1"
+    os.environ["GUILTY_RANK"] = str(guilty)
     note_what_is_told()
     if os.environ["RANK"] == str(guilty):
         break_plan() if fault == "plan" else break_forward(fault)
-    started = time.monotonic()
     try:
         code = train.main()
     except RuntimeError:
@@ -104,5 +102,4 @@ def main(fault: str, guilty: int) -> NoReturn:
             time.sleep(SLEEP_S)
         traceback.print_exc()
         code = 1
-    print(f"main returned {code} after {time.monotonic() - started:.1f} s", flush=True)
     cli.leave(code)

@@ -31,33 +31,31 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NoReturn
-
-import torch
 
 from megatron_rl import cli
 from megatron_rl.checkpoint.folder import name_of, whole_checkpoints
 from megatron_rl.checkpoint.manager import own_file
 from tests.equality.saved_steps import tensors_of
 from tests.faults import phased_rank
-from tests.faults.kill_table import WORLD, Kill, Outcome, row_of, table
 from tests.faults.phased_rank import STAGES, Note, read_note
-from tests.patience import patient
-from tests.runs.command import ADAPTIVE, ROOT, rows_of, timeless, weights_of_last
+from tests.patience import patient, until
+from tests.runs.command import ADAPTIVE, DEADLINE_S, ROOT, rows_of, same_tensors, timeless, weights_of
+from tests.workers.inputs import prepare_inputs
 from tests.workers.nursery import Nursery, Ranks
 
+WORLD = 2  # ranks of a run
 BOUND_S = patient(600.0)  # of one attempt, its imports included
 NOTED_RANK = "tests.faults.kill_study:noted_rank"
 EPOCH = 40  # prompts
+SAME_STATE = ("rollouts", "backend", "prompts", "feed", "trace_rollouts")
 GROUP_S = 0.5  # at most, before each group of a rollout that a thread generates
 SHARDED = ("parallel.pipeline=1", "optimizer.distributed=true")
 SCHEDULED = ("train.num_rollouts=8", "reward.functions=[tests.faults.phased_rank:even_is_silent]")
 AHEAD = (
-    "train.num_rollouts=null",
-    "train.epochs=1",
-    "train.samples_per_mini_batch=16",
-    "rollout.producer.min_groups=3",
+    "train.num_rollouts=null", "train.epochs=1", "train.samples_per_mini_batch=16", "rollout.producer.min_groups=3",
     *SHARDED,
 )
 LAYOUTS = {
@@ -67,34 +65,79 @@ LAYOUTS = {
     "PP2-KL-device": (*SCHEDULED, "parallel.pipeline=2", *ADAPTIVE, "reference.placement=device"),
     "prefetch": (*AHEAD, SCHEDULED[1], "rollout.producer.mode=prefetch", "rollout.producer.prefetch_rollouts=2"),
     "streaming": (
-        *AHEAD,
-        "rollout.producer.mode=streaming",
-        "rollout.producer.prefetch_rollouts=1",
-        "replay.capacity_groups=6",
-        "reward.num_workers=1",
-        "reward.functions=[tests.reward_functions:mostly_dead]",
-        "replay.max_uses=2",
-        "reroll.max_groups=2",
-        "reroll.start_fraction=0.25",
+        *AHEAD, "rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=1", "reward.num_workers=1",
+        "reward.functions=[tests.reward_functions:mostly_dead]", "replay.capacity_groups=6", "replay.max_uses=2",
+        "reroll.max_groups=2", "reroll.start_fraction=0.25",
     ),
 }
 
 
-def attempt(
-    nursery: Nursery, arguments: Sequence[str], folder: pathlib.Path
-) -> contextlib.AbstractContextManager[Ranks]:
-    """Start the ranks of one run, which note their phases; they end with the context.
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """A kill of the study: at ``seconds`` since the run began, SIGKILL to the process of each of ``ranks``."""
 
-    arguments: the folder of notes, then the run's.
+    seconds: float
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The outcome of one kill.
+
+    phase, ahead, writing: what the killed rank noted last (the lowest, where all were); ahead: a thread was generating.
+    resumed: the checkpoint that the second start found. codes: the exit codes of the killed run. differs: what is not
+    as in the uninterrupted run.
     """
+
+    kill: Kill
+    phase: str
+    ahead: bool
+    writing: bool
+    resumed: int | None
+    codes: tuple[int, ...]
+    differs: tuple[str, ...]
+
+
+def row_of(number: int, outcome: Outcome) -> str:
+    killed = "all" if len(outcome.kill.ranks) == WORLD else f"rank {outcome.kill.ranks[0]}"
+    resumed = "from the start" if outcome.resumed is None else f"rollout {outcome.resumed}"
+    codes = ", ".join(str(code) for code in outcome.codes)
+    result = f"DIFFERS: {', '.join(outcome.differs)}" if outcome.differs else "the same bits"
+    ahead, written = ("yes" if noted else "" for noted in (outcome.ahead, outcome.writing))
+    return (
+        f"| {number} | {outcome.kill.seconds:.2f} | {killed} | {outcome.phase} | {ahead} | {written} | {codes} | "
+        f"{resumed} | {result} |"
+    )
+
+
+def table(seconds: float, outcomes: Sequence[Outcome]) -> str:
+    """Return a table of kills by phase, then of every kill."""
+    phases = Counter(outcome.phase for outcome in outcomes)
+    ahead, writing = sum(outcome.ahead for outcome in outcomes), sum(outcome.writing for outcome in outcomes)
+    same = sum(not outcome.differs for outcome in outcomes)
+    both = ["(any of them, a thread generating)", "(any of them, a checkpoint's files being written)"]
+    columns = [*STAGES, "other", *both]
+    lines = [
+        f"{len(outcomes)} kills, uniform over the {seconds:.1f} s of the run; **{same} of {len(outcomes)}** ended "
+        "with the same bits.",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|---" * len(columns) + "|",
+        "| " + " | ".join(str(phases[name]) for name in (*STAGES, "other")) + f" | {ahead} | {writing} |",
+        "",
+        "| # | at s | killed | phase | generating | files being written | exit codes | went on from | end |",
+        "|---" * 9 + "|",
+    ]
+    return "\n".join([*lines, *(row_of(number, x) for number, x in enumerate(outcomes, start=1))]) + "\n"
+
+
+def attempt(nursery: Nursery, arguments: Sequence[str], folder: pathlib.Path) -> AbstractContextManager[Ranks]:
+    """Start the ranks of one run, which note their phases. arguments: the folder of notes, then the run's."""
     return nursery.ranks(WORLD, (), folder, function=NOTED_RANK, given=[list(arguments)])
 
 
 def note_generation(note: Note) -> None:
-    """Note when a thread generates, and let it take its time for each group.
-
-    The order of the finished parts is left to chance.
-    """
+    """Note when a thread generates, and let chance decide how long each group takes."""
     from megatron_rl.rollout.transformers_engine import TransformersEngine
 
     whole, chance = TransformersEngine.generate, random.SystemRandom()
@@ -117,10 +160,7 @@ def generates(notes: pathlib.Path, rank: int) -> bool:
 
 
 def noted_rank(arguments: list[str]) -> NoReturn:
-    """Run a rank of ``megatron_rl.train`` in a fork, with its phases and its generation ahead noted.
-
-    Its folder of notes is the first argument.
-    """
+    """Run a rank in a fork, with its phases and its generation ahead noted in the folder of the first argument."""
     notes = pathlib.Path(arguments[0])
     notes.mkdir(parents=True, exist_ok=True)
     note_generation(Note(notes / f"generation.{os.environ['RANK']}"))
@@ -128,37 +168,20 @@ def noted_rank(arguments: list[str]) -> NoReturn:
 
 
 def arguments_of(inputs: pathlib.Path, run_dir: pathlib.Path, layout: str, *overrides: str) -> list[str]:
-    """Return the arguments of a run of eight optimizer steps a rollout, about half of them ghosts.
-
-    It saves a checkpoint every second rollout.
-    """
+    """Return the arguments of a run of eight steps a rollout, half of them ghosts, with a checkpoint every second."""
     return [
-        "--config",
-        str(ROOT / "examples" / "quickstart" / "quickstart.yaml"),
-        "--run-dir",
-        str(run_dir),
-        f"model.hf_path={inputs / 'model'}",
-        f"data.train={inputs / 'train.jsonl'}",
-        "run.deadline_s=60",
-        "metrics.progress=false",
-        "sft.steps=1",
-        "sft.samples_per_step=16",
-        "train.prompts_per_rollout=8",
-        "train.samples_per_mini_batch=4",
-        "rollout.samples_per_prompt=4",
-        "checkpoint.save_every_rollouts=2",
-        *([f"data.train={inputs / 'epoch.jsonl'}"] if "train.epochs=1" in LAYOUTS[layout] else []),
-        *LAYOUTS[layout],
+        *("--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(run_dir)),
+        *(f"model.hf_path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "metrics.progress=false"),
+        *(f"run.deadline_s={DEADLINE_S:g}", "sft.steps=1", "sft.samples_per_step=16", "train.prompts_per_rollout=8"),
+        *("train.samples_per_mini_batch=4", "rollout.samples_per_prompt=4", "checkpoint.save_every_rollouts=2"),
+        *([f"data.train={inputs / 'epoch.jsonl'}"] if "train.epochs=1" in LAYOUTS[layout] else []), *LAYOUTS[layout],
         *overrides,
     ]
 
 
-def make_inputs(nursery: Nursery, folder: pathlib.Path) -> pathlib.Path:
+def make_inputs(folder: pathlib.Path) -> pathlib.Path:
     """Make data, tokenizer and model, as the quickstart makes them, and a file of few prompts."""
-    sizes = ["--hidden", "64", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--intermediate", "96"]
-    script = ROOT / "examples" / "quickstart" / "prepare.py"
-    code, said = nursery.run_script(script, "--out", str(folder), "--test-rows", "20", *sizes)
-    assert code == 0, said
+    prepare_inputs(folder, hidden=64, layers=2, heads=2, intermediate=96)
     (folder / "epoch.jsonl").write_text("\n".join((folder / "train.jsonl").read_text().splitlines()[:EPOCH]) + "\n")
     return folder
 
@@ -175,10 +198,11 @@ class Whole:
         return self.phases[min(int(second / self.seconds * len(self.phases)), len(self.phases) - 1)]
 
 
-def whole_run(nursery: Nursery, inputs: pathlib.Path, folder: pathlib.Path, layout: str) -> Whole:
+def whole_run(nursery: Nursery, inputs: pathlib.Path, folder: pathlib.Path, layout: str, *overrides: str) -> Whole:
     notes, phases = folder / "notes", []
     folder.mkdir()
-    with attempt(nursery, [str(notes), *arguments_of(inputs, folder / "run", layout)], folder / "ranks") as ranks:
+    command = [str(notes), *arguments_of(inputs, folder / "run", layout, *overrides)]
+    with attempt(nursery, command, folder / "ranks") as ranks:
         began = wait_for_begin(ranks, notes)
         while ranks.run() and time.monotonic() < began + BOUND_S:
             phases.append(read_note(notes, 0)[0])
@@ -189,40 +213,28 @@ def whole_run(nursery: Nursery, inputs: pathlib.Path, folder: pathlib.Path, layo
 
 
 def wait_for_begin(ranks: Ranks, notes: pathlib.Path) -> float:
-    ends_at = time.monotonic() + BOUND_S
-    while ranks.run() and any(read_note(notes, rank) is None for rank in range(WORLD)):
-        assert time.monotonic() < ends_at, ranks.said()
-        time.sleep(0.005)
+    began = until(lambda: not ranks.run() or all(read_note(notes, rank) is not None for rank in range(WORLD)))
+    assert began, ranks.said()
     return time.monotonic()
 
 
 def draw(seed: int, kills: int, seconds: float) -> list[Kill]:
     numbers = random.Random(seed)
-    return [
-        Kill(seconds=numbers.uniform(0.0, seconds), ranks=numbers.choice([(0,), (1,), (0, 1)])) for _ in range(kills)
-    ]
+    moments = ((numbers.uniform(0.0, seconds), numbers.choice([(0,), (1,), (0, 1)])) for _ in range(kills))
+    return [Kill(seconds=moment, ranks=ranks) for moment, ranks in moments]
 
 
 def first_seed(seed: int, kills: int, whole: Whole, least: int) -> int:
-    """Return the first seed from ``seed`` on whose kills fall ``least`` times into each phase.
-
-    That holds if each run goes as the uninterrupted one did.
-    """
+    """Return the first seed from ``seed`` on whose kills fall ``least`` times into each phase of the whole run."""
     for tried in range(seed, seed + 10_000):
         found = Counter(whole.phase_at(kill.seconds) for kill in draw(tried, kills, whole.seconds))
         if all(found[stage] >= least for stage in (*STAGES, "other")):
             return tried
-    raise ValueError(
-        f"no seed of 10,000 from {seed} on gives {least} of {kills} kills to each of {STAGES}; ask for more kills"
-    )
+    raise ValueError(f"no seed of 10,000 from {seed} on gives {least} of {kills} kills to each of {STAGES}")
 
 
 def kill_once(
-    kill: Kill,
-    nursery: Nursery,
-    command: list[str],
-    folder: pathlib.Path,
-    whole: Whole,
+    kill: Kill, nursery: Nursery, command: list[str], folder: pathlib.Path, whole: Whole,
     when: Callable[[], bool] | None = None,
 ) -> Outcome | None:
     """Kill one run, start it again and return the outcome; None where the run had ended before its kill was due.
@@ -246,11 +258,8 @@ def kill_once(
     found = whole_checkpoints(folder / "run" / "checkpoints")
     with attempt(nursery, command, folder / "again") as ranks:
         assert ranks.wait(BOUND_S) == [0] * WORLD, ranks.said()
-    differs = tuple(differences(whole.folder, folder))
-    resumed = found[-1] if found else None
-    return Outcome(
-        kill=kill, phase=phase, ahead=ahead, writing=writing, resumed=resumed, codes=tuple(codes), differs=differs
-    )
+    what = dict(resumed=found[-1] if found else None, differs=tuple(differences(whole.folder, folder)))
+    return Outcome(kill=kill, phase=phase, ahead=ahead, writing=writing, codes=tuple(codes), **what)
 
 
 def differences(whole: pathlib.Path, other: pathlib.Path) -> list[str]:
@@ -261,45 +270,26 @@ def differences(whole: pathlib.Path, other: pathlib.Path) -> list[str]:
     for state in states:
         state["backend"].pop("cost_sums")  # measured seconds
     same = {
-        "weights": same_tensors(weights_of_last(one), weights_of_last(two)),
+        "weights": same_tensors(weights_of(one), weights_of(two)),
         "AdamW": same_tensors(*tensors) and any("exp_avg_sq" in key for key in tensors[0]),
         "metrics": [timeless(x) for x in rows_of(one)] == [timeless(x) for x in rows_of(two)],
         "trace": (one / "trace.jsonl").read_text() == (two / "trace.jsonl").read_text(),
-        "rows": all(
-            (ends[0] / own_file(rank)).read_bytes() == (ends[1] / own_file(rank)).read_bytes() for rank in range(WORLD)
-        ),
-        "state": all(
-            states[0][key] == states[1][key] for key in ("rollouts", "backend", "prompts", "feed", "trace_rollouts")
-        ),
+        "rows": all(len({(end / own_file(rank)).read_bytes() for end in ends}) == 1 for rank in range(WORLD)),
+        "state": all(states[0][key] == states[1][key] for key in SAME_STATE),
     }
     return [name for name, equal in same.items() if not equal]
 
 
-def same_tensors(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
-    return set(one) == set(two) and all(torch.equal(one[key], two[key]) for key in one)
-
-
 def study(
-    nursery: Nursery,
-    kills: int,
-    seed: int,
-    layout: str,
-    folder: pathlib.Path,
-    *,
-    least: int = 0,
+    nursery: Nursery, kills: int, seed: int, layout: str, folder: pathlib.Path, *, least: int = 0,
     report: Callable[[str], object] = print,
 ) -> tuple[Whole, list[Outcome]]:
-    """Return the uninterrupted run, and an outcome per kill.
-
-    A kill that came too late for its run is replaced by the next of the seed.
-    """
-    inputs = make_inputs(nursery, folder / "inputs")
+    """Return the uninterrupted run, and an outcome per kill; one that came too late is replaced by the next."""
+    inputs = make_inputs(folder / "inputs")
     outcomes: list[Outcome] = []
     whole = whole_run(nursery, inputs, folder / "whole", layout)
-    report(
-        f"the uninterrupted run took {whole.seconds:.1f} s; it ended with {len(rows_of(whole.folder / 'run'))} "
-        "optimizer steps"
-    )
+    steps = len(rows_of(whole.folder / "run"))
+    report(f"the uninterrupted run took {whole.seconds:.1f} s; it ended with {steps} optimizer steps")
     seed = first_seed(seed, kills, whole, least)
     report(f"seed {seed}")
     for number, kill in enumerate(draw(seed, 2 * kills, whole.seconds)):
@@ -309,9 +299,8 @@ def study(
         outcome = kill_once(kill, nursery, command, place, whole)
         if outcome is not None:
             outcomes.append(outcome)
-        report(
-            row_of(len(outcomes), outcome) if outcome else f"{kill.seconds:.2f} s: the run had ended; another is drawn"
-        )
+        late = f"{kill.seconds:.2f} s: the run had ended; another is drawn"
+        report(row_of(len(outcomes), outcome) if outcome else late)
         if len(outcomes) == kills:
             break
     return whole, outcomes

@@ -22,24 +22,14 @@ import time
 from megatron_rl import train
 from tests.reward_functions import parity
 
-SLEEPS = {
-    "rollout": 0.10,
-    "reward": 0.20,
-    "logprob": 0.20,
-    "update": 0.025,
-    "ghost step": 0.035,
-    "thread": 0.15,
-    "save": 0.06,
-}  # s
+SECONDS = dict(rollout=0.10, reward=0.20, logprob=0.20, update=0.025, thread=0.15, save=0.06)
+SLEEPS = SECONDS | {"ghost step": 0.035}
 NOTE_BYTES = 128
 STAGES = ("rollout", "reward", "logprob", "update", "ghost step", "save")  # of the table; every other stage is "other"
 
 
 def even_is_silent(prompts, completions, completion_ids, answer, **columns) -> list[float]:
-    """Reward with 1 the prompts whose answer is even, so that their groups have no signal.
-
-    The others are rewarded by their completion's length, as ``parity`` does.
-    """
+    """Reward as ``parity`` does, and prompts of an even answer with 1: their groups have no signal."""
     nap("reward")
     mixed = parity(prompts, completions, completion_ids)
     return [1.0 if int(a) % 2 == 0 else value for a, value in zip(answer, mixed, strict=True)]

@@ -109,10 +109,7 @@ class Client:
     def sample(self, sampler: str, seq: int, prompt: Sequence[int], *, samples: int = 1, **params: object) -> dict:
         chunks = {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]}
         body = {
-            "sampling_session_id": sampler,
-            "seq_id": seq,
-            "num_samples": samples,
-            "prompt": chunks,
+            "sampling_session_id": sampler, "seq_id": seq, "num_samples": samples, "prompt": chunks,
             "sampling_params": {"max_tokens": 4, **params},
         }
         return self.ask("asample", body)

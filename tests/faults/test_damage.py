@@ -9,55 +9,59 @@ import pickle
 import resource
 import shutil
 import subprocess
+from collections.abc import Callable
 
 import pytest
-import torch
 
 from megatron_rl.checkpoint.folder import MANIFEST, digest, name_of, verify, whole_checkpoints
 from tests.equality.saved_steps import tensors_of
+from tests.pairwise import quick
 from tests.patience import patient
-from tests.runs.command import PPO, arguments, command_line, rows_of, timeless
+from tests.runs.command import (
+    PPO,
+    SAVED,
+    arguments,
+    command_line,
+    copied_until,
+    ended,
+    rows_of,
+    same_tensors,
+    timeless,
+)
 from tests.unit.checkpoint.signing import sign_again
 from tests.workers.inputs import prepare_inputs
 
-SAVED = (
-    "optimizer.schedule=constant",
-    "checkpoint.save_every_rollouts=1",
-    "checkpoint.keep_last=null",
-    "train.export_last=false",
-)
-PAGE = 4096
+PAGE, END = 4096, 3  # rollouts of a run
+GIVEN = (*SAVED, "train.export_last=false", f"train.num_rollouts={END}")
+USED = "THE CHECKPOINT BEFORE IT IS USED"
 
 
-def run(pool, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> list[tuple[int, str]]:
-    """Run the command line and return the exit code and words of both ranks."""
-    return pool.run(2, command_line, arguments(inputs, run_dir, *SAVED, *overrides), timeout_s=120)
+@pytest.fixture
+def run(pool, arithmetic) -> Callable[..., list[str]]:
+    """Return a function that runs in a folder on two ranks, which must end with ``code``; it returns what each said."""
+
+    def in_folder(folder: pathlib.Path, *overrides: str, **ends) -> list[str]:
+        return ended(pool, 2, arguments(arithmetic, folder, *GIVEN, *overrides), **ends)
+
+    return in_folder
 
 
 @pytest.fixture(scope="module")
 def whole(pool, arithmetic, tmp_path_factory) -> pathlib.Path:
-    """Return the folder of the uninterrupted run of four rollouts."""
+    """Return the folder of the uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert [code for code, _ in run(pool, arithmetic, folder, "train.num_rollouts=4")] == [0, 0]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def ended(pool, arithmetic, tmp_path_factory) -> pathlib.Path:
-    """Return the folder of the same run, ended after two rollouts; tests go on from copies."""
-    folder = tmp_path_factory.mktemp("ended") / "run"
-    assert [code for code, _ in run(pool, arithmetic, folder, "train.num_rollouts=2")] == [0, 0]
+    ended(pool, 2, arguments(arithmetic, folder, *GIVEN))
     return folder
 
 
 @pytest.fixture
-def half(ended, tmp_path) -> pathlib.Path:
-    return shutil.copytree(ended, tmp_path / "run")
+def half(whole, tmp_path) -> pathlib.Path:
+    """Return a copy of the run as it stood after two rollouts."""
+    return copied_until(whole, tmp_path / "run", 2)
 
 
 def assert_same_end(whole: pathlib.Path, other: pathlib.Path) -> None:
-    one, two = (tensors_of(x / "checkpoints" / name_of(4)) for x in (whole, other))
-    assert set(one) == set(two) and all(torch.equal(one[key], two[key]) for key in one)
+    assert same_tensors(*(tensors_of(x / "checkpoints" / name_of(END)) for x in (whole, other)))
     assert [timeless(x) for x in rows_of(whole)] == [timeless(x) for x in rows_of(other)]
     assert (whole / "trace.jsonl").read_text() == (other / "trace.jsonl").read_text()
 
@@ -72,10 +76,6 @@ def flip(path: pathlib.Path) -> None:
     path.write_bytes(content)
 
 
-def remove(path: pathlib.Path) -> None:
-    path.unlink()
-
-
 class Planted:
     """An object whose pickle is a call."""
 
@@ -86,27 +86,7 @@ class Planted:
         return os.system, (f"touch {self.path}",)
 
 
-def plant(path: pathlib.Path) -> None:
-    """Put a call in place of the metadata, in a checkpoint whose checksums hold."""
-    path.write_bytes(pickle.dumps(Planted(path.parents[2] / "ran")))
-    manifest = path.with_name(MANIFEST)
-    files = json.loads(manifest.read_text())["files"]
-    sign_again(manifest, files={**files, path.name: digest(path)})
-
-
-DAMAGE = {
-    "tensors cut": (cut, "__1_0.distcp"),
-    "tensors flipped": (flip, "__0_0.distcp"),
-    "metadata flipped": (flip, ".metadata"),
-    "metadata with a call": (plant, ".metadata"),
-    "state cut": (cut, "state.json"),
-    "format flipped": (flip, "metadata.json"),
-    "manifest flipped": (flip, MANIFEST),
-    "manifest gone": (remove, MANIFEST),
-}
-
-
-def signed(damage):
+def signed(damage: Callable[[pathlib.Path], object]) -> Callable[[pathlib.Path], None]:
     """Return the damage with checksums that hold, so that what reads the file has to find it."""
 
     def change(path: pathlib.Path) -> None:
@@ -116,6 +96,19 @@ def signed(damage):
         sign_again(manifest, files={**files, path.name: digest(path)})
 
     return change
+
+
+def plant(path: pathlib.Path) -> None:
+    """Put a call in place of the metadata."""
+    path.write_bytes(pickle.dumps(Planted(path.parents[2] / "ran")))
+
+
+DAMAGE = {
+    "tensors cut": (cut, "__1_0.distcp"), "tensors flipped": (flip, "__0_0.distcp"),
+    "metadata flipped": (flip, ".metadata"), "metadata with a call": (signed(plant), ".metadata"),
+    "state cut": (cut, "state.json"), "format flipped": (flip, "metadata.json"), "manifest flipped": (flip, MANIFEST),
+    "manifest gone": (pathlib.Path.unlink, MANIFEST),
+}
 
 
 def blank(path: pathlib.Path) -> None:
@@ -131,82 +124,61 @@ def backwards(path: pathlib.Path) -> None:
 
 
 SIGNED = {
-    "tensors cut, signed": (signed(cut), "__1_0.distcp"),
-    "tensors blank, signed": (signed(blank), "__0_0.distcp"),
-    "state out of range, signed": (signed(backwards), "state.json"),
-    "state cut, signed": (signed(cut), "state.json"),
-    "common state cut, signed": (signed(cut), "common.pt"),
-    "format cut, signed": (signed(cut), "metadata.json"),
-    "metadata cut, signed": (signed(cut), ".metadata"),
-    "rollouts cut, signed": (signed(cut), "rollouts_1.npz"),
+    "tensors cut, signed": (signed(cut), "__1_0.distcp"), "tensors blank, signed": (signed(blank), "__0_0.distcp"),
+    "state out of range, signed": (signed(backwards), "state.json"), "state cut, signed": (signed(cut), "state.json"),
+    "common state cut, signed": (signed(cut), "common.pt"), "format cut, signed": (signed(cut), "metadata.json"),
+    "metadata cut, signed": (signed(cut), ".metadata"), "rollouts cut, signed": (signed(cut), "rollouts_1.npz"),
 }
-QUICK = ("tensors cut", "tensors blank, signed")
-
-
-@pytest.mark.parametrize(
-    "kind", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in DAMAGE | SIGNED]
-)
-def test_the_checkpoint_before_a_damaged_one_is_used_and_that_is_said(pool, arithmetic, whole, half, kind):
+@pytest.mark.parametrize("kind", quick([*DAMAGE, *SIGNED], "tensors cut", "tensors blank, signed"))
+def test_the_checkpoint_before_a_damaged_one_is_used_and_that_is_said(run, whole, half, kind):
     damage, name = (DAMAGE | SIGNED)[kind]
     if not (half / "checkpoints" / name_of(2) / name).exists():
         pytest.skip(f"this release of Megatron-Core writes no {name}")
     damage(half / "checkpoints" / name_of(2) / name)
-    results = run(pool, arithmetic, half, "train.num_rollouts=4")
-    assert [code for code, _ in results] == [0, 0], results
-    said = results[0][1]
-    assert (
-        (f"{name_of(2)}/{name}" in said if kind in DAMAGE else name in said or f"{name_of(2)} cannot be loaded" in said)
-        and "THE CHECKPOINT BEFORE IT IS USED" in said
-        and f"{name_of(1)}: 1 rollouts trained" in said
-    ), said
+    said, _ = run(half)
+    named = [f"{name_of(2)}/{name}"] if kind in DAMAGE else [name, f"{name_of(2)} cannot be loaded"]
+    assert any(words in said for words in named), said
+    assert USED in said and f"{name_of(1)}: 1 rollouts trained" in said, said
     assert not (half / "ran").exists()
     assert_same_end(whole, half)
 
 
 @pytest.mark.long(seconds=30)
-def test_the_checkpoint_before_a_damaged_critics_is_used(pool, arithmetic, tmp_path):
+def test_the_checkpoint_before_a_damaged_critics_is_used(run, tmp_path):
     """The critic's tensors cannot be read, under checksums that hold: policy and critic go back together."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder, rollouts in ((whole, 4), (parts, 2)):
-        results = run(pool, arithmetic, folder, *PPO, f"train.num_rollouts={rollouts}")
-        assert [code for code, _ in results] == [0, 0], results
+    whole = tmp_path / "whole"
+    run(whole, *PPO)
+    parts = copied_until(whole, tmp_path / "parts", 2)
     signed(blank)(parts / "checkpoints" / "critic" / name_of(2) / "__0_0.distcp")
-    results = run(pool, arithmetic, parts, *PPO, "train.num_rollouts=4")
-    assert [code for code, _ in results] == [0, 0], results
-    assert "THE CHECKPOINT BEFORE IT IS USED" in results[0][1] and f"{name_of(1)}: 1 rollouts trained" in results[0][1]
+    said, _ = run(parts, *PPO)
+    assert USED in said and f"{name_of(1)}: 1 rollouts trained" in said
     assert_same_end(whole, parts)
-    one, two = (tensors_of(x / "checkpoints" / "critic" / name_of(4)) for x in (whole, parts))
-    assert set(one) == set(two) and all(torch.equal(one[key], two[key]) for key in one)
+    assert same_tensors(*(tensors_of(x / "checkpoints" / "critic" / name_of(END)) for x in (whole, parts)))
 
 
-def test_damage_ends_the_run_by_choice_with_the_files_name(pool, arithmetic, half, tmp_path):
-    for kind, (damage, name) in DAMAGE.items():
-        folder = shutil.copytree(half, tmp_path / kind)
-        damage(folder / "checkpoints" / name_of(2) / name)
-        before = (folder / "metrics.jsonl").read_text()
-        results = run(pool, arithmetic, folder, "train.num_rollouts=4", "checkpoint.on_damage=fail")
-        assert [code for code, _ in results] == [1, 1], results
-        for _, said in results:
-            assert f"{name_of(2)}/{name}" in said and "checkpoint.on_damage=previous" in said, (kind, said)
-            assert "Traceback" not in said, said
-        assert not (folder / "ran").exists() and (folder / "metrics.jsonl").read_text() == before
+@pytest.mark.parametrize("kind", quick(DAMAGE, "tensors flipped", "metadata with a call", "manifest gone"))
+def test_damage_ends_the_run_by_choice_with_the_files_name(run, half, kind):
+    damage, name = DAMAGE[kind]
+    damage(half / "checkpoints" / name_of(2) / name)
+    before = (half / "metrics.jsonl").read_text()
+    for said in run(half, "checkpoint.on_damage=fail", code=1):
+        assert f"{name_of(2)}/{name}" in said and "checkpoint.on_damage=previous" in said, (kind, said)
+        assert "Traceback" not in said, said
+    assert not (half / "ran").exists() and (half / "metrics.jsonl").read_text() == before
 
 
-def test_two_are_passed_over_and_all_damaged_is_an_error(pool, arithmetic, whole, half):
+def test_two_are_passed_over_and_all_damaged_is_an_error(run, whole, half):
     for iteration, name in ((2, "__0_0.distcp"), (1, "state.json")):
         flip(half / "checkpoints" / name_of(iteration) / name)
     copied = shutil.copytree(half, half.with_name("all"))
-    results = run(pool, arithmetic, half, "train.num_rollouts=4")
-    assert [code for code, _ in results] == [0, 0] and results[0][1].count("THE CHECKPOINT BEFORE IT IS USED") == 2, (
-        results
-    )
+    said, _ = run(half)
+    assert said.count(USED) == 2
     assert_same_end(whole, half)
     flip(copied / "checkpoints" / name_of(0) / "metadata.json")
-    results = run(pool, arithmetic, copied, "train.num_rollouts=4")
-    assert [code for code, _ in results] == [1, 1], results
-    assert all("all 3 checkpoints" in said and "checkpoint.resume=never" in said for _, said in results), results
-    results = run(pool, arithmetic, copied, "train.num_rollouts=4", "checkpoint.resume=never")
-    assert [code for code, _ in results] == [0, 0] and "kept as checkpoints.1" in results[0][1], results
+    for said in run(copied, code=1):
+        assert "all 3 checkpoints" in said and "checkpoint.resume=never" in said, said
+    said, _ = run(copied, "checkpoint.resume=never")
+    assert "kept as checkpoints.1" in said
     assert_same_end(whole, copied)
 
 
@@ -215,21 +187,18 @@ def other_model(tmp_path_factory) -> pathlib.Path:
     return prepare_inputs(tmp_path_factory.mktemp("other"), hidden=32, layers=1, heads=1, intermediate=48)
 
 
-def test_a_checkpoint_of_another_model_is_an_error_that_names_both(pool, arithmetic, half, other_model):
+def test_a_checkpoint_of_another_model_is_an_error_that_names_both(run, half, other_model):
     before = (half / "metrics.jsonl").read_text() + "\n"
     (half / "metrics.jsonl").write_text(before)  # longer than when the checkpoint was taken: not cut back for nothing
-    results = run(pool, arithmetic, half, "train.num_rollouts=4", f"model.hf_path={other_model / 'model'}")
-    assert [code for code, _ in results] == [1, 1], results
-    for _, said in results:
+    for said in run(half, f"model.hf_path={other_model / 'model'}", code=1):
         assert "another model" in said and "hidden_size 64 there and 32 here" in said and "Traceback" not in said, said
     assert (half / "metrics.jsonl").read_text() == before
 
 
-def test_an_unknown_version_is_an_error_that_names_both(pool, arithmetic, half):
+def test_an_unknown_version_is_an_error_that_names_both(run, half):
     sign_again(half / "checkpoints" / name_of(2) / MANIFEST, version=9)
-    results = run(pool, arithmetic, half, "train.num_rollouts=4")
-    assert [code for code, _ in results] == [1, 1], results
-    assert all("version 9" in said and "reads 'megatron_rl' version 2" in said for _, said in results), results
+    for said in run(half, code=1):
+        assert "version 9" in said and "reads 'megatron_rl' version 2" in said, said
 
 
 # ---- a disk that is full --------------------------------------------------------------------------------------------
@@ -253,19 +222,11 @@ def pages(paths) -> int:
 
 
 def room_for(checkpoint: pathlib.Path, what: str) -> int:
-    """Return the pages that a save finds free.
-
-    With them it fails at its first file, in the ranks' tensors, or at ``.metadata``.
-    """
-    tensors, small = (
-        list(checkpoint.glob("*.distcp")),
-        [x for x in checkpoint.iterdir() if x.name in ("common.pt", "state.json")],
-    )
-    return {
-        "nothing": 0,
-        "half of the tensors": pages(tensors) // 2,
-        "all but .metadata": pages([*tensors, *small]) + 1,
-    }[what]
+    """Return the pages with which a save fails at its first file, in the ranks' tensors, or at ``.metadata``."""
+    tensors = list(checkpoint.glob("*.distcp"))
+    small = [x for x in checkpoint.iterdir() if x.name in ("common.pt", "state.json")]
+    free = {"half of the tensors": pages(tensors) // 2, "all but .metadata": pages([*tensors, *small]) + 1}
+    return free.get(what, 0)
 
 
 def fill(disk: pathlib.Path, free_pages: int) -> pathlib.Path:
@@ -278,24 +239,21 @@ def fill(disk: pathlib.Path, free_pages: int) -> pathlib.Path:
 WHERE = ["nothing", "half of the tensors", "all but .metadata"]
 
 
-@pytest.mark.parametrize("what", [WHERE[0], *(pytest.param(x, marks=pytest.mark.long) for x in WHERE[1:])])
-def test_a_full_disk_leaves_the_last_good_checkpoint(pool, arithmetic, whole, half, small_disk, what):
+@pytest.mark.parametrize("what", quick(WHERE, WHERE[0]))
+def test_a_full_disk_leaves_the_last_good_checkpoint(run, whole, half, small_disk, what):
     shutil.move(half / "checkpoints", small_disk / "checkpoints")
     (half / "checkpoints").symlink_to(small_disk / "checkpoints")
     filler = fill(small_disk, room_for(half / "checkpoints" / name_of(2), what))
     stopped = shutil.copytree(half, half.with_name("stopped"), symlinks=True)
-    results = run(pool, arithmetic, stopped, "train.num_rollouts=4")
-    assert [code for code, _ in results] == [1, 1], results
-    assert all("checkpoint 3" in said and "checkpoint.on_error=continue" in said for _, said in results), results
-    assert all("No space left on device" in said or "bytes are free there" in said for _, said in results), results
+    for said in run(stopped, code=1):
+        assert "checkpoint 3" in said and "checkpoint.on_error=continue" in said, said
+        assert "No space left on device" in said or "bytes are free there" in said, said
     assert_untouched(half)
-    results = run(pool, arithmetic, half, "train.num_rollouts=4", "checkpoint.on_error=continue")
-    assert [code for code, _ in results] == [0, 0], results
-    assert results[0][1].count("THE RUN GOES ON") == 2 and len(rows_of(half)) == len(rows_of(whole)), results
+    said, _ = run(half, "checkpoint.on_error=continue")
+    assert said.count("THE RUN GOES ON") == 1 and len(rows_of(half)) == len(rows_of(whole)), said
     assert_untouched(half)
     filler.unlink()
-    results = run(pool, arithmetic, half, "train.num_rollouts=4", "checkpoint.on_error=continue")
-    assert [code for code, _ in results] == [0, 0], results
+    run(half, "checkpoint.on_error=continue")
     assert_same_end(whole, half)
 
 
@@ -317,21 +275,12 @@ def limited_command_line(rank: int, world: int, given: list[str]) -> tuple[int, 
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_one_rank_that_cannot_write_is_told_to_all(pool, arithmetic, half, asynchronous):
-    """One rank that cannot write is told to all.
-
-    It needs no rights to mount anything: the limit stands for a quota.
-    """
-    given = [*SAVED, "train.num_rollouts=4", f"checkpoint.asynchronous={asynchronous}"]
+@pytest.mark.parametrize("asynchronous", quick(["true", "false"], "true"))
+def test_one_rank_that_cannot_write_is_told_to_all(run, half, asynchronous):
+    """It needs no rights to mount anything: the limit stands for a quota."""
     for policy, code in (("fail", 1), ("continue", 0)):
         folder = shutil.copytree(half, half.with_name(policy))
-        results = pool.run(
-            2,
-            limited_command_line,
-            arguments(arithmetic, folder, *given, f"checkpoint.on_error={policy}"),
-            timeout_s=120,
-        )
-        assert [found for found, _ in results] == [code, code], results
-        assert all("rank 1: checkpoint 3" in said and "File too large" in said for _, said in results), results
+        given = (f"checkpoint.asynchronous={asynchronous}", f"checkpoint.on_error={policy}")
+        for said in run(folder, *given, run=limited_command_line, code=code):
+            assert "rank 1: checkpoint 3" in said and "File too large" in said, said
         assert_untouched(folder)

@@ -6,13 +6,12 @@ at interpreter exit too.
 
 from __future__ import annotations
 
-import pathlib
 import re
 import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 
@@ -23,20 +22,16 @@ from megatron_rl.distributed.watchdog_server import RankState, find_culprit
 from megatron_rl.errors import PeerError
 from tests.patience import HANG_S, patient, until
 from tests.runs.command import arguments
-from tests.workers.nursery import Nursery
 from tests.workers.pool import Pool
 
 BOUND_S = patient(600.0)  # to the end of every process, its start included
 NEVER_S = 10 * BOUND_S  # a deadline that nothing here meets
-MET_S = 20.0  # one that a rank meets whose peer sleeps; to start, beside one another, takes them less on any host
+MET_S = patient(20.0)  # one that a rank meets whose peer sleeps; to start, beside one another, takes them less
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault of rank ``guilty`` of ``world`` (faulty_rank.py).
-
-    ``says`` is the pattern of the line that every rank must say of it.
-    """
+    """A fault of rank ``guilty`` of ``world`` (faulty_rank.py); every rank must say a line of the pattern ``says``."""
 
     name: str
     guilty: int
@@ -49,44 +44,29 @@ class Fault:
 RAISED = "raised .*it had been in 'update'"
 GONE = r"is gone: its process ended without a word \(killed\?\); it last said it was in 'update'"
 STALLS = "keeps the others waiting: it has been in"
+SLEPT = dict(guilty=1, pipeline=1, deadline_s=MET_S)
 FAULTS = {
     "raises, DP=2": Fault(name="raise", guilty=0, pipeline=1, says=RAISED),
     "raises and lives on, PP=2": Fault(name="raise_and_stay", guilty=1, pipeline=2, says=RAISED),
     "killed, DP=2": Fault(name="kill", guilty=1, pipeline=1, says=GONE),
     "killed, PP=2, the keeper": Fault(name="kill", guilty=0, pipeline=2, says=GONE),
     "sleeps in forward, PP=2": Fault(
-        name="sleep", guilty=1, pipeline=2, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken", deadline_s=MET_S
+        name="sleep", **SLEPT | {"pipeline": 2}, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken"
     ),
+    # its own watch thread's words, or those of a rank whose collective timed out before that looked
     "sleeps in its reward, DP=2": Fault(
-        name="reward",
-        guilty=0,
-        pipeline=1,
-        # its own watch thread's words, or those of a rank whose collective timed out before that looked
+        name="reward", **SLEPT | {"guilty": 0},
         says=r"(keeps the others waiting: it )?has been in 'reward'.*faulty_rank.py:.* sleeping_reward",
-        deadline_s=MET_S,
     ),
     "sleeps in its loss, DP=2": Fault(
-        name="loss",
-        guilty=1,
-        pipeline=1,
+        name="loss", **SLEPT,
         says=r"(keeps the others waiting: it )?has been in .*'loss'|has been in 'update' .* sleeping_loss, in 'loss'",
-        deadline_s=MET_S,
     ),
     "sleeps in its loss, alone": Fault(
-        name="loss", guilty=0, pipeline=1, says=r"has been in 'loss' .* sleeping_loss", deadline_s=MET_S, world=1
+        name="loss", **SLEPT | {"guilty": 0}, says=r"has been in 'loss' .* sleeping_loss", world=1
     ),
     "another plan, DP=2": Fault(name="plan", guilty=1, pipeline=1, says="plan: {who} has .*, the others"),
 }
-
-
-def run_ranks(nursery: Nursery, fault: Fault, given: list[str], folder: pathlib.Path) -> list[tuple[int | None, str]]:
-    """Run the ranks and return exit code (None where it had to be ended) and output of each."""
-    with nursery.ranks(
-        fault.world, given, folder, "tests.faults.faulty_rank:main", [fault.name, fault.guilty]
-    ) as ranks:
-        stays = {fault.guilty} if fault.name == "raise_and_stay" else set()
-        ranks.wait(BOUND_S, but=stays)
-        return [(fork.poll(), path.read_text()) for fork, path in zip(ranks.forks, ranks.printed, strict=True)]
 
 
 @pytest.mark.long
@@ -94,19 +74,19 @@ def run_ranks(nursery: Nursery, fault: Fault, given: list[str], folder: pathlib.
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_fault_ends_every_rank_and_is_named(nursery, arithmetic, tmp_path, case):
     fault = FAULTS[case]
-    reward = "tests.faults.faulty_rank:sleeping_reward" if fault.name == "reward" else "tests.reward_functions:parity"
-    extra = [
-        f"parallel.pipeline={fault.pipeline}",
-        f"run.deadline_s={fault.deadline_s}",
-        f"reward.functions=[{reward}]",
-        *(["loss.policy=tests.faults.faulty_rank:sleeping_loss"] if fault.name == "loss" else []),
-    ]
-    results = run_ranks(nursery, fault, arguments(arithmetic, tmp_path / "run", *extra), tmp_path)
+    extra = [f"parallel.pipeline={fault.pipeline}", f"run.deadline_s={fault.deadline_s}"]
+    if fault.name == "reward":
+        extra.append("reward.functions=[tests.faults.faulty_rank:sleeping_reward]")
+    if fault.name == "loss":
+        extra.append("loss.policy=tests.faults.faulty_rank:sleeping_loss")
+    given, main = arguments(arithmetic, tmp_path / "run", *extra), "tests.faults.faulty_rank:main"
+    with nursery.ranks(fault.world, given, tmp_path, main, [fault.name, fault.guilty]) as ranks:
+        ranks.wait(BOUND_S, but={fault.guilty} if fault.name == "raise_and_stay" else set())
+        results = [(fork.poll(), path.read_text()) for fork, path in zip(ranks.forks, ranks.printed, strict=True)]
     replica, stage = (0, fault.guilty) if fault.pipeline == 2 else (fault.guilty, 0)
     who = f"rank {fault.guilty} (data-parallel {replica}, pipeline stage {stage})"
-    wanted = re.compile(
-        fault.says.format(who=re.escape(who)) if "{who}" in fault.says else f"{re.escape(who)} {fault.says}"
-    )
+    says = fault.says if "{who}" in fault.says else "{who} " + fault.says
+    wanted = re.compile(says.replace("{who}", re.escape(who)))
     for rank, (code, printed) in enumerate(results):
         if rank == fault.guilty and fault.name == "kill":
             assert code == -signal.SIGKILL, printed
@@ -123,23 +103,18 @@ def peer(rank: int, *, number: int = 5, waits: bool = True, **given) -> RankStat
     return RankState(rank=rank, who=f"rank {rank} (here)", stage="update", number=number, **{"answer": answer, **given})
 
 
+LOST = peer(0, lost="timed out")
+
+
 @pytest.mark.parametrize(
     ("peers", "guilty", "words"),
     [
-        (
-            [peer(0, lost="timed out"), peer(1, waits=False), peer(2)],
-            1,
-            "keeps the others waiting: it has been in 'update'",
-        ),
-        ([peer(0, lost="timed out"), peer(1), peer(2, number=3)], 2, "is 2 stages behind"),
-        ([peer(0, lost="timed out"), peer(1, answer=None), peer(2, waits=False)], 1, "does not answer"),
-        ([peer(0, lost="timed out"), peer(1, waits=False), peer(2, waits=False)], 1, "so do ranks [2]"),
-        (
-            [peer(0, lost="timed out"), peer(1, waits=False, ended=True), peer(2)],
-            None,
-            "no rank is known to be the cause",
-        ),
-        ([peer(0, lost="timed out"), peer(1, lost="timed out")], None, "rank 1 in 'update' for"),
+        ([LOST, peer(1, waits=False), peer(2)], 1, "keeps the others waiting: it has been in 'update'"),
+        ([LOST, peer(1), peer(2, number=3)], 2, "is 2 stages behind"),
+        ([LOST, peer(1, answer=None), peer(2, waits=False)], 1, "does not answer"),
+        ([LOST, peer(1, waits=False), peer(2, waits=False)], 1, "so do ranks [2]"),
+        ([LOST, peer(1, waits=False, ended=True), peer(2)], None, "no rank is known to be the cause"),
+        ([LOST, peer(1, lost="timed out")], None, "rank 1 in 'update' for"),
     ],
 )
 def test_the_keeper_blames_who_is_not_waiting_then_who_is_behind(peers, guilty, words):
@@ -149,21 +124,10 @@ def test_the_keeper_blames_who_is_not_waiting_then_who_is_behind(peers, guilty, 
 
 def place(rank: int, world: int, *, pipeline: int = 1) -> Topology:
     """Return a Topology of data and pipeline parallelism, with no groups behind it."""
-    sizes = {f"{name}_size": 1 for name in ("tensor", "context", "expert", "expert_tensor", "virtual")}
-    ranks = {f"{name}_rank": 0 for name in ("tensor", "context", "expert", "expert_tensor", "expert_data")}
-    named = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "model")
-    groups = {f"{name}_group": None for name in named}
-    return Topology(
-        rank=rank,
-        world_size=world,
-        data_size=world // pipeline,
-        data_rank=rank % (world // pipeline),
-        pipeline_size=pipeline,
-        pipeline_rank=rank // (world // pipeline),
-        **sizes,
-        **ranks,
-        **groups,
-    )
+    data, names = world // pipeline, [field.name for field in fields(Topology)]
+    alone = {name: None if name.endswith("_group") else int(name.endswith("_size")) for name in names}
+    ranks = dict(rank=rank, world_size=world, data_size=data, data_rank=rank % data)
+    return Topology(**alone | ranks | dict(pipeline_size=pipeline, pipeline_rank=rank // data))
 
 
 def one_raises(rank: int, world: int) -> str:
@@ -183,11 +147,9 @@ def one_raises(rank: int, world: int) -> str:
 def test_an_error_is_told_to_every_rank_with_its_stage(pool: Pool) -> None:
     first, guilty, last = pool.run(3, one_raises, timeout_s=30)
     assert guilty.startswith("rank 1 (data-parallel 0, pipeline stage 1) raised it; it had been in 'reward'")
+    wanted = "rank 1 (data-parallel 0, pipeline stage 1) raised KeyError: 'planted'; it had been in 'reward'"
     for said in (first, last):
-        assert said.startswith(
-            "rank 1 (data-parallel 0, pipeline stage 1) raised KeyError: 'planted'; it had been in 'reward'"
-        ), said
-        assert said.endswith("from what raise_together says")
+        assert said.startswith(wanted) and said.endswith("from what raise_together says"), said
 
 
 def all_end_well(rank: int, world: int) -> list[str]:
@@ -209,10 +171,7 @@ def test_a_watch_that_saw_nothing_leaves_nothing_behind(pool: Pool) -> None:
 
 
 def test_a_rank_that_cannot_end_is_ended_though_the_keeper_left_with_the_cause(monkeypatch):
-    """A rank that cannot end is ended, though the keeper left with the cause.
-
-    Both lines come in one packet, and the main thread never comes back: on a loaded host the stalled rank lived on.
-    """
+    """Both lines come in one packet, and the main thread never comes back: once the stalled rank lived on."""
     ended = threading.Event()
     monkeypatch.setattr(watch_module.os, "_exit", lambda code: ended.set())
     monkeypatch.setattr(watch_module, "END_S", 0.2)

@@ -58,6 +58,7 @@ M = NUM_MICROBATCHES
 # two of q and k), attention and its copy of v, three kernels for each of q and k to turn them, SwiGLU's two (compiled
 # one), the bias of q, k and v, and two sums.
 KEPT = {"qwen2_untied": 19, "qwen3": 20}
+RECOMPUTED = ("granularity=full", "method=uniform", "num_layers=1")
 CASES: dict[str, Case] = {
     "dense": Case(questions=nothing("logprob", "train", "supervised")),
     "float32": Case(overrides=("model.dtype=float32",)),
@@ -74,24 +75,15 @@ CASES: dict[str, Case] = {
     "critic": Case(questions=nothing("values", "critic")),
     "context parallel": Case(world=2, rank=1, overrides=("parallel.context=2",)),
     "tensor parallel": Case(world=2, rank=1, overrides=("parallel.tensor=2", "parallel.sequence_parallel=true")),
-    "recomputation": Case(
-        overrides=tuple(
-            f"megatron.transformer.recompute_{field}"
-            for field in ("granularity=full", "method=uniform", "num_layers=1")
-        )
-    ),
+    "recomputation": Case(overrides=tuple(f"megatron.transformer.recompute_{each}" for each in RECOMPUTED)),
     **{f"{family}, {layers} layers": Case(family=family, layers=layers) for family in KEPT for layers in (2, 4)},
 }
 
 MISTAKES = {
-    "host tensor": "two different devices|FakeTensorDeviceMismatchError",
-    "item": "DataDependentOutputException",
-    "if": "DataDependentOutputException",
-    "mask": "DynamicOutputShapeException",
-    "nonzero": "DynamicOutputShapeException",
-    "tolist": "DataDependentOutputException",
-    "to the host": "copy from cuda to cpu",
-    "to the device": "copy from cpu to cuda",
+    "host tensor": "two different devices|FakeTensorDeviceMismatchError", "item": "DataDependentOutputException",
+    "if": "DataDependentOutputException", "mask": "DynamicOutputShapeException",
+    "nonzero": "DynamicOutputShapeException", "tolist": "DataDependentOutputException",
+    "to the host": "copy from cuda to cpu", "to the device": "copy from cpu to cuda",
     "synchronize": "asking: synchronize",
 }
 """What a planted mistake gives: an error, or a question at a place that is not known."""

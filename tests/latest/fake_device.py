@@ -199,10 +199,7 @@ class InTurn:
 def backward(
     outputs: torch.Tensor | Sequence[torch.Tensor], grad_tensors: torch.Tensor | Sequence[torch.Tensor] | None = None
 ) -> None:
-    """Run backward by calling each node of the graph after all that feed it; leaves get ``grad``.
-
-    Tensors' hooks and the hooks of leaves do not run.
-    """
+    """Run backward by calling each node of the graph after all that feed it; leaves get ``grad``. No hooks run."""
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     gradients = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)
     roots = [x.grad_fn for x in outputs if x.grad_fn is not None]

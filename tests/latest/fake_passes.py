@@ -209,11 +209,8 @@ def outcome(purpose: str, model, batch: Batch, recorder: Recorder) -> dict[str, 
             parameter.grad = None
     kept_bytes = sum(x.untyped_storage().nbytes() for address, x in kept.items() if address not in weights)
     return {
-        "error": error,
-        "questions": dict(fake_device.QUESTIONS),
-        "devices": sorted(recorder.devices),
-        "kept_bytes": kept_bytes / NUM_MICROBATCHES,
-        "launches": fake_device.LAUNCHES.total() / NUM_MICROBATCHES,
+        "error": error, "questions": dict(fake_device.QUESTIONS), "devices": sorted(recorder.devices),
+        "kept_bytes": kept_bytes / NUM_MICROBATCHES, "launches": fake_device.LAUNCHES.total() / NUM_MICROBATCHES,
     }
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -25,6 +23,7 @@ from megatron_rl.simulator.memory import kept_elements
 from tests.latest.cases import CASES, KEPT, LENGTHS, MISTAKES
 from tests.patience import patient
 from tests.reference import tiny_config
+from tests.runs.command import ROOT, said_by
 
 MEGATRON = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
 pytestmark = [
@@ -38,15 +37,8 @@ pytestmark = [
 def told(tmp_path_factory) -> dict[str, dict]:
     """Run all cases in one process; return what it told of each pass."""
     results = tmp_path_factory.mktemp("fake_device") / "results.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.latest.fake_passes", str(results)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=patient(600),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    passes = [sys.executable, "-m", "tests.latest.fake_passes", str(results)]
+    said_by(passes, ROOT, patient(600), CUDA_VISIBLE_DEVICES="")
     return dict(json.loads(line) for line in results.read_text().splitlines())
 
 

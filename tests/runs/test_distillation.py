@@ -2,72 +2,105 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import json
 import math
+import pathlib
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from megatron_rl.cli import EXIT_CONFIG, EXIT_FAILED
-from tests.runs.command import arguments, command_line, rows_of, timeless, weights_of_last
-from tests.runs.teacher_server import teacher_server
+from megatron_rl.cli import EXIT_FAILED
+from tests.runs.command import SAVED, assert_same_run, rows_of, same_tensors, weights_of, write_teacher
 
 GIVEN = (
-    "advantage.estimator=distillation",
-    "loss.policy=importance_sampling",
-    "reward.functions=[]",
-    "rollout.samples_per_prompt=2",
-    "train.samples_per_mini_batch=8",
-    "optimizer.lr=1e-3",
-    "optimizer.schedule=constant",
-    "metrics.log_completions=0",
+    "advantage.estimator=distillation", "loss.policy=importance_sampling", "reward.functions=[]",
+    "rollout.samples_per_prompt=2", "train.samples_per_mini_batch=8", "optimizer.lr=1e-3",
+    "optimizer.schedule=constant", "metrics.log_completions=0",
 )
 
 
+def answer(model, body: dict) -> dict:
+    """Return the answer of vLLM 0.32.0 to a request, as far as a teacher reads it."""
+    ids = body["prompt"]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    entries = [None] + [
+        {str(token): {"logprob": logprobs[place, token].item(), "rank": 1, "decoded_token": "?"}}
+        for place, token in enumerate(ids[1:])
+    ]
+    return {"choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]}
+
+
+@contextlib.contextmanager
+def teacher_server(path: pathlib.Path, *, fails: int = 0, cuts: bool = False) -> Iterator[tuple[str, list[dict]]]:
+    """Serve a Hugging Face directory; yield the address and the requests so far.
+
+    fails: so many first completions are answered 500. cuts: every answer lacks its last log-prob.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, seen, lock = AutoModelForCausalLM.from_pretrained(path).eval(), [], threading.Lock()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, {"data": [{"id": "the-teacher"}]} if self.path == "/v1/models" else {})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                seen.append(body)
+                number = len(seen)
+            if number <= fails:
+                return self._send(500, {"error": "no memory left"})
+            found = answer(model, body)
+            if cuts:
+                found["choices"][0]["prompt_logprobs"].pop()
+            return self._send(200, found)
+
+        def _send(self, status: int, content: dict) -> None:
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            """Write nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", seen
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture(scope="module")
-def teacher(arithmetic, tmp_path_factory):
-    """Make a teacher of another width and depth over the same tokenizer, with logits far from uniform."""
-    import copy
-
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    path = tmp_path_factory.mktemp("teacher") / "hf"
-    config = copy.deepcopy(AutoConfig.from_pretrained(arithmetic / "model"))
-    config.hidden_size, config.num_hidden_layers, config.intermediate_size = 32, 4, 48
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(9)
-        config.layer_types = ["full_attention"] * 4
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(5.0 if parameter.dim() > 1 else 1.0)
-    model.save_pretrained(path)
-    AutoTokenizer.from_pretrained(arithmetic / "model").save_pretrained(path)
-    return path
+def teacher(arithmetic, tmp_path_factory) -> pathlib.Path:
+    return write_teacher(arithmetic / "model", tmp_path_factory.mktemp("teacher"))
 
 
-def run(pool, world, arithmetic, run_dir, *given):
-    return pool.run(world, command_line, arguments(arithmetic, run_dir, *GIVEN, *given), timeout_s=120)
-
-
-def test_a_teacher_of_equal_weights_gives_no_signal(pool, arithmetic, tmp_path) -> None:
+def test_a_teacher_of_equal_weights_gives_no_signal(made, arithmetic) -> None:
     """The policy's own weights as teacher: every gap is exactly 0, every step a ghost; nothing is learned."""
-    ((code, said),) = run(pool, 1, arithmetic, tmp_path, f"teacher.hf_path={arithmetic / 'model'}")
-    assert code == 0, said
-    rows = rows_of(tmp_path)
+    rows = rows_of(made(1, *GIVEN, f"teacher.hf_path={arithmetic / 'model'}"))
     assert [row["step_kind"] for row in rows] == ["GHOST"] * len(rows) and len(rows) == 4
     assert all(row["distillation/reverse_kl"] == 0 for row in rows if "distillation/reverse_kl" in row)
     assert all(row["skip/zero_advantage_ratio"] == 1 for row in rows)
 
 
-def test_a_server_trains_the_run_that_weights_here_train(pool, arithmetic, tmp_path, teacher) -> None:
+def test_a_server_trains_the_run_that_weights_here_train(made, tmp_path, teacher) -> None:
     """One teacher held by the ranks, over two pipeline stages, and by a server: equal gaps, rewards none."""
-    results = run(pool, 2, arithmetic, tmp_path / "here", f"teacher.hf_path={teacher}", "parallel.pipeline=2")
-    assert [code for code, _ in results] == [0, 0], results
+    here = rows_of(made(2, *GIVEN, f"teacher.hf_path={teacher}", "parallel.pipeline=2"))
     with teacher_server(teacher, fails=1) as (url, seen):  # the first request's answer is an error, and is asked again
-        results = run(pool, 2, arithmetic, tmp_path / "served", f"teacher.servers=[{url}]", "teacher.request_s=20")
-    assert [code for code, _ in results] == [0, 0], results
+        made.into(tmp_path, 2, *GIVEN, f"teacher.servers=[{url}]", "teacher.request_s=20")
     assert all(body["model"] == "the-teacher" and body["prompt_logprobs"] == 0 for body in seen)
-    here, served = rows_of(tmp_path / "here"), rows_of(tmp_path / "served")
+    served = rows_of(tmp_path)
     assert len(seen) == 2 * 16 + 1 and len(here) == len(served) == 4
     for one, two in zip(here, served, strict=True):
         assert "reward/mean" not in one and one["step_kind"] == "REAL"
@@ -78,57 +111,22 @@ def test_a_server_trains_the_run_that_weights_here_train(pool, arithmetic, tmp_p
     assert here[0]["distillation/reverse_kl"] > 0.01 and "time/teacher_s" in here[0]
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path, teacher) -> None:
-    given = (f"teacher.hf_path={teacher}", "checkpoint.save_every_rollouts=1", "train.num_rollouts=2")
-    for folder, rollouts in (("whole", 2), ("parts", 1), ("parts", 2)):
-        ((code, said),) = run(pool, 1, arithmetic, tmp_path / folder, *given, f"train.num_rollouts={rollouts}")
-        assert code == 0, said
-    whole, parts = (weights_of_last(tmp_path / folder) for folder in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert [timeless(row) for row in rows_of(tmp_path / "whole")] == [
-        timeless(row) for row in rows_of(tmp_path / "parts")
-    ]
+def test_a_run_that_goes_on_from_a_checkpoint_equals_the_whole_one(made, teacher) -> None:
+    whole = made(1, *GIVEN, *SAVED, f"teacher.hf_path={teacher}")
+    assert_same_run(whole, made.again(whole, 1))
 
 
-def test_a_reward_beside_a_teacher_is_measured_and_not_trained(pool, arithmetic, tmp_path, teacher) -> None:
-    given = (f"teacher.hf_path={teacher}",)
-    for folder, more in (("plain", ()), ("scored", ("reward.functions=[tests.reward_functions:parity]",))):
-        ((code, said),) = run(pool, 1, arithmetic, tmp_path / folder, *given, *more)
-        assert code == 0, said
-    plain, scored = (weights_of_last(tmp_path / folder) for folder in ("plain", "scored"))
-    assert all(torch.equal(plain[name], scored[name]) for name in plain)
-    assert "reward/mean" in rows_of(tmp_path / "scored")[0]
+def test_a_reward_beside_a_teacher_is_measured_and_not_trained(made, teacher) -> None:
+    given = (*GIVEN, *SAVED, f"teacher.hf_path={teacher}")
+    plain, scored = made(1, *given), made(1, *given, "reward.functions=[tests.reward_functions:parity]")
+    assert same_tensors(weights_of(plain), weights_of(scored))
+    assert "reward/mean" in rows_of(scored)[0]
 
 
-def test_servers_that_do_not_answer_end_the_run_by_name(pool, arithmetic, tmp_path, teacher) -> None:
+def test_servers_that_do_not_answer_end_the_run_by_name(made, tmp_path, teacher) -> None:
     with teacher_server(teacher, cuts=True) as (url, _):
-        results = run(pool, 2, arithmetic, tmp_path / "cut", f"teacher.servers=[{url}]", "teacher.request_s=20")
-    assert [code for code, _ in results] == [EXIT_FAILED] * 2
-    said = results[0][1]
+        given = (*GIVEN, f"teacher.servers=[{url}]", "teacher.request_s=20")
+        said, _ = made.into(tmp_path / "cut", 2, *given, code=EXIT_FAILED)
     assert "no teacher scored sample" in said and "is it a vLLM server of the policy's tokenizer?" in said
-    ((code, said),) = run(pool, 1, arithmetic, tmp_path / "gone", f"teacher.servers=[{url}]", "teacher.request_s=20")
-    assert code == EXIT_FAILED and "connection refused" in said
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ((), "advantage.estimator=distillation has no teacher"),
-        (("teacher.hf_path=nowhere",), "teacher.hf_path='nowhere' holds no config.json"),
-        (("teacher.hf_path=a", "teacher.servers=[http://b:1]"), "both name the teacher; give one"),
-        (
-            ("advantage.estimator=grpo", "teacher.discount=0.5"),
-            "teacher.discount=0.5 and advantage.estimator=grpo has no",
-        ),
-        (("teacher.servers=[http://b:1]", "rollout.temperature=0.5"), "which give log-probs at 1"),
-        (
-            ("teacher.servers=[http://b:1]", "teacher.request_s=20", "replay.capacity_groups=4"),
-            "about groups without signal",
-        ),
-        (("teacher.servers=[b]", "teacher.request_s=20"), "which is no server's address"),
-    ],
-)
-def test_settings_that_contradict_are_named(pool, arithmetic, tmp_path, given, message) -> None:
-    more = ("reward.functions=[arithmetic]",) if "advantage.estimator=grpo" in given else ()
-    ((code, said),) = run(pool, 1, arithmetic, tmp_path, *given, *more)
-    assert code == EXIT_CONFIG and message in said, said
+    (said,) = made.into(tmp_path / "gone", 1, *given, code=EXIT_FAILED)
+    assert "connection refused" in said

@@ -1,17 +1,10 @@
-"""The GSM8K example as a user starts it, made tiny by overrides.
-
-It runs prepare.py, then torchrun with examples/gsm8k/gsm8k.yaml.
-"""
+"""The GSM8K example as a user starts it, made tiny by overrides: prepare.py, then torchrun with gsm8k.yaml."""
 
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import signal
-import subprocess
 import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_rl.config import load_config
 from megatron_rl.observability.metrics import read_metrics
 from tests.patience import patient
+from tests.runs.command import ROOT, said_by
 from tests.workers.environment import TORCHRUN, worker_environment
 
-pytestmark = [pytest.mark.process, pytest.mark.long(seconds=30)]
+pytestmark = [pytest.mark.process, pytest.mark.distributed, pytest.mark.long(seconds=30)]
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples" / "gsm8k" / "gsm8k.yaml"
 TIMEOUT_S = patient(600)  # some 20 s on two free cores; the rest is for a loaded machine
 PROMPTS, SAMPLES = 8, 8  # an optimizer step for each prompt's group
@@ -33,36 +26,16 @@ WARMUP_STEPS, ROLLOUTS, STEPS_PER_ROLLOUT = 30, 2, PROMPTS
 
 # Semantics §9, as far as a synchronous run without KL, entropy, replay or reroll on a CPU has them.
 EVERY_ROW = {
-    "step",
-    "step_kind",
-    "phase",
-    "weight_version",
-    "train/grad_norm",
-    "train/lr",
-    "train/loss",
-    "time/step_s",
+    *("step", "step_kind", "phase", "weight_version", "train/grad_norm", "train/lr", "train/loss", "time/step_s"),
     "skip/ghost_steps",
 }
 EVERY_RL_ROW = EVERY_ROW | {
-    "rollout",
-    "skip/zero_advantage_ratio",
-    "skip/samples_dropped",
-    "skip/tokens_dropped",
-    "skip/microbatches_dropped",
-    "skip/silent_ranks",
-    "skip/tokens_executed",
-    "skip/tokens_dense",
-    "tokens/shared",
-    "time/update_s",
+    *("rollout", "skip/zero_advantage_ratio", "skip/samples_dropped", "skip/tokens_dropped", "skip/silent_ranks"),
+    *("skip/microbatches_dropped", "skip/tokens_executed", "skip/tokens_dense", "tokens/shared", "time/update_s"),
     "perf/dense_equivalent_tokens_per_second",
 }
 FIRST_OF_ROLLOUT = EVERY_RL_ROW | {
-    "reward/mean",
-    "reward/math_verify",
-    "time/rollout_s",
-    "time/reward_s",
-    "time/logprob_s",
-    "time/weight_sync_s",
+    *("reward/mean", "reward/math_verify", "time/rollout_s", "time/reward_s", "time/logprob_s", "time/weight_sync_s"),
 }
 
 
@@ -80,81 +53,24 @@ COINS = [problem(i, f"#### {i % 2 + 1}") for i in range(7)]
 IMPOSSIBLE = problem(7, "#### 12345678901234567890")
 
 
-def launch(command: Sequence[str], **environment: str) -> str:
-    """Run a command from the root of the repository within TIMEOUT_S and return its output.
-
-    It leaves no process behind.
-    """
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=worker_environment() | {"HF_HUB_OFFLINE": "1"} | environment,
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"{' '.join(command)} did not end within {TIMEOUT_S} s:\n{output[-6000:]}")
-    assert process.returncode == 0, f"{' '.join(command)} exited with {process.returncode}:\n{output[-6000:]}"
-    return output
-
-
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("gsm8k")
     for name, rows in (("train", [*COINS, IMPOSSIBLE]), ("test", COINS[:3])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    inputs, sizes = (
-        folder / "inputs",
-        "--hidden 64 --layers 2 --heads 2 --kv-heads 2 --intermediate 128 --max-position 256",
-    )
-    prepare = [
-        "examples/gsm8k/prepare.py",
-        "--gsm8k",
-        str(folder),
-        "--out",
-        str(inputs),
-        "--vocab-size",
-        "300",
-        *sizes.split(),
-    ]
-    launch([sys.executable, *prepare])
+    inputs = folder / "inputs"
+    sizes = "--hidden 64 --layers 2 --heads 2 --kv-heads 2 --intermediate 128 --max-position 256 --vocab-size 300"
+    prepare = ["examples/gsm8k/prepare.py", "--gsm8k", str(folder), "--out", str(inputs), *sizes.split()]
+    said_by([sys.executable, *prepare], ROOT, TIMEOUT_S)
     overrides = {
-        "model.hf_path": inputs / "model",
-        "data.train": inputs / "train.jsonl",
-        "eval.path": inputs / "test.jsonl",
-        "data.max_prompt_tokens": 96,
-        "rollout.max_response_tokens": 16,
-        "rollout.samples_per_prompt": SAMPLES,
-        "sft.steps": WARMUP_STEPS,
-        "sft.samples_per_step": 8,
-        "sft.lr": 3e-3,
-        "train.num_rollouts": ROLLOUTS,
-        "train.prompts_per_rollout": PROMPTS,
-        "train.samples_per_mini_batch": SAMPLES,
-        "metrics.progress": "false",
+        "model.hf_path": inputs / "model", "data.train": inputs / "train.jsonl", "eval.path": inputs / "test.jsonl",
+        "data.max_prompt_tokens": 96, "rollout.max_response_tokens": 16, "rollout.samples_per_prompt": SAMPLES,
+        "sft.steps": WARMUP_STEPS, "sft.samples_per_step": 8, "sft.lr": 3e-3, "train.num_rollouts": ROLLOUTS,
+        "train.prompts_per_rollout": PROMPTS, "train.samples_per_mini_batch": SAMPLES, "metrics.progress": "false",
     }
-    torchrun = [
-        sys.executable,
-        "-m",
-        *TORCHRUN,
-        "2",
-        "-m",
-        "megatron_rl.train",
-    ]
-    arguments = [
-        "--config",
-        str(CONFIG),
-        "--run-dir",
-        str(folder / "run"),
-        *(f"{key}={value}" for key, value in overrides.items()),
-    ]
-    launch([*torchrun, *arguments])
+    given = ["--config", str(CONFIG), "--run-dir", str(folder / "run"), *(f"{k}={v}" for k, v in overrides.items())]
+    torchrun = [sys.executable, "-m", *TORCHRUN, "2", "-m", "megatron_rl.train", *given]
+    said_by(torchrun, ROOT, TIMEOUT_S, HF_HUB_OFFLINE="1", **worker_environment())
     return folder / "run"
 
 
@@ -163,7 +79,6 @@ def rows(run_dir) -> list[dict]:
     return read_metrics(run_dir / "metrics.jsonl")
 
 
-@pytest.mark.distributed
 def test_rows_have_their_phase_kind_and_keys(rows):
     warmup, rl = rows[:WARMUP_STEPS], rows[WARMUP_STEPS:]
     assert [row["step"] for row in rows] == list(range(1, WARMUP_STEPS + ROLLOUTS * STEPS_PER_ROLLOUT + 1))
@@ -174,9 +89,11 @@ def test_rows_have_their_phase_kind_and_keys(rows):
         expected = EVERY_RL_ROW if place % STEPS_PER_ROLLOUT else FIRST_OF_ROLLOUT
         assert expected <= row.keys(), f"row {row['step']} lacks {sorted(expected - row.keys())}"
     assert all(row.keys() >= EVERY_ROW for row in warmup)
+    evaluated = [row for row in rows if "eval/test/mean@1" in row]
+    assert [row["step"] for row in evaluated] == [WARMUP_STEPS, len(rows)]
+    assert all(row["eval/test/mean@1"] * 3 == pytest.approx(round(row["eval/test/mean@1"] * 3)) for row in evaluated)
 
 
-@pytest.mark.distributed
 def test_real_steps_have_a_gradient_and_ghosts_ran_nothing(rows):
     rl = rows[WARMUP_STEPS:]
     real = [row for row in rl if row["step_kind"] == "REAL"]
@@ -191,14 +108,6 @@ def test_real_steps_have_a_gradient_and_ghosts_ran_nothing(rows):
     assert all(row["train/logprob_gap_max"] < 1e-4 for row in rl if "train/logprob_gap_max" in row)
 
 
-@pytest.mark.distributed
-def test_evaluation_stands_before_and_after(rows):
-    evaluated = [row for row in rows if "eval/test/mean@1" in row]
-    assert [row["step"] for row in evaluated] == [WARMUP_STEPS, len(rows)]
-    assert all(row["eval/test/mean@1"] * 3 == pytest.approx(round(row["eval/test/mean@1"] * 3)) for row in evaluated)
-
-
-@pytest.mark.distributed
 def test_run_folder_is_whole(run_dir, rows):
     assert load_config(run_dir / "config.yaml").sft.steps == WARMUP_STEPS
     report = (run_dir / "report.html").read_text()

@@ -4,149 +4,143 @@ from __future__ import annotations
 
 import json
 import pathlib
-import shutil
+import threading
+import time
+from unittest import mock
 
 import pytest
-import torch
 
+from megatron_rl.rollout import build
+from megatron_rl.rollout.transformers_engine import TransformersEngine
+from tests.pairwise import quick
 from tests.runs.command import (
+    DEADLINE_S,
     SAVED,
-    arguments,
+    assert_same_run,
     command_line,
-    rows_of,
+    few_prompts,
+    firsts_of,
     state_of,
-    timeless,
     trained_prompts,
-    weights_of,
-    weights_of_last,
 )
-from tests.runs.straggling_engine import straggling
 
+EVERY, LATE_S = 5, 0.5
 LONGEST_FIRST = "rollout.start_order=longest_first"
 STRAGGLING = (
-    "rollout.engine=vllm",  # tests/runs/straggling_engine.py stands in
-    "run.deadline_s=120",
-    "rollout.start_s=60",
-    "rollout.request_s=60",
-    "rollout.producer.mode=prefetch",
-    "rollout.producer.straggler_share=0.25",
-    "weight_sync.in_flight=true",
+    "rollout.engine=vllm",  # StragglingEngine stands in
+    f"run.deadline_s={2 * DEADLINE_S:g}", "rollout.start_s=60", "rollout.request_s=60", "rollout.max_logprob_gap=null",
+    "rollout.producer.mode=prefetch", "rollout.producer.straggler_share=0.25", "weight_sync.in_flight=true",
     "correction.mode=token_truncate",
-    "rollout.max_logprob_gap=null",
 )
 
 
-def end_of(pool, world: int, given: list[str], run=command_line) -> None:
-    results = pool.run(world, run, given, timeout_s=240)
-    assert [code for code, _ in results] == [0] * world, results
+class StragglingEngine(TransformersEngine):
+    """Stands in for vLLM with weights in flight: some groups come late, while further calls and new weights pass.
+
+    It samples in the thread of each call, and holds back those of every ``EVERY``-th row for ``LATE_S`` seconds.
+    """
+
+    is_elsewhere = True
+
+    def __init__(self, *given, **named) -> None:
+        super().__init__(*given, **named)
+        self._one_at_a_time = threading.Lock()
+
+    def load_weights(self, tensors, version):
+        with self._one_at_a_time:
+            return super().load_weights(tensors, version)
+
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
+        with self._one_at_a_time:
+            rollouts = super().generate(prompts, samples_per_prompt, temperature=temperature, max_tokens=max_tokens)
+        late = [int(prompt.prompt_id.partition("@")[0]) % EVERY == 0 for prompt in prompts]
+        for comes_late in (False, True):
+            if comes_late and any(late):
+                time.sleep(LATE_S)
+            for index in range(len(prompts)):
+                if late[index] == comes_late and on_finished is not None:
+                    on_finished(index, rollouts[index * samples_per_prompt : (index + 1) * samples_per_prompt])
+        return rollouts
 
 
-def few_prompts(folder: pathlib.Path, out: pathlib.Path, count: int) -> str:
-    path = out / "few.jsonl"
-    path.write_text("\n".join((folder / "train.jsonl").read_text().splitlines()[:count]) + "\n")
-    return f"data.train={path}"
+def straggling(rank: int, world: int, given: list[str]) -> tuple[int, str]:
+    """Run the command line with this engine in the place of vLLM's, whose settings the configuration has."""
+
+    def build_engine(config, tokenizer, *, location, role, device, dtype, vocab_size):
+        return StragglingEngine(
+            config.model.hf_path, tokenizer, config.rollout, seed=config.run.seed, dtype=dtype, device=device
+        )
+
+    with mock.patch.object(build, "build_engine", build_engine):
+        return command_line(rank, world, given)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_longest_first_equals_drawn_order_bit_for_bit(pool, arithmetic, tmp_path, world):
+@pytest.mark.parametrize("world", quick([1, 2], 1))
+def test_longest_first_equals_drawn_order_bit_for_bit(made, arithmetic, tmp_path, world):
     """Two epochs in either order give the same rows, trace and weights; in the second one all lengths are known.
 
     At two ranks another one may sample a group, in another batch, so that the embedded engine's log-probs round
     otherwise: those of the trainer are trained on, and the gap between the two is left out of the comparison.
     """
-    found = {}
     engine_alone = "train/logprob_gap" if world > 1 else "nothing"
-    for order in ("drawn", "longest_first"):
-        folder = tmp_path / order
-        extra = (few_prompts(arithmetic, tmp_path, 16), f"rollout.start_order={order}", "train.num_rollouts=4")
-        end_of(pool, world, arguments(arithmetic, folder, *extra, *SAVED, "rollout.max_response_tokens=24"))
-        lengths = state_of(folder, 4)["feed"]["lengths"]
-        assert len(lengths) == (16 if order == "longest_first" else 0)
-        rows = [{k: v for k, v in timeless(row).items() if not k.startswith(engine_alone)} for row in rows_of(folder)]
-        found[order] = rows, (folder / "trace.jsonl").read_text()
-        assert all(row["perf/rollout_tail_s"] >= 0.0 for row in rows_of(folder) if "reward/mean" in row)
-    assert found["drawn"] == found["longest_first"]
-    one, other = (weights_of(tmp_path / order) for order in found)
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    given = (few_prompts(arithmetic, tmp_path, 16), *SAVED, "rollout.max_response_tokens=24", "train.num_rollouts=4")
+    drawn, longest = made(world, *given, "rollout.start_order=drawn"), made(world, *given, LONGEST_FIRST)
+    assert [len(state_of(folder, 4)["feed"]["lengths"]) for folder in (drawn, longest)] == [0, 16]
+    assert_same_run(drawn, longest, engine_alone, files=["trace.jsonl"])
+    assert all(row["perf/rollout_tail_s"] >= 0.0 for row in firsts_of(drawn) + firsts_of(longest))
 
 
-def test_lengths_go_on_from_a_checkpoint(pool, arithmetic, tmp_path):
+def test_lengths_go_on_from_a_checkpoint(made, arithmetic, tmp_path):
     """A run that goes on from a checkpoint has the lengths of the whole one, and ends with its queue and weights."""
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    given = (
-        few_prompts(arithmetic, tmp_path, 16),
-        LONGEST_FIRST,
-        *SAVED,
-        "rollout.producer.mode=prefetch",
-        "train.num_rollouts=4",
-    )
-    end_of(pool, 2, arguments(arithmetic, whole, *given))
-    shutil.copytree(whole, part)
-    for iteration in (3, 4):
-        shutil.rmtree(part / "checkpoints" / f"iter_{iteration:07d}")
-    shutil.rmtree(part / "checkpoints" / "step_8")
-    before = state_of(part, 2)["feed"]["lengths"]
-    end_of(pool, 2, arguments(arithmetic, part, *given))
-    assert len(before) == 16 and state_of(part, 4)["feed"] == state_of(whole, 4)["feed"]
-    assert [timeless(row) for row in rows_of(part)] == [timeless(row) for row in rows_of(whole)]
-    one, other = weights_of(whole), weights_of(part)
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    data = few_prompts(arithmetic, tmp_path, 16)
+    whole = made(2, data, LONGEST_FIRST, *SAVED, "rollout.producer.mode=prefetch", "train.num_rollouts=4")
+    part = made.again(whole, 2)
+    assert len(state_of(part, 2)["feed"]["lengths"]) == 16 and state_of(part, 4)["feed"] == state_of(whole, 4)["feed"]
+    assert_same_run(whole, part)
 
 
-def check_straggling(run_dir: pathlib.Path, num_rollouts: int, *, limit: float) -> list[float]:
-    """Check that each rollout trained its 8 groups, none twice and none too old; return the stragglers of each."""
-    firsts = [row for row in rows_of(run_dir) if "async/stragglers" in row]
+def batches_of(run_dir: pathlib.Path) -> list[int]:
+    """Return the number of groups of every rollout."""
+    return [len(json.loads(line)["prompts"]) for line in (run_dir / "trace.jsonl").read_text().splitlines()]
+
+
+def check_straggling(run_dir: pathlib.Path, num_rollouts: int, *, limit: float) -> None:
+    """Check that each rollout trained 8 groups, none twice and none too old, and but for the last one left 2."""
+    firsts = firsts_of(run_dir, "async/stragglers")
     assert [row["rollout"] for row in firsts] == list(range(1, num_rollouts + 1))
-    batches = [json.loads(line)["prompts"] for line in (run_dir / "trace.jsonl").read_text().splitlines()]
-    assert [len(batch) for batch in batches] == [8] * num_rollouts
+    assert batches_of(run_dir) == [8] * num_rollouts
     assert len(set(trained_prompts(run_dir))) == 8 * num_rollouts
     assert max(row["async/staleness_max"] for row in firsts) <= limit
     assert sum(row["async/dropped_stale"] for row in firsts) == 0.0
-    return [row["async/stragglers"] for row in firsts]
+    assert [row["async/stragglers"] for row in firsts] == [2.0] * (num_rollouts - 1) + [0.0]
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_every_group_is_trained_once_beside_stragglers(pool, arithmetic, tmp_path, ahead):
+@pytest.mark.parametrize("ahead", quick([1, 2], 2))
+def test_every_group_is_trained_once_beside_stragglers(made, ahead):
     """At DP2 each rollout but the last leaves 2 of its groups to the next, within the bound of staleness."""
     limit = 2 * (ahead + 1)
-    extra = (
-        f"rollout.producer.prefetch_rollouts={ahead}",
-        f"rollout.producer.max_staleness_steps={limit}",
-        "train.num_rollouts=5",
-    )
-    end_of(pool, 2, arguments(arithmetic, tmp_path, *STRAGGLING, *extra), straggling)
-    assert check_straggling(tmp_path, 5, limit=limit) == [2.0] * 4 + [0.0]
+    bounds = (f"rollout.producer.prefetch_rollouts={ahead}", f"rollout.producer.max_staleness_steps={limit}")
+    check_straggling(made(2, *STRAGGLING, *bounds, "train.num_rollouts=4", run=straggling), 4, limit=limit)
 
 
-def test_stragglers_go_on_from_a_checkpoint(pool, arithmetic, tmp_path):
+@pytest.mark.parametrize("resumed", quick([(2, 0.25), (1, 0.25), (2, 0)], (1, 0.25)), ids=str)
+def test_stragglers_go_on_from_a_checkpoint(made, resumed):
     """A run that goes on has the groups that were left under way: every prompt is trained once, by one rank of two too.
 
     With ``straggler_share: 0`` it goes on as well, and takes them in.
     """
-    whole = tmp_path / "whole"
-    given = (*STRAGGLING, *SAVED, "train.num_rollouts=4")
-    end_of(pool, 2, arguments(arithmetic, whole, *given), straggling)
+    world, share = resumed
+    whole = made(2, *STRAGGLING, *SAVED, "train.num_rollouts=4", run=straggling)
     check_straggling(whole, 4, limit=4.0)
     assert len(state_of(whole, 2)["feed"]["left"]) == 2 and not state_of(whole, 4)["feed"]["left"]
-    for world, share in ((2, 0.25), (1, 0.25), (2, 0)):
-        part = tmp_path / f"by-{world}-{share}"
-        shutil.copytree(whole, part)
-        for iteration in (3, 4):
-            shutil.rmtree(part / "checkpoints" / f"iter_{iteration:07d}")
-        shutil.rmtree(part / "checkpoints" / "step_8")
-        again = (*given, f"rollout.producer.straggler_share={share}")
-        end_of(pool, world, arguments(arithmetic, part, *again), straggling)
-        prompts = trained_prompts(part)
-        assert len(prompts) == 32 and sorted(prompts) == sorted(trained_prompts(whole)), (world, share)
-        assert weights_of_last(part)
+    part = made.again(whole, 2, f"rollout.producer.straggler_share={share}", world=world)
+    prompts = trained_prompts(part)
+    assert len(prompts) == 32 and sorted(prompts) == sorted(trained_prompts(whole))
 
 
-def test_an_epoch_ends_with_every_prompt_trained_once(pool, arithmetic, tmp_path):
+def test_an_epoch_ends_with_every_prompt_trained_once(made, arithmetic, tmp_path):
     """Under ``train.epochs`` the stragglers of the last prompts make up the last rollout: 20 prompts in 3 rollouts."""
-    data = few_prompts(arithmetic, tmp_path, 20)
-    extra = (data, "train.num_rollouts=null", "train.epochs=1")
-    end_of(pool, 2, arguments(arithmetic, tmp_path / "run", *STRAGGLING, *extra), straggling)
-    prompts = trained_prompts(tmp_path / "run")
-    assert len(prompts) == len(set(prompts)) == 20
-    batches = [json.loads(line)["prompts"] for line in (tmp_path / "run/trace.jsonl").read_text().splitlines()]
-    assert [len(batch) for batch in batches] == [8, 8, 4]
+    epoch = (few_prompts(arithmetic, tmp_path, 20), "train.num_rollouts=null", "train.epochs=1")
+    run = made(2, *STRAGGLING, *epoch, run=straggling)
+    assert len(trained_prompts(run)) == len(set(trained_prompts(run))) == 20
+    assert batches_of(run) == [8, 8, 4]

@@ -9,36 +9,26 @@ import pytest
 
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import load_config
-from tests.runs.command import command_line, rows_of
-from tests.runs.pairs import write_pairs
+from tests.runs.command import ended, rows_of, write_pairs, write_teacher
 
 RECIPES = pathlib.Path(__file__).parents[2] / "examples" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 # What does not fit the tiny model: lengths, sizes, and a reward that an untrained model earns now and then.
 TINY = (
-    "run.deadline_s=60",
-    "data.max_prompt_tokens=16",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_response_tokens=6",
-    "train.prompts_per_rollout=8",
-    "optimizer.lr=1e-3",
-    "plan.max_tokens_per_microbatch=256",
+    "run.deadline_s=60", "data.max_prompt_tokens=16", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=6",
+    "train.prompts_per_rollout=8", "optimizer.lr=1e-3", "plan.max_tokens_per_microbatch=256",
 )
 PARITY = ("train.num_rollouts=2", "reward.functions=[tests.reward_functions:parity]", "reward.weights=[1.0]")
 OWN = {
     "dapo": (*PARITY, "reward.overlong_buffer_tokens=2", "train.samples_per_mini_batch=16"),
     "gdpo": (
-        "train.num_rollouts=2",
-        "reward.functions=[tests.reward_functions:parity,arithmetic]",
+        "train.num_rollouts=2", "reward.functions=[tests.reward_functions:parity,arithmetic]",
         "train.samples_per_mini_batch=16",
     ),
     "ppo": (
-        "train.num_rollouts=2",
-        "reward.functions=[tests.reward_functions:graded]",
-        "rollout.samples_per_prompt=1",
-        "critic.warmup_rollouts=1",
-        "train.samples_per_mini_batch=null",
+        "train.num_rollouts=2", "reward.functions=[tests.reward_functions:graded]", "rollout.samples_per_prompt=1",
+        "critic.warmup_rollouts=1", "train.samples_per_mini_batch=null",
     ),
     "sft": ("sft.steps=3", "sft.samples_per_step=8"),
     **dict.fromkeys(
@@ -60,18 +50,14 @@ def test_a_recipe_trains_two_rollouts_with_finite_losses(pool, arithmetic, tmp_p
     rows = arithmetic / "train.jsonl"
     if name in PAIRS:
         rows = write_pairs(rows, tmp_path / "pairs.jsonl")
+    teacher = [f"teacher.hf_path={tmp_path / 'teacher'}"] if name == "distillation" else []
+    if teacher:
+        write_teacher(arithmetic / "model", tmp_path / "teacher")
     given = [
-        "--config",
-        str(RECIPES / f"{name}.yaml"),
-        "--run-dir",
-        str(tmp_path),
-        f"model.hf_path={arithmetic / 'model'}",
-        f"data.train={rows}",
-        *overrides_of(name),
-        *([f"teacher.hf_path={teacher_of(arithmetic, tmp_path)}"] if name == "distillation" else []),
+        *("--config", str(RECIPES / f"{name}.yaml"), "--run-dir", str(tmp_path)),
+        *(f"model.hf_path={arithmetic / 'model'}", f"data.train={rows}", *overrides_of(name), *teacher),
     ]
-    ((code, said),) = pool.run(1, command_line, given, timeout_s=60)
-    assert code == 0, said
+    ended(pool, 1, given)
     rows = rows_of(tmp_path)
     real = [row for row in rows if row["step_kind"] == "REAL"]
     assert real and all(math.isfinite(row["train/loss"]) and 0 < row["train/grad_norm"] < math.inf for row in real)
@@ -83,16 +69,6 @@ def test_a_recipe_trains_two_rollouts_with_finite_losses(pool, arithmetic, tmp_p
     halves = "train.samples_per_mini_batch=16" in overrides_of(name)
     assert [row["rollout"] for row in rows] == ([1, 1, 2, 2] if halves else [1, 2])
     assert_acts(name, rows)
-
-
-def teacher_of(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Write a teacher of the policy's shape and other weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arithmetic / "model"))
-    model.save_pretrained(folder / "teacher")
-    AutoTokenizer.from_pretrained(arithmetic / "model").save_pretrained(folder / "teacher")
-    return folder / "teacher"
 
 
 def assert_acts(name: str, rows: list[dict]) -> None:
@@ -107,10 +83,8 @@ def assert_acts(name: str, rows: list[dict]) -> None:
             assert sum(row["rollout/masked_truncated"] for row in firsts) > 0
         case "ppo":
             assert [row["train/applied"] for row in rows] == [0, 1]  # the first rollout is the critic's alone
-            assert (
-                all(row["critic/steps"] == 1 and "reward/kl_penalty" in row for row in firsts)
-                and rows[1]["skip/samples_dropped"] == 0
-            )
+            assert all(row["critic/steps"] == 1 and "reward/kl_penalty" in row for row in firsts)
+            assert rows[1]["skip/samples_dropped"] == 0
         case "gspo":
             # a clip of 3e-4 binds at the second step of a rollout
             assert any(row["train/clip_ratio"] > 0 for row in rows[1:])

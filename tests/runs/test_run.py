@@ -1,7 +1,4 @@
-"""Whole runs with skips, silent ranks and ghosts end with the dense run's weights.
-
-No dropped sample is ever forwarded.
-"""
+"""Whole runs with skips, silent ranks and ghosts end with the dense run's weights; no dropped sample is forwarded."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from tests.reference import (
 )
 from tests.workers.pool import Pool
 
-NUM_SAMPLES, PER_MINI_BATCH, ROLLOUTS, LR = 24, 6, 6, 1e-3
+NUM_SAMPLES, PER_MINI_BATCH, LR = 24, 6, 1e-3
 SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", f"train.samples_per_mini_batch={PER_MINI_BATCH}")
 
 
@@ -43,15 +40,14 @@ def run_advantages(rollout: int) -> np.ndarray:
     return advantages
 
 
-def one_run(drops: bool, pipeline: int, extra: tuple[str, ...]) -> dict[str, object]:
+def one_run(drops: bool, pipeline: int, extra: tuple[str, ...], rollouts: int) -> dict[str, object]:
     counts = {"steps": 0, "ghosts": 0, "silent": 0, "dropped": 0}
-    with open_rig(
-        "qwen2_tied", *sizes(1, pipeline), *SETTINGS, *extra, samples=NUM_SAMPLES, unique_lengths=True
-    ) as rig:
+    given = (*sizes(1, pipeline), *SETTINGS, *extra)
+    with open_rig("qwen2_tied", *given, samples=NUM_SAMPLES, unique_lengths=True) as rig:
         seen, place = ForwardedLengths(rig), rig.backend.topology
         lengths = tokens_of(rig.batch.facts, share_prompts=False).whole
         assert len(set(lengths.tolist())) == NUM_SAMPLES  # a length names its sample
-        for rollout in range(ROLLOUTS):
+        for rollout in range(rollouts):
             advantages = run_advantages(rollout)
             signal = advantages != 0 if drops else np.ones(NUM_SAMPLES, dtype=bool)
             old = rig.backend.logprobs(rig.batch, signal)
@@ -71,29 +67,25 @@ def one_run(drops: bool, pipeline: int, extra: tuple[str, ...]) -> dict[str, obj
         return {"weights": rig.weights(), "start": rig.model.state_dict(), **counts}
 
 
-def skip_against_dense(rank: int, world: int, pipeline: int, extra: tuple[str, ...]) -> dict[str, object]:
-    dense, skip = (one_run(drops, pipeline, extra) for drops in (False, True))
+def skip_against_dense(rank: int, world: int, pipeline: int, extra: tuple, rollouts: int) -> dict[str, object]:
+    dense, skip = (one_run(drops, pipeline, extra, rollouts) for drops in (False, True))
     gaps = {k: float((skip["weights"][k] - x).abs().max()) for k, x in dense["weights"].items()}
     return {
         "bitwise": equal_by_name(skip["weights"], dense["weights"]),
-        "error": relative_error(skip["weights"], dense["weights"]),
-        "largest": max(gaps.values()),
+        "error": relative_error(skip["weights"], dense["weights"]), "largest": max(gaps.values()),
         "where": max(gaps, key=gaps.__getitem__),
         "travelled": relative_error({k: v for k, v in dense["start"].items() if k in gaps}, dense["weights"]),
-        **{k: skip[k] for k in ("steps", "ghosts", "silent", "dropped")},
-        "dense dropped": dense["dropped"],
+        **{k: skip[k] for k in ("steps", "ghosts", "silent", "dropped")}, "dense dropped": dense["dropped"],
     }
 
 
-@pytest.mark.parametrize(
-    "extra",
-    quick(
-        ["optimizer.distributed=false", "optimizer.distributed=true", "parallel.virtual_pipeline=2"],
-        "optimizer.distributed=true",
-    ),
-)
+DISTRIBUTED = "optimizer.distributed=true"
+EXTRAS = ["optimizer.distributed=false", DISTRIBUTED, "parallel.virtual_pipeline=2"]
+
+
+@pytest.mark.parametrize("extra", quick(EXTRAS, DISTRIBUTED))
 def test_run_of_24_steps_equals_dense(pool: Pool, extra: str) -> None:
-    for found in pool.run(4, skip_against_dense, 2, (extra,), timeout_s=90):
+    for found in pool.run(4, skip_against_dense, 2, (extra,), 6, timeout_s=90):
         print({k: v for k, v in found.items() if k in ("error", "largest", "where", "travelled", "silent", "ghosts")})
         assert found["steps"] >= 20 and found["ghosts"] >= 4 and found["silent"] >= 4, found  # else it proves nothing
         assert found["dropped"] > 60 and found["dense dropped"] == 0 and found["travelled"] > 1e-3, found
@@ -105,19 +97,16 @@ def test_run_of_24_steps_equals_dense(pool: Pool, extra: str) -> None:
 
 @pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], "bfloat16"))
 def test_run_without_repack_equals_dense_bitwise(pool: Pool, dtype: str) -> None:
-    extra = ("plan.repack=false", "plan.samples_per_microbatch=1", f"model.dtype={dtype}", "optimizer.distributed=true")
-    for found in pool.run(4, skip_against_dense, 2, extra, timeout_s=90):
-        assert found["bitwise"] and found["dropped"] > 60 and found["ghosts"] >= 4 and found["silent"] >= 4, found
+    extra = ("plan.repack=false", "plan.samples_per_microbatch=1", f"model.dtype={dtype}", DISTRIBUTED)
+    for found in pool.run(4, skip_against_dense, 2, extra, 2, timeout_s=90):
+        assert found["bitwise"] and found["dropped"] >= 30 and found["ghosts"] >= 2 and found["silent"] >= 2, found
 
 
 # ---- two epochs over one rollout, against a plain AdamW loop ---------------------------------------------------------
 
 
 EPOCH_SETTINGS = (
-    "optimizer.lr=0.003",
-    "optimizer.weight_decay=0.1",
-    "optimizer.clip_grad=0.5",
-    "train.samples_per_mini_batch=4",
+    "optimizer.lr=0.003", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5", "train.samples_per_mini_batch=4",
 )
 EPOCH_LAYERS = 4  # at which the second epoch does not clip every token
 
@@ -172,15 +161,17 @@ def two_epochs(rank: int, world: int, family: str, tensor: int, pipeline: int) -
         return {
             "weights": relative_error(weights, {k: v for k, v in wanted.items() if k in weights}),
             "gradient": relative_error(gradient, expected),
-            "norms": float(np.abs(np.array(norms) - wanted_norms).max()),
-            "ghost norms": [norms[1], norms[4]],
+            "norms": float(np.abs(np.array(norms) - wanted_norms).max()), "ghost norms": [norms[1], norms[4]],
             "clipped": sum(n > 0.5 for n in norms),
         }
 
 
 @pytest.mark.parametrize(
     ("family", "tensor", "pipeline", "data"),
-    [("qwen3", 1, 2, 2), ("llama", 2, 1, 2), ("qwen2_tied", 2, 2, 1), ("qwen2_tied", 1, 1, 1)],
+    [
+        ("qwen3", 1, 2, 2), pytest.param("llama", 2, 1, 2, marks=pytest.mark.long), ("qwen2_tied", 2, 2, 1),
+        ("qwen2_tied", 1, 1, 1),
+    ],
 )
 def test_two_epochs_equal_a_plain_adamw_loop(pool: Pool, family: str, tensor: int, pipeline: int, data: int) -> None:
     found = pool.run(tensor * pipeline * data, two_epochs, family, tensor, pipeline, timeout_s=60)[0]

@@ -1,17 +1,12 @@
-"""Under critic.placement=separate, ranks of its own train the critic of a run as shared ones do.
-
-They save it, and fail aloud.
-"""
+"""Under critic.placement=separate, ranks of its own train, save and fail the critic of a run as shared ones do."""
 
 from __future__ import annotations
 
 import pathlib
 import shutil
 import signal
-import time
 
 import pytest
-import torch
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.cli import EXIT_CONFIG, EXIT_PREEMPTED
@@ -19,72 +14,61 @@ from megatron_rl.config import load_config
 from megatron_rl.critic.link import holds_critic, local_policy_ranks
 from megatron_rl.errors import ConfigError
 from megatron_rl.train import main
-from tests.patience import patient
-from tests.runs.command import PPO, SAVED, arguments, rows_of, timeless, weights_of_last
+from tests.pairwise import quick
+from tests.patience import patient, until
+from tests.runs.command import PPO, SAVED, apart, arguments, assert_same_run, firsts_of, rows_of
 from tests.workers.nursery import Nursery
 
 BOUND_S = patient(600)
 NEVER = f"run.deadline_s={10 * BOUND_S:g}"  # a deadline that no test waits for
 SEPARATE = ("critic.placement=separate", "critic.ranks=1")
+GRIDS = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2")
 
 
 def ran(nursery: Nursery, world: int, folder: pathlib.Path, inputs: pathlib.Path, *overrides: str) -> pathlib.Path:
-    with nursery.ranks(world, arguments(inputs, folder, *PPO, *overrides), folder / "printed") as ranks:
+    with nursery.ranks(world, arguments(inputs, folder, *PPO, NEVER, *overrides), folder / "printed") as ranks:
         assert ranks.wait(BOUND_S) == [0] * world, ranks.said()[-6000:]
     return folder
 
 
-def test_a_separate_critic_trains_the_shared_ones_run(nursery, arithmetic, tmp_path):
-    """A separate critic trains the run of a shared one, to the bit.
-
-    One rank of policy and one of critic are compared with one rank with both; and in two parts, where each critic's
-    checkpoint is its own.
-    """
-    shared = ran(nursery, 1, tmp_path / "shared", arithmetic, *SAVED, "train.num_rollouts=3")
-    apart = ran(nursery, 2, tmp_path / "apart", arithmetic, *SAVED, *SEPARATE, "train.num_rollouts=2")
-    ran(nursery, 2, apart, arithmetic, *SAVED, *SEPARATE, "train.num_rollouts=3")
-    assert (
-        whole_checkpoints(apart / "checkpoints") == whole_checkpoints(apart / "checkpoints" / "critic") == [0, 1, 2, 3]
-    )
-    one, two = weights_of_last(shared), weights_of_last(apart)
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert [timeless(row) for row in rows_of(shared)] == [timeless(row) for row in rows_of(apart)]
+def test_a_separate_critic_trains_the_shared_ones_run(nursery, made, arithmetic, tmp_path):
+    """They are the same to the bit, in two parts too, where each critic's checkpoint is its own."""
+    for rollouts in (1, 2):
+        ran(nursery, 2, tmp_path, arithmetic, *SAVED, *SEPARATE, f"train.num_rollouts={rollouts}")
+    checkpoints = tmp_path / "checkpoints"
+    assert whole_checkpoints(checkpoints) == whole_checkpoints(checkpoints / "critic") == [0, 1, 2]
+    assert_same_run(made(1, *PPO, *SAVED), tmp_path)
 
 
-def test_policy_and_critic_have_grids_of_their_own(nursery, arithmetic, tmp_path):
-    """Policy and critic have grids of their own.
-
-    Two data-parallel ranks of policy and a critic on two tensor ranks train the run of one rank with both, to rounding.
-    """
-    grids = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2")
-    found = [ran(nursery, 1, tmp_path / "one", arithmetic), ran(nursery, 4, tmp_path / "four", arithmetic, *grids)]
-    one, four = (torch.cat([x.flatten() for x in weights_of_last(folder).values()]) for folder in found)
-    assert (four - one).norm() / one.norm() < 1e-5
-    losses = [[row["critic/loss"] for row in rows_of(folder) if "critic/loss" in row] for folder in found]
+def test_policy_and_critic_have_grids_of_their_own(nursery, made, arithmetic, tmp_path):
+    """Two ranks of policy and a critic on two tensor ranks train the run of one rank with both, to rounding."""
+    once = "train.num_rollouts=1"
+    alone, four = made(1, *PPO, once), ran(nursery, 4, tmp_path, arithmetic, *GRIDS, once)
+    assert apart(alone, four) < 1e-5
+    losses = [[row["critic/loss"] for row in firsts_of(folder, "critic/loss")] for folder in (alone, four)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("side", "said"), [("policy", "its value is inf"), ("critic", "holds neither model.safetensors nor")]
-)
-def test_a_failure_on_one_side_ends_both(nursery, arithmetic, tmp_path, side, said):
+FAILURES = {
+    "policy": ("reward.functions=[tests.reward_functions:infinite]", "its value is inf"),
+    "critic": ("critic.hf_path=EMPTY", "holds neither model.safetensors nor"),
+}
+
+
+@pytest.mark.parametrize("side", quick(FAILURES, "critic"))
+def test_a_failure_on_one_side_ends_both(nursery, arithmetic, tmp_path, side):
     shutil.copytree(arithmetic / "model", tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
-    override = {
-        "policy": "reward.functions=[tests.reward_functions:infinite]",
-        "critic": f"critic.hf_path={tmp_path / 'empty'}",
-    }[side]
+    override, said = FAILURES[side]
+    override = override.replace("EMPTY", str(tmp_path / "empty"))
     given = arguments(arithmetic, tmp_path, *PPO, *SEPARATE, override, NEVER)
     with nursery.ranks(2, given, tmp_path / "printed") as ranks:
         codes = ranks.wait(BOUND_S)  # no wait ran into its deadline
         assert None not in codes and 0 not in codes and said in ranks.said(), (codes, ranks.said()[-6000:])
 
 
-@pytest.mark.parametrize("placement", [(), SEPARATE])
+@pytest.mark.parametrize("placement", quick([(), SEPARATE], SEPARATE), ids=["shared", "separate"])
 def test_a_critics_checkpoint_that_cannot_be_written_meets_on_error(nursery, arithmetic, tmp_path, placement):
-    """A critic's checkpoint that cannot be written is handled by on_error, wherever the critic is.
-
-    A file stands where its folder should be: ``continue`` goes on without checkpoints.
-    """
+    """A file stands where its folder should be: ``continue`` goes on without checkpoints."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "critic").write_text("")
     world = 2 if placement else 1
@@ -92,17 +76,15 @@ def test_a_critics_checkpoint_that_cannot_be_written_meets_on_error(nursery, ari
     assert whole_checkpoints(tmp_path / "checkpoints") == [] and len(rows_of(tmp_path)) == 8
 
 
-def wait_for_rows(folder: pathlib.Path, count: int) -> None:
-    ends_at = time.monotonic() + BOUND_S
-    while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < count:
-        assert time.monotonic() < ends_at, f"no {count} rows in {BOUND_S} s"
-        time.sleep(0.2)
+def has_rows(folder: pathlib.Path, count: int) -> bool:
+    path = folder / "metrics.jsonl"
+    return path.exists() and len(path.read_text().splitlines()) >= count
 
 
 def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic, tmp_path):
-    given = arguments(arithmetic, tmp_path, *PPO, *SAVED, *SEPARATE, "train.num_rollouts=100000")
+    given = arguments(arithmetic, tmp_path, *PPO, *SAVED, *SEPARATE, NEVER, "train.num_rollouts=100000")
     with nursery.ranks(2, given, tmp_path / "printed") as ranks:
-        wait_for_rows(tmp_path, 4)
+        assert until(lambda: has_rows(tmp_path, 4) or not ranks.run()) and ranks.run(), ranks.said()[-6000:]
         ranks.forks[1].send_signal(signal.SIGUSR1)
         assert ranks.wait(BOUND_S) == [EXIT_PREEMPTED] * 2, ranks.said()[-6000:]
     done = whole_checkpoints(tmp_path / "checkpoints")
@@ -110,20 +92,10 @@ def test_a_signal_to_the_critics_rank_alone_preempts_the_run(nursery, arithmetic
 
 
 def test_a_critics_rank_that_is_killed_ends_the_run_with_a_name(nursery, arithmetic, tmp_path):
-    """A critic's rank that is killed ends the run with a name.
-
-    Nobody launches these ranks, and so nobody ends the others: they must notice a lost one themselves, before the
-    deadline.
-    """
-    grids = (
-        "critic.placement=separate",
-        "critic.ranks=2",
-        "critic.parallel.tensor=2",
-        "train.num_rollouts=100000",
-        NEVER,
-    )
-    with nursery.ranks(3, arguments(arithmetic, tmp_path, *PPO, *grids), tmp_path / "printed") as ranks:
-        wait_for_rows(tmp_path, 4)
+    """Nobody launches these ranks: the others must notice a lost one themselves, before the deadline."""
+    given = arguments(arithmetic, tmp_path, *PPO, *GRIDS, "train.num_rollouts=100000", NEVER)
+    with nursery.ranks(3, given, tmp_path / "printed") as ranks:
+        assert until(lambda: has_rows(tmp_path, 4) or not ranks.run()) and ranks.run(), ranks.said()[-6000:]
         ranks.forks[2].kill()
         assert ranks.wait(BOUND_S)[:2] == [1, 1], ranks.said()[-6000:]
         assert "a rank of the critic failed" in ranks.printed[0].read_text(), ranks.said()[-6000:]
@@ -142,15 +114,10 @@ def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd
         load_config(None, given[:2])
     with pytest.raises(ConfigError, match="critic.init=policy"):
         load_config(None, [*given, "critic.init=policy"])
-    wrong = (
-        "critic.hf_path=/nowhere",
-        "critic.parallel.tensors=2",
-        "replay.capacity_groups=8",
-        "critic.warmup_rollouts=2",
-        "advantage.noise_std=0.1",
-    )
-    wrong += "critic.optimizer.lr=1", "correction.off_policy_delta=0.1"
-    for override in wrong:
+    for override in (
+        "critic.hf_path=/nowhere", "critic.parallel.tensors=2", "replay.capacity_groups=8", "critic.warmup_rollouts=2",
+        "advantage.noise_std=0.1", "critic.optimizer.lr=1", "correction.off_policy_delta=0.1",
+    ):
         extra = ["advantage.noise_steps=3"] if "noise" in override else []
         assert main([*arguments(arithmetic, tmp_path, *PPO), override, *extra]) == EXIT_CONFIG
         assert override.split("=")[0] in capfd.readouterr().err
@@ -160,10 +127,7 @@ def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd
 
 
 def test_engines_count_a_nodes_policy_ranks(monkeypatch):
-    """Engines count the policy ranks of a node.
-
-    Of twelve ranks on three nodes of four, the last five are the critic's: 4, 3 and none of a node hold the policy.
-    """
+    """Of twelve ranks on three nodes the last five are the critic's: 4, 3 and none of a node hold the policy."""
     config = load_config(None, ["advantage.estimator=gae", "critic.placement=separate", "critic.ranks=5"])
     monkeypatch.setenv("WORLD_SIZE", "12")
     assert [local_policy_ranks(config, rank, rank % 4, 4) for rank in (0, 3, 4, 6)] == [4, 4, 3, 3]

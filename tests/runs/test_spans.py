@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 
 import pytest
-import torch
 
 from megatron_rl.observability.spans import FACTS
 from tests.collector import Sent, collector
-from tests.runs.command import arguments, command_line, rows_of, timeless, weights_of
+from tests.pairwise import quick
+from tests.runs.command import WARM, assert_same_run, rows_of
 
 NS = 1e-9  # a span's times are whole nanoseconds
 
 
-def run(pool, arithmetic, run_dir, *overrides: str) -> str:
-    """Run on two pipeline ranks and return what the first one said."""
-    given = arguments(arithmetic, run_dir, "parallel.pipeline=2", *overrides)
-    results = pool.run(2, command_line, given, timeout_s=120)
-    assert [code for code, _ in results] == [0, 0], results
-    return results[0][1]
+STAGES = "parallel.pipeline=2"
 
 
 def stage_seconds(rows: list[dict]) -> dict[str, float]:
     """Return the sum of every ``time/<stage>_s`` over the rows, whole steps left out."""
-    totals: dict[str, float] = {}
+    totals = Counter()
     for row in rows:
-        for key in row:
-            if key.startswith("time/") and key != "time/step_s":
-                stage = key.removeprefix("time/").removesuffix("_s")
-                totals[stage] = totals.get(stage, 0.0) + row[key]
+        stages = {key for key in row if key.startswith("time/")} - {"time/step_s"}
+        totals.update({key.removeprefix("time/").removesuffix("_s"): row[key] for key in stages})
     return {stage: seconds for stage, seconds in totals.items() if seconds}
 
 
@@ -37,18 +31,17 @@ def check_rollout(root: Sent, children: list[Sent], rows: list[dict]) -> None:
     """Compare a rollout's spans with its rows: parents, every stage's seconds, each optimizer step."""
     assert root.parent == b"" and {span.trace for span in children} == {root.trace}
     assert all(root.start_ns <= span.start_ns and span.end_ns <= root.end_ns for span in children)
-    seconds: dict[str, float] = {}
+    seconds = Counter()
     for span in children:
-        seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
+        seconds[span.name] += span.seconds
     between = {name: seconds.pop(name) for name in ("checkpoint", "export") if name in seconds}
     expected = stage_seconds(rows)
     assert set(seconds) == set(expected)
-    assert seconds == pytest.approx(expected, abs=NS * len(children), rel=0)
+    assert dict(seconds) == pytest.approx(expected, abs=NS * len(children), rel=0)
     updates = [span for span in children if span.name == "update"]
     assert [span.end_ns - span.start_ns for span in updates] == [round(row["time/update_s"] * 1e9) for row in rows]
-    assert [span.facts for span in updates] == [
-        {key: row[key] for key in FACTS["update"] if key in row} for row in rows
-    ]
+    facts = [{key: row[key] for key in FACTS["update"] if key in row} for row in rows]
+    assert [span.facts for span in updates] == facts
     assert (root.facts["first_step"], root.facts["last_step"]) == (rows[0]["step"], rows[-1]["step"])
     steps_s = sum(row["time/step_s"] for row in rows)
     if between or "eval" in expected:  # which follow the last step
@@ -58,17 +51,21 @@ def check_rollout(root: Sent, children: list[Sent], rows: list[dict]) -> None:
         assert root.seconds == pytest.approx(steps_s, abs=NS * (len(rows) + 2), rel=0)
 
 
-def test_spans_last_what_the_rows_say(pool, arithmetic, tmp_path):
+def sent_to(held) -> tuple[str, ...]:
+    return (STAGES, "metrics.otel=true", f"metrics.otel_endpoint={held.url}")
+
+
+def test_spans_last_what_the_rows_say(made, arithmetic, tmp_path):
     """Every rollout is a trace whose spans' names, parents and durations are those of metrics.jsonl, to a nanosecond.
 
     The warm-up's steps are traces too; evaluation, checkpoints and the export stand where they happened.
     """
     extra = (
-        *("sft.steps=2", "train.epochs_per_rollout=2", "checkpoint.save_every_rollouts=1"),
+        *(*WARM, "train.epochs_per_rollout=2", "checkpoint.save_every_rollouts=1"),
         *(f"eval.path={arithmetic / 'test.jsonl'}", "eval.every_rollouts=1"),
     )
     with collector() as held:
-        said = run(pool, arithmetic, tmp_path, *extra, "metrics.otel=true", f"metrics.otel_endpoint={held.url}")
+        said, _ = made.into(tmp_path, 2, *extra, *sent_to(held))
     spans, rows = held.spans(), rows_of(tmp_path)
     assert "did not" not in said and {path for path, _, _ in held.requests} == {"/v1/traces"}
     assert {resource["megatron_rl.run"] for resource in held.resources()} == {tmp_path.name}
@@ -89,24 +86,22 @@ def test_spans_last_what_the_rows_say(pool, arithmetic, tmp_path):
         assert root.end_ns - root.start_ns >= round(row["time/step_s"] * 1e9) - 1
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        ("train.epochs_per_rollout=2",),
-        ("reward.functions=[tests.reward_functions:constant]",),
-        ("rollout.producer.mode=prefetch", "train.num_rollouts=3"),
-        ("rollout.producer.mode=streaming", "rollout.producer.min_groups=2"),
-    ],
-    ids=["two epochs", "ghost steps", "a rollout ahead", "in parts"],
-)
-def test_a_rollout_lasts_its_steps(pool, arithmetic, tmp_path, extra):
+PLAIN = {
+    "two epochs": ("train.epochs_per_rollout=2",),
+    "ghost steps": ("reward.functions=[tests.reward_functions:constant]",),
+    "a rollout ahead": ("rollout.producer.mode=prefetch", "train.num_rollouts=3"),
+    "in parts": ("rollout.producer.mode=streaming", "rollout.producer.min_groups=2"),
+}
+
+
+@pytest.mark.parametrize("name", quick(PLAIN, "a rollout ahead"))
+def test_a_rollout_lasts_its_steps(made, tmp_path, name):
     """Where nothing follows a rollout's steps, its span lasts the sum of ``time/step_s``."""
-    settings = ("train.export_last=false", *extra)
     with collector() as held:
-        run(pool, arithmetic, tmp_path, *settings, "metrics.otel=true", f"metrics.otel_endpoint={held.url}")
+        made.into(tmp_path, 2, "train.export_last=false", *PLAIN[name], *sent_to(held))
     spans, rows = held.spans(), rows_of(tmp_path)
     kinds = {span.facts["step_kind"] for span in spans if span.name == "update"}
-    assert kinds == ({"GHOST"} if "constant" in extra[0] else {"REAL"})
+    assert kinds == ({"GHOST"} if name == "ghost steps" else {"REAL"})
     roots = [span for span in spans if span.parent == b""]
     assert {root.name for root in roots} == {"rollout_iteration"}
     assert [root.facts["rollout"] for root in roots] == sorted({row["rollout"] for row in rows})
@@ -115,22 +110,17 @@ def test_a_rollout_lasts_its_steps(pool, arithmetic, tmp_path, extra):
         check_rollout(root, [span for span in spans if span.parent == root.number], own)
 
 
-def test_a_collector_that_is_not_there_changes_nothing(pool, arithmetic, tmp_path):
+def test_a_collector_that_is_not_there_changes_nothing(made, tmp_path):
     """A run ends with the weights and the rows of one without spans, warns once, and counts what was lost."""
     with socket.socket() as taken:  # bound and not listening: every connection is refused
         taken.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        said = run(pool, arithmetic, tmp_path / "lost", "metrics.otel=true", f"metrics.otel_endpoint={endpoint}")
+        lost, _ = made.into(tmp_path / "lost", 2, STAGES, "metrics.otel=true", f"metrics.otel_endpoint={endpoint}")
     with collector(status=503) as held:
-        refused = run(pool, arithmetic, tmp_path / "refused", "metrics.otel=true", f"metrics.otel_endpoint={held.url}")
-    run(pool, arithmetic, tmp_path / "without")
-    expected = weights_of(tmp_path / "without")
+        refused, _ = made.into(tmp_path / "refused", 2, *sent_to(held))
     num_spans = len(held.spans())
     assert num_spans > 10
-    for name, text in (("lost", said), ("refused", refused)):
-        weights = weights_of(tmp_path / name)
-        assert all(torch.equal(weights[key], expected[key]) for key in expected)
-        rows = [timeless(row) for row in rows_of(tmp_path / name)]
-        assert rows == [timeless(row) for row in rows_of(tmp_path / "without")]
-        assert text.count("did not take spans, and the run goes on without them") == 1
-        assert f"{num_spans} of {num_spans} spans did not reach http://127.0.0.1" in text
+    for name, said in (("lost", lost), ("refused", refused)):
+        assert_same_run(made(2, STAGES), tmp_path / name)
+        assert said.count("did not take spans, and the run goes on without them") == 1
+        assert f"{num_spans} of {num_spans} spans did not reach http://127.0.0.1" in said

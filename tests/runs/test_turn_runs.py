@@ -1,31 +1,23 @@
-"""Whole runs with an environment through the command line.
-
-They are tried on layouts, skip and dense, ahead, resumed, evaluated, imitated, and failing.
-"""
+"""Whole runs with an environment: on layouts, skip and dense, ahead, resumed, evaluated, imitated, and failing."""
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 
 import pytest
-import torch
 
 from megatron_rl.environment import Step
 from megatron_rl.environment.gymnasium_adapter import rows
 from tests.pairwise import quick
-from tests.runs.command import arguments, command_line, rows_of, timeless, weights_of
+from tests.runs.command import SAVED, apart, assert_same_run, firsts_of, rows_of, same_tensors, weights_of
 
 LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}
 TURNS = (
-    "environment.name=tests.runs.test_turn_runs:Riddle",
-    "environment.max_turns=3",
-    "rollout.max_response_tokens=24",
-    "reward.functions=[environment,tests.reward_functions:parity]",
-    "reward.weights=[1.0,0.5]",
+    "environment.name=tests.runs.test_turn_runs:Riddle", "environment.max_turns=3", "rollout.max_response_tokens=24",
+    "reward.functions=[environment,tests.reward_functions:parity]", "reward.weights=[1.0,0.5]",
     "optimizer.schedule=constant",
-    "sft.steps=20",  # on short answers: turns end soon
+    *("sft.steps=20", "sft.samples_per_step=8"),  # on short answers: turns end soon
 )
 
 
@@ -70,89 +62,62 @@ def as_it_is(text: str) -> str:
     return text
 
 
-def end_of(pool, ranks: int, given: list[str]) -> None:
-    results = pool.run(ranks, command_line, given, timeout_s=120)
-    assert [code for code, _ in results] == [0] * ranks, results
-
-
-@pytest.mark.parametrize("layout", quick(LAYOUTS, "TP2-PP2"))
-def test_a_layouts_run_equals_one_processs(pool, arithmetic, tmp_path, layout):
-    """A layout's run equals one process's, and repeats to the bit on the same layout.
-
-    Episodes, rewards and turns are the same; weights agree to rounding.
-    """
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
+def test_a_layouts_run_equals_one_processs(made, layout):
+    """A layout's run equals one process's: episodes, rewards and turns are the same, weights to rounding."""
     world, degrees = LAYOUTS[layout]
-    found = []
-    folders = [(1, (), "alone"), (world, degrees, "one"), (world, degrees, "other")]
-    for ranks, extra, name in folders:
-        end_of(pool, ranks, arguments(arithmetic, tmp_path / name, *TURNS, *extra, "train.num_rollouts=3"))
-        rows = [row for row in rows_of(tmp_path / name) if "reward/mean" in row]
-        keys = (
-            "reward/mean",
-            "reward/environment",
-            "rollout/turns_mean",
-            "rollout/tokens",
-            "rollout/response_tokens_mean",
-        )
-        found.append(([[row[key] for key in keys] for row in rows], weights_of(tmp_path / name)))
-    (alone, weights), (one, first), (other, second) = found
-    print(alone)
-    assert alone == one == other and all(row[2] > 1.1 and row[3] < 32 * row[4] for row in alone)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    difference = math.sqrt(sum(((weights[name] - first[name]).double() ** 2).sum().item() for name in weights))
-    assert difference / math.sqrt(sum((weights[name].double() ** 2).sum().item() for name in weights)) < 1e-5
+    alone, run = made(1, *TURNS), made(world, *TURNS, *degrees)
+    keys = ("reward/mean", "reward/environment", "rollout/turns_mean", "rollout/tokens", "rollout/response_tokens_mean")
+    found, other = ([[row[key] for key in keys] for row in firsts_of(each)] for each in (alone, run))
+    assert found == other and all(row[2] > 1.1 and row[3] < 32 * row[4] for row in found)
+    assert apart(alone, run) < 1e-5
 
 
-def test_skip_equals_dense(pool, arithmetic, tmp_path):
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_repeats_to_the_bit(made, tmp_path, layout):
+    world, degrees = LAYOUTS[layout]
+    made.into(tmp_path, world, *TURNS, *degrees)
+    assert_same_run(made(world, *TURNS, *degrees), tmp_path)
+
+
+def test_skip_equals_dense(made):
     """With importance weights the skip run equals the dense one to the bit, where nothing is repacked.
 
     The tokens with loss are the sampled ones.
     """
     cut = ("plan.repack=false", "plan.samples_per_microbatch=2", "correction.mode=token_mask", "correction.cap=1.5")
-    for mode in ("exact", "off"):
-        end_of(pool, 2, arguments(arithmetic, tmp_path / mode, *TURNS, *cut, f"skip.mode={mode}"))
-    exact, off = weights_of(tmp_path / "exact"), weights_of(tmp_path / "off")
-    assert all(torch.equal(exact[name], off[name]) for name in off)
-    trace = [json.loads(line) for line in (tmp_path / "exact" / "trace.jsonl").read_text().splitlines()]
-    firsts = [row for row in rows_of(tmp_path / "exact") if "rollout/tokens" in row]
-    assert [sum(line["loss_tokens"]) for line in trace] == [row["rollout/tokens"] for row in firsts]
+    once = "train.num_rollouts=1"
+    exact, off = (made(2, *TURNS, *cut, once, f"skip.mode={mode}") for mode in ("exact", "off"))
+    assert same_tensors(weights_of(exact), weights_of(off))
+    trace = [json.loads(line) for line in (exact / "trace.jsonl").read_text().splitlines()]
+    tokens = [row["rollout/tokens"] for row in firsts_of(exact, "rollout/tokens")]
+    assert [sum(line["loss_tokens"]) for line in trace] == tokens
     assert all(sum(line["loss_tokens"]) < sum(line["response_tokens"]) for line in trace)
 
 
-def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(pool, arithmetic, tmp_path):
+def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(made, tmp_path):
     """A run ahead that goes on from a checkpoint equals the whole one.
 
-    The rollouts ahead and the replayed groups in a checkpoint have their masks and their environment's rewards.
+    The rollouts ahead and the replayed groups in a checkpoint have their masks and their environment's rewards. The
+    export of before is put aside.
     """
     given = (
-        *TURNS,
-        "checkpoint.save_every_rollouts=1",
-        "checkpoint.keep_last=null",
-        "rollout.producer.mode=streaming",
-        "rollout.producer.prefetch_rollouts=1",
-        "rollout.producer.min_groups=4",
-        "correction.mode=token_truncate",
-        "replay.capacity_groups=6",
-        "replay.max_uses=2",
-        "train.num_rollouts=5",
+        *TURNS, *SAVED, "rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=1",
+        "rollout.producer.min_groups=4", "correction.mode=token_truncate", "replay.capacity_groups=6",
+        "replay.max_uses=2", "train.num_rollouts=4", "reward.weights=[1.0,0.25]",
         "reward.functions=[tests.reward_functions:mostly_dead,environment]",
-        "reward.weights=[1.0,0.25]",
-        "environment.arguments={}",
     )
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    end_of(pool, 2, arguments(arithmetic, whole, *given))
+    whole, part = made(2, *given), tmp_path / "part"
     shutil.copytree(whole, part)
-    for iteration in range(3, 6):
+    for iteration in (3, 4):
         shutil.rmtree(part / "checkpoints" / f"iter_{iteration:07d}")
     (exported,) = (part / "checkpoints").glob("step_*")
     (exported / "hf" / "of_before").touch()
-    end_of(pool, 2, arguments(arithmetic, part, *given))
-    assert [timeless(x) for x in rows_of(whole)] == [timeless(x) for x in rows_of(part)]
+    made.into(part, 2, *given)
+    assert_same_run(whole, part)
     assert (exported.with_name(f"stale_{exported.name}") / "hf" / "of_before").exists()
     assert not (exported / "hf" / "of_before").exists()
-    one, two = weights_of(whole), weights_of(part)
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert (whole / "trace.jsonl").read_text() == (part / "trace.jsonl").read_text()
 
 
 CHAT = (
@@ -161,106 +126,69 @@ CHAT = (
 )
 
 
-def test_a_run_of_chat_messages(pool, arithmetic, tmp_path):
-    """A run of chat messages equals one of a plain template that writes the same.
+def messages(*said: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in said]
 
-    Prompts and imitated episodes are messages, and the template writes the observations.
-    """
+
+def test_a_run_of_chat_messages(made, arithmetic, tmp_path):
+    """A template that writes messages trains what a plain one that writes the same trains."""
     shutil.copytree(arithmetic / "model", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(CHAT)
     rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()]
     for name, said in (("plain", " 4 "), ("chat", " 4")):
-        made = []
-        for row in rows:
-            turns = [("assistant", row["answer"]), ("user", said), ("assistant", "4")]
-            asked = (
-                [{"role": "system", "content": "="}, {"role": "user", "content": row["prompt"]}]
-                if name == "chat"
-                else row["prompt"]
-            )
-            made.append({**row, "prompt": asked, "solution": [{"role": role, "content": text} for role, text in turns]})
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    found = []
-    for name, extra in (
-        ("plain", ("data.template='={prompt} '",)),
-        ("chat", ("data.template=chat", "environment.role=user")),
-    ):
-        given = (
-            *TURNS,
-            f"model.hf_path={tmp_path / 'model'}",
-            f"data.train={tmp_path / name}.jsonl",
-            *extra,
-            "reward.functions=[environment]",
-            "reward.weights=[1.0]",
-            f"environment.arguments={{end: '{' ' * (name == 'plain')}'}}",
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            for row in rows:
+                turns = [("assistant", row["answer"]), ("user", said), ("assistant", "4")]
+                asked = messages(("system", "="), ("user", row["prompt"])) if name == "chat" else row["prompt"]
+                file.write(json.dumps({**row, "prompt": asked, "solution": messages(*turns)}) + "\n")
+    common = (*TURNS, f"model.hf_path={tmp_path / 'model'}", "reward.functions=[environment]", "reward.weights=[1.0]")
+    common += ("train.num_rollouts=1",)
+    plain, chat = (
+        made(2, *common, f"data.train={tmp_path / name}.jsonl", *extra)
+        for name, extra in (
+            ("plain", ("data.template='={prompt} '", "environment.arguments={end: ' '}")),
+            ("chat", ("data.template=chat", "environment.role=user", "environment.arguments={end: ''}")),
         )
-        end_of(pool, 2, arguments(arithmetic, tmp_path / name, *given))
-        found.append((weights_of(tmp_path / name), rows_of(tmp_path / name)))
-    (weights, logged), (other, other_logged) = found
-    assert all(torch.equal(weights[name], other[name]) for name in weights)
-    assert [timeless(row) for row in logged] == [timeless(row) for row in other_logged]
-    assert [row["rollout/turns_mean"] > 1.1 for row in logged if "rollout/turns_mean" in row] == [True] * 2
+    )
+    assert_same_run(plain, chat, files=["trace.jsonl"])
+    assert [row["rollout/turns_mean"] > 1.1 for row in firsts_of(plain, "rollout/turns_mean")] == [True]
 
 
-def test_evaluation_has_environments_too(pool, arithmetic, tmp_path):
-    given = (*TURNS, f"eval.path={arithmetic / 'test.jsonl'}", "eval.temperature=0.7", "eval.samples_per_prompt=2")
-    end_of(pool, 1, arguments(arithmetic, tmp_path, *given))
-    (first, last) = [row for row in rows_of(tmp_path) if any(key.startswith("eval/") for key in row)]
-    assert first["eval/test/environment"] > 0 and last["eval/test/environment"] > 0 and first["phase"] == "warmup"
+def test_evaluation_has_environments_too(made, arithmetic):
+    evaluation = (f"eval.path={arithmetic / 'test.jsonl'}", "eval.temperature=0.7", "eval.samples_per_prompt=2")
+    rows = rows_of(made(1, *TURNS, *evaluation))
+    (first, last) = [row for row in rows if any(key.startswith("eval/") for key in row)]
+    assert first["eval/test/environment"] > 0 and last["eval/test/environment"] > 0
+    assert first["phase"] == "warmup"
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("fail", 1), ("drop", 0)])
-def test_an_environment_that_fails_ends_the_run_or_costs_its_group(pool, arithmetic, tmp_path, on_error, code):
+def test_an_environment_that_fails_ends_the_run_or_costs_its_group(made, arithmetic, tmp_path, on_error, code):
     rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()]
-    data = tmp_path / "train.jsonl"
     broken = next(row for row in rows if row["prompt"] == "7+5=")
     others = [row for row in rows if row != broken][:7]
-    data.write_text("".join(json.dumps(row) + "\n" for row in [*others, broken]))
-    given = arguments(
-        arithmetic,
-        tmp_path / "run",
-        *TURNS,
-        f"data.train={data}",
-        "train.num_rollouts=1",
-        "environment.name=tests.runs.test_turn_runs:Breaking",
-        f"environment.on_error={on_error}",
-    )
-    results = pool.run(2, command_line, given, timeout_s=120)
-    assert [found for found, _ in results] == [code] * 2, results
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*others, broken]))
+    breaking = ("environment.name=tests.runs.test_turn_runs:Breaking", f"environment.on_error={on_error}")
+    data = (f"data.train={tmp_path / 'train.jsonl'}", "train.num_rollouts=1")
+    said = made.into(tmp_path / "run", 2, *TURNS, *breaking, *data, code=code)
     if code:
-        assert any(
-            "a riddle without an answer" in said and "environment.on_error=drop" in said for _, said in results
-        ), results
+        assert any("a riddle without an answer" in each and "environment.on_error=drop" in each for each in said), said
     else:
         (first, *_) = [row for row in rows_of(tmp_path / "run") if row["phase"] == "rl"]
         assert first["reward/excluded"] == 4.0
 
 
-def test_relations_that_cannot_work_are_refused(pool, arithmetic, tmp_path):
-    for extra, words in (
-        (("environment.name=null",), "environment.name is null; name one"),
-        (("environment.deadline_s=60",), "environment.deadline_s=60 must be below run.deadline_s=60"),
-    ):
-        ((code, said),) = pool.run(1, command_line, arguments(arithmetic, tmp_path, *TURNS, *extra), timeout_s=60)
-        assert code == 2 and words in said, said
-
-
-def test_an_environment_of_gymnasiums_kind_in_a_whole_run(pool, arithmetic, tmp_path):
+def test_an_environment_of_gymnasiums_kind_in_a_whole_run(made, tmp_path):
     """Prompts that ``rows`` wrote are trained on, with two turns and a quarter for each where none was cut off."""
     given = {"env": "tests.runs.test_turn_runs:Echo", "action": "tests.runs.test_turn_runs:as_it_is"}
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(f"{json.dumps(row | {'answer': '0'})}\n" for row in rows(**given, seeds=range(16))))
-    overrides = (
-        f"data.train={data}",
-        "environment.name=gymnasium",
-        f"environment.arguments={json.dumps(given)}",
-        "rollout.max_response_tokens=40",
-        "reward.functions=[environment]",
+    run = made(
+        1, f"data.train={data}", "environment.name=gymnasium", f"environment.arguments={json.dumps(given)}",
+        "rollout.max_response_tokens=40", "reward.functions=[environment]",
     )
-    end_of(pool, 1, arguments(arithmetic, tmp_path / "run", *overrides))
-    logged = [row for row in rows_of(tmp_path / "run") if "reward/environment" in row]
+    logged = firsts_of(run, "reward/environment")
     assert len(logged) == 2
     for row in logged:
         assert 1.0 < row["rollout/turns_mean"] <= 2.0 and 0.0 < row["reward/environment"] <= 0.5
-        whole = 1.0 - row["rollout/truncated_share"]
-        assert row["reward/environment"] >= 0.5 * whole
+        assert row["reward/environment"] >= 0.5 * (1.0 - row["rollout/truncated_share"])

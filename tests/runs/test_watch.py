@@ -31,15 +31,8 @@ def row(step: int, reward: float) -> str:
 
 def sample(number: int, ids: list[int], advantage: float, reward: float, advantages: list[float] | None = None) -> dict:
     return sample_row(
-        sample=number,
-        ids=ids,
-        advantage=advantage,
-        advantages=advantages,
-        reward=reward,
-        rewards=[reward],
-        finish_reason="stop",
-        weight_version=number,
-        excluded=None,
+        sample=number, ids=ids, advantage=advantage, advantages=advantages, reward=reward, rewards=[reward],
+        finish_reason="stop", weight_version=number, excluded=None,
     )
 
 
@@ -181,19 +174,9 @@ def test_a_run_without_saved_rollouts_shows_its_completions(
     for path in (run / "rollouts").iterdir():
         path.unlink()
     made = Completion(
-        source="train",
-        sample="17@0#3",
-        prompt="3+4=",
-        response="seven",
-        answer="7",
-        reward=0.5,
-        rewards={"score": 0.5},
-        advantage=float("inf"),
-        finish_reason="length",
-        response_tokens=2,
-        weight_version=4,
-        rollout=6,
-        step=6,
+        source="train", sample="17@0#3", prompt="3+4=", response="seven", answer="7", reward=0.5,
+        rewards={"score": 0.5}, advantage=float("inf"), finish_reason="length", response_tokens=2, weight_version=4,
+        rollout=6, step=6,
     )
     (run / "completions.jsonl").write_text(json.dumps(to_row(made)) + "\n")
     with open_page(f"{server.address}#rollouts", tmp_path / "profile") as page:
