@@ -32,23 +32,9 @@ HOSTILE = (
 
 
 def completion(**changes: object) -> Completion:
-    return Completion(
-        **{
-            "source": "train",
-            "sample": "17@0#2",
-            "prompt": "3+4=",
-            "response": "7",
-            "answer": "7",
-            "reward": 1.0,
-            "rewards": {"math": 1.0},
-            "advantage": 0.5,
-            "finish_reason": "stop",
-            "response_tokens": 2,
-            "weight_version": 3,
-            "rollout": 1,
-        }
-        | changes
-    )
+    texts = dict(source="train", sample="17@0#2", prompt="3+4=", response="7", answer="7", finish_reason="stop")
+    numbers = dict(reward=1.0, rewards={"math": 1.0}, advantage=0.5, response_tokens=2, weight_version=3, rollout=1)
+    return Completion(**texts | numbers | changes)
 
 
 def row(step: int) -> dict[str, object]:
@@ -84,18 +70,9 @@ def test_cut_keeps_both_ends(text, most):
     if len(text) <= most:
         assert found == text
         return
-    head, said, tail = (
-        found[: most // 2],
-        found[most // 2 : len(found) - (most - most // 2)],
-        found[-(most - most // 2) :],
-    )
-    assert text.startswith(head) and text.endswith(tail)
-    assert said == f" […{len(text) - most} characters…] "
-
-
-def test_half_a_surrogate_pair_is_replaced():
-    assert cut("a\ud800b", 10) == "a\ufffdb"
-    assert cut({"x": "\udfff"}, 30).encode("utf-8")
+    begin, end = most // 2, len(found) - (most - most // 2)
+    assert text.startswith(found[:begin]) and text.endswith(found[end:])
+    assert found[begin:end] == f" […{len(text) - most} characters…] "
 
 
 @given(st.text(st.characters(), max_size=50))
@@ -105,7 +82,8 @@ def test_visible_text_holds_nothing_that_is_obeyed(text):
     assert shown.count("\n") == text.count("\n")
 
 
-def test_plain_text_stays_as_it_is():
+def test_plain_text_stays_as_it_is_and_half_a_surrogate_pair_is_replaced():
+    assert cut("a\ud800b", 10) == "a\ufffdb" and cut({"x": "\udfff"}, 30).encode("utf-8")
     assert visible("x² + ﬁ\täöü 漢字\u3000🙂\n") == "x² + ﬁ\täöü 漢字\u3000🙂\n"
     assert visible("\x1b[2J") == "\\x1b[2J"
 
@@ -119,32 +97,14 @@ def test_every_line_of_a_completion_is_marked():
 
 
 def test_a_rollout_becomes_a_record():
-    prompt = Prompt(
-        prompt_id="4@1", text="p" * 50, token_ids=(1,), columns={"answer": 12, "other": "secret"}, attempt=2
-    )
-    rollout = Rollout(
-        prompt=prompt,
-        sample_index=3,
-        response_ids=(5, 6),
-        logprobs=(0.0, 0.0),
-        text="r\ud800",
-        finish_reason="length",
-        weight_versions=((9, 1), (8, 1)),
-    )
+    columns = {"answer": 12, "other": "secret"}
+    prompt = Prompt(prompt_id="4@1", text="p" * 50, token_ids=(1,), columns=columns, attempt=2)
+    sampled = dict(response_ids=(5, 6), logprobs=(0.0, 0.0), text="r\ud800", weight_versions=((9, 1), (8, 1)))
+    rollout = Rollout(prompt=prompt, sample_index=3, finish_reason="length", **sampled)
     found = of_rollout(rollout, source="train", reward=math.nan, rewards={"f": None}, most_chars=10, number=7)
-    assert found == Completion(
-        source="train",
-        sample="4@1.2#3",
-        prompt="ppppp […40 characters…] ppppp",
-        response="r\ufffd",
-        answer="12",
-        reward=None,
-        rewards={"f": None},
-        finish_reason="length",
-        response_tokens=2,
-        weight_version=8,
-        rollout=7,
-    )
+    texts = dict(sample="4@1.2#3", prompt="ppppp […40 characters…] ppppp", response="r\ufffd", answer="12")
+    kept = completion(finish_reason="length", reward=None, rewards={"f": None}, weight_version=8, rollout=7, **texts)
+    assert found == dataclasses.replace(kept, advantage=None)
 
 
 def test_completions_survive_the_file(tmp_path):
@@ -158,11 +118,8 @@ def test_completions_survive_the_file(tmp_path):
         writer.write(row(5))
     assert list(read_completions(tmp_path / "completions.jsonl")) == [dataclasses.replace(c, step=4) for c in given]
 
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
     text = (tmp_path / "completions.jsonl").read_text(encoding="ascii")
-    assert [json.loads(line, parse_constant=refuse)["step"] for line in text.splitlines()] == [4, 4]
+    assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in text.splitlines()] == [4, 4]
 
 
 def test_a_line_that_is_cut_off_is_left_out_and_another_is_named(tmp_path):
@@ -199,10 +156,8 @@ def test_a_run_that_resumes_appends(tmp_path):
         state = writer.state()
     with MetricsWriter(tmp_path, MetricsConfig(), 2, True, state) as writer:
         writer.write(row(2), [completion(response="second")])
-    assert [(c.step, c.response) for c in read_completions(tmp_path / "completions.jsonl")] == [
-        (1, "first"),
-        (2, "second"),
-    ]
+    kept = [(c.step, c.response) for c in read_completions(tmp_path / "completions.jsonl")]
+    assert kept == [(1, "first"), (2, "second")]
 
 
 def test_the_log_shows_two_now_and_then(tmp_path, caplog):
@@ -213,20 +168,14 @@ def test_the_log_shows_two_now_and_then(tmp_path, caplog):
             writer.write(row(number), [completion(rollout=number, response=f"r{number}-{i}") for i in range(4)])
         writer.write(row(8), [completion(source="eval/x", rollout=None, response="x" * 500 + "\x1b")])
     shown = [record.getMessage() for record in caplog.records]
-    assert [text.split("(")[0] for text in shown] == [
-        "completions of rollout 1 ",
-        "completions of rollout 4 ",
-        "completions of rollout 7 ",
-        "completions of eval/x ",
-    ]
+    sources = [text.removeprefix("completions of ").split(" (")[0] for text in shown]
+    assert sources == ["rollout 1", "rollout 4", "rollout 7", "eval/x"]
     assert "r4-1" in shown[1] and "r4-2" not in shown[1]
     assert "[…101 characters…]" in shown[3] and "\x1b" not in shown[3]
 
 
 def test_nothing_is_logged_where_it_is_turned_off(tmp_path, caplog):
-    with (
-        caplog.at_level(logging.INFO),
-        MetricsWriter(tmp_path, MetricsConfig(print_completions_every_rollouts=0), 1, True) as writer,
-    ):
+    never = MetricsConfig(print_completions_every_rollouts=0)
+    with caplog.at_level(logging.INFO), MetricsWriter(tmp_path, never, 1, True) as writer:
         writer.write(row(1), [completion(), completion(source="eval/x", rollout=None)])
     assert caplog.text == "" and len((tmp_path / "completions.jsonl").read_text().splitlines()) == 2

@@ -10,35 +10,20 @@ from megatron_rl.observability.progress_bar import ProgressBar, summary_table
 from megatron_rl.observability.summary import summarize
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def row(step: int) -> dict[str, object]:
-    return {
-        "step": step,
-        "step_kind": "GHOST" if step == 3 else "REAL",
-        "phase": "rl",
-        "reward/mean": step / 100,
-        "skip/zero_advantage_ratio": 0.25,
-        "skip/tokens_executed": 75,
-        "skip/tokens_dense": 100,
-        "time/step_s": 2.0,
-        "train/grad_norm": 0.0 if step == 3 else 0.5,
-    }
+    kind, norm = ("GHOST", 0.0) if step == 3 else ("REAL", 0.5)
+    found = {"step": step, "step_kind": kind, "phase": "rl", "reward/mean": step / 100, "train/grad_norm": norm}
+    found |= {"skip/zero_advantage_ratio": 0.25, "skip/tokens_executed": 75, "skip/tokens_dense": 100}
+    return found | {"time/step_s": 2.0}
 
 
 def run(terminal: bool, enabled: bool = True, num_steps: int = 20) -> str:
     """Run ``num_steps`` steps of 2 s; return what was printed."""
-    out, clock = io.StringIO(), Clock()
+    out, now_s = io.StringIO(), [0.0]
     console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
-    with ProgressBar(num_steps, enabled, console=console, clock=clock) as progress:
+    with ProgressBar(num_steps, enabled, console=console, clock=lambda: now_s[0]) as progress:
         for step in range(num_steps):
-            clock.now_s += 2.0
+            now_s[0] += 2.0
             progress.update(row(step))
         progress.finish([row(step) for step in range(num_steps)], "runs/x/report.html")
     return out.getvalue()
@@ -48,12 +33,8 @@ def test_the_final_table_has_evaluation_and_truncation():
     """An evaluation's first value may be that of before the first step; a single one stands alone."""
     rows = [row(step) | {"rollout/truncated_share": 0.5 if step < 10 else 0.125} for step in range(20)]
     rows = [x | {"distillation/reverse_kl": 2.0 - i / 10} for i, x in enumerate(rows)]
-    rows[0] |= {
-        "step": 1,
-        "eval/test/mean@4_before": 0.25,
-        "eval/test/pass@4_before": 0.5,
-        "eval/test/mean@4_se_before": 0.01,
-    }
+    before = {"mean@4_before": 0.25, "pass@4_before": 0.5, "mean@4_se_before": 0.01}
+    rows[0] |= {"step": 1} | {f"eval/test/{name}": value for name, value in before.items()}
     rows[10] |= {"eval/test/mean@4": 0.375, "eval/test/mean@4_se": 0.02}
     rows[19] |= {"eval/test/mean@4": 0.75, "eval/test/mean@4_se": 0.03, "eval/other/mean@1": 0.5}
     out = io.StringIO()
@@ -67,16 +48,7 @@ def test_the_final_table_has_evaluation_and_truncation():
 
 def test_log_lines_come_at_most_every_five_seconds():
     lines = [line for line in run(terminal=False).splitlines() if line.startswith("rl step")]
-    assert [line.split()[2] for line in lines] == [
-        "0",
-        "3",
-        "6",
-        "9",
-        "12",
-        "15",
-        "18",
-        "19",
-    ]  # first, every 3rd (6 s), last
+    assert [int(line.split()[2]) for line in lines] == [*range(0, 20, 3), 19]  # the first, every third (6 s), the last
     assert lines[2] == "rl step 6 (7/20) | reward 0.060 | zero-adv 25 % | ghosts 1 | 2 s/step | ETA 26 s"
 
 
@@ -93,9 +65,6 @@ def test_terminal_has_a_live_bar():
     assert "20/20" in out and "ghosts 1" in out and "ETA 0 s" in out
 
 
-def test_disabled_is_silent():
+def test_disabled_is_silent_and_a_run_without_steps_has_a_table():
     assert run(terminal=True, enabled=False) == "" == run(terminal=False, enabled=False)
-
-
-def test_a_run_without_steps_has_a_table():
     assert "0 REAL, 0 GHOST" in run(terminal=False, num_steps=0)

@@ -52,20 +52,10 @@ def test_the_tokens_bytes_are_the_texts(make, text: str) -> None:
 
 
 def document(*prompts: str) -> dict[str, object]:
-    samples = [
-        sample_row(
-            sample=0,
-            ids=(1, 2),
-            advantage=1 / 3,
-            advantages=(0.0, float("nan")),
-            reward=float("nan"),
-            rewards=(None, 0.5),
-            finish_reason="stop",
-            weight_version=3,
-            excluded=None,
-        )
-    ]
-    groups = [{"prompt": "p", "prompt_id": name, "answer": None, "samples": samples} for name in prompts]
+    earned = dict(advantage=1 / 3, advantages=(0.0, float("nan")), reward=float("nan"), rewards=(None, 0.5))
+    facts = dict(ids=(1, 2), finish_reason="stop", weight_version=3, excluded=None)
+    sample = sample_row(sample=0, **earned, **facts)
+    groups = [{"prompt": "p", "prompt_id": name, "answer": None, "samples": [sample]} for name in prompts]
     return {"functions": ["f", "g"], "tokens": {"1": "a", "2": "\xff"}, "groups": groups}
 
 

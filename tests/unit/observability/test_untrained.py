@@ -16,29 +16,19 @@ KINDS = {"R": ("REAL", 0.5), "G": ("GHOST", 0.0), "H": ("HELD", 0.0), "Z": ("REA
 
 
 def rows_of(steps: str) -> list[dict[str, object]]:
-    return [
-        {"step": i, "step_kind": KINDS[x][0], "phase": "rl", "train/grad_norm": KINDS[x][1]}
-        for i, x in enumerate(steps)
-    ]
+    row = {"phase": "rl"}
+    return [row | {"step": i, "step_kind": KINDS[x][0], "train/grad_norm": KINDS[x][1]} for i, x in enumerate(steps)]
 
 
-@pytest.mark.parametrize(
-    ("steps", "in_a_row", "named"),
-    [
-        ("", 0, False),
-        ("RRR", 0, False),
-        ("GGGR", 0, False),
-        ("RGG", 2, False),
-        ("RGZN", 3, True),
-        ("RGHGHG", 3, True),
-        ("GG", 2, True),  # all of a run that is shorter than the setting
-        ("HH", 0, False),
-        ("HHG", 1, True),
-    ],
-)
-def test_steps_that_trained_nothing_equal_a_count_by_hand(steps: str, in_a_row: int, named: bool) -> None:
+# In a row at the end; named where there are three, or where they are all of a run.
+IN_A_ROW = {"": 0, "RRR": 0, "GGGR": 0, "RGG": 2, "RGZN": 3, "RGHGHG": 3, "GG": 2, "HH": 0, "HHG": 1}
+
+
+@pytest.mark.parametrize("steps", IN_A_ROW)
+def test_steps_that_trained_nothing_equal_a_count_by_hand(steps: str) -> None:
     counts = untrained(rows_of(steps))
-    assert counts.in_a_row == in_a_row and counts.is_worth_saying(3) == named and not counts.is_worth_saying(None)
+    assert counts.in_a_row == IN_A_ROW[steps] and not counts.is_worth_saying(None)
+    assert counts.is_worth_saying(3) == (steps in ("RGZN", "RGHGHG", "GG", "HHG"))
 
 
 def warnings_of(steps: str, warning_steps: int | None, caplog: pytest.LogCaptureFixture) -> list[str]:
