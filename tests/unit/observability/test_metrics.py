@@ -60,14 +60,11 @@ def test_every_sum_has_its_name():
     assert divide(sums | gaps) == {f"train/{name}": value for name, value in wanted.items()}
 
 
-def test_absent_sums_and_zero_tokens_give_no_metric():
+def test_absent_sums_and_zero_tokens_give_no_metric_and_a_step_adds_norm_and_rate():
     assert divide({}) == {}
     assert divide({"loss": 0.0, "tokens": 0, "entropy": 0.0, "logprob_gap_max": 0.0}) == {"train/loss": 0.0}
     with pytest.raises(ValueError, match="entropy and no tokens"):
         divide({"entropy": 1.0})
-
-
-def test_step_metrics_add_norm_and_rate():
     result = StepResult(kind=StepKind.REAL, grad_norm=0.5, learning_rate=1e-6, applied=True, sums={"loss": 1.0})
     assert step_metrics(result) == {"train/loss": 1.0, "train/grad_norm": 0.5, "train/lr": 1e-6, "train/applied": 1.0}
 
@@ -81,16 +78,10 @@ def facts() -> BatchFacts:
 
 def mini_batch(kind: StepKind, members: list[int], dropped: list[int], order: list[int]) -> StepPlan:
     """Plan all of ``order`` in one micro-batch of rank 0; rank 1 is silent."""
-    return StepPlan(
-        kind=kind,
-        members=np.asarray(members),
-        dropped=np.asarray(dropped, dtype=np.int64),
-        order=np.asarray(order, dtype=np.int64),
-        microbatch_offsets=np.asarray([0, len(order)] if order else [0]),
-        rank_offsets=np.asarray([0, 1, 1] if order else [0, 0, 0]),
-        filler_microbatches=np.zeros(1 if order else 0, dtype=bool),
-        microbatches_dropped=2,
-    )
+    count, integers = int(bool(order)), {"members": members, "dropped": dropped, "order": order}
+    integers |= {"microbatch_offsets": [0, len(order)][: count + 1], "rank_offsets": [0, count, count]}
+    arrays = {name: np.asarray(values, dtype=np.int64) for name, values in integers.items()}
+    return StepPlan(kind=kind, filler_microbatches=np.zeros(count, dtype=bool), microbatches_dropped=2, **arrays)
 
 
 def test_skip_metrics_of_a_real_step():
@@ -130,9 +121,6 @@ def test_skip_off_still_reports_the_ratio_and_a_ghost_has_no_speedup():
     ghost = skip_metrics(mini_batch(StepKind.GHOST, [0, 1], [0, 1], []), facts(), np.zeros(6, dtype=bool))
     names = ("skip/zero_advantage_ratio", "skip/tokens_executed", "skip/silent_ranks")
     assert [ghost[name] for name in names] == [1.0, 0, 0] and "skip/speedup_ideal" not in ghost
-
-
-def test_signal_of_another_batch_is_refused():
     with pytest.raises(ValueError, match=r"shape \(5,\) and the batch 6 samples"):
         skip_metrics(mini_batch(StepKind.GHOST, [0], [0], []), facts(), np.zeros(5, dtype=bool))
 
@@ -156,20 +144,16 @@ def test_rows_survive_the_file(tmp_path):
     assert math.isnan(read_metrics(tmp_path / "nan" / "metrics.jsonl")[0]["train/loss"])
 
 
-def test_earlier_runs_are_kept(tmp_path, caplog):
+def test_earlier_runs_are_kept_and_other_ranks_write_nothing(tmp_path, caplog):
     for loss in (1.0, 2.0, 3.0):
         with MetricsWriter(tmp_path, OFF, 1, True) as writer:
             writer.write(row(0, train__loss=loss))
     files = [tmp_path / f"metrics.jsonl{end}" for end in (".1", ".2", "")]
     assert [read_metrics(path)[0]["train/loss"] for path in files] == [1.0, 2.0, 3.0]
     assert "kept as metrics.jsonl.2" in caplog.text
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    run_dir = tmp_path / "run"
-    with MetricsWriter(run_dir, MetricsConfig(tensorboard=True, wandb_project="x"), 1, False) as writer:
+    with MetricsWriter(tmp_path / "other", MetricsConfig(tensorboard=True, wandb_project="x"), 1, False) as writer:
         assert writer.write(row(0) | {"step_kind": StepKind.GHOST})["skip/ghost_steps"] == 1
-    assert not run_dir.exists()
+    assert not (tmp_path / "other").exists()
 
 
 def test_bad_rows_are_refused(tmp_path):
@@ -199,21 +183,19 @@ GOOD = '{"step": 0, "step_kind": "REAL", "phase": "rl", "reward/mean": 0.5}\n'
         (GOOD.replace(": 0,", ": 1,").replace("0.5", "null").strip(), "reward/mean=None is not a number"),
     ],
 )
-def test_malformed_lines_name_file_and_line(tmp_path, line, said):
-    (tmp_path / "metrics.jsonl").write_text(f"{GOOD}{line}\n{GOOD}")
+def test_malformed_lines_are_named_and_a_truncated_last_one_is_left_out(tmp_path, caplog, line, said):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{GOOD}{line}\n{GOOD}")
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: ") as caught:
-        read_metrics(tmp_path / "metrics.jsonl")
+        read_metrics(path)
     assert said in str(caught.value)
-
-
-def test_truncated_last_line_is_left_out_and_said(tmp_path, caplog):
-    (tmp_path / "metrics.jsonl").write_text(GOOD + GOOD[:20])
+    path.write_text(GOOD + GOOD[:20])
     with caplog.at_level(logging.WARNING):
-        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+        assert len(read_metrics(path)) == 1
     assert "metrics.jsonl:2 is cut off" in caplog.text
 
 
-def test_summary_leaves_the_warmup_out():
+def test_summary_leaves_the_warmup_out_and_durations_read_well():
     rows = [row(s, time__step_s=100.0) | {"phase": "warmup", "step_kind": "REAL"} for s in range(5)]
     for s in range(40):
         kind = "GHOST" if s % 4 == 0 else "REAL"
@@ -225,7 +207,4 @@ def test_summary_leaves_the_warmup_out():
     assert summary.executed_ratio == 0.3
     assert (summary.step_s, summary.zero_advantage_ratio) == (2.0, None)
     assert summary.total_s == 500 + sum(1.0 + s % 3 for s in range(40))
-
-
-def test_durations_read_well():
     assert [duration(s) for s in (4.2, 59.7, 185, 7620)] == ["4.2 s", "1 min 00 s", "3 min 05 s", "2 h 07 min"]

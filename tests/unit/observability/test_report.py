@@ -153,7 +153,6 @@ def test_first_and_last_completions_are_shown(tmp_path):
 
 
 def test_a_hostile_completion_stays_text(tmp_path):
-    """Nothing that a completion, an answer or a set's name holds becomes an element or a control character."""
     write_run(tmp_path, num_steps=2)
     hostile, state = cut(HOSTILE, 500), {"ghost_steps": 0, "last_step": 1}
     texts = dict.fromkeys(("sample", "prompt", "response", "answer", "excluded"), hostile)
@@ -164,12 +163,6 @@ def test_a_hostile_completion_stays_text(tmp_path):
     assert "<script" not in page and "<img" not in page
     assert not re.search("[\x00-\x08\x1b\u202a-\u202e\u2066-\u2069]", page)
     assert "<dd>\\x1b[2J&lt;/dd&gt;&lt;/pre&gt;&lt;script&gt;alert(1)" in page and "&amp;amp;\ufffd</dd>" in page
-
-
-def test_one_evaluation_is_a_tile_and_no_plot(tmp_path):
-    write_run(tmp_path, num_steps=30)
-    page = report(tmp_path)
-    assert "Evaluation: test" in page and "<b>Evaluation: test</b>" not in page
 
 
 def add_evaluation(run_dir, name: str, values: dict[str, list[float]]) -> None:
@@ -185,7 +178,10 @@ def test_every_set_has_a_figure_with_a_line_for_each_number(tmp_path):
     numbers = {"pass@16": [0.5, 0.6, 0.7], "pass@2": [0.2, 0.3, 0.4], "pass@1": [0.1] * 3, "mean@16": [0.3] * 3}
     others = {"excluded": [1.0] * 3, "response_tokens_mean": [9.0] * 3, "mean@16_before": [0.9] * 3}
     add_evaluation(tmp_path, "hard", numbers | others)
+    add_evaluation(tmp_path, "tile", {"mean@4": [0.1, 0.2, 0.3], "mean@4_se": [0.01, 0.02, 0.03]})
     page = report(tmp_path)
+    assert re.search(r'<div class="note">steps 19 and 59, mean@4; standard error 0.010 and 0.030</div>', page)
+    assert "mean@4_se" not in svg_of(page, "Evaluation: tile")
     (legend,) = re.findall(r"<b>Evaluation: hard</b>.*?<div class=\"legend\">(.*?)</div>", page)
     assert re.findall(r"</i>([^<]+)</span>", legend)[:4] == ["mean@16", "pass@1", "pass@2", "pass@16"]
     assert "step 39\nmean@16: 0.3\npass@1: 0.1\npass@2: 0.3\npass@16: 0.6" in svg_of(page, "Evaluation: hard")
@@ -194,24 +190,13 @@ def test_every_set_has_a_figure_with_a_line_for_each_number(tmp_path):
     assert re.search(r'hard</div><div class="value"><span>0.900 → </span>0.300</div><div class="note">.*?mean@16', page)
 
 
-def test_the_tile_of_an_evaluation_has_its_standard_errors(tmp_path):
-    write_run(tmp_path, num_warmup=0)
-    add_evaluation(tmp_path, "hard", {"mean@4": [0.1, 0.2, 0.3], "mean@4_se": [0.01, 0.02, 0.03]})
-    page = report(tmp_path)
-    assert re.search(r'<div class="note">steps 19 and 59, mean@4; standard error 0.010 and 0.030</div>', page)
-    assert "mean@4_se" not in svg_of(page, "Evaluation: hard")
-
-
-def test_pass_at_1_that_is_the_mean_is_said_and_drawn_once(tmp_path):
+def test_pass_at_1_that_is_the_mean_is_drawn_once_and_axes_hold_what_lies_beyond_0_and_1(tmp_path):
     write_run(tmp_path)
     add_evaluation(tmp_path, "hard", {"mean@4": [0.1, 0.2, 0.3], "pass@1": [0.1, 0.2, 0.3], "pass@4": [0.4] * 3})
-    assert "step 39\nmean@4 = pass@1: 0.2\npass@4: 0.4" in svg_of(report(tmp_path), "Evaluation: hard")
-
-
-def test_rewards_beyond_0_and_1_have_an_axis_that_holds_them(tmp_path):
-    write_run(tmp_path)
-    add_evaluation(tmp_path, "hard", {"mean@4": [-1.0, 0.5, 2.5], "pass@1": [0.1, 0.2, 0.3]})
-    ticks = re.findall(r'class="tick" text-anchor="end"[^>]*>([^<]+)<', svg_of(report(tmp_path), "Evaluation: hard"))
+    add_evaluation(tmp_path, "wide", {"mean@4": [-1.0, 0.5, 2.5], "pass@1": [0.1, 0.2, 0.3]})
+    page = report(tmp_path)
+    assert "step 39\nmean@4 = pass@1: 0.2\npass@4: 0.4" in svg_of(page, "Evaluation: hard")
+    ticks = re.findall(r'class="tick" text-anchor="end"[^>]*>([^<]+)<', svg_of(page, "Evaluation: wide"))
     assert float(ticks[0]) <= -1.0 and float(ticks[-1]) >= 2.5
 
 
@@ -238,9 +223,12 @@ def test_runs_of_any_length(tmp_path, num_steps):
     assert len(page) < 600_000
 
 
-def test_a_run_that_died_in_its_warmup(tmp_path):
+def test_a_run_that_died_in_its_warmup_and_one_with_one_evaluation(tmp_path):
     write_run(tmp_path, num_steps=10)
     assert "<b>Gradient norm</b>" in report(tmp_path)
+    write_run(tmp_path, num_steps=30)
+    page = report(tmp_path)  # one evaluation is a tile and no plot
+    assert "Evaluation: test" in page and "<b>Evaluation: test</b>" not in page
 
 
 def test_command_line(tmp_path, capsys):
@@ -267,10 +255,12 @@ def plot(values, **more: object) -> str:
     return line_plot("x", [series], frame)
 
 
-def test_running_mean_stays_inside_its_phase():
+def test_running_mean_stays_inside_its_phase_and_a_plot_of_nothing_is_refused():
     svg = plot(np.arange(20) >= 10, phase_starts=(0, 10))
     raw, smooth = (re.search(rf'class="{css} c1" d="(.*?)"', svg).group(1) for css in ("raw", "line"))
     assert raw == smooth
+    with pytest.raises(ValueError, match="'x' has no finite value"):
+        plot([math.nan, math.inf])
 
 
 def test_spikes_survive_thinning():
@@ -287,8 +277,3 @@ def test_axes_cover_their_values():
             axis = linear_axis(np.asarray(values), from_zero)
             assert axis.low <= min(values) <= max(values) <= axis.high and axis.low < axis.high
     assert [short(x) for x in (0.0, 0.05, 340.0, 15_000.0, 1.2e6, 3e9)] == ["0", "0.05", "340", "15k", "1.2M", "3B"]
-
-
-def test_a_plot_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="'x' has no finite value"):
-        plot([math.nan, math.inf])
