@@ -202,7 +202,7 @@ def test_ours_ends_where_dense_ends_and_fewer_steps_do_not(pool: Pool, pipeline:
 
 def measured(rank: int, world: int) -> str:
     """Return one dead share as the tool measures it, as JSON."""
-    sizes_of = "--groups 8 --group-size 2 --mean-tokens 12 --mini-batches 2 --rollouts 2 --repeats 2 --lr 1e-3"
+    sizes_of = "--groups 8 --group-size 2 --mean-tokens 12 --mini-batches 2 --rollouts 2 --repeats 1 --lr 1e-3"
     given = tool.parse(words(f"{sizes_of} --max-tokens-per-microbatch 16 32 64"))
     with open_rig("qwen2_tied", "optimizer.epsilon=1e-3", layers=2) as rig:
         rig.backend.keep_reference()

@@ -113,7 +113,7 @@ def test_both_models_are_launched_in_four_ways() -> None:
     assert [launch.num_nodes for launch in LAUNCHES.values()] == [1, 4, 2, 4] * 2
 
 
-@pytest.mark.parametrize("label", quick(LAUNCHES, *[list(LAUNCHES)[i] for i in (0, 5, 2, 7)]))  # each model, each way
+@pytest.mark.parametrize("label", quick(LAUNCHES, *[list(LAUNCHES)[i] for i in (4, 1, 6, 3)]))  # each model, each way
 def test_a_launch_line_starts_what_the_page_forecasts(label, models, tmp_path, monkeypatch) -> None:
     """The line's trainer fits with a margin of 10 %, its time and memory are the page's, and no GPU is left idle."""
     launch = LAUNCHES[label]
@@ -152,10 +152,10 @@ def test_every_setting_has_its_reason(name: str) -> None:
     assert not without
 
 
-@pytest.mark.parametrize("launch", [LAUNCHES["7B, one node"], LAUNCHES["30B-A3B, one node"]], ids=lambda x: x.model)
-def test_dry_run_accepts_each_file_with_a_tokenizer_and_data(launch, models, arithmetic, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("label", quick(["7B, one node", "30B-A3B, one node"], "30B-A3B, one node"))
+def test_dry_run_accepts_each_file_with_a_tokenizer_and_data(label, models, arithmetic, tmp_path, monkeypatch) -> None:
     """A dry run checks all but the weights: the data's columns, the chat template, the rewards, the engine's rules."""
-    model, data = tmp_path / "model", tmp_path / "data"
+    launch, model, data = LAUNCHES[label], tmp_path / "model", tmp_path / "data"
     for folder in (model, data):
         folder.mkdir()
     for path in (arithmetic / "model").glob("*token*"):

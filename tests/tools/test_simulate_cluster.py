@@ -205,9 +205,9 @@ def test_replicas_that_share_experts_wait_for_each_other() -> None:
 
 
 def test_thousands_of_gpus_are_forecast() -> None:
-    """4,096 GPUs, 4,096 samples and four mini-batches are planned and put on the clock several times over."""
+    """4,096 GPUs, 2,048 samples and four mini-batches are planned and put on the clock several times over."""
     given = "model.dtype=bfloat16 parallel.tensor=4 parallel.sequence_parallel=true parallel.pipeline=8 "
-    given += "train.prompts_per_rollout=256 rollout.samples_per_prompt=16 train.samples_per_mini_batch=1024 "
+    given += "train.prompts_per_rollout=128 rollout.samples_per_prompt=16 train.samples_per_mini_batch=512 "
     config = load_config(None, words(given + "rollout.max_response_tokens=4096"))
     degrees = degrees_of(config, 4096)
     hf_config = tiny_config("qwen2_untied", layers=32)

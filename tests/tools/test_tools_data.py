@@ -266,7 +266,7 @@ def test_no_kind_and_numbers_are_both_trained_and_held_out_and_steps_are_those_a
 
 def test_more_problems_than_there_are_and_other_steps_are_refused(tmp_path: pathlib.Path, capsys) -> None:
     for given, said in (
-        (("--test-rows", "9000"), r"error: \d+ problems to hold out and 0 to train on were found"),
+        (("--steps", "1", "--test-rows", "1000"), r"error: \d+ problems to hold out and 0 to train on were found"),
         (("--steps", "3"), "--steps 3 must name 1, 2 or both"),
         (("--steps", "two"), "--steps two"),
     ):
