@@ -1,6 +1,4 @@
-"""Compares NVIDIA megatron-bridge's own mapping of a family with that of weights/mapping.py.
-
-Compared are the names, and how q, k and v are merged and split.
+"""Compares megatron-bridge's own names of a family, and its order of q, k and v, with those of weights/mapping.py.
 
     python tests/bridge_oracle.py        prints a JSON object: family → [tensors compared, differences]
 
@@ -28,34 +26,24 @@ from megatron_rl.weights.entry import Layout  # noqa: E402
 from megatron_rl.weights.mapping import hf_size, load_shard, merge_shards  # noqa: E402
 from tests.reference import tiny_config  # noqa: E402
 
-BRIDGES = {
-    "qwen2_tied": "Qwen2Bridge",
-    "qwen2_untied": "Qwen2Bridge",
-    "qwen3": "Qwen3Bridge",
-    "qwen3_moe": "Qwen3MoEBridge",
-    "llama": "LlamaBridge",
-    "mistral": "MistralBridge",
-}
 PARTS = ("", ".pytorch", ".common", ".common.recipe", ".pytorch.fp8", ".pytorch.tensor")
 
 
-class EmptyClass(type):
-    """A class that has every attribute, each of them such a class.
+class Empty:
+    """Has every attribute: a class that has every attribute, and a torch module, since some are derived from."""
 
-    They are torch modules, since some of them are derived from.
-    """
-
-    def __getattr__(cls, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return EmptyClass(name, (torch.nn.Module,), {})
-
-
-class EmptyModule(types.ModuleType):
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
         return EmptyClass(name, (torch.nn.Module,), {})
+
+
+class EmptyClass(Empty, type):
+    pass
+
+
+class EmptyModule(Empty, types.ModuleType):
+    pass
 
 
 def stand_in_for_transformer_engine() -> None:
@@ -76,11 +64,9 @@ def registries() -> dict:
     from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
     from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 
-    made = {
-        x.__name__: x().mapping_registry()
-        for x in (LlamaBridge, MistralBridge, Qwen2Bridge, Qwen3Bridge, Qwen3MoEBridge)
-    }
-    return {family: made[bridge] for family, bridge in BRIDGES.items()}
+    bridges = dict(qwen2_tied=Qwen2Bridge, qwen2_untied=Qwen2Bridge, qwen3=Qwen3Bridge, qwen3_moe=Qwen3MoEBridge)
+    bridges |= dict(llama=LlamaBridge, mistral=MistralBridge)
+    return {family: bridge().mapping_registry() for family, bridge in bridges.items()}
 
 
 def compare(family: str, registry) -> tuple[int, list[str]]:
@@ -89,13 +75,8 @@ def compare(family: str, registry) -> tuple[int, list[str]]:
 
     config = tiny_config(family)
     shape = read_shape(config, layer_spec="transformer_engine")
-    provider = SimpleNamespace(
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        hidden_size=shape.hidden_size,
-        attention_output_gate=False,
-    )
+    heads = dict(num_attention_heads=shape.num_heads, num_query_groups=shape.num_kv_heads, kv_channels=shape.head_dim)
+    provider = SimpleNamespace(hidden_size=shape.hidden_size, attention_output_gate=False, **heads)
     count, differences = 0, []
     for stored in (stored for layer in stored_layers(shape) for stored in layer):
         name = stored.keys()[0] if stored.layer is None else f"decoder.layers.{stored.layer}.{stored.name}"
@@ -110,9 +91,8 @@ def compare(family: str, registry) -> tuple[int, list[str]]:
         if stored.entry.layout is Layout.QKV:
             parts = {x: torch.randn(hf_size(shape, x)) for x in ours}
             merged = merge_qkv_weights(provider, *parts.values())
-            if not torch.equal(
-                merged, load_shard(stored.entry, shape, lambda x, d, a, b, p=parts: p[x].narrow(d, a, b - a), 0, 1)
-            ):
+            mine = load_shard(stored.entry, shape, lambda x, d, a, b, p=parts: p[x].narrow(d, a, b - a), 0, 1)
+            if not torch.equal(merged, mine):
                 differences.append(f"{name}: another order of q, k, v")
             if merged.dim() > 1:
                 split = split_qkv_weights(provider, merged)

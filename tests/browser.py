@@ -83,16 +83,16 @@ def open_page(address: str, profile: pathlib.Path) -> Iterator[Page]:
     (to_read, from_write), (from_read, to_write) = os.pipe(), os.pipe()
     flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
     # the browser reads commands from descriptor 3 and writes answers to 4
-    command = (
-        f'exec "$0" {flags} --hide-scrollbars --remote-debugging-pipe "--user-data-dir=$1" 3<&{to_read} 4>&{to_write}'
-    )
-    process = subprocess.Popen(
-        ["bash", "-c", command, find_browser() or "chromium", str(profile)],
-        pass_fds=(to_read, to_write),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    pipes = f"--hide-scrollbars --remote-debugging-pipe 3<&{to_read} 4>&{to_write}"
+    command = [
+        "bash",
+        "-c",
+        f'exec "$0" "--user-data-dir=$1" {flags} {pipes}',
+        find_browser() or "chromium",
+        str(profile),
+    ]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command, pass_fds=(to_read, to_write), **quiet)
     os.close(to_read)
     os.close(to_write)
     try:

@@ -6,30 +6,19 @@ import pathlib
 
 import torch
 
+from tests.reference import tiny_config
 from tests.workers.inputs import prepare_inputs
 
 
 def prepare_gemma(folder: pathlib.Path) -> pathlib.Path:
     """Write data, tokenizer and a Gemma of two layers into ``folder``; return it."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     prepare_inputs(folder, hidden=64, layers=2, heads=2, intermediate=96)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    config = GemmaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        intermediate_size=96,
-        hidden_act="gelu_pytorch_tanh",
-        max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        tie_word_embeddings=True,
-    )
+    config = tiny_config("gemma", vocab_size=len(tokenizer))
+    config.update(dict(max_position_embeddings=1024, bos_token_id=None))
+    config.update(dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / "model")

@@ -1,8 +1,11 @@
-"""Makes the jobs of the simulator's tests."""
+"""Makes the jobs of the simulator's tests, and names settings of layouts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
+import torch
 
 from megatron_rl.config import load_config
 from megatron_rl.model.hf_config import model_shape
@@ -13,28 +16,23 @@ from megatron_rl.simulator.machine import Costs, machine_costs, stated_machine
 from megatron_rl.simulator.workload import Workload
 from tests.reference import tiny_config
 
+SP = ("parallel.tensor=2", "parallel.sequence_parallel=true")
+OVERLAPS = ("overlap_grad_reduce=true", "overlap_param_gather=true", "bucket_size=1000")
+OVERLAPS = tuple(f"megatron.ddp.{setting}" for setting in OVERLAPS)
+
 
 def job_of(config, shape, degrees, workload: Workload, costs: Costs | None = None) -> Job:
     machine = stated_machine(1e12, shape, config, degrees)
-    return Job(
-        config=config,
-        shape=shape,
-        degrees=degrees,
-        workload=workload,
-        costs=costs or machine_costs(machine, shape, config, degrees, loss_share=0.8, source="stated"),
-    )
+    costs = costs or machine_costs(machine, shape, config, degrees, loss_share=0.8, source="stated")
+    return Job(config=config, shape=shape, degrees=degrees, workload=workload, costs=costs)
 
 
 def equal_samples(count: int, tokens: int, dead: int = 0) -> Workload:
     """Return groups of two samples of equal length, the first ``dead`` groups with equal rewards."""
-    rewards = np.where(np.arange(count) // 2 < dead, 1.0, np.arange(count) % 2)
-    return Workload(
-        prompt_tokens=np.full(count, tokens // 4),
-        response_tokens=np.full(count, tokens - tokens // 4),
-        loss_tokens=np.full(count, tokens - tokens // 4),
-        rewards=rewards,
-        groups=np.arange(count) // 2,
-    )
+    groups = np.arange(count) // 2
+    rewards, prompt = np.where(groups < dead, 1.0, np.arange(count) % 2), np.full(count, tokens // 4)
+    lengths = dict(prompt_tokens=prompt, response_tokens=tokens - prompt, loss_tokens=tokens - prompt)
+    return Workload(rewards=rewards, groups=groups, **lengths)
 
 
 def tiny_job(workload: Workload, world: int, *overrides: str, costs: Costs | None = None, family: str = "qwen3") -> Job:
@@ -42,6 +40,10 @@ def tiny_job(workload: Workload, world: int, *overrides: str, costs: Costs | Non
     degrees = degrees_of(config, world)
     shape = model_shape(tiny_config(family, layers=8), config, degrees, layer_spec="torch")
     return job_of(config, shape, degrees, workload, costs)
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def per_token(stages: int, virtual: int = 1) -> Costs:

@@ -7,8 +7,8 @@ import pathlib
 import subprocess
 
 from tests.patience import HANG_S, patient
+from tests.tools import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 SLURM = ROOT / "examples" / "slurm"
 BOUND_S = patient(HANG_S)
 
@@ -53,24 +53,11 @@ def submit(
     (tmp_path / "bin" / "activate").touch()
     calls = tmp_path / "calls"
     calls.write_text("")
-    environment = {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-        "CALLS": str(calls),
-        "VENV": str(tmp_path),
-        "RUN_DIR": str(tmp_path / "run"),
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NAME": "mine",
-        "SLURM_JOB_NODELIST": nodes,
-        "SLURM_CPUS_PER_TASK": "4",
-    }
-    done = subprocess.run(
-        ["bash", str(SLURM / template), *arguments],
-        env=environment | variables,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-        check=False,
-    )
+    job = dict(SUBMIT_DIR=str(ROOT), JOB_ID="7", JOB_NAME="mine", JOB_NODELIST=nodes, CPUS_PER_TASK="4")
+    environment = {f"SLURM_{name}": value for name, value in job.items()}
+    environment |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CALLS": str(calls)}
+    environment |= {"VENV": str(tmp_path), "RUN_DIR": str(tmp_path / "run"), **variables}
+    command = ["bash", str(SLURM / template), *arguments]
+    given = dict(capture_output=True, text=True, timeout=BOUND_S, check=False)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, **given)
     return done.returncode, calls.read_text().splitlines(), done.stdout + done.stderr

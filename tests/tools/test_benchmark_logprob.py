@@ -2,73 +2,47 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pathlib
 
+import logprob as tool
 import pytest
 import torch
 
+from tests.tools import words
+
 pytestmark = pytest.mark.process
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "tools" / "benchmarks" / "logprob.py"
 
-
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("benchmark_logprob", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_ratios_are_those_of_the_figures(tool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reported ratios are those of the reported figures, and a size beyond the limit is extrapolated.
+def test_ratios_are_those_of_the_figures(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size beyond the limit is extrapolated.
 
     Memory is faked, so that no process starts: plain takes 8 bytes per token on top of 100, lean always 50. 20 tokens
     do not fit.
     """
     monkeypatch.setattr(tool, "measure_memory", lambda path, given, tokens: 100 + 8 * tokens if path == "plain" else 50)
-    path = tmp_path / "logprob.json"
-    limit = 2 * 10 * 30 * 4 / 1e9
-    sizes = [
-        "--tokens",
-        "20",
-        "5",
-        "10",
-        "--vocab",
-        "30",
-        "--hidden",
-        "4",
-        "--repeats",
-        "2",
-        "--chunk-tokens",
-        "3",
-        "--train-entropy",
-    ]
+    path, limit = tmp_path / "logprob.json", 2 * 10 * 30 * 4 / 1e9
+    sizes = words("--tokens 20 5 10 --vocab 30 --hidden 4 --repeats 2 --chunk-tokens 3 --train-entropy")
     assert tool.main([*sizes, "--plain-limit-gb", str(limit), "--json", str(path)]) == 0
-    small, large, beyond = json.loads(path.read_text())["rows"]
-    assert [x["tokens"] for x in (small, large, beyond)] == [5, 10, 20]
-    assert [x["plain_bytes"] for x in (small, large, beyond)] == [140, 180, 260]
-    assert [x["plain_is_extrapolated"] for x in (small, large, beyond)] == [False, False, True]
+    small, large, beyond = rows = json.loads(path.read_text())["rows"]
+    assert [x["tokens"] for x in rows] == [5, 10, 20] and [x["plain_bytes"] for x in rows] == [140, 180, 260]
+    assert [x["plain_is_extrapolated"] for x in rows] == [False, False, True]
     assert beyond["memory_ratio"] == 260 / 50 and "plain_s" not in beyond and beyond["lean_s"] > 0
     for row in (small, large):
-        assert (
-            row["time_ratio"] == row["lean_s"] / row["plain_s"]
-            and row["cpu_ratio"] == row["lean_cpu_s"] / row["plain_cpu_s"]
-        )
+        assert row["time_ratio"] == row["lean_s"] / row["plain_s"]
+        assert row["cpu_ratio"] == row["lean_cpu_s"] / row["plain_cpu_s"]
 
 
-def test_one_size_is_extrapolated_in_proportion(tool) -> None:
+def test_one_size_is_extrapolated_in_proportion() -> None:
     assert tool.extrapolated({10: 300}, 40) == 1200
 
 
 @pytest.mark.parametrize("path", ["plain", "lean"])
-def test_main_grad_is_the_same_whichever_way(tool, path: str) -> None:
+def test_main_grad_is_the_same_whichever_way(path: str) -> None:
     """Both ways into main_grad leave the gradient there that is otherwise returned, of each step once more."""
     found = []
     for way in ("autograd", "straight"):
-        given = tool.parse(["--tokens", "5", "--vocab", "30", "--hidden", "4", "--main-grad", way])
+        given = tool.parse(words(f"--tokens 5 --vocab 30 --hidden 4 --main-grad {way}"))
         inputs = tool.make_inputs(given, 5)
         for _ in range(2):
             tool.step(path, given, *inputs)
@@ -77,17 +51,9 @@ def test_main_grad_is_the_same_whichever_way(tool, path: str) -> None:
     torch.testing.assert_close(*found)
 
 
-def test_triton_without_a_gpu_is_refused(tool, capsys: pytest.CaptureFixture) -> None:
-    if tool.device_type() == "cuda":
-        pytest.skip("this host has a GPU")
-    with pytest.raises(SystemExit):
-        tool.parse(["--kernel", "triton"])
-    assert "--kernel triton needs a GPU" in capsys.readouterr().err
-
-
 @pytest.mark.long(seconds=15)
-def test_resident_memory_is_that_of_the_path(tool) -> None:
-    """Each path's resident memory is its own: lean holds less than a twentieth of what plain holds.
+def test_resident_memory_is_that_of_the_path() -> None:
+    """Lean holds less than a twentieth of what plain holds.
 
     Both are measured in processes of their own: plain holds logits and gradient, 2 x 4096 x 8000 floats, lean two
     chunks of 64 rows and gradients.
@@ -97,9 +63,3 @@ def test_resident_memory_is_that_of_the_path(tool) -> None:
     assert plain > 2 * 4096 * 8000 * 4
     # seen: 721 MB and 4.5 MB; 2 x 64 x 8000 floats are 4.1 MB, the rest is room for another matrix product's buffers
     assert lean < plain / 20
-
-
-def test_sizes_below_one_are_refused(tool, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        tool.main(["--tokens", "0"])
-    assert "--tokens [0]" in capsys.readouterr().err

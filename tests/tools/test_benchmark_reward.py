@@ -5,62 +5,37 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-import sys
 from dataclasses import replace
 
 import pytest
+import reward_pool as benchmark_reward
+from reward_functions import value_of
+from reward_pool import SAID, draw_kinds, faults_in, hang_seconds, make_rollouts, math_rollouts, parse
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
-
-import reward_pool as benchmark_reward  # noqa: E402
-from reward_functions import value_of  # noqa: E402
-from reward_pool import SAID, draw_kinds, faults_in, hang_seconds, make_rollouts, math_rollouts, parse  # noqa: E402
-
-from megatron_rl.reward.function import Outcome  # noqa: E402
+from megatron_rl.reward.function import Outcome
+from tests.patience import patient
+from tests.tools import words
 
 pytestmark = pytest.mark.process
 
 ROWS = [{"question": f"{i} and {i}?", "answer": f"{i} and {i} is {2 * i}.\n#### {2 * i:,}"} for i in (0, 7, 600)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--samples", "0"], "--samples 0 must be at least 1"),
-        (["--group-size", "0"], "--group-size 0"),
-        (["--deadline", "0"], "--deadline 0.0 must be above 0"),
-        (["--hanging", "0.6", "--killing", "0.5"], "all together at most 1"),
-        (["--raising", "-0.1"], "at least 0"),
-        (["--data", "/nowhere"], "--data /nowhere has no test.jsonl"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_by_name(arguments, said, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(arguments)
-    assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
-
-
 def test_kinds_are_as_many_as_asked_for() -> None:
     given = parse(["--samples", "1000", "--raising", "0.002", "--hanging", "0.01", "--killing", "0.1"])
     kinds = draw_kinds(given)
     assert {kind: kinds.count(kind) for kind in kinds} == {"answer": 888, "raise": 2, "hang": 10, "kill": 100}
-    assert (
-        kinds == draw_kinds(given)
-        and len(set(draw_kinds(parse(["--samples", "9", "--raising", "1", "--hanging", "0", "--killing", "0"])))) == 1
-    )
+    assert kinds == draw_kinds(given)
+    assert len(set(draw_kinds(parse(words("--samples 9 --raising 1 --hanging 0 --killing 0"))))) == 1
 
 
 def test_every_wrong_outcome_is_found() -> None:
     kinds = ["answer", "raise", "answer", "hang", "kill", "answer"]
     rollouts = make_rollouts(kinds, 2, "unused")
+    values = [value_of(x.prompt.text, x.text, x.response_ids, x.prompt.columns["answer"]) for x in rollouts]
     good = [
-        Outcome(error=f"…{SAID[kind]} …")
-        if kind in SAID
-        else Outcome(
-            value=value_of(rollout.prompt.text, rollout.text, rollout.response_ids, rollout.prompt.columns["answer"])
-        )
-        for kind, rollout in zip(kinds, rollouts, strict=True)
+        Outcome(error=f"…{SAID[kind]} …") if kind in SAID else Outcome(value=value)
+        for kind, value in zip(kinds, values, strict=True)
     ]
     assert faults_in(rollouts, kinds, good) == []
     assert len({outcome.value for outcome in good}) == 4  # three values of their own, and None
@@ -68,12 +43,7 @@ def test_every_wrong_outcome_is_found() -> None:
     assert [fault.split()[0] for fault in faults_in(rollouts, kinds, swapped)] == ["0@0#0", "1@0#0"]
     for place, kind in enumerate(kinds):
         other = "kill" if kind == "raise" else "raise"
-        for wrong in (
-            Outcome(),
-            Outcome(value=1.0),
-            Outcome(error=SAID[other]),
-            replace(good[place], value=2.0, error=good[place].error),
-        ):
+        for wrong in (Outcome(), Outcome(value=1.0), Outcome(error=SAID[other]), replace(good[place], value=2.0)):
             (fault,) = faults_in(rollouts, kinds, [*good[:place], wrong, *good[place + 1 :]])
             assert fault.startswith(rollouts[place].sample_id)
 
@@ -94,44 +64,16 @@ def test_half_of_the_math_answers_are_right() -> None:
 
 def test_the_whole_in_small(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    arguments = [
-        "--samples",
-        "50",
-        "--group-size",
-        "4",
-        "--workers",
-        "2",
-        "--raising",
-        "0.02",
-        "--hanging",
-        "0.02",
-        "--killing",
-        "0.02",
-    ]
-    arguments += [
-        "--deadline",
-        "2",
-        "--data",
-        str(tmp_path),
-        "--math-samples",
-        "12",
-        "--repeats",
-        "1",
-        "--json",
-        str(tmp_path / "found.json"),
-    ]
-    assert benchmark_reward.main(arguments) == 0
+    sizes = "--samples 50 --group-size 4 --workers 2 --raising 0.02 --hanging 0.02 --killing 0.02"
+    folders = f"--deadline {patient(2)} --data {tmp_path} --math-samples 12 --repeats 1 --json {tmp_path}/found.json"
+    assert benchmark_reward.main(words(f"{sizes} {folders}")) == 0
     written = json.loads((tmp_path / "found.json").read_text())["parts"]
     table = written["faults"]["table"]
     assert [table[name] for name in ("samples", "raising", "hanging", "killing", "wrong answers")] == [50, 1, 1, 1, 0]
     # The hang costs one start where its group was cut for another's fault and two where not; the kill two or three.
     assert 2 + 1 + 2 <= table["workers started"] <= 2 + 2 + 3
-    assert (
-        1.0
-        < table["median seconds of a hanging sample"]
-        == table["worst seconds of a hanging sample"]
-        <= table["seconds"] + 0.1
-    )
+    median, worst = (table[f"{which} seconds of a hanging sample"] for which in ("median", "worst"))
+    assert 1.0 < median == worst <= table["seconds"] + 0.1
     assert written["math_verify"]["table"]["wrong answers"] == 0 and written["math_verify"]["table"]["ratio"] > 0
     assert "workers started" in capsys.readouterr().out
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
 from tests.patience import patient
+from tests.tools import ROOT
 
 pytestmark = pytest.mark.process
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def test_the_tables_are_those_of_megatron_bridge() -> None:

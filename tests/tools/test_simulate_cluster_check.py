@@ -1,22 +1,13 @@
-"""Checks tools/benchmarks/simulate_cluster_check.py without measuring.
-
-Its fit finds the rates that made the times, and each launch is left out in turn.
-"""
+"""Checks simulate_cluster_check.py without measuring: its fit finds the rates that made the times."""
 
 from __future__ import annotations
 
 import argparse
-import pathlib
-import sys
 
 import numpy as np
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
-
-import simulate_cluster_check as checked  # noqa: E402
-import skip as benchmark_skip  # noqa: E402
+import simulate_cluster_check as checked
+import skip as benchmark_skip
 
 pytestmark = pytest.mark.process
 
@@ -46,20 +37,14 @@ def records(monkeypatch) -> list[dict]:
 
 
 def test_times_are_predicted_by_launches_that_were_left_out(monkeypatch) -> None:
-    """The times of a launch are predicted by a fit to the other launches alone.
-
-    The bound is 1e-3, as the fit's slopes are differences. A launch in its own fit would hide the half of a doubled
-    time.
-    """
+    """The bound is 1e-3, as the fit's slopes are differences. In its own fit a doubled time would half hide."""
+    monkeypatch.setattr(checked, "ROUNDS", 3)  # of the fit: times that are exact to the last digit settle in two
     given = records(monkeypatch)
     found = checked.check(given)
     assert found["median_error"] < 1e-3 and len(found["rows"]) == 12
     table = checked.markdown(found).splitlines()
-    assert (
-        "a laptop: 12 predictions of 6 launches" in table[0]
-        and len(table) == 4 + 12
-        and {line.count("|") for line in table[2:]} == {7}
-    )
+    assert "a laptop: 12 predictions of 6 launches" in table[0]
+    assert len(table) == 4 + 12 and {line.count("|") for line in table[2:]} == {7}
     for row in found["rows"][1::2]:
         assert row["predicted_gain"] == pytest.approx(row["measured_gain"], rel=2e-3) and row["measured_gain"] > 1
     given[0]["rows"][0]["dense_s"] *= 2
@@ -70,9 +55,7 @@ def test_times_are_predicted_by_launches_that_were_left_out(monkeypatch) -> None
 def test_times_of_another_planner_are_refused(monkeypatch) -> None:
     given = records(monkeypatch)
     given[0]["rows"][0]["skip_microbatches"] = [99]
-    with pytest.raises(
-        ValueError, match=r"skip update was measured with \[99\] micro-batches per rank and the planner now makes"
-    ):
+    with pytest.raises(ValueError, match=r"skip update was measured with \[99\] micro-batches per rank"):
         checked.check(given)
     with pytest.raises(ValueError, match="1 launch.* measure at least 2"):
         checked.check(given[:1])

@@ -1,4 +1,4 @@
-"""Checks the critic's memory in the forecast against critics that are built, and against a count by hand."""
+"""Checks a critic's and a teacher's memory in the forecast against those of built ones, and against a count by hand."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import dataclasses
 import numpy as np
 import pytest
 
+from megatron_rl.backend.teacher_weights import TeacherWeights
 from megatron_rl.config import critic_config, load_config
 from megatron_rl.critic import Critic
 from megatron_rl.model.hf_config import model_shape
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.engine_memory import EngineMemory, gpu_needs, shortfalls
-from megatron_rl.simulator.forecast import critic_memory, memory_of, with_critic
+from megatron_rl.simulator.forecast import critic_memory, memory_of, with_critic, with_teacher
 from megatron_rl.simulator.memory import StageMemory, beside_critic
-from tests.equality.rig import DEFAULTS, open_rig
-from tests.reference import LAYERS, file_weights, tiny_config
-from tests.tools.simulated_job import equal_samples, job_of
+from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig
+from tests.reference import LAYERS, file_weights, tiny_config, tiny_model
+from tests.tools.simulated_job import bytes_of, equal_samples, job_of
 
 GRIDS = {
     "DP2, sharded": ("llama", "optimizer.distributed=true"),
@@ -33,13 +34,11 @@ def critic_bytes(rank: int, world: int, family: str, *overrides: str) -> tuple[i
         count = int(rig.batch.facts.response_tokens.sum())
         critic.train(rig.batch, np.ones(count, np.float32), np.zeros(count, np.float32))
         parameters = [p for chunk in critic.chunks for p in chunk.parameters()]
-        moments = 0
-        for part in critic.optimizer.megatron.chained_optimizers:
-            for state in part.optimizer.state.values():
-                moments += sum(state[name].numel() * state[name].element_size() for name in ("exp_avg", "exp_avg_sq"))
-        sizes = [(p.numel() * p.element_size(), p.main_grad.numel() * 4) for p in parameters]
+        states = [x for part in critic.optimizer.megatron.chained_optimizers for x in part.optimizer.state.values()]
+        moments = bytes_of(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
+        gradients = sum(p.main_grad.numel() * 4 for p in parameters)
         critic.close()
-    return *np.sum(sizes, axis=0).tolist(), moments
+    return bytes_of(parameters), gradients, moments
 
 
 def job_with_critic(family: str, world: int, *overrides: str):
@@ -55,7 +54,6 @@ def job_with_critic(family: str, world: int, *overrides: str):
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_critics_memory_is_that_of_one_that_is_built(pool, grid: str) -> None:
-    """Weights and gradients are equal on every rank, moments over all ranks."""
     family, *overrides = GRIDS[grid]
     found = pool.run(2, critic_bytes, family, *overrides, timeout_s=120)
     critic = job_with_critic(family, 2, *overrides).critic
@@ -69,9 +67,8 @@ def test_a_critics_memory_is_that_of_one_that_is_built(pool, grid: str) -> None:
 def test_a_shared_critic_is_counted_by_hand() -> None:
     """Of float32 four bytes a weight and a gradient, eight of moments; the critic's head is one row."""
     job = job_with_critic("llama", 1)
-    alone = memory_of(
-        dataclasses.replace(job, critic=None), plan := job.plan(job.rules(), np.ones(8, bool), drops=False)
-    )
+    plan = job.plan(job.rules(), np.ones(8, bool), drops=False)
+    alone = memory_of(dataclasses.replace(job, critic=None), plan)
     (stage,) = memory_of(job, plan)
     shape = job.shape
     policy = stage.weights // 4
@@ -108,3 +105,36 @@ def test_a_separate_critic_must_fit_on_its_own_gpus() -> None:
     assert needs.critic == (critic.total, 0) and needs.most == max(policy.total, critic.total)
     assert shortfalls(needs, job.config, 2**40) == []
     assert "training the critic needs" in shortfalls(needs, job.config, critic.total - 1)[-1]
+
+
+GIVEN = ("advantage.estimator=distillation", "data.max_prompt_tokens=32", "model.dtype=float32")
+DEPTH, HIDDEN = 4, 32  # of the teacher
+
+
+def teacher_bytes(rank: int, world: int, *overrides: str) -> int:
+    """Return the bytes of a built teacher's weights on a rank."""
+    with open_rig("qwen2_tied", *overrides) as rig:
+        return bytes_of(p for chunk in TeacherWeights(rig.backend).chunks for p in chunk.parameters())
+
+
+@pytest.mark.parametrize("layout", [("parallel.pipeline=2",), ("parallel.tensor=2",)], ids=["PP2", "TP2"])
+def test_a_teachers_memory_is_that_of_one_that_is_built(pool, tmp_path, layout: tuple[str, ...]) -> None:
+    tiny_model("llama", layers=DEPTH, hidden=HIDDEN)[1].save_pretrained(tmp_path / "teacher")
+    any_tokenizer().save_pretrained(tmp_path / "teacher")
+    given = (*GIVEN, *layout, f"teacher.hf_path={tmp_path / 'teacher'}")
+    found = pool.run(2, teacher_bytes, *given, timeout_s=90)
+
+    config = load_config(None, [*DEFAULTS, *given])
+
+    def read_shape(config, degrees):
+        teacher = tiny_config("llama", layers=DEPTH, hidden=HIDDEN)
+        hf_config = teacher if config.model.hf_path != "" else tiny_config("qwen2_tied", layers=LAYERS)
+        return model_shape(hf_config, config, degrees, layer_spec="torch")
+
+    degrees = degrees_of(config, 2)
+    job = with_teacher(job_of(config, read_shape(config, degrees), degrees, equal_samples(8, 16)), read_shape)
+    plan = job.plan(job.rules(), np.ones(8, bool), drops=False)
+    with_it, without = memory_of(job, plan), memory_of(dataclasses.replace(job, teacher=None), plan)
+    stages = [with_it[rank * len(with_it) // 2] for rank in range(2)]
+    assert [stage.reference for stage in stages] == found and all(stage.reference == 0 for stage in without)
+    assert [a.total - b.total for a, b in zip(with_it, without, strict=True)] == [x.reference for x in with_it]

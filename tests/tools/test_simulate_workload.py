@@ -19,6 +19,7 @@ from megatron_rl.simulator.memory import stage_parameters
 from megatron_rl.simulator.picture import picture
 from megatron_rl.simulator.workload import Workload, append_trace, draw, read_trace
 from tests.reference import tiny_config
+from tests.tools import words
 from tests.tools.simulated_job import equal_samples, per_token, tiny_job
 from tools import simulate_cluster
 
@@ -35,23 +36,13 @@ def test_a_trace_comes_back_as_written(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_trace_by_samples_equals_one_by_rollouts(tmp_path: pathlib.Path, caplog) -> None:
-    """A trace by samples gives the same workload as one by rollouts.
-
-    Tokens with loss default to the response's, and those that are read to all but its last; a line that was cut off
-    while it was written is left out, and that is said.
-    """
+    """Tokens with loss default to the response's, those that are read to all but its last; a cut line is left out."""
     whole = equal_samples(4, 20)
     wanted = dataclasses.replace(whole, response_inputs=whole.response_tokens - 1)
-    rows = zip(
-        wanted.prompt_tokens.tolist(),
-        wanted.response_tokens.tolist(),
-        wanted.rewards.tolist(),
-        wanted.groups.tolist(),
-        strict=True,
-    )
-    lines = [
-        json.dumps(dict(zip(("prompt_tokens", "response_tokens", "reward", "group"), row, strict=True))) for row in rows
-    ]
+    names = ("prompt_tokens", "response_tokens", "reward", "group")
+    columns = (wanted.prompt_tokens, wanted.response_tokens, wanted.rewards, wanted.groups)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    lines = [json.dumps(dict(zip(names, row, strict=True))) for row in rows]
     (tmp_path / "by_sample.jsonl").write_text("\n".join([*lines, lines[0][:20]]))
     append_trace(tmp_path / "trace.jsonl", 7, wanted)
     assert len((tmp_path / "trace.jsonl").read_text().splitlines()) == 1
@@ -82,48 +73,31 @@ def test_a_line_that_is_no_rollout_is_named(tmp_path: pathlib.Path, again: dict,
 def test_gdpo_reads_each_functions_rewards(tmp_path: pathlib.Path) -> None:
     """Two functions that disagree and whose weighted sum is the same give signal under gdpo alone."""
     by_function = {"a:f": np.array([1.0, 0.0]), "b:g": np.array([0.0, 2.0])}
-    append_trace(
-        tmp_path / "trace.jsonl",
-        1,
-        dataclasses.replace(equal_samples(2, 20), rewards=np.ones(2), by_function=by_function),
-    )
+    workload = dataclasses.replace(equal_samples(2, 20), rewards=np.ones(2), by_function=by_function)
+    append_trace(tmp_path / "trace.jsonl", 1, workload)
     (found,) = read_trace(tmp_path)
+    assert equal_samples(8, 20, dead=2).signal(load_config(None)).tolist() == [False] * 4 + [True] * 4
     given = ["reward.functions=[a:f,b:g]", "reward.weights=[1.0,0.5]"]
-    assert (
-        found.signal(load_config(None, [*given, "advantage.estimator=gdpo"])).all()
-        and not found.signal(load_config(None, given)).any()
-    )
+    assert found.signal(load_config(None, [*given, "advantage.estimator=gdpo"])).all()
+    assert not found.signal(load_config(None, given)).any()
     with pytest.raises(ConfigError, match=r"reward.functions=\['a:h'\] and the trace has those of \['a:f', 'b:g'\]"):
         found.signal(load_config(None, ["reward.functions=[a:h]", "advantage.estimator=gdpo"]))
 
 
 def test_draws_have_the_stated_means() -> None:
     """The means of 40,000 lengths and 10,000 prompts are within 2 % of those stated: four standard errors."""
-    config = load_config(
-        None, ["train.prompts_per_rollout=10000", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=100000"]
-    )
+    given = "train.prompts_per_rollout=10000 rollout.samples_per_prompt=4 rollout.max_response_tokens=100000"
+    config = load_config(None, words(given))
     workload, said = draw(config, lengths="lognormal:800,0.6", pass_rate="beta:2,3", prompt_tokens=50, seed=0)
-    assert workload.response_tokens.mean() == pytest.approx(800, rel=0.02) and workload.rewards.mean() == pytest.approx(
-        0.4, rel=0.02
-    )
+    assert workload.response_tokens.mean() == pytest.approx(800, rel=0.02)
+    assert workload.rewards.mean() == pytest.approx(0.4, rel=0.02)
     assert "lognormal:800,0.6" in said and "beta:2,3" in said
-
-
-def test_signal_is_the_runs_own() -> None:
-    workload = equal_samples(8, 20, dead=2)
-    assert workload.signal(load_config(None)).tolist() == [False] * 4 + [True] * 4
 
 
 def test_coefficients_of_a_run_and_of_a_machine(tmp_path: pathlib.Path) -> None:
     job = tiny_job(equal_samples(8, 20), 2, "parallel.pipeline=2")
-    machine = Machine(
-        flops_per_s=1e9,
-        attention_flops_per_s=5e8,
-        layer_overhead_s=1e-3,
-        adam_s=1e-9,
-        reduce_s=2e-9,
-        update_overhead_s=0.1,
-    )
+    overheads = dict(layer_overhead_s=1e-3, adam_s=1e-9, reduce_s=2e-9, update_overhead_s=0.1)
+    machine = Machine(flops_per_s=1e9, attention_flops_per_s=5e8, **overheads)
     file = tmp_path / "coefficients.json"
     file.write_text(json.dumps({"machine": dataclasses.asdict(machine), "measured_on": "a laptop"}))
     read = load_coefficients(file, job.shape, job.config, job.degrees, loss_share=0.8)
@@ -135,9 +109,7 @@ def test_coefficients_of_a_run_and_of_a_machine(tmp_path: pathlib.Path) -> None:
     file.write_text(json.dumps({"stages": [stage, stage], "virtual": 1, "optimizer_s": 0.5}))
     assert load_coefficients(file, job.shape, job.config, job.degrees, loss_share=0.8).from_run
     file.write_text(json.dumps({"stages": [stage], "virtual": 1, "optimizer_s": 0.5}))
-    with pytest.raises(
-        ConfigError, match="fitted with 1 pipeline stages of 1 chunks and this configuration has 2 of 1"
-    ):
+    with pytest.raises(ConfigError, match="1 pipeline stages of 1 chunks and this configuration has 2 of 1"):
         load_coefficients(file, job.shape, job.config, job.degrees, loss_share=0.8)
 
 
@@ -153,14 +125,8 @@ def test_world_size_is_said_by_somebody() -> None:
 @pytest.fixture
 def arguments(tmp_path: pathlib.Path) -> list[str]:
     tiny_config("qwen3", layers=8).save_pretrained(tmp_path / "model")
-    return [
-        f"model.hf_path={tmp_path / 'model'}",
-        "parallel.pipeline=4",
-        "plan.max_tokens_per_microbatch=256",
-        "data.max_prompt_tokens=64",
-        "rollout.max_response_tokens=128",
-        "reward.functions=[arithmetic]",
-    ]
+    sizes = "plan.max_tokens_per_microbatch=256 data.max_prompt_tokens=64 rollout.max_response_tokens=128"
+    return words(f"model.hf_path={tmp_path}/model parallel.pipeline=4 reward.functions=[arithmetic] {sizes}")
 
 
 def test_the_tool_prints_and_writes(arguments, tmp_path: pathlib.Path, capsys) -> None:
@@ -169,47 +135,37 @@ def test_the_tool_prints_and_writes(arguments, tmp_path: pathlib.Path, capsys) -
     printed, content = capsys.readouterr().out, json.loads(written.read_text())
     assert "TP 1, PP 4, DP 4" in printed and "not measured" in printed and "binds: " in printed
     assert content["world_size"] == 16 and len(content["memory"]) == 4 and content["gain_predicted"] > 1
-    assert content["dense"]["update_s"] == pytest.approx(
-        content["dense"]["pipeline_s"] + content["dense"]["optimizer_s"]
-    )
+    dense = content["dense"]
+    assert dense["update_s"] == pytest.approx(dense["pipeline_s"] + dense["optimizer_s"])
     assert ElementTree.fromstring(svg.read_text()).tag.endswith("svg")
 
 
 def test_the_picture_has_a_box_for_every_operation() -> None:
     found = forecast(tiny_job(equal_samples(16, 40, dead=4), 8, "parallel.pipeline=4", costs=per_token(4)))
-    boxes = [
-        x.get("class") for x in ElementTree.fromstring(picture(found, "a <title>")).iter() if x.tag.endswith("rect")
-    ]
+    shapes = ElementTree.fromstring(picture(found, "a <title>")).iter()
+    boxes = [x.get("class") for x in shapes if x.tag.endswith("rect")]
     assert boxes.count("forward") - 1 == boxes.count("backward") - 1 == 4 * (8 + 4)  # one each is the legend's
     # half of the dense run's, and what the skip saves
     assert boxes.count("dead") - 1 == 2 * 4 * 4 and boxes.count("saved") == 1
 
 
 def test_a_trace_forecasts_as_its_samples_do(arguments, tmp_path: pathlib.Path, capsys) -> None:
-    """A trace forecasts its rollout of median update time.
-
-    A line that is no sample is an error, and so are two sources at once.
-    """
+    """A trace forecasts its rollout of median update time; two sources at once are an error."""
     config = load_config(None, ["model.dtype=float32", *arguments])
     trace, written = tmp_path / "trace.jsonl", tmp_path / "figures.json"
     for rollout, mean in enumerate((40, 80, 60)):
-        append_trace(
-            trace, rollout, draw(config, lengths=f"lognormal:{mean},0.3", pass_rate=None, prompt_tokens=9, seed=0)[0]
-        )
+        drawn, _ = draw(config, lengths=f"lognormal:{mean},0.3", pass_rate=None, prompt_tokens=9, seed=0)
+        append_trace(trace, rollout, drawn)
     command = [*arguments, "--nodes", "1", "--trace", str(trace), "--json", str(written)]
     assert simulate_cluster.main([*command, "plan.share_prompts=false"]) == 0
     lengths = read_trace(trace)[2].lengths
-    assert (
-        json.loads(written.read_text())["dense"]["tokens"] == lengths.sum()
-        and "recorded: 3 rollout(s)" in capsys.readouterr().out
-    )
+    assert json.loads(written.read_text())["dense"]["tokens"] == lengths.sum()
+    assert "recorded: 3 rollout(s)" in capsys.readouterr().out
     assert simulate_cluster.main([*command, "--pass-rate", "beta:1,1"]) == simulate_cluster.EXIT_CONFIG
     trace.write_text('{"prompt_tokens": 3}\n')
     assert simulate_cluster.main(command) == simulate_cluster.EXIT_CONFIG
     assert "trace.jsonl:1: " in capsys.readouterr().err
     for option in ("--trace", "--coefficients", "--from-run"):
-        assert (
-            simulate_cluster.main([*arguments, "--nodes", "1", option, str(tmp_path / "none")])
-            == simulate_cluster.EXIT_CONFIG
-        )
+        given = [*arguments, "--nodes", "1", option, str(tmp_path / "none")]
+        assert simulate_cluster.main(given) == simulate_cluster.EXIT_CONFIG
         assert f"{option} {tmp_path / 'none'}" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""Checks the SLURM templates without SLURM, by stand-ins.
+"""Checks the SLURM templates without SLURM, and that what tests/slurm/keeper.py keeps for a process ends with it.
 
-Checked are the command lines that a stand-in srun is called with, the requeueing of a job by itself, and the way of a
-signal to the ranks. The real thing, two nodes and all, is ``make test-slurm`` (tests/slurm/check.py).
+A stand-in srun notes command lines, requeueing, and the way of a signal to the ranks. The real thing, two nodes and
+all, is ``make test-slurm`` (tests/slurm/check.py).
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 
 from tests.patience import HANG_S, patient, until
 from tests.slurm import check, cluster
+from tests.slurm.keeper import KeeperError, kept
+from tests.tools import ROOT
+from tests.tools.processes import alive
 from tests.tools.slurm_stand_ins import SLURM, submit, write_program
 
 pytestmark = pytest.mark.process
 
-ROOT = pathlib.Path(__file__).parents[2]
 TEMPLATES = sorted(SLURM.glob("*.sbatch"))
 SCRIPTS = sorted([*SLURM.iterdir(), *(ROOT / "examples" / "torchrun").iterdir()])
 BOUND_S = patient(HANG_S)
@@ -54,24 +57,16 @@ def test_scripts_are_sound_bash(script):
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
 def test_template_directives(template):
     text = template.read_text()
-    for line in (
-        "--requeue",
-        "--open-mode=append",
-        "--output=slurm-%x-%j.out",
-        "--ntasks-per-node=1",
-        "--signal=B:USR1@300",
-    ):
-        assert f"#SBATCH {line}\n" in text
+    wanted = "--requeue --open-mode=append --output=slurm-%x-%j.out --ntasks-per-node=1 --signal=B:USR1@300"
+    assert all(f"#SBATCH {line}\n" in text for line in wanted.split())
     assert not re.search(r"^#SBATCH.*(account|partition|--qos|-A |-p )", text, re.M)
     assert "set -euo pipefail" in text and "# Launch:" in text
 
 
 def test_one_task_per_node_meets_at_the_head_node(tmp_path):
-    code, calls, said = submit(
-        tmp_path, "multi_node.sbatch", "--config", "x.yaml", "train.num_rollouts=3", SAVE_EVERY="4"
-    )
+    given = ("--config", "x.yaml", "train.num_rollouts=3")
+    code, (call,), said = submit(tmp_path, "multi_node.sbatch", *given, SAVE_EVERY="4")
     assert code == 0
-    (call,) = calls
     assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=a1,a2 --cpus-per-task=4" in call
     assert "bash examples/slurm/node.sh a1:20007 -m megatron_rl.train" in call
     assert call.endswith("checkpoint.save_every_rollouts=4 --config x.yaml train.num_rollouts=3")
@@ -83,19 +78,16 @@ def test_one_task_per_node_meets_at_the_head_node(tmp_path):
     [("75", "12", True), ("75", "", False), ("1", "12", False), ("0", "12", False), ("143", "12", False)],
 )
 def test_job_requeues_itself_when_it_was_asked_to_leave_and_has_saved(tmp_path, trainer_code, saves, requeued):
-    code, calls, said = submit(
-        tmp_path, "single_node.sbatch", nodes="a1", TRAINER_CODE=trainer_code, TRAINER_SAVES=saves
-    )
-    assert code == int(trainer_code)
-    assert ("scontrol requeue 7" in calls) == requeued
+    given = dict(TRAINER_CODE=trainer_code, TRAINER_SAVES=saves)
+    code, calls, said = submit(tmp_path, "single_node.sbatch", nodes="a1", **given)
+    assert code == int(trainer_code) and ("scontrol requeue 7" in calls) == requeued
     assert ("not requeued" in said) == (trainer_code == "75" and not requeued)
 
 
 def test_container_command_lines(tmp_path):
     _, (pyxis,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="pyxis", IMAGE="img.sqsh", MOUNTS="/data:/data")
-    assert (
-        f"--container-image=img.sqsh --container-mounts={ROOT}:{ROOT},/data:/data --container-workdir={ROOT}" in pyxis
-    )
+    mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data --container-workdir={ROOT}"
+    assert f"--container-image=img.sqsh {mounts}" in pyxis
     _, (apptainer,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="apptainer", IMAGE="img.sif")
     assert f"apptainer exec --nv --bind {ROOT} --pwd {ROOT} img.sif bash examples/slurm/node.sh" in apptainer
     code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="docker")
@@ -105,23 +97,12 @@ def test_container_command_lines(tmp_path):
 
 
 def test_vllm_takes_the_last_nodes(tmp_path):
-    code, calls, _ = submit(
-        tmp_path,
-        "trainer_and_vllm.sbatch",
-        "a=b",
-        nodes="a1 a2 a3",
-        MODEL="m",
-        VLLM_TP="8",
-        VLLM_ARGS="--max-model-len 64",
-        TRAINER_CODE="0",
-    )
+    given = dict(MODEL="m", VLLM_TP="8", VLLM_ARGS="--max-model-len 64", TRAINER_CODE="0")
+    code, calls, _ = submit(tmp_path, "trainer_and_vllm.sbatch", "a=b", nodes="a1 a2 a3", **given)
     assert code == 0
     server, trainer = sorted((call for call in calls if call.startswith("srun")), key=lambda call: "node.sh" in call)
-    assert (
-        "--nodelist=a3" in server
-        and "--model m" in server
-        and "--api-key-env VLLM_API_KEY --tensor-parallel-size 8" in server
-    )
+    assert "--nodelist=a3" in server and "--model m" in server
+    assert "--api-key-env VLLM_API_KEY --tensor-parallel-size 8" in server
     assert "--host 0.0.0.0 --port 20008" in server and server.endswith("-- --max-model-len 64")
     assert "--nodelist=a1,a2" in trainer and trainer.endswith("rollout.servers=[http://a3:20008] a=b")
     assert calls.index("curl http://a3:20008/health") < calls.index(trainer)
@@ -157,21 +138,10 @@ def test_a_server_listens_at_the_first_node_and_goes_on_where_it_was_asked_to_le
 
 def start_node(tmp_path: pathlib.Path, last: str) -> subprocess.Popen:
     write_program(tmp_path / "bin", "torchrun", TORCHRUN)
-    environment = os.environ | {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURMD_NODENAME": "a1",
-        "SLURM_JOB_ID": "7",
-        "PROCESSES": "2",
-    }
-    return subprocess.Popen(
-        ["bash", str(SLURM / "node.sh"), "a1:20007", "-m", "megatron_rl.train", last],
-        env=environment,
-        start_new_session=True,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environment = os.environ | dict(SLURM_NODEID="0", SLURM_STEP_NUM_NODES="1", SLURMD_NODENAME="a1", SLURM_JOB_ID="7")
+    environment |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PROCESSES": "2"}
+    command = ["bash", str(SLURM / "node.sh"), "a1:20007", "-m", "megatron_rl.train", last]
+    return subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -203,3 +173,57 @@ def test_check_that_cannot_run_is_skipped_with_a_code_of_its_own(monkeypatch, ca
     assert check.main([]) == 77
     said = capsys.readouterr().out
     assert said.startswith("SKIPPED: ") and why in said and "passed" not in said
+
+
+STAND_IN = "tests.tools.test_slurm_templates:StandIn"
+
+
+class StandIn:
+    """A daemon in place of SLURM's: it sleeps, its process id lies in the folder, and its end is written there."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> StandIn:
+        if (self.folder / "refuse").exists():
+            raise RuntimeError("no daemon today")
+        self.daemon = subprocess.Popen(["sleep", "1000"])
+        (self.folder / "pid").write_text(str(self.daemon.pid))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.daemon.terminate()
+        (self.folder / "ended").write_text(str(self.daemon.wait()))
+
+
+OWNER = f"""
+import pathlib, time
+from tests.slurm.keeper import kept
+with kept({STAND_IN!r}, pathlib.Path(__import__("sys").argv[1]), stop_s=20):
+    print("up", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
+def test_what_is_kept_ends_with_its_owner(tmp_path: pathlib.Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    owner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    ended = tmp_path / "ended"
+    with owner.stdout:
+        assert owner.stdout.readline() == b"up\n"
+        daemon = int((tmp_path / "pid").read_text())
+        assert alive(daemon)
+        owner.send_signal(number)
+        owner.wait(BOUND_S)
+    assert until(lambda: ended.exists() and ended.read_text() == str(-signal.SIGTERM)) and not alive(daemon)
+
+
+def test_what_does_not_start_is_an_error_with_its_reason(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "refuse").touch()
+    with pytest.raises(KeeperError, match="no daemon today"), kept(STAND_IN, tmp_path, stop_s=BOUND_S):
+        raise AssertionError("entered without a daemon")
+    (tmp_path / "refuse").unlink()
+    with kept(STAND_IN, tmp_path, stop_s=BOUND_S):
+        assert (tmp_path / "pid").exists() and not (tmp_path / "ended").exists()
+    assert (tmp_path / "ended").exists()

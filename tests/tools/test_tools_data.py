@@ -1,12 +1,14 @@
-"""Checks that what make_tokenizer.py, make_model.py and the examples' prepare.py write loads and round-trips."""
+"""What make_tokenizer.py, make_model.py and the examples' scripts write loads, round-trips, and has right answers."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import operator
 import pathlib
-import sys
+import re
 
+import make_model
+import make_tokenizer
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,38 +17,19 @@ from megatron_rl.config import DataConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import load_rows
 from megatron_rl.errors import ConfigError
+from megatron_rl.reward.math import math_verify
+from tests.tools import load_script, words
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def load_script(path: str):
-    """Load a script as a module of its own name: both examples are called prepare.py."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        spec = importlib.util.spec_from_file_location(path.replace("/", "_").removesuffix(".py"), ROOT / path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
-    return module
-
-
-make_tokenizer = load_script("tools/make_tokenizer.py")
-make_model = load_script("tools/make_model.py")
 gsm8k = load_script("examples/gsm8k/prepare.py")
 quickstart = load_script("examples/quickstart/prepare.py")
 
 GSM8K_ROWS = [
-    {
-        "question": "Natalia sold 48 clips, then half as many. How many?",
-        "answer": "48/2 = <<48/2=24>>24\n48+24 = <<48+24=72>>72 clips\n#### 72",
-    },
-    {
-        "question": "A house costs $80,000 and is worth 1.5 times more. Janet’s profit?",
-        "answer": "It is $<<80000*1.5=120000>>120,000\n#### 120,000",
-    },
-    {"question": "It was 4 degrees and fell by 7.  Now?", "answer": "4-7 = -3\n#### -3"},
+    {"question": question, "answer": answer}
+    for question, answer in (
+        ("Natalia sold 48, then half. How many?", "48/2 = <<48/2=24>>24\n48+24 = <<48+24=72>>72 clips\n#### 72"),
+        ("A house costs $80,000. Janet’s profit?", "It is $<<80000*1.5=120000>>120,000\n#### 120,000"),
+        ("It was 4 degrees and fell by 7.  Now?", "4-7 = -3\n#### -3"),
+    )
 ]
 
 
@@ -55,27 +38,18 @@ def write_jsonl(path: pathlib.Path, rows) -> pathlib.Path:
     return path
 
 
+def read(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def token_ids(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-# --- tokenizers
-
-
 def test_bpe_round_trips_and_cuts_digits_apart(tmp_path, capsys):
     path = write_jsonl(tmp_path / "d.jsonl", GSM8K_ROWS)
-    arguments = [
-        "--input",
-        str(path),
-        "--columns",
-        "question",
-        "answer",
-        "--vocab-size",
-        "300",
-        "--out",
-        str(tmp_path / "t"),
-    ]
-    assert make_tokenizer.main([*arguments, "--json", str(tmp_path / "r.json")]) == 0
+    given = f"--input {path} --columns question answer --vocab-size 300 --out {tmp_path / 't'}"
+    assert make_tokenizer.main(words(f"{given} --json {tmp_path / 'r.json'}")) == 0
     assert json.loads((tmp_path / "r.json").read_text()) == json.loads(capsys.readouterr().out)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t")
     assert (tokenizer.eos_token, tokenizer.pad_token, len(tokenizer)) == ("<|endoftext|>", "<|pad|>", 300)
@@ -101,18 +75,13 @@ def test_what_cannot_round_trip_fails_the_tool(tmp_path, capsys):
     assert "--columns answer: row 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("characters", "message"), [("", "is empty"), ("12é", "'é', which is more than one byte")])
-def test_characters_that_cannot_be_tokens(characters, message):
-    with pytest.raises(ConfigError, match=message):
-        make_tokenizer.make_characters(characters)
-
-
-def test_vocabulary_below_the_bytes_is_refused():
+def test_characters_and_vocabularies_that_cannot_be_tokens_are_refused():
+    for characters, message in (("", "is empty"), ("12é", "'é', which is more than one byte")):
+        with pytest.raises(ConfigError, match=message):
+            make_tokenizer.make_characters(characters)
     with pytest.raises(ConfigError, match="--vocab-size 257 must be at least 258"):
         make_tokenizer.train_bpe(["x"], 257)
 
-
-# --- models
 
 SMALL = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 32, "max_position": 32}
 
@@ -155,16 +124,13 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
         make_model.ModelSizes(**sizes)
 
 
-# --- examples
-
-
 def test_gsm8k_columns(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
-    write_jsonl(data / "train.jsonl", GSM8K_ROWS)
-    write_jsonl(data / "test.jsonl", GSM8K_ROWS[:1])
-    sizes = ["--hidden", "64", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--intermediate", "32"]
-    assert gsm8k.main(["--gsm8k", str(data), "--out", str(tmp_path / "out"), "--vocab-size", "300", *sizes]) == 0
+    for name, count in (("train", 3), ("test", 1)):
+        write_jsonl(data / f"{name}.jsonl", GSM8K_ROWS[:count])
+    sizes = "--vocab-size 300 --hidden 64 --layers 1 --heads 2 --kv-heads 1 --intermediate 32"
+    assert gsm8k.main(words(f"--gsm8k {data} --out {tmp_path / 'out'} {sizes}")) == 0
     rows = load_rows(tmp_path / "out" / "train.jsonl")
     assert [row["answer"] for row in rows] == ["72", "120000", "-3"]
     assert [row["prompt"] for row in rows] == [row["question"] for row in GSM8K_ROWS]
@@ -173,19 +139,14 @@ def test_gsm8k_columns(tmp_path):
     assert len(load_rows(tmp_path / "out" / "test.jsonl")) == 1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
     source = PromptDataset(rows, tokenizer, DataConfig(shuffle=False), seed=0, context_tokens=1024)
+    alone = tmp_path / "alone"
+    assert gsm8k.main(["--gsm8k", str(data), "--out", str(alone), "--data-only"]) == 0
+    assert sorted(path.name for path in alone.iterdir()) == ["test.jsonl", "train.jsonl"]
+    assert list(load_rows(alone / "train.jsonl")) == list(rows)
     for row, found in zip(rows, source.next_solutions(3), strict=True):
         texts = tokenizer.decode(found.prompt.token_ids), tokenizer.decode(found.response_ids[:-1])
         assert texts == (row["prompt"], row["solution"])
         assert found.response_ids[-1] == tokenizer.eos_token_id
-
-
-def test_gsm8k_data_alone_is_the_same_without_a_model(tmp_path):
-    for name in ("train", "test"):
-        write_jsonl(tmp_path / f"{name}.jsonl", GSM8K_ROWS)
-    assert gsm8k.main(["--gsm8k", str(tmp_path), "--out", str(tmp_path / "out"), "--data-only"]) == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["test.jsonl", "train.jsonl"]
-    wanted = [gsm8k.convert(row, "row") for row in GSM8K_ROWS]
-    assert list(load_rows(tmp_path / "out" / "train.jsonl")) == wanted
 
 
 def test_gsm8k_row_without_a_number_is_named(tmp_path, capsys):
@@ -210,3 +171,104 @@ def test_quickstart_order_is_the_seeds():
     assert quickstart.generate(1, ["+"], 5) == quickstart.generate(1, ["+"], 5) != quickstart.generate(1, ["+"], 6)
     with pytest.raises(ConfigError, match="--operations '/' must be"):
         quickstart.generate(1, ["/"], 0)
+
+
+math = load_script("examples/h100/prepare_math.py")
+BOXES = {
+    r"so $x=\boxed{\frac{1}{2}}$.": r"\boxed{\frac{1}{2}}",
+    r"first \boxed{1}, then \boxed{ (3,\infty) }": r"\boxed{(3,\infty)}",
+    r"$\boxed 7$": r"\boxed{7}",
+    r"\fbox{\$32,\!348}": r"\boxed{\$32,\!348}",
+    r"\boxed{\left\{1,2\right\}}": r"\boxed{\left\{1,2\right\}}",
+    r"\boxed{\text{even}}": r"\boxed{\text{even}}",
+    "no box": None,
+    r"\boxed{1": None,
+}
+
+
+def row(solution: str) -> str:
+    return json.dumps({"problem": f"Why {solution}?", "level": "Level 5", "type": "Algebra", "solution": solution})
+
+
+@pytest.mark.parametrize("solution", BOXES)
+def test_the_last_box_is_the_answer(solution: str) -> None:
+    answer = BOXES[solution]
+    assert math.boxed_answer(solution) == answer
+    assert answer is None or math.can_be_earned(answer)
+
+
+def test_lines_and_a_file_for_each_problem_give_the_same_columns(tmp_path, capsys) -> None:
+    lines, files, rows = tmp_path / "lines", tmp_path / "files", [row(solution) for solution in [*BOXES, r"\boxed{?}"]]
+    lines.mkdir()
+    for split in ("train", "test"):
+        (lines / f"{split}.jsonl").write_text("\n".join(rows))
+        (files / split / "algebra").mkdir(parents=True)
+        for number, each in enumerate(rows):
+            (files / split / "algebra" / f"{number}.json").write_text(each)
+    for source in (lines, files):
+        assert math.main(["--math", str(source), "--out", str(tmp_path / f"of {source.name}")]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["train_rows"] == 6 and report["test_without_box"] == 2 and report["train_not_verified"] == 1
+    found = read(tmp_path / "of lines" / "train.jsonl")
+    assert found == read(tmp_path / "of files" / "train.jsonl")
+    assert {each["solution"]: each["answer"] for each in found} == {k: v for k, v in BOXES.items() if v is not None}
+    assert [each["solution"] for each in found] != [solution for solution in BOXES if BOXES[solution]]  # mixed
+    right = [f"The answer is {each['answer']}." for each in found]
+    assert math_verify([""] * 6, right, [[]] * 6, [each["answer"] for each in found]) == [1.0] * 6
+
+
+def test_what_cannot_be_read_is_named(tmp_path, capsys) -> None:
+    assert math.main(["--math", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    assert "holds neither train.jsonl nor JSON files" in capsys.readouterr().err
+    (tmp_path / "train.jsonl").write_text('{"question": "1?", "solution": "1"}\n')
+    assert math.main(["--math", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    assert "train.jsonl:1 has no text column 'problem'" in capsys.readouterr().err
+
+
+problems = load_script("examples/smollm2/problems.py")
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def question(row: dict) -> str:
+    return row["prompt"][-1]["content"]
+
+
+def test_answers_are_those_of_the_working_and_rows_repeat(tmp_path: pathlib.Path) -> None:
+    """Every sentence of a solution is true, its last value is the answer, and math_verify takes the solution."""
+    arguments = ["--train-rows", "600", "--test-rows", "100", "--seed", "3"]
+    for folder in ("a", "b"):
+        assert problems.main([*arguments, "--out", str(tmp_path / folder)]) == 0
+    for name, count in (("train.jsonl", 600), ("test.jsonl", 100)):
+        rows = read(tmp_path / "a" / name)
+        assert rows == read(tmp_path / "b" / name) and len(rows) == count == len({question(row) for row in rows})
+        assert {row["kind"] for row in rows} == problems.KINDS.keys()
+        for row in rows:
+            sentences = re.findall(r"(\d+) ([-+*]) (\d+) = (-?\d+)\.", row["solution"])
+            assert len(sentences) == problems.KINDS[row["kind"]].steps
+            for left, sign, right, value in sentences:
+                assert SIGNS[sign](int(left), int(right)) == int(value)
+            assert row["answer"] == sentences[-1][-1] and int(row["answer"]) > 0
+            assert set(re.findall(r"\d+", question(row))) <= {x for s in sentences for x in s}
+        answers = [row["answer"] for row in rows[:40]]
+        assert math_verify([], [row["solution"] for row in rows[:40]], [], answers) == [1.0] * 40
+
+
+def test_no_kind_and_numbers_are_both_trained_and_held_out_and_steps_are_those_asked_for(
+    tmp_path: pathlib.Path,
+) -> None:
+    assert problems.main(["--out", str(tmp_path), "--test-rows", "200"]) == 0
+    rows = [read(tmp_path / name) for name in ("train.jsonl", "test.jsonl")]
+    train, test = ({(row["kind"], *re.findall(r"\d+", question(row))) for row in part} for part in rows)
+    assert train and len(test) == 200 and not train & test
+    assert problems.main(words(f"--out {tmp_path}/two --train-rows 90 --test-rows 90 --steps 2")) == 0
+    assert {problems.KINDS[row["kind"]].steps for row in read(tmp_path / "two" / "test.jsonl")} == {2}
+
+
+def test_more_problems_than_there_are_and_other_steps_are_refused(tmp_path: pathlib.Path, capsys) -> None:
+    for given, said in (
+        (("--steps", "1", "--test-rows", "1000"), r"error: \d+ problems to hold out and 0 to train on were found"),
+        (("--steps", "3"), "--steps 3 must name 1, 2 or both"),
+        (("--steps", "two"), "--steps two"),
+    ):
+        assert problems.main(["--out", str(tmp_path), *given]) == 1
+        assert re.search(said, capsys.readouterr().err)

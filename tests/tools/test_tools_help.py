@@ -1,27 +1,154 @@
-"""Every tool says how to call it, with an example, and refuses what it does not know by exit code 2."""
+"""Every tool says how to call it, with an example, and refuses by exit code 2 what it does not know or cannot do."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import json
+import os
 import pathlib
+import shlex
+import sys
 
+import check_own_parts
 import pytest
+from gpu_report_steps.parts import STEPS
 
-from tests.workers.nursery import Nursery
+from tests.tools import TOOLS
+from tests.workers.nursery import HANG_S, Nursery, patient, run_file
 
-TOOLS = sorted(
-    path
-    for path in (pathlib.Path(__file__).resolve().parents[2] / "tools").rglob("*.py")
-    if "__main__" in path.read_text()
+CALLED = sorted(path for path in TOOLS.rglob("*.py") if "__main__" in path.read_text())
+UNKNOWN = "--no-such-option"
+
+
+def call_all(out: str, *paths: str) -> None:
+    """Call each file with --help and with an unknown option, in one process; write [exit code, text] of each call.
+
+    What a file imports from tools/ is forgotten before the next: two folders hold modules of one name.
+    """
+    found, search = {}, sys.path[:]
+    for path in paths:
+        for option in ("--help", UNKNOWN):
+            sys.argv[1:] = [option]
+            with io.StringIO() as printed, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                try:
+                    run_file(path)
+                    code = 0
+                except SystemExit as ended:
+                    code = ended.code
+                found[f"{path} {option}"] = [code, printed.getvalue()]
+            sys.path[:] = search
+            for name, module in list(sys.modules.items()):
+                if str(getattr(module, "__file__", None)).startswith(str(TOOLS)):
+                    del sys.modules[name]
+    pathlib.Path(out).write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def answers(nursery: Nursery, tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """Return the exit code and the text of each tool's calls, by its path and the option."""
+    folder = tmp_path_factory.mktemp("answers")
+    given = [str(folder / "found.json"), *map(str, CALLED)]
+    fork = nursery.start("tests.tools.test_tools_help:call_all", given, printed=folder / "printed")
+    try:
+        assert fork.wait(patient(5 * HANG_S)) == 0, (folder / "printed").read_text()
+    finally:
+        fork.kill()
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_every_help_has_an_example(answers) -> None:
+    helps = {tool: answers[f"{tool} --help"] for tool in CALLED}
+    wrong = {x: y for x, y in helps.items() if y[0] != 0 or "example" not in y[1].lower() or x.stem not in y[1]}
+    assert len(helps) > 40 and not wrong
+
+
+def test_an_unknown_option_ends_with_2(answers) -> None:
+    ends = {tool: answers[f"{tool} {UNKNOWN}"] for tool in CALLED}
+    assert not {x: y for x, y in ends.items() if y[0] != 2 or (UNKNOWN not in y[1] and "required" not in y[1])}
+
+
+def test_every_option_of_the_gpu_reports_steps_is_known_to_its_script(answers) -> None:
+    wrong, met = [], set()
+    for words in (shlex.split(command) for step in STEPS for command in (step.command, step.cpu) if ".py" in command):
+        place = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        script = words[place].format(tools=TOOLS)
+        met.add(script)
+        wrong += [(script, x) for x in words[place:] if x.startswith("--") and x not in answers[f"{script} --help"][1]]
+    assert len(met) > 10 and not wrong
+
+
+# A tool, its arguments, and what its refusal says.
+REFUSED = f"""
+acceptance | --jobs 0 | --jobs 0 must be at least 1
+acceptance | --only none | --only none names no cell
+async_modes | --steps 2 | --steps 2 must be above 2
+async_modes | --modes prefetch | --modes must name sync
+async_modes | --min-groups 0 | --min-groups 0 must be at least 1
+gpu_report | --only 'no such step' | names no step
+gpu_report | --minutes 0 | --minutes 0 must be above 0
+gpu_report | --wheels {os.devnull} | holds none of base
+logprob | --tokens 0 | --tokens [0]
+logprob | --kernel triton | --kernel triton needs a GPU
+policies | --dp 2 | --dp 2 is 2 and 1 processes
+policies | --max-tokens-per-microbatch 64 128 64 | [64, 128, 64] must name at least 3
+policies | --groups 10 --mini-batches 4 | --groups 10 must be a multiple of --mini-batches 4
+policies | --dead-share 1.5 | --dead-share [1.5]
+policies | --repeats 0 | --repeats 0 must be at least 1
+refill | --dead 1 | --dead 1.0 must be at least 0 and below 1
+refill | --steps 1 | --steps 1 must be at least 2
+reward_pool | --samples 0 | --samples 0 must be at least 1
+reward_pool | --group-size 0 | --group-size 0
+reward_pool | --deadline 0 | --deadline 0.0 must be above 0
+reward_pool | --hanging 0.6 --killing 0.5 | all together at most 1
+reward_pool | --raising -0.1 | at least 0
+reward_pool | --data /nowhere | --data /nowhere has no test.jsonl
+shared_prompts | --ratio 4/1 | --ratio 4/1 is not of the form PROMPT:RESPONSE
+shared_prompts | --groups 2 | --dead-share 0.75 of --groups 2 leaves no group with signal
+skip | --dp 3 | --tp 1 x --pp 1 x --dp 3 is 3 and 1 processes were started
+update | --trl-samples 4 8 8 | at least three
+update | --groups 5 --trl-samples 2 4 8 | --trl-samples 8 must divide the batch's 20 samples
+update | --dead-share 1.0 | --dead-share 1.0 leaves no signal in 40 groups
+update | --groups 4 --dead-share 0.9 | --dead-share 0.9 leaves no signal in 4 groups
+update | --dead-share -0.1 | --dead-share -0.1
+update | --hidden 100 | --hidden 100 must be a multiple of 64
+update | --group-size 1 | --group-size 1 must be at least 2
+update | --max-tokens-per-microbatch 4 | --max-tokens-per-microbatch 4
+update | --threads 0 | --threads 0 must be at least 1
+update | --repeats 0 | --repeats 0 must be at least 1
+verify_topology | --inject-layer 1 | --inject-layer 1 belongs to --inject tp_all_reduce
+verify_topology | --layers-per-stage 0 | --layers-per-stage 0 must be at least 1
+verify_topology | --tolerance 0 | --tolerance 0.0 must be above 0
+verify_topology | --inject gremlin | invalid choice
+"""
+
+
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+def test_arguments_that_cannot_work_are_refused_by_name(line: str, capsys, monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    tool, given, said = line.split(" | ")
+    module = importlib.import_module(tool)
+    if tool == "logprob" and "triton" in given and module.device_type() == "cuda":
+        pytest.skip("this host has a GPU")
+    with pytest.raises(SystemExit) as ended:
+        module.parse(shlex.split(given))
+    assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("--loss tests.own_parts:clipped --arguments low=0.1", 0, "equal: the loss stops no gradient"),
+        ("--loss tests.own_parts:quadratic", 1, "FAILS  a zero advantage"),
+        ("--loss tests.own_parts:quadratic", 1, "skip.mode=exact refuses it"),
+        ("--loss tests.own_parts:mean", 1, "FAILS  one finite loss per token"),
+        ("--loss tests.own_parts:none", 2, "has no 'none'"),
+        ("--estimator tests.own_parts:centred", 0, "holds  the order of the samples"),
+        ("--estimator tests.own_parts:by_batch", 1, "all rewards of its group are equal"),
+        ("--estimator tests.own_parts:by_batch --moves-equal-rewards", 0, "holds"),
+    ],
 )
-
-
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
-def test_help_has_an_example(nursery: Nursery, tool: pathlib.Path) -> None:
-    code, printed = nursery.run_script(tool, "--help")
-    assert code == 0 and "example" in printed.lower() and tool.stem in printed, printed
-
-
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
-def test_an_unknown_option_ends_with_2(nursery: Nursery, tool: pathlib.Path) -> None:
-    code, printed = nursery.run_script(tool, "--no-such-option")
-    assert code == 2 and ("--no-such-option" in printed or "required" in printed), printed
+def test_each_part_gets_its_properties_and_its_exit_code(capsys, arguments, code, said):
+    assert check_own_parts.main(arguments.split()) == code
+    assert said in "".join(capsys.readouterr())

@@ -1,7 +1,4 @@
-"""Checks observability/metrics.py: sums are divided last, and rows survive the file and back.
-
-Nothing of an earlier run is lost.
-"""
+"""Checks observability/metrics.py: sums are divided last, rows survive the file, nothing of an earlier run is lost."""
 
 from __future__ import annotations
 
@@ -50,94 +47,49 @@ def test_sums_are_divided_last():
 
 
 def test_loss_is_not_divided():
-    """The loss is not divided, as its weights are inside.
-
-    100 tokens at 0.5 and 900 at 0.3 under token_mean add up to 0.32.
-    """
+    """Its weights are inside: 100 tokens at 0.5 and 900 at 0.3 under token_mean add up to 0.32."""
     ranks = [{"loss": 100 * 0.5 / 1000, "tokens": 100}, {"loss": 900 * 0.3 / 1000, "tokens": 900}]
     assert divide(add_sums(*ranks))["train/loss"] == pytest.approx(0.32, rel=1e-12)
 
 
 def test_every_sum_has_its_name():
-    sums = {
-        "loss": 2.0,
-        "tokens": 10,
-        "entropy": 5.0,
-        "kl": 1.0,
-        "clipped": 3,
-        "ratio": 11.0,
-        "logprob_gap_abs": 0.5,
-        "logprob_gap_max": 0.2,
-        "logprob_gap_k3": 0.1,
-    }
-    assert divide(sums) == {
-        "train/loss": 2.0,
-        "train/entropy": 0.5,
-        "train/kl": 0.1,
-        "train/clip_ratio": 0.3,
-        "train/ratio": 1.1,
-        "train/logprob_gap_mean": 0.05,
-        "train/logprob_gap_max": 0.2,
-        "train/logprob_gap_k3": 0.01,
-    }
+    sums = dict(loss=2.0, tokens=10, entropy=5.0, kl=1.0, clipped=3, ratio=11.0)
+    gaps = dict(logprob_gap_abs=0.5, logprob_gap_max=0.2, logprob_gap_k3=0.1)
+    wanted = dict(loss=2.0, entropy=0.5, kl=0.1, clip_ratio=0.3, ratio=1.1)
+    wanted |= dict(logprob_gap_mean=0.05, logprob_gap_max=0.2, logprob_gap_k3=0.01)
+    assert divide(sums | gaps) == {f"train/{name}": value for name, value in wanted.items()}
 
 
-def test_absent_sums_and_zero_tokens_give_no_metric():
+def test_absent_sums_and_zero_tokens_give_no_metric_and_a_step_adds_norm_and_rate():
     assert divide({}) == {}
     assert divide({"loss": 0.0, "tokens": 0, "entropy": 0.0, "logprob_gap_max": 0.0}) == {"train/loss": 0.0}
     with pytest.raises(ValueError, match="entropy and no tokens"):
         divide({"entropy": 1.0})
-
-
-def test_step_metrics_add_norm_and_rate():
     result = StepResult(kind=StepKind.REAL, grad_norm=0.5, learning_rate=1e-6, applied=True, sums={"loss": 1.0})
     assert step_metrics(result) == {"train/loss": 1.0, "train/grad_norm": 0.5, "train/lr": 1e-6, "train/applied": 1.0}
 
 
 def facts() -> BatchFacts:
     """Return the facts of six samples of 10, 20, ... 60 tokens."""
-    sixes = np.zeros(6, dtype=np.int64)
-    response = 10 * np.arange(1, 7) - 4
-    return BatchFacts(
-        sample_ids=tuple("abcdef"),
-        groups=sixes,
-        prompt_tokens=sixes + 4,
-        response_tokens=response,
-        loss_tokens=response,
-        owners=sixes,
-        owner_rows=np.arange(6),
-    )
+    zeros, response = np.zeros(6, dtype=np.int64), 10 * np.arange(1, 7) - 4
+    lengths = dict(prompt_tokens=zeros + 4, response_tokens=response, loss_tokens=response)
+    return BatchFacts(sample_ids=tuple("abcdef"), groups=zeros, owners=zeros, owner_rows=np.arange(6), **lengths)
 
 
 def mini_batch(kind: StepKind, members: list[int], dropped: list[int], order: list[int]) -> StepPlan:
     """Plan all of ``order`` in one micro-batch of rank 0; rank 1 is silent."""
-    return StepPlan(
-        kind=kind,
-        members=np.asarray(members),
-        dropped=np.asarray(dropped, dtype=np.int64),
-        order=np.asarray(order, dtype=np.int64),
-        microbatch_offsets=np.asarray([0, len(order)] if order else [0]),
-        rank_offsets=np.asarray([0, 1, 1] if order else [0, 0, 0]),
-        filler_microbatches=np.zeros(1 if order else 0, dtype=bool),
-        microbatches_dropped=2,
-    )
+    count, integers = int(bool(order)), {"members": members, "dropped": dropped, "order": order}
+    integers |= {"microbatch_offsets": [0, len(order)][: count + 1], "rank_offsets": [0, count, count]}
+    arrays = {name: np.asarray(values, dtype=np.int64) for name, values in integers.items()}
+    return StepPlan(kind=kind, filler_microbatches=np.zeros(count, dtype=bool), microbatches_dropped=2, **arrays)
 
 
 def test_skip_metrics_of_a_real_step():
     signal_S = np.asarray([True, False, True, False, True, True])
     metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [1, 3], [2, 0]), facts(), signal_S)
-    assert metrics == {
-        "skip/zero_advantage_ratio": 0.5,
-        "skip/samples_dropped": 2,
-        "skip/tokens_dropped": 60,
-        "skip/microbatches_dropped": 2,
-        "skip/silent_ranks": 1,
-        "skip/filler_microbatches": 0,
-        "skip/tokens_executed": 40,
-        "skip/tokens_dense": 100,
-        "skip/speedup_ideal": 2.5,
-        "tokens/trailing": 0,
-    }
+    wanted = dict(zero_advantage_ratio=0.5, samples_dropped=2, tokens_dropped=60, microbatches_dropped=2)
+    wanted |= dict(silent_ranks=1, filler_microbatches=0, tokens_executed=40, tokens_dense=100, speedup_ideal=2.5)
+    assert metrics == {f"skip/{name}": value for name, value in wanted.items()} | {"tokens/trailing": 0}
 
 
 def test_tokens_that_no_loss_token_needs_are_counted_apart():
@@ -162,33 +114,19 @@ def test_a_shared_prompt_is_counted_once():
     assert apart["skip/tokens_executed"] == 80 and "tokens/shared" not in apart
 
 
-def test_skip_off_still_reports_the_ratio():
+def test_skip_off_still_reports_the_ratio_and_a_ghost_has_no_speedup():
     metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [], [0, 1, 2, 3]), facts(), np.arange(6) == 0)
-    assert metrics["skip/zero_advantage_ratio"] == 0.75
-    assert metrics["skip/samples_dropped"] == 0
-    assert metrics["skip/speedup_ideal"] == 1.0
-
-
-def test_ghost_step_has_no_speedup():
-    metrics = skip_metrics(mini_batch(StepKind.GHOST, [0, 1], [0, 1], []), facts(), np.zeros(6, dtype=bool))
-    assert "skip/speedup_ideal" not in metrics
-    assert (metrics["skip/zero_advantage_ratio"], metrics["skip/tokens_executed"], metrics["skip/silent_ranks"]) == (
-        1.0,
-        0,
-        0,
-    )
-
-
-def test_signal_of_another_batch_is_refused():
+    names = ("skip/zero_advantage_ratio", "skip/samples_dropped", "skip/speedup_ideal")
+    assert [metrics[name] for name in names] == [0.75, 0, 1.0]
+    ghost = skip_metrics(mini_batch(StepKind.GHOST, [0, 1], [0, 1], []), facts(), np.zeros(6, dtype=bool))
+    names = ("skip/zero_advantage_ratio", "skip/tokens_executed", "skip/silent_ranks")
+    assert [ghost[name] for name in names] == [1.0, 0, 0] and "skip/speedup_ideal" not in ghost
     with pytest.raises(ValueError, match=r"shape \(5,\) and the batch 6 samples"):
         skip_metrics(mini_batch(StepKind.GHOST, [0], [0], []), facts(), np.zeros(5, dtype=bool))
 
 
 def test_rows_survive_the_file(tmp_path):
-    """Rows come back from the file in full precision, numpy scalars and non-finite values too.
-
-    The file holds strict JSON; ghost steps are counted.
-    """
+    """Numpy scalars and non-finite values come back too, and the file is strict JSON; ghost steps are counted."""
     with MetricsWriter(tmp_path, OFF, 3, True) as writer:
         written = [
             writer.write(row(0, train__loss=0.1 + 0.2, train__lr=np.float32(0.5), skip__samples_dropped=np.int64(3))),
@@ -201,31 +139,21 @@ def test_rows_survive_the_file(tmp_path):
     assert written[0] == first | {"step_kind": "REAL"}
     second = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
     assert (second["train/grad_norm"], second["train/loss"]) == ("inf", "-inf")
-
-
-def test_nan_survives_as_nan(tmp_path):
-    with MetricsWriter(tmp_path, OFF, 1, True) as writer:
+    with MetricsWriter(tmp_path / "nan", OFF, 1, True) as writer:
         writer.write(row(0, train__loss=math.nan))
-    assert math.isnan(read_metrics(tmp_path / "metrics.jsonl")[0]["train/loss"])
+    assert math.isnan(read_metrics(tmp_path / "nan" / "metrics.jsonl")[0]["train/loss"])
 
 
-def test_earlier_runs_are_kept(tmp_path, caplog):
+def test_earlier_runs_are_kept_and_other_ranks_write_nothing(tmp_path, caplog):
     for loss in (1.0, 2.0, 3.0):
         with MetricsWriter(tmp_path, OFF, 1, True) as writer:
             writer.write(row(0, train__loss=loss))
-    kept = [
-        read_metrics(tmp_path / name)[0]["train/loss"]
-        for name in ("metrics.jsonl.1", "metrics.jsonl.2", "metrics.jsonl")
-    ]
-    assert kept == [1.0, 2.0, 3.0]
+    files = [tmp_path / f"metrics.jsonl{end}" for end in (".1", ".2", "")]
+    assert [read_metrics(path)[0]["train/loss"] for path in files] == [1.0, 2.0, 3.0]
     assert "kept as metrics.jsonl.2" in caplog.text
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    run_dir = tmp_path / "run"
-    with MetricsWriter(run_dir, MetricsConfig(tensorboard=True, wandb_project="x"), 1, False) as writer:
+    with MetricsWriter(tmp_path / "other", MetricsConfig(tensorboard=True, wandb_project="x"), 1, False) as writer:
         assert writer.write(row(0) | {"step_kind": StepKind.GHOST})["skip/ghost_steps"] == 1
-    assert not run_dir.exists()
+    assert not (tmp_path / "other").exists()
 
 
 def test_bad_rows_are_refused(tmp_path):
@@ -251,25 +179,23 @@ GOOD = '{"step": 0, "step_kind": "REAL", "phase": "rl", "reward/mean": 0.5}\n'
         ("[1]", "a row is an object"),
         ('{"step": 1, "phase": "rl"}', "lacks step_kind"),
         (GOOD.strip(), "step=0 after step=0"),
-        (GOOD.replace('"step": 0', '"step": 1').replace("0.5", "NaN").strip(), "NaN is not JSON"),
-        (GOOD.replace('"step": 0', '"step": 1').replace("0.5", "null").strip(), "reward/mean=None is not a number"),
+        (GOOD.replace(": 0,", ": 1,").replace("0.5", "NaN").strip(), "NaN is not JSON"),
+        (GOOD.replace(": 0,", ": 1,").replace("0.5", "null").strip(), "reward/mean=None is not a number"),
     ],
 )
-def test_malformed_lines_name_file_and_line(tmp_path, line, said):
-    (tmp_path / "metrics.jsonl").write_text(f"{GOOD}{line}\n{GOOD}")
+def test_malformed_lines_are_named_and_a_truncated_last_one_is_left_out(tmp_path, caplog, line, said):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{GOOD}{line}\n{GOOD}")
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: ") as caught:
-        read_metrics(tmp_path / "metrics.jsonl")
+        read_metrics(path)
     assert said in str(caught.value)
-
-
-def test_truncated_last_line_is_left_out_and_said(tmp_path, caplog):
-    (tmp_path / "metrics.jsonl").write_text(GOOD + GOOD[:20])
+    path.write_text(GOOD + GOOD[:20])
     with caplog.at_level(logging.WARNING):
-        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+        assert len(read_metrics(path)) == 1
     assert "metrics.jsonl:2 is cut off" in caplog.text
 
 
-def test_summary_leaves_the_warmup_out():
+def test_summary_leaves_the_warmup_out_and_durations_read_well():
     rows = [row(s, time__step_s=100.0) | {"phase": "warmup", "step_kind": "REAL"} for s in range(5)]
     for s in range(40):
         kind = "GHOST" if s % 4 == 0 else "REAL"
@@ -281,7 +207,4 @@ def test_summary_leaves_the_warmup_out():
     assert summary.executed_ratio == 0.3
     assert (summary.step_s, summary.zero_advantage_ratio) == (2.0, None)
     assert summary.total_s == 500 + sum(1.0 + s % 3 for s in range(40))
-
-
-def test_durations_read_well():
     assert [duration(s) for s in (4.2, 59.7, 185, 7620)] == ["4.2 s", "1 min 00 s", "3 min 05 s", "2 h 07 min"]

@@ -1,44 +1,32 @@
-"""Checks observability/progress_bar.py: plain and sparse in a log, live on a terminal, silent where it is off."""
+"""The progress bar is sparse in a log, live on a terminal; a run that trains nothing says so in log and final table."""
 
 from __future__ import annotations
 
 import io
+import logging
 
+import pytest
 from rich.console import Console
 
 from megatron_rl.observability.progress_bar import ProgressBar, summary_table
 from megatron_rl.observability.summary import summarize
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from megatron_rl.observability.untrained import TrainingWatch, untrained
 
 
 def row(step: int) -> dict[str, object]:
-    return {
-        "step": step,
-        "step_kind": "GHOST" if step == 3 else "REAL",
-        "phase": "rl",
-        "reward/mean": step / 100,
-        "skip/zero_advantage_ratio": 0.25,
-        "skip/tokens_executed": 75,
-        "skip/tokens_dense": 100,
-        "time/step_s": 2.0,
-        "train/grad_norm": 0.0 if step == 3 else 0.5,
-    }
+    kind, norm = ("GHOST", 0.0) if step == 3 else ("REAL", 0.5)
+    found = {"step": step, "step_kind": kind, "phase": "rl", "reward/mean": step / 100, "train/grad_norm": norm}
+    found |= {"skip/zero_advantage_ratio": 0.25, "skip/tokens_executed": 75, "skip/tokens_dense": 100}
+    return found | {"time/step_s": 2.0}
 
 
 def run(terminal: bool, enabled: bool = True, num_steps: int = 20) -> str:
     """Run ``num_steps`` steps of 2 s; return what was printed."""
-    out, clock = io.StringIO(), Clock()
+    out, now_s = io.StringIO(), [0.0]
     console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
-    with ProgressBar(num_steps, enabled, console=console, clock=clock) as progress:
+    with ProgressBar(num_steps, enabled, console=console, clock=lambda: now_s[0]) as progress:
         for step in range(num_steps):
-            clock.now_s += 2.0
+            now_s[0] += 2.0
             progress.update(row(step))
         progress.finish([row(step) for step in range(num_steps)], "runs/x/report.html")
     return out.getvalue()
@@ -48,12 +36,8 @@ def test_the_final_table_has_evaluation_and_truncation():
     """An evaluation's first value may be that of before the first step; a single one stands alone."""
     rows = [row(step) | {"rollout/truncated_share": 0.5 if step < 10 else 0.125} for step in range(20)]
     rows = [x | {"distillation/reverse_kl": 2.0 - i / 10} for i, x in enumerate(rows)]
-    rows[0] |= {
-        "step": 1,
-        "eval/test/mean@4_before": 0.25,
-        "eval/test/pass@4_before": 0.5,
-        "eval/test/mean@4_se_before": 0.01,
-    }
+    before = {"mean@4_before": 0.25, "pass@4_before": 0.5, "mean@4_se_before": 0.01}
+    rows[0] |= {"step": 1} | {f"eval/test/{name}": value for name, value in before.items()}
     rows[10] |= {"eval/test/mean@4": 0.375, "eval/test/mean@4_se": 0.02}
     rows[19] |= {"eval/test/mean@4": 0.75, "eval/test/mean@4_se": 0.03, "eval/other/mean@1": 0.5}
     out = io.StringIO()
@@ -67,16 +51,7 @@ def test_the_final_table_has_evaluation_and_truncation():
 
 def test_log_lines_come_at_most_every_five_seconds():
     lines = [line for line in run(terminal=False).splitlines() if line.startswith("rl step")]
-    assert [line.split()[2] for line in lines] == [
-        "0",
-        "3",
-        "6",
-        "9",
-        "12",
-        "15",
-        "18",
-        "19",
-    ]  # first, every 3rd (6 s), last
+    assert [int(line.split()[2]) for line in lines] == [*range(0, 20, 3), 19]  # the first, every third (6 s), the last
     assert lines[2] == "rl step 6 (7/20) | reward 0.060 | zero-adv 25 % | ghosts 1 | 2 s/step | ETA 26 s"
 
 
@@ -93,9 +68,77 @@ def test_terminal_has_a_live_bar():
     assert "20/20" in out and "ghosts 1" in out and "ETA 0 s" in out
 
 
-def test_disabled_is_silent():
+def test_disabled_is_silent_and_a_run_without_steps_has_a_table():
     assert run(terminal=True, enabled=False) == "" == run(terminal=False, enabled=False)
-
-
-def test_a_run_without_steps_has_a_table():
     assert "0 REAL, 0 GHOST" in run(terminal=False, num_steps=0)
+
+
+# Steps by their first letters: Real, Ghost, Held, Zero gradient, Not finite.
+KINDS = {"R": ("REAL", 0.5), "G": ("GHOST", 0.0), "H": ("HELD", 0.0), "Z": ("REAL", 0.0), "N": ("REAL", float("nan"))}
+
+
+def rows_of(steps: str) -> list[dict[str, object]]:
+    row = {"phase": "rl"}
+    return [row | {"step": i, "step_kind": KINDS[x][0], "train/grad_norm": KINDS[x][1]} for i, x in enumerate(steps)]
+
+
+# In a row at the end; named where there are three, or where they are all of a run.
+IN_A_ROW = {"": 0, "RRR": 0, "GGGR": 0, "RGG": 2, "RGZN": 3, "RGHGHG": 3, "GG": 2, "HH": 0, "HHG": 1}
+
+
+@pytest.mark.parametrize("steps", IN_A_ROW)
+def test_steps_that_trained_nothing_equal_a_count_by_hand(steps: str) -> None:
+    counts = untrained(rows_of(steps))
+    assert counts.in_a_row == IN_A_ROW[steps] and not counts.is_worth_saying(None)
+    assert counts.is_worth_saying(3) == (steps in ("RGZN", "RGHGHG", "GG", "HHG"))
+
+
+def warnings_of(steps: str, warning_steps: int | None, caplog: pytest.LogCaptureFixture) -> list[str]:
+    watch = TrainingWatch(warning_steps)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        for row in rows_of(steps):
+            watch.observe(row)
+        watch.end()
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_the_log_warns_at_the_setting_and_at_every_doubling(caplog: pytest.LogCaptureFixture) -> None:
+    said = warnings_of("R" + "G" * 3 + "N" * 10, 3, caplog)
+    assert len(said) == 3
+    for warning, count in zip(said, (3, 6, 12), strict=True):
+        assert warning.startswith(f"WARNING: the last {count} optimizer steps trained nothing (3 ghosts")
+        assert "skip/zero_advantage_ratio" in warning and "docs/skip.md" in warning
+    assert "3 with a gradient that is not finite" in said[1]
+
+
+def test_a_step_that_trains_starts_the_count_anew(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(warnings_of("GGG" + "R" + "GG" + "R" + "GGG", 3, caplog)) == 2
+    assert warnings_of("GGRGGRGG", 3, caplog) == []
+    assert warnings_of("G" * 100, None, caplog) == []
+
+
+def test_a_run_shorter_than_the_setting_that_trained_nothing_warns_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = warnings_of("GGZ", 20, caplog)
+    assert said.startswith("WARNING: all 3 optimizer steps trained nothing (2 ghosts, 1 with a gradient of zero)")
+    assert len(warnings_of("GGG", 3, caplog)) == 1  # not once more at the end
+
+
+def test_a_run_that_goes_on_counts_the_steps_before(caplog: pytest.LogCaptureFixture) -> None:
+    """After a resumption the last steps are counted over both parts, and no part is taken for a whole run."""
+    watch = TrainingWatch(3)
+    with caplog.at_level(logging.WARNING):
+        watch.resume(rows_of("R" * 50 + "GG"))
+        watch.end()
+        assert not caplog.records
+        watch.observe(rows_of("G")[0])
+    assert caplog.records[0].getMessage().startswith("WARNING: the last 3 optimizer steps trained nothing (3 ghosts)")
+
+
+def test_the_final_table_names_the_steps() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=120, color_system=None)
+    with ProgressBar(30, True, console=console, untrained_warning_steps=3) as progress:
+        progress.finish(rows_of("RGGGG"), None)
+    (line,) = [line for line in out.getvalue().splitlines() if "WARNING" in line]
+    assert "the last 4 optimizer steps trained nothing (4 ghosts)" in line

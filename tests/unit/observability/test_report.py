@@ -1,15 +1,10 @@
-"""Checks observability/report.py and svg.py: a page is self-contained and well-formed, and has every series of its run.
-
-It has a word on the series that the run lacks.
-"""
+"""Checks observability/report.py and svg.py: a page is well-formed and names every series that its run has or lacks."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
@@ -19,19 +14,11 @@ import pytest
 from megatron_rl.config import MetricsConfig
 from megatron_rl.observability.completions import Completion, cut
 from megatron_rl.observability.metrics import MetricsWriter
-from megatron_rl.observability.report import write_report
+from megatron_rl.observability.report import main, write_report
 from megatron_rl.observability.svg import Frame, Series, line_plot, linear_axis, running_mean, short, ticks_between
-from tests.patience import patient
 
-TITLES = (
-    "Reward",
-    "Zero-advantage ratio",
-    "Tokens: executed and dense",
-    "Step time",
-    "Gradient norm",
-    "Entropy",
-    "Evaluation: test",
-)
+TITLES = ("Reward", "Zero-advantage ratio", "Tokens: executed and dense", "Step time", "Gradient norm", "Entropy")
+TITLES += ("Evaluation: test",)
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
@@ -63,12 +50,8 @@ def write_run(run_dir, num_steps=60, num_warmup=10, **changes) -> None:
             row |= {"train/grad_norm": 0.0 if ghost else random.gamma(2.0), "time/update_s": 0.5, "time/step_s": 0.75}
             if not warmup:
                 row |= {"reward/mean": step / num_steps, "time/rollout_s": 1.0, "time/step_s": 1.75}
-                row |= {
-                    "skip/zero_advantage_ratio": 0.5,
-                    "skip/tokens_executed": 0 if ghost else 500,
-                    "skip/tokens_dense": 1000,
-                    "train/entropy": 1.0,
-                }
+                row |= {"skip/tokens_executed": 0 if ghost else 500, "skip/tokens_dense": 1000}
+                row |= {"skip/zero_advantage_ratio": 0.5, "train/entropy": 1.0}
             if step % 20 == 19:
                 row["eval/test/mean@1"] = step / num_steps
             writer.write({key: value for key, value in (row | changes).items() if value != "leave out"})
@@ -95,44 +78,37 @@ def svg_of(page: str, title: str) -> str:
     return next(svg for svg in svgs(page) if f'aria-label="{title}"' in svg)
 
 
-def test_page_has_every_plot(tmp_path):
-    write_run(tmp_path)
-    page = report(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> str:
+    """Return the page of a run that has every series."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_run(folder)
+    page = report(folder)
+    assert not [path for path in folder.iterdir() if path.suffix == ".tmp"]
+    return page
+
+
+def test_page_has_every_plot_and_fetches_nothing(whole):
     for title in TITLES:
-        assert f"<b>{title}</b>" in page
-        assert 'class="shade"' in svg_of(page, title)
-        assert svg_of(page, title).count("optimizer step") == 1
-    assert "Not in this run's metrics" not in page
-    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
+        assert f"<b>{title}</b>" in whole
+        assert 'class="shade"' in svg_of(whole, title) and svg_of(whole, title).count("optimizer step") == 1
+    assert "Not in this run's metrics" not in whole and "Spread of rewards" not in whole
+    assert not re.search(r"https?://|<script|<link|@import|url\(|src=", whole)
 
 
-def test_page_fetches_nothing(tmp_path):
-    write_run(tmp_path)
-    page = report(tmp_path)
-    assert not re.search(r"https?://|<script|<link|@import|url\(|src=", page)
-
-
-def test_every_ghost_step_has_a_mark(tmp_path):
+def test_every_ghost_step_has_a_mark_and_no_gradient_norm(whole):
     """The seven ghost steps (14, 21, ... 56) have a mark in every plot, and the tile counts them."""
-    write_run(tmp_path)
-    page = report(tmp_path)
     for title in TITLES:
-        marks = ElementTree.fromstring(svg_of(page, title)).find("path[@class='ghost']")
+        marks = ElementTree.fromstring(svg_of(whole, title)).find("path[@class='ghost']")
         assert marks.get("d").count("M") == 7
-    assert re.search(r'Ghost steps</div><div class="value">7</div>', page)
-
-
-def test_ghost_steps_have_no_gradient_norm(tmp_path):
-    write_run(tmp_path)
-    tips = svg_of(report(tmp_path), "Gradient norm")
+    assert re.search(r'Ghost steps</div><div class="value">7</div>', whole)
+    tips = svg_of(whole, "Gradient norm")
     assert "step 13\n" in tips and "step 14\n" not in tips
 
 
-def test_unclaimed_time_is_shown(tmp_path):
-    write_run(tmp_path)
-    assert "step 30\nrollout: 1 s\nupdate: 0.5 s\nother: 0.25 s\nwhole step: 1.75 s" in svg_of(
-        report(tmp_path), "Step time"
-    )
+def test_unclaimed_time_is_shown(whole):
+    said = "step 30\nrollout: 1 s\nupdate: 0.5 s\nother: 0.25 s\nwhole step: 1.75 s"
+    assert said in svg_of(whole, "Step time")
 
 
 def test_missing_series_are_named_not_drawn(tmp_path):
@@ -143,12 +119,9 @@ def test_missing_series_are_named_not_drawn(tmp_path):
 
 
 def test_rewards_have_a_band(tmp_path):
-    write_run(tmp_path)
-    assert "Spread of rewards" not in report(tmp_path)
     spread = {f"reward/{name}": number / 4 for number, name in enumerate(("min", "p25", "median", "p75", "max"))}
-    again = tmp_path / "again"
-    write_run(again, **spread, **{"reward/std": 0.5, "rollout/truncated_share": 0.25})
-    page = report(again)
+    write_run(tmp_path, **spread, **{"reward/std": 0.5, "rollout/truncated_share": 0.25})
+    page = report(tmp_path)
     assert "step 30\nmin: 0\nmax: 1\np25: 0.25\np75: 0.75\nmedian: 0.5" in svg_of(page, "Spread of rewards")
     assert len(re.findall('class="tint', svg_of(page, "Spread of rewards"))) == 2
     assert "<b>Standard deviation of rewards</b>" in page and "<b>Truncated responses</b>" in page
@@ -171,10 +144,8 @@ def test_first_and_last_completions_are_shown(tmp_path):
     with MetricsWriter(tmp_path, MetricsConfig(print_completions_every_rollouts=0), 9, True, state) as writer:
         for step in range(3, 7):
             sampled = [completion(step, "train", rollout=step, response=f"r{step}.{i}") for i in range(9)]
-            writer.write(
-                {"step": step, "step_kind": "REAL", "phase": "rl"},
-                [*sampled, completion(step, "eval/x", response=f"e{step}")] if step < 5 else sampled,
-            )
+            sampled += [completion(step, "eval/x", response=f"e{step}")] if step < 5 else []
+            writer.write({"step": step, "step_kind": "REAL", "phase": "rl"}, sampled)
     page = report(tmp_path)
     shown = re.findall(r"<dd>([re]\d[^<]*)</dd>", page)
     assert shown == [*(f"r3.{i}" for i in range(8)), *(f"r6.{i}" for i in range(8)), "e3", "e4"]
@@ -182,38 +153,20 @@ def test_first_and_last_completions_are_shown(tmp_path):
 
 
 def test_a_hostile_completion_stays_text(tmp_path):
-    """Nothing that a completion, an answer or a set's name holds becomes an element or a control character."""
     write_run(tmp_path, num_steps=2)
-    state, texts = (
-        {"ghost_steps": 0, "last_step": 1},
-        dict.fromkeys(("sample", "prompt", "response", "answer"), HOSTILE),
-    )
-    texts = {name: cut(text, 500) for name, text in texts.items()}
+    hostile, state = cut(HOSTILE, 500), {"ghost_steps": 0, "last_step": 1}
+    texts = dict.fromkeys(("sample", "prompt", "response", "answer", "excluded"), hostile)
     with MetricsWriter(tmp_path, MetricsConfig(), 3, True, state) as writer:
-        writer.write(
-            {"step": 2, "step_kind": "REAL", "phase": "rl"},
-            [completion(2, f"eval/{texts['prompt']}", excluded=texts["prompt"], rewards={HOSTILE[:20]: 1.0}, **texts)],
-        )
+        given = completion(2, f"eval/{hostile}", rewards={HOSTILE[:20]: 1.0}, **texts)
+        writer.write({"step": 2, "step_kind": "REAL", "phase": "rl"}, [given])
     page = report(tmp_path)
-    assert (
-        "<script" not in page
-        and "<img" not in page
-        and not re.search("[\x00-\x08\x1b\u202a-\u202e\u2066-\u2069]", page)
-    )
+    assert "<script" not in page and "<img" not in page
+    assert not re.search("[\x00-\x08\x1b\u202a-\u202e\u2066-\u2069]", page)
     assert "<dd>\\x1b[2J&lt;/dd&gt;&lt;/pre&gt;&lt;script&gt;alert(1)" in page and "&amp;amp;\ufffd</dd>" in page
 
 
-def test_one_evaluation_is_a_tile_and_no_plot(tmp_path):
-    write_run(tmp_path, num_steps=30)
-    page = report(tmp_path)
-    assert "Evaluation: test" in page and "<b>Evaluation: test</b>" not in page
-
-
 def add_evaluation(run_dir, name: str, values: dict[str, list[float]]) -> None:
-    """Write evaluations into the run's rows.
-
-    values: of each kind, one per evaluation, after the steps 20, 40, 60.
-    """
+    """Write evaluations into the run's rows: of each kind one value after the steps 20, 40 and 60."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for number, row in enumerate(lines[19::20]):
         row |= {f"eval/{name}/{kind}": each[number] for kind, each in values.items()}
@@ -222,44 +175,28 @@ def add_evaluation(run_dir, name: str, values: dict[str, list[float]]) -> None:
 
 def test_every_set_has_a_figure_with_a_line_for_each_number(tmp_path):
     write_run(tmp_path, num_warmup=0)
-    add_evaluation(
-        tmp_path,
-        "hard",
-        {"pass@16": [0.5, 0.6, 0.7], "pass@2": [0.2, 0.3, 0.4], "pass@1": [0.1] * 3, "mean@16": [0.3] * 3},
-    )
-    add_evaluation(
-        tmp_path, "hard", {"excluded": [1.0] * 3, "response_tokens_mean": [9.0] * 3, "mean@16_before": [0.9] * 3}
-    )
+    numbers = {"pass@16": [0.5, 0.6, 0.7], "pass@2": [0.2, 0.3, 0.4], "pass@1": [0.1] * 3, "mean@16": [0.3] * 3}
+    others = {"excluded": [1.0] * 3, "response_tokens_mean": [9.0] * 3, "mean@16_before": [0.9] * 3}
+    add_evaluation(tmp_path, "hard", numbers | others)
+    add_evaluation(tmp_path, "tile", {"mean@4": [0.1, 0.2, 0.3], "mean@4_se": [0.01, 0.02, 0.03]})
     page = report(tmp_path)
+    assert re.search(r'<div class="note">steps 19 and 59, mean@4; standard error 0.010 and 0.030</div>', page)
+    assert "mean@4_se" not in svg_of(page, "Evaluation: tile")
     (legend,) = re.findall(r"<b>Evaluation: hard</b>.*?<div class=\"legend\">(.*?)</div>", page)
     assert re.findall(r"</i>([^<]+)</span>", legend)[:4] == ["mean@16", "pass@1", "pass@2", "pass@16"]
     assert "step 39\nmean@16: 0.3\npass@1: 0.1\npass@2: 0.3\npass@16: 0.6" in svg_of(page, "Evaluation: hard")
     # beside it the set "test", evaluated greedily
     assert "mean@1, greedy, on held-out prompts" in page and 'aria-label="Evaluation: test"' in page
-    assert re.search(
-        r'Evaluation: hard</div><div class="value"><span>0.900 → </span>0.300</div><div class="note">.*?mean@16', page
-    )
+    assert re.search(r'hard</div><div class="value"><span>0.900 → </span>0.300</div><div class="note">.*?mean@16', page)
 
 
-def test_the_tile_of_an_evaluation_has_its_standard_errors(tmp_path):
-    write_run(tmp_path, num_warmup=0)
-    add_evaluation(tmp_path, "hard", {"mean@4": [0.1, 0.2, 0.3], "mean@4_se": [0.01, 0.02, 0.03]})
-    page = report(tmp_path)
-    assert re.search(r'<div class="note">steps 19 and 59, mean@4; standard error 0.010 and 0.030</div>', page)
-    assert "mean@4_se" not in svg_of(page, "Evaluation: hard")
-
-
-def test_pass_at_1_that_is_the_mean_is_said_and_drawn_once(tmp_path):
+def test_pass_at_1_that_is_the_mean_is_drawn_once_and_axes_hold_what_lies_beyond_0_and_1(tmp_path):
     write_run(tmp_path)
     add_evaluation(tmp_path, "hard", {"mean@4": [0.1, 0.2, 0.3], "pass@1": [0.1, 0.2, 0.3], "pass@4": [0.4] * 3})
+    add_evaluation(tmp_path, "wide", {"mean@4": [-1.0, 0.5, 2.5], "pass@1": [0.1, 0.2, 0.3]})
     page = report(tmp_path)
     assert "step 39\nmean@4 = pass@1: 0.2\npass@4: 0.4" in svg_of(page, "Evaluation: hard")
-
-
-def test_rewards_beyond_0_and_1_have_an_axis_that_holds_them(tmp_path):
-    write_run(tmp_path)
-    add_evaluation(tmp_path, "hard", {"mean@4": [-1.0, 0.5, 2.5], "pass@1": [0.1, 0.2, 0.3]})
-    ticks = re.findall(r'class="tick" text-anchor="end"[^>]*>([^<]+)<', svg_of(report(tmp_path), "Evaluation: hard"))
+    ticks = re.findall(r'class="tick" text-anchor="end"[^>]*>([^<]+)<', svg_of(page, "Evaluation: wide"))
     assert float(ticks[0]) <= -1.0 and float(ticks[-1]) >= 2.5
 
 
@@ -286,18 +223,19 @@ def test_runs_of_any_length(tmp_path, num_steps):
     assert len(page) < 600_000
 
 
-def test_a_run_that_died_in_its_warmup(tmp_path):
+def test_a_run_that_died_in_its_warmup_and_one_with_one_evaluation(tmp_path):
     write_run(tmp_path, num_steps=10)
     assert "<b>Gradient norm</b>" in report(tmp_path)
+    write_run(tmp_path, num_steps=30)
+    page = report(tmp_path)  # one evaluation is a tile and no plot
+    assert "Evaluation: test" in page and "<b>Evaluation: test</b>" not in page
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, capsys):
     write_run(tmp_path, num_steps=12)
-    command = [sys.executable, "-m", "megatron_rl.observability.report"]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=patient(600))
-    assert done.returncode == 0 and (tmp_path / "report.html").exists(), done.stderr
-    lost = subprocess.run([*command, str(tmp_path / "x")], capture_output=True, text=True, timeout=patient(600))
-    assert lost.returncode == 2 and "does not exist; give the folder of a run" in lost.stderr
+    assert main([str(tmp_path)]) == 0 and (tmp_path / "report.html").exists()
+    assert main([str(tmp_path / "x")]) == 2
+    assert "does not exist; give the folder of a run" in capsys.readouterr().err
 
 
 def test_running_mean_equals_the_naive_loop():
@@ -311,21 +249,22 @@ def test_running_mean_equals_the_naive_loop():
         np.testing.assert_allclose(running_mean(values, window), naive, rtol=1e-12, atol=1e-15)  # order of additions
 
 
-def test_running_mean_stays_inside_its_phase():
-    steps = np.arange(20)
-    frame = Frame(first_step=0, last_step=19, shaded=(), ghost_steps=np.asarray([]), phase_starts=(0, 10))
-    svg = line_plot("x", [Series(label="x", steps=steps, values=(steps >= 10).astype(float), color=1)], frame)
+def plot(values, **more: object) -> str:
+    series = Series(label="x", steps=np.arange(len(values)), values=np.asarray(values, dtype=float), color=1)
+    frame = Frame(first_step=0, last_step=len(values) - 1, shaded=(), ghost_steps=np.asarray([]), **more)
+    return line_plot("x", [series], frame)
+
+
+def test_running_mean_stays_inside_its_phase_and_a_plot_of_nothing_is_refused():
+    svg = plot(np.arange(20) >= 10, phase_starts=(0, 10))
     raw, smooth = (re.search(rf'class="{css} c1" d="(.*?)"', svg).group(1) for css in ("raw", "line"))
     assert raw == smooth
+    with pytest.raises(ValueError, match="'x' has no finite value"):
+        plot([math.nan, math.inf])
 
 
 def test_spikes_survive_thinning():
-    steps = np.arange(20_000)
-    values = np.zeros(20_000)
-    values[12_345] = 1.0
-    frame = Frame(first_step=0, last_step=19_999, shaded=(), ghost_steps=np.asarray([]))
-    svg = line_plot("x", [Series(label="x", steps=steps, values=values, color=1)], frame)
-    raw = re.search(r'class="raw c1" d="(.*?)"', svg).group(1)
+    raw = re.search(r'class="raw c1" d="(.*?)"', plot(np.arange(20_000) == 12_345)).group(1)
     assert any(float(y) == 16.0 for y in re.findall(r"[ML][\d.]+ ([\d.]+)", raw)), "the top of the plot is reached"
     assert len(raw) < 15_000
 
@@ -338,9 +277,3 @@ def test_axes_cover_their_values():
             axis = linear_axis(np.asarray(values), from_zero)
             assert axis.low <= min(values) <= max(values) <= axis.high and axis.low < axis.high
     assert [short(x) for x in (0.0, 0.05, 340.0, 15_000.0, 1.2e6, 3e9)] == ["0", "0.05", "340", "15k", "1.2M", "3B"]
-
-
-def test_a_plot_of_nothing_is_refused():
-    frame = Frame(first_step=0, last_step=1, shaded=(), ghost_steps=np.asarray([]))
-    with pytest.raises(ValueError, match="'x' has no finite value"):
-        line_plot("x", [Series(label="x", steps=np.arange(2), values=np.asarray([math.nan, math.inf]), color=1)], frame)

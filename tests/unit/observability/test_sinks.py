@@ -5,10 +5,11 @@ Each gets the numbers, the completions and the configuration; a run that goes on
 
 from __future__ import annotations
 
-import builtins
 import json
 import pathlib
+import shutil
 import struct
+import sys
 
 import pytest
 
@@ -28,11 +29,9 @@ def row(step: int, **metrics: float) -> dict[str, object]:
 
 
 def completions(source: str = "train") -> list[Completion]:
-    facts = {"finish_reason": "stop", "response_tokens": 2, "weight_version": 3, "prompt": "3+4=", "response": HOSTILE}
-    return [
-        Completion(source=source, sample=f"1@0#{i}", answer=None, reward=reward, rewards={"math": reward}, **facts)
-        for i, reward in enumerate((1.0, None))
-    ]
+    facts = dict(finish_reason="stop", response_tokens=2, weight_version=3, prompt="3+4=", response=HOSTILE)
+    rewards = [dict(sample=f"1@0#{i}", reward=x, rewards={"math": x}) for i, x in enumerate((1.0, None))]
+    return [Completion(source=source, answer=None, **each, **facts) for each in rewards]
 
 
 def test_tensorboard_gets_numbers_and_texts(tmp_path):
@@ -74,17 +73,8 @@ def wandb_records(run_dir: pathlib.Path) -> list[list]:
     return runs
 
 
-def wandb_history(records: list) -> list[dict]:
-    return [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-        for record in records
-        if record.WhichOneof("record_type") == "history"
-    ]
-
-
 @pytest.mark.process
 def test_wandb_offline_gets_all_and_the_same_run_goes_on(tmp_path, monkeypatch):
-    """W&B offline gets numbers, tables and the resolved configuration; the run that goes on has the same id."""
     pytest.importorskip("wandb", reason="wandb is not installed (the extra wandb)")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -100,15 +90,13 @@ def test_wandb_offline_gets_all_and_the_same_run_goes_on(tmp_path, monkeypatch):
         assert run.run_id == number and run.project == "p"
         config = {item.key: json.loads(item.value_json) for item in run.config.update}
         assert {name: config[name] for name in CONFIG} == CONFIG and config["total_steps"] == 2
-        merged = {}
-        for part in wandb_history(records):
-            merged |= part
+        history = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
+        items = [item for part in history for item in part]
+        merged = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
         assert (merged["_step"], merged["eval/x/0"], merged["phase"]) == (step, step / 8, "rl")
         table = json.loads((next(tmp_path.glob(f"wandb/*/files/{merged['completions/train/path']}"))).read_text())
-        assert table["columns"] == [
-            *("sample", "prompt", "response", "answer", "reward", "advantage", "finish_reason", "response_tokens"),
-            "math",
-        ]
+        columns = "sample prompt response answer reward advantage finish_reason response_tokens math"
+        assert table["columns"] == columns.split()
         assert table["data"][0] == [*("1@0#0", "3+4=", HOSTILE.replace("\x1b", "\\x1b"), "", 1.0), None, "stop", 2, 1.0]
         assert table["data"][1][4] is None
 
@@ -144,18 +132,12 @@ def test_mlflow_gets_all_and_the_same_run_goes_on(tmp_path, mlflow_runs):
     (run,), client = mlflow_runs()
     assert run.info.run_id == json.loads((run_dir / IDS_FILE).read_text())["mlflow"]
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
-    assert run.data.params == {
-        "run.name": "x",
-        "run.seed": "3",
-        "reward.functions": '["math"]',
-        "eval.path": "null",
-        "total_steps": "3",
-    }
+    params = {"run.name": "x", "run.seed": "3", "reward.functions": '["math"]', "eval.path": "null"}
+    assert run.data.params == params | {"total_steps": "3"}
     assert [each.step for each in client.get_metric_history(run.info.run_id, "train/applied")] == [1, 2, 3]
     assert [each.value for each in client.get_metric_history(run.info.run_id, "eval/x/mean_at_1")] == [0.25]
     files = pathlib.Path(run.info.artifact_uri.removeprefix("file://"))
-    assert (files / "completions.jsonl").read_text() == (run_dir / "completions.jsonl").read_text()
-    assert (files / "metrics.jsonl").read_text() == (run_dir / "metrics.jsonl").read_text()
+    assert all((files / name).read_text() == (run_dir / name).read_text() for name, _ in FILES)
     assert "\\x1b[2J</pre>" in (files / "completions/eval/x/step_00000002.txt").read_text()
 
 
@@ -163,10 +145,8 @@ FILES = (("metrics.jsonl", 1), ("completions.jsonl", 2))
 
 
 def test_mlflow_says_that_a_run_failed(tmp_path, mlflow_runs):
-    with (
-        pytest.raises(RuntimeError, match="in the middle"),
-        MetricsWriter(tmp_path / "run", MetricsConfig(mlflow_experiment="e"), 1, True) as writer,
-    ):
+    settings = MetricsConfig(mlflow_experiment="e")
+    with pytest.raises(RuntimeError), MetricsWriter(tmp_path / "run", settings, 1, True) as writer:
         writer.write(row(1))
         raise RuntimeError("in the middle")
     (run,), _ = mlflow_runs()
@@ -175,8 +155,6 @@ def test_mlflow_says_that_a_run_failed(tmp_path, mlflow_runs):
 
 def test_a_server_that_takes_nothing_more_is_said_once(tmp_path, mlflow_runs, caplog):
     """A run goes on where MLflow does not, and its own files have everything."""
-    import shutil
-
     with MetricsWriter(tmp_path / "run", MetricsConfig(mlflow_experiment="e"), 3, True) as writer:
         shutil.rmtree(tmp_path / "mlruns")
         (tmp_path / "mlruns").write_text("no folder")
@@ -188,23 +166,13 @@ def test_a_server_that_takes_nothing_more_is_said_once(tmp_path, mlflow_runs, ca
 
 def test_mlflow_that_does_not_start_is_one_sentence(tmp_path, mlflow_runs, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://x")
-    with pytest.raises(
-        ConfigError, match="metrics.mlflow_experiment='e': MLflow does not start: .*MLFLOW_TRACKING_URI"
-    ):
+    with pytest.raises(ConfigError, match="mlflow_experiment='e': MLflow does not start: .*MLFLOW_TRACKING_URI"):
         MetricsWriter(tmp_path, MetricsConfig(mlflow_experiment="e"), 1, True)
 
 
 @pytest.mark.parametrize(("package", "setting"), [("wandb", "wandb_project"), ("mlflow", "mlflow_experiment")])
 def test_a_missing_package_names_the_command(tmp_path, monkeypatch, package, setting):
-    real_import = builtins.__import__
-
-    def without(name, *rest, **more):
-        if name.partition(".")[0] == package:
-            raise ImportError(name)
-        return real_import(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(
-        ConfigError, match=f"metrics.{setting}='x' and {package} cannot be imported; pip install {package}"
-    ):
+    monkeypatch.setitem(sys.modules, package, None)
+    said = f"metrics.{setting}='x' and {package} cannot be imported; pip install {package}"
+    with pytest.raises(ConfigError, match=said):
         MetricsWriter(tmp_path, MetricsConfig(**{setting: "x"}), 1, True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import os
+import pathlib
 import random
 import sys
 import threading
@@ -26,8 +26,8 @@ def no_variables(monkeypatch) -> None:
         monkeypatch.delenv(name)
 
 
-def on(held: Collector) -> MetricsConfig:
-    return MetricsConfig(otel=True, otel_endpoint=held.url)
+def writing(folder: pathlib.Path, held: Collector) -> MetricsWriter:
+    return MetricsWriter(folder, MetricsConfig(otel=True, otel_endpoint=held.url), 2, True)
 
 
 def timer_of(writer: MetricsWriter) -> StepTimer:
@@ -52,7 +52,7 @@ def tree(spans: list[Sent]) -> list[tuple[str, str]]:
 def test_stages_between_rollouts_follow_the_one_before(tmp_path):
     """A checkpoint lies in the rollout that it follows; before the first one it is a trace of its own."""
     with collector() as held:
-        with MetricsWriter(tmp_path, on(held), 2, True) as writer:
+        with writing(tmp_path, held) as writer:
             timer = timer_of(writer)
             for rollout in (1, 2):
                 with timer.follow("checkpoint"):
@@ -61,26 +61,19 @@ def test_stages_between_rollouts_follow_the_one_before(tmp_path):
                 take_step(writer, timer, rollout, rollout, kind="GHOST")
             timer.report("eval", 0.0)
         spans = held.spans()
-    assert tree(spans) == [
-        ("checkpoint", ""),
-        ("rollout_iteration", ""),
-        ("plan", "rollout_iteration"),
-        ("update", "rollout_iteration"),
-        ("checkpoint", "rollout_iteration"),
-        ("rollout_iteration", ""),
-        ("plan", "rollout_iteration"),
-        ("update", "rollout_iteration"),
-        ("eval", "rollout_iteration"),
-    ]
+    first, second = (
+        [("rollout_iteration", ""), *((stage, "rollout_iteration") for stage in ("plan", "update", last))]
+        for last in ("checkpoint", "eval")
+    )
+    assert tree(spans) == [("checkpoint", ""), *first, *second]
     assert [span.facts["step_kind"] for span in spans if span.name == "update"] == ["GHOST", "GHOST"]
     assert not any(span.failed for span in spans)
     assert len({span.trace for span in spans}) == 3
 
 
 def test_a_run_that_failed_shows_the_stages_of_its_last_rollout(tmp_path):
-    """They come under a root that failed; the rollout before it did not."""
     with collector() as held:
-        with pytest.raises(RuntimeError), MetricsWriter(tmp_path, on(held), 2, True) as writer:
+        with pytest.raises(RuntimeError), writing(tmp_path, held) as writer:
             timer = timer_of(writer)
             take_step(writer, timer, 1, 1)
             with timer.follow("checkpoint"):
@@ -91,11 +84,8 @@ def test_a_run_that_failed_shows_the_stages_of_its_last_rollout(tmp_path):
             with timer.measure("plan"):
                 raise RuntimeError
         roots = [span for span in held.spans() if span.parent == b""]
-        assert tree(held.spans())[-3:] == [
-            ("checkpoint", "rollout_iteration"),
-            ("rollout_iteration", ""),
-            ("reward", "rollout_iteration"),
-        ]
+        last = [("rollout_iteration", ""), ("reward", "rollout_iteration")]
+        assert tree(held.spans())[-3:] == [("checkpoint", "rollout_iteration"), *last]
     assert [(root.facts["rollout"], root.failed) for root in roots] == [(1, False), (2, True)]
 
 
@@ -105,19 +95,18 @@ def test_pythons_random_state_stays_the_runs(tmp_path, status):
     random.seed(7)
     before = random.getstate()
     with collector(status) as held:
-        with MetricsWriter(tmp_path, on(held), 2, True) as writer:
+        with writing(tmp_path, held) as writer:
             take_step(writer, timer_of(writer), 1, 1)
         assert len(held.spans()) == 3
     assert random.getstate() == before
 
 
 def test_a_collector_that_does_not_answer_ends_with_a_count(tmp_path, monkeypatch, caplog):
-    """The run leaves it behind, with the number of spans that were not taken."""
     monkeypatch.setattr(spans_module, "CLOSE_S", 0.2)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
     with collector() as held:
         held.may_answer.clear()
-        with MetricsWriter(tmp_path, on(held), 2, True) as writer:
+        with writing(tmp_path, held) as writer:
             take_step(writer, timer_of(writer), 1, 1)
         assert f"3 of 3 spans did not reach {held.url}" in caplog.text
         assert "otel-close" in {thread.name for thread in threading.enumerate()}  # which nobody waits for
@@ -147,7 +136,12 @@ def test_the_packages_own_exporter_sends_the_same(monkeypatch):
     assert (ours[1]["authorization"], ours[1]["content-encoding"]) == ("Bearer y", "gzip")
 
 
-def test_the_setting_goes_before_the_variables(monkeypatch):
+def test_the_setting_is_an_address_needs_the_switch_and_goes_before_the_variables(monkeypatch):
+    for endpoint in ("host:4318", "ftp://host", "http://", "http://host:99999", "http://h/?a=b", "[", ""):
+        with pytest.raises(ConfigError, match="metrics.otel_endpoint=.* is no address"):
+            MetricsConfig(otel=True, otel_endpoint=endpoint)
+    with pytest.raises(ConfigError, match="metrics.otel_endpoint=.* metrics.otel is false"):
+        MetricsConfig(otel_endpoint="http://host:4318")
     assert traces_url(None) == "http://localhost:4318/v1/traces"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://a:1/")
     assert traces_url(None) == "http://a:1/v1/traces"
@@ -159,7 +153,7 @@ def test_the_variables_of_the_resource_hold(tmp_path, monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=a")
     with collector() as held:
-        with MetricsWriter(tmp_path / "run", on(held), 1, True) as writer:
+        with writing(tmp_path / "run", held) as writer:
             take_step(writer, timer_of(writer), 1, 1)
         (resource,) = held.resources()
     named = {key: resource[key] for key in ("service.name", "team", "megatron_rl.run")}
@@ -182,28 +176,9 @@ def test_a_variable_that_cannot_be_read_is_one_sentence(tmp_path, monkeypatch, n
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
-    real_import = builtins.__import__
-
-    def without(name, *rest, **more):
-        if name.partition(".")[0] == "opentelemetry":
-            raise ImportError(name)
-        return real_import(name, *rest, **more)
-
     for module in ("spans", "otlp"):
         monkeypatch.delitem(sys.modules, f"megatron_rl.observability.{module}")
-    monkeypatch.setattr(builtins, "__import__", without)
+    for module in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=r'metrics.otel=true .* pip install "megatron_rl\[otel\]"'):
         MetricsWriter(tmp_path, MetricsConfig(otel=True), 1, True)
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["host:4318", "ftp://host", "http://", "http://host:99999", "http://h/?a=b", "[", ""]
-)
-def test_an_endpoint_that_is_no_address_is_refused(endpoint):
-    with pytest.raises(ConfigError, match="metrics.otel_endpoint=.* is no address"):
-        MetricsConfig(otel=True, otel_endpoint=endpoint)
-
-
-def test_an_endpoint_without_the_switch_is_refused():
-    with pytest.raises(ConfigError, match="metrics.otel_endpoint=.* metrics.otel is false"):
-        MetricsConfig(otel_endpoint="http://host:4318")
