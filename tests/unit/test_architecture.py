@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.patience import patient
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = sorted((ROOT / "megatron_rl").rglob("*.py"))
 CHECKED = [*PACKAGE, *sorted((ROOT / "tools").rglob("*.py"))]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -39,17 +42,10 @@ LEVELS = (
 )
 HEIGHT = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
 MEGATRON_ROOMS = ("distributed", "weights", "model", "backend", "checkpoint")
-TRAINABLE_MODEL = "backend/trainable_model.py"  # wraps the model in Megatron-Core's DistributedDataParallel
 # Law 3: without torch, a process group or a device
 PURE_STAGES = (
-    "algorithm.advantage",
-    "algorithm.estimators",
-    "algorithm.gae",
-    "algorithm.noise",
-    "algorithm.signal",
-    "planning.cost",
-    "planning.plan",
-    "planning.timeline",
+    *("algorithm.advantage", "algorithm.estimators", "algorithm.gae", "algorithm.noise", "algorithm.signal"),
+    *("planning.cost", "planning.plan", "planning.timeline"),
 )
 
 TESTED_BY = {
@@ -67,35 +63,44 @@ def name_of(path: pathlib.Path) -> str:
     return path.relative_to(parent).as_posix()
 
 
-def tree_of(path: pathlib.Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=path.name)
+@functools.cache
+def nodes_of(path: pathlib.Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=path.name)))
 
 
-def imports_of(path: pathlib.Path) -> set[str]:
+@functools.cache
+def imports_of(path: pathlib.Path) -> frozenset[str]:
     """Return the dotted names that a file imports, inside functions too; a `from a import b` is a.b."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, (
-                f"{name_of(path)}:{node.lineno} imports relatively; the laws are checked on absolute names"
-            )
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} imports relatively; the laws hold absolute names"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def is_within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def places(found: list[str]) -> str:
-    return "\n".join(["", *found])
+def assert_none(found: Iterable[str]) -> None:
+    assert not (found := list(found)), "\n".join(["", *found])
+
+
+def importers(files: Iterable[pathlib.Path], pattern: str, *, but: Collection[str]) -> list[str]:
+    """Return the files that import a name that matches, less the rooms and files that may."""
+    return [
+        name_of(path)
+        for path in files
+        if any(re.match(pattern, name) for name in imports_of(path)) and not {name_of(path), room_of(path)} & {*but}
+    ]
 
 
 def room_of(path: pathlib.Path) -> str:
     """Return the room that a module of the package lies in, or its own name where it lies flat."""
-    return path.relative_to(ROOT / "megatron_rl").with_suffix("").parts[0]
+    return pathlib.PurePath(name_of(path)).with_suffix("").parts[0]
 
 
 def test_the_package_holds_its_rooms_and_nothing_else() -> None:
@@ -113,117 +118,88 @@ def test_imports_go_down_only() -> None:
             target = rest.partition(".")[0]
             if package == "megatron_rl" and target in HEIGHT and target != room and HEIGHT[target] >= HEIGHT[room]:
                 found.append(f"{name_of(path)} imports {name}: {room} is no higher than {target}")
-    assert not found, places(found)
+    assert_none(found)
 
 
 def test_modules_of_a_room_import_each_other_in_no_circle() -> None:
-    modules = {
-        ".".join(("megatron_rl", *path.relative_to(ROOT / "megatron_rl").with_suffix("").parts)): path
-        for path in PACKAGE
-    }
-    edges = {
-        module: {name if name in modules else name.rpartition(".")[0] for name in imports_of(path)}
-        & set(modules) - {module}
-        for module, path in modules.items()
-    }
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE}
+    edges = {}
+    for module, path in modules.items():
+        targets = {name if name in modules else name.rpartition(".")[0] for name in imports_of(path)}
+        edges[module] = targets & set(modules) - {module}
     while ends := [module for module, targets in edges.items() if not targets & set(edges)]:
         for module in ends:
             del edges[module]
     assert not edges, f"a circle among {sorted(edges)}"
 
 
-def test_megatron_core_is_imported_only_at_its_seams() -> None:
-    found = [
-        name_of(path)
-        for path in PACKAGE
-        if any(is_within(name, "megatron") for name in imports_of(path)) and room_of(path) not in MEGATRON_ROOMS
-    ]
-    assert not found, places(found)
-
-
-def test_schedules_are_called_only_in_schedule() -> None:
-    """backend/stage_shapes.py answers one question of the schedule's communicator and calls nothing of it."""
-    seam, within = "megatron.core.pipeline_parallel", ("backend/schedule.py", "backend/stage_shapes.py")
-    found = [
-        name_of(p) for p in PACKAGE if any(is_within(name, seam) for name in imports_of(p)) and name_of(p) not in within
-    ]
-    assert not found, places(found)
-
-
-def test_parallel_state_is_imported_only_in_topology() -> None:
-    found = [
-        name_of(p)
-        for p in CHECKED
-        if any("parallel_state" in name for name in imports_of(p)) and name_of(p) != "distributed/topology.py"
-    ]
-    assert not found, places(found)
+@pytest.mark.parametrize(
+    ("pattern", "but"),
+    [
+        (r"megatron\b", MEGATRON_ROOMS),
+        # stage_shapes.py answers one question of the schedule's communicator and calls nothing of it
+        (r"megatron\.core\.pipeline_parallel\b", ("backend/schedule.py", "backend/stage_shapes.py")),
+        (".*parallel_state", ("distributed/topology.py",)),
+    ],
+)
+def test_megatron_core_is_imported_only_at_its_seams(pattern: str, but: tuple[str, ...]) -> None:
+    assert_none(importers(CHECKED if "parallel_state" in pattern else PACKAGE, pattern, but=but))
 
 
 def test_no_file_is_named_for_what_it_is_not() -> None:
     forbidden = re.compile(r"(utils?|helpers?|common|misc|base_.*)\.py")
-    found = [name_of(path) for path in [*CHECKED, *(ROOT / "tests").rglob("*.py")] if forbidden.fullmatch(path.name)]
-    assert not found, places(found)
+    assert_none(name_of(path) for path in [*CHECKED, *TESTS] if forbidden.fullmatch(path.name))
 
 
 def test_files_stay_under_400_lines() -> None:
-    sizes = {
-        name_of(path): len(path.read_text(encoding="utf-8").splitlines())
-        for path in [*CHECKED, *(ROOT / "tests").rglob("*.py")]
-    }
-    found = [f"{name}: {lines} lines" for name, lines in sizes.items() if lines >= MAX_FILE_LINES]
-    assert not found, places(found)
+    sizes = {path: path.read_text(encoding="utf-8").count("\n") for path in [*CHECKED, *TESTS]}
+    assert_none(f"{name_of(path)}: {lines} lines" for path, lines in sizes.items() if lines >= MAX_FILE_LINES)
 
 
 def test_functions_stay_under_60_lines() -> None:
-    found = []
-    for path in CHECKED:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = node.end_lineno - node.lineno + 1
-                if lines >= MAX_FUNCTION_LINES:
-                    found.append(f"{name_of(path)}:{node.lineno} {node.name}: {lines} lines")
-    assert not found, places(found)
+    assert_none(
+        f"{name_of(path)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for path in CHECKED
+        for node in nodes_of(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno + 1 >= MAX_FUNCTION_LINES
+    )
 
 
 def test_no_blind_except() -> None:
     """There is no bare `except:`, and no handler of Exception that does nothing."""
     found = []
     for path in CHECKED:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             caught = {x.id for x in ast.walk(node.type) if isinstance(x, ast.Name)} if node.type else {"BaseException"}
             idle = all(isinstance(x, ast.Pass | ast.Continue | ast.Expr) for x in node.body)
             if node.type is None or (idle and caught & {"Exception", "BaseException"}):
                 found.append(f"{name_of(path)}:{node.lineno}")
-    assert not found, places(found)
+    assert_none(found)
 
 
-def getattr_defaults(path: pathlib.Path) -> set[tuple[str, str]]:
-    """Return (file, attribute) of every three-argument getattr."""
-    calls = [
-        n
-        for n in ast.walk(tree_of(path))
-        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "getattr"
-    ]
-    return {(name_of(path), ast.unparse(call.args[1]).strip("'\"")) for call in calls if len(call.args) == 3}
+def getattr_defaults(path: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """Yield (file, attribute) of every three-argument getattr."""
+    for node in nodes_of(path):
+        match node:
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, attribute, _]):
+                yield name_of(path), ast.unparse(attribute).strip("'\"")
 
 
 def test_no_getattr_with_a_default() -> None:
-    found = set().union(*(getattr_defaults(path) for path in PACKAGE))
-    assert found <= set(GETATTR_DEFAULTS), places(
-        [f"{name}: getattr(…, {attribute!r}, …)" for name, attribute in found]
-    )
+    found = {each for path in PACKAGE for each in getattr_defaults(path)}
+    assert_none(f"{name}: getattr(…, {attribute!r}, …)" for name, attribute in found - set(GETATTR_DEFAULTS))
 
 
 def test_pure_stages_import_numbers_only() -> None:
-    for stage in PURE_STAGES:
-        heavy = {
-            name
-            for name in imports_of(module_path(stage))
-            if name.split(".")[0] in ("torch", "megatron", "transformers")
-        }
-        assert not heavy, f"{stage} imports {', '.join(sorted(heavy))}"
+    assert_none(
+        f"{stage} imports {name}"
+        for stage in PURE_STAGES
+        for name in imports_of(module_path(stage))
+        if name.split(".")[0] in ("torch", "megatron", "transformers")
+    )
 
 
 def test_pure_stages_run_without_torch() -> None:
@@ -238,11 +214,8 @@ def test_pure_stages_run_without_torch() -> None:
 
 @pytest.mark.parametrize("stage", [stage for stage in PURE_STAGES if stage != "algorithm.estimators"])
 def test_pure_stages_number_their_invariants(stage: str) -> None:
-    """A pure stage's docstring counts its invariants from 1, and its tests carry a mark for each.
-
-    The marks stand in the tests' ``assert_invariants``.
-    """
-    docstring = ast.get_docstring(tree_of(module_path(stage)))
+    """They count from 1 in its docstring, and the tests' ``assert_invariants`` carry a mark for each."""
+    docstring = ast.get_docstring(nodes_of(module_path(stage))[0])
     numbers = [int(n) for n in re.findall(r"^(\d+)\. ", docstring, flags=re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1)) and numbers
     room, _, name = stage.partition(".")
@@ -263,11 +236,11 @@ def module_path(stage: str) -> pathlib.Path:
 def test_no_test_module_imports_another() -> None:
     found = [
         f"{name_of(path)} imports {name}"
-        for path in (ROOT / "tests").rglob("*.py")
+        for path in TESTS
         for name in imports_of(path)
         if is_within(name, "tests") and any(part.startswith("test_") for part in name.split(".")[1:-1])
     ]
-    assert not found, places(found)
+    assert_none(found)
 
 
 def test_ruff_finds_nothing() -> None:

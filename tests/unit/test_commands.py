@@ -1,17 +1,21 @@
-"""`megatron-rl`: the process that each word becomes, and the sentences for words that cannot be followed."""
+"""The command lines: the process that each word becomes, and one sentence for what cannot be followed."""
 
 from __future__ import annotations
 
 import json
 import pathlib
 import sys
+import threading
 
 import pytest
 
+from megatron_rl import cli
 from megatron_rl.commands import command, launch
 from megatron_rl.commands.new_run import write_run
 from megatron_rl.config import load_config
+from megatron_rl.distributed import time_limit
 from megatron_rl.errors import ConfigError
+from tests.patience import HANG_S, patient
 
 ROOT = pathlib.Path(__file__).parents[2]
 TORCHRUN = [*launch.TORCHRUN, "--nproc-per-node"]
@@ -33,9 +37,8 @@ def _no_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.os, "execv", become)
 
 
-@pytest.mark.parametrize(
-    ("words", "becomes"),
-    [
+def test_a_word_becomes_its_program() -> None:
+    for words, becomes in (
         (["train", "--config", "a.yaml"], [sys.executable, "-m", "megatron_rl.train", "--config", "a.yaml"]),
         (["train", "--nproc", "2", "x.y=1"], [*TORCHRUN, "2", "-m", "megatron_rl.train", "x.y=1"]),
         (["serve", "x.y=1", "--nproc=4"], [*TORCHRUN, "4", "-m", "megatron_rl.serve", "x.y=1"]),
@@ -43,43 +46,30 @@ def _no_world(monkeypatch: pytest.MonkeyPatch) -> None:
         (["verify", "--nproc", "2"], [*TORCHRUN, "2", str(ROOT / "tools/verify_topology.py")]),
         (["simulate", "--nodes", "4"], [sys.executable, str(ROOT / "tools/simulate_cluster.py"), "--nodes", "4"]),
         (["doctor"], [sys.executable, "-m", "megatron_rl.doctor"]),
-    ],
-)
-def test_a_word_becomes_its_program(words: list[str], becomes: list[str]) -> None:
-    with pytest.raises(Became) as became:
-        command.main(words)
-    assert became.value.args == (becomes,)
+    ):
+        with pytest.raises(Became) as became:
+            command.main(words)
+        assert became.value.args == (becomes,)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["trian"],
-            "'trian' is no command; those are train, serve, watch, convert, verify, simulate, doctor, new, translate",
-        ),
+def test_a_mistake_ends_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["trian"], f"'trian' is no command; those are {', '.join([*command.VERBS, *command.HERE])}"),
         (["train", "--nproc"], "--nproc needs a number of processes"),
         (["train", "--nproc", "0"], "--nproc '0' is no number of processes"),
         (["train", "--nproc=two"], "--nproc 'two' is no number of processes"),
         (["train", "--nproc", "2", "--nproc", "3"], "--nproc stands twice: 2 and '3'"),
         (["doctor", "--nproc", "2"], "megatron-rl doctor runs as one process; leave --nproc 2 out"),
-    ],
-)
-def test_a_mistake_ends_in_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(words) == command.EXIT_CONFIG
-    error = capsys.readouterr().err
-    assert error.startswith("megatron_rl: ") and said in error and error.count("\n") == 1, error
+    ):
+        assert command.main(words) == command.EXIT_CONFIG
+        error = capsys.readouterr().err
+        assert error.startswith("megatron_rl: ") and said in error and error.count("\n") == 1, error
 
 
-def test_processes_are_refused_within_a_world(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_names_every_word_and_processes_are_refused_within_a_world(capsys, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "3")
     assert command.main(["train", "--nproc", "2"]) == command.EXIT_CONFIG
     assert "within a rank of another launcher (RANK=3 in the environment)" in capsys.readouterr().err
-
-
-def test_help_names_every_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert all(f"\n  {name} " in said for name in [*command.VERBS, *command.HERE])
@@ -95,29 +85,64 @@ def test_a_new_run_is_read_as_it_says(tmp_path: pathlib.Path, monkeypatch: pytes
     (prompts,) = config.data.train
     rows = [json.loads(line) for line in pathlib.Path(prompts).read_text().splitlines()]
     assert len(rows) == 100 and all(eval(row["prompt"][:-1]) == int(row["answer"]) for row in rows)
-
-
-def test_a_new_run_with_prompts_of_the_users(tmp_path: pathlib.Path) -> None:
-    write_run(f"{tmp_path}/mine", model="", prompts="my.jsonl", environment="/venv")
-    config = load_config(f"{tmp_path}/mine/run.yaml", [])
+    # with prompts of the user's own
+    write_run(f"{tmp_path}/another", model="", prompts="my.jsonl", environment="/venv")
+    config = load_config(f"{tmp_path}/another/run.yaml", [])
     assert (config.model.hf_path, config.data.train) == ("", ("my.jsonl",))
-    assert not (tmp_path / "mine" / "prompts.jsonl").exists()
+    assert not (tmp_path / "another" / "prompts.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("folder", "model", "said"),
-    [
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, model, said in (
         ("there", "", "is there already; name a folder that is not"),
         ("my run", "", "has characters that YAML, bash and SLURM would read otherwise"),
         ("mine", "a:b", "--model 'a:b' has characters"),
         ("/", "", "the folder has no name"),
-    ],
-)
-def test_a_folder_that_cannot_be_made_is_refused(
-    folder: str, model: str, said: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    with pytest.raises(ConfigError, match=said):
-        write_run(folder, model=model, prompts=None, environment="/venv")
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    ):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "there").mkdir(exist_ok=True)
+        with pytest.raises(ConfigError, match=said):
+            write_run(folder, model=model, prompts=None, environment="/venv")
+        assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+# --- python -m megatron_rl.train
+
+
+def never(config: object) -> bool:
+    raise AssertionError("the run began")
+
+
+def test_a_trainers_mistake_is_one_sentence(capsys, monkeypatch) -> None:
+    for arguments, words in (
+        (["--train.steps=3"], "as in train.num_rollouts=3"),
+        (["+train.steps=3"], "as in train.num_rollouts=3"),
+        (["train.steps=3"], "config key train.steps (value 3) is called train.num_rollouts now; rename it"),
+        (["--run-dri", "x"], "'--run-dri' is no option; those are -h, --help, --config, --run-dir"),
+        (["train.num_rollouts", "=", "3"], "is not of the form section.key=value, without spaces around the ="),
+        (["--config", "no.yaml"], "no.yaml cannot be read: No such file or directory (working directory "),
+        (["optimizer.lr=nan"], "optimizer.lr=nan must be at least 0 and at most 10"),
+        ([], "model.hf_path='' names no model"),
+    ):
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        assert cli.main(never, arguments) == cli.EXIT_CONFIG
+        said = capsys.readouterr().err
+        assert said.startswith("megatron_rl: ") and words in said and said.count("\n") == 1, said
+
+
+ENDED = threading.Event()
+
+
+def hanging_estimator(rewards: object) -> list[float]:
+    assert ENDED.wait(patient(HANG_S))
+    return [0.0] * len(rewards.totals)
+
+
+def test_a_users_function_that_hangs_in_its_check_ends_the_process(capfd, monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(time_limit.os, "_exit", lambda code: ENDED.set())
+    cli.main(never, [f"advantage.estimator={__name__}:hanging_estimator", "run.deadline_s=1"])
+    said = capfd.readouterr().err
+    assert "rank 0 has been in the check of the configuration for longer than run.deadline_s=1 s" in said
+    assert "hanging_estimator" in said

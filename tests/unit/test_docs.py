@@ -6,16 +6,19 @@ import ast
 import dataclasses
 import functools
 import importlib
+import itertools
 import pathlib
 import re
 import shlex
 import typing
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from megatron_rl.commands.command import HERE, VERBS
 from megatron_rl.config import Config, load_config
+from megatron_rl.errors import ConfigError
 from tools import config_table
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -90,44 +93,36 @@ def test_anchors_are_githubs(tmp_path: pathlib.Path) -> None:
     assert headings(page) == {"metricsjsonl-9-names", "a-link--more"}
 
 
-@pytest.mark.parametrize("name", sorted(PAGES))
-def test_every_link_leads_somewhere(name: str) -> None:
-    missing = []
+def broken_links(name: str) -> Iterator[str]:
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text_of(name))):
-        if re.match(r"https?://|mailto:", target):
-            continue
         path, _, anchor = target.partition("#")
         file = (PAGES[name].parent / path).resolve() if path else PAGES[name]
-        if not file.exists() or (anchor and anchor not in headings(file)):
-            missing.append(target)
-    assert not missing
+        is_outside = re.match(r"https?://|mailto:", target)
+        if not is_outside and (not file.exists() or (anchor and anchor not in headings(file))):
+            yield target
 
 
-@pytest.mark.parametrize("name", CURRENT)
-def test_every_file_that_is_named_exists(name: str) -> None:
-    missing = []
+@functools.cache
+def files_called(name: str) -> list[pathlib.Path]:
+    return [path for room in ("megatron_rl", "tests", "tools", "examples") for path in (ROOT / room).rglob(name)]
+
+
+def missing_files(name: str) -> Iterator[str]:
     for span in spans(name):
         match = re.fullmatch(r"([\w./-]+\.(?:py|md|sh|sbatch))(?:::(\w+))?(?:\[.*\])?", span)
         if not match or match[1] in FORBIDDEN:
             continue
         places = [base / match[1] for base in (ROOT, ROOT / "megatron_rl", ROOT / "tests", PAGES[name].parent)]
         files = [place for place in places if place.is_file()]
-        if "/" not in match[1] and not files:
-            files = [
-                path for room in ("megatron_rl", "tests", "tools", "examples") for path in (ROOT / room).rglob(match[1])
-            ]
+        files = files or ([] if "/" in match[1] else files_called(match[1]))
         if not files or (match[2] and not any(f"def {match[2]}(" in path.read_text() for path in files)):
-            missing.append(span)
-    assert not missing
+            yield span
 
 
-@pytest.mark.parametrize("name", CURRENT)
-def test_every_target_of_make_exists(name: str) -> None:
+def unknown_targets_of_make(name: str) -> Iterator[str]:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = {
-        word for words in commands(name) if words[0] == "make" for word in words[1:] if re.fullmatch(r"[a-z-]+", word)
-    }
-    assert named <= targets
+    named = {word for words in commands(name) if words[0] == "make" for word in words[1:]}
+    yield from {word for word in named if re.fullmatch(r"[a-z-]+", word)} - targets
 
 
 def key_exists(key: str) -> bool:
@@ -143,18 +138,16 @@ def key_exists(key: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", CURRENT)
-def test_every_configuration_key_exists(name: str) -> None:
+def unknown_keys(name: str) -> Iterator[str]:
     roots = {key.partition(".")[0] for key in SECTIONS}
     pattern = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(roots))})(?:\.[A-Za-z0-9_]+)+)(?=$|[=:,;)\s]|\.$)")
     ours = spans(name)
     if name == THEIRS:  # the further columns of its table are other frameworks' names
-        ours = [
-            span for row in re.findall(r"^\| ([^|]*) \|", text_of(name), re.M) for span in re.findall(r"`([^`]+)`", row)
-        ]
+        rows = re.findall(r"^\| ([^|]*) \|", text_of(name), re.M)
+        ours = [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
         assert len(ours) > 40
     named = {key for span in ours for key in pattern.findall(span)} - NO_KEYS
-    assert not {key for key in named if not key_exists(key) and not key.endswith(FILES)}
+    yield from (key for key in named if not key_exists(key) and not key.endswith(FILES))
 
 
 def config_of(words: list[str]) -> tuple[str | None, list[str]]:
@@ -164,12 +157,12 @@ def config_of(words: list[str]) -> tuple[str | None, list[str]]:
     return (given if (ROOT / given).is_file() else None), overrides
 
 
-@pytest.mark.parametrize("name", CURRENT)
-def test_every_command_with_settings_is_accepted(name: str) -> None:
-    for words in commands(name):
-        path, overrides = config_of(words)
-        if path or overrides:
-            assert load_config(ROOT / path if path else None, overrides) is not None
+def refused_settings(name: str) -> Iterator[str]:
+    for path, overrides in map(config_of, commands(name)):
+        try:
+            load_config(ROOT / path if path else None, overrides)
+        except ConfigError as error:
+            yield f"{[path, *overrides][-1]} ({error})"
 
 
 # The files that read the arguments of `python -m megatron_rl.train` and `python -m megatron_rl.serve`.
@@ -198,43 +191,49 @@ def sources_of(words: list[str]) -> list[pathlib.Path]:
     return []
 
 
-@pytest.mark.parametrize("name", CURRENT)
-def test_every_flag_is_one_of_its_command(name: str) -> None:
-    unknown = []
+def unknown_flags(name: str) -> Iterator[str]:
     for words in commands(name):
-        sources = sources_of(words)
-        text = "".join(path.read_text() for path in sources)
-        scripts = [
+        text = "".join(path.read_text() for path in sources_of(words))
+        starts = [
             i
             for i, word in enumerate(words)
             if word.startswith(("megatron_rl.", "megatron-rl")) or word.endswith((".py", ".sh", ".sbatch"))
         ]
-        for word in words[scripts[0] + 1 if scripts else len(words) :]:
-            flag = word.partition("=")[0]
-            if flag == "--":
-                break
-            if flag.startswith("--") and f'"{flag}"' not in text:
-                unknown.append((flag, words))
-    assert not unknown
+        given = itertools.takewhile(lambda word: word != "--", words[starts[0] + 1 if starts else len(words) :])
+        flags = (word.partition("=")[0] for word in given if word.startswith("--"))
+        yield from (f"{flag} ({words})" for flag in flags if f'"{flag}"' not in text)
 
 
-@pytest.mark.parametrize("name", CURRENT)
-def test_python_of_a_page_parses_and_its_imports_exist(name: str) -> None:
-    for language, block in blocks(name):
-        if language != "python":
-            continue
-        for node in ast.walk(ast.parse(block)):
+def missing_imports(name: str) -> Iterator[str]:
+    for tree in (ast.parse(block) for language, block in blocks(name) if language == "python"):
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module.startswith("megatron_rl"):
                 module = importlib.import_module(node.module)
-                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+                yield from (alias.name for alias in node.names if not hasattr(module, alias.name))
 
 
-@pytest.mark.parametrize("name", CURRENT)
-def test_every_extra_of_an_installation_exists(name: str) -> None:
-    setup = (ROOT / "setup.py").read_text()
-    extras = set(re.findall(r'^        "([\w-]+)": \[', setup, re.M))
+def unknown_extras(name: str) -> Iterator[str]:
+    extras = set(re.findall(r'^        "([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.M))
     asked = [extra for words in commands(name) for word in words for extra in re.findall(r"^\.\[([\w,-]+)\]$", word)]
-    assert {extra for several in asked for extra in several.split(",")} <= extras
+    yield from {extra for several in asked for extra in several.split(",")} - extras
+
+
+LAWS = (
+    *(broken_links, missing_files, unknown_targets_of_make, unknown_keys),
+    *(refused_settings, unknown_flags, missing_imports, unknown_extras),
+)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_every_page_is_free_of(law: Callable[[str], Iterator[str]]) -> None:
+    """A fault is named with its page and the first line that holds it."""
+    faults = []
+    for name in sorted(PAGES) if law is broken_links else CURRENT:
+        lines = text_of(name).split("\n")
+        for fault in law(name):
+            places = [str(number) for number, line in enumerate(lines, 1) if fault.partition(" (")[0] in line]
+            faults.append(f"{name}:{''.join(places[:1])}: {fault}")
+    assert not faults, "\n".join(faults)
 
 
 def test_the_readers_see_what_they_should() -> None:

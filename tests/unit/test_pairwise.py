@@ -25,8 +25,7 @@ def test_the_product_is_whole_and_the_rest_is_long():
     assert [x.id for x in found] == ["-".join(row) for row in itertools.product("ab", "cd", "ef")]
     assert sum(not x.marks for x in found) == 4 and all(x.marks[0].name == "long" for x in found if x.marks)
 
-
-def test_every_value_once_is_as_many_rows_as_the_longest_factor_has():
+    # every value once is as many rows as the longest factor has
     assert sum(not x.marks for x in pairwise("abc", "de", strength=1)) == 3
 
 

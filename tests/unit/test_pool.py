@@ -35,9 +35,7 @@ def sum_of_ranks(rank: int, world: int, offset: int, *, scale: int = 1) -> tuple
 def describe(rank: int, world: int) -> dict[str, object]:
     import torch
 
-    inherited = [
-        name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_PROCID")
-    ]
+    inherited = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_PROCID"} & os.environ.keys()
     return {"pid": os.getpid(), "threads": torch.get_num_threads(), "inherited": inherited}
 
 
@@ -91,17 +89,14 @@ def test_results_in_rank_order(pool: Pool) -> None:
     assert [total.item() for _, total in results] == [42.0, 42.0]  # (10 + 11) · 2
 
 
-def test_workers_are_kept_and_launched_by_nobody(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = pool.run(2, describe), pool.run(2, describe)
-    assert [d["pid"] for d in first] == [d["pid"] for d in second]
-    assert all(d["threads"] == 1 and d["inherited"] == [] for d in first)
-
-
-def test_launcher_variables_do_not_reach_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_variables_do_not_reach_a_worker_which_close_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_PROCID"):
         monkeypatch.setenv(name, "7")
     with Pool(max_world=1) as fresh:
-        assert fresh.run(1, describe)[0]["inherited"] == []
+        (found,) = fresh.run(1, describe)
+    assert found["threads"] == 1 and not found["inherited"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(found["pid"], 0)
 
 
 def test_exception_carries_rank_traceback_and_output(pool: Pool) -> None:
@@ -124,10 +119,7 @@ def test_raise_while_the_other_waits(fragile: Pool) -> None:
 
 
 def test_hang_ends_in_its_bound_and_the_pool_works_again(fragile: Pool) -> None:
-    """A hang ends in its bound, and the pool works again.
-
-    Rank 0 has returned long before; rank 1 would take an hour.
-    """
+    """Rank 0 has returned long before; rank 1 would take an hour."""
     fragile.run(2, describe)
     with pytest.raises(PoolError, match=f"rank 1 did not finish in {patient(LOADED):g} s") as caught:
         fragile.run(2, hang, timeout_s=1)
@@ -141,26 +133,16 @@ def test_killed_rank_is_named(fragile: Pool) -> None:
     assert 1 in caught.value.failed
 
 
-def test_exit_and_unpicklable_results_are_failures(pool: Pool) -> None:
+def test_exit_unpicklable_results_and_unusable_tasks_are_failures(pool: Pool) -> None:
     with pytest.raises(PoolError, match="rank 0 raised SystemExit: 3"):
         pool.run(1, leave_by_exit)
     with pytest.raises(PoolError, match="rank 0 raised .*pickle"):
         pool.run(1, unpicklable)
 
-
-def test_unusable_tasks_are_refused(pool: Pool) -> None:
     with pytest.raises(ValueError, match=r"world=5 is outside \[1, max_world=4\]"):
         pool.run(5, describe)
     with pytest.raises(ValueError, match="module-level function"):
         pool.run(1, lambda rank, world: None)
-
-
-def test_close_ends_the_workers() -> None:
-    workers = Pool(max_world=1)
-    pid = workers.run(1, describe)[0]["pid"]
-    workers.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors and threads in /proc")

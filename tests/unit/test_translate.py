@@ -16,73 +16,49 @@ from megatron_rl.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # verl's example of GRPO for Qwen2-7B on GSM8K and MATH with Megatron (examples/grpo_trainer, 2025): its settings.
-QWEN2_7B = {
-    "algorithm.adv_estimator": "grpo",
-    "algorithm.use_kl_in_reward": False,
-    "data.train_files": ["/data/gsm8k/train.parquet", "/data/math/train.parquet"],
-    "data.val_files": ["/data/gsm8k/test.parquet", "/data/math/test.parquet"],
-    "data.train_batch_size": 1024,
-    "data.max_prompt_length": 1024,
-    "data.max_response_length": 1024,
-    "data.filter_overlong_prompts": True,
-    "data.truncation": "error",
-    "actor_rollout_ref.model.path": "Qwen/Qwen2-7B-Instruct",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    f"{ACTOR}.optim.lr": 1e-6,
-    f"{ACTOR}.ppo_mini_batch_size": 256,
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
-    f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
-    f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
-    f"{ACTOR}.use_kl_loss": True,
-    f"{ACTOR}.kl_loss_coef": 0.001,
-    f"{ACTOR}.kl_loss_type": "low_var_kl",
-    f"{ACTOR}.entropy_coeff": 0,
-    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 4,
-    f"{ROLLOUT}.tensor_model_parallel_size": 2,
-    f"{ROLLOUT}.name": "vllm",
-    f"{ROLLOUT}.gpu_memory_utilization": 0.6,
-    f"{ROLLOUT}.n": 5,
-    "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": 2,
-    "trainer.critic_warmup": 0,
-    "trainer.logger": ["console", "wandb"],
-    "trainer.project_name": "verl_grpo_example_gsm8k_math",
-    "trainer.experiment_name": "qwen2_7b_megatron",
-    "trainer.n_gpus_per_node": 8,
-    "trainer.nnodes": 1,
-    "trainer.save_freq": 20,
-    "trainer.test_freq": 5,
-    "trainer.total_epochs": 15,
-}
+QWEN2_7B = flat(
+    yaml.safe_load("""
+algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
+data:
+  train_files: [/data/gsm8k/train.parquet, /data/math/train.parquet]
+  val_files: [/data/gsm8k/test.parquet, /data/math/test.parquet]
+  train_batch_size: 1024
+  max_prompt_length: 1024
+  max_response_length: 1024
+  filter_overlong_prompts: true
+  truncation: error
+actor_rollout_ref:
+  model: {path: Qwen/Qwen2-7B-Instruct, enable_gradient_checkpointing: true}
+  actor:
+    optim: {lr: 1.0e-6}
+    ppo_mini_batch_size: 256
+    ppo_micro_batch_size_per_gpu: 4
+    megatron: {pipeline_model_parallel_size: 2, tensor_model_parallel_size: 2}
+    use_kl_loss: true
+    kl_loss_coef: 0.001
+    kl_loss_type: low_var_kl
+    entropy_coeff: 0
+  rollout:
+    {log_prob_micro_batch_size_per_gpu: 4, tensor_model_parallel_size: 2, name: vllm, gpu_memory_utilization: 0.6, n: 5}
+  ref: {megatron: {tensor_model_parallel_size: 2}}
+trainer:
+  {critic_warmup: 0, logger: [console, wandb], project_name: verl_grpo_example_gsm8k_math, nnodes: 1,
+   n_gpus_per_node: 8, experiment_name: qwen2_7b_megatron, save_freq: 20, test_freq: 5, total_epochs: 15}
+""")
+)
 # open-r1's demo of GRPO for Qwen2.5-1.5B-Instruct (recipes, 2025): its settings.
-OPEN_R1 = {
-    "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",
-    "model_revision": "main",
-    "torch_dtype": "bfloat16",
-    "attn_implementation": "flash_attention_2",
-    "dataset_name": "AI-MO/NuminaMath-TIR",
-    "num_processes": 7,
-    "bf16": True,
-    "use_vllm": True,
-    "vllm_device": "auto",
-    "vllm_gpu_memory_utilization": 0.7,
-    "gradient_accumulation_steps": 16,
-    "gradient_checkpointing": True,
-    "gradient_checkpointing_kwargs.use_reentrant": False,
-    "learning_rate": 2.0e-05,
-    "lr_scheduler_type": "cosine",
-    "max_prompt_length": 512,
-    "max_completion_length": 1024,
-    "max_steps": -1,
-    "num_generations": 7,
-    "num_train_epochs": 1,
-    "output_dir": "data/Qwen2.5-1.5B-Open-R1-GRPO",
-    "per_device_train_batch_size": 16,
-    "push_to_hub": True,
-    "report_to": ["wandb"],
-    "save_total_limit": 1,
-    "seed": 42,
-    "warmup_ratio": 0.1,
-}
+OPEN_R1 = flat(
+    yaml.safe_load("""
+{model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct, model_revision: main, torch_dtype: bfloat16, bf16: true, seed: 42,
+ attn_implementation: flash_attention_2, dataset_name: AI-MO/NuminaMath-TIR, num_processes: 7,
+ use_vllm: true, vllm_device: auto, vllm_gpu_memory_utilization: 0.7,
+ gradient_accumulation_steps: 16, gradient_checkpointing: true, gradient_checkpointing_kwargs: {use_reentrant: false},
+ learning_rate: 2.0e-5, lr_scheduler_type: cosine, warmup_ratio: 0.1,
+ max_prompt_length: 512, max_completion_length: 1024, max_steps: -1, num_generations: 7, num_train_epochs: 1,
+ output_dir: data/Qwen2.5-1.5B-Open-R1-GRPO, per_device_train_batch_size: 16,
+ push_to_hub: true, report_to: [wandb], save_total_limit: 1}
+""")
+)
 
 
 def loaded(translation: Translation, folder: pathlib.Path) -> Config:
@@ -110,11 +86,8 @@ def test_verls_example_means_the_same(tmp_path: pathlib.Path) -> None:
 def test_verls_mixture_keeps_its_grid(tmp_path: pathlib.Path) -> None:
     """The example's Moonlight: TP 4, PP 3, EP 4, expert TP 1, and a checkpoint of Megatron's, which is not read."""
     megatron = f"{ACTOR}.megatron"
-    grid = {
-        f"{megatron}.pipeline_model_parallel_size": 3,
-        f"{megatron}.tensor_model_parallel_size": 4,
-        f"{megatron}.expert_model_parallel_size": 4,
-        f"{megatron}.expert_tensor_parallel_size": 1,
+    sizes = {"pipeline_model": 3, "tensor_model": 4, "expert_model": 4, "expert_tensor": 1}
+    grid = {f"{megatron}.{name}_parallel_size": size for name, size in sizes.items()} | {
         f"{megatron}.use_dist_checkpointing": True,
         f"{megatron}.dist_checkpointing_path": "/checkpoints/moonlight",
         "data.trust_remote_code": True,
@@ -125,46 +98,40 @@ def test_verls_mixture_keeps_its_grid(tmp_path: pathlib.Path) -> None:
     assert set(found.left) == {"reward function", f"{megatron}.dist_checkpointing_path", "data.trust_remote_code"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "ours"),
-    [
-        ({"algorithm.norm_adv_by_std_in_grpo": False}, {"advantage.estimator": "dr_grpo"}),
-        ({f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"}, {"loss.reduction": "sequence_sum_norm"}),
-        ({f"{ACTOR}.clip_ratio_high": 0.28}, {"loss.clip_low": 0.2, "loss.clip_high": 0.28}),
-        (
-            {f"{ACTOR}.clip_ratio": 0.1, f"{ACTOR}.clip_ratio_low": None, f"{ACTOR}.clip_ratio_high": None},
-            {"loss.clip_low": 0.1, "loss.clip_high": 0.1},
-        ),
-        (
-            {"algorithm.adv_estimator": "gae", "critic.optim.lr": 2e-6, "trainer.critic_warmup": 3},
-            {"advantage.estimator": "gae", "critic.lr": 2e-6, "critic.warmup_rollouts": 3, "critic.value_clip": 0.5},
-        ),
-        (
-            {
-                f"{ACTOR}.use_kl_loss": False,
-                "algorithm.use_kl_in_reward": True,
-                "algorithm.kl_ctrl.type": "adaptive",
-                "algorithm.kl_ctrl.kl_coef": 0.02,
-            },
-            {"reference.kl_in": "reward", "reference.controller": "adaptive", "loss.kl_coefficient": 0.02,
-             "loss.kl_estimator": "k1", "reference.kl_horizon": 10000},
-        ),
-        ({"algorithm.rollout_correction.rollout_is": "token"}, {"correction.mode": "token_truncate"}),
-        ({"trainer.total_training_steps": 300}, {"train.num_rollouts": 300}),
-        ({"algorithm.filter_groups.enable": True}, {"rollout.dynamic_sampling.max_rounds": 10}),
-        ({f"{ROLLOUT}.engine_kwargs.vllm.enforce_eager": True}, {"rollout.vllm.enforce_eager": True}),
-    ],
-)  # fmt: skip
-def test_a_setting_of_verls(settings: dict, ours: dict, tmp_path: pathlib.Path) -> None:
-    found = verl.translate(QWEN2_7B | settings)
-    assert {key: found.ours[key] for key in ours} == ours
-    assert set(found.left) == {"reward function"}
-    loaded(found, tmp_path)
+def named(text: str) -> dict:
+    """Return the settings of a text such as ``a.b=1 c=null``."""
+    return {name: yaml.safe_load(value) for name, value in (part.split("=") for part in text.split())}
 
 
-@pytest.mark.parametrize(
-    ("settings", "name", "why"),
-    [
+def test_a_setting_of_verls(tmp_path: pathlib.Path) -> None:
+    adaptive = "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.02"
+    of_reward = "reference.kl_in=reward reference.controller=adaptive reference.kl_horizon=10000"
+    for settings, ours in (
+        ("algorithm.norm_adv_by_std_in_grpo=false", "advantage.estimator=dr_grpo"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "loss.reduction=sequence_sum_norm"),
+        (f"{ACTOR}.clip_ratio_high=0.28", "loss.clip_low=0.2 loss.clip_high=0.28"),
+        (
+            f"{ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_low=null {ACTOR}.clip_ratio_high=null",
+            "loss.clip_low=0.1 loss.clip_high=0.1",
+        ),
+        (
+            "algorithm.adv_estimator=gae critic.optim.lr=2.0e-6 trainer.critic_warmup=3",
+            "advantage.estimator=gae critic.lr=2.0e-6 critic.warmup_rollouts=3 critic.value_clip=0.5",
+        ),
+        (f"{ACTOR}.use_kl_loss=false {adaptive}", f"{of_reward} loss.kl_coefficient=0.02 loss.kl_estimator=k1"),
+        ("algorithm.rollout_correction.rollout_is=token", "correction.mode=token_truncate"),
+        ("trainer.total_training_steps=300", "train.num_rollouts=300"),
+        ("algorithm.filter_groups.enable=true", "rollout.dynamic_sampling.max_rounds=10"),
+        (f"{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", "rollout.vllm.enforce_eager=true"),
+    ):
+        found = verl.translate(QWEN2_7B | named(settings))
+        assert {key: found.ours[key] for key in named(ours)} == named(ours)
+        assert set(found.left) == {"reward function"}
+        loaded(found, tmp_path)
+
+
+def test_a_setting_of_verls_that_has_no_place_is_listed() -> None:
+    for settings, name, why in (
         ({f"{ROLLOUT}.top_p": 0.9}, f"{ROLLOUT}.top_p", "whose log-probs are trained"),
         ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name", "engines here are vllm and transformers"),
         ({"algorithm.adv_estimator": "opo"}, "algorithm.adv_estimator", "of verl's estimators gae, grpo, rloo"),
@@ -172,11 +139,9 @@ def test_a_setting_of_verls(settings: dict, ours: dict, tmp_path: pathlib.Path) 
         ({"trainer.never_heard_of": 1}, "trainer.never_heard_of", "no rule is known for it"),
         ({"data.train_batch_size": "many"}, "data.train_batch_size", "could not convert"),
         ({"algorithm.use_kl_in_reward": True}, "algorithm.use_kl_in_reward", "not in both"),
-    ],
-)
-def test_a_setting_of_verls_that_has_no_place_is_listed(settings: dict, name: str, why: str) -> None:
-    left = verl.translate(QWEN2_7B | settings).left
-    assert set(left) == {"reward function", name} and why in left[name]
+    ):
+        left = verl.translate(QWEN2_7B | settings).left
+        assert set(left) == {"reward function", name} and why in left[name]
 
 
 def test_open_r1s_recipe_means_the_same(tmp_path: pathlib.Path) -> None:
@@ -191,29 +156,26 @@ def test_open_r1s_recipe_means_the_same(tmp_path: pathlib.Path) -> None:
     assert set(found.left) == {"dataset_name", "push_to_hub", "warmup_ratio"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "ours"),
-    [
-        ({"loss_type": "dr_grpo", "scale_rewards": "none"},
-         {"loss.reduction": "sequence_sum_norm", "advantage.estimator": "dr_grpo"}),
-        ({"importance_sampling_level": "sequence"}, {"loss.policy": "gspo"}),
-        ({"loss_type": "cispo", "epsilon_high": 5.0},
-         {"loss.policy": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}),
-        ({"epsilon_high": 0.28}, {"loss.clip_low": 0.2, "loss.clip_high": 0.28}),
-        ({"beta": 0.04}, {"loss.kl_coefficient": 0.04, "loss.kl_estimator": "unbiased"}),
-        ({"beta": 0.04, "use_bias_correction_kl": False}, {"loss.kl_estimator": "k3"}),
-        ({"delta": 3.0}, {"loss.dual_clip": 3}),
-        ({"steps_per_generation": 32}, {"train.prompts_per_rollout": 512, "train.samples_per_mini_batch": 1792}),
-        ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs.min_lr_rate": 0.1},
-         {"optimizer.schedule": "cosine", "optimizer.min_lr": 2e-6}),
-        ({"max_steps": 100, "num_iterations": 2}, {"train.num_rollouts": 50, "train.epochs_per_rollout": 2}),
-    ],
-)  # fmt: skip
-def test_a_setting_of_trls(settings: dict, ours: dict, tmp_path: pathlib.Path) -> None:
-    found = trl.translate(OPEN_R1 | settings)
-    assert {key: found.ours[key] for key in ours} == pytest.approx(ours)
-    assert set(found.left) == {"dataset_name", "push_to_hub", "warmup_ratio"}
-    loaded(found, tmp_path)
+def test_a_setting_of_trls(tmp_path: pathlib.Path) -> None:
+    for settings, ours in (
+        ("loss_type=dr_grpo scale_rewards=none", "loss.reduction=sequence_sum_norm advantage.estimator=dr_grpo"),
+        ("importance_sampling_level=sequence", "loss.policy=gspo"),
+        ("loss_type=cispo epsilon_high=5.0", "loss.policy=cispo loss.clip_low=1.0 loss.clip_high=4.0"),
+        ("epsilon_high=0.28", "loss.clip_low=0.2 loss.clip_high=0.28"),
+        ("beta=0.04", "loss.kl_coefficient=0.04 loss.kl_estimator=unbiased"),
+        ("beta=0.04 use_bias_correction_kl=false", "loss.kl_estimator=k3"),
+        ("delta=3.0", "loss.dual_clip=3"),
+        ("steps_per_generation=32", "train.prompts_per_rollout=512 train.samples_per_mini_batch=1792"),
+        (
+            "lr_scheduler_type=cosine_with_min_lr lr_scheduler_kwargs.min_lr_rate=0.1",
+            "optimizer.schedule=cosine optimizer.min_lr=2.0e-6",
+        ),
+        ("max_steps=100 num_iterations=2", "train.num_rollouts=50 train.epochs_per_rollout=2"),
+    ):
+        found = trl.translate(OPEN_R1 | named(settings))
+        assert {key: found.ours[key] for key in named(ours)} == pytest.approx(named(ours))
+        assert set(found.left) == {"dataset_name", "push_to_hub", "warmup_ratio"}
+        loaded(found, tmp_path)
 
 
 def test_trls_batch_needs_the_number_of_processes() -> None:
@@ -224,7 +186,6 @@ def test_trls_batch_needs_the_number_of_processes() -> None:
 
 
 SCRIPT = r"""
-set -x
 n=4
 files="['/d/a.parquet', '/d/b.parquet']"
 python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \

@@ -12,21 +12,11 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"
 
 
 def worker_environment() -> dict[str, str]:
-    """Return this process's variables without a launcher's and without a GPU.
-
-    The workers that get them are a gloo world on the CPU.
-    """
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not LAUNCHER_VARIABLES.fullmatch(name) and not name.startswith("SLURM_")
-    }
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return kept | {
-        "GLOO_SOCKET_IFNAME": loopback,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONUNBUFFERED": "1",
+    """Return this process's variables for a gloo world on the CPU."""
+    left_out = [name for name in os.environ if LAUNCHER_VARIABLES.fullmatch(name) or name.startswith("SLURM_")]
+    return {name: value for name, value in os.environ.items() if name not in left_out} | {
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        **{"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),
     }

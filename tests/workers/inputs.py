@@ -17,78 +17,43 @@ def prepare_inputs(folder: pathlib.Path, *, hidden: int, layers: int, heads: int
     sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
     import prepare
 
-    sizes = {
-        "hidden": hidden,
-        "layers": layers,
-        "heads": heads,
-        "kv-heads": heads,
-        "intermediate": intermediate,
-        "test-rows": 20,
-    }
-    assert prepare.main(
-        ["--out", str(folder), *(part for name, value in sizes.items() for part in (f"--{name}", str(value)))]
-    ) in (0, None)
+    sizes = {"hidden": hidden, "layers": layers, "heads": heads, "kv-heads": heads, "intermediate": intermediate}
+    given = [f"--{name}={value}" for name, value in (sizes | {"test-rows": 20}).items()]
+    assert prepare.main(["--out", str(folder), *given]) in (0, None)
+    return folder
+
+
+def prepare_experts(arithmetic: pathlib.Path, folder: pathlib.Path, kind: type, **settings: object) -> pathlib.Path:
+    """Write the data and tokenizer of ``arithmetic`` and a model of four experts, as Hugging Face saves it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    shutil.copytree(arithmetic, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 1024}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = kind(vocab_size=len(tokenizer), **sizes, **heads, **tokens, **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     return folder
 
 
 def prepare_mixture(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Write the data and tokenizer of ``arithmetic`` and a Qwen3-MoE of four experts; return ``folder``.
+    """Write the data and tokenizer of ``arithmetic`` and a Qwen3-MoE of four experts; return ``folder``."""
+    from transformers import Qwen3MoeConfig
 
-    The model is saved as Hugging Face saves it.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
-
-    shutil.copytree(arithmetic, folder, dirs_exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=96,
-        moe_intermediate_size=48,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=True,
-        max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    return folder
+    sizes = {"num_experts": 4, "intermediate_size": 96, "moe_intermediate_size": 48}
+    given = {"norm_topk_prob": True, "tie_word_embeddings": True, "bos_token_id": None}
+    return prepare_experts(arithmetic, folder, Qwen3MoeConfig, **sizes, **given)
 
 
 def prepare_gpt_oss(arithmetic: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """Write the data and tokenizer of ``arithmetic`` and a gpt-oss of four experts; return ``folder``."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig
+    from transformers import GptOssConfig
 
-    shutil.copytree(arithmetic, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
-    config = GptOssConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=48,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=9,
-        max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    return folder
+    sizes = {"num_local_experts": 4, "intermediate_size": 48, "sliding_window": 9}
+    return prepare_experts(arithmetic, folder, GptOssConfig, **sizes)
 
 
 def prepare_family(arithmetic: pathlib.Path, folder: pathlib.Path, family: str) -> pathlib.Path:

@@ -5,8 +5,8 @@
             codes = ranks.wait(60.0)
         code, output = nursery.run_script(path, "--help")             # a tool, as python would
 
-Importing torch, Megatron-Core and transformers takes longer than most runs of the tests. A fork has what was imported
-and nothing else: no thread, no process group, no random state of another test; it leads a session of its own.
+Importing them takes longer than most runs of the tests. A fork has what was imported and nothing else: no thread, no
+process group, no random state of another test; it leads a session of its own.
 
 Protocol, one stream socket, strictly in turn: a request is a line of JSON (``start`` with up to three descriptors) and
 its answer another: {"start": …} → {"pid"}; {"poll": pid} → {"code": null while it runs, else as ``subprocess`` counts
@@ -41,14 +41,9 @@ FAMILIES = (
 )
 IMPORTED = (
     "megatron_rl.distributed.platform",  # before anything of Megatron-Core
-    "megatron_rl.trainer.trainer",
-    "megatron_rl.train",
-    "megatron_rl.critic.server",
-    "tests.equality.rig",
-    "tensorboard.compat.proto.event_pb2",
-    "math_verify",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
+    *("megatron_rl.trainer.trainer", "megatron_rl.train", "megatron_rl.critic.server", "tests.equality.rig"),
+    *("tensorboard.compat.proto.event_pb2", "math_verify"),
+    *(f"transformers.models.auto.{name}_auto" for name in ("modeling", "tokenization")),
     *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES),
 )
 ONLY_TORCH = ("torch", "torch.distributed")
@@ -90,10 +85,7 @@ class Fork:
 
 
 class Nursery:
-    """The client's side of a nursery.
-
-    imported: the modules that every fork finds imported.
-    """
+    """The client's side of a nursery; every fork finds the modules ``imported`` imported."""
 
     def __init__(self, imported: Sequence[str] = IMPORTED) -> None:
         ours, theirs = socket.socketpair()
@@ -125,10 +117,7 @@ class Nursery:
             self.process.wait()
 
     def ask(self, request: dict, descriptors: Sequence[int] = ()) -> dict:
-        """Send a request and return its answer.
-
-        Raises RuntimeError where the nursery is gone.
-        """
+        """Send a request and return its answer; raise RuntimeError where the nursery is gone."""
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], list(descriptors))
             line = self._answers.readline()
@@ -156,14 +145,9 @@ class Nursery:
         descriptor that the function gets as its first argument. environment: added to the nursery's. program: its
         ``sys.argv[1:]``.
         """
-        request = {
-            "function": function,
-            "arguments": list(arguments),
-            "environment": dict(environment or {}),
-            "program": list(program),
-            "path": [folder or os.getcwd() for folder in sys.path],
-            "pipe": pipe is not None,
-        }
+        request = {"function": function, "arguments": list(arguments), "environment": dict(environment or {})}
+        request |= {"program": list(program), "pipe": pipe is not None}
+        request |= {"path": [folder or os.getcwd() for folder in sys.path]}
         with contextlib.ExitStack() as held:
             output = printed if isinstance(printed, int) else held.enter_context(open(printed, "wb")).fileno()
             read = held.enter_context(open(os.devnull, "rb")).fileno() if stdin is None else stdin
@@ -173,9 +157,8 @@ class Nursery:
     def run_script(self, path: pathlib.Path, *arguments: str, timeout_s: float = 600.0) -> tuple[int, str]:
         """Run a Python file as ``python FILE ARGUMENT…`` would; return (exit code, what it printed)."""
         with tempfile.NamedTemporaryFile() as printed:
-            fork = self.start(
-                "tests.workers.nursery:run_file", [str(path)], printed=printed.fileno(), program=arguments
-            )
+            function = "tests.workers.nursery:run_file"
+            fork = self.start(function, [str(path)], printed=printed.fileno(), program=arguments)
             try:
                 code = fork.wait(patient(timeout_s))
             finally:
@@ -198,12 +181,8 @@ class Nursery:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        shared = {
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         folder.mkdir(parents=True, exist_ok=True)
         printed = [folder / f"rank{rank}.txt" for rank in range(world)]
         forks: list[Fork] = []
@@ -224,10 +203,7 @@ class Ranks:
         self.forks, self.printed = list(forks), list(printed)
 
     def wait(self, timeout_s: float, but: Collection[int] = ()) -> list[int | None]:
-        """Return every rank's exit code, None for one that had not ended within ``timeout_s``.
-
-        but: ranks that are not waited for.
-        """
+        """Return every rank's exit code, None for one that runs after ``timeout_s``; ``but`` are not waited for."""
         until = time.monotonic() + timeout_s
         for fork in (fork for rank, fork in enumerate(self.forks) if rank not in but):
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -51,10 +51,7 @@ SHOWN_CHARS = 6000  # of each rank's output, from its end
 
 
 class PoolError(AssertionError):
-    """A task did not return on every rank.
-
-    ``failed`` are the ranks that raised or died, ``hung`` those that did not finish.
-    """
+    """A task did not return on every rank: ``failed`` have raised or died, ``hung`` did not finish."""
 
     def __init__(self, message: str, failed: tuple[int, ...], hung: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -70,13 +67,8 @@ class Worker:
         self.pipe, theirs = Pipe()
         # the end of what nobody writes tells a worker that the pool's process is gone
         its_stdin, self._life = os.pipe()
-        self.process = nursery.start(
-            "tests.workers.worker:serve",
-            [store_port, rank],
-            printed=self.log.fileno(),
-            stdin=its_stdin,
-            pipe=theirs.fileno(),
-        )
+        ends = {"printed": self.log.fileno(), "stdin": its_stdin, "pipe": theirs.fileno()}
+        self.process = nursery.start("tests.workers.worker:serve", [store_port, rank], **ends)
         os.close(its_stdin)
         theirs.close()
 
@@ -109,10 +101,7 @@ class Worker:
         return os.fstat(self.log.fileno()).st_size
 
     def printed(self, since: int = 0) -> str:
-        """Return the end of what the current task wrote, from byte ``since`` on.
-
-        It is read by pread, as the worker shares this file's offset.
-        """
+        """Return the end of what the current task wrote; by pread, as the worker shares this file's offset."""
         size = self.num_printed()
         start = max(since, size - SHOWN_CHARS)
         return os.pread(self.log.fileno(), size - start, start).decode(errors="replace").strip()
@@ -131,10 +120,7 @@ class Worker:
 
 
 class Pool:
-    """Up to ``max_world`` workers, started when a task first needs them.
-
-    Worker i is rank i of every task that reaches it.
-    """
+    """Up to ``max_world`` workers, started when a task first needs them; worker i is rank i of every task."""
 
     def __init__(self, max_world: int = 4, grace_s: float = GRACE_S, nursery: Nursery | None = None) -> None:
         """nursery: the one that forks the workers; None for one of its own, which imports torch only."""
@@ -161,18 +147,15 @@ class Pool:
     ) -> list[Any]:
         """Run ``function(rank, world, *args, **kwargs)`` on ``world`` ranks; return its results in rank order.
 
-        Raises PoolError, naming ranks, with their tracebacks and output, when any rank raises, dies or outlives LOADED
-        · ``timeout_s``.
+        Raises PoolError, with ranks, tracebacks and output, where one raises, dies or outlives LOADED · ``timeout_s``.
         """
         if not 1 <= world <= self.max_world:
             raise ValueError(
                 f"world={world} is outside [1, max_world={self.max_world}]; ask for less, or Pool(max_world=…)"
             )
+        name = f"{function.__module__}:{function.__qualname__}"
         if function.__module__ == "__main__" or "<" in function.__qualname__:
-            raise ValueError(
-                f"{function.__qualname__} of {function.__module__} cannot be imported by a worker; make it a "
-                "module-level function of a test module"
-            )
+            raise ValueError(f"{name} cannot be imported by a worker; make it a module-level function of a test module")
         timeout_s = patient(LOADED * timeout_s)
         self._num_tasks += 1
         task = (self._num_tasks, world, function.__module__, function.__qualname__, args, kwargs, timeout_s)
@@ -187,7 +170,7 @@ class Pool:
             if len(outcomes) == world and all(kind != "died" for kind, *_ in outcomes.values()):
                 self._leave_groups(ranks)
             if any(kind != "returned" for kind, *_ in outcomes.values()) or len(outcomes) < world:
-                raise self._error(f"{function.__module__}:{function.__qualname__}", ranks, outcomes, timeout_s)
+                raise self._error(name, ranks, outcomes, timeout_s)
         except BaseException as error:
             # Ranks that all raised are idle again and can be kept; anything else (hung, dead, Ctrl-C) leaves an unknown
             # state.
@@ -214,10 +197,8 @@ class Pool:
         ready = self._collect(new, patient(START_S), 0.0)
         late = [rank for rank in new if ready.get(rank) != ("ready",)]
         if late:
-            printed = "\n".join(
-                f"rank {rank}: {ready.get(rank, 'silent')}\n{self._workers[rank].printed()}" for rank in late
-            )
-            raise RuntimeError(f"workers {late} of the pool were not ready in {START_S} s; they printed:\n{printed}")
+            printed = [f"rank {rank}: {ready.get(rank, 'silent')}\n{self._workers[rank].printed()}" for rank in late]
+            raise RuntimeError("\n".join([f"workers {late} of the pool were not ready in {START_S} s:", *printed]))
 
     def _collect(self, ranks: list[int], timeout_s: float, grace_s: float) -> dict[int, tuple[Any, ...]]:
         """Collect one message from each rank, or none from those that send none in time."""
@@ -240,10 +221,8 @@ class Pool:
         left = self._collect(ranks, patient(LEAVE_S), patient(LEAVE_S))
         stuck = [rank for rank in ranks if left.get(rank) != ("idle",)]
         if stuck:
-            raise RuntimeError(
-                f"ranks {stuck} did not leave their process groups in {LEAVE_S} s: "
-                + "\n".join(self._workers[rank].printed() for rank in stuck)
-            )
+            printed = [self._workers[rank].printed() for rank in stuck]
+            raise RuntimeError("\n".join([f"ranks {stuck} did not leave their groups in {LEAVE_S} s:", *printed]))
 
     def _error(self, name: str, ranks: list[int], outcomes: dict[int, tuple[Any, ...]], timeout_s: float) -> PoolError:
         hung = tuple(rank for rank in ranks if rank not in outcomes)
@@ -251,20 +230,11 @@ class Pool:
         self._ask_for_stacks(hung)
         # The causes, in the order in which they arrived, before the ranks that merely waited for them.
         causes = [rank for rank in outcomes if rank in failed]
-        parts = [
-            f"{name} on {len(ranks)} ranks: "
-            + "; ".join(
-                [
-                    f"rank {rank} {'raised ' if outcomes[rank][0] == 'raised' else ''}{outcomes[rank][1]}"
-                    for rank in causes
-                ]
-                + [
-                    f"rank {rank} did not finish in {timeout_s:g} s"
-                    + (" (or soon enough after a failure)" if failed else "")
-                    for rank in hung
-                ]
-            )
-        ]
+        raised = {rank: "raised " if outcomes[rank][0] == "raised" else "" for rank in causes}
+        late = f"did not finish in {timeout_s:g} s" + (" (or soon enough after a failure)" if failed else "")
+        ends = [f"rank {rank} {raised[rank]}{outcomes[rank][1]}" for rank in causes]
+        ends += [f"rank {rank} {late}" for rank in hung]
+        parts = [f"{name} on {len(ranks)} ranks: {'; '.join(ends)}"]
         for rank in causes + list(hung):
             if rank in outcomes and outcomes[rank][0] == "raised":
                 parts.append(f"--- rank {rank}, traceback:\n{outcomes[rank][2].rstrip()}")

@@ -1,8 +1,4 @@
-"""One process of the pool: it runs each task in a fresh gloo world.
-
-It waits for a task, joins the world, runs the task, reports, and leaves every group again. It is forked from a nursery,
-which calls ``serve``; the protocol stands in pool.py.
-"""
+"""One process of the pool, forked from a nursery: it runs each task in a fresh gloo world, by pool.py's protocol."""
 
 from __future__ import annotations
 
@@ -26,10 +22,7 @@ import torch.distributed as dist
 
 
 def exit_with_parent() -> None:
-    """End this process when the pool's process is gone.
-
-    stdin is a pipe that the pool holds open and never writes to: its end means that the pool's process is gone.
-    """
+    """End this process when the pool's is gone: that ends stdin, a pipe which the pool holds and never writes to."""
     while os.read(0, 1):
         continue
     os._exit(0)
@@ -61,13 +54,8 @@ def run_task(payload: bytes, rank: int, store: dist.Store) -> tuple[str, ...]:
     """Run one task; return ("returned", pickled result) or ("raised", "Type: message", traceback)."""
     try:
         number, world, module, qualname, args, kwargs, timeout_s = pickle.loads(payload)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(f"task{number}", store),
-            rank=rank,
-            world_size=world,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+        bound, own = datetime.timedelta(seconds=timeout_s), dist.PrefixStore(f"task{number}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=bound)
         return "returned", pickle.dumps(find_function(module, qualname)(rank, world, *args, **kwargs))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (reported to the test, which raises it)
         return "raised", traceback.format_exception_only(error)[-1].strip(), traceback.format_exc()

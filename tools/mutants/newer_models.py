@@ -56,7 +56,7 @@ CHECKPOINTS = (
         "topology.world_size)]",
         becomes="return [folder / own_file(topology.rank)]",
         fault="a run that goes on with fewer ranks has lost the rollouts of the others",
-        tests=("tests/unit/checkpoint/test_resume.py::test_every_saved_ranks_rollouts_are_taken_over_by_one_rank",),
+        tests=("tests/unit/checkpoint/test_exports.py::test_every_saved_ranks_rollouts_are_taken_over_by_one_rank",),
     ),
     Mutant(
         name="export-of-this-step-set-aside",

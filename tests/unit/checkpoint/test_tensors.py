@@ -47,12 +47,10 @@ def test_gathered_states_leave_the_device_one_by_one(alone, monkeypatch):
     monkeypatch.setattr(tensors, "on_host", take)
     group = dist.distributed_c10d._get_default_group()
     entries = [Entry(f"w{number}", torch.zeros(3, 4)) for number in range(5)]
-    states = {
-        entry.data: ParameterState(
-            tensors={kind: torch.full((12,), float(number)) for kind in MOMENTS}, local=slice(0, 12), group=group
-        )
-        for number, entry in enumerate(entries)
-    }
+    states = {}
+    for number, entry in enumerate(entries):
+        tensors_of = {kind: torch.full((12,), float(number)) for kind in MOMENTS}
+        states[entry.data] = ParameterState(tensors=tensors_of, local=slice(0, 12), group=group)
     found = adam_to_save(entries, SimpleNamespace(of=states, kinds=lambda _: MOMENTS))
     assert most == 1 and len(found) == 5 * len(MOMENTS)
     assert [slot.key for slot in found[: len(MOMENTS)]] == [f"optimizer.state.{kind}.w0" for kind in MOMENTS]

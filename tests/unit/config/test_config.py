@@ -15,12 +15,10 @@ from megatron_rl.config.file import all_keys
 from megatron_rl.config.typed import RENAMED, hint_at
 from megatron_rl.errors import ConfigError
 from megatron_rl.validate import validate_config
+from tools import config_table
 
 ROOT = pathlib.Path(__file__).parents[3]
-
-
-def keys_of(section: type) -> list[str]:
-    return [f.name for f in dataclasses.fields(section)]
+SECTIONS = {field.name for field in dataclasses.fields(Config)}
 
 
 def leaves_of(section: type) -> list[str]:
@@ -38,86 +36,63 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
     config = load_config(path, ["train.num_rollouts=9", "optimizer.betas=[0.8,0.9]"])
     assert (config.train.num_rollouts, config.train.prompts_per_rollout, config.optimizer.lr) == (9, 5, 1e-3)
     assert config.optimizer.betas == (0.8, 0.9) and config.rollout == load_config().rollout
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.num_rollouts = 3
+    assert all(section.__dataclass_params__.frozen for _, section in config_table.sections())
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_renamed_key_is_answered_by_its_new_name(old, new):
-    with pytest.raises(ConfigError, match=rf"config key {re.escape(old)} .* is called {re.escape(new)} now"):
-        load_config(None, [f"{old}.steps=3" if old == "warmup" else f"{old}=3"])
-    assert new in leaves_of(Config) or new in keys_of(Config)
+def test_a_renamed_key_is_answered_by_its_new_name():
+    for old, new in RENAMED.items():
+        with pytest.raises(ConfigError, match=rf"config key {re.escape(old)} .* is called {re.escape(new)} now"):
+            load_config(None, [f"{old}.steps=3" if old == "warmup" else f"{old}=3"])
+        assert new in leaves_of(Config) or new in SECTIONS
 
 
 def test_resolved_yaml_loads_back_to_the_same_config(tmp_path):
-    config = load_config(
-        None, ["reward.functions=[arithmetic,math_verify]", "megatron.ddp.overlap_grad_reduce=true", "skip.mode=off"]
-    )
-    path = tmp_path / "config.yaml"
-    path.write_text(config_to_yaml(config))
-    assert load_config(path) == config
+    given = ["reward.functions=[arithmetic,math_verify]", "megatron.ddp.overlap_grad_reduce=true", "skip.mode=off"]
+    (tmp_path / "config.yaml").write_text(config_to_yaml(load_config(None, given)))
+    assert load_config(tmp_path / "config.yaml") == load_config(None, given)
 
 
-@pytest.mark.parametrize("written", ["off", '"off"', "False"])
-def test_yaml_reads_a_bare_off_as_a_boolean_and_it_still_means_off(tmp_path, written):
+def test_yaml_reads_a_bare_off_as_a_boolean_and_it_still_means_off(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text(f"skip: {{mode: {written}}}\n")
-    assert load_config(path).skip.mode == "off"
-    assert load_config(None, [f"skip.mode={written}"]).skip.mode == "off"
+    for written in ("off", '"off"', "False"):
+        path.write_text(f"skip: {{mode: {written}}}\n")
+        assert load_config(path).skip.mode == "off" == load_config(None, [f"skip.mode={written}"]).skip.mode
 
 
-@pytest.mark.parametrize(
-    "override,words",
-    [
+def test_refusals_name_the_key_the_value_and_the_way_out():
+    for override, words in (
         ("train.num_rollout=3", ["train.num_rollout", "3", "train.num_rollouts"]),
         ("trian.num_rollouts=3", ["trian", "train"]),
         ("train=3", ["train=3", "section"]),
         ("train.num_rollouts=many", ["train.num_rollouts", "many"]),
-        ("train.num_rollouts=-1", ["train.num_rollouts=-1", "at least 0"]),
-        ("rollout.temperature=0", ["rollout.temperature=0", "at least 0.01"]),
         ("loss.policy=ppoo", ["loss.policy='ppoo'", "ppo"]),
-        ("loss.dual_clip=0.5", ["loss.dual_clip=0.5", "above 1"]),
         ("reward.weights=[1,2]", ["2 numbers", "0 names"]),
         ("parallel.sequence_parallel=true", ["parallel.sequence_parallel", "parallel.tensor"]),
         ("data.template=Question", ["data.template", "{prompt}", "chat"]),
-        ("train.num_rollouts", ["train.num_rollouts", "key=value"]),
-        ("lora.rank=0", ["lora.rank=0", "at least 1"]),
-        ("lora.alpha=0", ["lora.alpha=0", "above 0"]),
         ("lora.targets=[q_proj]", ["lora.targets='q_proj'", "linear_qkv"]),
         ("lora.targets=[linear_fc1,linear_fc1]", ["twice"]),
         ("lora={rank: 8, targets: []}", ["lora.targets=[]", "lora.rank=null"]),
         ("eval.samples_per_prompt=4", ["eval.samples_per_prompt=4", "eval.temperature=0", "eval.temperature above 0"]),
-        ("eval.temperature=-1", ["eval.temperature=-1", "at least 0"]),
-        (
-            "eval={path: a.jsonl, sets: {test: b.jsonl}}",
-            ["eval.name='test'", "a.jsonl", "eval.sets.test='b.jsonl'", "rename"],
-        ),
+        ("eval={path: a.jsonl, sets: {test: b.jsonl}}", ["eval.name='test'", "eval.sets.test='b.jsonl'", "rename"]),
         ("eval.sets={a/b: c.jsonl}", ["'a/b'", "eval/<name>/"]),
         ("eval={path: a.jsonl, name: ''}", ["''", "cannot name an evaluation set"]),
-    ],
-)
-def test_refusals_name_the_key_the_value_and_the_way_out(override, words):
-    with pytest.raises(ConfigError) as error:
-        load_config(None, [override])
-    assert all(word in str(error.value) for word in words), str(error.value)
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_config(None, [override])
+        assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def test_evaluation_sets_stand_next_to_the_short_form(tmp_path):
     (tmp_path / "run.yaml").write_text("eval: {path: test.jsonl, sets: {hard: hard.jsonl, aime.24: aime.jsonl}}\n")
     config = load_config(tmp_path / "run.yaml", ["eval.sets.new=new.jsonl"])
-    assert config.eval.named_sets == {
-        "test": "test.jsonl",
-        "hard": "hard.jsonl",
-        "aime.24": "aime.jsonl",
-        "new": "new.jsonl",
-    }
+    wanted = {"test": "test.jsonl", "hard": "hard.jsonl", "aime.24": "aime.jsonl", "new": "new.jsonl"}
+    assert config.eval.named_sets == wanted
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     assert load_config(tmp_path / "config.yaml") == config
     # eval.name alone names nothing
     assert load_config(None, ["eval.sets.test=b.jsonl"]).eval.named_sets == {"test": "b.jsonl"}
-
-
-def test_a_config_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        load_config().train.num_rollouts = 3
 
 
 def test_the_documentation_lists_every_key_and_no_other():
@@ -136,9 +111,8 @@ def test_the_documentation_lists_every_key_and_no_other():
 def test_every_example_is_a_valid_config(path):
     from megatron_rl.algorithm.signal import signal_rule
 
-    config = load_config(path)
-    signal_rule(config)
-    assert yaml.safe_load(path.read_text()).keys() <= set(keys_of(Config))
+    signal_rule(load_config(path))
+    assert yaml.safe_load(path.read_text()).keys() <= SECTIONS
 
 
 def test_no_message_repeats_a_long_value_whole():

@@ -27,11 +27,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("text", REFUSED, ids=range(len(REFUSED)))
-def test_odd_text_is_refused_with_its_place(text: bytes) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_json(text, "x.json")
-    assert str(caught.value) == f"x.json: {REFUSED[text]}"
+def test_odd_text_is_refused_with_its_place() -> None:
+    for text, message in REFUSED.items():
+        with pytest.raises(ConfigError) as caught:
+            parse_json(text, "x.json")
+        assert str(caught.value) == f"x.json: {message}"
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,13 @@ def test_what_json_allows_is_read_as_json_reads_it(text: str) -> None:
 def test_files_that_cannot_be_read_are_named(tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_text("[" + " " * 100 + "]")
-    wanted = {
+    for name, message in {
         "absent": "cannot be read: No such file or directory",
         "pipe": "is no regular file; a JSON file is wanted",
         "large": "has 102 bytes; at most 50 are read",
-    }
-    for name, message in wanted.items():
-        with pytest.raises(CheckpointError) as caught:
+    }.items():
+        with pytest.raises(CheckpointError, match=f"^{tmp_path / name} {message}$"):
             read_json(tmp_path / name, most_bytes=50, error=CheckpointError)
-        assert str(caught.value) == f"{tmp_path / name} {message}"
     with pytest.raises(ConfigError, match="must be an object, and it is \\['.*… \\(102 characters\\)$"):
         (tmp_path / "list").write_text(json.dumps(["x" * 98]))
         read_object(tmp_path / "list")
@@ -69,9 +67,8 @@ def test_fields_are_checked() -> None:
         ("name", dict): "s.json: name must be an object, and it is 'a'",
     }
     for (name, kind), message in faults.items():
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=f"^{message}$"):
             field(values, name, kind, "s.json")
-        assert str(caught.value) == message
     with pytest.raises(ConfigError, match="^s.json: n must be at least 4, and it is 3$"):
         field(values, "n", int, "s.json", least=4)
     with pytest.raises(ConfigError, match="^n must be 0 to 2, and it is 3$"):

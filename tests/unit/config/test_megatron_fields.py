@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,6 +31,12 @@ REFUSED = [
 ]
 
 
+def refused_by(words: list[str], act: Callable[..., object], *given: object) -> None:
+    with pytest.raises(ConfigError) as error:
+        act(*given)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
 @pytest.mark.parametrize("cls", [TransformerConfig, DistributedDataParallelConfig, OptimizerConfig])
 def test_every_field_of_the_installed_class_is_known(cls):
     given = {field.name: None for field in dataclasses.fields(cls)}
@@ -37,35 +44,26 @@ def test_every_field_of_the_installed_class_is_known(cls):
 
 
 def test_names_become_dtypes_and_enum_members_where_the_type_asks_for_them():
-    assert resolve_fields({"exp_avg_dtype": "bfloat16"}, OptimizerConfig, "megatron.optimizer", NONE) == {
-        "exp_avg_dtype": torch.bfloat16
-    }
-    found = resolve_fields(
-        {"attention_backend": "flash", "fp8": "hybrid"}, TransformerConfig, "megatron.transformer", NONE
-    )
-    assert found == {"attention_backend": AttnBackend.flash, "fp8": "hybrid"}
+    for cls, given, wanted in (
+        (OptimizerConfig, {"exp_avg_dtype": "bfloat16"}, {"exp_avg_dtype": torch.bfloat16}),
+        (TransformerConfig, {"attention_backend": "flash"}, {"attention_backend": AttnBackend.flash}),
+        (TransformerConfig, {"fp8": "hybrid"}, {"fp8": "hybrid"}),
+    ):
+        assert resolve_fields(given, cls, "megatron.x", NONE) == wanted
 
 
-@pytest.mark.parametrize(
-    "cls,given,words",
-    [
+def test_what_means_nothing_is_named():
+    for cls, given, words in (
         (OptimizerConfig, {"exp_avg_dtype": "bfloat61"}, ["megatron.x.exp_avg_dtype", "bfloat61"]),
         (TransformerConfig, {"attention_backend": "flush"}, ["megatron.x.attention_backend", "flush", "flash"]),
         (DistributedDataParallelConfig, {"bucket_sise": 3}, ["megatron.x.bucket_sise", "bucket_size"]),
-    ],
-)
-def test_what_means_nothing_is_named(cls, given, words):
-    with pytest.raises(ConfigError) as error:
-        resolve_fields(given, cls, "megatron.x", NONE)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    ):
+        refused_by(words, resolve_fields, given, cls, "megatron.x", NONE)
 
 
 @pytest.mark.parametrize(("cls", "refused"), REFUSED)
 def test_refused_fields_exist_and_say_why(cls, refused):
-    """Every refused field is one of the installed version, and its refusal says why.
-
-    A refusal of a field that the installed version does not have would guard nothing.
-    """
+    """A refusal of a field that the installed version does not have would guard nothing."""
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     assert {*refused.owned, *refused.unsupported} <= set(defaults)
     for name, reason in {**refused.unsupported, **refused.owned}.items():
@@ -88,29 +86,21 @@ def test_refused_fields_exist_and_say_why(cls, refused):
 )
 @pytest.mark.parametrize("mode", ["exact", "approximate", "off"])
 def test_features_that_cannot_work_here_are_refused_in_every_mode(override, words, mode):
-    with pytest.raises(ConfigError) as error:
-        transformer_fields(load_config(None, [override, f"skip.mode={mode}"]))
-    assert all(word in str(error.value) for word in [*words, "remove it"]), str(error.value)
+    config = load_config(None, [override, f"skip.mode={mode}"])
+    refused_by([*words, "remove it"], transformer_fields, config)
 
 
 FP8 = "megatron.transformer.fp8=hybrid"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (
-            ["megatron.transformer.fp8_recipe=mxfp8"],
-            ["fp8_recipe=mxfp8", "tensorwise, blockwise, delayed", "Blackwell"],
-        ),
+def test_fp8_says_what_it_cannot_be_combined_with():
+    for overrides, words in (
+        (["megatron.transformer.fp8_recipe=mxfp8"], ["fp8_recipe=mxfp8", "tensorwise, blockwise, delayed"]),
         (["megatron.transformer.tp_only_amax_red=false"], ["tp_only_amax_red=false", "different numbers of them"]),
         (["lora.rank=4"], ["lora.rank=4", "remove megatron.transformer.fp8"]),
-    ],
-)
-def test_fp8_says_what_it_cannot_be_combined_with(overrides, words):
-    with pytest.raises(ConfigError) as error:
-        transformer_fields(load_config(None, [FP8, "skip.mode=off", *overrides]))
-    assert all(word in str(error.value) for word in words), str(error.value)
+    ):
+        config = load_config(None, [FP8, "skip.mode=off", *overrides])
+        refused_by(words, transformer_fields, config)
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise", "blockwise", "delayed"])
@@ -122,13 +112,9 @@ def test_fp8_maxima_are_never_reduced_over_data_parallel_ranks(recipe):
     assert "tp_only_amax_red" not in transformer_fields(load_config(None, []))
 
 
-def test_fp8_without_transformer_engine_is_refused():
+def test_fp8_refuses_torchs_layers_and_the_exact_skip():
     config = load_config(None, [FP8, "skip.mode=off", "model.dtype=bfloat16"])
     with pytest.raises(ConfigError, match="fp8=hybrid needs Transformer Engine's layers, and these are torch's"):
         build_model(config, tiny_config("qwen2_untied"), topology=None)
-
-
-def test_fp8_refuses_the_exact_skip_and_says_why():
-    config = load_config(None, [FP8, "skip.mode=exact"])
     with pytest.raises(ConfigError, match="fp8=hybrid makes that untrue .an FP8 number's scale is the maximum"):
-        signal_rule(config)
+        signal_rule(load_config(None, [FP8, "skip.mode=exact"]))

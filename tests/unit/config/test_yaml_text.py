@@ -15,15 +15,9 @@ BOMB = b"environment:\n  arguments:\n    a: &a [x, x, x, x, x, x, x, x, x]\n" + 
 )
 FAULTS = {
     "a tab": (b"train:\n\tnum_rollouts: 3\n", "line 2: a tab stands there; indent with spaces"),
-    "a section twice": (
-        b"train: {epochs: 1}\nloss: {}\ntrain: {}\n",
-        "line 3: the key 'train' stands on line 1 already",
-    ),
+    "a section twice": (b"train: {epochs: 1}\nloss: {}\ntrain: {}\n", "line 3: the key 'train' stands on line 1"),
     "a key twice": (b"train:\n  epochs: 3\n  epochs: 4\n", "line 3: the key 'epochs' stands on line 2 already"),
-    "an unknown alias": (
-        b"critic: {lr: *lr}\n",
-        "line 1: no value is called &lr; put quotes around a text that begins with *",
-    ),
+    "an unknown alias": (b"critic: {lr: *lr}\n", "line 1: no value is called &lr; put quotes around a text"),
     "an alias of itself": (b"environment:\n  arguments: &a {b: *a}\n", "line 2: more than 20 levels"),
     "a bomb": (BOMB, "line 3: more than 10000 values, aliases written out"),
     "a bomb of references": (
@@ -31,10 +25,7 @@ FAULTS = {
         + b"".join(b"    a%d: '%s'\n" % (i + 1, b"${environment.arguments.a%d}" % i * 50) for i in range(9)),
         "becomes a text of more than 100000 characters",
     ),
-    "Python": (
-        b"run: {name: !!python/object/apply:os.system [ls]}\n",
-        "line 1: the tag '!!python/object/apply:os.system'",
-    ),
+    "Python": (b"run: {name: !!python/object/apply:os.system [ls]}\n", "line 1: the tag '!!python/object/apply:os.sys"),
     "a tag": (b"run:\n  seed: !!int abc\n", "line 2: the tag '!!int' is not read; remove it"),
     "UTF-16": ("train: {}".encode("utf-16"), "line 1: not UTF-8"),
     "Latin-1": (b"run:\n  name: caf\xe9\n", "line 2: not UTF-8 (byte 17); save it as UTF-8"),
@@ -49,26 +40,17 @@ FAULTS = {
     "an open bracket": (b"run: {name: x\ntrain: {}\n", "line 2: not valid YAML"),
     "an indent": (b"train:\n  epochs: 3\n loss: 2\n", "line 3: not valid YAML"),
     "a colon": (b"run:\n  name: a: b\n", "line 2: not valid YAML: mapping values are not allowed here"),
-    "a number for a key": (
-        b"environment: {arguments: {1: 2}}\n",
-        "line 1: the key '1' is no text; put quotes around it",
-    ),
+    "a number for a key": (b"environment: {arguments: {1: 2}}\n", "line 1: the key '1' is no text; put quotes"),
     "a flag for a key": (b"on: 3\n", "line 1: the key 'on' is no text"),
     "the merge key": (b"run: &a {}\ntrain:\n  <<: *a\n", "line 3: the merge key << is not read"),
     "6,000 digits": (b"run: {seed: " + b"9" * 6000 + b"}\n", "(6002 characters) cannot be read as a number"),
     "a large file": (b"#" * 300_000, "has 300000 bytes; at most 262144 are read"),
     "an unknown key": (b"train:\n  num_rollout: 3\n", "line 2: unknown config key train.num_rollout (value 3)"),
-    "an old key": (
-        b"train:\n  steps: 3\n",
-        "line 2: config key train.steps (value 3) is called train.num_rollouts now",
-    ),
+    "an old key": (b"train:\n  steps: 3\n", "line 2: config key train.steps (value 3) is called train.num_rollouts"),
     "a value out of range": (b"run: {}\ntrain:\n  epochs: 0\n", "line 3: train.epochs=0 must be at least 1"),
-    "10**18 prompts": (b"train: {prompts_per_rollout: 1000000000000000000}\n", "must be at least 1 and at most 1e6"),
-    "infinity": (b"optimizer: {lr: .inf}\n", "line 1: optimizer.lr=inf must be at least 0 and at most 10"),
     "NaN as a word": (b"optimizer: {lr: nan}\n", "line 1: optimizer.lr=nan must be at least 0"),
     "NaN in a list": (b"reward: {functions: f, weights: [.nan]}\n", "line 1: reward.weights=nan must be at least -1e6"),
     "a time": (b"run: {seed: 1:30}\n", "run.seed='1:30' must be a whole number, at least 0 and at most 2147483647"),
-    "a flag for a number": (b"train: {epochs: true}\n", "train.epochs=true must be a whole number, at least 1"),
     "a flag for a text": (b"run: {name: yes}\n", "run.name=true must be a text; put quotes around it"),
     "a text for a flag": (b"data: {shuffle: maybe}\n", "data.shuffle='maybe' must be true or false"),
     "a list for a number": (b"train: {epochs: [3]}\n", "train.epochs=[3] must be a whole number"),
@@ -109,9 +91,8 @@ def test_what_is_no_file_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
             load_config(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "key", "value"),
-    [
+def test_what_is_meant_is_read_and_written_back(tmp_path: pathlib.Path) -> None:
+    for text, key, value in (
         ("optimizer: {lr: &lr 1e-4}\ncritic: {lr: *lr}\n", "critic.lr", 1e-4),
         ("\ufefftrain: {num_rollouts: 1e3}\n", "train.num_rollouts", 1000),
         ("train:\nrun: {name: 2020-01-01}\n", "run.name", "2020-01-01"),
@@ -123,21 +104,18 @@ def test_what_is_no_file_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
         ("reward: {functions: my:score, weights: 2}\n", "reward.weights", (2.0,)),
         ("metrics: {progress: off}\n", "metrics.progress", False),
         ("environment: {arguments: {a: '1e-3', b: 'off', c: [1, {d: 0.5}], e: '010'}}\n", "environment.max_turns", 8),
-    ],
-)
-def test_what_is_meant_is_read_and_written_back(text: str, key: str, value: object, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text, encoding="utf-8")
-    config = load_config(path)
-    section, name = key.split(".")
-    assert vars(vars(config)[section])[name] == value
-    path.write_text(config_to_yaml(config), encoding="utf-8")
-    assert load_config(path) == config
+    ):
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        config = load_config(path)
+        section, name = key.split(".")
+        assert vars(vars(config)[section])[name] == value
+        path.write_text(config_to_yaml(config), encoding="utf-8")
+        assert load_config(path) == config
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
+def test_an_overrides_fault_is_named_with_the_right_spelling() -> None:
+    for override, words in (
         ("--train.steps=3", "without '-' before it, as in train.num_rollouts=3"),
         ("+train.steps=3", "without '+' before it, as in train.num_rollouts=3"),
         ("++trian.num_rollouts=3", "without '+' before it, as in train.num_rollouts=3"),
@@ -150,27 +128,20 @@ def test_what_is_meant_is_read_and_written_back(text: str, key: str, value: obje
         ("reward.functions=[a,b", "override 'reward.functions=[a,b': not valid YAML"),
         ("loss.policy=" + "x" * 5000, "(5002 characters) is not known; choose one of ppo"),
         ("train.prompts_per_rollout=10**18", "='10**18' must be a whole number, at least 1 and at most 1e6"),
-    ],
-)
-def test_an_overrides_fault_is_named_with_the_right_spelling(override: str, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config(None, [override])
-    assert words in str(error.value) and len(str(error.value)) < 400, str(error.value)
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_config(None, [override])
+        assert words in str(error.value) and len(str(error.value)) < 400, str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [("Q: {prompt}", "Q: {prompt}"), ("'Q: {prompt}'", "Q: {prompt}"), ("{prompt}", "{prompt}"), ("chat", "chat")],
-)
-def test_a_text_needs_no_quotes_in_an_override(written: str, read: str) -> None:
-    assert load_config(None, [f"data.template={written}"]).data.template == read
+def test_a_text_needs_no_quotes_in_an_override(tmp_path: pathlib.Path) -> None:
+    for written in ("Q: {prompt}", "'Q: {prompt}'", "{prompt}", "chat"):
+        assert load_config(None, [f"data.template={written}"]).data.template == written.strip("'")
     assert load_config(None, ["run.name=1.10"]).run.name == "1.10"
     assert load_config(None, ["run.dir=null"]).run.dir is None
     assert load_config(None, ["data.train=*.jsonl"]).data.train == ("*.jsonl",)
     assert load_config(None, ["data.train=[a.jsonl, '*.csv']"]).data.train == ("a.jsonl", "*.csv")
-
-
-def test_an_override_in_place_of_a_line_is_not_blamed_on_it(tmp_path: pathlib.Path) -> None:
+    # one in place of a line is not blamed on it
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  epochs: 1\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^train\.epochs=0 must be"):

@@ -10,8 +10,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 STRICT = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ m.content "
-    "}}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
 )
 
 
@@ -19,10 +19,8 @@ def tokenizer_of(template: str | None) -> PreTrainedTokenizerFast:
     """Make a tokenizer with a token per byte, and ChatML's two, either of which may end a turn."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: index + 3 for index, symbol in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer, core.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        decoders.ByteLevel(),
-    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens(
         [AddedToken("<|endoftext|>", special=True), AddedToken("<|im_start|>"), AddedToken("<|im_end|>")]
     )

@@ -1,7 +1,4 @@
-"""An observation holds what a chat template writes behind a turn, less what the policy sampled itself.
-
-That is checked for templates of several families.
-"""
+"""An observation holds what a chat template writes behind a turn, less what the policy sampled itself."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from tests.unit.data.templates import CHATML, STRICT, tokenizer_of
 # As Qwen3's: an assistant's last message gets an empty thought before its text, any other none.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% "
-    "endfor %}"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # As Llama 3's: no newline behind the end of a turn.
@@ -36,33 +33,27 @@ def text_between(template: str, observation, *, stop: str = "<|im_end|>", role: 
 @pytest.mark.parametrize("template", [CHATML, THINKING, HEADERS], ids=["chatml", "thinking", "headers"])
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_prompt_turn_and_observation_equal_the_whole_conversations_rendering(template: str, role: str) -> None:
-    """Prompt, turn and observation equal the whole conversation's rendering, token for token.
-
-    That holds where the turn ended as the template ends one.
-    """
+    """That holds, token for token, where the turn ended as the template ends one."""
     tokenizer = tokenizer_of(template)
     observations = Observations(tokenizer, "chat", role)
     messages = [{"role": "user", "content": "12*34?"}]
-    token_ids = tokenizer(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)).input_ids
+    rendered = {"add_generation_prompt": True, "tokenize": False}
+    token_ids = tokenizer(tokenizer.apply_chat_template(messages, **rendered)).input_ids
     for turn, said in (("a call", "408"), ("and another", "it is\n7")):
         sampled = tokenizer(turn).input_ids + [tokenizer.eos_token_id]
         token_ids += sampled + list(observations.token_ids(said, sampled[-1]))
         messages += [{"role": "assistant", "content": turn}, {"role": role, "content": said}]
-    assert tokenizer.decode(token_ids) == tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False
-    )
+    assert tokenizer.decode(token_ids) == tokenizer.apply_chat_template(messages, **rendered)
 
 
 def test_what_is_appended() -> None:
     assert text_between(CHATML, "408") == "\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"
     assert text_between(THINKING, "408", role="user") == "\n<|im_start|>user\n408<|im_end|>\n<|im_start|>assistant\n"
     assert text_between(HEADERS, "408") == "[tool]\n\n408<|im_end|>[assistant]\n\n"
+    # a turn that ended by another token keeps the template's end
+    assert text_between(HEADERS, "408", stop="<|endoftext|>") == "<|im_end|>[tool]\n\n408<|im_end|>[assistant]\n\n"
     several = [{"role": "tool", "content": "1"}, {"role": "user", "content": "go on"}]
     assert text_between(HEADERS, several) == "[tool]\n\n1<|im_end|>[user]\n\ngo on<|im_end|>[assistant]\n\n"
-
-
-def test_a_turn_that_ended_by_another_token_keeps_the_templates_end() -> None:
-    assert text_between(HEADERS, "408", stop="<|endoftext|>") == "<|im_end|>[tool]\n\n408<|im_end|>[assistant]\n\n"
 
 
 def test_a_plain_template_takes_the_text_as_it_is() -> None:
@@ -75,26 +66,20 @@ def test_a_plain_template_takes_the_text_as_it_is() -> None:
 
 
 def test_templates_that_cannot_say_it_are_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"environment\.role=tool.*roles user, assistant, tool .*no tools here.*messages that it takes",
-    ):
+    with pytest.raises(ConfigError, match=r"environment\.role=tool.*roles user, .*no tools here.*that it takes"):
         text_between(STRICT, "408")
     with pytest.raises(ConfigError, match="does not write an assistant's content"):
         text_between(SILENT, "408")
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
+def test_what_is_no_list_of_messages() -> None:
+    for value, words in (
         (7, "here is 7; it must be a text, or a list of messages"),
         ([], "here is"),
         (["hello"], "message 0 is 'hello'"),
         ([{"role": "user"}], "message 0"),
         ([{"role": "user", "content": None}], "both texts"),
         ([{"role": "robot", "content": "x"}], "role 'robot'; choose one of system"),
-    ],
-)
-def test_what_is_no_list_of_messages(value: object, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_messages(value, "here")
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_messages(value, "here")

@@ -1,14 +1,19 @@
-"""Checks data/columns.py and the reward functions' needs: a row that lacks a column is named before the run starts."""
+"""Data meet the model and the rewards before a run starts: a row that lacks a column, or does not fit, is named."""
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
-from megatron_rl.config import RewardConfig
+from megatron_rl.config import RewardConfig, load_config
 from megatron_rl.data.columns import check_columns
 from megatron_rl.data.rows import FilePart, Rows
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward import opened_reward
+from megatron_rl.trainer.training_data import load_prompts
+from tests.unit.data.letters import CountingTokenizer
 
 OWN = """
 def score(prompts, completions, completion_ids, level, *, answer, bonus=1, **columns):
@@ -43,10 +48,8 @@ def test_workers_tell_the_columns_of_functions_that_the_rank_does_not_import(tmp
     (tmp_path / "again.py").write_text(OWN)
     workers, rank = f"{tmp_path}/{own}.py:score", f"{tmp_path}/{here}.py:score"
     said = []
-    for functions, settings in [
-        ((workers, rank), {"num_workers": 1, "in_process": (rank,)}),
-        ((f"{tmp_path}/again.py:score", rank), {}),
-    ]:
+    apart = {"num_workers": 1, "in_process": (rank,)}
+    for functions, settings in [((workers, rank), apart), ((f"{tmp_path}/again.py:score", rank), {})]:
         for row in ({"prompt": "x"}, {"prompt": "x", "level": 1}, {"prompt": "x", "level": 1, "answer": "1"}):
             with pytest.raises(ConfigError, match="row 0 has no column") as refused:
                 check([row], functions, **settings)
@@ -55,26 +58,20 @@ def test_workers_tell_the_columns_of_functions_that_the_rank_does_not_import(tmp
     assert [message.split()[5] for message in said[:3]] == ["'level'", "'answer'", "'weight'"]
 
 
-@pytest.mark.parametrize(
-    ("row", "functions", "message"),
-    [
+def test_a_row_that_lacks_a_column_is_named(own):
+    for row, functions, message in (
         ({"prompt": "x"}, (), r"row 1 has no column 'answer' \(data.answer_key\), and other rows of its file have one"),
         ({"prompt": "x"}, ("arithmetic",), r"row 1 has no column 'answer' \(read by reward function 'arithmetic'\)"),
         (GOOD | {"answer": None}, ("math_verify",), "row 1: column 'answer' .* is null; fill it, or remove the row"),
         ({"prompt": "x", "answer": "1"}, "own", r"row 1 has no column 'level' \(a parameter of reward function"),
         ({"answer": "1"}, (), r"row 1 has no column 'prompt' \(data.prompt_key\); its columns are 'answer'"),
         (GOOD | {"prompt": None}, (), r"row 1: column 'prompt' \(data.prompt_key\) is null"),
-    ],
-)
-def test_a_row_that_lacks_a_column_is_named(own, row, functions, message):
-    functions = (own,) if functions == "own" else functions
-    with pytest.raises(ConfigError, match=message):
-        check([GOOD, row], functions)
-
-
-def test_null_is_a_users_own_functions_to_read(own):
-    check([GOOD, GOOD | {"answer": None}], [own])
-    check([GOOD, GOOD | {"answer": None}])
+    ):
+        check([GOOD, GOOD | {"answer": None}], (own,))  # null is a user's own function's to read
+        check([GOOD, GOOD | {"answer": None}])
+        functions = (own,) if functions == "own" else functions
+        with pytest.raises(ConfigError, match=message):
+            check([GOOD, row], functions)
 
 
 def test_a_renamed_answer_is_the_column_that_rewards_need():
@@ -95,3 +92,16 @@ def test_files_without_answers_stand_beside_files_with_them():
     some = FilePart(path="c.jsonl", rows=[GOOD, {"prompt": "z"}], lines=[1, 4])
     with pytest.raises(ConfigError, match=r"row 4 \(c.jsonl:4\) has no column 'answer'"):
         check(Rows([[with_answers], [without], [some]]))
+
+
+def test_a_row_that_the_model_or_the_reward_cannot_take_is_refused(tmp_path):
+    for vocab_size, context_tokens, row, message in (
+        (60, 99, {"prompt": "=", "answer": "2"}, "the token 61, and the model's vocabulary ends at 59"),
+        (200, 3, {"prompt": "1+1=", "answer": "2"}, "has 4 tokens and at most 2 are allowed"),
+        (200, 99, {"prompt": "1+1=", "answer": None}, "column 'answer' .* is null"),
+    ):
+        (tmp_path / "d.jsonl").write_text(json.dumps(row))
+        config = load_config(None, [f"data.train={tmp_path / 'd.jsonl'}", "reward.functions=arithmetic"])
+        hf_config = SimpleNamespace(vocab_size=vocab_size, max_position_embeddings=context_tokens)
+        with opened_reward(config.reward) as reward, pytest.raises(ConfigError, match=message):
+            load_prompts(config, CountingTokenizer(), hf_config, reward.required_columns)

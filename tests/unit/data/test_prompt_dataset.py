@@ -1,7 +1,4 @@
-"""Checks data/prompt_dataset.py: its words on a bad dataset, and its order.
-
-The order is a function of (seed, epoch) that can be resumed.
-"""
+"""Checks data/prompt_dataset.py: its words on a bad dataset; its order, a function of (seed, epoch), is resumed."""
 
 from __future__ import annotations
 
@@ -30,93 +27,62 @@ def ids(prompts) -> list[str]:
     return [prompt.prompt_id for prompt in prompts]
 
 
-# --- order and cursor
-
-
-def test_every_epoch_is_a_permutation_of_the_rows():
-    drawn = make_source().next(21)
-    epochs = [[p.prompt_id.split("@") for p in drawn[e * 7 : e * 7 + 7]] for e in range(3)]
-    for number, epoch in enumerate(epochs):
-        assert {e for _, e in epoch} == {str(number)}
-        assert sorted(int(row) for row, _ in epoch) == list(range(7))
-    assert len({tuple(row for row, _ in epoch) for epoch in epochs}) > 1
-
-
 def test_equal_seeds_draw_equal_prompts_however_cut():
     one, many = make_source(), make_source()
     assert ids(one.next(20)) == ids([p for count in (1, 5, 0, 14) for p in many.next(count)])
     assert ids(make_source(seed=3).next(7)) != ids(make_source(seed=4).next(7))
     assert len(ids(make_source(seed=-1).next(7))) == 7
-
-
-def test_without_shuffle_is_file_order():
-    assert ids(make_source(shuffle=False).next(9)) == [*(f"{i}@0" for i in range(7)), "0@1", "1@1"]
+    in_order = [*(f"{i}@0" for i in range(7)), "0@1", "1@1"]
+    assert ids(make_source(shuffle=False).next(9)) == in_order
 
 
 def test_resumed_equals_uninterrupted():
-    uninterrupted = make_source()
-    expected = ids(uninterrupted.next(25)), [s.prompt.prompt_id for s in uninterrupted.next_solutions(9)]
-    before, after = make_source(), make_source()
-    first = ids(before.next(10)), [s.prompt.prompt_id for s in before.next_solutions(2)]
+    def draw(source: PromptDataset, prompts: int, solutions: int) -> tuple[list[str], list[str]]:
+        return ids(source.next(prompts)), ids(found.prompt for found in source.next_solutions(solutions))
+
+    whole, before, after = make_source(), make_source(), make_source()
+    expected, first = draw(whole, 25, 9), draw(before, 10, 2)
     after.load_state(json.loads(json.dumps(before.state())))
-    assert (
-        first[0] + ids(after.next(15)),
-        first[1] + [s.prompt.prompt_id for s in after.next_solutions(7)],
-    ) == expected
+    rest = draw(after, 15, 7)
+    assert (first[0] + rest[0], first[1] + rest[1]) == expected
 
 
 def test_cursor_of_another_order_is_refused():
     state = make_source().state()
-    others = {
-        "seed": make_source(seed=4),
-        "shuffle": make_source(shuffle=False),
-        "prompts_per_epoch": make_source(make_rows(6)),
-    }
-    for name, source in others.items():
+    others = {"seed": make_source(seed=4), "shuffle": make_source(shuffle=False)}
+    for name, source in (others | {"prompts_per_epoch": make_source(make_rows(6))}).items():
         with pytest.raises(ConfigError, match=f"taken with {name}="):
             source.load_state(state)
 
 
-# --- rendering
-
-
 def test_template_replaces_prompt_and_leaves_other_braces():
     [prompt] = make_source(make_rows(1), template="{x} {prompt}!").next(1)
-    assert prompt.text == "{x} 0+1=!"
-    assert prompt.token_ids == tuple(map(ord, "{x} 0+1=!"))
+    assert prompt.text == "{x} 0+1=!" and prompt.token_ids == tuple(map(ord, prompt.text))
     assert prompt.columns == {"prompt": "0+1=", "answer": "1", "solution": "1"}
 
 
-def test_chat_template_is_the_tokenizers():
+def test_a_chat_template_is_the_tokenizers_and_renders_messages_whole():
     [prompt] = make_source(make_rows(1), template="chat", tokenizer=LetterTokenizer("any")).next(1)
     assert prompt.text == "<user>0+1=<assistant>"
     with pytest.raises(ConfigError, match="no chat template"):
         make_source(template="chat")
-
-
-def test_a_prompt_of_messages_is_rendered_whole():
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "0+1="}]
     [prompt] = make_source([{"prompt": messages}], template="chat", tokenizer=LetterTokenizer("any")).next(1)
     assert prompt.text == "<system>be brief<user>0+1=<assistant>" and prompt.token_ids == tuple(map(ord, prompt.text))
     assert prompt.columns == {"prompt": messages}
 
 
-@pytest.mark.parametrize(
-    ("template", "value", "words"),
-    [
+def test_messages_that_are_none_name_row_and_column_and_a_renamed_answer_is_given():
+    for template, value, words in (
         ("{prompt}", [{"role": "user", "content": "x"}], "is a list, .*; a list of messages needs data.template=chat"),
         ("chat", [{"role": "user", "text": "x"}], r"row 0: column 'prompt' \(data.prompt_key\): message 0 is"),
         ("chat", [], r"row 0: column 'prompt' .* is \[\]"),
         ("chat", [{"role": "assistant", "content": "x"}], "ends in an assistant's message"),
         ("chat", {"role": "user", "content": "x"}, "is a dict"),
-    ],
-)
-def test_messages_that_are_none_name_row_and_column(template, value, words):
-    with pytest.raises(ConfigError, match=words):
-        make_source([{"prompt": value}], template=template, tokenizer=LetterTokenizer("any"))
-
-
-def test_renamed_answer_key_is_given_as_answer():
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_source([{"prompt": value}], template=template, tokenizer=LetterTokenizer("any"))
+    # a renamed answer key is given as answer
     [prompt] = make_source([{"prompt": "x", "gold": "1", "answer": "long"}], answer_key="gold").next(1)
     assert prompt.columns == {"prompt": "x", "gold": "1", "answer": "1"}
     with pytest.raises(ConfigError, match="row 0 has no column 'gold' .data.answer_key.; its columns are 'prompt'"):
@@ -124,48 +90,37 @@ def test_renamed_answer_key_is_given_as_answer():
 
 
 def test_bad_rows_name_row_and_columns():
-    with pytest.raises(
-        ConfigError, match="row 1 has no column 'prompt' .data.prompt_key.; its columns are 'question', 'answer'"
+    for rows, message in (
+        (
+            [{"prompt": "x"}, {"question": "x", "answer": "1"}],
+            "row 1 has no column 'prompt' .data.prompt_key.; its col",
+        ),
+        ([{"prompt": 7}], "row 0: column 'prompt' .* is a int, 7; it must be text"),
+        ([{"prompt": ""}], "row 0: .* 0 tokens"),
     ):
-        make_source([{"prompt": "x"}, {"question": "x", "answer": "1"}])
-    with pytest.raises(ConfigError, match="row 0: column 'prompt' .* is a int, 7; it must be text"):
-        make_source([{"prompt": 7}])
-    with pytest.raises(ConfigError, match="row 0: .* 0 tokens"):
-        make_source([{"prompt": ""}])
-
-
-# --- length
+        with pytest.raises(ConfigError, match=message):
+            make_source(rows)
 
 
 def test_long_prompt_fails_or_is_dropped():
     rows = [{"prompt": "ab"}, {"prompt": "abcde"}, {"prompt": "abc"}]
-    with pytest.raises(
-        ConfigError, match="row 1: the prompt has 5 tokens and at most 3 .*max_prompt_tokens.*on_long_prompt=drop"
-    ):
+    with pytest.raises(ConfigError, match="row 1: the prompt has 5 tokens and at most 3 .*on_long_prompt=drop"):
         make_source(rows, max_prompt_tokens=3)
     source = make_source(rows, max_prompt_tokens=3, on_long_prompt="drop", shuffle=False)
     assert (len(source), source.num_dropped) == (2, 1)
     assert ids(source.next(3)) == ["0@0", "2@0", "0@1"]
     with pytest.raises(ConfigError, match="all 3 rows are longer than 1 tokens"):
         make_source(rows, max_prompt_tokens=1, on_long_prompt="drop")
-
-
-def test_context_leaves_room_for_a_response():
+    # the context leaves room for a response
     assert len(make_source([{"prompt": "abc"}], context_tokens=4)) == 1
     with pytest.raises(ConfigError, match="has 3 tokens and at most 2 .*context of 3"):
         make_source([{"prompt": "abc"}], context_tokens=3)
 
 
-# --- solutions
-
-
-def test_solution_is_tokenized_and_ended():
+def test_solution_is_tokenized_and_ended_or_refused():
     [found] = make_source([{"prompt": "9+1=", "solution": "10"}]).next_solutions(1)
     assert (found.prompt.token_ids, found.response_ids) == (tuple(map(ord, "9+1=")), (ord("1"), ord("0"), 0))
     assert found.loss_mask is None
-
-
-def test_solutions_that_cannot_be_imitated_are_refused():
     with pytest.raises(ConfigError, match="row 1 has no column 'solution' .data.solution_key."):
         make_source([{"prompt": "x", "solution": "1"}, {"prompt": "y"}]).next_solutions(1)
     with pytest.raises(ConfigError, match="no eos_token"):
@@ -174,12 +129,8 @@ def test_solutions_that_cannot_be_imitated_are_refused():
         make_source([{"prompt": "abc", "solution": "de"}], context_tokens=5).next_solutions(1)
 
 
-EPISODE = [
-    {"role": "assistant", "content": "call"},
-    {"role": "tool", "content": "4"},
-    {"role": "tool", "content": "2"},
-    {"role": "assistant", "content": "42"},
-]
+SAID = (("assistant", "call"), ("tool", "4"), ("tool", "2"), ("assistant", "42"))
+EPISODE = [{"role": role, "content": content} for role, content in SAID]
 
 
 @pytest.mark.parametrize(("template", "between"), [("{prompt}", "42"), ("chat", "<tool>4<tool>2<assistant>")])
@@ -192,14 +143,8 @@ def test_an_episode_is_imitated_but_for_what_the_tool_says(template, between):
 
 @pytest.mark.parametrize("cut", [EPISODE[1:], EPISODE[:-1], [{"role": "tool", "content": "4"}]])
 def test_an_episode_begins_and_ends_with_the_assistant(cut):
-    with pytest.raises(
-        ConfigError,
-        match=r"row 0: column 'solution' .*messages of the roles .*; it begins and ends with the assistant's",
-    ):
+    with pytest.raises(ConfigError, match="row 0: column 'solution' .*; it begins and ends with the assistant's"):
         make_source([{"prompt": "x", "solution": cut}]).next_solutions(1)
-
-
-# --- several files, the tokenizer, a system message
 
 
 def two_files() -> Rows:
@@ -219,8 +164,7 @@ def test_a_mixture_draws_its_shares_and_resumes_to_the_sample():
     assert [int(name.split("@")[0]) < 2 for name in expected[:8]] == [True, False] * 4
     first = ids(cut.next(11))
     rest.load_state(json.loads(json.dumps(cut.state())))
-    assert first + ids(rest.next(19)) == expected
-    assert len(set(expected)) == 30
+    assert first + ids(rest.next(19)) == expected and len({*expected}) == 30
 
 
 def test_a_cursor_of_another_mixture_is_refused():
@@ -232,17 +176,14 @@ def test_a_cursor_of_another_mixture_is_refused():
             make_source(two_files(), **MIXTURE).load_state(other.state())
 
 
-def test_a_source_that_would_never_be_drawn_is_named():
+def test_a_row_of_a_file_and_a_source_that_would_never_be_drawn_are_named():
+    with pytest.raises(ConfigError, match=r"row 7 \(b.jsonl:6\): the prompt has 6 tokens"):
+        make_source(two_files(), max_prompt_tokens=5)
     with pytest.raises(ConfigError, match=r"data.train\[0\]='a.jsonl' would never be drawn: its share .* of 8 prompts"):
         make_source(two_files(), **{**MIXTURE, "weights": (1, 1000)})
     rows = Rows([[FilePart(path="a", rows=[{"prompt": "x" * 9}])], [FilePart(path="b", rows=[{"prompt": "x"}])]])
     with pytest.raises(ConfigError, match=r"data.train\[0\]='a.jsonl' would never be drawn: all its prompts are too"):
         make_source(rows, **MIXTURE, max_prompt_tokens=5, on_long_prompt="drop")
-
-
-def test_a_row_of_a_file_is_named_with_its_line():
-    with pytest.raises(ConfigError, match=r"row 7 \(b.jsonl:6\): the prompt has 6 tokens"):
-        make_source(two_files(), max_prompt_tokens=5)
 
 
 def test_a_prompt_without_end_is_refused_before_it_is_tokenized():
@@ -272,9 +213,7 @@ def test_tokens_that_the_model_does_not_know_are_refused():
 
     known = {"prompt": "abc", "solution": "abc"}
     assert len(source([known]).next_solutions(1)) == 1
-    with pytest.raises(
-        ConfigError, match="row 1: the prompt has the token 100, and .* ends at 99: .*'some/folder' is no"
-    ):
+    with pytest.raises(ConfigError, match="row 1: the prompt has the token 100, and .* ends at 99: .*'some/folder' is"):
         source([known, {"prompt": "ad", "solution": "a"}])
     with pytest.raises(ConfigError, match="row 0: solution has the token 122"):
         source([{"prompt": "abc", "solution": "z"}]).next_solutions(1)
@@ -301,17 +240,14 @@ def test_a_system_message_comes_before_the_others_but_where_a_row_has_its_own():
     ]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+def test_settings_that_contradict_one_another():
+    for data, message in (
         ({"system_prompt": "be brief"}, "data.system_prompt='be brief' is a chat message, and data.template="),
         ({"train": ("a", "b"), "weights": (1,)}, "data.weights has 1 numbers and data.train 2 paths"),
         ({"train": "a"}, r"data.train='a' is a text; give a list of paths, \['a'\]"),
-    ],
-)
-def test_settings_that_contradict_one_another(data, message):
-    with pytest.raises(ConfigError, match=message):
-        DataConfig(**data)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DataConfig(**data)
 
 
 def test_held_out_rows_are_never_drawn_and_are_the_same_for_every_order() -> None:

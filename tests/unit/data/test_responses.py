@@ -38,7 +38,6 @@ def text_of(ids) -> str:
     ],
 )
 def test_a_conversations_tokens_are_the_templates_and_its_loss_is_the_assistants(turns) -> None:
-    """Its tokens are those of the whole conversation by the template, up to the end of the last turn."""
     tokenizer = tokenizer_of(CHATML)
     (found,) = source([{"messages": say(*turns)}]).next_solutions(1)
     ids = [*found.prompt.token_ids, *found.response_ids]
@@ -49,23 +48,17 @@ def test_a_conversations_tokens_are_the_templates_and_its_loss_is_the_assistants
     assert [text_of(run) for run in runs] == [turn[2:] + "<|im_end|>" for turn in turns if turn[0] == "a"]
 
 
-def test_messages_behind_the_assistants_last_are_left_out() -> None:
+def test_messages_behind_the_assistants_last_are_left_out_and_no_turn_to_train_is_named() -> None:
     (found,) = source([{"messages": say("u:hi", "a:hello", "u:thanks")}]).next_solutions(1)
     assert text_of(found.response_ids) == "hello<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
+    for messages, said in (
         (say("u:hi"), "has messages of the roles user; a conversation begins"),
         (say("a:hi", "u:yes"), "has messages of the roles assistant, user; a conversation begins"),
         (say("u:hi", "a:one", "a:two"), "two messages of the assistant's in a row"),
         ([{"role": "user"}], "message 0 is"),
-    ],
-)
-def test_conversations_without_a_turn_to_train_are_named(messages, said) -> None:
-    with pytest.raises(ConfigError, match=said):
-        source([{"messages": messages}], responses=(("solution", "data.solution_key"),))
+    ):
+        with pytest.raises(ConfigError, match=said):
+            source([{"messages": messages}], responses=(("solution", "data.solution_key"),))
 
 
 def test_pairs_take_texts_and_messages_that_may_repeat_the_prompt() -> None:
@@ -82,7 +75,6 @@ def test_pairs_take_texts_and_messages_that_may_repeat_the_prompt() -> None:
 
 
 def test_a_response_beyond_the_context_is_named_at_the_start_or_dropped() -> None:
-    """A row is checked when the run begins, whichever step would train it."""
     rows = [{"prompt": "p", "chosen": "short", "rejected": "x" * n} for n in (1, 60, 2)]
     keys = (("chosen", "preference.chosen_key"), ("rejected", "preference.rejected_key"))
     data = DataConfig(shuffle=False)
@@ -94,8 +86,7 @@ def test_a_response_beyond_the_context_is_named_at_the_start_or_dropped() -> Non
 
 
 def test_a_score_is_read_from_the_responses_last_token() -> None:
-    ((chosen, _),) = source([{"prompt": "p", "chosen": "ab", "rejected": "c"}], DataConfig()).next_pairs(
-        1, "chosen", "rejected"
-    )
+    pairs = source([{"prompt": "p", "chosen": "ab", "rejected": "c"}], DataConfig())
+    ((chosen, _),) = pairs.next_pairs(1, "chosen", "rejected")
     found = read_at_end(chosen)
     assert found.response_ids[:-1] == chosen.response_ids and found.loss_mask == (False, False, False, True)

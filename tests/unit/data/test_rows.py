@@ -29,19 +29,16 @@ def write(folder, name: str, content: str | bytes):
 # --- right files
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
+def test_rows_of_a_file_equal_what_was_written(tmp_path):
+    for name, content in (
         ("d.jsonl", lines_of(ROWS) + "\n  \n"),
         ("of_another_name.txt", "\ufeff" + lines_of(ROWS).replace("\n", "\r\n")),
         ("lines.json", lines_of(ROWS)),
         ("list.json", "\ufeff \n" + json.dumps(ROWS, indent=1)),
         ("d.csv", '\ufeffprompt,answer\na\u2028b,"say ""4"", or\n5"\n\né,\n'),
         ("d.tsv", 'prompt\tanswer\r\na\u2028b\t"say ""4"", or\n5"\r\né\t\r\n'),
-    ],
-)
-def test_rows_of_a_file_equal_what_was_written(tmp_path, name, content):
-    assert list(load_rows(write(tmp_path, name, content))) == ROWS
+    ):
+        assert list(load_rows(write(tmp_path, name, content))) == ROWS
 
 
 def test_rows_of_parquet_and_of_a_saved_data_set_equal_what_was_written(tmp_path):
@@ -79,6 +76,9 @@ def test_files_and_patterns_follow_one_another_and_every_row_knows_its_place(tmp
     places = [rows.place(row).removeprefix(f"{tmp_path}/") for row in range(5)]
     assert places == ["part1.jsonl:2", "part1.jsonl:4", "part2.jsonl:2", "part2.jsonl:4", "more.json, row 0"]
     assert rows.source_ends == (4, 5)
+    # lines are kept as numbers, of eight bytes each
+    [(first, part)] = load_rows(write(tmp_path, "d.jsonl", lines_of(ROWS))).parts
+    assert (first, part.lines) == (0, array("Q", [1, 2]))
 
 
 # --- faults
@@ -86,18 +86,13 @@ def test_files_and_patterns_follow_one_another_and_every_row_knows_its_place(tmp
 DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
+def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path):
+    for name, content, message in (
         ("d.jsonl", b'{"a": 1}\n{"prompt": \n', "d.jsonl:2: not valid JSON: Expecting value"),
         ("d.jsonl", b'{"a": 1}\n[1, 2]\n', "d.jsonl:2: a JSON list, not an object"),
         ("d.jsonl", b'{"a": 1}\n{"prompt": "\xff"}\n', "d.jsonl:2: not UTF-8"),
         ("d.jsonl", b'{"prompt": "\\ud800"}\n', "d.jsonl:1: prompt holds half a surrogate pair"),
         ("d.jsonl", DEEP, "d.jsonl:1: .*nested deeper than 100 levels"),
-        ("d.jsonl", b'{"n": ' + b"9" * 5000 + b"}", r"d.jsonl:1: the number 9{20}… has 5000 characters"),
-        ("d.jsonl", b'{"prompt": "a", "prompt": "b"}', "d.jsonl:1: the key 'prompt' stands twice"),
-        ("d.jsonl", b'{"n": NaN}', "d.jsonl:1: NaN is no JSON number"),
-        ("d.jsonl", b"\0" * 1000, "d.jsonl:1: not valid JSON"),
         ("d.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "d.jsonl:1: not UTF-8"),
         ("d.jsonl", gzip.compress(b"{}", mtime=0), r"d.jsonl is compressed \(gzip\); unpack it"),
         ("d.jsonl", b"", "data.train='.*d.jsonl' has no rows"),
@@ -113,11 +108,9 @@ DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         ("d.csv", b'prompt,answer\n1,2\n"x"y,3\n', "d.csv:3: not valid CSV"),
         ("d.csv", b'prompt,answer\n1,2\n"never closed,3\n', "d.csv:3: not valid CSV"),
         ("d.csv", b"prompt,answer\n1,\xe9\n", "d.csv:2: not UTF-8"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, name, content, message):
-    with pytest.raises(ConfigError, match=message):
-        load_rows(write(tmp_path, name, content))
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_rows(write(tmp_path, name, content))
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch):
@@ -180,8 +173,3 @@ def test_a_missing_library_is_named_with_its_pip_line(tmp_path, monkeypatch):
         write(tmp_path, name, "{}")
     with pytest.raises(ConfigError, match="is read by the package datasets.*pip install datasets"):
         load_rows(tmp_path)
-
-
-def test_lines_of_rows_are_kept_as_numbers(tmp_path):
-    [(first, part)] = load_rows(write(tmp_path, "d.jsonl", lines_of(ROWS))).parts
-    assert (first, part.lines) == (0, array("Q", [1, 2]))

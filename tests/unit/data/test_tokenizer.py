@@ -44,12 +44,20 @@ def settings(**values: object) -> Change:
     return edit(SETTINGS, lambda content: content.update(values))
 
 
+def model(**values: object) -> Change:
+    return edit(TOKENIZER, lambda content: content["model"].update(values))
+
+
 def vocabulary(**values: object) -> Change:
     return edit(TOKENIZER, lambda content: content["model"]["vocab"].update(values))
 
 
 def raw(name: str, change: Callable[[bytes], bytes]) -> Change:
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def ahead(fields: bytes) -> Change:
+    return raw(SETTINGS, lambda content: content.replace(b"{", b"{" + fields, 1))
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
@@ -59,31 +67,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "no settings": (lambda folder: (folder / SETTINGS).unlink(), "has no eos_token, so no completion would end"),
     "cut short": (raw(TOKENIZER, lambda b: b[: len(b) // 2]), "tokenizer.json: not valid JSON: .*line 48"),
-    "empty": (raw(TOKENIZER, lambda b: b""), "tokenizer.json: not valid JSON: Expecting value"),
     "a list": (raw(TOKENIZER, lambda b: b"[]"), r"tokenizer.json must be an object, and it is \[\]"),
     "an empty object": (raw(TOKENIZER, lambda b: b"{}"), "tokenizer.json lacks the field model"),
-    "deep brackets": (raw(TOKENIZER, lambda b: b"[" * 10**5), "tokenizer.json: not read: brackets are nested deeper"),
-    "no UTF-8": (raw(TOKENIZER, lambda b: b'{"a":"\xff"}'), "tokenizer.json: not UTF-8"),
-    "5,000 digits": (
-        raw(SETTINGS, lambda b: b.replace(b"{", b'{"n":' + b"9" * 5000 + b",", 1)),
-        "tokenizer_config.json: the number 9+… has 5000 characters",
-    ),
-    "half a surrogate pair": (settings(eos_token="\ud800"), "tokenizer_config.json: eos_token holds half a surrogate"),
-    "a key twice": (
-        raw(SETTINGS, lambda b: b.replace(b"{", b'{"a": 1, "a": 2,', 1)),
-        "tokenizer_config.json: the key 'a' stands twice",
-    ),
+    "5,000 digits": (ahead(b'"n":' + b"9" * 5000 + b","), "tokenizer_config.json: the number 9+… has 5000 characters"),
     "a folder in place of the file": (
         lambda folder: ((folder / TOKENIZER).unlink(), (folder / TOKENIZER).mkdir()),
         "tokenizer.json cannot be read: Is a directory",
     ),
-    "a vocabulary that is a number": (
-        edit(TOKENIZER, lambda content: content["model"].update(vocab=3)),
-        "tokenizer.json: model.vocab must be an object, and it is 3",
-    ),
+    "a vocabulary that is a number": (model(vocab=3), "tokenizer.json: model.vocab must be an object, and it is 3"),
     "an id of 2³¹": (
         vocabulary(**{"5": 2**31}),
-        "model.vocab has 1 of 16 ids beyond the model's vocab_size=16, 2147483648 of '5' the largest",
+        "has 1 of 16 ids beyond .* vocab_size=16, 2147483648 of '5' the largest",
     ),
     "an id below 0": (vocabulary(**{"5": -1}), "the id of '5' must be at least 0, and it is -1"),
     "an id that is no integer": (vocabulary(**{"5": 1.5}), "the id of '5' must be an integer, and it is 1.5"),
@@ -98,25 +92,14 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "an end that is no token": (settings(eos_token="<end>"), "has the eos_token '<end>', which is none of its tokens"),
     "an end that is a number": (settings(eos_token=5), "no tokenizer can be loaded .*TypeError"),
-    "a template that is a number": (
-        settings(chat_template=5),
-        "tokenizer_config.json: chat_template must be a text, and it is 5",
-    ),
+    "a template that is a number": (settings(chat_template=5), "chat_template must be a text, and it is 5"),
     "a length that is a text": (settings(model_max_length="x"), "model_max_length must be a number, and it is 'x'"),
-    "a model of no kind": (
-        edit(TOKENIZER, lambda content: content["model"].update(type="None")),
-        "no tokenizer can be loaded from .*Exception: ",
-    ),
+    "a model of no kind": (model(type="None"), "no tokenizer can be loaded from .*Exception: "),
     "a pattern that is none": (
         edit(
             TOKENIZER,
             lambda content: content.update(
-                pre_tokenizer={
-                    "type": "Split",
-                    "pattern": {"Regex": "(("},
-                    "behavior": "Isolated",
-                    "invert": False,
-                }
+                pre_tokenizer={"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": "(("}}
             ),
         ),
         "no tokenizer can be loaded from .*unmatched parenthesis",
@@ -140,12 +123,9 @@ def test_an_odd_tokenizer_is_refused_by_file(name: str, whole: pathlib.Path, tmp
     assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_a_tokenizer_may_be_smaller_than_the_model_and_not_larger(whole: pathlib.Path) -> None:
+def test_a_tokenizer_may_be_smaller_than_the_model_not_larger_and_no_network_is_asked(whole: pathlib.Path) -> None:
     assert len(load(whole, TOKENS)) == len(load(whole, TOKENS + 100)) == TOKENS
     with pytest.raises(ConfigError, match="model.vocab has 1 of 16 ids beyond the model's vocab_size=15, 15 of "):
         load(whole, TOKENS - 1)
-
-
-def test_a_folder_that_is_not_there_is_not_looked_for_on_the_network() -> None:
     with pytest.raises(ConfigError, match="'Qwen/Qwen3-8B': there is no such directory"):
         load(pathlib.Path("Qwen/Qwen3-8B"))

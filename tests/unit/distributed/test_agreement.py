@@ -1,4 +1,4 @@
-"""Ranks that cannot start agree on one message, printed before any leaves; a failed backend leaves no groups behind."""
+"""Ranks that cannot start agree on one message, or name the port; a failed backend leaves no groups behind."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import contextlib
 import io
 import json
 import pathlib
+import socket
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.distributed import agreement
+from megatron_rl.distributed import agreement, rendezvous
 from megatron_rl.distributed.agreement import Job
+from megatron_rl.distributed.rendezvous import meet
 from megatron_rl.errors import ConfigError, PeerError
 from tests.patience import patient
 from tests.runs.command import arguments, command_line
@@ -49,24 +51,26 @@ def on_threads(*calls) -> list:
         return [future.result(timeout=60) for future in [pool.submit(outcome, call) for call in calls]]
 
 
-def test_ranks_that_meet_go_on_each_time(printed: list[str]) -> None:
+def test_ranks_that_meet_go_on_each_time_and_one_that_never_comes_is_named(printed: list[str]) -> None:
     ranks = jobs(3)
     for _ in range(3):
         assert on_threads(*(lambda job=job: job.wait_for_all(30) for job in ranks)) == [None] * 3
     assert ranks[0].round == 3 and not printed
+    with pytest.raises(PeerError, match=r"rank 0 waited 0\.1 s \(run.deadline_s\) for all 2 ranks"):
+        jobs(2)[0].wait_for_all(0.1)
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_message_of_every_rank_is_printed_once_by_rank_0_before_any_leaves(first: int, printed: list[str]) -> None:
-    ranks = jobs(3)
-    ahead = threading.Thread(target=ranks[first].print_once, args=("lr=nan",))
-    ahead.start()
-    if first != 0:
-        ahead.join(timeout=0.05)
-        assert ahead.is_alive() and not printed
-    on_threads(*(lambda job=job: job.print_once("lr=nan") for job in ranks if job.rank != first))
-    ahead.join(timeout=30)
-    assert printed == ["lr=nan"] and not ahead.is_alive()
+def test_a_message_of_every_rank_is_printed_once_by_rank_0_before_any_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 prints while the others, which have met the message too, have not left."""
+    ranks, left, printed = jobs(3), [], []
+    monkeypatch.setattr(agreement, "_print", lambda message: printed.append((message, list(left))))
+
+    def meet(job: Job) -> None:
+        job.print_once("lr=nan")
+        left.append(job.rank)
+
+    on_threads(*(lambda job=job: meet(job) for job in ranks))
+    assert printed == [("lr=nan", [])] and sorted(left) == [0, 1, 2]
 
 
 def test_rank_0_prints_what_another_rank_met(printed: list[str]) -> None:
@@ -79,9 +83,8 @@ def test_rank_0_prints_what_another_rank_met(printed: list[str]) -> None:
             job.print_once(str(error))
             raise
 
-    outcomes = on_threads(
-        lambda: start(ranks[0]), lambda: start(ranks[1]), lambda: ranks[2].print_once("a.jsonl is missing")
-    )
+    first, second = (lambda job=job: start(job) for job in ranks[:2])
+    outcomes = on_threads(first, second, lambda: ranks[2].print_once("a.jsonl is missing"))
     assert [type(outcome) for outcome in outcomes] == [ConfigError, ConfigError, type(None)]
     assert on_threads(*(lambda job=job: job.wait_for_all(30) for job in ranks)) == [None] * 3  # another run may start
     assert len(printed) == 1 and printed[0].startswith("rank 2 on ") and printed[0].endswith(": a.jsonl is missing")
@@ -93,14 +96,7 @@ def test_where_rank_0_is_elsewhere_one_of_the_others_prints(printed: list[str]) 
     assert len(printed) == 1 and printed[0].endswith(": no room") and printed[0].startswith("rank ")
 
 
-def test_a_rank_that_never_comes_is_a_named_end() -> None:
-    with pytest.raises(PeerError, match=r"rank 0 waited 0\.1 s \(run.deadline_s\) for all 2 ranks"):
-        jobs(2)[0].wait_for_all(0.1)
-
-
-def test_a_process_alone_prints_at_once_and_a_long_message_is_cut(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+def test_a_process_alone_prints_at_once_and_a_long_message_is_cut(capsys, monkeypatch, tmp_path) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
@@ -112,8 +108,8 @@ def test_a_process_alone_prints_at_once_and_a_long_message_is_cut(
 
 
 def one_rank_lacks_its_data(rank: int, world: int, given: list[str], lacking: int) -> tuple[int, str]:
-    missing = [part.replace("train.jsonl", "gone.jsonl") for part in given]
-    return command_line(rank, world, missing if rank == lacking else given)
+    name = "gone.jsonl" if rank == lacking else "train.jsonl"
+    return command_line(rank, world, [part.replace("train.jsonl", name) for part in given])
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
@@ -138,7 +134,7 @@ def _without_reference(config):
 
 
 def builds_again(rank: int, world: int, folder: str, has_world: bool, part: str) -> tuple[str, bool, int, int]:
-    """Return a failed construction's error, whether a world stayed, its groups, and a second construction's stages.
+    """Return a failed construction's error, whether a world stayed, its groups, and a second one's stages.
 
     part: ``weights``, which the model lacks, or ``reference``, which cannot be made.
     """
@@ -171,18 +167,57 @@ def test_a_backend_that_failed_leaves_no_groups_and_another_is_built(pool, arith
 @pytest.mark.long(seconds=20)
 @pytest.mark.distributed
 def test_under_torchrun_the_message_is_seen_once_above_its_report_and_in_it() -> None:
-    command = [sys.executable, "-m", *TORCHRUN, "2"]
-    environment = worker_environment()
-    done = subprocess.run(
-        [*command, "-m", "megatron_rl.train", "train.steps=3"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=patient(120.0),
-        check=False,
-    )
+    command = [sys.executable, "-m", *TORCHRUN, "2", "-m", "megatron_rl.train", "train.steps=3"]
+    given = {"cwd": ROOT, "env": worker_environment(), "timeout": patient(120.0), "check": False}
+    done = subprocess.run(command, capture_output=True, text=True, **given)
     said = done.stderr
     assert done.returncode == 1 and "exitcode  : 2" in said, said  # torchrun's own code is always 1
     assert said.count("megatron_rl: config key train.steps (value 3) is called train.num_rollouts now") == 1, said
     assert "traceback : config key train.steps (value 3) is called" in said.partition("Root Cause")[2], said
+
+
+# --- the port where they meet
+
+SHORT_S = 1.0  # a deadline that is met here
+
+
+@pytest.fixture
+def taken(monkeypatch) -> Iterator[int]:
+    """Hold MASTER_PORT: connections are accepted, by the kernel, and never answered."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port)), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        yield port
+
+
+def test_a_port_that_is_taken_is_named_by_the_rank_that_needs_it(taken, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(PeerError, match=rf"rank 0 of 2 .* 127\.0\.0\.1:{taken} .*EADDRINUSE.*another MASTER_PORT"):
+        meet(SHORT_S)
+
+
+def test_a_mute_port_ends_the_wait(taken, monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.1)
+    with pytest.raises(PeerError, match=rf"rank 1 of 2 .*:{taken} .*within 1 s .run.deadline_s.: .*does not answer"):
+        meet(SHORT_S)
+
+
+def test_a_rank_that_never_comes_ends_the_wait(taken, monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        free = listener.getsockname()[1]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", str(free))
+    with pytest.raises(PeerError, match=rf"rank 0 of 2 .* 127\.0\.0\.1:{free} .*1/2 clients joined.*did not start"):
+        meet(SHORT_S)
+
+
+def test_a_name_without_an_address_and_a_launcher_that_names_no_port_are_named(taken, monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "no such host")
+    with pytest.raises(PeerError, match=r"at no such host:\d+ .*; no such host has no address on this host: give it a"):
+        meet(SHORT_S)
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(PeerError, match=r"at no such host:\? .*MASTER_PORT expected, but not set"):
+        meet(SHORT_S)

@@ -11,12 +11,10 @@ import pytest
 
 from tests.patience import patient
 
-CHILD = (
-    "from megatron_rl.distributed.child_process import end_with_launcher as e; e(); print('up', flush=True); input()"
-)
+CHILD = "from megatron_rl.distributed.child_process import end_with_launcher as e; e(); print('up'); input()"
 PARENT = f"""
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+child = subprocess.Popen([sys.executable, "-u", "-c", {CHILD!r}])
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -28,9 +26,8 @@ def test_a_rank_ends_with_torchrun_and_another_process_outlives_its_shell(launch
     given = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     if launched:
         given["TORCHELASTIC_RUN_ID"] = "one"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], env=given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], env=given, **pipes)
     try:
         pid = int(parent.stdout.readline())
         assert parent.stdout.readline() == "up\n"
@@ -62,12 +59,7 @@ cli.end_process(lambda: cli.main(run, []))
 @pytest.mark.process
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 def test_ctrl_c_without_checkpoints_is_one_line_of_the_first_rank(rank, lines):
-    ended = subprocess.run(
-        [sys.executable, "-c", CTRL_C],
-        env={**os.environ, "RANK": rank},
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-    )
+    given = {"env": os.environ | {"RANK": rank}, "capture_output": True, "text": True, "timeout": patient(60)}
+    ended = subprocess.run([sys.executable, "-c", CTRL_C], **given)
     assert ended.returncode == 130 and ended.stderr.count("\n") == lines, ended
     assert "ended by Ctrl-C" in ended.stderr or not lines

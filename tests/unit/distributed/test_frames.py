@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -20,8 +21,8 @@ from tests.patience import HANG_S, patient
 BOUND_S = patient(HANG_S)
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     left, right = socket.socketpair()
     left.settimeout(BOUND_S)
     right.settimeout(BOUND_S)
@@ -48,10 +49,7 @@ ARRAYS = st.dictionaries(
 @given(messages=st.lists(st.tuples(HEADERS, ARRAYS), min_size=1, max_size=3))
 def test_what_is_received_equals_what_was_sent(messages):
     """Messages come out as they went in, bit by bit, NaN too; frames one after the other stay apart."""
-    left, right = socket.socketpair()
-    with left, right:
-        left.settimeout(BOUND_S)
-        right.settimeout(BOUND_S)
+    with pair() as (left, right):
         for header, arrays in messages:
             frames.send(left, header, arrays)
         for header, arrays in messages:
@@ -62,39 +60,40 @@ def test_what_is_received_equals_what_was_sent(messages):
                 assert found[name].tobytes() == array.tobytes()
 
 
-def test_a_frame_larger_than_the_sockets_memory_arrives(ends):
-    left, right = ends
-    array = np.arange(1 << 20)
-    sender = threading.Thread(target=frames.send, args=(left, {"kind": "large"}, {"array": array}))
-    sender.start()
-    header, found = frames.receive(right)
-    sender.join(BOUND_S)
-    assert header == {"kind": "large"} and np.array_equal(found["array"], array)
+def test_a_frame_larger_than_the_sockets_memory_arrives():
+    with pair() as (left, right):
+        array = np.arange(1 << 20)
+        sender = threading.Thread(target=frames.send, args=(left, {"kind": "large"}, {"array": array}))
+        sender.start()
+        header, found = frames.receive(right)
+        sender.join(BOUND_S)
+        assert header == {"kind": "large"} and np.array_equal(found["array"], array)
 
 
-def test_a_view_with_strides_equals_its_copy(ends):
-    left, right = ends
-    array = np.arange(24, dtype=np.int32).reshape(4, 6)[::2, ::3]
-    frames.send(left, {}, {"array": array})
-    assert np.array_equal(frames.receive(right)[1]["array"], array)
+def test_a_view_with_strides_equals_its_copy_and_an_array_of_another_dtype_is_refused():
+    with pair() as (left, right):
+        array = np.arange(24, dtype=np.int32).reshape(4, 6)[::2, ::3]
+        frames.send(left, {}, {"array": array})
+        assert np.array_equal(frames.receive(right)[1]["array"], array)
+        frames.send(left, {}, {"array": np.zeros(2, dtype=np.float64)})
+        with pytest.raises(ValueError, match="'array' of dtype 'float64'"):
+            frames.receive(right)
 
 
 def test_a_stream_that_ends_anywhere_is_closed():
-    left, right = socket.socketpair()
-    with left, right:
+    with pair() as (left, right):
         frames.send(left, {"kind": "output"}, {"array": np.arange(3)})
         whole = right.recv(1 << 16)
     for length in range(len(whole)):  # 0 too: between two frames
-        left, right = socket.socketpair()
-        with right:
-            right.settimeout(BOUND_S)
-            with left:
-                left.sendall(whole[:length])
+        with pair() as (left, right):
+            left.sendall(whole[:length])
+            left.close()
             with pytest.raises(frames.Closed):
                 frames.receive(right)
 
 
-def raw(header: bytes, body: bytes = b"") -> bytes:
+def raw(header: bytes | list, body: bytes = b"") -> bytes:
+    header = header if isinstance(header, bytes) else json.dumps({"arrays": [header]}).encode()
     return struct.pack("<QQ", len(header), len(body)) + header + body
 
 
@@ -105,29 +104,19 @@ def raw(header: bytes, body: bytes = b"") -> bytes:
         (struct.pack("<QQ", 2, 2**63), "the stream is not one of frames"),
         (raw(b"no json"), "Expecting value"),
         (raw(b"\xff\xfe\xfd\xfc\xfb"), "decode"),
-        (
-            raw(json.dumps({"arrays": [["x", "object", [1]]]}).encode(), bytes(8)),
-            "array 'x' of dtype 'object' in a frame; these travel",
-        ),
-        (raw(json.dumps({"arrays": [["x", "float64", [1]]]}).encode(), bytes(8)), "'float64'"),
-        (raw(json.dumps({"arrays": [["x", "int64", [2]]]}).encode(), bytes(8)), "smaller than requested"),
-        (raw(json.dumps({"arrays": [["x", "int64", [-3]]]}).encode(), bytes(8)), "shape \\[-3\\]"),
+        (raw(["x", "object", [1]], bytes(8)), "array 'x' of dtype 'object' in a frame; these travel"),
+        (raw(["x", "float64", [1]], bytes(8)), "'float64'"),
+        (raw(["x", "int64", [2]], bytes(8)), "smaller than requested"),
+        (raw(["x", "int64", [-3]], bytes(8)), "shape \\[-3\\]"),
         (raw(b"[]"), "lists no arrays"),
         (raw(b"[" * 100_000), "nested too deep"),
         (raw(b"{}"), "lists no arrays"),
-        (raw(json.dumps({"arrays": [["x", "int64", [1]]]}).encode(), bytes(16)), "take 8 of its 16 bytes"),
+        (raw(["x", "int64", [1]], bytes(16)), "take 8 of its 16 bytes"),
     ],
 )
-def test_what_is_no_frame_is_refused(ends, sent, told):
+def test_what_is_no_frame_is_refused(sent, told):
     """Bytes that are no frame are refused, and nothing of the length that they claim is waited for or allocated."""
-    left, right = ends
-    left.sendall(sent)
-    with pytest.raises(ValueError, match=told):
-        frames.receive(right)
-
-
-def test_an_array_of_another_dtype_is_refused_where_it_is_received(ends):
-    left, right = ends
-    frames.send(left, {}, {"array": np.zeros(2, dtype=np.float64)})
-    with pytest.raises(ValueError, match="'array' of dtype 'float64'"):
-        frames.receive(right)
+    with pair() as (left, right):
+        left.sendall(sent)
+        with pytest.raises(ValueError, match=told):
+            frames.receive(right)

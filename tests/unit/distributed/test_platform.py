@@ -13,6 +13,7 @@ from megatron_rl.distributed import platform
 from megatron_rl.distributed.platform import choose_device
 from megatron_rl.errors import ConfigError
 
+CDLL = "import ctypes; ctypes.CDLL"
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040)"
 
 
@@ -20,9 +21,8 @@ def choose(environment: dict[str, str], *, driver: bool, works: bool) -> str:
     return choose_device(environment, driver_loaded=driver, is_available=lambda: works, reason=lambda: TOO_OLD)
 
 
-@pytest.mark.parametrize(
-    ("environment", "driver", "works", "device"),
-    [
+def test_the_device_is_the_one_that_works_or_was_asked_for():
+    for environment, driver, works, device in (
         ({}, True, True, "cuda"),
         ({}, False, False, "cpu"),
         ({"MEGATRON_RL_DEVICE": "cuda"}, True, True, "cuda"),
@@ -31,10 +31,8 @@ def choose(environment: dict[str, str], *, driver: bool, works: bool) -> str:
         ({"CUDA_VISIBLE_DEVICES": ""}, True, False, "cpu"),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, True, True, "cpu"),
         ({"CUDA_VISIBLE_DEVICES": "3"}, True, True, "cuda"),
-    ],
-)
-def test_the_device_is_the_one_that_works_or_was_asked_for(environment, driver, works, device):
-    assert choose(environment, driver=driver, works=works) == device
+    ):
+        assert choose(environment, driver=driver, works=works) == device
 
 
 @pytest.mark.parametrize("environment", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}, {"MEGATRON_RL_DEVICE": "cuda"}])
@@ -44,14 +42,13 @@ def test_a_gpu_host_on_which_cuda_does_not_work_is_an_error_with_torchs_reason(e
     assert TOO_OLD in str(error.value) and "MEGATRON_RL_DEVICE=cpu" in str(error.value)
 
 
-def test_cuda_that_was_asked_for_and_is_not_there_is_an_error():
-    with pytest.raises(ConfigError, match="MEGATRON_RL_DEVICE=cuda, and CUDA does not work here.*too old"):
-        choose({"MEGATRON_RL_DEVICE": "cuda"}, driver=False, works=False)
-
-
-def test_an_unknown_device_is_an_error_that_names_the_choices():
-    with pytest.raises(ConfigError, match="MEGATRON_RL_DEVICE='tpu' is no device; set it to cpu or cuda"):
-        choose({"MEGATRON_RL_DEVICE": "tpu"}, driver=False, works=False)
+def test_cuda_that_was_asked_for_and_is_not_there_and_an_unknown_device_are_errors():
+    for device, message in (
+        ("cuda", "MEGATRON_RL_DEVICE=cuda, and CUDA does not work here.*too old"),
+        ("tpu", "MEGATRON_RL_DEVICE='tpu' is no device; set it to cpu or cuda"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            choose({"MEGATRON_RL_DEVICE": device}, driver=False, works=False)
 
 
 def its_modules() -> list[str]:
@@ -80,14 +77,8 @@ def planted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("of_torch", "said"),
     [
-        (
-            "import not_inspected",
-            "lacks the package not_inspected (ModuleNotFoundError: No module named 'not_inspected'); pip install not-",
-        ),
-        (
-            "import ctypes; ctypes.CDLL('libnccl_of_nobody.so.2')",
-            "needs the library libnccl_of_nobody.so.2, which is not found (OSError: libnccl_of_nobody.so.2: cannot",
-        ),
+        ("import not_inspected", "lacks the package not_inspected (ModuleNotFoundError: No module named 'not_"),
+        (f"{CDLL}('libnccl_of_nobody.so.2')", "needs the library libnccl_of_nobody.so.2, which is not found (OSError"),
         ("raise FileNotFoundError('Could not find shared object file')", "is half-installed (FileNotFoundError: Could"),
     ],
 )
@@ -105,7 +96,7 @@ def test_a_transformer_engine_that_megatron_core_takes_for_absent_ends_no_start(
 
 
 def test_a_library_that_does_not_load_is_no_transformer_engine_and_is_logged(planted, monkeypatch, caplog):
-    planted("import ctypes; ctypes.CDLL('libnccl_of_nobody.so.2')")
+    planted(f"{CDLL}('libnccl_of_nobody.so.2')")
     monkeypatch.setattr(platform, "HOST", dataclasses.replace(platform.HOST, device_type="cuda"))
     with caplog.at_level(logging.WARNING):
         assert platform.transformer_engine_importable.__wrapped__() is False

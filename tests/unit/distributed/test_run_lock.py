@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.distributed import run_lock
 from megatron_rl.distributed.run_lock import LOCK, RunLock, machine, started_ticks
 from megatron_rl.errors import ConfigError
-from tests.patience import patient
+from tests.patience import patient, until
 
 
 def holder_of(folder: pathlib.Path, **changes) -> pathlib.Path:
@@ -26,10 +28,15 @@ def holder_of(folder: pathlib.Path, **changes) -> pathlib.Path:
     return path
 
 
+def take_and_leave(folder: pathlib.Path) -> None:
+    lock = RunLock(folder)
+    lock.acquire()
+    lock.release()
+
+
 @pytest.fixture
 def quick(monkeypatch):
-    for name, seconds in (("STALE_S", 0.3), ("SETTLE_S", 0.01), ("POLL_S", 0.01)):
-        monkeypatch.setattr(run_lock, name, seconds)
+    monkeypatch.setattr(run_lock, "SETTLE_S", 0.01)
 
 
 def test_a_second_run_is_refused_until_the_first_has_left(tmp_path):
@@ -40,15 +47,8 @@ def test_a_second_run_is_refused_until_the_first_has_left(tmp_path):
     second.release()  # which held nothing
     assert (tmp_path / LOCK).exists()
     first.release()
-    second.acquire()
-    second.release()
+    take_and_leave(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_living_process_of_this_machine_keeps_it_without_a_beat(tmp_path):
-    holder_of(tmp_path)
-    with pytest.raises(ConfigError, match=f"process {os.getppid()} on here"):
-        RunLock(tmp_path).acquire()
 
 
 def test_a_process_that_was_killed_holds_it_no_more_reaped_or_not(tmp_path, quick):
@@ -61,13 +61,14 @@ def test_a_process_that_was_killed_holds_it_no_more_reaped_or_not(tmp_path, quic
         child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and a zombie
     assert started_ticks(child.pid) is None
-    lock = RunLock(tmp_path)
-    lock.acquire()
-    lock.release()
+    take_and_leave(tmp_path)
     child.wait(patient(10))
 
 
-def test_another_process_of_the_same_id_holds_it_not(tmp_path, quick):
+def test_a_living_process_holds_it_without_a_beat_and_another_of_the_same_id_does_not(tmp_path, quick):
+    holder_of(tmp_path)
+    with pytest.raises(ConfigError, match=f"process {os.getppid()} on here"):
+        RunLock(tmp_path).acquire()
     holder_of(tmp_path, started_ticks=started_ticks(os.getppid()) + 1)
     lock = RunLock(tmp_path)
     lock.acquire()
@@ -76,28 +77,26 @@ def test_another_process_of_the_same_id_holds_it_not(tmp_path, quick):
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", '{"token": 3}', "\udcff"])
-def test_of_another_machine_only_a_beat_says_that_it_lives(tmp_path, quick, content):
+def test_of_another_machine_only_a_beat_says_that_it_lives(tmp_path, monkeypatch, content):
     """A lock of another host, or one whose text was cut short, is taken over when nothing touches it."""
     path = holder_of(tmp_path, machine="another boot", host="far")
     if content is not None:
         path.write_bytes(content.encode(errors="surrogateescape"))
-    beats, ended = iter(range(1, 10**6)), threading.Event()
+    now = [0.0]
 
-    def beat() -> None:
-        while not ended.wait(0.005):
-            os.utime(path, ns=(0, next(beats)))
+    def sleep(seconds: float, *, beats: bool) -> None:
+        now[0] += seconds
+        if beats:
+            os.utime(path, ns=(0, 1))
 
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        with pytest.raises(ConfigError, match="far" if content is None else "does not name"):
-            RunLock(tmp_path).acquire()
-    finally:
-        ended.set()
-        thread.join()
-    lock = RunLock(tmp_path)
-    lock.acquire()
-    lock.release()
+    for beats in (True, False):
+        clock = SimpleNamespace(monotonic=lambda: now[0], sleep=functools.partial(sleep, beats=beats))
+        monkeypatch.setattr(run_lock, "time", clock)
+        if beats:
+            with pytest.raises(ConfigError, match="far" if content is None else "does not name"):
+                RunLock(tmp_path).acquire()
+    take_and_leave(tmp_path)
+    assert now[0] > run_lock.STALE_S
 
 
 def test_a_holder_that_was_replaced_learns_so_at_its_next_beat_and_touches_nothing(tmp_path):
@@ -127,22 +126,20 @@ def test_a_beat_touches_the_lock_and_makes_it_again_where_it_was_removed(tmp_pat
 
 
 def test_of_many_that_replace_a_stale_lock_one_holds_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "SETTLE_S", 0.2)
+    """Each settles until all others have replaced the lock too, or were refused."""
+    arrived: list[float] = []
+
+    def settle(seconds: float) -> None:
+        arrived.append(seconds)
+        assert until(lambda: len(arrived) + sum(each.done() for each in taken) >= 8)
+
+    monkeypatch.setattr(run_lock, "time", SimpleNamespace(sleep=settle))
     holder_of(tmp_path, pid=2**22 + 1, started_ticks=1)
     locks = [RunLock(tmp_path, lost=lambda _: None) for _ in range(8)]
-    held: list[RunLock] = []
-
-    def take(lock: RunLock) -> None:
-        try:
-            lock.acquire()
-            held.append(lock)
-        except ConfigError:
-            return
-
-    threads = [threading.Thread(target=take, args=[lock]) for lock in locks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    taken: list[Future] = []
+    with ThreadPoolExecutor(8) as pool:
+        taken.extend(pool.submit(lock.acquire) for lock in locks)
+    held = [lock for lock, each in zip(locks, taken, strict=True) if each.exception() is None]
+    assert sum(isinstance(each.exception(), ConfigError) for each in taken) == 7
     assert len(held) == 1
     held[0].release()

@@ -88,23 +88,17 @@ def test_a_text_that_is_no_action_is_answered_and_changes_nothing() -> None:
     assert game.step("2") == Step(observation="1", reward=0.0, done=False)
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [({}, "has no column 'seed'"), ({"seed": 1, "observation": "7"}, "begins with '0', and its row says '7'")],
-)
-def test_a_row_that_does_not_fit_is_named(row: dict, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        GymnasiumAdapter("FrozenLake-v1").reset(prompt_of(row))
-
-
-@pytest.mark.parametrize(
-    ("env", "arguments", "said"),
-    [
+def test_a_row_that_does_not_fit_and_an_environment_that_cannot_be_made_are_named() -> None:
+    for row, said in (
+        ({}, "has no column 'seed'"),
+        ({"seed": 1, "observation": "7"}, "begins with '0', and its row says '7'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            GymnasiumAdapter("FrozenLake-v1").reset(prompt_of(row))
+    for env, arguments, said in (
         ("FrozenLakes-v1", {}, "environment.arguments.env='FrozenLakes-v1'"),
         ("FrozenLake-v1", {"ice": True}, "'ice'"),
         ("nowhere:Game", {}, "importing 'nowhere' failed"),
-    ],
-)
-def test_an_environment_that_cannot_be_made_is_named(env: str, arguments: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        GymnasiumAdapter(env, arguments)
+    ):
+        with pytest.raises(ConfigError, match=said):
+            GymnasiumAdapter(env, arguments)

@@ -73,19 +73,17 @@ def test_calls_that_hang_cost_their_deadline_and_nothing_else() -> None:
 
 
 def test_an_environment_that_is_down_costs_a_few_deadlines_and_not_one_per_sample() -> None:
-    """An environment that is down costs a few deadlines, and not one per sample.
+    """Of forty calls that hang, on two threads, four are waited for, or five, where the fourth began later.
 
-    Of forty calls that hang, on two threads, four are waited for, or five, where the fourth began later; none of the
-    rest has begun. A sample that comes back later is tried again.
+    None of the rest has begun. A sample that comes back later is tried again.
     """
     pool, held, begun = StepPool(2, SHORT_S), threading.Event(), []
     tickets = [pool.submit(lambda k=k: begun.append(k) or held.wait()) for k in range(40)]
     for number, ticket in enumerate(tickets):
         with pytest.raises(Overdue) as overdue:
             pool.wait(ticket).result()
-        assert ("environment.deadline_s" if number in begun else "4 steps in a row took longer than 0.5 s") in str(
-            overdue.value
-        )
+        why = "environment.deadline_s" if number in begun else "4 steps in a row took longer than 0.5 s"
+        assert why in str(overdue.value)
     assert begun in ([0, 1, 2, 3], [0, 1, 2, 3, 4])
     held.set()
     assert pool.wait(pool.submit(lambda: 5)).result() == 5

@@ -15,6 +15,21 @@ from tests.patience import HANG_S, patient, until
 from tests.unit.reward.worker_rewards import never_ends
 
 HERE = "tests.unit.reward.worker_rewards"
+SHORT_S = 0.2  # a deadline that only a sample that never ends reaches
+
+
+def rollout_of(
+    prompt: Prompt, sample_index: int, response_ids: Sequence[int], text: str = "", finish_reason: str = "stop"
+) -> Rollout:
+    return Rollout(
+        prompt=prompt,
+        sample_index=sample_index,
+        response_ids=tuple(response_ids),
+        logprobs=(0.0,) * len(response_ids),
+        text=text,
+        finish_reason=finish_reason,
+        weight_versions=((0, len(response_ids)),),
+    )
 
 
 def groups_of(*groups: Sequence[str], **columns) -> list[Rollout]:
@@ -23,19 +38,7 @@ def groups_of(*groups: Sequence[str], **columns) -> list[Rollout]:
     for number, texts in enumerate(groups):
         row = {"answer": str(number)} | {key: of(number) for key, of in columns.items()}
         prompt = Prompt(prompt_id=f"{number}@0", text=f"prompt {number}", token_ids=(1,), columns=row)
-        for index, text in enumerate(texts):
-            ids = tuple(ord(letter) for letter in text[:3])
-            rollouts.append(
-                Rollout(
-                    prompt=prompt,
-                    sample_index=index,
-                    response_ids=ids,
-                    logprobs=(0.0,) * len(ids),
-                    text=text,
-                    finish_reason="stop",
-                    weight_versions=((0, len(ids)),),
-                )
-            )
+        rollouts += [rollout_of(prompt, index, [*map(ord, text[:3])], text) for index, text in enumerate(texts)]
     return rollouts
 
 
@@ -45,10 +48,8 @@ def reward_of(
 ) -> Iterator[Reward]:
     """Open a Reward of functions of worker_rewards.py; without ``deadline_s`` no sample meets one on any host."""
     names = tuple(name if ":" in name or name in ("arithmetic", "math_verify") else f"{HERE}:{name}" for name in names)
-    given = patient(HANG_S) if deadline_s is None else deadline_s
-    reward = Reward(
-        RewardConfig(functions=names, num_workers=num_workers, on_error=on_error, deadline_s=given, **settings)
-    )
+    settings["deadline_s"] = patient(HANG_S) if deadline_s is None else deadline_s
+    reward = Reward(RewardConfig(functions=names, num_workers=num_workers, on_error=on_error, **settings))
     try:
         yield reward
     finally:
@@ -68,10 +69,9 @@ def is_alive(pid: int) -> bool:
 
 
 class OnlyEndless(WorkerProcess):
-    """A worker whose tasks meet their deadline only where they never end.
+    """A worker whose tasks meet their deadline only where they never end: a loaded host may hold up any other.
 
-    A loaded host may hold up any other task for longer than that. The place where a task stood is read once it is
-    written, which such a host may put off beyond the deadline.
+    The place where a task stood is read once it is written, which such a host may put off beyond the deadline.
     """
 
     def give(self, task: Task, task_id: int, message: Mapping[str, object]) -> None:

@@ -1,10 +1,8 @@
-"""Overlong punishment and filtering (DAPO, section 3.4).
-
-Eq. 13 equals its three cases, the punishment joins the right reward, and truncated samples are masked.
-"""
+"""Overlong punishment (DAPO, eq. 13) equals its three cases, and joins the right reward; cut samples are masked."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -22,9 +20,11 @@ from megatron_rl.reward.overlong import overlong_shape
 from megatron_rl.rollout.training_batch import ScoredBatch, reward_metrics, scored_batch
 from megatron_rl.rollout.worker import Group
 from megatron_rl.trainer.advantages import group_advantages
-from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
+from megatron_rl.types import BatchFacts, Prompt, Score
 from megatron_rl.validate import check_overlong
 from tests.runs.command import arguments, command_line, rows_of, weights_of
+from tests.unit.algorithm.facts import make_facts
+from tests.unit.reward.rig import rollout_of
 
 SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -47,9 +47,8 @@ def test_the_shape_equals_equation_13(limit: int, share: float, lengths: list[in
 
 
 def test_a_buffer_beyond_the_limit_is_refused() -> None:
-    given = load_config(
-        None, ["reward.overlong_buffer_tokens=11", "rollout.max_response_tokens=10", "model.hf_path=here"]
-    )
+    overrides = ["reward.overlong_buffer_tokens=11", "rollout.max_response_tokens=10", "model.hf_path=here"]
+    given = load_config(None, overrides)
     with pytest.raises(ConfigError, match=r"reward\.overlong_buffer_tokens=11 .* rollout\.max_response_tokens=10"):
         check_overlong(given)
     for override in ("reward.overlong_buffer_tokens=-1", "reward.overlong_penalty=-0.5"):
@@ -58,25 +57,14 @@ def test_a_buffer_beyond_the_limit_is_refused() -> None:
 
 
 def facts_of(lengths: list[int], groups: list[int], loss_tokens: list[int] | None = None) -> BatchFacts:
-    lengths, zeros = np.array(lengths, dtype=np.int64), np.zeros(len(lengths), dtype=np.int64)
-    return BatchFacts(
-        sample_ids=tuple(f"s{i}" for i in range(len(lengths))),
-        groups=np.array(groups),
-        prompt_tokens=zeros + 2,
-        response_tokens=lengths,
-        loss_tokens=lengths if loss_tokens is None else np.array(loss_tokens),
-        owners=zeros,
-        owner_rows=np.arange(len(lengths)),
-        places=np.arange(len(lengths)),
-        weight_versions=zeros,
-    )
+    gathered = {"places": np.arange(len(lengths)), "weight_versions": np.zeros(len(lengths), dtype=np.int64)}
+    facts = make_facts(groups, loss_tokens or lengths)
+    return dataclasses.replace(facts, response_tokens=np.array(lengths), **gathered)
 
 
 SHAPED = (
-    "reward.functions=[a:f,b:g]",
-    "reward.overlong_buffer_tokens=4",
-    "reward.overlong_penalty=0.5",
-    "rollout.max_response_tokens=10",
+    *("reward.functions=[a:f,b:g]", "reward.overlong_buffer_tokens=4"),
+    *("reward.overlong_penalty=0.5", "rollout.max_response_tokens=10"),
 )
 
 
@@ -90,10 +78,7 @@ def advantages_of(config: Config, scored: ScoredBatch) -> np.ndarray:
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "gdpo"])
 def test_the_punishment_is_part_of_the_total_and_a_function_of_its_own_for_gdpo(estimator: str) -> None:
-    """Of two equal rewards the longer response has the lower advantage; a group of equal lengths has none.
-
-    The punishment is part of the total, and for gdpo a function of its own.
-    """
+    """Of two equal rewards the longer response has the lower advantage; a group of equal lengths has none."""
     facts = facts_of([3, 10, 3, 3], [0, 0, 1, 1])
     columns = np.ones((4, 2))
     shaped = load_config(None, [*SHAPED, f"advantage.estimator={estimator}"])
@@ -122,64 +107,37 @@ def test_metrics_show_the_mean_punishment_and_what_is_masked() -> None:
 def group() -> Group:
     prompt = Prompt(prompt_id="0@0", text="", token_ids=(5, 6), columns={})
     ends = [("stop", 1.0), ("length", 1.0), ("stop", None), ("length", None)]
-    rollouts = tuple(
-        Rollout(
-            prompt=prompt,
-            sample_index=k,
-            response_ids=(3, 7, 9),
-            logprobs=(-1.0,) * 3,
-            text="",
-            finish_reason=reason,
-            weight_versions=((0, 3),),
-        )
-        for k, (reason, _) in enumerate(ends)
-    )
+    rollouts = tuple(rollout_of(prompt, k, (3, 7, 9), finish_reason=ends[k][0]) for k in range(4))
     return Group(rollouts=rollouts, scores=tuple(Score(total=total, by_function=(total,)) for _, total in ends))
 
 
-@pytest.mark.parametrize("mask_truncated,wanted", [(False, [3, 3, 0, 0]), (True, [3, 0, 0, 0])])
-def test_a_truncated_sample_carries_no_loss_token_where_that_is_asked_for(
-    mask_truncated: bool, wanted: list[int]
-) -> None:
-    samples = group().samples(mask_truncated=mask_truncated)
-    assert [int(sample.loss_mask.sum()) for sample in samples] == wanted
-    assert [sample.token_ids.tolist() for sample in samples] == [[5, 6, 3, 7, 9]] * 4
+def test_a_truncated_sample_carries_no_loss_token_where_that_is_asked_for() -> None:
+    for mask_truncated, wanted in ((False, [3, 3, 0, 0]), (True, [3, 0, 0, 0])):
+        samples = group().samples(mask_truncated=mask_truncated)
+        assert [int(sample.loss_mask.sum()) for sample in samples] == wanted
+        assert [sample.token_ids.tolist() for sample in samples] == [[5, 6, 3, 7, 9]] * 4
 
 
 def test_a_masked_sample_has_no_signal_and_no_share_of_a_denominator() -> None:
-    """A masked sample has no signal and no share of a denominator, but its reward stays in its group's mean."""
+    """Its reward stays in its group's mean."""
     facts = facts_of([4, 6, 6], [0, 0, 0], [4, 6, 0])
     config = load_config(None, ["reward.functions=[a:f]", "advantage.estimator=dr_grpo"])
     values = advantages_of(config, scored_of(config, facts, np.array([1.0, 1.0, 0.0]), np.zeros((3, 1))))
     np.testing.assert_allclose(values, [1 / 3, 1 / 3, -2 / 3], rtol=1e-15)  # one rounding
     assert has_signal(values, facts.loss_tokens).tolist() == [True, True, False]
-    assert reduction_weights("token_mean", facts, np.arange(3), max_response_tokens=6).tolist() == [0.1, 0.1, 0.0]
-    assert reduction_weights("sequence_mean", facts, np.arange(3), max_response_tokens=6).tolist() == [
-        1 / 8,
-        1 / 12,
-        0.0,
-    ]
+    for reduction, wanted in (("token_mean", [0.1, 0.1, 0.0]), ("sequence_mean", [1 / 8, 1 / 12, 0.0])):
+        assert reduction_weights(reduction, facts, np.arange(3), max_response_tokens=6).tolist() == wanted
 
 
 def test_a_run_shapes_and_filters_and_its_skip_is_exact(pool, arithmetic, tmp_path):
-    """A run punishes and masks long samples, and its final weights equal the dense run's.
-
-    Rewards of the trace are 0 or 1 plus the penalty of 0.5 times eq. 13 of their lengths; samples that are cut off are
-    masked, and dropped as in the dense run.
-    """
-    weights = {}
-    extra = [
-        "reward.overlong_buffer_tokens=3",
-        "reward.overlong_penalty=0.5",
-        "loss.mask_truncated=true",
-        "plan.repack=false",
-    ]
+    """Its rewards are 0 or 1 plus 0.5 times eq. 13 of their lengths; its final weights equal the dense run's."""
+    extra = ["reward.overlong_buffer_tokens=3", "reward.overlong_penalty=0.5", "loss.mask_truncated=true"]
     for mode in ("exact", "off"):
-        given = arguments(arithmetic, tmp_path / mode, f"skip.mode={mode}", "plan.samples_per_microbatch=2", *extra)
-        results = pool.run(2, command_line, given, timeout_s=120)
+        plan = [f"skip.mode={mode}", "plan.samples_per_microbatch=2", "plan.repack=false"]
+        results = pool.run(2, command_line, arguments(arithmetic, tmp_path / mode, *plan, *extra), timeout_s=120)
         assert [code for code, _ in results] == [0, 0], results
-        weights[mode] = weights_of(tmp_path / mode)
-    assert all(torch.equal(weights["exact"][name], weights["off"][name]) for name in weights["off"])
+    exact, dense = weights_of(tmp_path / "exact"), weights_of(tmp_path / "off")
+    assert all(torch.equal(exact[name], dense[name]) for name in dense)
     firsts = [row for row in rows_of(tmp_path / "exact") if "reward/mean" in row]
     traced = [json.loads(line) for line in (tmp_path / "exact" / "trace.jsonl").read_text().splitlines()]
     assert len(firsts) == len(traced) == 2
@@ -187,9 +145,7 @@ def test_a_run_shapes_and_filters_and_its_skip_is_exact(pool, arithmetic, tmp_pa
         lengths, rewards = np.array(line["response_tokens"]), np.array(line["reward"])
         shape = np.array([naive_shape(int(length), 6, 3) for length in lengths])
         np.testing.assert_allclose(rewards, lengths % 2 + 0.5 * shape, rtol=1e-15)
-        assert (
-            row["reward/overlong_penalty"] == pytest.approx(0.5 * shape.mean(), rel=1e-12)
-            and row["reward/overlong_penalty"] < 0
-        )
+        assert row["reward/overlong_penalty"] == pytest.approx(0.5 * shape.mean(), rel=1e-12)
+        assert row["reward/overlong_penalty"] < 0
         assert row["rollout/masked_truncated"] == (np.array(line["loss_tokens"]) == 0).sum() > 0
         assert (lengths[np.array(line["loss_tokens"]) == 0] == 6).all()

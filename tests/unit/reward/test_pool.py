@@ -1,7 +1,4 @@
-"""reward/ in workers: their answers equal those of the rank's own process.
-
-One sample cannot hold up the others.
-"""
+"""reward/ in workers: their answers equal those of the rank's own process; no sample holds up the others."""
 
 from __future__ import annotations
 
@@ -17,9 +14,10 @@ import pytest
 from megatron_rl.config import RewardConfig
 from megatron_rl.distributed.frames import Inbox, encode, is_json
 from megatron_rl.errors import ConfigError, RewardError
+from megatron_rl.types import Rollout
+from tests.pairwise import pairwise
 from tests.patience import HANG_S, patient, until
-from tests.unit.reward.pool_rig import SHORT_S
-from tests.unit.reward.rig import HERE, groups_of, is_alive, reward_of, totals
+from tests.unit.reward.rig import HERE, SHORT_S, groups_of, is_alive, reward_of, totals
 
 pytestmark = pytest.mark.process
 
@@ -28,17 +26,10 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 
 def test_workers_equal_the_main_process():
-    """Workers give what the main process gives, over two functions.
-
-    That is values, failures and their tracebacks, None, weights and order.
-    """
+    """Values, failures and their tracebacks, None, weights and order equal, over two functions."""
     texts = [["a", "bc", "nan", "\x01"], ["raise x", "d", "base"], ["\ud800 é 漢", "none", ""], ["f"] * 5]
-    rollouts = groups_of(
-        *texts,
-        level=lambda n: [n, {"x": None, "y": [1.5, float("inf")]}],
-        big=lambda n: 10**30 + n,
-        pi=lambda n: 0.1 * n,
-    )
+    columns = {"level": lambda n: [n, {"x": None, "y": [1.5, float("inf")]}], "big": lambda n: 10**30 + n}
+    rollouts = groups_of(*texts, **columns, pi=lambda n: 0.1 * n)
     rollouts[4].prompt.columns["only_here"] = True
     names, weights = ("act", "everything"), (0.3, 1.7)
     for on_error in ("drop", "zero"):
@@ -52,15 +43,7 @@ def test_workers_equal_the_main_process():
 
 
 def test_math_verify_in_workers_equals_the_main_process():
-    texts = [
-        "#### 72",
-        "#### 71",
-        "\\boxed{\\frac{1}{2}}",
-        "I do not know",
-        "",
-        "The answer is $\\frac{2}{4}$.",
-        "#### 1,000",
-    ]
+    texts = ["#### 72", "#### 71", "\\boxed{\\frac{1}{2}}", "", "The answer is $\\frac{2}{4}$.", "#### 1,000"]
     rollouts = groups_of(*[texts] * 4, answer=lambda n: ["72", "0.5", "1000", "71"][n])
     with reward_of("math_verify", num_workers=2) as apart, reward_of("math_verify", num_workers=0) as here:
         assert apart.score(rollouts) == here.score(rollouts)
@@ -69,9 +52,7 @@ def test_math_verify_in_workers_equals_the_main_process():
 def test_failing_equals_the_main_process():
     rollouts = groups_of(["a", "raise it"], ["raise again", "b"])
     with reward_of("act", on_error="fail") as apart, reward_of("act", on_error="fail", num_workers=0) as here:
-        with pytest.raises(
-            RewardError, match="(?s)sample 0@0#1 .1 of 4 samples had failed.*RuntimeError: no reward for 'raise it'"
-        ) as met:
+        with pytest.raises(RewardError, match="(?s)sample 0@0#1 .1 of 4 .*RuntimeError: no reward for") as met:
             apart.score(rollouts)
         with pytest.raises(RewardError) as expected:
             here.score(rollouts)
@@ -81,11 +62,9 @@ def test_failing_equals_the_main_process():
 
 def test_async_equals_plain():
     rollouts = groups_of(["a", "raise x", "bc"], ["none", "d"])
-    with reward_of("act", num_workers=0) as plain:
-        expected = plain.score(rollouts)
     for num_workers in (0, 1):
-        with reward_of("act_async", num_workers=num_workers) as reward:
-            assert reward.score(rollouts) == expected
+        with reward_of("act_async", num_workers=num_workers) as reward, reward_of("act", num_workers=0) as plain:
+            assert reward.score(rollouts) == plain.score(rollouts)
             assert [failure.sample_id for failure in reward.last_errors] == ["0@0#1"]
 
 
@@ -102,26 +81,21 @@ def test_a_stream_in_pieces_equals_its_messages():
 
 
 def test_a_worker_is_a_process_of_its_own(monkeypatch):
-    """A worker is a process of its own, which signals do not end.
-
-    It has no torch, its own main thread, whole groups and nothing of torchrun; signals do end the processes that it
-    starts.
-    """
+    """It has no torch and nothing of torchrun; signals do not end it, though they end the processes that it starts."""
     monkeypatch.setenv("RANK", "0")
     names = ("has_torch", "is_main_thread", "group_size", "rank_variables", "stays_when_asked", "process_number")
     with reward_of(*names) as reward:
         scores = reward.score(groups_of(["a", "b", "c"], ["d"]))
         pid = float(reward.pool.pids[0])
-        assert [score.by_function for score in scores] == [(0.0, 1.0, 3.0, 0.0, 1.0, pid)] * 3 + [
-            (0.0, 1.0, 1.0, 0.0, 1.0, pid)
-        ]
+        wanted = [(0.0, 1.0, size, 0.0, 1.0, pid) for size in (3.0, 3.0, 3.0, 1.0)]
+        assert [score.by_function for score in scores] == wanted
         assert reward.pool.num_started == 1 and pid != os.getpid()
 
 
 def test_in_process_is_by_choice():
     with reward_of("process_number", "group_size", in_process=(f"{HERE}:process_number",)) as reward:
         scores = reward.score(groups_of(["a", "b"], ["c"]))
-        assert [score.by_function for score in scores] == [(float(os.getpid()), 2.0)] * 2 + [(float(os.getpid()), 1.0)]
+        assert [score.by_function for score in scores] == [(os.getpid(), 2.0), (os.getpid(), 2.0), (os.getpid(), 1.0)]
     with pytest.raises(ConfigError, match="reward.in_process='x' is not known; choose one of arithmetic"):
         RewardConfig(functions=("arithmetic",), in_process=("x",))
     with pytest.raises(ConfigError, match="nothing for reward.num_workers=2"):
@@ -157,53 +131,51 @@ def test_columns_that_a_function_or_a_socket_cannot_take():
 # --- who pays
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("raise x", "RuntimeError: no reward for 'raise x'"),
-        ("base", "OfBaseException: base"),
-        ("math_timeout", "TimeoutException: math_timeout"),
-        ("exit", "SystemExit: 3"),
-        ("os_exit", "os._exit(0) was called"),
-        ("interrupt", "KeyboardInterrupt"),
-    ],
-)
-def test_an_exception_arrives_with_its_traceback_and_the_sample(text, message):
+FAILING = {
+    "raise x": "RuntimeError: no reward for 'raise x'",
+    "base": "OfBaseException: base",
+    "math_timeout": "TimeoutException: math_timeout",
+    "exit": "SystemExit: 3",
+    "os_exit": "os._exit(0) was called",
+    "interrupt": "KeyboardInterrupt",
+}
+
+
+def test_exceptions_arrive_with_their_tracebacks_and_their_samples():
     with reward_of("act") as reward:
-        assert totals(reward.score(groups_of(["a", text, "bc"], ["d"]))) == [1.0, None, 2.0, 1.0]
-        (failure,) = reward.last_errors
-        assert (failure.sample_id, failure.function) == ("0@0#1", f"{HERE}:act")
-        assert message in failure.message and "worker_rewards.py" in failure.message
+        groups = [["a", text, "bc"] for text in FAILING]
+        assert totals(reward.score(groups_of(*groups, ["d"]))) == [1.0, None, 2.0] * len(FAILING) + [1.0]
+        assert [failure.sample_id for failure in reward.last_errors] == [f"{i}@0#1" for i in range(len(FAILING))]
+        for failure, message in zip(reward.last_errors, FAILING.values(), strict=True):
+            assert message in failure.message and "worker_rewards.py" in failure.message
+            assert failure.function == f"{HERE}:act"
         assert reward.pool.num_started == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("hang", r"took over 0\.2 s \(reward.deadline_s\).*stood at:.*worker_rewards.py"),
-        ("spin", r"took over 0\.2 s \(reward.deadline_s\)"),
-        ("kill", r"killed its worker twice \(signal SIGKILL: out of memory\?\)"),
-    ],
-)
-@pytest.mark.parametrize(("on_error", "total"), [("drop", None), ("zero", 0.0), ("fail", None)])
-def test_only_the_guilty_sample_meets_on_error(only_endless, text, message, on_error, total):
-    rollouts = groups_of(["a", text, "bc"], ["none", "d"])
+GUILTY = {
+    "hang": r"took over 0\.2 s \(reward.deadline_s\).*stood at:.*worker_rewards.py",
+    "spin": r"took over 0\.2 s \(reward.deadline_s\)",
+    "kill": r"killed its worker twice \(signal SIGKILL: out of memory\?\)",
+}
+
+
+@pytest.mark.parametrize(("text", "on_error"), pairwise(GUILTY, ("drop", "zero", "fail"), strength=1))
+def test_only_the_guilty_sample_meets_on_error(only_endless, text, on_error):
+    rollouts, message = groups_of(["a", text, "bc"], ["none", "d"]), GUILTY[text]
     with reward_of("act", "group_size", on_error=on_error, deadline_s=SHORT_S, num_workers=2) as reward:
         if on_error == "fail":
             with pytest.raises(RewardError, match=f"(?s)failed on sample 0@0#1 .1 of 5 samples had failed.*{message}"):
                 reward.score(rollouts)
         else:
             scores = reward.score(rollouts)
+            total = 0.0 if on_error == "zero" else None
             assert totals(scores) == [4.0, total, 5.0, 2.0, 3.0] and scores[1].by_function == (None, 3.0)
             assert [failure.sample_id for failure in reward.last_errors] == ["0@0#1"]
         assert totals(reward.score(groups_of(["a"], ["bc"]))) == [2.0, 3.0]
 
 
 def test_under_fail_a_hanging_reward_costs_two_deadlines_and_not_two_a_sample(only_endless):
-    """Under on_error=fail the first failure ends the batch.
-
-    One worker meets the group's deadline, the next one the first sample's; nobody waits for the other 31.
-    """
+    """One worker meets the group's deadline, the next one the first sample's; nobody waits for the other 31."""
     with reward_of("act", on_error="fail", deadline_s=SHORT_S) as reward:
         with pytest.raises(RewardError, match=r"(?s)sample 0@0#0 .1 of 32 samples had failed.*took over 0\.2 s"):
             reward.score(groups_of(["hang"] * 16, ["hang"] * 16))
@@ -212,10 +184,7 @@ def test_under_fail_a_hanging_reward_costs_two_deadlines_and_not_two_a_sample(on
 
 
 def test_a_worker_that_dies_once_costs_no_sample(tmp_path):
-    """A worker that dies once costs no sample: the worker that replaces it scores its samples.
-
-    A worker dies so when the machine is out of memory.
-    """
+    """The worker that replaces it scores its samples; one dies so where the machine is out of memory."""
     text = f"kill_once {tmp_path / 'done'}"
     with reward_of("act", on_error="fail") as reward:
         assert totals(reward.score(groups_of([text]))) == [float(len(text))]
@@ -230,18 +199,13 @@ def test_a_worker_that_dies_once_costs_no_sample(tmp_path):
 
 def test_a_batch_without_a_guilty_sample_is_an_error():
     with reward_of("one_at_most") as reward:
-        with pytest.raises(
-            RewardError, match="(?s)batch of 2 samples .1@0#0 to 1@0#1. and on none of them alone.*0 values for 2"
-        ):
+        with pytest.raises(RewardError, match="(?s)2 samples .1@0#0 to 1@0#1. and on none of them alone.*0 values for"):
             reward.score(groups_of(["a"], ["b", "c"]))
         assert totals(reward.score(groups_of(["a"], ["b"]))) == [1.0, 1.0]
 
 
 def test_slow_together_is_not_slow_alone(only_endless):
-    """Samples that are slow only together are not guilty, and tasks are smaller from then on.
-
-    Each sample meets its deadline, the four together do not.
-    """
+    """Each sample meets its deadline, the four together do not; tasks are smaller from then on."""
     with reward_of("slow_above_two", on_error="fail", deadline_s=SHORT_S) as reward:
         assert totals(reward.score(groups_of(["a"] * 4))) == [1.0] * 4
         assert reward.pool.num_started == 2 and reward.pool.most_samples == 2
@@ -253,27 +217,18 @@ def test_slow_together_is_not_slow_alone(only_endless):
 
 
 def test_a_late_answer_is_nobody_elses(only_endless, tmp_path):
-    """A late answer is taken for no other task's.
-
-    The answer of an abandoned task comes while the next batch is scored, by a worker that is gone, or under a number
-    that is not its own.
-    """
+    """It comes while the next batch is scored, by a worker that is gone, or under a number that is not its own."""
     go = tmp_path / "go"
     with reward_of("act", deadline_s=SHORT_S) as reward:
         assert totals(reward.score(groups_of([f"wait_for {go}"]))) == [None]
         go.touch()  # the file that it would wait for, had it not been killed
         assert totals(reward.score(groups_of(["a"], ["sleep 0.3"], ["bc"]))) == [1.0, 9.0, 2.0]
         (worker,) = reward.pool._workers
-        task = {
-            "function": f"{HERE}:act",
-            "prompt": "",
-            "columns": {},
-            "completions": ["stale"],
-            "completion_ids": [[]],
-        }
-        worker._post({"id": 10**6, **task})
+        sample = {"prompt": "", "columns": {}, "completions": ["stale"], "completion_ids": [[]]}
+        stale = {"id": 10**6, "function": f"{HERE}:act", **sample}
+        worker._post(stale)
         assert totals(reward.score(groups_of(["a"]))) == [1.0]
-        worker._post({"id": 10**6, **task})
+        worker._post(stale)
         assert select.select([worker.socket], [], [], patient(HANG_S))[0]
         assert totals(reward.score(groups_of(["bc"]))) == [2.0] and reward.pool.pids == [worker.pid]
 
@@ -304,10 +259,7 @@ def test_a_forked_copy_does_not_answer():
 
 
 def test_waiting_takes_no_time_of_the_processor():
-    """Waiting takes no processor time: one wait to see who died before, and one for each answer.
-
-    A loop that polls has many.
-    """
+    """There is one wait to see who died before, and one for each answer; a loop that polls has many."""
     with reward_of("act", num_workers=2) as reward:
         selector, waits = reward.pool._selector, []
         select_whole = selector.select
@@ -317,10 +269,7 @@ def test_waiting_takes_no_time_of_the_processor():
 
 
 def test_workers_outlive_the_thread_that_scored():
-    """Workers outlive the thread that scored.
-
-    Linux ties a process's end to the thread that started it, and scoring may be done from any thread.
-    """
+    """Linux ties a process's end to the thread that started it, and scoring may be done from any thread."""
     with reward_of("act") as reward:
         with ThreadPoolExecutor(1) as scorer:
             thread = scorer.submit(threading.get_native_id).result()
@@ -329,9 +278,8 @@ def test_workers_outlive_the_thread_that_scored():
         pids = reward.pool.pids
         # the thread's end would send its signal before it is gone
         assert until(lambda: not pathlib.Path(f"/proc/self/task/{thread}").exists())
-        assert (
-            totals(reward.score(groups_of(["bc"]))) == [2.0] and reward.pool.pids == pids and all(map(is_alive, pids))
-        )
+        assert totals(reward.score(groups_of(["bc"]))) == [2.0]
+        assert reward.pool.pids == pids and all(map(is_alive, pids))
 
 
 def test_two_threads_at_a_time_are_refused(tmp_path):
@@ -343,3 +291,32 @@ def test_two_threads_at_a_time_are_refused(tmp_path):
             reward.score(groups_of(["a"]))
         (tmp_path / "go").touch()
         assert totals(first.result()) == [len(text)]
+
+
+# --- many
+
+
+def misbehaving(num_samples: int, group: int, each: int) -> tuple[list[Rollout], list[float | None]]:
+    """Return a batch over which ``each`` samples that raise, hang and kill are spread, and its totals under drop."""
+    texts = ["x" * (1 + i * 7919 % 53) for i in range(num_samples)]
+    step = num_samples // (3 * each)
+    for k in range(3 * each):
+        texts[k * step + k % step] = ("raise", "hang", "kill")[k % 3]
+    expected = [None if text in ("raise", "hang", "kill") else float(len(text)) for text in texts]
+    assert expected.count(None) == 3 * each
+    return groups_of(*(texts[i : i + group] for i in range(0, num_samples, group))), expected
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "each", "num_workers"), [(96, 1, 2), pytest.param(1000, 10, 4, marks=pytest.mark.long)]
+)
+def test_of_many_samples_only_the_guilty_fail(only_endless, caplog, num_samples, each, num_workers) -> None:
+    """A hang costs two deadlines and two starts of a worker at most, a kill three starts; totals are in order."""
+    rollouts, expected = misbehaving(num_samples, 8, each)
+    with reward_of("act", num_workers=num_workers, deadline_s=SHORT_S) as reward:
+        assert totals(reward.score(rollouts)) == expected
+        guilty = [rollout.sample_id for rollout, total in zip(rollouts, expected, strict=True) if total is None]
+        assert [failure.sample_id for failure in reward.last_errors] == guilty
+        assert reward.pool.num_started <= num_workers + 5 * each
+        assert each <= sum("did not answer in" in record.getMessage() for record in caplog.records) <= 2 * each
+        assert totals(reward.score(rollouts[:1])) == expected[:1]

@@ -15,8 +15,7 @@ from megatron_rl.reward import worker_handle
 from megatron_rl.reward.task_queue import Task
 from megatron_rl.reward.worker_handle import WorkerProcess
 from tests.patience import HANG_S, patient
-from tests.unit.reward.pool_rig import SHORT_S
-from tests.unit.reward.rig import OnlyEndless, groups_of, reward_of, totals
+from tests.unit.reward.rig import SHORT_S, OnlyEndless, groups_of, reward_of, totals
 
 pytestmark = pytest.mark.process
 

@@ -16,25 +16,18 @@ WHOLE, ALONE = 1.0, 2.0  # the values that a sample gets from its group's call, 
 
 
 class Run:
-    """A queue whose tasks end as a test says.
-
-    guilty: samples that fail, and so does each task with one of them.
-    failing: groups whose call fails though none of their samples does.
-    """
+    """A queue whose tasks end as a test says: with a sample of ``guilty``, and the group's call of ``failing``."""
 
     def __init__(self, rollouts: Sequence[Rollout], guilty: dict[int, Failure], failing: dict[str, Failure]) -> None:
         self.work, self.rollouts, self.guilty, self.failing = TaskQueue(rollouts, 1), rollouts, guilty, failing
         self.running: list[Task] = []
-        self.suspected: set[Task] = set()
         self.failed_whole: list[tuple[Task, Failure]] = []
 
     def end(self, task: Task) -> None:
         self.running.remove(task)
         failures = [self.guilty[sample] for sample in task.samples if sample in self.guilty]
-        if len(task.samples) > 1:
-            failures += [
-                self.failing[name] for name in [self.rollouts[task.samples[0]].prompt.name] if name in self.failing
-            ]
+        if len(task.samples) > 1 and (name := self.rollouts[task.samples[0]].prompt.name) in self.failing:
+            failures.append(self.failing[name])
         if failures:
             self.failed_whole += [(task, failures[0])] if len(task.samples) > 1 else []
             self.work.failed(task, failures[0], "said")
@@ -45,16 +38,12 @@ class Run:
     def act(self, choose) -> None:
         """Begin, suspect or end a task."""
         acts = [lambda task=task: self.end(task) for task in self.running]
-        acts += [lambda task=task: self.suspect(task) for task in self.running]
+        acts += [lambda task=task: self.work.suspect(task) for task in self.running]
         if self.work.num_waiting:
             acts.append(lambda: self.running.append(self.work.next()))
         if self.work.num_early:
             acts.append(lambda: self.running.append(self.work.next_early()))
         choose(acts)()
-
-    def suspect(self, task: Task) -> None:
-        self.work.suspect(task)
-        self.suspected.add(task)
 
 
 FAILURES = st.sampled_from(Failure)
@@ -81,11 +70,8 @@ def test_a_suspicion_changes_no_result(data, sizes) -> None:
     assert run.work.has_failed == bool(guilty)
     # Only tasks that failed are reported, each once.
     assert [(split.task, split.failure) for split in run.work.splits] == run.failed_whole
-    slow = [
-        len(task.samples)
-        for task, failure in run.failed_whole
-        if failure is Failure.OVERDUE and not set(task.samples) & set(guilty)
-    ]
+    late = [task.samples for task, failure in run.failed_whole if failure is Failure.OVERDUE]
+    slow = [len(samples) for samples in late if not {*samples} & {*guilty}]
     assert run.work.slow_samples() == min(slow, default=None)
 
 
@@ -93,8 +79,8 @@ def test_a_sample_is_not_guilty_before_its_group_has_failed() -> None:
     """A single call that fails ends nothing while the group's may answer; once that fails, it counts at once."""
     run = Run(groups_of(["a", "b"], ["c", "d"]), {1: Failure.RAISED, 2: Failure.RAISED}, {})
     first, second = run.work.next(), run.work.next()
-    run.suspect(first)
-    run.suspect(second)
+    run.work.suspect(first)
+    run.work.suspect(second)
     singles = [run.work.next_early() for _ in range(4)]
     assert [single.samples for single in singles] == [[0], [1], [2], [3]] and not run.work.num_waiting
     run.running += [first, second, *singles]
@@ -112,7 +98,7 @@ def test_a_sample_is_not_guilty_before_its_group_has_failed() -> None:
 def test_samples_of_a_group_that_answered_are_moot() -> None:
     run = Run(groups_of(["a", "b", "c"]), {}, {})
     group = run.work.next()
-    run.suspect(group)
+    run.work.suspect(group)
     single = run.work.next_early()
     assert single.is_early and not single.is_moot
     run.work.answered(group, [Outcome(value=WHOLE)] * 3)

@@ -1,7 +1,4 @@
-"""Reward functions that workers import by dotted path.
-
-The path is ``tests.unit.reward.worker_rewards:<name>``. Nothing here imports torch.
-"""
+"""Reward functions that workers import as ``tests.unit.reward.worker_rewards:<name>``; none imports torch."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class OfBaseException(BaseException):
@@ -40,19 +37,14 @@ def _act(text: str) -> float | None:
     """Do as the completion's first word says; return its length."""
     word, _, rest = text.partition(" ")
     match word:
-        case "none":
-            return None
-        case "nan":
-            return float("nan")
+        case "none" | "nan":
+            return {"none": None, "nan": float("nan")}[word]
         case "raise":
             raise RuntimeError(f"no reward for {text!r}")
         case "base":
             raise OfBaseException(text)
         case "math_timeout":
-            # here, since it imports sympy, and a hundred workers import this module
-            from math_verify.errors import (
-                TimeoutException,
-            )
+            from math_verify.errors import TimeoutException  # here: it imports sympy, and many workers import this
 
             raise TimeoutException(text)
         case "exit":
@@ -78,8 +70,6 @@ def _act(text: str) -> float | None:
             if not pathlib.Path(rest).exists():
                 pathlib.Path(rest).write_text("")
                 os.kill(os.getpid(), signal.SIGKILL)
-        case "die_later":
-            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
     return float(len(text))
 
 
@@ -113,20 +103,17 @@ def one_at_most(completions, **columns):
     return [1.0] * (1 if len(completions) == 1 else 0)
 
 
-def process_number(completions, **columns):
-    return [float(os.getpid())] * len(completions)
+def _alike(number: Callable[[Sequence[str]], float]) -> Callable[..., list[float]]:
+    """Make a reward that gives each sample of a call the same number."""
+    return lambda completions, **columns: [float(number(completions))] * len(completions)
 
 
-def has_torch(completions, **columns):
-    return [float("torch" in sys.modules)] * len(completions)
-
-
-def is_main_thread(completions, **columns):
-    return [float(threading.current_thread() is threading.main_thread())] * len(completions)
-
-
-def group_size(completions, **columns):
-    return [float(len(completions))] * len(completions)
+process_number = _alike(lambda completions: os.getpid())
+has_torch = _alike(lambda completions: "torch" in sys.modules)
+is_main_thread = _alike(lambda completions: threading.current_thread() is threading.main_thread())
+group_size = _alike(len)
+forks = _alike(lambda completions: os.fork())  # the child's number in both processes
+leaves_a_child = _alike(lambda completions: subprocess.Popen(["sleep", "3600"]).pid)
 
 
 def rank_variables(completions, **columns):
@@ -148,17 +135,8 @@ def stays_when_asked(completions, **columns):
     return [float(child.wait(60) == -signal.SIGTERM)] * len(completions)
 
 
-def forks(completions, **columns):
-    """Fork, and return the child's number in both processes."""
-    return [float(os.fork())] * len(completions)
-
-
 def leaves_a_session(completions, **columns):
     """Leave a process in a session of its own, whose parent has ended, as daemons do."""
     script = "import subprocess; print(subprocess.Popen(['sleep', '3600'], start_new_session=True, stdout=2).pid)"
     found = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, start_new_session=True)
     return [float(found.stdout)] * len(completions)
-
-
-def leaves_a_child(completions, **columns):
-    return [float(subprocess.Popen(["sleep", "3600"]).pid)] * len(completions)

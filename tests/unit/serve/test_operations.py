@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 
 import pytest
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 from megatron_rl.serve.operations import ENDED, Operation, Operations, digest_of
 from megatron_rl.serve.values import Fault, RequestError
 from tests.patience import patient
-
-SECOND = 1.0
 
 
 class Clock:
@@ -32,18 +29,15 @@ def queue_of(clock: Clock | None = None, **changes: object) -> Operations:
     return Operations(**given, clock=clock or Clock())
 
 
+def one_line(clock: Clock | None = None, **changes: object) -> Operations:
+    queue = queue_of(clock, **changes)
+    queue.open_line("m")
+    return queue
+
+
 def operation_of(line: str, seq: int, *, body: bytes = b"", depends: bool = False, **header: object) -> Operation:
-    return Operation(
-        id=f"{line}:{seq}",
-        owner="o",
-        line=line,
-        seq=seq,
-        kind="forward_backward",
-        header=header,
-        body=body,
-        depends=depends,
-        digest=digest_of(body),
-    )
+    named = {"id": f"{line}:{seq}", "owner": "o", "line": line, "seq": seq, "kind": "forward_backward"}
+    return Operation(**named, header=header, body=body, depends=depends, digest=digest_of(body))
 
 
 def take_all(queue: Operations) -> list[Operation]:
@@ -58,7 +52,7 @@ def take_all(queue: Operations) -> list[Operation]:
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
-def assert_invariants(sizes: list[int], chance: random.Random, data: st.DataObject) -> None:
+def test_operations_run_once_and_in_order_however_they_arrive(sizes, chance, data) -> None:
     queue, ran = queue_of(), []
     for line in range(len(sizes)):
         queue.open_line(f"m{line}")
@@ -79,13 +73,8 @@ def assert_invariants(sizes: list[int], chance: random.Random, data: st.DataObje
     assert all(x.state == ENDED and x.content == (b"answer", "text") for x in answers.values())  # 4
 
 
-def test_operations_run_once_and_in_order_however_they_arrive() -> None:
-    assert_invariants()
-
-
 def test_a_number_that_was_used_is_refused() -> None:
-    queue = queue_of()
-    queue.open_line("m")
+    queue = one_line()
     queue.add(operation_of("m", 0, body=b"one"))
     with pytest.raises(RequestError, match="number 0 of m was used by another") as refused:  # 3
         queue.add(operation_of("m", 0, body=b"two"))
@@ -93,9 +82,7 @@ def test_a_number_that_was_used_is_refused() -> None:
 
 
 def test_a_forgotten_number_is_refused_as_over() -> None:
-    clock = Clock()
-    queue = queue_of(clock)
-    queue.open_line("m")
+    queue = one_line(clock := Clock())
     queue.add(operation_of("m", 0))
     take_all(queue)
     clock.now = 50.0
@@ -105,26 +92,21 @@ def test_a_forgotten_number_is_refused_as_over() -> None:
 
 
 def test_what_waits_behind_a_gap_ends_with_its_number() -> None:
-    clock = Clock()
-    queue = queue_of(clock)
-    queue.open_line("m")
+    queue = one_line(clock := Clock())
     late = [queue.add(operation_of("m", seq)) for seq in (2, 1)]
     assert queue.take(0.0) == []
     clock.now = 11.0
     assert queue.take(0.0) == []
     for operation in late:  # 4
-        assert (
-            "number 0 did not arrive in serve.gap_s=10 s" in operation.error[0] and "numbers 1, 2" in operation.error[0]
-        )
+        assert "number 0 did not arrive in serve.gap_s=10 s" in operation.error[0]
+        assert "numbers 1, 2" in operation.error[0]
     queue.tell(late[0])
     queue.add(operation_of("m", 3))
     assert [x.seq for x in take_all(queue)] == [3]
 
 
 def test_what_waits_for_its_turn_too_long_ends() -> None:
-    clock = Clock()
-    queue = queue_of(clock)
-    queue.open_line("m")
+    queue = one_line(clock := Clock())
     queue.add(operation_of("m", 0))
     (running,) = queue.take(0.0)
     second = queue.add(operation_of("m", 1))
@@ -134,8 +116,7 @@ def test_what_waits_for_its_turn_too_long_ends() -> None:
 
 
 def test_what_is_queued_behind_a_failure_fails_until_the_client_was_told() -> None:
-    queue = queue_of()
-    queue.open_line("m")
+    queue = one_line()
     first = queue.add(operation_of("m", 0, depends=True))
     second = queue.add(operation_of("m", 1))
     (taken,) = queue.take(0.0)
@@ -150,8 +131,7 @@ def test_what_is_queued_behind_a_failure_fails_until_the_client_was_told() -> No
 
 
 def test_a_failure_that_nothing_depends_on_stops_nothing() -> None:
-    queue = queue_of()
-    queue.open_line("m")
+    queue = one_line()
     queue.add(operation_of("m", 0))
     queue.add(operation_of("m", 1))
     (taken,) = queue.take(0.0)
@@ -189,8 +169,7 @@ def test_sampling_requests_of_the_same_weights_run_together() -> None:
 
 
 def test_too_much_that_waits_is_answered_by_try_again() -> None:
-    queue = queue_of(max_bytes=10)
-    queue.open_line("m")
+    queue = one_line(max_bytes=10)
     queue.add(operation_of("m", 0, body=b"123456"))
     with pytest.raises(RequestError, match="serve.max_queue_mb") as refused:
         queue.add(operation_of("m", 1, body=b"123456"))
@@ -200,8 +179,7 @@ def test_too_much_that_waits_is_answered_by_try_again() -> None:
 
 
 def test_a_client_that_waits_is_woken_by_the_end() -> None:
-    queue = queue_of()
-    queue.open_line("m")
+    queue = one_line()
     operation = queue.add(operation_of("m", 0))
 
     async def ask() -> tuple[bool, bool]:

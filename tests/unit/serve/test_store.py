@@ -64,25 +64,12 @@ def test_an_owner_sees_its_own_rows_alone(tmp_path: pathlib.Path) -> None:
 def test_a_restart_names_what_was_lost_since_the_last_save(tmp_path: pathlib.Path) -> None:
     books = books_of(tmp_path)
     model = model_of(books)
-    write(
-        books,
-        model,
-        ("create_model", DONE),
-        ("forward_backward", DONE),
-        ("optim_step", DONE),
-        ("save_weights", DONE),
-        ("forward", DONE),
-    )
+    kinds = ("create_model", "forward_backward", "optim_step", "save_weights", "forward")
+    write(books, model, *((kind, DONE) for kind in kinds))
     books.note_saved(model, 3, tmp_path, with_adam=True)
     assert books_of(tmp_path).lost_words(model) is None  # a forward pass moves nothing
-    write(
-        books,
-        model,
-        *[("forward", DONE)] * 5,
-        ("forward_backward", DONE),
-        ("forward_backward", FAILED),
-        ("optim_step", ACCEPTED),
-    )
+    ends = [("forward_backward", DONE), ("forward_backward", FAILED), ("optim_step", ACCEPTED)]
+    write(books, model, *[("forward", DONE)] * 5, *ends)
     words, _ = books_of(tmp_path).lost_words(model)
     assert "its state after request 3; lost: forward_backward 5, optim_step 7." in words
     assert books.next_seq(model) == 8

@@ -29,7 +29,7 @@ def floats(*values: float) -> np.ndarray:
     return np.array(values, dtype=np.float32)
 
 
-def test_a_request_is_read() -> None:
+def test_a_request_is_read_and_its_chunks_of_text_are_one_input() -> None:
     message = request(weights=floats(0, 1, -2))
     message.forward_only = True
     message.loss_fn_config["beta"] = 0.5
@@ -39,9 +39,7 @@ def test_a_request_is_read() -> None:
     (datum,) = call.data
     assert datum.tokens.tolist() == [3, 4, 5] and datum.targets.tolist() == [[4], [5], [6]] and datum.flat
     assert datum.inputs["weights"].tolist() == [[0], [1], [-2]]
-
-
-def test_several_chunks_of_text_are_one_input() -> None:
+    # several chunks of text are one input
     message = request(tokens=(3,), weights=floats(0, 1, 1))
     message.data[0].model_input.add().encoded_text.tokens = np.array([8, 9], dtype=np.int32).tobytes()
     assert parse_training(message.SerializeToString()).data[0].tokens.tolist() == [3, 8, 9]
@@ -63,19 +61,16 @@ def test_a_sparse_tensor_is_the_dense_one() -> None:
         parse_training(message.SerializeToString())
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
+def test_what_is_wrong_is_named() -> None:
+    for changed, words in (
         (dict(tokens=()), "model_input has no token"),
         (dict(tokens=(3, 4)), r"target_tokens has shape \[3\] and the model input has 2 tokens"),
         (dict(target_tokens=floats(1, 2, 3)), "target_tokens must be int64 and is float32"),
         (dict(weights=floats(1, 2)), r"weights has shape \[2\] and target_tokens has \[3\]"),
         (dict(weights=floats(1, np.nan, 2)), "weights holds NaN or infinity"),
-    ],
-)
-def test_what_is_wrong_is_named(changed: dict, words: str) -> None:
-    with pytest.raises(RequestError, match=words):
-        parse_training(request(**changed).SerializeToString())
+    ):
+        with pytest.raises(RequestError, match=words):
+            parse_training(request(**changed).SerializeToString())
 
 
 def test_images_and_missing_targets_are_refused() -> None:
@@ -89,12 +84,16 @@ def test_images_and_missing_targets_are_refused() -> None:
         parse_training(message.SerializeToString())
 
 
-@given(st.binary(max_size=64))
-def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+def read_or_refused(body: bytes) -> None:
     try:
         parse_training(body)
     except RequestError as error:
         assert error.status == 400
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    read_or_refused(body)
 
 
 @given(st.integers(0, 400), st.binary(min_size=1, max_size=4))
@@ -102,10 +101,7 @@ def test_a_damaged_body_is_read_or_refused(place: int, patch: bytes) -> None:
     body = bytearray(request(weights=floats(0, 1, -2)).SerializeToString())
     place %= len(body)
     body[place : place + len(patch)] = patch
-    try:
-        parse_training(bytes(body))
-    except RequestError as error:
-        assert error.status == 400
+    read_or_refused(bytes(body))
 
 
 def test_an_answer_has_a_record_for_each_width() -> None:

@@ -1,4 +1,4 @@
-"""trainer/advantages.py: a KL in the reward or a critic's value that is not finite ends a run before a plan is made."""
+"""Values that are not finite end a run before a plan is made; what rollout.bitwise asks of updates and servers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_rl.algorithm.advantage import GroupRewards
 from megatron_rl.config import Config, load_config
-from megatron_rl.errors import NonFiniteAdvantage
+from megatron_rl.errors import ConfigError, EngineError, NonFiniteAdvantage
+from megatron_rl.model.build import refuse_bitwise
+from megatron_rl.model.hf_config import read_shape
+from megatron_rl.rollout.build import RankLocation, place_engine
 from megatron_rl.trainer.advantages import critic_advantages, group_advantages, kl_penalty
+from megatron_rl.trainer.bitwise import compare_update
+from megatron_rl.types import StepKind, StepResult
+from tests.reference import tiny_config
 from tests.unit.algorithm.facts import make_facts
 
 MASK = np.array([True, False, True, True, False])  # of samples of two and of three tokens
@@ -19,43 +26,52 @@ MASK = np.array([True, False, True, True, False])  # of samples of two and of th
 def scored() -> SimpleNamespace:
     """Return one group of two samples, s0 and s1, with the rewards 1 and 0."""
     facts = make_facts(np.zeros(2, dtype=np.int64), np.array([1, 2]))
-    rewards = GroupRewards(
-        totals=np.array([1.0, 0.0]),
-        groups=facts.groups,
-        included=np.ones(2, dtype=bool),
-        loss_tokens=facts.loss_tokens,
-        sample_ids=facts.sample_ids,
-    )
+    of_facts = {"groups": facts.groups, "loss_tokens": facts.loss_tokens, "sample_ids": facts.sample_ids}
+    rewards = GroupRewards(totals=np.array([1.0, 0.0]), included=np.ones(2, dtype=bool), **of_facts)
     return SimpleNamespace(facts=facts, rewards=rewards)
-
-
-def penalty_of(reference: list[float]):
-    return kl_penalty(
-        np.zeros(len(MASK), dtype=np.float32),
-        np.array(reference, dtype=np.float32),
-        MASK,
-        estimator="k3",
-        coefficient=0.1,
-        num_samples=2,
-        metrics={},
-    )
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # it is the subject
 def test_a_kl_in_the_reward_that_overflows_names_sample_and_settings() -> None:
     """e^800 is infinite: the sample's total would be −inf, and its group's advantages NaN."""
+    old, reference = np.zeros(5, dtype=np.float32), np.array([0, 0, 0, 800, 0], dtype=np.float32)
+    settings = {"estimator": "k3", "coefficient": 0.1, "num_samples": 2}
+    penalty = kl_penalty(old, reference, MASK, **settings, metrics={})
     with pytest.raises(NonFiniteAdvantage, match=r"the KL in the reward of sample s1 is inf .*loss\.kl_coef"):
-        group_advantages(Config(), scored(), penalty_of([0.0, 0.0, 0.0, 800.0, 0.0]), MASK, rl_step=0)
+        group_advantages(Config(), scored(), penalty, MASK, rl_step=0)
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
+def test_a_critics_value_that_is_not_finite_names_its_token() -> None:
+    for values, said in (
         ([0.0, np.nan, 0.0, np.nan, 0.0], "the value of loss token 1 of sample s1 is nan"),
         ([-np.inf, 0.0, 0.0, 0.0, 0.0], "the value of loss token 0 of sample s0 is -inf"),
-    ],
-)
-def test_a_critics_value_that_is_not_finite_names_its_token(values: list[float], said: str) -> None:
-    config = load_config(None, ["advantage.estimator=gae"])
-    with pytest.raises(NonFiniteAdvantage, match=rf"{said}.*the critic"):
-        critic_advantages(config, scored(), np.array(values, dtype=np.float32), None, MASK)
+    ):
+        config = load_config(None, ["advantage.estimator=gae"])
+        with pytest.raises(NonFiniteAdvantage, match=rf"{said}.*the critic"):
+            critic_advantages(config, scored(), np.array(values, dtype=np.float32), None, MASK)
+
+
+def result(**sums: float) -> StepResult:
+    return StepResult(kind=StepKind.REAL, grad_norm=1.0, learning_rate=1e-3, applied=True, sums=sums)
+
+
+def test_an_update_whose_log_probs_differ_ends_the_run() -> None:
+    compare_update(result(logprob_gap_max=0.0, tokens=5.0))
+    compare_update(result())  # a ghost's
+    for gap in (1e-7, float("nan")):
+        with pytest.raises(EngineError, match=f"the update's own log-probs are up to {gap:.3g} nats from the engine's"):
+            compare_update(result(logprob_gap_max=gap, tokens=5.0))
+
+
+def test_an_engine_without_a_trainer_is_refused() -> None:
+    config = load_config(None, ["rollout.bitwise=true"])
+    location = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    given = dict(location=location, device=torch.device("cpu"), dtype=torch.float32, vocab_size=9)
+    with pytest.raises(ConfigError, match=r"rollout\.bitwise=true compares a run's rollouts with its trainer"):
+        place_engine(config, None, **given)
+
+
+def test_a_family_that_was_not_shown_is_refused_by_name() -> None:
+    refuse_bitwise(read_shape(tiny_config("qwen3"), layer_spec="torch"))
+    with pytest.raises(ConfigError, match="was shown for llama, .* model_type is phi3, whose layers may have other"):
+        refuse_bitwise(read_shape(tiny_config("phi3"), layer_spec="torch"))

@@ -11,7 +11,8 @@ from megatron_rl.config import load_config
 from megatron_rl.observability.saved_rollouts import read_rollout, saved_numbers
 from megatron_rl.rollout.worker import Group
 from megatron_rl.trainer.completions import of_training, save_rollout
-from megatron_rl.types import Advantages, Prompt, Rollout, Score
+from megatron_rl.types import Advantages, Prompt, Score
+from tests.unit.reward.rig import rollout_of
 
 SIZE = 3
 
@@ -19,18 +20,7 @@ SIZE = 3
 def group_of(number: int) -> Group:
     """Return a group whose sample k has the function's value number + k / 10; its last sample was taken out."""
     prompt = Prompt(prompt_id=f"{number}@0", text=f"prompt {number}", token_ids=(1,), columns={"answer": str(number)})
-    rollouts = tuple(
-        Rollout(
-            prompt=prompt,
-            sample_index=k,
-            response_ids=(5,),
-            logprobs=(0.0,),
-            text=f"text {k}",
-            finish_reason="stop",
-            weight_versions=((2, 1),),
-        )
-        for k in range(SIZE)
-    )
+    rollouts = tuple(rollout_of(prompt, k, (5,), f"text {k}") for k in range(SIZE))
     values = [number + k / 10 for k in range(SIZE - 1)]
     scores = [Score(total=value, by_function=(value,)) for value in values] + [Score(total=None, by_function=(None,))]
     return Group(rollouts=rollouts, scores=tuple(scores))
@@ -62,12 +52,9 @@ def test_each_has_its_own_samples_numbers():
     ]
 
 
-def test_every_third_rollout_is_recorded():
+def test_every_third_rollout_is_recorded_and_none_where_it_is_turned_off():
     config = load_config(None, ["reward.functions=[f]", "metrics.completions_every_rollouts=3"])
     assert [bool(recorded(config, taken_of([0], [0]), index)) for index in range(7)] == [i % 3 == 0 for i in range(7)]
-
-
-def test_none_are_recorded_where_it_is_turned_off():
     config = load_config(None, ["reward.functions=[f]", "metrics.log_completions=0"])
     assert recorded(config, taken_of([0], [0])) == []
     assert recorded(load_config(None, ["reward.functions=[f]"]), taken_of([0], [])) == []
@@ -76,43 +63,38 @@ def test_none_are_recorded_where_it_is_turned_off():
 TOKENIZER = SimpleNamespace(is_fast=False, convert_ids_to_tokens=lambda ids: [f"<{id}>" for id in ids])
 
 
+def save(settings: list[str], taken: SimpleNamespace, advantages: Advantages, index: int, *, rank: int = 0) -> None:
+    save_rollout(load_config(None, settings), taken, advantages, index, tokenizer=TOKENIZER, rank=rank)
+
+
 def test_a_saved_rollout_has_its_own_samples_numbers(tmp_path):
     """Ranks with places 0 and 4, and 7: each sample with the total, the advantages and the values of its own row."""
     settings = ["reward.functions=[f]", "metrics.save_rollouts=true", f"run.dir={tmp_path}"]
     advantages = Advantages(of_sample=np.arange(9.0), of_token=np.arange(9.0) / 10)
     for rank, mine in enumerate(([0, 4], [7], [])):
-        save_rollout(
-            load_config(None, settings), taken_of([0, 4, 7], mine), advantages, 5, tokenizer=TOKENIZER, rank=rank
-        )
+        save(settings, taken_of([0, 4, 7], mine), advantages, 5, rank=rank)
     whole = read_rollout(tmp_path, 6)
-    found = [
-        (group["prompt_id"], s["sample"], s["reward"], s["rewards"], s["advantage"], s["advantages"])
-        for group in whole["groups"]
-        for s in group["samples"]
-    ]
-    places = (0, 0, 0, 4, 4, 4, 7, 7, 7)
-    numbers = [
-        (None, [None]) if row % 3 == 2 else (10.0 + row, [place + row % 3 / 10]) for row, place in enumerate(places)
-    ]
-    assert found == [(f"{place}@0", row % 3, *numbers[row], row, [row / 10]) for row, place in enumerate(places)]
+    names = ("sample", "reward", "rewards", "advantage", "advantages")
+    found = [(group["prompt_id"], *(s[x] for x in names)) for group in whole["groups"] for s in group["samples"]]
+    for row, place in enumerate((0, 0, 0, 4, 4, 4, 7, 7, 7)):
+        numbers = (None, [None]) if row % 3 == 2 else (10.0 + row, [place + row % 3 / 10])
+        assert found[row] == (f"{place}@0", row % 3, *numbers, row, [row / 10])
     assert whole["tokens"] == {"5": "<5>"} and whole["functions"] == ["f"]
 
 
 def test_the_environments_tokens_are_saved_without_advantage(tmp_path):
-    config = load_config(None, ["reward.functions=[f]", "metrics.save_rollouts=true", f"run.dir={tmp_path}"])
+    settings = ["reward.functions=[f]", "metrics.save_rollouts=true", f"run.dir={tmp_path}"]
     taken = taken_of([0], [0])
     turns = dataclasses.replace(group_of(0).rollouts[0], response_ids=(5, 6, 5), loss_mask=(True, False, True))
     taken.groups[0] = Group(rollouts=(turns,) * SIZE, scores=group_of(0).scores)
-    save_rollout(config, taken, Advantages(of_sample=np.array([0.5, 0.0, -1.0])), 0, tokenizer=TOKENIZER, rank=0)
+    save(settings, taken, Advantages(of_sample=np.array([0.5, 0.0, -1.0])), 0)
     (group,) = read_rollout(tmp_path, 1)["groups"]
     assert [s["advantages"] for s in group["samples"]] == [[0.5, 0.0, 0.5], [0.0] * 3, [-1.0, 0.0, -1.0]]
 
 
 def test_rollouts_are_saved_where_it_is_asked_for(tmp_path):
     for settings in ([], ["metrics.save_rollouts=true", "metrics.completions_every_rollouts=2"]):
-        config = load_config(None, ["reward.functions=[f]", f"run.dir={tmp_path}", *settings])
         for index in range(4):
-            save_rollout(
-                config, taken_of([0], [0]), Advantages(of_sample=np.zeros(3)), index, tokenizer=TOKENIZER, rank=0
-            )
+            given = ["reward.functions=[f]", f"run.dir={tmp_path}", *settings]
+            save(given, taken_of([0], [0]), Advantages(of_sample=np.zeros(3)), index)
     assert saved_numbers(tmp_path) == [1, 3]

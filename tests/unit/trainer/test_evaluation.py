@@ -1,7 +1,4 @@
-"""Checks evaluation without engines: pass@k against enumeration, and a set's metrics against the naive loop.
-
-The names of a set's prompts are checked too.
-"""
+"""Evaluation without engines: pass@k equals enumeration, a set's metrics equal the naive loop; names of prompts."""
 
 from __future__ import annotations
 
@@ -17,12 +14,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.config import load_config
+from megatron_rl.config import DataConfig, load_config
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.worker import RolloutJob
-from megatron_rl.trainer.evaluation import Evaluation, Outcomes, pass_at_k, powers_of_two, set_metrics, standard_error
-from megatron_rl.types import Prompt, Rollout, Score
+from megatron_rl.trainer.evaluation import Evaluation, Outcomes, pass_at_k, powers_of_two, set_metrics
+from megatron_rl.types import Prompt, Score
+from tests.unit.reward.rig import rollout_of
 from tests.unit.rollout.tiny_model import _tokenizer
 
 
@@ -37,9 +35,8 @@ def test_pass_at_k_equals_enumeration(drawn):
     """Where every choice of k samples is as likely as any other, pass@k is the share of those with one that passed."""
     num_samples, num_passed, k = drawn
     choices = list(itertools.combinations([True] * num_passed + [False] * (num_samples - num_passed), k))
-    assert pass_at_k(num_samples, num_passed, k) == float(
-        Fraction(sum(any(choice) for choice in choices), len(choices))
-    )
+    share = Fraction(sum(any(choice) for choice in choices), len(choices))
+    assert pass_at_k(num_samples, num_passed, k) == float(share)
 
 
 @given(counts(most=500))
@@ -48,11 +45,8 @@ def test_pass_at_k_is_bounded_and_rises(drawn):
     num_samples, num_passed, k = drawn
     found = pass_at_k(num_samples, num_passed, k)
     assert 0.0 <= found <= 1.0 and (found == 0.0) == (num_passed == 0)
-    assert (
-        pass_at_k(num_samples, num_passed, num_samples) == (num_passed > 0)
-        and pass_at_k(num_samples, num_passed, 1) <= found
-    )
-    assert pass_at_k(num_samples, num_passed, 1) == num_passed / num_samples
+    assert pass_at_k(num_samples, num_passed, num_samples) == (num_passed > 0)
+    assert pass_at_k(num_samples, num_passed, 1) == num_passed / num_samples <= found
 
 
 @pytest.mark.parametrize("num_samples,num_passed,k", [(4, 1, 0), (4, 1, 5), (4, 5, 2), (4, -1, 2)])
@@ -62,14 +56,8 @@ def test_pass_at_k_refuses_what_is_no_draw(num_samples, num_passed, k):
 
 
 def test_powers_of_two():
-    assert [powers_of_two(limit) for limit in (1, 2, 3, 4, 6, 8)] == [
-        [1],
-        [1, 2],
-        [1, 2],
-        [1, 2, 4],
-        [1, 2, 4],
-        [1, 2, 4, 8],
-    ]
+    found = [powers_of_two(limit) for limit in (1, 2, 3, 4, 6, 8)]
+    assert found == [[1], [1, 2], [1, 2], [1, 2, 4], [1, 2, 4], [1, 2, 4, 8]]
 
 
 @st.composite
@@ -120,39 +108,8 @@ def test_set_metrics_equal_the_naive_loop(drawn, threshold):
     assert error == pytest.approx(math.sqrt(max(0.0, scale * spread)) / len(scored), rel=1e-9, abs=1e-8)
 
 
-def test_standard_error_of_whole_rows_is_that_of_the_prompts_means():
-    totals = np.random.default_rng(0).random((7, 3))
-    wanted = totals.mean(axis=1).std(ddof=1) / math.sqrt(7)
-    assert standard_error(totals) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_excluded_samples_have_not_passed_and_stand_in_no_mean():
-    totals = np.array([[1.0, np.nan, 0.0, np.nan], [np.nan] * 4])
-    drawn = Outcomes(totals=totals, by_function=totals[:, :, None], response_tokens=24, truncated=2)
-    assert set_metrics("x", drawn, ["f"], threshold=1.0) == {
-        "eval/x/mean@4": 0.5,
-        "eval/x/pass@1": 0.125,
-        "eval/x/pass@2": 0.25,
-        "eval/x/pass@4": 0.5,
-        "eval/x/f": 0.5,
-        "eval/x/response_tokens_mean": 3.0,
-        "eval/x/truncated_share": 0.25,
-        "eval/x/excluded": 6.0,
-    }
-    nothing = set_metrics(
-        "x",
-        Outcomes(totals=totals[1:], by_function=totals[1:, :, None], response_tokens=4, truncated=0),
-        ["f"],
-        threshold=0.0,
-    )
-    assert nothing == {
-        "eval/x/pass@1": 0.0,
-        "eval/x/pass@2": 0.0,
-        "eval/x/pass@4": 0.0,
-        "eval/x/response_tokens_mean": 1.0,
-        "eval/x/truncated_share": 0.0,
-        "eval/x/excluded": 4.0,
-    }
+def evaluation_of(*overrides: str) -> Evaluation:
+    return Evaluation(load_config(None, ["data.max_prompt_tokens=8", *overrides]), _tokenizer(), 64)
 
 
 def write_rows(path, texts) -> str:
@@ -161,38 +118,28 @@ def write_rows(path, texts) -> str:
 
 
 def test_sets_share_rows_and_no_names(tmp_path):
-    """The same row in two sets, and in the training data, is three prompts with three seeds.
-
-    No set's prompt has a place in the training data.
-    """
+    """The same row in two sets and in the training data is three prompts; no set's has a place in the data."""
     rows = write_rows(tmp_path / "rows.jsonl", ["1+1=", "2+3=", "4-2="])
-    config = load_config(
-        None, [f"eval.path={rows}", f"eval.sets.hard={rows}", "eval.max_prompts=2", "data.max_prompt_tokens=8"]
-    )
-    found = Evaluation(config, _tokenizer(), 64).sets
+    opened = evaluation_of(f"eval.path={rows}", f"eval.sets.hard={rows}", "eval.max_prompts=2")
+    found = opened.sets
     assert {name: [(p.prompt_id, p.text) for p in prompts] for name, prompts in found.items()} == {
         "test": [("eval/test/0@0", "1+1="), ("eval/test/1@0", "2+3=")],
         "hard": [("eval/hard/0@0", "1+1="), ("eval/hard/1@0", "2+3=")],
     }
-    source = PromptDataset([{"prompt": "1+1=", "answer": "2"}], _tokenizer(), config.data, seed=0)
+    source = PromptDataset([{"prompt": "1+1=", "answer": "2"}], _tokenizer(), DataConfig(), seed=0)
     with pytest.raises(ValueError):
         source.put_back(found["test"][:1])
 
 
 def test_a_bad_row_names_its_set(tmp_path):
     good, long = write_rows(tmp_path / "good.jsonl", ["1+1="]), write_rows(tmp_path / "long.jsonl", ["1+1=", "1" * 9])
-    with pytest.raises(ConfigError, match=r"^eval.sets.b='.*': row 1 .*long.jsonl:2.: the prompt has 9 tokens"):
-        Evaluation(
-            load_config(None, [f"eval.sets={{a: {good}, b: {long}}}", "data.max_prompt_tokens=8"]), _tokenizer(), 64
-        )
-    with pytest.raises(ConfigError, match="^eval.path='.*long.jsonl': row 1"):
-        Evaluation(
-            load_config(None, [f"eval.path={long}", f"eval.sets.b={good}", "data.max_prompt_tokens=8"]),
-            _tokenizer(),
-            64,
-        )
-    with pytest.raises(ConfigError, match="eval.sets.c='nowhere.jsonl' does not exist"):
-        Evaluation(load_config(None, ["eval.sets.c=nowhere.jsonl"]), _tokenizer(), 64)
+    for overrides, message in (
+        ([f"eval.sets={{a: {good}, b: {long}}}"], r"^eval.sets.b='.*': row 1 .*long.jsonl:2.: the prompt has 9 tokens"),
+        ([f"eval.path={long}", f"eval.sets.b={good}"], "^eval.path='.*long.jsonl': row 1"),
+        (["eval.sets.c=nowhere.jsonl"], "eval.sets.c='nowhere.jsonl' does not exist"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            evaluation_of(*overrides)
 
 
 @pytest.fixture
@@ -210,18 +157,10 @@ class FakeGeneration:
         self.asked = ([prompt.prompt_id for prompt in prompts.values()], samples_per_prompt, temperature)
         job = RolloutJob(prompts, list(prompts), samples_per_prompt)
         for place, prompt in prompts.items():
-            rollouts = [
-                Rollout(
-                    prompt=prompt,
-                    sample_index=index,
-                    response_ids=(5,) * (place + index + 1),
-                    logprobs=(),
-                    text=f"answer {index}",
-                    finish_reason="length" if (place, index) == (1, 1) else "stop",
-                    weight_versions=((7, place + index + 1),),
-                )
-                for index in range(samples_per_prompt)
-            ]
+            rollouts = []
+            for index in range(samples_per_prompt):
+                reason = "length" if (place, index) == (1, 1) else "stop"
+                rollouts.append(rollout_of(prompt, index, (5,) * (place + index + 1), f"answer {index}", reason))
             totals = [place + index / 4 for index in range(samples_per_prompt)]
             job.put(place, rollouts, [Score(total=total, by_function=(total,)) for total in totals])
         return job
@@ -231,37 +170,20 @@ class FakeGeneration:
 def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
     """Two prompts in one set and one in the other, in one call, give each set its own numbers."""
     rows = write_rows(tmp_path / "rows.jsonl", ["1+1=", "2+3="]), write_rows(tmp_path / "row.jsonl", ["1+1="])
-    overrides = (
-        "eval.samples_per_prompt=2",
-        "eval.temperature=0.5",
-        "reward.functions=[m:f]",
-        "data.max_prompt_tokens=8",
-    )
+    overrides = ("eval.samples_per_prompt=2", "eval.temperature=0.5", "reward.functions=[m:f]")
     generation = FakeGeneration()
-    evaluation = Evaluation(
-        load_config(None, [f"eval.sets={{a: {rows[0]}, b: {rows[1]}}}", *overrides]), _tokenizer(), 64
-    )
+    evaluation = evaluation_of(f"eval.sets={{a: {rows[0]}, b: {rows[1]}}}", *overrides)
     found = evaluation.run(generation, step=3, suffix=suffix)
     assert generation.asked == (["eval/a/0@0", "eval/a/1@0", "eval/b/0@0"], 2, 0.5)
     metrics = dict(found.metrics)
     assert metrics.pop("time/eval_s") >= 0
     # totals: 0, 1/4 and 1, 5/4 in a; 2, 9/4 in b
     values = {
-        "a/mean@2": 0.625,
+        **{"a/mean@2": 0.625, "a/pass@1": 0.5, "a/pass@2": 0.5, "a/m:f": 0.625},
         "a/mean@2_se": 0.5,  # the prompts' means are 1/8 and 9/8
-        "a/pass@1": 0.5,
-        "a/pass@2": 0.5,
-        "a/m:f": 0.625,
-        "a/response_tokens_mean": 2.0,
-        "a/truncated_share": 0.25,
-        "a/excluded": 0.0,
-        "b/mean@2": 2.125,
-        "b/pass@1": 1.0,
-        "b/pass@2": 1.0,
-        "b/m:f": 2.125,
-        "b/response_tokens_mean": 3.5,
-        "b/truncated_share": 0.0,
-        "b/excluded": 0.0,
+        **{"a/response_tokens_mean": 2.0, "a/truncated_share": 0.25, "a/excluded": 0.0},
+        **{"b/mean@2": 2.125, "b/pass@1": 1.0, "b/pass@2": 1.0, "b/m:f": 2.125},
+        **{"b/response_tokens_mean": 3.5, "b/truncated_share": 0.0, "b/excluded": 0.0},
     }
     assert metrics == {f"eval/{name}{suffix}": value for name, value in values.items()}
     # of each set the best and the worst of each prompt
@@ -276,7 +198,7 @@ def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
 
 def test_when_it_is_due():
     def due(*overrides: str) -> tuple[bool, list[int]]:
-        evaluation = Evaluation(load_config(None, ["train.num_rollouts=5", *overrides]), _tokenizer(), 64)
+        evaluation = evaluation_of("train.num_rollouts=5", *overrides)
         return evaluation.due_at_start(), [n for n in range(1, 6) if evaluation.due(n, last=n == 5)]
 
     assert due() == (True, [5]) and due("eval.every_rollouts=2") == (True, [2, 4, 5])

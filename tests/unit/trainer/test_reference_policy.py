@@ -1,12 +1,7 @@
-"""Checks the reference policy's rules without a model.
-
-Checked are a KL in the reward, settings that do or do not go together, and the moves of the coefficient.
-"""
+"""The reference policy's rules: a KL in the reward, settings that go together, the moves of the coefficient."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,10 +18,8 @@ from megatron_rl.types import StepKind, StepResult
 from megatron_rl.validate import check_reference
 
 ADAPTIVE = (
-    "loss.kl_coefficient=0.2",
-    "reference.controller=adaptive",
-    "reference.kl_target=0.1",
-    "reference.kl_horizon=200",
+    *("loss.kl_coefficient=0.2", "reference.controller=adaptive"),
+    *("reference.kl_target=0.1", "reference.kl_horizon=200"),
 )
 
 
@@ -52,57 +45,31 @@ def test_penalty_of_equal_policies_is_zero_and_the_docstrings_example_holds() ->
         kl_penalty_per_token(old, reference, "unbiased")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
+def test_refusals_name_what_does_not_go_together() -> None:
+    for overrides, words in (
         (["reference.kl_in=reward", "loss.kl_estimator=unbiased"], ["loss.kl_estimator=k3", "reference.kl_in=loss"]),
         (["reference.kl_in=reward", "advantage.estimator=gdpo"], ["advantage.estimator=gdpo", "reference.kl_in=loss"]),
         (["reference.controller=adaptive"], ["loss.kl_coefficient=0 ", "reference.controller=fixed"]),
-        (
-            ["reference.refresh_every_rollouts=3"],
-            ["reference.refresh_every_rollouts=3", "reference.refresh_every_rollouts=null"],
-        ),
-        (
-            [*ADAPTIVE, "train.prompts_per_rollout=125"],
-            ["kl_horizon=200", "prompts_per_rollout=125", "samples_per_prompt=8", "= 1000", "than 200"],
-        ),
-    ],
-)
-def test_refusals_name_what_does_not_go_together(overrides: list[str], words: list[str]) -> None:
-    config = load_config(None, overrides)
-    with pytest.raises(ConfigError) as caught:
-        check_reference(config)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "reference.kl_in=both",
-        "reference.placement=disk",
-        "reference.controller=pid",
-        "reference.refresh_every_rollouts=0",
-    ],
-)
-def test_values_that_are_not_known_are_refused(override: str) -> None:
-    with pytest.raises(ConfigError, match=override.split("=")[0]):
-        load_config(None, [override])
-
-
-def test_what_goes_together_is_accepted() -> None:
-    for overrides in (
-        [],
-        [*ADAPTIVE, "train.prompts_per_rollout=124"],
-        ["loss.kl_coefficient=0.1", "reference.kl_in=reward"],
+        (["reference.refresh_every_rollouts=3"], [f"reference.refresh_every_rollouts={x}" for x in (3, "null")]),
+        ([*ADAPTIVE, "train.prompts_per_rollout=125"], ["kl_horizon=200", "prompts_per_rollout=125", "= 1000"]),
     ):
+        config = load_config(None, overrides)
+        with pytest.raises(ConfigError) as caught:
+            check_reference(config)
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_values_that_are_not_known_are_refused_and_what_goes_together_is_accepted() -> None:
+    for override in ("kl_in=both", "placement=disk", "controller=pid", "refresh_every_rollouts=0"):
+        with pytest.raises(ConfigError, match=f"reference.{override.split('=')[0]}"):
+            load_config(None, [f"reference.{override}"])
+    in_reward = ["loss.kl_coefficient=0.1", "reference.kl_in=reward"]
+    for overrides in ([], [*ADAPTIVE, "train.prompts_per_rollout=124"], in_reward):
         check_reference(load_config(None, overrides))
 
 
 def test_kl_in_the_reward_couples_nothing_and_its_passes_drop_nothing() -> None:
-    """A KL in the reward couples nothing, and its log-prob passes drop nothing.
-
-    Dropping by advantage stays exact; but those advantages are made of log-probs.
-    """
+    """Dropping by advantage stays exact; but those advantages are made of log-probs."""
     in_reward = Config(loss=LossConfig(kl_coefficient=0.1), reference=ReferenceConfig(kl_in="reward"))
     rule = signal_rule(in_reward)
     assert coupling_terms(in_reward) == () and rule.drops and rule.kl_in_reward and not rule.drops_logprob_passes
@@ -114,27 +81,17 @@ def test_kl_in_the_reward_couples_nothing_and_its_passes_drop_nothing() -> None:
 
 
 def test_the_inputs_coefficient_replaces_the_configurations() -> None:
-    """The inputs' coefficient replaces the configuration's.
-
-    Where it is 0 the KL is measured and trains nothing, not even where it is infinite.
-    """
+    """Where it is 0 the KL is measured and trains nothing, not even where it is infinite."""
     logprobs, reference = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.5])
-    tokens = SimpleNamespace(
-        num_sequences=1,
-        sequences=torch.zeros(3, dtype=torch.int64),
-        advantages=torch.zeros(3),
-        weights=torch.ones(3),
-        measured=None,
-        old_logprobs=None,
-        rollout_logprobs=logprobs,
-        reference_logprobs=reference,
-        kl_coefficient=None,
-    )
+    tokens = {
+        **{"num_sequences": 1, "sequences": torch.zeros(3, dtype=torch.int64), "advantages": torch.zeros(3)},
+        **{"weights": torch.ones(3), "measured": None, "old_logprobs": None, "rollout_logprobs": logprobs},
+        **{"reference_logprobs": reference, "kl_coefficient": None},
+    }
 
     def loss(**changed: object) -> tuple[float, float]:
-        total, sums = Objective(LossConfig(kl_coefficient=0.5)).policy(
-            SimpleNamespace(**vars(tokens) | changed), logprobs, torch.zeros(3)
-        )
+        objective = Objective(LossConfig(kl_coefficient=0.5))
+        total, sums = objective.policy(SimpleNamespace(**tokens | changed), logprobs, torch.zeros(3))
         return float(total), float(sums[3])
 
     kl = float(kl_per_token(logprobs, reference, logprobs, estimator="k3").sum())
@@ -157,15 +114,10 @@ class Weights:
     def keep_reference(self) -> None:
         self.kept += 1
 
-    @contextlib.contextmanager
-    def reference_weights(self):
-        yield
-
 
 def step(kl: float, tokens: float, *, applied: bool = True) -> StepResult:
-    return StepResult(
-        kind=StepKind.REAL, grad_norm=1.0, learning_rate=0.0, applied=applied, sums={"kl": kl, "tokens": tokens}
-    )
+    sums = {"kl": kl, "tokens": tokens}
+    return StepResult(kind=StepKind.REAL, grad_norm=1.0, learning_rate=0.0, applied=applied, sums=sums)
 
 
 def open_reference(*overrides: str, kept: int = 1) -> ReferencePolicy:
@@ -173,10 +125,7 @@ def open_reference(*overrides: str, kept: int = 1) -> ReferencePolicy:
 
 
 def test_adaptive_coefficient_follows_the_recurrence_over_rollouts_of_several_steps() -> None:
-    """The adaptive coefficient follows its recurrence, once per rollout, by the sums over the rollout's applied steps.
-
-    Ghosts and steps that were not applied count nothing.
-    """
+    """It moves once per rollout, by the sums over the applied steps; ghosts and others count nothing."""
     reference, wanted = open_reference(*ADAPTIVE), 0.2
     random = np.random.default_rng(1)
     for index in range(6):
@@ -229,8 +178,8 @@ def test_state_brings_an_adaptive_coefficient_back_to_the_bit() -> None:
     second = open_reference(*ADAPTIVE)
     second.load_state(first.state())
     assert second.coefficient == first.coefficient != 0.2
-    second.observe(0.07, 3)
-    first.observe(0.07, 3)
+    for each in (first, second):
+        each.observe(0.07, 3)
     assert second.coefficient == first.coefficient
     later = open_reference(*ADAPTIVE)
     later.load_state({"coefficient": None})  # fixed until now
@@ -241,13 +190,6 @@ def test_state_brings_an_adaptive_coefficient_back_to_the_bit() -> None:
 
 
 def test_a_checkpoint_without_the_reference_that_is_needed_now_is_refused() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"loss\.kl_coefficient=0\.3 needs the reference policy, .* under loss\.kl_coefficient=0;"
-    ):
+    with pytest.raises(CheckpointError, match=r"0\.3 needs the reference policy, .* under loss\.kl_coefficient=0;"):
         open_reference("loss.kl_coefficient=0.3", kept=0).load_state({"coefficient": None})
     open_reference(kept=0).load_state({"coefficient": None})
-
-
-def test_the_section_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ReferenceConfig().kl_in = "reward"
