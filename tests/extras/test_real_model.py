@@ -1,7 +1,4 @@
-"""``bash examples/smollm2/run.sh``, as a user runs it, for a few rollouts of a real model from the package index.
-
-Full weights and adapters in float32, by the embedded engine. docs/real-model.md has the longer runs.
-"""
+"""``bash examples/smollm2/run.sh`` for a few rollouts of a real model; docs/real-model.md has the longer runs."""
 
 from __future__ import annotations
 
@@ -44,13 +41,9 @@ def test_rollouts_of_a_real_model(
     """Engine and trainer agree on each token's log-prob, and the rewards are math-verify's of the texts recorded."""
     monkeypatch.setenv("INPUTS", str(inputs))
     monkeypatch.setenv("ENGINE", "transformers")
-    overrides += (
-        f"train.num_rollouts={num_rollouts}",
-        "train.prompts_per_rollout=4",
-        "eval.path=null",
-        "eval.every_rollouts=null",
-    )
-    rows = run_example("smollm2", tmp_path, *overrides, "model.dtype=float32", timeout_s=BOUND_S)
+    overrides += (f"train.num_rollouts={num_rollouts}", "train.prompts_per_rollout=4", "model.dtype=float32")
+    off = ("eval.path=null", "eval.every_rollouts=null")
+    rows = run_example("smollm2", tmp_path, *overrides, *off, timeout_s=BOUND_S)
     assert [row["rollout"] for row in rows if "reward/mean" in row] == list(range(1, num_rollouts + 1))
     assert all(row["skip/tokens_executed"] <= row["skip/tokens_dense"] for row in rows)
     gaps = [row["train/logprob_gap_max"] for row in rows if "train/logprob_gap_max" in row]

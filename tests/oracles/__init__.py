@@ -1,4 +1,1 @@
-"""Our losses, weights and advantages against those of TRL and verl.
-
-`make test-oracles` installs both; elsewhere these tests skip.
-"""
+"""Our losses, weights and advantages against TRL's and verl's, which `make test-oracles` installs."""

@@ -24,24 +24,15 @@ from megatron_rl.weights.export import load_weights
 from megatron_rl.weights.reader import HuggingFaceReader
 
 DEFAULTS = (
-    "train.num_rollouts=0",
-    "sft.steps=1",
-    "data.shuffle=false",
-    "plan.max_tokens_per_microbatch=24",
-    "optimizer.distributed=false",
-    "run.deadline_s=60",
-    "data.max_prompt_tokens=200",
-    "rollout.max_response_tokens=8",
-)
+    "train.num_rollouts=0", "sft.steps=1", "data.shuffle=false", "plan.max_tokens_per_microbatch=24",
+    "optimizer.distributed=false", "run.deadline_s=60", "data.max_prompt_tokens=200", "rollout.max_response_tokens=8",
+)  # fmt: skip
 
 
 def response_gradient(
     rank: int, world: int, model: pathlib.Path, rows: pathlib.Path, reference: pathlib.Path | None, *given: str
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return loss and gradient of one step on all rows of a file.
-
-    reference: the directory of the reference policy's weights; None where there is none.
-    """
+    """Return loss and gradient of one step on all rows of a file; reference: the folder of its policy's weights."""
     config = load_config(None, [f"model.hf_path={model}", f"data.train={rows}", *DEFAULTS, *given])
     hf_config = load_hf_config(str(model))
     prompts = load_prompts(config, load_tokenizer(config, hf_config.vocab_size), hf_config, ())

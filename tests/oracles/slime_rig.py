@@ -1,7 +1,6 @@
-"""slime's and miles' own sources in this process, from the folders that SLIME_SOURCE and MILES_SOURCE name.
+"""slime's and miles' own sources, from the folders that SLIME_SOURCE and MILES_SOURCE name; no index has them.
 
-slime has no release in a package index. Their conversions stand in modules that import Ray and sglang: ``conversion``
-runs those functions' own text, in a module of the same name that holds nothing else.
+Their conversions stand in modules that import Ray and sglang: ``conversions`` runs those functions' text alone.
 """
 
 from __future__ import annotations
@@ -22,6 +21,13 @@ from megatron_rl.integrations import slime as plugin
 FOLDERS = {"slime": "SLIME_SOURCE", "miles": "MILES_SOURCE"}
 MODULES = {"slime": "slime.ray.rollout", "miles": "miles.ray.rollout.train_data_conversion"}
 VOCABULARY = 17
+# slime's arguments that are False, None and 0 by default
+OFF = ("use_dynamic_global_batch_size", "calculate_per_token_loss", "balance_by_flops", "balance_data", "use_kl_loss")
+OFF += ("recompute_loss_function", "allgather_cp", "use_opd", "normalize_advantages", "get_mismatch_metrics")
+OFF += ("use_tis", "use_opsm", "use_unbiased_kl")
+NONE = ("custom_reward_post_process_path", "reward_key", "custom_advantage_function_path", "custom_tis_function_path")
+NONE += ("custom_pg_loss_reducer_function_path", "eps_clip_c")
+ZERO = ("kl_coef", "kl_loss_coef", "entropy_coef", "tis_clip_low")
 
 
 def missing(package: str) -> str:
@@ -67,68 +73,24 @@ def samples_of(package: str, rewards: list[list[float]], seed: int = 0) -> list:
         for reward in members:
             prompt, response = draw(1, 6, 1)[0], draw(4, 30, 1)[0]
             index = len(found)
-            found.append(
-                sample_class(
-                    group_index=group,
-                    index=index,
-                    rollout_id=index,
-                    tokens=draw(0, VOCABULARY, prompt + response),
-                    response_length=response,
-                    reward=reward,
-                    loss_mask=[1, *draw(0, 2, response - 1)] if index % 3 else None,
-                    rollout_log_probs=[-2.0 - 0.01 * t for t in range(response)],
-                    remove_sample=index == 1,
-                )
-            )
+            drawn = dict(tokens=draw(0, VOCABULARY, prompt + response), response_length=response, reward=reward)
+            drawn["loss_mask"] = [1, *draw(0, 2, response - 1)] if index % 3 else None
+            drawn["rollout_log_probs"] = [-2.0 - 0.01 * t for t in range(response)]
+            names = dict(group_index=group, index=index, rollout_id=index, remove_sample=index == 1)
+            found.append(sample_class(**names, **drawn))
     return found
 
 
 def arguments(rewards: list[list[float]], **changes) -> SimpleNamespace:
     """Return the arguments that conversion, schedule, advantages and loss read; slime's defaults but for the sizes."""
     settled = dict(
-        advantage_estimator="grpo",
-        rewards_normalization=True,
-        grpo_std_normalization=True,
-        n_samples_per_prompt=len(rewards[0]),
-        rollout_batch_size=len(rewards),
-        global_batch_size=sum(map(len, rewards)),
-        custom_reward_post_process_path=None,
-        reward_key=None,
-        use_dynamic_global_batch_size=False,
-        calculate_per_token_loss=False,
-        use_dynamic_batch_size=True,
-        max_tokens_per_gpu=48,
-        micro_batch_size=2,
-        balance_by_flops=False,
-        balance_data=False,
-        loss_type="policy_loss",
-        recompute_loss_function=False,
-        allgather_cp=False,
-        use_rollout_logprobs=True,
-        kl_coef=0.0,
-        use_kl_loss=False,
-        kl_loss_coef=0.0,
-        kl_loss_type="k1",
-        entropy_coef=0.0,
-        use_opd=False,
-        normalize_advantages=False,
-        custom_advantage_function_path=None,
-        custom_pg_loss_reducer_function_path=None,
-        custom_tis_function_path=None,
-        get_mismatch_metrics=False,
-        use_tis=False,
-        tis_clip=2.0,
-        tis_clip_low=0.0,
-        use_opsm=False,
-        opsm_delta=1e-4,
-        eps_clip=0.2,
-        eps_clip_high=0.28,
-        eps_clip_c=None,
-        rollout_temperature=1.0,
-        rollout_top_p=1.0,
-        log_probs_chunk_size=-1,
-        use_unbiased_kl=False,
-    )
+        advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True,
+        n_samples_per_prompt=len(rewards[0]), rollout_batch_size=len(rewards),
+        global_batch_size=sum(map(len, rewards)), use_dynamic_batch_size=True, max_tokens_per_gpu=48,
+        micro_batch_size=2, loss_type="policy_loss", use_rollout_logprobs=True, kl_loss_type="k1", tis_clip=2.0,
+        opsm_delta=1e-4, eps_clip=0.2, eps_clip_high=0.28, rollout_temperature=1.0, rollout_top_p=1.0,
+        log_probs_chunk_size=-1, **dict.fromkeys(OFF, False) | dict.fromkeys(NONE) | dict.fromkeys(ZERO, 0.0),
+    )  # fmt: skip
     return SimpleNamespace(**settled | changes)
 
 

@@ -29,21 +29,15 @@ def overrides(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("trl")
     tokenizer_of(CHATML).save_pretrained(folder / "tokenizer")
     sizes = ["--hidden", "64", "--layers", "1", "--heads", "2", "--kv-heads", "2", "--intermediate", "64"]
-    made = make_model.main(
-        ["--family", "llama", *sizes, "--tokenizer", str(folder / "tokenizer"), "--out", str(folder / "model")]
-    )
-    assert not made
+    places = ["--tokenizer", str(folder / "tokenizer"), "--out", str(folder / "model")]
+    assert not make_model.main(["--family", "llama", *sizes, *places])
     rows = [{"prompt": [{"role": "user", "content": f"{i} + 1 = ?"}], "answer": str(i + 1)} for i in range(8)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return [
-        f"model.hf_path={folder / 'model'}",
-        f"data.train={folder / 'train.jsonl'}",
-        "data.max_prompt_tokens=256",
-        f"train.prompts_per_rollout={PROMPTS}",
-        f"rollout.samples_per_prompt={SAMPLES}",
-        "rollout.max_response_tokens=4",
-        "optimizer.lr=1e-3",
-    ]
+        f"model.hf_path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", "data.max_prompt_tokens=256",
+        f"train.prompts_per_rollout={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
+        "rollout.max_response_tokens=4", "optimizer.lr=1e-3",
+    ]  # fmt: skip
 
 
 def call(out: pathlib.Path, overrides: list[str], *options: str) -> int:
@@ -77,17 +71,15 @@ def test_trl_trains_on_the_prompts_of_the_run(overrides: list[str], tmp_path: pa
     assert not torch.equal(load_file(tmp_path / "run" / "step_3" / "model.safetensors")[name], before)
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("lora.rank=4", "lora.rank=4 is not carried over to TRL here; set lora.rank=null"),
-        ("advantage.estimator=rloo", "advantage.estimator=rloo is not carried over"),
-        ("rollout.samples_per_prompt=3", "--microbatch-samples 4 times 1 processes must divide the 6 samples a step"),
-    ],
-)
-def test_what_trl_would_not_follow_is_refused(
-    overrides: list[str], tmp_path: pathlib.Path, capsys, override: str, said: str
-) -> None:
+REFUSALS = {
+    "lora.rank=4": "lora.rank=4 is not carried over to TRL here; set lora.rank=null",
+    "advantage.estimator=rloo": "advantage.estimator=rloo is not carried over",
+    "rollout.samples_per_prompt=3": "--microbatch-samples 4 times 1 processes must divide the 6 samples a step",
+}
+
+
+@pytest.mark.parametrize("override", REFUSALS)
+def test_what_trl_would_not_follow_is_refused(overrides: list[str], tmp_path, capsys, override: str) -> None:
     assert call(tmp_path / "run", [*overrides, override]) == 2
-    assert said in capsys.readouterr().err
+    assert REFUSALS[override] in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -11,14 +11,8 @@ import torch
 
 from tests.adapted import PROJECTIONS, adapt, adapters_of
 from tests.equality.rig import open_rig, ragged_advantages
-from tests.reference import (
-    file_weights,
-    make_samples,
-    near_policy,
-    reference_gradient,
-    relative_error,
-    tiny_model,
-)
+from tests.pairwise import pairwise
+from tests.reference import file_weights, make_samples, near_policy, reference_gradient, relative_error, tiny_model
 from tests.workers.pool import Pool
 
 peft = pytest.importorskip("peft")
@@ -30,10 +24,8 @@ FAMILIES, MIXTURES = ("qwen2_tied", "qwen3", "llama"), ("qwen3_moe", "mixtral")
 
 def peft_model(family: str):
     """Return (PEFT's model around the tiny one, its adapters by the names that are used here)."""
-    _, model = tiny_model(family)
-    wrapped = peft.get_peft_model(
-        model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ALL), task_type="CAUSAL_LM")
-    )
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ALL), task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(tiny_model(family)[1], config)
     named = {plain(name): p for name, p in wrapped.named_parameters() if p.requires_grad}
     return wrapped, named
 
@@ -44,10 +36,7 @@ def plain(name: str) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_naive_references_gradient_is_pefts(family: str) -> None:
-    """The naive reference's gradient is PEFT's.
-
-    It is float32 in another order: PEFT multiplies by alpha / rank last, too.
-    """
+    """It is float32 in another order: PEFT multiplies by alpha / rank last, too."""
     _, ours = tiny_model(family)
     adapt(ours, rank=RANK, alpha=ALPHA)
     theirs, named = peft_model(family)
@@ -74,24 +63,17 @@ def write(rank: int, world: int, folder: str, family: str, overrides: tuple[str,
 
 
 TP2, PP2, EP2 = ("parallel.tensor=2",), ("parallel.pipeline=2",), ("parallel.expert=2",)
-CASES = [(family, overrides) for family in FAMILIES for overrides in ((), TP2, PP2)]
-CASES += [(family, overrides) for family in MIXTURES for overrides in ((), EP2, PP2)]
+CASES = [*pairwise(FAMILIES, ((), TP2, PP2), strength=1), *pairwise(MIXTURES, ((), EP2, PP2), strength=1)]
 
 
-@pytest.mark.parametrize("family,overrides", CASES)
-def test_peft_reads_our_directory_and_merges_it_to_our_export(
-    pool: Pool, tmp_path: pathlib.Path, family: str, overrides: tuple
-) -> None:
-    """PEFT reads our directory and merges it to our export; it stacks the pairs of experts itself.
-
-    Untrained adapters are drawn as PEFT draws them: uniform within ±1/√in, B zero.
-    """
+@pytest.mark.parametrize("family, overrides", CASES)
+def test_peft_reads_our_directory_and_merges_it_to_our_export(pool: Pool, tmp_path, family, overrides) -> None:
+    """PEFT stacks the pairs of experts itself. Untrained adapters are drawn as its own: within ±1/√in, B zero."""
     found = pool.run(2, write, str(tmp_path / "adapter"), family, overrides, timeout_s=90)[0]
     _, model = tiny_model(family)
     read = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"] == list(
-        (*ALL[:4], "w1", "w3", "w2") if family == "mixtral" else ALL
-    )
+    targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert targets == list((*ALL[:4], "w1", "w3", "w2") if family == "mixtral" else ALL)
     for name, tensor in found.items():
         if ".lora_B." in name:
             assert not tensor.any()
@@ -101,6 +83,5 @@ def test_peft_reads_our_directory_and_merges_it_to_our_export(
     wanted = file_weights(read.merge_and_unload())
     exported = {name: x for name, x in found.items() if ".lora_" not in name}
     assert relative_error(exported, {name: wanted[name] for name in exported}) < 1e-6
-    _, untouched = tiny_model(family)
-    before = file_weights(untouched)
+    before = file_weights(tiny_model(family)[1])
     assert relative_error(exported, {name: before[name] for name in exported}) > 1e-3, "three steps moved something"

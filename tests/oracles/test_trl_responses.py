@@ -1,18 +1,16 @@
-"""TRL's own DPO, CPO (SimPO), reward and SFT trainers against one step of ours, from the rows of a file on.
-
-Both sides read the same JSONL: TRL tokenizes it by its own way and runs its own ``compute_loss`` and backward over a
-Hugging Face model; ours takes the run's own stages, over one process and over two, and weights are equal at first.
-"""
+"""TRL's own DPO, CPO (SimPO), reward and SFT trainers against one step of ours, from the rows of a file on."""
 
 from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.oracles.response_gradients import response_gradient
+from tests.pairwise import pairwise, quick
 from tests.reference import relative_error
 from tests.unit.data.templates import tokenizer_of
 
@@ -27,15 +25,8 @@ TEMPLATE = (
     "<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}"
 )
 TOLERANCE = 1e-5  # float32, another order of summation: 2e-6 was seen
-PP2, TP2 = ("parallel.pipeline=2",), ("parallel.tensor=2",)
-LAYOUTS = [(1, ()), (2, ()), (2, PP2), (2, TP2)]
-IDS = ["1 process", "DP2", "PP2", "TP2"]
-# by our name: TRL's loss_type, and the settings of both
-DPO = {
-    "dpo": ("sigmoid", {"beta": 0.3}, ("preference.beta=0.3",)),
-    "hinge": ("hinge", {"beta": 0.3}, ("preference.beta=0.3",)),
-    "ipo": ("ipo", {"beta": 0.3}, ("preference.beta=0.3",)),
-}
+LAYOUTS = {"1 process": (1,), "DP2": (2,), "PP2": (2, "parallel.pipeline=2"), "TP2": (2, "parallel.tensor=2")}
+DPO = {"dpo": "sigmoid", "hinge": "hinge", "ipo": "ipo"}  # TRL's loss_type by our name
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +62,9 @@ def inputs(tmp_path_factory) -> pathlib.Path:
         say(("user", "go"), ("assistant", "call"), ("tool", "7"), ("user", "and?"), ("assistant", "seven")),
     ]
     write(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
-    chat_pairs = [
-        {"prompt": chat[:-1], "chosen": chat[-1:], "rejected": say(("assistant", f"wrong {i}"))}
-        for i, chat in enumerate(chats)
-    ]
-    write(folder / "chat_pairs.jsonl", chat_pairs)
+    wrong = [say(("assistant", f"wrong {i}")) for i in range(len(chats))]
+    halves = zip(chats, wrong, strict=True)
+    write(folder / "chat_pairs.jsonl", [{"prompt": x[:-1], "chosen": x[-1:], "rejected": y} for x, y in halves])
     return folder
 
 
@@ -88,27 +77,19 @@ def rows_of(path: pathlib.Path) -> datasets.Dataset:
 
 
 def arguments(tmp_path: pathlib.Path, count: int) -> dict:
-    return dict(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=count,
-        report_to=[],
-        disable_tqdm=True,
-        seed=0,
-    )
+    off = dict(bf16=False, gradient_checkpointing=False, report_to=[], disable_tqdm=True)
+    return dict(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=count, seed=0, **off)
 
 
-def theirs(trainer) -> tuple[float, dict[str, torch.Tensor], dict]:
-    """Return loss, gradient and batch of a trainer's first step, which takes all rows."""
+def theirs(trainer) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return loss and gradient of a trainer's first step, which takes all rows."""
     trainer.model.eval()  # nothing is dropped out of these models; of the metrics alone
     trainer.model.zero_grad()
     batch = next(iter(trainer.get_train_dataloader()))
     loss = trainer.compute_loss(trainer.model, dict(batch))
     loss.backward()
     gradient = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
-    return loss.item(), gradient, batch
+    return loss.item(), gradient
 
 
 def policy(inputs: pathlib.Path, name: str = "policy"):
@@ -118,42 +99,35 @@ def policy(inputs: pathlib.Path, name: str = "policy"):
     return model, AutoTokenizer.from_pretrained(inputs / name)
 
 
-def assert_equal(found: tuple[float, dict], wanted: tuple[float, dict]) -> None:
-    loss, gradient = found
-    assert loss == pytest.approx(wanted[0], rel=TOLERANCE)
-    assert relative_error(gradient, wanted[1]) < TOLERANCE
+@pytest.fixture
+def ours_equals(pool, inputs) -> Callable[..., None]:
+    """Return a check of one step of ours, on a layout and the rows of a file, against a trainer's."""
+
+    def check(trainer, layout: str, rows: str, *given: str, model=inputs / "policy", reference=None) -> None:
+        (world, *degrees), wanted = LAYOUTS[layout], theirs(trainer)
+        data = inputs / rows
+        found = pool.run(world, response_gradient, model, data, reference, *given, *degrees, timeout_s=90)
+        assert found[0][0] == pytest.approx(wanted[0], rel=TOLERANCE)
+        assert relative_error(found[0][1], wanted[1]) < TOLERANCE
+
+    return check
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=IDS)
-@pytest.mark.parametrize("rows", ["pairs", "chat_pairs"])
-@pytest.mark.parametrize("name", DPO)
-def test_dpo(pool, inputs, tmp_path, name: str, rows: str, world: int, layout: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name, rows, layout", pairwise(DPO, ("pairs", "chat_pairs"), LAYOUTS, strength=1))
+def test_dpo(ours_equals, inputs, tmp_path, name: str, rows: str, layout: str) -> None:
     """DPOTrainer's sigmoid, hinge and IPO: texts and chat messages, policy and reference of other weights."""
-    loss_type, settings, given = DPO[name]
     model, tokenizer = policy(inputs)
     data = rows_of(inputs / f"{rows}.jsonl")
-    args = trl.DPOConfig(loss_type=[loss_type], **settings, **arguments(tmp_path, len(data)))
-    reference, _ = policy(inputs, "reference")
-    trainer = trl.DPOTrainer(
-        model=model, ref_model=reference, args=args, train_dataset=data, processing_class=tokenizer
-    )
-    loss, gradient, _ = theirs(trainer)
+    args = trl.DPOConfig(loss_type=[DPO[name]], beta=0.3, **arguments(tmp_path, len(data)))
+    given = dict(model=model, ref_model=policy(inputs, "reference")[0], args=args)
+    trainer = trl.DPOTrainer(**given, train_dataset=data, processing_class=tokenizer)
     chat = ("data.template=chat",) if rows == "chat_pairs" else ()
-    ours = pool.run(
-        world,
-        response_gradient,
-        inputs / "policy",
-        inputs / f"{rows}.jsonl",
-        inputs / "reference",
-        f"preference.loss={name}",
-        *(given + chat + layout),
-        timeout_s=90,
-    )
-    assert_equal(ours[0], (loss, gradient))
+    settings = (f"preference.loss={name}", "preference.beta=0.3", *chat)
+    ours_equals(trainer, layout, f"{rows}.jsonl", *settings, reference=inputs / "reference")
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=IDS)
-def test_simpo(pool, inputs, tmp_path, world: int, layout: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "PP2"))
+def test_simpo(ours_equals, inputs, tmp_path, layout: str) -> None:
     """CPOTrainer's SimPO, without its likelihood term (``cpo_alpha``)."""
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
@@ -161,34 +135,27 @@ def test_simpo(pool, inputs, tmp_path, world: int, layout: tuple[str, ...]) -> N
     data = rows_of(inputs / "pairs.jsonl")
     args = CPOConfig(loss_type="simpo", cpo_alpha=0.0, beta=2.0, simpo_gamma=0.5, **arguments(tmp_path, len(data)))
     trainer = CPOTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
-    loss, gradient, _ = theirs(trainer)
-    given = ("preference.loss=simpo", "preference.beta=2.0", "preference.margin=0.5", *layout)
-    ours = pool.run(world, response_gradient, inputs / "policy", inputs / "pairs.jsonl", None, *given, timeout_s=90)
-    assert_equal(ours[0], (loss, gradient))
+    given = ("preference.loss=simpo", "preference.beta=2.0", "preference.margin=0.5")
+    ours_equals(trainer, layout, "pairs.jsonl", *given)
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=IDS)
-def test_reward_model(pool, inputs, tmp_path, world: int, layout: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "TP2"))
+def test_reward_model(ours_equals, inputs, tmp_path, layout: str) -> None:
     """RewardTrainer's loss over a sequence classifier of one label, whose head is read at the response's end."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "judge")
     data = rows_of(inputs / "pairs.jsonl")
-    trainer = trl.RewardTrainer(
-        model=model,
-        args=trl.RewardConfig(**arguments(tmp_path, len(data))),
-        train_dataset=data,
-        processing_class=AutoTokenizer.from_pretrained(inputs / "judge"),
-    )
-    loss, gradient, _ = theirs(trainer)
-    given = ("preference.loss=bradley_terry", *layout)
-    ours = pool.run(world, response_gradient, inputs / "judge", inputs / "pairs.jsonl", None, *given, timeout_s=90)
-    assert_equal(ours[0], (loss, gradient))
+    args, tokenizer = trl.RewardConfig(**arguments(tmp_path, len(data))), policy(inputs)[1]
+    trainer = trl.RewardTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+    ours_equals(trainer, layout, "pairs.jsonl", "preference.loss=bradley_terry", model=inputs / "judge")
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=IDS)
-@pytest.mark.parametrize("rows", ["solutions", "chats"])
-def test_sft(pool, inputs, tmp_path, rows: str, world: int, layout: tuple[str, ...]) -> None:
+ROWS = pairwise(("solutions", "chats"), LAYOUTS, kept=(("solutions", "DP2"), ("chats", "PP2")))
+
+
+@pytest.mark.parametrize("rows, layout", ROWS)
+def test_sft(ours_equals, inputs, tmp_path, rows: str, layout: str) -> None:
     """SFTTrainer's loss: on completions, and on the assistant's tokens of conversations of several turns."""
     model, tokenizer = policy(inputs)
     data = rows_of(inputs / f"{rows}.jsonl")
@@ -199,25 +166,5 @@ def test_sft(pool, inputs, tmp_path, rows: str, world: int, layout: tuple[str, .
         assistant_only_loss=chat, completion_only_loss=not chat, packing=False, **arguments(tmp_path, len(data))
     )
     trainer = trl.SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
-    loss, gradient, _ = theirs(trainer)
     given = ("data.template=chat", "data.messages_key=messages") if chat else ()
-    ours = pool.run(
-        world, response_gradient, inputs / "policy", inputs / f"{rows}.jsonl", None, *given, *layout, timeout_s=90
-    )
-    assert_equal(ours[0], (loss, gradient))
-
-
-def test_tokens_and_masks_of_conversations_are_trls(inputs, tmp_path) -> None:
-    """Each conversation's tokens, and those that carry the loss, are those that SFTTrainer makes by the template."""
-    from megatron_rl.config import DataConfig
-    from megatron_rl.data.prompt_dataset import PromptDataset
-
-    model, tokenizer = policy(inputs)
-    data = rows_of(inputs / "chats.jsonl")
-    args = trl.SFTConfig(assistant_only_loss=True, **arguments(tmp_path, len(data)))
-    trainer = trl.SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
-    config = DataConfig(template="chat", messages_key="messages", shuffle=False)
-    solutions = PromptDataset(list(data), tokenizer, config, 0).next_solutions(len(data))
-    for ours, row in zip(solutions, trainer.train_dataset, strict=True):
-        assert [*ours.prompt.token_ids, *ours.response_ids] == row["input_ids"]
-        assert [False] * len(ours.prompt.token_ids) + list(ours.loss_mask) == [label != -100 for label in row["labels"]]
+    ours_equals(trainer, layout, f"{rows}.jsonl", *given)

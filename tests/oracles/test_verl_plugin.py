@@ -1,7 +1,4 @@
-"""The plug-in for verl against verl's own Megatron engine: gradients, weights after steps, what runs and what is said.
-
-Both engines are verl's, on a thin model (tests/oracles/verl_rig.py), and run verl's own loss closures.
-"""
+"""The plug-in for verl against verl's own Megatron engine, on a thin model (tests/oracles/verl_rig.py)."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ from megatron_rl.distributed import platform  # noqa: F401  (before verl brings 
 from megatron_rl.errors import ConfigError
 from tests.equality.layouts import TOLERANCE
 from tests.oracles.batch import MISSING
+from tests.pairwise import quick
 from tests.patience import patient
 from tests.workers.pool import Pool
 
@@ -32,26 +30,15 @@ from verl.workers.utils.losses import sft_loss  # noqa: E402
 
 from megatron_rl.integrations import verl as plugin  # noqa: E402
 from megatron_rl.integrations import verl_engine  # noqa: E402
-from megatron_rl.integrations.verl_rows import (  # noqa: E402
-    EXACT_LOSS_MODES,
-    Rows,
-    loss_obstacles,
-    model_obstacles,
-    rows_of,
-)
+from megatron_rl.integrations.verl_rows import EXACT_LOSS_MODES, Rows, loss_obstacles, model_obstacles, rows_of  # noqa: E402  # noqa: E402
 from tests.oracles import verl_rig as rig  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 MIXTURE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0}
-LAYOUTS = (
-    {},
-    {"pipeline": 2},
-    {"tensor": 2},
-    {"pipeline": 2, "virtual": 2},
-    {"expert": 2, "transformer": MIXTURE},
-    {"transformer": {"calculate_per_token_loss": True}},  # verl's way under context parallelism
-)
+# the last is verl's way under context parallelism
+LAYOUTS = ({}, {"pipeline": 2}, {"tensor": 2}, {"pipeline": 2, "virtual": 2}, {"expert": 2, "transformer": MIXTURE})
+LAYOUTS += ({"transformer": {"calculate_per_token_loss": True}},)
 NUM_ROWS = 8
 # which rows are dead: some of both ranks', all of one rank's, all but one or none of each; no row
 DEAD = ({2, 3, 4, 7}, {4, 5, 6, 7}, {0, 2, 3, 4, 6, 7}, set())
@@ -79,18 +66,15 @@ def differences(rank: int, world: int, **layout) -> list[tuple]:
             counts = "calculate_per_token_loss" in layout.get("transformer", {})
             dynamic, jagged = (index + number) % 2 == 0, (index + number) % 3 == 0 and not counts
             loss = rig.loss_of(loss_agg_mode=mode, loss_scale_factor=20)
-            rows = rig.padded_rows(NUM_ROWS, dead, seed=index)
-            results = [
-                gradient(engine, rig.mini_batch(rows, dynamic=dynamic, jagged=jagged), loss)
-                for engine in (own, skipping)
-            ]
-            (wanted, _, all_of), (got, output, ran) = results
+            rows, cut = rig.padded_rows(NUM_ROWS, dead, seed=index), dict(dynamic=dynamic, jagged=jagged)
+            wanted, _, all_of = gradient(own, rig.mini_batch(rows, **cut), loss)
+            got, output, ran = gradient(skipping, rig.mini_batch(rows, **cut), loss)
             metrics = values(output.get("metrics", {}))
             found.append((mode, number, rig.largest_difference(got, wanted), all_of, ran, metrics))
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, {}, {"pipeline": 2}, LAYOUTS[4]), ids=str)
 def test_gradient_equals_verls_own(pool: Pool, layout: dict) -> None:
     """The gradient equals verl's own in every loss_agg_mode, and fewer micro-batches run."""
     for rank in pool.run(2, differences, timeout_s=120, **layout):
@@ -120,29 +104,21 @@ def steps_of(rank: int, world: int, **layout) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {},
-        {"ddp": {"use_distributed_optimizer": True}},
-        {
-            "ddp": {
-                "use_distributed_optimizer": True,
-                "overlap_grad_reduce": True,
-                "overlap_param_gather": True,
-                "bucket_size": 2000,
-            }
-        },
-        {"pipeline": 2},
-    ],
-    ids=["ddp", "distributed", "overlap", "pp2"],
-)
-def test_weights_after_ghost_steps_equal_verls_own(pool: Pool, layout: dict) -> None:
+OVERLAP = dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True)
+STEPPED = {
+    "ddp": {}, "distributed": {"ddp": {"use_distributed_optimizer": True}},
+    "overlap": {"ddp": OVERLAP | {"bucket_size": 2000}}, "pp2": {"pipeline": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick(STEPPED, "overlap", "pp2"))
+def test_weights_after_ghost_steps_equal_verls_own(pool: Pool, name: str) -> None:
     """A ghost step moves the weights as verl's dense step on a zero gradient does, and runs no forward.
 
     Where the reduction overlaps the schedule, one filler of each rank runs instead. verl's worker reports the loss and
     the gradient norm of the dense run.
     """
+    layout = STEPPED[name]
     overlaps = "overlap_grad_reduce" in layout.get("ddp", {})
     for rank in pool.run(2, steps_of, timeout_s=120, **layout):
         for number, (difference, (dense, ran), (wanted, got)) in enumerate(rank):
@@ -170,10 +146,7 @@ def test_a_silent_rank_runs_as_many_fillers(pool: Pool) -> None:
 
 
 def too_long(rank: int, world: int, kind: str) -> list[str]:
-    """Return what an engine says of the last rank's longest rows, one token above the limit, with signal and without.
-
-    Every rank has a row without signal to fill up with.
-    """
+    """Return what an engine says of the last rank's longest rows, a token above the limit, with signal and without."""
     engine, said = rig.build(getattr(rig, kind)), []
     rows = rig.padded_rows(NUM_ROWS, set())
     rows = rows[rows["attention_mask"].sum(1).argsort()]
@@ -202,16 +175,12 @@ def test_a_row_above_the_limit_ends_every_rank(pool: Pool) -> None:
 
 def refused(rank: int, world: int) -> list[tuple[float, int, int, bool]]:
     """Compare both engines where nothing may be dropped: a KL in the loss, an entropy bonus, a loss of another name."""
-    own, skipping = rig.build(rig.Own), rig.build(rig.Skipping)
+    engines, other = (rig.build(rig.Own), rig.build(rig.Skipping)), policy_settings(loss_mode="geo_mean")
     rows, found = rig.padded_rows(NUM_ROWS, {2, 3, 6}), []
     rows["ref_log_prob"] = rows["old_log_probs"] - 0.2
-    for changes in (
-        {"use_kl_loss": True, "kl_loss_coef": 0.5},
-        {"entropy_coeff": 0.1},
-        {"policy_loss": policy_settings(loss_mode="geo_mean")},
-    ):
+    for changes in ({"use_kl_loss": True, "kl_loss_coef": 0.5}, {"entropy_coeff": 0.1}, {"policy_loss": other}):
         results = []
-        for engine in (own, skipping):
+        for engine in engines:
             data = rig.mini_batch(rows, dynamic=True)
             rig.tu.assign_non_tensor(data, calculate_entropy="entropy_coeff" in changes)
             results.append(gradient(engine, data, rig.loss_of(**changes)))
@@ -232,12 +201,9 @@ def loss_gradient(mode: str, rows: list[int], **changes) -> torch.Tensor:
     mask, old = data["response_mask"].bool(), data["old_log_probs"]
     random = torch.Generator().manual_seed(3)
     logprobs = (old + 0.3 * torch.randn(old.shape, generator=random)).requires_grad_()
-    config = rig.actor_config(
-        policy_loss=policy_settings(loss_mode=mode, **changes),
-        global_batch_info=dict(
-            dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=NUM_ROWS, loss_scale_factor=20
-        ),
-    )
+    counts = dict(dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=NUM_ROWS, loss_scale_factor=20)
+    settings = policy_settings(loss_mode=mode, **changes)
+    config = rig.actor_config(policy_loss=settings, global_batch_info=counts)
     term = algorithms.get_policy_loss_fn(mode)
     found = [x[rows] for x in (old, logprobs, data["advantages"], mask)]
     loss, _ = term(*found, loss_agg_mode="token-mean", config=config, rollout_is_weights=None)
@@ -270,10 +236,8 @@ def test_obstacles_are_named() -> None:
     """Every setting under which a row without advantage still trains is named, with its value."""
 
     def named(**changes) -> list[str]:
-        data = {
-            "global_batch_size": changes.pop("batch", NUM_ROWS),
-            "response_mask": changes.pop("mask", torch.ones(1)),
-        }
+        rows, mask = changes.pop("batch", NUM_ROWS), changes.pop("mask", torch.ones(1))
+        data = {"global_batch_size": rows, "response_mask": mask}
         return loss_obstacles(rig.loss_of(**changes), rig.ppo_loss, data, algorithms.get_policy_loss_fn)
 
     assert named() == named(use_kl_loss=True, kl_loss_coef=0) == named(use_kl_loss=False, kl_loss_coef=0.1) == []
@@ -287,11 +251,8 @@ def test_obstacles_are_named() -> None:
     assert "ppo_loss" in loss_obstacles(other, rig.ppo_loss, {}, algorithms.get_policy_loss_fn)[0]
     assert model_obstacles({"moe_aux_loss_coeff": 0.0, "attention_dropout": 0.0, "fp8": None}) == []
     fields = {"moe_aux_loss_coeff": 0.01, "attention_dropout": 0.1, "moe_router_load_balancing_type": ["sinkhorn"]}
-    assert model_obstacles(fields) == [
-        "moe_router_load_balancing_type=['sinkhorn']",
-        "attention_dropout=0.1",
-        "moe_aux_loss_coeff=0.01",
-    ]
+    said = ["moe_router_load_balancing_type=['sinkhorn']", "attention_dropout=0.1", "moe_aux_loss_coeff=0.01"]
+    assert model_obstacles(fields) == said
 
 
 def test_rows_with_signal() -> None:
@@ -340,13 +301,9 @@ def test_the_entry_point_is_all_that_it_takes(tmp_path: pathlib.Path) -> None:
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 0.0.0\n")
     (installed / "entry_points.txt").write_text(f"[verl.plugins]\n{declared}\n")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
-        "VERL_USE_EXTERNAL_PLUGINS": "megatron_rl",
-        "VERL_ENGINE_DEVICE": "cuda",
-        "VERL_ENGINE_VENDOR": "nvidia",
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    environment |= {"VERL_USE_EXTERNAL_PLUGINS": "megatron_rl", "VERL_ENGINE_DEVICE": "cuda"}
+    environment["VERL_ENGINE_VENDOR"] = "nvidia"
     command = [sys.executable, "-W", "ignore", "-c", INSTALLED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 0, done.stderr

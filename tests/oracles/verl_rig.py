@@ -8,6 +8,7 @@ sequences. Cutting, schedule, forward step, log-probs, losses, reduction and opt
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
@@ -55,26 +56,17 @@ class OnHost:
     def initialize(self) -> None:
         sizes, fields = self.engine_config, self.engine_config.override_transformer_config
         torch.manual_seed(7)
+        model = dict(num_layers=LAYERS, hidden_size=32, num_attention_heads=2, normalization="RMSNorm")
+        model |= dict(add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=True)
         self.tf_config = TransformerConfig(
-            num_layers=LAYERS,
-            hidden_size=32,
-            num_attention_heads=2,
-            normalization="RMSNorm",
-            add_bias_linear=False,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            use_cpu_initialization=True,
-            variable_seq_lengths=True,
-            moe_token_dispatcher_type="alltoall",
+            **model, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
             tensor_model_parallel_size=sizes.tensor_model_parallel_size,
             pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=sizes.virtual_pipeline_model_parallel_size,
             expert_model_parallel_size=sizes.expert_model_parallel_size,
             overlap_p2p_comm=bool(sizes.virtual_pipeline_model_parallel_size),
-            batch_p2p_comm=not sizes.virtual_pipeline_model_parallel_size,
-            pipeline_dtype=torch.float32,
-            **fields,
-        )
+            batch_p2p_comm=not sizes.virtual_pipeline_model_parallel_size, pipeline_dtype=torch.float32, **fields,
+        )  # fmt: skip
         chunks = [self._chunk(chunk) for chunk in range(sizes.virtual_pipeline_model_parallel_size or 1)]
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **sizes.override_ddp_config)
         self.module = [
@@ -82,14 +74,8 @@ class OnHost:
             for i, chunk in enumerate(chunks)
         ]
         rates = dict(optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=1.0)
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                **rates,
-                use_distributed_optimizer=ddp.use_distributed_optimizer,
-                overlap_param_gather=ddp.overlap_param_gather,
-            ),
-            self.module,
-        )
+        rates |= {name: vars(ddp)[name] for name in ("use_distributed_optimizer", "overlap_param_gather")}
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(**rates), self.module)
         register_megatron_training_hooks(self.module, self.optimizer)
         self.peft_cls = None
 
@@ -102,36 +88,26 @@ class OnHost:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
         model = GPTModel(
-            self.tf_config,
-            spec,
-            vocab_size=VOCABULARY,
-            max_sequence_length=64,
-            pre_process=stage == 0,
-            post_process=stage == pipeline * stages - 1,
-            parallel_output=True,
-            position_embedding_type="rope",
+            self.tf_config, spec, vocab_size=VOCABULARY, max_sequence_length=64, pre_process=stage == 0,
+            post_process=stage == pipeline * stages - 1, parallel_output=True, position_embedding_type="rope",
             vp_stage=chunk if stages > 1 else None,
-        )
+        )  # fmt: skip
         model.register_forward_pre_hook(self._count)
         return model
 
     def _count(self, *_) -> None:
         self.num_forwards += 1
 
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for i, chunk in enumerate(self.module):
+            yield from ((f"{i}.{name}", parameter) for name, parameter in chunk.module.named_parameters())
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return this rank's reduced gradients by name."""
-        return {
-            f"{i}.{name}": parameter.main_grad.clone()
-            for i, chunk in enumerate(self.module)
-            for name, parameter in chunk.module.named_parameters()
-        }
+        return {name: parameter.main_grad.clone() for name, parameter in self.parameters()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{i}.{name}": parameter.detach().clone()
-            for i, chunk in enumerate(self.module)
-            for name, parameter in chunk.module.named_parameters()
-        }
+        return {name: parameter.detach().clone() for name, parameter in self.parameters()}
 
 
 class Own(OnHost, MegatronEngineWithLMHead):
@@ -143,27 +119,16 @@ class Skipping(OnHost, SkippingEngine):
 
 
 def build(kind: type, *, tensor: int = 1, pipeline: int = 1, virtual: int | None = None, expert: int = 1, **more):
-    """Return an engine of ``kind`` with fresh weights, the same on all replicas and for both kinds.
-
-    more: ``ddp`` and ``transformer``, fields of Megatron-Core's configurations.
-    """
-    model = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=["Qwen2ForCausalLM"]),
-        mtp=SimpleNamespace(enable=False, enable_train=False),
-        tokenizer=SimpleNamespace(pad_token_id=0),
-        model_type="language_model",
-        lora={},
-    )
+    """Return an engine with the same fresh weights for both kinds; more: fields of ``ddp`` and ``transformer``."""
+    model = SimpleNamespace(model_type="language_model", lora={}, tokenizer=SimpleNamespace(pad_token_id=0))
+    model.hf_config = SimpleNamespace(architectures=["Qwen2ForCausalLM"])
+    model.mtp = SimpleNamespace(enable=False, enable_train=False)
     sizes = McoreEngineConfig(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=1,
-        sequence_parallel=False,
-        override_ddp_config=more.get("ddp", {}),
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual, expert_model_parallel_size=expert, expert_tensor_parallel_size=1,
+        sequence_parallel=False, override_ddp_config=more.get("ddp", {}),
         override_transformer_config=more.get("transformer", {}),
-    )
+    )  # fmt: skip
     engine = kind(model, sizes, None, None)
     engine.initialize()
     return engine
@@ -180,10 +145,7 @@ def loss_of(**changes) -> functools.partial:
 
 
 def padded_rows(num_rows: int, dead: set[int], seed: int = 0) -> TensorDict:
-    """Return rows as verl's trainer has them: prompts padded on the left, responses on the right.
-
-    dead: the rows whose advantages are 0. Beside such, row 1 has an advantage at masked tokens alone.
-    """
+    """Return rows as verl's trainer has them; the ``dead`` have advantage 0, and row 1 one at masked tokens alone."""
     random = torch.Generator().manual_seed(seed)
     prompts = torch.randint(2, VOCABULARY, (num_rows, PROMPT_TOKENS), generator=random)
     responses = torch.randint(2, VOCABULARY, (num_rows, RESPONSE_TOKENS), generator=random)
@@ -198,51 +160,28 @@ def padded_rows(num_rows: int, dead: set[int], seed: int = 0) -> TensorDict:
     advantages[sorted(dead)] = 0.0
     if dead and 1 not in dead:
         advantages[1] = advantages[1] * ~mask[1] + (~mask[1] & after[1])
-    return TensorDict(
-        {
-            "input_ids": torch.cat([prompts, responses], 1),
-            "attention_mask": attention,
-            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-            "prompts": prompts,
-            "responses": responses,
-            "response_mask": mask.long(),
-            "advantages": advantages,
-            "old_log_probs": torch.randn(after.shape, generator=random) * 0.3 - 4.5,
-        },
-        batch_size=num_rows,
-    )
+    old = torch.randn(after.shape, generator=random) * 0.3 - 4.5
+    rows = {"input_ids": torch.cat([prompts, responses], 1), "prompts": prompts, "responses": responses}
+    rows |= {"attention_mask": attention, "position_ids": (attention.cumsum(1) - 1).clamp(min=0)}
+    rows |= {"response_mask": mask.long(), "advantages": advantages, "old_log_probs": old}
+    return TensorDict(rows, batch_size=num_rows)
 
 
 def mini_batch(rows: TensorDict, *, dynamic: bool, jagged: bool = False, **more) -> TensorDict:
-    """Return this data-parallel rank's share of ``rows`` as verl's TrainingWorker hands it to the engine.
-
-    jagged: whether responses' fields are nested too, as verl's second trainer has them.
-    """
+    """Return this rank's share of ``rows`` as the engine gets it; jagged: as verl's second trainer has them."""
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     here = len(rows) // size
     data = left_right_2_no_padding(rows[rank * here : (rank + 1) * here].clone())
     if jagged:
-        before, after = (
-            data["attention_mask"][:, :PROMPT_TOKENS].bool(),
-            data["attention_mask"][:, PROMPT_TOKENS:].bool(),
-        )
+        mask = data["attention_mask"].bool()
         for key in ("response_mask", "advantages", "old_log_probs", "responses", "prompts"):
-            kept = before if key == "prompts" else after
-            data[key] = torch.nested.as_nested_tensor(
-                [x[k] for x, k in zip(data[key], kept, strict=True)], layout=torch.jagged
-            )
+            kept = mask[:, :PROMPT_TOKENS] if key == "prompts" else mask[:, PROMPT_TOKENS:]
+            rows_of_key = [x[k] for x, k in zip(data[key], kept, strict=True)]
+            data[key] = torch.nested.as_nested_tensor(rows_of_key, layout=torch.jagged)
         data["loss_mask"] = data["response_mask"]
         del data["attention_mask"], data["max_response_len"]
-    tu.assign_non_tensor(
-        data,
-        temperature=1.0,
-        calculate_entropy=False,
-        global_batch_size=len(rows),
-        use_dynamic_bsz=dynamic,
-        max_token_len_per_gpu=24,
-        micro_batch_size_per_gpu=2,
-        **more,
-    )
+    settings = dict(temperature=1.0, calculate_entropy=False, global_batch_size=len(rows), use_dynamic_bsz=dynamic)
+    tu.assign_non_tensor(data, **settings, max_token_len_per_gpu=24, micro_batch_size_per_gpu=2, **more)
     return data
 
 
@@ -257,7 +196,5 @@ def reported(engine: OnHost, output: dict) -> dict[str, float]:
     given = dict(global_token_num=None, delta_time=1.0, forward_only=False, images_seqlens=None)
     del output["model_output"]
     metrics = tu.get(TrainingWorker._postprocess_output(worker, output, **given), "metrics")
-    return {
-        name: Metric.aggregate_dp(value) if isinstance(value, list) and isinstance(value[0], Metric) else value
-        for name, value in metrics.items()
-    }
+    lists = {name for name, value in metrics.items() if isinstance(value, list) and isinstance(value[0], Metric)}
+    return {name: Metric.aggregate_dp(value) if name in lists else value for name, value in metrics.items()}

@@ -1,8 +1,4 @@
-"""Puts the stand-in for Transformer Engine in this process, which must not have imported Megatron-Core.
-
-Import it before anything that imports Megatron-Core, which decides at import what is installed. The device stays the
-CPU; only what asks for Transformer Engine is told that it is there.
-"""
+"""Puts the stand-in for Transformer Engine in this process; import it before Megatron-Core, which looks once."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Reads signatures and names from Transformer Engine's own source into signatures.json: facts, and none of its code.
 
-    pip download --no-deps --dest wheels transformer-engine==2.3.0
-    pip download --no-deps --dest wheels transformer-engine==2.20.2
+    pip download --no-deps --dest wheels transformer-engine==2.20.2  # and 2.3.0
     python -m tests.stand_ins.read_signatures wheels/*.whl
 
-A wheel of ``transformer-engine`` holds the Python source of all its parts and installs nowhere without CUDA. Which
-names are looked for is what the installed megatron-core imports, and what stands in ``SIGNATURES``.
+A wheel holds the source of all parts. Looked for is what the installed megatron-core imports, and SIGNATURES.
 """
 
 from __future__ import annotations
@@ -19,15 +17,14 @@ import zipfile
 
 FACTS = pathlib.Path(__file__).with_name("signatures.json")
 ATTENTION = "attention/dot_product_attention/dot_product_attention.py"
+PERMUTATIONS = ["moe_unpermute"]
+PERMUTATIONS += [f"{name}{end}" for name in ("moe_permute", "moe_sort_chunks_by_index") for end in ("", "_with_probs")]
+LINEARS = {"Linear": "linear", "LayerNormLinear": "layernorm_linear", "GroupedLinear": "grouped_linear"}
 SIGNATURES = {
     # name: (file below transformer_engine/pytorch/, path of the function in it)
     **{
         f"{kind}.{method}": (f"module/{file}.py", f"{kind}.{method}")
-        for kind, file in (
-            ("Linear", "linear"),
-            ("LayerNormLinear", "layernorm_linear"),
-            ("GroupedLinear", "grouped_linear"),
-        )
+        for kind, file in LINEARS.items()
         for method in ("__init__", "forward")
     },
     "RMSNorm.__init__": ("module/rmsnorm.py", "RMSNorm.__init__"),
@@ -38,16 +35,7 @@ SIGNATURES = {
     "get_cpu_offload_context": ("cpu_offload.py", "get_cpu_offload_context"),
     "general_gemm": ("cpp_extensions/gemm.py", "general_gemm"),
     "apply_rotary_pos_emb": ("attention/rope.py", "apply_rotary_pos_emb"),
-    **{
-        name: ("permutation.py", name)
-        for name in (
-            "moe_permute",
-            "moe_permute_with_probs",
-            "moe_unpermute",
-            "moe_sort_chunks_by_index",
-            "moe_sort_chunks_by_index_with_probs",
-        )
-    },
+    **{name: ("permutation.py", name) for name in PERMUTATIONS},
     "FusedAdam.__init__": ("optimizers/fused_adam.py", "FusedAdam.__init__"),
     "MultiTensorApply.__call__": ("optimizers/multi_tensor_apply.py", "MultiTensorApply.__call__"),
 }
@@ -59,11 +47,8 @@ class Source:
     def __init__(self, wheel: pathlib.Path) -> None:
         self.version = wheel.name.split("-")[1]
         with zipfile.ZipFile(wheel) as files:
-            self.trees = {
-                name: ast.parse(files.read(name))
-                for name in files.namelist()
-                if name.startswith("transformer_engine/") and name.endswith(".py") and "/jax/" not in name
-            }
+            names = (x for x in files.namelist() if x.startswith("transformer_engine/") and "/jax/" not in x)
+            self.trees = {name: ast.parse(files.read(name)) for name in names if name.endswith(".py")}
 
     def file_of(self, module: str) -> str | None:
         path = module.replace(".", "/")
@@ -112,10 +97,7 @@ class Source:
 
 
 def imported_names(folder: pathlib.Path) -> dict[str, set[str]]:
-    """Return what the Python files below ``folder`` take from Transformer Engine: names by module.
-
-    They import it, or name it through the whole package: ``te.pytorch.ops.Sequential``.
-    """
+    """Return names by module that files below ``folder`` import from Transformer Engine, or name through it."""
     found: dict[str, set[str]] = {}
     for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -129,14 +111,12 @@ def imported_names(folder: pathlib.Path) -> dict[str, set[str]]:
 
 
 def facts(source: Source, wanted: dict[str, set[str]]) -> dict:
-    names = {module: sorted(source.names(module) & wanted[module]) for module in sorted(wanted)}
-    return {
-        "names": {module: found for module, found in names.items() if source.file_of(module)},
-        "signatures": {
-            name: {"file": file, "function": path, "parameters": source.signature(file, path)}
-            for name, (file, path) in SIGNATURES.items()
-        },
+    known = [module for module in sorted(wanted) if source.file_of(module)]
+    signatures = {
+        name: {"file": file, "function": path, "parameters": source.signature(file, path)}
+        for name, (file, path) in SIGNATURES.items()
     }
+    return {"names": {x: sorted(source.names(x) & wanted[x]) for x in known}, "signatures": signatures}
 
 
 def main(arguments: list[str]) -> None:

@@ -20,13 +20,9 @@ from tests.workers.environment import TORCHRUN
 
 pytest.importorskip("tinker", reason="Tinker's SDK is not installed; `make test-tinker` installs it")
 START_S, END_S = 120.0, 60.0
-OWN_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "WANDB_MODE": "disabled",
-    "TINKER_TELEMETRY": "0",
-    "TINKER_API_KEY": "tml-test",
-    "OMP_NUM_THREADS": "1",
-}
+OWN_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "TINKER_TELEMETRY": "0"}
+OWN_ENVIRONMENT |= {"TINKER_API_KEY": "tml-test"}
+SETTINGS = "run: {deadline_s: 120}\nparallel: {pipeline: 2}\nlora: {rank: 32}\nserve: {port: 0, max_models: 64}\n"
 
 
 @contextmanager
@@ -34,30 +30,19 @@ def served(folder: pathlib.Path, model: pathlib.Path, *overrides: str) -> Iterat
     """Serve within the block by torchrun, as a user does; yield the address."""
     folder.mkdir(parents=True, exist_ok=True)
     config, log = folder / "server.yaml", folder / "server.log"
-    settings = (
-        "run: {deadline_s: 120}",
-        "parallel: {pipeline: 2}",
-        "lora: {rank: 32}",
-        "serve: {port: 0, max_models: 64}",
-    )
-    config.write_text("\n".join(settings) + "\n")
+    config.write_text(SETTINGS)
     command = [sys.executable, "-m", *TORCHRUN, "2"]
     command += ["-m", "megatron_rl.serve", "--config", str(config), "--run-dir", str(folder / "run")]
     command += [f"model.hf_path={model}", f"serve.base_model={CHAT}", *overrides]
     environment = {**os.environ, **OWN_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     with log.open("w") as said:
-        server = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    found: list[str] = []
-
-    def says() -> bool:
-        found[:] = re.findall(r"serving .* at (http://[\d.:]+)", log.read_text())
-        return bool(found) or server.poll() is not None
-
+        own = dict(cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        server = subprocess.Popen(command, **own)
+    said_where = re.compile(r"serving .* at (http://[\d.:]+)")
     try:
-        assert until(says, START_S) and found, log.read_text()
-        yield found[0]
+        assert until(lambda: said_where.search(log.read_text()) or server.poll() is not None, START_S), log.read_text()
+        assert (found := said_where.search(log.read_text())), log.read_text()
+        yield found[1]
         assert server.poll() is None, log.read_text()
     finally:
         if server.poll() is None:

@@ -36,10 +36,9 @@ class Flaky:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
 
     def __enter__(self) -> Flaky:
-        self.thread.start()
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,22 +50,17 @@ class Flaky:
         return f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def handle(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
-        """Answer a request, or do not."""
         with self.lock:
             fault = self.random.choice((*FAULTS, *[None] * 2 * len(FAULTS)))
             self.made[fault or "none"] += 1
         if fault == "lose the request":
-            handler.close_connection = True
-            handler.connection.close()
-            return
+            return _hang_up(handler)
         if fault == "answer 503":
             return _answer(handler, 503, "application/json", b'{"detail": "a proxy had a bad day"}')
         for _ in range(2 if fault == "send twice" else 1):
             status, kind, content = self._forward(handler, body)
         if fault == "lose the answer":
-            handler.close_connection = True
-            handler.connection.close()
-            return
+            return _hang_up(handler)
         _answer(handler, status, kind, content)
 
     def _forward(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, str, bytes]:
@@ -78,6 +72,11 @@ class Flaky:
                 return answer.status, answer.headers["content-type"], answer.read()
         except urllib.error.HTTPError as error:
             return error.code, error.headers["content-type"], error.read()
+
+
+def _hang_up(handler: BaseHTTPRequestHandler) -> None:
+    handler.close_connection = True
+    handler.connection.close()
 
 
 def _answer(handler: BaseHTTPRequestHandler, status: int, kind: str, content: bytes) -> None:

@@ -10,6 +10,7 @@ pytest.importorskip("tinker", reason="Tinker's SDK is not installed; `make test-
 import tinker
 from tinker import types
 
+from tests.pairwise import quick
 from tests.tinker.clients import ADAM, TEXTS, answer, datum, scores, service, texts, trainer
 from tests.tinker.flaky import FAULTS, Flaky
 
@@ -33,7 +34,7 @@ def trained(client: tinker.ServiceClient) -> tuple[np.ndarray, list[list[int]]]:
     return scores(model), tokens
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", quick([0, 1], 0))
 def test_a_line_that_loses_and_doubles_changes_nothing(address: str, seed: int) -> None:
     want, drawn = trained(service(address))
     with Flaky(address, seed) as line:
@@ -43,6 +44,7 @@ def test_a_line_that_loses_and_doubles_changes_nothing(address: str, seed: int) 
     assert again == drawn
 
 
+@pytest.mark.long
 def test_many_samples_at_once(address: str) -> None:
     sampler = trainer(service(address)).save_weights_and_get_sampling_client()
     params = [types.SamplingParams(max_tokens=4, temperature=1.0, seed=i) for i in range(512)]

@@ -80,16 +80,15 @@ def test_records_of_a_client_are_its_own(client: tinker.ServiceClient, address: 
         answer(stranger.create_training_client_from_state(path))
 
 
-@pytest.mark.parametrize(
-    ("loss", "settings"),
-    [
-        ("importance_sampling", {}),
-        ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
-        ("cispo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1}),
-        ("dro", {"beta": 0.3}),
-    ],
-)
-def test_losses_are_the_published_formulas(client: tinker.ServiceClient, loss: str, settings: dict) -> None:
+LOSSES = {
+    "importance_sampling": {}, "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
+    "cispo": {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1}, "dro": {"beta": 0.3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_are_the_published_formulas(client: tinker.ServiceClient, loss: str) -> None:
+    settings = LOSSES[loss]
     random = np.random.default_rng(0)
     lengths = [len(tokens) - 1 for tokens in TEXTS]
     old = [random.normal(-5.5, 0.2, n) for n in lengths]
@@ -101,11 +100,9 @@ def test_losses_are_the_published_formulas(client: tinker.ServiceClient, loss: s
     ratio = np.exp(new - old)
     clipped = np.clip(ratio, settings.get("clip_low_threshold", 0), settings.get("clip_high_threshold", np.inf))
     want = {
-        "importance_sampling": ratio * advantages,
-        "ppo": np.minimum(ratio * advantages, clipped * advantages),
-        "cispo": clipped * new * advantages,
-        "dro": new * advantages - 0.15 * (new - old) ** 2,
-    }[loss]
+        "importance_sampling": ratio * advantages, "ppo": np.minimum(ratio * advantages, clipped * advantages),
+        "cispo": clipped * new * advantages, "dro": new * advantages - 0.15 * (new - old) ** 2,
+    }[loss]  # fmt: skip
     assert output.metrics["loss:sum"] == pytest.approx(-want.sum(), rel=1e-5)
 
 
@@ -118,8 +115,7 @@ def test_a_loss_of_the_clients_own_trains_as_the_servers(client: tinker.ServiceC
         total = -sum((values * torch.tensor(row)).sum() for values, row in zip(found, weights, strict=True))
         return total, {"custom": float(total)}
 
-    plain, custom = trainer(client), trainer(client)
-    bare = [datum(tokens) for tokens in TEXTS]
+    plain, custom, bare = trainer(client), trainer(client), [datum(tokens) for tokens in TEXTS]
     for _ in range(2):
         want = answer(plain.forward_backward(data, "cross_entropy")).metrics["loss:sum"]
         answer(plain.optim_step(ADAM))
@@ -129,27 +125,23 @@ def test_a_loss_of_the_clients_own_trains_as_the_servers(client: tinker.ServiceC
     assert np.allclose(scores(plain), scores(custom), atol=1e-5)
 
 
+@pytest.mark.long
 def test_chunks_of_the_client_add_up(client: tinker.ServiceClient) -> None:
-    """1100 data go in two requests, for the SDK sends at most 1024 in one; several targets a token, and sparse ones."""
+    """1100 data go in two requests, for the SDK sends at most 1024 in one."""
     one, cut = trainer(client), trainer(client)
-    copies = 1100
-    answer(cut.forward_backward([datum(TEXTS[1], weights=[0.01, 0.02])] * copies, "cross_entropy"))
-    answer(cut.optim_step(ADAM))
-    answer(one.forward_backward([datum(TEXTS[1], weights=[0.01 * copies, 0.02 * copies])], "cross_entropy"))
-    answer(one.optim_step(ADAM))
+    step(cut, [datum(TEXTS[1], weights=[0.01, 0.02])] * 1100)
+    step(one, [datum(TEXTS[1], weights=[11.0, 22.0])])
     assert np.allclose(scores(one), scores(cut), atol=1e-5)
 
 
 def test_targets_of_several_columns_dense_and_sparse(client: tinker.ServiceClient) -> None:
     model = trainer(client)
-    tokens = TEXTS[0]
     targets = torch.tensor([[66, 1], [67, 2], [68, 3], [69, 4]])
     weights = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.5, 0.0], [0.0, -2.0]])
-    found = []
+    found, given = [], types.ModelInput.from_ints(TEXTS[0][:-1])
     for tensor in (types.TensorData.from_torch(weights), types.TensorData.from_torch_sparse(weights)):
         inputs = {"target_tokens": types.TensorData.from_torch(targets), "weights": tensor}
-        data = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
-        found.append(answer(model.forward([data], "cross_entropy")))
+        found.append(answer(model.forward([types.Datum(model_input=given, loss_fn_inputs=inputs)], "cross_entropy")))
     values = [np.asarray(output.loss_fn_outputs[0]["logprobs"].to_torch()) for output in found]
     assert values[0].shape == (4, 2) and np.array_equal(*values)
     want = -(values[0].astype(np.float64) * weights.numpy()).sum()
@@ -164,11 +156,10 @@ def test_stable_reinforce_is_refused_by_name(client: tinker.ServiceClient) -> No
 
 def first_steps(address: str, path: str) -> dict:
     """Run first_steps.py in an interpreter of its own, with a folder before the installed packages."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tinker.first_steps", address],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}, capture_output=True, text=True,
-        timeout=patient(240), check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "tests.tinker.first_steps", address]
+    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    said = dict(capture_output=True, text=True, timeout=patient(240), check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, **said)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.patience import patient
-from tests.workers.inputs import prepare_inputs
 
 BOUND_S = patient(240.0)
 
@@ -32,36 +31,40 @@ def bounded() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cores() -> None:
-    """Give each lane cores of its own.
-
-    Threads of two engines that spin on the same cores take ten times as long as either alone.
-    """
+    """Give each lane cores of its own: engines that spin on the same cores take ten times as long as either alone."""
     lane, lanes = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[int(lane.removeprefix("gw")) % len(cores) :: lanes])
 
 
 @pytest.fixture(scope="session")
-def inputs(tmp_path_factory) -> pathlib.Path:
-    """Make data, tokenizer and a tied qwen2 of the quickstart's kind.
-
-    Its heads are of 32, which vLLM's CPU build can do.
-    """
+def inputs(arithmetic) -> pathlib.Path:
+    """Return data, tokenizer and a tied qwen2 with heads of 32, which vLLM's CPU build can do."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here; make test-vllm installs it and runs these tests")
-    return prepare_inputs(tmp_path_factory.mktemp("vllm"), hidden=64, layers=2, heads=2, intermediate=96)
+    return arithmetic
 
 
 @pytest.fixture(scope="session")
 def bench(inputs, tmp_path_factory):
     """Return a running engine of a tied qwen2, with weights; a test that restarts it leaves it able to recover."""
-    from tests.vllm.rig import model_folder, start_bench
+    from tests.vllm.rig import running
 
-    root = tmp_path_factory.mktemp("bench")
-    started = start_bench(model_folder(inputs / "model", root / "model", "qwen2", tied=True), root / "run")
-    try:
-        started.engine.recover(())
+    with running(inputs, tmp_path_factory.mktemp("bench"), "qwen2") as started:
         started.load(0)
         yield started
-    finally:
-        started.engine.close()
+
+
+@pytest.fixture
+def run(pool, arithmetic, tmp_path):
+    """Return a call that runs the command line, or ``function``, on a real engine; it returns what each rank said."""
+    from tests.runs.command import arguments, command_line
+    from tests.vllm.served import VLLM
+
+    def call(*given, world=1, base=VLLM, folder=arithmetic, out=tmp_path, function=command_line, more=(), ends_with=0):
+        given = arguments(folder, out, *base, *given)
+        results = pool.run(world, function, given, *more, timeout_s=300)
+        assert [code for code, *_ in results] == [ends_with] * world, results
+        return [rest for _, *rest in results]
+
+    return call

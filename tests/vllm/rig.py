@@ -1,29 +1,21 @@
-"""The rig of the tests with a real embedded engine.
-
-It has model folders, weights by seed, Hugging Face's forward, an engine and its syncs.
-"""
+"""The rig of the tests with a real embedded engine: models, weights by seed, Hugging Face's forward, syncs."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.rollout.build import RankLocation, build_engine, role_of
@@ -43,57 +35,29 @@ REQUEST_S = patient(60.0)
 DEADLINE_S = patient(120.0)  # no engine that is well is this late
 BLOCK_TOKENS = 32  # of the prefix cache; see launch.engine_arguments
 CPU = torch.device("cpu")
-CONFIGS = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}
+CONFIGS = {"qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
 
 
 def model_folder(
     source: pathlib.Path, folder: pathlib.Path, family: str, *, tied: bool, intermediate: int = 96
 ) -> pathlib.Path:
-    """Write config.json and tokenizer without weights, which come by sync.
-
-    source: a folder with a tokenizer.
-    """
-    shutil.copytree(
-        source, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json")
-    )
-    vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
-    CONFIGS[family](
-        vocab_size=vocab_size,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        intermediate_size=intermediate,
-        tie_word_embeddings=tied,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=1,
-        dtype="float32",
-        architectures=[AutoModelForCausalLM._model_mapping[CONFIGS[family]].__name__],
-    ).save_pretrained(folder)
+    """Write config.json and tokenizer without weights, which come by sync; ``source`` has the tokenizer."""
+    ignore = shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json")
+    shutil.copytree(source, folder, ignore=ignore)
+    sizes = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=intermediate, max_position_embeddings=512)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    names = [AutoModelForCausalLM._model_mapping[CONFIGS[family]].__name__]
+    tokens = dict(bos_token_id=None, eos_token_id=0, pad_token_id=1, tie_word_embeddings=tied)
+    tokens["vocab_size"] = json.loads((source / "config.json").read_text())["vocab_size"]
+    CONFIGS[family](**sizes, **heads, **tokens, dtype="float32", architectures=names).save_pretrained(folder)
     return folder
 
 
 def config_of(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> Config:
-    return load_config(
-        None,
-        [
-            f"model.hf_path={folder}",
-            f"run.dir={run_dir}",
-            "model.dtype=float32",
-            "rollout.engine=vllm",
-            "data.max_prompt_tokens=160",
-            "rollout.max_response_tokens=24",
-            "rollout.temperature=0.7",
-            f"rollout.start_s={START_S}",
-            f"rollout.request_s={REQUEST_S}",
-            f"weight_sync.deadline_s={DEADLINE_S}",
-            "rollout.vllm={max_num_seqs: 64}",
-            *overrides,
-        ],
-    )
+    bounds = (f"rollout.start_s={START_S}", f"rollout.request_s={REQUEST_S}", f"weight_sync.deadline_s={DEADLINE_S}")
+    fixed = ("model.dtype=float32", "rollout.engine=vllm", "rollout.vllm={max_num_seqs: 64}", *bounds)
+    sizes = ("data.max_prompt_tokens=160", "rollout.max_response_tokens=24", "rollout.temperature=0.7")
+    return load_config(None, [f"model.hf_path={folder}", f"run.dir={run_dir}", *fixed, *sizes, *overrides])
 
 
 def hugging_face(folder: pathlib.Path) -> PreTrainedModel:
@@ -110,18 +74,22 @@ def random_weights(model: PreTrainedModel, seed: int) -> dict[str, torch.Tensor]
 
 
 @torch.no_grad()
-def reference_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float) -> np.ndarray:
-    prompt, response = rollout.prompt.token_ids, torch.tensor(rollout.response_ids)
-    logits = model(torch.tensor([[*prompt, *rollout.response_ids]])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / temperature, dim=-1).gather(1, response[:, None])[:, 0].numpy()
+def logprobs_after(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], temperature: float):
+    """Return Hugging Face's log-probs of ``tokens`` after a prompt."""
+    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+
+
+def gap_of(model: PreTrainedModel, rollout: Rollout, temperature: float) -> np.ndarray:
+    """Return how far each log-prob of a rollout is from Hugging Face's."""
+    wanted = logprobs_after(model, rollout.prompt.token_ids, rollout.response_ids, temperature)
+    return np.abs(np.array(rollout.logprobs) - wanted)
 
 
 def make_prompts(*lengths: int, vocab_size: int = 17) -> list[Prompt]:
     generator = np.random.default_rng(len(lengths))
     ids = [tuple(generator.integers(2, vocab_size, size=length).tolist()) for length in lengths]
-    return [
-        Prompt(prompt_id=f"{index}@0", text="", token_ids=token_ids, columns={}) for index, token_ids in enumerate(ids)
-    ]
+    return [Prompt(prompt_id=f"{index}@0", text="", token_ids=each, columns={}) for index, each in enumerate(ids)]
 
 
 def told(rollouts: Iterable[Rollout]) -> list[tuple]:
@@ -137,7 +105,7 @@ class Bench:
     config: Config
     engine: VllmEngine
     model: PreTrainedModel
-    versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    versions: Iterator[int] = field(default_factory=lambda: itertools.count())
 
     @property
     def replica(self) -> ProcessReplica:
@@ -157,13 +125,7 @@ class Bench:
         """Run a sync that need not succeed, by a sender of its own where ``changes`` says something of one."""
         version = next(self.versions)
         if changes:
-            given = {
-                "channel": "shared_memory",
-                "bucket_bytes": 1 << 20,
-                "deadline_s": DEADLINE_S,
-                "device": CPU,
-            } | changes
-            sender = WeightSender(**given)
+            sender = sender_of(**changes)
             report = sender.deliver(iter(weights), version, [self.replica])
             sender.forget(self.replica)
             assert report.failed or changes.get("channel", "shared_memory") != "shared_memory" or any(sender.halves)
@@ -180,16 +142,23 @@ class Bench:
         assert not report.failed, report.failed
         return report.version
 
+    def watch_control(self, planted: pytest.MonkeyPatch, watch: Callable[[str, dict], object]) -> None:
+        """Call ``watch(method, arguments)`` before each control message, which is not sent where it returns False."""
+        control = self.replica.control
+
+        def watched(method, arguments, timeout_s):
+            return None if watch(method, arguments) is False else control(method, arguments, timeout_s)
+
+        planted.setattr(self.replica, "control", watched)
+
+    def skip_resets(self, planted: pytest.MonkeyPatch) -> None:
+        self.watch_control(planted, lambda method, _: method != "reset_prefix_cache")
+
     def in_this_process(self, seed: int) -> TransformersEngine:
         """Return the embedded engine of the same settings, with the weights of a seed."""
-        engine = TransformersEngine(
-            str(self.folder),
-            AutoTokenizer.from_pretrained(self.folder),
-            self.config.rollout,
-            seed=self.config.run.seed,
-            dtype=torch.float32,
-            device=CPU,
-        )
+        tokenizer, given = AutoTokenizer.from_pretrained(self.folder), dict(dtype=torch.float32, device=CPU)
+        rollout, given["seed"] = self.config.rollout, self.config.run.seed
+        engine = TransformersEngine(str(self.folder), tokenizer, rollout, **given)
         engine.load_weights(iter(self.weights(seed).items()), 1)
         return engine
 
@@ -201,11 +170,13 @@ class Bench:
 
     def largest_gap(self, prompts: list[Prompt], samples: int = 4) -> float:
         """Return the largest gap of the engine's log-probs to the reference's."""
-        temperature = self.config.rollout.temperature
-        return max(
-            np.abs(np.array(rollout.logprobs) - reference_logprobs(self.model, rollout, temperature)).max()
-            for rollout in self.engine.generate(prompts, samples)
-        )
+        return self.worst(self.engine.generate(prompts, samples))
+
+    def gap(self, rollout: Rollout) -> np.ndarray:
+        return gap_of(self.model, rollout, self.config.rollout.temperature)
+
+    def worst(self, rollouts: Iterable[Rollout]) -> float:
+        return max(self.gap(rollout).max() for rollout in rollouts)
 
 
 def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str, ranks: int = 1) -> Bench:
@@ -213,16 +184,31 @@ def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str, ra
     config = config_of(folder, run_dir, *overrides)
     seat = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks)
     model = hugging_face(folder)
-    engine = build_engine(
-        config,
-        AutoTokenizer.from_pretrained(folder),
-        location=seat,
-        role=role_of(config, seat),
-        device=CPU,
-        dtype=torch.float32,
-        vocab_size=model.config.vocab_size,
-    )
+    given = dict(location=seat, role=role_of(config, seat), vocab_size=model.config.vocab_size)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engine = build_engine(config, tokenizer, **given, device=CPU, dtype=torch.float32)
     return Bench(folder, config, engine, model)
+
+
+@contextlib.contextmanager
+def ready(started: Bench) -> Iterator[Bench]:
+    """Wait until an engine is ready; end it with the block."""
+    try:
+        started.engine.recover(())
+        yield started
+    finally:
+        started.engine.close()
+
+
+def running(inputs: pathlib.Path, root: pathlib.Path, family: str, *overrides: str, tied: bool = True, ranks: int = 1):
+    """Start an engine of a tiny model, which is ready in the block and ends with it."""
+    folder = model_folder(inputs / "model", root / "model", family, tied=tied)
+    return ready(start_bench(folder, root / "run", *overrides, ranks=ranks))
+
+
+def sender_of(**changes) -> WeightSender:
+    given = {"channel": "shared_memory", "bucket_bytes": 1 << 20, "deadline_s": DEADLINE_S, "device": CPU}
+    return WeightSender(**given | changes)
 
 
 def segments() -> list[pathlib.Path]:

@@ -26,45 +26,17 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_S = patient(240.0)  # 15 to 80 s where nothing else runs
 ANSWER_S = patient(120.0)
 KEY = "sesame-of-the-tests"
-VERSION = -1  # as the server says of the weights in its files
-MAX_TOKENS = 512
-EOS = 0
-# Every one of these would change the samples if the server applied it.
-GENERATION_CONFIG = {
-    "eos_token_id": [EOS, 7],
-    "temperature": 0.1,
-    "top_k": 1,
-    "top_p": 0.3,
-    "repetition_penalty": 1.7,
-    "max_new_tokens": 3,
-}
-VLLM = (
-    "rollout.engine=vllm",
-    "run.deadline_s=150",
-    "rollout.start_s=120",
-    "rollout.request_s=60",
-    "metrics.dense_every_rollouts=1",
-    "metrics.dense_samples=64",
-    "optimizer.lr=1e-3",
-)
+BASE = ("rollout.engine=vllm", "run.deadline_s=150", "rollout.start_s=120", "rollout.request_s=60", "optimizer.lr=1e-3")
+VLLM = (*BASE, "metrics.dense_every_rollouts=1", "metrics.dense_samples=64")
+SERVER_OPTIONS = ["--enforce-eager", "--dtype=float32", "--block-size=32", "--max-num-seqs=32"]
+SERVER_OPTIONS += ["--no-enable-chunked-prefill", "--max-num-batched-tokens=4096"]
 GAP = 1e-4  # float32, the same weights in two implementations
 
 
 def engines_of(driver: int) -> list[int]:
-    """Return the engine processes whose argument names a rank of ours: children of the pool's workers."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-            rank = int(words[-2]) if b"megatron_rl.rollout.vllm.process_main" in words else 0
-            parent = (
-                int((path.parents[1] / str(rank) / "stat").read_text().rpartition(")")[2].split()[1]) if rank else 0
-            )
-        except (OSError, ValueError):
-            continue
-        if parent == driver:
-            found.append(int(path.parent.name))
-    return found
+    """Return the engine processes of the ranks that a process has started."""
+    started = psutil.Process(driver).children(recursive=True)
+    return [x.pid for x in started if "megatron_rl.rollout.vllm.process_main" in x.cmdline()]
 
 
 @contextlib.contextmanager
@@ -99,68 +71,44 @@ def run_killing_engines(rank: int, world: int, given: list[str], moments: tuple[
         return *command_line(rank, world, given), len(killed)
 
 
+def starts_of(log: pathlib.Path, index: int) -> list[int]:
+    return [int(pid) for pid in re.findall(rf"server {index}: starting, process (\d+)", log.read_text())]
+
+
+def kill(log: pathlib.Path, index: int, victim: str) -> None:
+    """Send kill -9 to the API process of a server that a supervisor's log names, or to its engine's."""
+    api, *others = psutil.Process(starts_of(log, index)[-1]).children(recursive=True)
+    engine = next(x for x in others if "EngineCore" in x.name() or "EngineCore" in " ".join(x.cmdline()))
+    (engine if victim == "engine" else api).send_signal(signal.SIGKILL)
+
+
 class Served:
-    """Servers of tools/serve_vllm.py, ``replicas`` of them; ``options`` are vLLM's."""
+    """Servers of tools/serve_vllm.py, ``replicas`` of them; ``options`` are vLLM's. Ends them with its block."""
 
     def __init__(self, model_folder: pathlib.Path, folder: pathlib.Path, *options: str, replicas: int = 2) -> None:
         self.port, self.log = unused_port(replicas), folder / "tool.log"
-        command = [
-            sys.executable,
-            str(ROOT / "tools" / "serve_vllm.py"),
-            "--model",
-            str(model_folder),
-            "--port",
-            str(self.port),
-            "--replicas",
-            str(replicas),
-            "--api-key-env",
-            "KEY_OF_THE_TESTS",
-            "--log-dir",
-            str(folder),
-            "--grace-s",
-            "5",
-            "--",
-            "--enforce-eager",
-            "--dtype",
-            "float32",
-            "--block-size",
-            "32",
-            "--max-num-seqs",
-            "32",
-            "--no-enable-chunked-prefill",
-            "--max-num-batched-tokens",
-            "4096",
-            *options,
-        ]
-        environment = {
-            **os.environ,
-            "KEY_OF_THE_TESTS": KEY,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-        }
+        command = [sys.executable, str(ROOT / "tools" / "serve_vllm.py"), "--model", str(model_folder)]
+        command += ["--port", str(self.port), "--replicas", str(replicas), "--log-dir", str(folder)]
+        command += ["--api-key-env", "KEY_OF_THE_TESTS", "--grace-s", "5", "--", *SERVER_OPTIONS, *options]
+        environment = {**os.environ, "KEY_OF_THE_TESTS": KEY, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment |= dict.fromkeys(("TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"), "1")
         with open(self.log, "w") as output:
             self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         self.urls = [f"http://127.0.0.1:{self.port + index}" for index in range(replicas)]
+        self.trained = False  # whether a run has sent other weights than those of the files
 
     def starts(self, index: int) -> list[int]:
         """Return the process of each start of a server: the small parent that ends all of it."""
-        return [int(pid) for pid in re.findall(rf"server {index}: starting, process (\d+)", self.log.read_text())]
+        return starts_of(self.log, index)
 
     def log_of(self, index: int) -> str:
         return (self.log.parent / f"server{index}.log").read_text()
 
-    def kill(self, index: int, victim: str) -> None:
-        """Send kill -9 to a server's API process, or to its engine's."""
-        api, *others = psutil.Process(self.starts(index)[-1]).children(recursive=True)
-        engine = next(x for x in others if "EngineCore" in x.name() or "EngineCore" in " ".join(x.cmdline()))
-        (engine if victim == "engine" else api).send_signal(signal.SIGKILL)
+    def __enter__(self) -> Served:
+        return self
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         processes: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             processes = psutil.Process(self.process.pid).children(recursive=True)
@@ -174,9 +122,8 @@ class Served:
     def requests_running(self, index: int) -> int:
         request = urllib.request.Request(f"{self.urls[index]}/metrics", headers={"Authorization": f"Bearer {KEY}"})
         with urllib.request.urlopen(request, timeout=10) as answer:
-            return int(
-                float(re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)[1])
-            )
+            said = answer.read().decode()
+        return int(float(re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", said, re.MULTILINE)[1]))
 
 
 def wait_for(what: str, condition, bound_s: float = 60.0) -> None:

@@ -5,31 +5,23 @@ The reference is Hugging Face's model with W + (alpha / rank) · B A, merged in 
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
 import signal
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
 from megatron_rl.rollout.weight_sync.transport import is_adapter
+from megatron_rl.types import Rollout
 from tests.adapted import adapt, adapters_of, merged
-from tests.vllm.calls import Call, spans
-from tests.vllm.rig import (
-    DEADLINE_S,
-    LOGPROB_TOLERANCE,
-    Bench,
-    hugging_face,
-    make_prompts,
-    model_folder,
-    reference_logprobs,
-    start_bench,
-)
+from tests.pairwise import quick
+from tests.vllm.calls import LONG, spans_hold
+from tests.vllm.rig import DEADLINE_S, LOGPROB_TOLERANCE, Bench, hugging_face, make_prompts, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
@@ -68,31 +60,26 @@ class Adapted:
         self.refer_to(seed)
         return report
 
+    def draw(self) -> list[Rollout]:
+        return self.bench.engine.generate(PROMPTS, 2, max_tokens=[24] * len(PROMPTS))
 
-def started(inputs, root, family: str, *overrides: str, ranks: int = 1, tied: bool = True) -> Adapted:
-    folder = model_folder(inputs / "model", root / "model", family, tied=tied)
-    bench = start_bench(folder, root / "run", *ALONE, *overrides, ranks=ranks)
-    return Adapted(bench, bench.weights(1))
+    def is_exact(self, seed: int = 5) -> None:
+        self.load(seed)
+        assert self.bench.worst(self.draw()) < LOGPROB_TOLERANCE
+
+
+@contextlib.contextmanager
+def started(inputs, root, family: str, *overrides: str, **options) -> Iterator[Adapted]:
+    with running(inputs, root, family, *ALONE, *overrides, **options) as bench:
+        yield Adapted(bench, bench.weights(1))
 
 
 @pytest.fixture(scope="module")
 def adapted(inputs, tmp_path_factory) -> Iterator[Adapted]:
-    """Start an engine that takes weights in flight; its calls last for some seconds where asked for 200 tokens."""
-    found = started(
-        inputs,
-        tmp_path_factory.mktemp("alone"),
-        "qwen2",
-        "rollout.max_response_tokens=200",
-        "rollout.request_s=200",
-        "weight_sync.in_flight=true",
-        "rollout.vllm={max_num_seqs: 4}",
-    )
-    found.bench.versions = itertools.count(0)
-    try:
-        found.bench.engine.recover(())
+    """Start an engine that takes weights in flight; its calls last for some seconds where asked for 100 tokens."""
+    settings = (*LONG, "rollout.vllm={max_num_seqs: 4}")
+    with started(inputs, tmp_path_factory.mktemp("alone"), "qwen2", *settings) as found:
         yield found
-    finally:
-        found.bench.engine.close()
 
 
 def test_after_every_sync_logprobs_equal_the_merged_models(adapted):
@@ -103,86 +90,38 @@ def test_after_every_sync_logprobs_equal_the_merged_models(adapted):
     for number, seed in enumerate((1, 2, 3, 1)):
         report = adapted.load(seed)
         assert report.num_bytes == pairs + (0 if number else whole)
-        rollouts = adapted.bench.engine.generate(PROMPTS, 2, max_tokens=[24] * len(PROMPTS))
+        rollouts = adapted.draw()
         assert {x.weight_versions for x in rollouts} == {((report.version, len(x.response_ids)),) for x in rollouts}
-        gaps.append(largest_gap(adapted, rollouts))
+        gaps.append(adapted.bench.worst(rollouts))
         adapted.refer_to(seed + 1)  # of adapters that it has not
-        changes.append(largest_gap(adapted, rollouts))
-    print("largest differences:", " ".join(f"{x:.1e}" for x in gaps), "| of others:", min(changes))
+        changes.append(adapted.bench.worst(rollouts))
     assert max(gaps) < LOGPROB_TOLERANCE and min(changes) > 1000 * LOGPROB_TOLERANCE
 
 
-def largest_gap(adapted: Adapted, rollouts) -> float:
-    temperature = adapted.bench.config.rollout.temperature
-    return max(
-        np.abs(np.array(x.logprobs) - reference_logprobs(adapted.bench.model, x, temperature)).max() for x in rollouts
-    )
+def test_adapters_in_flight_are_those_that_a_tokens_span_names(adapted, monkeypatch):
+    monkeypatch.setattr(adapted.bench.engine, "_stop_ids", ())  # all answers have their full length
+    spans_hold(adapted.bench, lambda seed: adapted.load(seed).version, adapted.refer_to, few=6)
 
 
-def exact(adapted: Adapted, seed: int = 5) -> None:
-    adapted.load(seed)
-    rollouts = adapted.bench.engine.generate(PROMPTS, 2, max_tokens=[24] * len(PROMPTS))
-    assert largest_gap(adapted, rollouts) < LOGPROB_TOLERANCE
+UP, OUTPUT = f"{LAYER}mlp.up_proj.lora_", f"{LAYER}self_attn.o_proj.lora_"
+MISFITS = {
+    "half a pair": ({f"{UP}B.weight": None}, "1 halves of the adapters' pairs did not arrive"),
+    "one of two": (dict.fromkeys((f"{UP}A.weight", f"{UP}B.weight")), f"layer {LAYER}mlp.gate_up_proj is [192, 64]"),
+    "no such layer": (
+        {f"{LAYER}mlp.gate.lora_A.weight": (3, 64), f"{LAYER}mlp.gate.lora_B.weight": (2, 3)},
+        f"no layer for 1 of the adapters: {LAYER}mlp.gate",
+    ),
+    "another rank": ({f"{UP}A.weight": (2, 64)}, "adapters of rank 3 are A [(2, 64), (3, 64)]"),
+    "too few rows": ({f"{OUTPUT}B.weight": (63, 3)}, f"layer {LAYER}self_attn.o_proj is [64, 64]"),
+    "rank of B": ({f"{OUTPUT}B.weight": (64, 2)}, f"layer {LAYER}self_attn.o_proj is [(64, 2)]"),
+    "some weights": ({"model.norm.weight": (64,)}, "15 of the engine's 16 parameters did not arrive"),
+}
 
 
-def test_adapters_in_flight_are_those_that_a_tokens_span_names(adapted):
-    """A token's log-prob is that of the adapters that its span names, two times changed in the middle of a call."""
-    bench = adapted.bench
-    before, bench.engine._stop_ids = bench.engine._stop_ids, ()  # all answers have their full length
-    try:
-        for _ in range(4):  # an update may fall between the last tokens of some answers and the first of the next
-            adapted.load(1)
-            versions, call = {bench.engine.weight_version: 1}, Call(bench, samples=2, few=9)
-            for seed in (2, 3):
-                call.wait_for_the_middle()
-                versions[adapted.load(seed).version] = seed
-            rollouts = call.result()
-            named = {tuple(version for version, _ in x.weight_versions): x for x in rollouts}
-            seen = {version for kind in named for version in kind} == set(versions)
-            if spanned := seen and any(len(kind) > 1 for kind in named):
-                break
-    finally:
-        bench.engine._stop_ids = before
-    assert spanned
-    gaps, others = dict.fromkeys(versions, 0.0), []
-    for version, seed in versions.items():
-        adapted.refer_to(seed)
-        for rollout in named.values():
-            wanted = reference_logprobs(bench.model, rollout, bench.config.rollout.temperature)
-            gap = np.abs(np.array(rollout.logprobs) - wanted)
-            for own, tokens in spans(rollout):
-                if own == version:
-                    gaps[version] = max(gaps[version], gap[tokens].max())
-                else:
-                    others.append(gap[tokens].max())
-    print("largest differences:", gaps)
-    assert max(gaps.values()) < LOGPROB_TOLERANCE and max(others) > 1000 * LOGPROB_TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({f"{LAYER}mlp.up_proj.lora_B.weight": None}, "1 halves of the adapters' pairs did not arrive"),
-        (
-            {f"{LAYER}mlp.up_proj.lora_{side}.weight": None for side in "AB"},
-            f"layer {LAYER}mlp.gate_up_proj is [192, 64]",
-        ),
-        (
-            {f"{LAYER}mlp.gate.lora_A.weight": (3, 64), f"{LAYER}mlp.gate.lora_B.weight": (2, 3)},
-            f"no layer for 1 of the adapters: {LAYER}mlp.gate",
-        ),
-        ({f"{LAYER}self_attn.q_proj.lora_A.weight": (2, 64)}, "adapters of rank 3 are A [(2, 64), (3, 64)]"),
-        ({f"{LAYER}self_attn.o_proj.lora_B.weight": (63, 3)}, f"layer {LAYER}self_attn.o_proj is [64, 64]"),
-        ({f"{LAYER}self_attn.o_proj.lora_B.weight": (64, 2)}, f"layer {LAYER}self_attn.o_proj is [(64, 2)]"),
-        ({"model.norm.weight": (64,)}, "15 of the engine's 16 parameters did not arrive"),
-    ],
-    ids=["half a pair", "one of two", "no such layer", "another rank", "too few rows", "rank of B", "some weights"],
-)
-def test_adapters_that_do_not_fit_are_named(adapted, change, words):
-    """Adapters that do not fit the model are named, the engine then holds nothing, and a whole sync is exact.
-
-    vLLM itself leaves them out, or copies what there is.
-    """
+@pytest.mark.parametrize("misfit", quick(MISFITS, "half a pair", "one of two", "some weights"))
+def test_adapters_that_do_not_fit_are_named(adapted, misfit):
+    """vLLM leaves them out, or copies what there is; here the engine then holds nothing, and a whole sync is exact."""
+    change, words = MISFITS[misfit]
     adapted.load(1)
     tensors = adapted.pairs(2)
     for name, size in change.items():
@@ -193,9 +132,10 @@ def test_adapters_that_do_not_fit_are_named(adapted, change, words):
     (reason,) = report.failed.values()
     assert words in reason, reason
     assert adapted.bench.engine.weight_version == NO_WEIGHTS and adapted.bench.engine.lacks_weights
-    exact(adapted)
+    adapted.is_exact()
 
 
+@pytest.mark.long
 def test_an_engine_killed_and_started_again_gets_all(adapted):
     """An engine that was killed lacks the weights, refuses adapters without them, and is exact after both."""
     bench = adapted.bench
@@ -209,7 +149,7 @@ def test_an_engine_killed_and_started_again_gets_all(adapted):
     (reason,) = bench.sync(adapted.pairs(2).items()).failed.values()
     assert "adapters came alone, and this engine has not the weights that they belong to" in reason
     assert adapted.load(3).num_tensors == len(adapted.weights) + len(adapted.pairs(3))
-    exact(adapted)
+    adapted.is_exact()
 
 
 @pytest.mark.parametrize("rank, alpha", [(1, 16.0), (3, 4.5), (16, 32.0), (512, 1e-3)])
@@ -244,16 +184,12 @@ def test_the_senders_memory_is_left_as_it_was():
 def test_two_workers_cut_the_adapters_for_themselves(inputs, tmp_path_factory):
     """An engine of two workers, each with half of every layer, is exact by either channel; both sign."""
     root = tmp_path_factory.mktemp("alone_pair")
-    found = started(inputs, root, "qwen3", "rollout.tensor_parallel=2", ranks=2, tied=False)
-    try:
-        found.bench.engine.recover(())
+    with started(inputs, root, "qwen3", "rollout.tensor_parallel=2", ranks=2, tied=False) as found:
         for seed in (1, 2):
-            exact(found, seed)
+            found.is_exact(seed)
         assert len(found.bench.replica.control("weights_received", {}, DEADLINE_S)) == 2
         pairs = found.pairs(3)
-        del pairs[f"{LAYER}mlp.up_proj.lora_B.weight"]
+        del pairs[f"{UP}B.weight"]
         (reason,) = found.send(pairs).failed.values()
         assert "worker 0 of" in reason and "did not arrive" in reason
-        exact(found, 4)
-    finally:
-        found.bench.engine.close()
+        found.is_exact(4)

@@ -1,29 +1,19 @@
-"""Whole runs that generate ahead on a real engine.
-
-The modes agree, tokens carry their weights' versions, and a lost engine is mended.
-"""
+"""Whole runs that generate ahead on a real engine: the modes agree, and a lost engine is mended."""
 
 from __future__ import annotations
 
-import pathlib
+import json
 
 import pytest
 import torch
 
-from tests.runs.command import arguments, command_line, rows_of, timeless, trained_prompts, weights_of
-from tests.vllm.served import run_killing_engines
+from tests.pairwise import quick
+from tests.runs.command import rows_of, timeless, trained_prompts, weights_of
+from tests.vllm.served import BASE, run_killing_engines
 
 pytestmark = pytest.mark.vllm
-VLLM = (
-    "rollout.engine=vllm",
-    "run.deadline_s=150",
-    "rollout.start_s=120",
-    "rollout.request_s=60",
-    "optimizer.lr=1e-3",
-    "reward.functions=[tests.reward_functions:parity,math_verify]",
-    "reward.num_workers=1",
-    "rollout.producer.min_groups=2",
-)
+REWARDS = ("reward.functions=[tests.reward_functions:parity,math_verify]", "reward.num_workers=1")
+AHEAD = (*BASE, *REWARDS, "rollout.producer.min_groups=2")
 STREAMING = ("rollout.producer.mode=streaming",)
 LAYOUTS = {
     "DP2, two engines": (2, ()),
@@ -31,68 +21,42 @@ LAYOUTS = {
 }
 
 
-def firsts_of(run_dir: pathlib.Path) -> list[dict]:
-    return [row for row in rows_of(run_dir) if "async/staleness_max" in row]
+def exact(row: dict) -> dict:
+    """Return a row without what rounds otherwise where an engine batches what it has: its own log-probs."""
+    return {k: v for k, v in timeless(row).items() if not k.startswith(("train/logprob_gap", "train/approx"))}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_streaming_without_staleness_is_the_synchronous_run(pool, arithmetic, tmp_path, layout):
-    """Streaming without staleness is the synchronous run: the same prompts, samples and weights, to the bit.
-
-    An engine batches what it has, so its log-probs may round otherwise: those of the trainer are trained on, and tokens
-    are drawn by seeds of their own.
-    """
-    world, degrees = LAYOUTS[layout]
-    found = []
-    for name, mode in (("sync", ()), ("streaming", (*STREAMING, "rollout.producer.max_staleness_steps=0"))):
-        given = arguments(arithmetic, tmp_path / name, *VLLM, *degrees, *mode)
-        results = pool.run(world, command_line, given, timeout_s=240)
-        assert [code for code, _ in results] == [0] * world, results
-        found.append(tmp_path / name)
-    one, two = found
-    gaps = ("train/logprob_gap", "train/approx")
-    for row, other in zip(rows_of(one), rows_of(two), strict=True):
-        assert {k: v for k, v in timeless(row).items() if not k.startswith(gaps)} == {
-            k: v for k, v in timeless(other).items() if not k.startswith(gaps)
-        }
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2, two engines"))
+def test_streaming_without_staleness_is_the_synchronous_run(run, tmp_path, layout):
+    """The same prompts, samples and weights, to the bit; the trainer's own log-probs are trained on."""
+    (world, degrees), one, two = LAYOUTS[layout], tmp_path / "sync", tmp_path / "streaming"
+    run(*degrees, base=AHEAD, world=world, out=one)
+    run(*degrees, *STREAMING, "rollout.producer.max_staleness_steps=0", base=AHEAD, world=world, out=two)
+    assert [exact(row) for row in rows_of(one)] == [exact(row) for row in rows_of(two)]
     assert all(torch.equal(value, weights_of(two)[name]) for name, value in weights_of(one).items())
 
 
-def test_an_engine_that_dies_twice_while_it_works_ahead(pool, arithmetic, tmp_path):
-    """An engine that dies twice while it works ahead costs no rollout.
-
-    It is killed under a request by the second and by the third weights: what it owed is asked again, every rollout is
-    trained, no prompt twice.
-    """
-    given = arguments(arithmetic, tmp_path, *VLLM, *STREAMING, "train.num_rollouts=5", "rollout.max_response_tokens=24")
-    ((code, said, killed),) = pool.run(1, run_killing_engines, given, (2, 3), timeout_s=300)
-    assert code == 0 and killed == 2, (said, killed)
-    assert [row["rollout"] for row in firsts_of(tmp_path)] == [1, 2, 3, 4, 5]
+@pytest.mark.long
+def test_an_engine_that_dies_twice_while_it_works_ahead(run, tmp_path):
+    """It is killed under a request by the second and by the third weights: what it owed is asked again."""
+    given = (*STREAMING, "train.num_rollouts=5", "rollout.max_response_tokens=24")
+    ((said, killed),) = run(*given, base=AHEAD, function=run_killing_engines, more=((2, 3),))
+    assert killed == 2, said
     # two jobs under way may name two causes of one loss
     assert said.count("lost its engine") >= 2 and said.count("is started again") == 2, said
-    prompts = trained_prompts(tmp_path)
-    assert len(prompts) == len(set(prompts)) == 40
+    firsts = [row["rollout"] for row in rows_of(tmp_path) if "async/staleness_max" in row]
+    assert firsts == [1, 2, 3, 4, 5] and len(set(trained_prompts(tmp_path))) == len(trained_prompts(tmp_path)) == 40
 
 
-def test_weights_in_flight_in_a_whole_run(pool, arithmetic, tmp_path):
-    """Weights are sent in flight in a whole run, with DP2 and two rollouts ahead.
-
-    Every prompt is trained once, and nothing is older than the depth allows.
-    """
-    extra = (
-        "rollout.producer.mode=prefetch",
-        "rollout.producer.prefetch_rollouts=2",
-        "weight_sync.in_flight=true",
-        "correction.mode=token_truncate",
-    )
-    given = arguments(arithmetic, tmp_path, *VLLM, *extra, "train.num_rollouts=5", "rollout.max_response_tokens=32")
-    results = pool.run(2, command_line, given, timeout_s=300)
-    assert [code for code, _ in results] == [0, 0], results
-    rows = firsts_of(tmp_path)
-    assert [row["rollout"] for row in rows] == [1, 2, 3, 4, 5] and max(
-        row["async/staleness_max"] for row in rows
-    ) <= 4.0
-    # for the first three rollouts' sake, then all were under way
-    assert sum("perf/weight_sync_bytes" in row for row in rows) == 3
-    prompts = trained_prompts(tmp_path)
-    assert len(prompts) == len(set(prompts)) == 40
+@pytest.mark.long
+def test_stragglers_of_a_whole_run_go_on_under_new_weights(run, tmp_path):
+    """Each rollout but the last leaves 2 of its 8 groups to the next, and every prompt is trained once."""
+    given = ("rollout.start_order=longest_first", "rollout.producer.mode=prefetch", "weight_sync.in_flight=true")
+    given += ("rollout.producer.straggler_share=0.25", "rollout.producer.max_staleness_steps=4")
+    given += ("correction.mode=token_truncate", "reward.num_workers=1", "train.num_rollouts=5")
+    run(*given, "rollout.vllm={max_num_seqs: 8}", "rollout.max_response_tokens=32", "optimizer.lr=3e-4", base=BASE)
+    firsts = [row for row in rows_of(tmp_path) if "async/stragglers" in row]
+    assert [row["async/stragglers"] for row in firsts] == [2.0] * 4 + [0.0]
+    assert max(row["async/staleness_max"] for row in firsts) <= 4.0
+    batches = [json.loads(line)["prompts"] for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [len(batch) for batch in batches] == [8] * 5 and len(set(trained_prompts(tmp_path))) == 40

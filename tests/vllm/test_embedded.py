@@ -1,7 +1,4 @@
-"""A real embedded vLLM engine gives Hugging Face's tokens and log-probs.
-
-It does so whichever weights it was given, and however.
-"""
+"""A real embedded vLLM engine gives Hugging Face's tokens and log-probs, whichever weights it got, and however."""
 
 from __future__ import annotations
 
@@ -9,21 +6,15 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from megatron_rl.config import ProducerConfig
 from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.weight_sync.sender import WeightSender
-from tests.vllm.rig import (
-    BLOCK_TOKENS,
-    CPU,
-    DEADLINE_S,
-    LOGPROB_TOLERANCE,
-    make_prompts,
-    model_folder,
-    reference_logprobs,
-    start_bench,
-    told,
-)
+from megatron_rl.rollout.start_order import StartOrder
+from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
+from megatron_rl.types import Score
+from tests.vllm.rig import BLOCK_TOKENS, LOGPROB_TOLERANCE, REQUEST_S, gap_of, make_prompts, running, sender_of, told
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
@@ -31,7 +22,7 @@ PROMPTS = make_prompts(5, 2, 40, 1, 17, 33, 100, 64)
 STOP = 0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def loaded(bench):
     """Return the engine with weights of seed 1."""
     bench.load(1)
@@ -40,60 +31,42 @@ def loaded(bench):
 
 @contextlib.contextmanager
 def temperature(bench, value: float) -> Iterator[None]:
-    before = bench.engine._rollout, bench.config
-    bench.engine._rollout = replace(bench.engine._rollout, temperature=value)
-    bench.config = replace(bench.config, rollout=bench.engine._rollout)
-    yield
-    bench.engine._rollout, bench.config = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.engine, "_rollout", replace(bench.engine._rollout, temperature=value))
+        yield
 
 
 def test_greedy_equals_the_transformers_engine(loaded):
     ours = loaded.engine.generate(PROMPTS, 2, temperature=0.0)
-    other = loaded.in_this_process(1)
-    theirs = other.generate(PROMPTS, 2, temperature=0.0)
+    theirs = loaded.in_this_process(1).generate(PROMPTS, 2, temperature=0.0)
     assert told(ours) == told(theirs) and [x.text for x in ours] == [x.text for x in theirs]
     assert {x.finish_reason for x in ours} == {"stop", "length"}  # or one of the two ends is not compared
 
 
-@pytest.mark.parametrize("value", [0.7, 1.0])
-def test_logprobs_equal_hugging_faces_at_the_sampling_temperature(loaded, value):
-    with temperature(loaded, value):
-        gap = loaded.largest_gap(PROMPTS, 6)
-    print(f"temperature {value}: {gap:.2e}")
-    assert gap < LOGPROB_TOLERANCE
-
-
-def test_a_calls_temperature_equals_the_configs(loaded):
-    before = told(loaded.engine.generate(PROMPTS, 4))
+def test_logprobs_equal_hugging_faces_at_the_sampling_temperature(loaded):
+    """A call's temperature draws and scores as the config's, and neither's log-probs are the other's."""
+    before = loaded.engine.generate(PROMPTS, 4)
     with temperature(loaded, 1.0):
-        wanted = told(loaded.engine.generate(PROMPTS, 4))
+        wanted = loaded.engine.generate(PROMPTS, 4)
     found = loaded.engine.generate(PROMPTS, 4, temperature=1.0)
-    assert told(found) == wanted != before == told(loaded.engine.generate(PROMPTS, 4))
-    assert max(abs(reference_logprobs(loaded.model, x, 1.0) - x.logprobs).max() for x in found) < LOGPROB_TOLERANCE
-
-
-def test_logprobs_are_not_those_of_another_temperature(loaded):
-    """The comparison can fail: log-probs are not those of another temperature."""
-    with temperature(loaded, 0.7):
-        rollouts = loaded.engine.generate(PROMPTS, 2)
-    assert max(abs(reference_logprobs(loaded.model, x, 1.0) - x.logprobs).max() for x in rollouts) > 0.1
+    assert told(found) == told(wanted) != told(before) == told(loaded.engine.generate(PROMPTS, 4))
+    for rollouts, value in ((before, 0.7), (wanted, 1.0), (found, 1.0)):
+        assert max(gap_of(loaded.model, x, value).max() for x in rollouts) < LOGPROB_TOLERANCE
+        assert max(gap_of(loaded.model, x, 1.7 - value).max() for x in rollouts) > 0.1
 
 
 def test_alone_equals_in_a_batch(loaded):
     together = loaded.engine.generate(PROMPTS, 4)
     alone = [x for prompt in PROMPTS for x in loaded.engine.generate([prompt], 4)]
     assert told(together) == told(alone) == told(loaded.engine.generate(PROMPTS, 4))
-    reversed_order = loaded.engine.generate(PROMPTS[::-1], 4)
-    assert sorted(told(reversed_order)) == sorted(told(together))
+    assert sorted(told(loaded.engine.generate(PROMPTS[::-1], 4))) == sorted(told(together))
 
 
 def test_samples_of_a_prompt_are_distinct_draws(loaded):
+    """Each sample, attempt and version has draws of its own."""
     rollouts = loaded.engine.generate([PROMPTS[2]], 16)
     assert [x.sample_index for x in rollouts] == list(range(16)) and len({x.response_ids for x in rollouts}) > 12
     assert [x.response_ids for x in loaded.engine.generate([PROMPTS[2]], 4)] == [x.response_ids for x in rollouts[:4]]
-
-
-def test_another_attempt_or_version_draws_others(loaded):
     first = told(loaded.engine.generate(PROMPTS, 4))
     assert told(loaded.engine.generate([replace(prompt, attempt=1) for prompt in PROMPTS], 4)) != first
     loaded.load(1)  # the same weights under another version
@@ -112,49 +85,37 @@ def test_a_stop_token_ends_a_completion_and_stands_last(loaded):
     assert all(x.weight_versions == ((loaded.engine.weight_version, len(x.response_ids)),) for x in rollouts)
 
 
-@pytest.fixture(scope="module", params=["qwen2 tied", "qwen2 untied", "llama untied", "qwen3 tied"])
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("qwen2 untied", "llama untied", "qwen3 tied")]
+
+
+@pytest.fixture(scope="module", params=["qwen2 tied", *OTHERS])
 def family(request, inputs, tmp_path_factory):
     name, tied = request.param.split()
     if request.param == "qwen2 tied":
         yield request.getfixturevalue("bench")
         return
-    root = tmp_path_factory.mktemp(name)
-    started = start_bench(model_folder(inputs / "model", root / "model", name, tied=tied == "tied"), root / "run")
-    try:
-        started.engine.recover(())
+    with running(inputs, tmp_path_factory.mktemp(name), name, tied=tied == "tied") as started:
         yield started
-    finally:
-        started.engine.close()
 
 
-@pytest.mark.long
+SYNCS = [(channel, size) for channel in ("shared_memory", "broadcast") for size in (1, 12_000, 1 << 26)]
+SYNCS += [("shared_memory", 5_000)]
+
+
 def test_after_every_sync_logprobs_equal_hugging_faces(family):
-    """After every sync log-probs equal Hugging Face's.
-
-    Several weights come one after the other; a bucket of one byte takes one tensor, and grows to it.
-    """
-    gaps, last = [], NO_WEIGHTS
-    for seed, channel, bucket_bytes in [
-        (1, "shared_memory", 1),
-        (2, "shared_memory", 12_000),
-        (3, "shared_memory", 1 << 26),
-        (4, "broadcast", 1),
-        (5, "broadcast", 12_000),
-        (6, "broadcast", 1 << 26),
-        (7, "shared_memory", 5_000),
-    ]:
+    """Several weights come one after the other; a bucket of one byte takes one tensor, and grows to it."""
+    last = NO_WEIGHTS
+    for seed, (channel, bucket_bytes) in enumerate(SYNCS):
         version = family.load(seed, channel=channel, bucket_bytes=bucket_bytes)
         assert version > last and family.engine.weight_version == version
-        rollouts = family.engine.generate(PROMPTS[:2], 2)
+        rollouts = family.engine.generate(PROMPTS, 2)
         assert {x.weight_versions for x in rollouts} == {((version, len(x.response_ids)),) for x in rollouts}
-        gaps.append(family.largest_gap(PROMPTS, 2))
+        assert family.worst(rollouts) < LOGPROB_TOLERANCE, (channel, bucket_bytes)
         last = version
-    print("largest differences:", " ".join(f"{gap:.1e}" for gap in gaps))
-    assert max(gaps) < LOGPROB_TOLERANCE
 
 
 def test_a_broadcast_channel_is_opened_once_and_serves_every_sync(bench):
-    sender = WeightSender(channel="broadcast", bucket_bytes=12_000, deadline_s=DEADLINE_S, device=CPU)
+    sender = sender_of(channel="broadcast", bucket_bytes=12_000)
     for seed in (1, 2):
         report = sender.deliver(iter(bench.weights(seed).items()), next(bench.versions), [bench.replica])
         assert not report.failed and sender.group.spans([bench.replica])
@@ -164,22 +125,37 @@ def test_a_broadcast_channel_is_opened_once_and_serves_every_sync(bench):
 
 
 def test_a_sync_resets_the_prefix_cache(bench, monkeypatch):
-    """A sync resets the prefix cache, and leaving the reset out shows.
-
-    Keys and values of the old weights, found by a prompt's prefix, would be taken for the new ones'.
-    """
+    """Leaving the reset out shows: a prompt's prefix would find the old weights' keys and values."""
     prompts = make_prompts(3 * BLOCK_TOKENS + 4, 2 * BLOCK_TOKENS + 9)
     bench.load(1)
     bench.engine.generate(prompts, 1)
     bench.load(2)
     assert bench.largest_gap(prompts) < LOGPROB_TOLERANCE
-    control = bench.replica.control
     with monkeypatch.context() as planted:
-        planted.setattr(
-            bench.replica, "control", lambda m, a, t: None if m == "reset_prefix_cache" else control(m, a, t)
-        )
+        bench.skip_resets(planted)
         bench.load(3)
-    stale = bench.largest_gap(prompts)
-    assert stale > 1000 * LOGPROB_TOLERANCE, stale
+    assert bench.largest_gap(prompts) > 1000 * LOGPROB_TOLERANCE
     bench.load(4)
     assert bench.largest_gap(prompts) < LOGPROB_TOLERANCE
+
+
+def test_longest_first_draws_the_samples_of_drawn_order(bench):
+    """Longest first draws the tokens of drawn order, and their log-probs to the rounding of other batches."""
+    bench.load(5)
+    prompts = dict(enumerate(make_prompts(*range(3, 63, 3))))
+    order = StartOrder(longest_first=True)
+    order.load_state({str(row): (7 * row) % 11 for row in range(0, 20, 2)})
+    found = []
+    for arranged in (prompts, order.arrange(prompts)):
+        worker = RolloutWorker(
+            bench.engine, lambda rollouts: [Score(total=0.0, by_function=()) for _ in rollouts], ProducerConfig(),
+            apart=False, share=(0, 1), deadline_s=REQUEST_S,
+        )  # fmt: skip
+        job = RolloutJob(arranged, list(arranged), 4)
+        worker.generate(job)
+        assert job.error is None and job.lost is None and len(job.ended_s) == len(prompts)
+        found.append([x for place in sorted(prompts) for x in job.rollouts[place]])
+    drawn, longest = found
+    assert list(order.arrange(prompts)) != list(prompts) and told(drawn) == told(longest)
+    gaps = [np.abs(np.subtract(a.logprobs, b.logprobs)).max() for a, b in zip(drawn, longest, strict=True)]
+    assert max(gaps) < LOGPROB_TOLERANCE

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from tests.pairwise import quick
 from tests.reference import file_weights, tiny_config, tiny_model
-from tests.vllm.rig import LOGPROB_TOLERANCE, make_prompts, start_bench
+from tests.vllm.rig import LOGPROB_TOLERANCE, make_prompts, ready, start_bench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
@@ -32,25 +33,16 @@ def released_widths(family: str) -> tuple[PretrainedConfig, torch.nn.Module]:
     return config, model
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("family", quick(["glm4_moe", "gemma3_text", "deepseek_v3"], "glm4_moe"))
 def test_logprobs_of_a_family_equal_hugging_faces(inputs: pathlib.Path, tmp_path: pathlib.Path, family: str) -> None:
-    """What a family alone has arrives, and the engine has what is the config's.
-
-    A router's bias (glm4_moe), windows and angles by the layer's kind (gemma3_text).
-    """
+    """What a family alone has arrives: a router's bias (glm4_moe), windows and angles by the layer's kind (gemma3)."""
     folder = tmp_path / "model"
     shutil.copytree(inputs / "model", folder, ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
     config, model = tiny_model(family) if family != "deepseek_v3" else released_widths(family)
     config.architectures, config.dtype = [type(model).__name__], torch.float32
     config.save_pretrained(folder)
-    bench = start_bench(folder, tmp_path / "run")
-    try:
-        bench.engine.recover(())
+    with ready(start_bench(folder, tmp_path / "run")) as bench:
         bench.model = model
         report = bench.sync(file_weights(model).items())
         assert not report.failed, report.failed
-        gap = bench.largest_gap(make_prompts(5, 2, 40, 1, 17, 33), 4)
-        print(f"{family}: {gap:.1e}")
-        assert gap < LOGPROB_TOLERANCE
-    finally:
-        bench.engine.close()
+        assert bench.largest_gap(make_prompts(5, 2, 40, 1, 17, 33), 4) < LOGPROB_TOLERANCE

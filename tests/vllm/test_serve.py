@@ -1,7 +1,4 @@
-"""The server of Tinker's API over a real vLLM engine: it samples from the weights that a client trained.
-
-The log-probs of its draws are the trainer's, for several models on one engine, and after the engine is killed.
-"""
+"""The server of Tinker's API over a real vLLM engine samples from the weights that a client trained."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import pytest
 
 from megatron_rl.serve import messages
 from tests.faults.serve_client import Client, address_of, training_body
-from tests.vllm.served import GAP, VLLM, engines_of
+from tests.vllm.served import BASE, GAP, engines_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 SERVE = "megatron_rl.serve.__main__:command_line"
@@ -22,13 +19,15 @@ PROMPT = [3, 4, 5]
 TEXTS = [[3, 4, 5, 6, 7, 8], [7, 8, 9]]
 
 
-@pytest.fixture(scope="module", params=[None, 4], ids=["every weight", "adapters"])
+EVERY_WEIGHT = pytest.param(None, id="every weight", marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=[EVERY_WEIGHT, pytest.param(4, id="adapters")])
 def client(request, nursery, arithmetic, tmp_path_factory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("server")
-    given = ["--run-dir", str(folder / "run"), f"model.hf_path={arithmetic}/model", "parallel.pipeline=2"]
-    given += ["serve.port=0", *(x for x in VLLM if x.startswith(("rollout.", "run."))), "rollout.num_engines=1"]
+    given = ["--run-dir", str(folder / "run"), f"model.hf_path={arithmetic}/model", "parallel.pipeline=2", *BASE[:-1]]
+    given += ["serve.port=0", "rollout.num_engines=1", f"lora.rank={request.param or 'null'}"]
     given += ["data.max_prompt_tokens=40", "rollout.max_response_tokens=24"]
-    given += [f"lora.rank={request.param or 'null'}"]
     with nursery.ranks(2, given, folder, SERVE) as ranks:
         yield Client(address_of(ranks.printed[0]))
         assert ranks.run(), ranks.said()

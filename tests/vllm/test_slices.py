@@ -9,7 +9,9 @@ import torch
 
 from megatron_rl.rollout.weight_sync.half import Half
 from megatron_rl.weights.bucket_digest import NUM_PARTS, part_bounds
-from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, make_prompts, model_folder, start_bench
+from tests.pairwise import quick
+from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, make_prompts, running
+from tests.vllm.trainer import DELTA, begin
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
 
@@ -21,24 +23,24 @@ LARGE = {"channel": "shared_memory", "bucket_bytes": 1 << 20}  # all weights of 
 def pair(inputs, tmp_path_factory) -> Iterator[Bench]:
     """Start an engine of two workers, each with one head and half of every layer."""
     root = tmp_path_factory.mktemp("pair")
-    folder = model_folder(inputs / "model", root / "model", "qwen3", tied=False)
-    started = start_bench(folder, root / "run", "rollout.tensor_parallel=2", ranks=2)
-    try:
-        started.engine.recover(())
+    with running(inputs, root, "qwen3", "rollout.tensor_parallel=2", *DELTA, tied=False, ranks=2) as started:
         yield started
-    finally:
-        started.engine.close()
 
 
-@pytest.mark.parametrize("bucket_bytes", [12_000, 60_000, 1 << 20])
-def test_two_workers_hold_the_whole_models_weights(pair, bucket_bytes):
+def test_two_workers_hold_the_whole_models_weights(pair):
     """Log-probs are Hugging Face's after syncs whose buckets end within a layer, at its end, or hold all layers."""
-    for seed in (1, 2):
+    for seed, bucket_bytes in enumerate((12_000, 12_000, 60_000, 60_000, 1 << 20, 1 << 20)):
         pair.load(seed, channel="shared_memory", bucket_bytes=bucket_bytes)
-        assert pair.largest_gap(PROMPTS) < LOGPROB_TOLERANCE
+        assert pair.largest_gap(PROMPTS) < LOGPROB_TOLERANCE, bucket_bytes
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_two_workers_hold_the_trainers_weights_by_changes_alone(pair):
+    trainer = begin(pair, 7)
+    for _ in range(3):
+        trainer.checks(trainer.step(), whole=False)
+
+
+@pytest.mark.parametrize("part", quick(range(NUM_PARTS), 0, NUM_PARTS - 1))
 def test_a_byte_that_changed_anywhere_is_seen_by_one_of_the_workers(pair, monkeypatch, part):
     message = Half.message
 
@@ -74,17 +76,13 @@ class Narrowing(torch.nn.Module):
 
 def test_only_tensors_of_unfinished_layers_are_copied():
     """A layer that a bucket holds whole reads the sender's memory; another's tensors outlive the bucket as copies."""
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-        record_metadata_for_reloading,
-    )
+    from vllm.model_executor.model_loader.reload import layerwise
 
     from megatron_rl.rollout.weight_sync.engine_model import keep_waiting
 
     model = torch.nn.ModuleList([Narrowing(), Narrowing()])
-    record_metadata_for_reloading(model)
-    initialize_layerwise_reload(model)
+    layerwise.record_metadata_for_reloading(model)
+    layerwise.initialize_layerwise_reload(model)
     bucket = torch.arange(3 * 12, dtype=torch.float32)
     weights = [bucket[12 * k : 12 * (k + 1)].view(4, 3) for k in range(3)]
     kept = [weight[:2].clone() for weight in weights]
@@ -95,13 +93,8 @@ def test_only_tensors_of_unfinished_layers_are_copied():
     bucket.fill_(-1.0)  # the sender's next bucket
     last = model[1].second
     last.weight_loader(last, torch.full((4, 3), 7.0))
-    finalize_layerwise_reload(model, None)
+    layerwise.finalize_layerwise_reload(model, None)
     assert torch.equal(model[0].first, kept[0]) and torch.equal(model[0].second, kept[1])
     assert torch.equal(model[1].first, kept[2]) and torch.equal(model[1].second, torch.full((2, 3), 7.0))
     memory = bucket.untyped_storage().data_ptr()
-    assert [x.untyped_storage().data_ptr() == memory for layer in model for x in layer.seen] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert [x.untyped_storage().data_ptr() == memory for layer in model for x in layer.seen] == [True] * 2 + [False] * 2

@@ -25,10 +25,7 @@ def _lengths(bounds: torch.Tensor, what: str) -> list[int]:
 
 
 def zigzag(lengths: list[int], rank: int, size: int) -> list[torch.Tensor]:
-    """Return the positions in each whole sequence that a context rank holds, in its order.
-
-    Cut into 2·size chunks, a sequence leaves chunks r and 2·size − 1 − r to rank r (context_parallel.py).
-    """
+    """Return the positions that a context rank holds of each sequence: of 2·size chunks r and 2·size − 1 − r."""
     if size == 1:
         return [torch.arange(n) for n in lengths]
     require(all(n % (2 * size) == 0 for n in lengths), f"lengths {lengths} must divide by {2 * size}")
@@ -39,22 +36,10 @@ def zigzag(lengths: list[int], rank: int, size: int) -> list[torch.Tensor]:
 class DotProductAttention(torch.nn.Module):
     @contract("DotProductAttention.__init__")
     def __init__(
-        self,
-        *,
-        num_attention_heads,
-        kv_channels,
-        num_gqa_groups=None,
-        attention_dropout=0.0,
-        attn_mask_type="causal",
-        tp_size=1,
-        tp_group=None,
-        cp_group=None,
-        cp_global_ranks=None,
-        cp_stream=None,
-        cp_comm_type="p2p",
-        softmax_scale=None,
-        **unused,
-    ):
+        self, *, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, attn_mask_type="causal",
+        tp_size=1, tp_group=None, cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p",
+        softmax_scale=None, **unused,
+    ):  # fmt: skip
         super().__init__()
         harmless = ("sequence_parallel", "get_rng_state_tracker", "layer_number", "attention_type", "name")
         refuse("DotProductAttention", unused, harmless)
@@ -71,23 +56,10 @@ class DotProductAttention(torch.nn.Module):
 
     @contract("DotProductAttention.forward")
     def forward(
-        self,
-        *,
-        query_layer,
-        key_layer,
-        value_layer,
-        attention_mask=None,
-        qkv_format=None,
-        cu_seqlens_q=None,
-        cu_seqlens_kv=None,
-        cu_seqlens_q_padded=None,
-        cu_seqlens_kv_padded=None,
-        max_seqlen_q=None,
-        max_seqlen_kv=None,
-        attn_mask_type=None,
-        pad_between_seqs=None,
-        **unused,
-    ):
+        self, *, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
+        attn_mask_type=None, pad_between_seqs=None, **unused,
+    ):  # fmt: skip
         refuse("DotProductAttention.forward", unused)
         require(qkv_format == "thd", f"the stand-in attends over packed sequences only, not qkv_format={qkv_format}")
         mask = attn_mask_type or self.attn_mask_type
@@ -109,11 +81,9 @@ class DotProductAttention(torch.nn.Module):
         require(lengths == seen, "bounds differ, and padding_causal then turns FlashAttention off")
         if size > 1:
             for name, bounds in (("q", cu_seqlens_q_padded), ("kv", cu_seqlens_kv_padded)):
-                require(
-                    bounds is not None,
-                    f"cu_seqlens_{name}_padded can not be None for context parallelism and qkv_format = 'thd'!",
-                )
-                require(_lengths(bounds, f"cu_seqlens_{name}_padded") == lengths, "no pads between sequences")
+                what = f"cu_seqlens_{name}_padded"
+                require(bounds is not None, f"{what} can not be None for context parallelism and qkv_format = 'thd'!")
+                require(_lengths(bounds, what) == lengths, "no pads between sequences")
         require(sum(lengths) == size * query_layer.shape[0], f"bounds of {lengths} for {query_layer.shape[0]} tokens")
         return self._attend(query_layer, key_layer, value_layer, lengths, size)
 
@@ -126,10 +96,8 @@ class DotProductAttention(torch.nn.Module):
             ("key", key, self.groups, self.hidden_size_per_attention_head_k),
             ("value", value, self.groups, self.hidden_size_per_attention_head_v),
         ):
-            require(
-                states.shape[1:] == (heads, channels),
-                f"{name} of {tuple(states.shape)} is not [tokens, {heads}, {channels}]",
-            )
+            wanted = f"[tokens, {heads}, {channels}]"
+            require(states.shape[1:] == (heads, channels), f"{name} of {tuple(states.shape)} is not {wanted}")
             require(states.stride(-1) == 1, "q, k and v must have stride 1 in their last dimension!")
 
     def _attend_at_ends(self, query, key, value, lengths: list[int], seen: list[int]) -> torch.Tensor:
@@ -150,8 +118,7 @@ class DotProductAttention(torch.nn.Module):
 
     def _attend(self, query, key, value, lengths: list[int], size: int) -> torch.Tensor:
         """Attend sequence by sequence, to keys that are gathered from all context ranks and put in order."""
-        mine, start, ends = 0, 0, []
-        rank = 0
+        mine, start, ends, rank = 0, 0, [], 0
         if size > 1:
             rank = self.cp_group.rank()
             both = Gather.apply(torch.stack([key, value], 1), self.cp_group)

@@ -35,11 +35,7 @@ def signature(name: str) -> inspect.Signature:
 
 
 def contract(name: str) -> Callable[[Callable], Callable]:
-    """Bind a call's arguments by the real signature, and hand them over by name.
-
-    The function takes those that it computes with as keywords. It may leave others to ``**unused``, none of which may
-    switch anything on.
-    """
+    """Bind a call's arguments by the real signature, and hand them over by name; the function may refuse the unused."""
 
     def wrap(function: Callable) -> Callable:
         is_method = "." in name

@@ -60,7 +60,14 @@ def _mark(parameter: torch.nn.Parameter, dimension: int) -> None:
 class _Base(torch.nn.Module):
     """Holds what the linears share: sizes of this rank, the state that is empty outside FP8."""
 
-    def _place(self, parallel_mode, tp_group, tp_size, sequence_parallel, in_features, out_features) -> None:
+    def _place(
+        self, name: str, *, in_features, out_features, device, params_dtype, sequence_parallel=False,
+        fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, bias=True, return_bias=False, parallel_mode=None,
+        **unused,
+    ) -> None:  # fmt: skip
+        refuse(name, unused, HARMLESS)
+        self.use_bias, self.return_bias, self.fuse_wgrad_accumulation = bias, return_bias, fuse_wgrad_accumulation
+        self._given = dict(device=device, dtype=params_dtype)
         require(parallel_mode in MODES, f"parallel_mode {parallel_mode} not supported")
         self.parallel_mode, self.tp_group = parallel_mode, tp_group
         self.tp_size = tp_size if tp_group is None else tp_group.size()
@@ -85,17 +92,15 @@ class _Base(torch.nn.Module):
 
     def set_extra_state(self, state: torch.Tensor | None) -> None: ...
 
-    def _weight(self, given: dict) -> torch.nn.Parameter:
-        weight = torch.empty(self.out_features, self.in_features, device=given["device"], dtype=given["params_dtype"])
-        return torch.nn.Parameter(weight)
+    def _weight(self) -> torch.nn.Parameter:
+        weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **self._given))
+        _mark(weight, 1 if self.parallel_mode == "row" else 0)
+        return weight
 
-    def _make_linear(self, given: dict, *, bias: bool, return_bias: bool, fuse: bool) -> None:
-        self.use_bias, self.return_bias, self.fuse_wgrad_accumulation = bias, return_bias, fuse
-        self.weight = self._weight(given)
-        _mark(self.weight, 1 if self.parallel_mode == "row" else 0)
-        if bias:
-            vector = torch.zeros(self.out_features, device=given["device"], dtype=given["params_dtype"])
-            self.bias = torch.nn.Parameter(vector)
+    def _make_linear(self) -> None:
+        self.weight = self._weight()
+        if self.use_bias:
+            self.bias = torch.nn.Parameter(torch.zeros(self.out_features, **self._given))
             if self.parallel_mode == "row":
                 self.bias.sequence_parallel = self.sequence_parallel
             elif self.parallel_mode == "column":
@@ -117,27 +122,10 @@ class _Base(torch.nn.Module):
 
 class Linear(_Base):
     @contract("Linear.__init__")
-    def __init__(
-        self,
-        *,
-        in_features,
-        out_features,
-        device,
-        params_dtype,
-        sequence_parallel=False,
-        fuse_wgrad_accumulation=False,
-        tp_group=None,
-        tp_size=1,
-        bias=True,
-        return_bias=False,
-        parallel_mode=None,
-        **unused,
-    ):
+    def __init__(self, **given):
         super().__init__()
-        refuse("Linear", unused, HARMLESS)
-        self._place(parallel_mode, tp_group, tp_size, sequence_parallel, in_features, out_features)
-        given = dict(device=device, params_dtype=params_dtype)
-        self._make_linear(given, bias=bias, return_bias=return_bias, fuse=fuse_wgrad_accumulation)
+        self._place("Linear", **given)
+        self._make_linear()
 
     @contract("Linear.forward")
     def forward(self, *, inp, is_first_microbatch=None, **unused):
@@ -152,34 +140,15 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 class LayerNormLinear(_Base):
     @contract("LayerNormLinear.__init__")
-    def __init__(
-        self,
-        *,
-        in_features,
-        out_features,
-        normalization,
-        device,
-        params_dtype,
-        eps=1e-5,
-        sequence_parallel=False,
-        fuse_wgrad_accumulation=False,
-        tp_group=None,
-        tp_size=1,
-        bias=True,
-        return_bias=False,
-        parallel_mode=None,
-        **unused,
-    ):
+    def __init__(self, *, normalization, eps=1e-5, **given):
         super().__init__()
-        refuse("LayerNormLinear", unused, HARMLESS)
+        self._place("LayerNormLinear", **given)
         require(normalization == "RMSNorm", "the stand-in has RMSNorm only")
-        require(parallel_mode != "row", "LayerNormLinear has no row parallelism")
-        self._place(parallel_mode, tp_group, tp_size, sequence_parallel, in_features, out_features)
+        require(self.parallel_mode != "row", "LayerNormLinear has no row parallelism")
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, False
-        given = dict(device=device, params_dtype=params_dtype)
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(self.in_features, device=device, dtype=params_dtype))
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(self.in_features, **self._given))
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
-        self._make_linear(given, bias=bias, return_bias=return_bias, fuse=fuse_wgrad_accumulation)
+        self._make_linear()
 
     @contract("LayerNormLinear.forward")
     def forward(self, *, inp, is_first_microbatch=None, **unused):
@@ -191,33 +160,13 @@ class GroupedLinear(_Base):
     """Has a weight per expert, and leaves collectives over tensor ranks to the dispatcher."""
 
     @contract("GroupedLinear.__init__")
-    def __init__(
-        self,
-        *,
-        num_gemms,
-        in_features,
-        out_features,
-        device,
-        params_dtype,
-        sequence_parallel=False,
-        fuse_wgrad_accumulation=False,
-        tp_group=None,
-        tp_size=1,
-        bias=True,
-        return_bias=False,
-        parallel_mode=None,
-        **unused,
-    ):
+    def __init__(self, *, num_gemms, **given):
         super().__init__()
-        refuse("GroupedLinear", unused, HARMLESS)
-        require(not bias, "the stand-in's GroupedLinear has no bias")
-        self._place(parallel_mode, tp_group, tp_size, sequence_parallel, in_features, out_features)
-        self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._place("GroupedLinear", **given)
+        require(not self.use_bias, "the stand-in's GroupedLinear has no bias")
+        self.num_gemms = num_gemms
         for i in range(num_gemms):
-            weight = self._weight(dict(device=device, params_dtype=params_dtype))
-            _mark(weight, 1 if parallel_mode == "row" else 0)
-            self.register_parameter(f"weight{i}", weight)
+            self.register_parameter(f"weight{i}", self._weight())
         self.fp8_meta, self.fp8, self.fp8_calibration = {"fp8_checkpoint": False}, False, False
 
     @contract("GroupedLinear.forward")

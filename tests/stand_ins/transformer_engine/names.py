@@ -16,9 +16,7 @@ from tests.stand_ins.transformer_engine.contract import FACTS, VERSION, contract
 class _NoFp8:
     """Stands for FP8GlobalStateManager, in a process without FP8."""
 
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
+    is_fp8_enabled = staticmethod(lambda: False)
 
 
 @contextlib.contextmanager
@@ -34,24 +32,15 @@ def _cpu_offload_context(*, enabled=False, **_):
 
 
 BUILT = {
-    "pytorch": {
-        x.__name__: x for x in (linears.Linear, linears.LayerNormLinear, linears.GroupedLinear, linears.RMSNorm)
-    }
+    "pytorch": {name: vars(linears)[name] for name in ("Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm")}
     | {"DotProductAttention": attention.DotProductAttention},
     "pytorch.attention.rope": {"apply_rotary_pos_emb": attention.apply_rotary_pos_emb},
     "pytorch.cpu_offload": {"get_cpu_offload_context": _cpu_offload_context},
     "pytorch.cpp_extensions": {"general_gemm": mixture.general_gemm},
     "pytorch.module.base": {"get_workspace": lambda: torch.empty(0)},
     "pytorch.permutation": {name: x for name, x in vars(mixture).items() if name.startswith("moe_")},
-    "pytorch.optimizers": {
-        name: getattr(optimizers, name)
-        for name in ("FusedAdam", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale")
-    },
-    "pytorch.fp8": {
-        "FP8GlobalStateManager": _NoFp8,
-        "fp8_autocast": _no_quantization,
-        "fp8_model_init": _no_quantization,
-    },
+    "pytorch.optimizers": {name: x for name, x in vars(optimizers).items() if name.startswith(("Fused", "multi_"))},
+    "pytorch.fp8": dict(FP8GlobalStateManager=_NoFp8, fp8_autocast=_no_quantization, fp8_model_init=_no_quantization),
     "pytorch.utils": {"nvtx_range_push": lambda *_: None, "nvtx_range_pop": lambda *_: None},
     "pytorch.distributed": {"is_fp8_activation_recompute_enabled": lambda: False},
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -24,52 +26,23 @@ def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return whole
 
 
-class Gather(torch.autograd.Function):
-    """Gathers along the first dimension; backward sums the ranks' gradients and keeps its own part."""
+def pair(forth: Callable, back: Callable) -> type[torch.autograd.Function]:
+    """Return a function of (tensor, group) whose backward is ``back`` of (gradient, group)."""
 
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return gathered(x, group)
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, group):
+            ctx.group = group
+            return forth(x, group)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return scattered_sum(gradient, ctx.group), None
+        @staticmethod
+        def backward(ctx, gradient):
+            return back(gradient, ctx.group), None
 
-
-class ScatterSum(torch.autograd.Function):
-    """Sums over ranks and keeps a part of the first dimension; backward gathers."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return scattered_sum(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gathered(gradient, ctx.group), None
+    return Pair
 
 
-class Copy(torch.autograd.Function):
-    """Hands its input on; backward sums the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient, ctx.group), None
-
-
-class Sum(torch.autograd.Function):
-    """Sums over ranks; backward hands the gradient on."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
+# along the first dimension: backward sums the ranks' gradients and keeps its own part, and the reverse
+Gather, ScatterSum = pair(gathered, scattered_sum), pair(scattered_sum, gathered)
+# hands its input on, and backward sums the ranks' gradients; and the reverse
+Copy, Sum = pair(lambda x, group: x.view_as(x), summed), pair(summed, lambda gradient, group: gradient)
