@@ -11,7 +11,7 @@ from megatron_rl.planning.cost import CostModel, StageCost
 from megatron_rl.planning.spread import SampleCosts, balance, split_to, spread
 from megatron_rl.planning.tokens import SampleTokens
 
-SETTINGS = settings(max_examples=120, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 MODEL = CostModel(stages=(StageCost(overhead=9.0, token=1.0, square=0.01),))
 LINEAR = CostModel(stages=(StageCost(overhead=0.0, token=1.0, square=0.0),))
 
