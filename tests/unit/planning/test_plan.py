@@ -15,9 +15,10 @@ from megatron_rl.planning.plan import PlanRules, plan_steps, split_mini_batches
 from megatron_rl.planning.spread import SampleCosts, balance
 from megatron_rl.planning.tokens import SampleTokens, padded_lengths
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
+from tests.pairwise import quick
 from tests.unit.planning.lockstep import assert_lockstep, microbatches_of, one_step, pipeline
 
-SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=45, deadline=None, derandomize=True, database=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,7 +250,7 @@ def test_a_plan_is_held_only_where_it_runs_nothing_and_json_carries_details() ->
     assert told.details == {"step": 3} and told.fingerprints() == ()
 
 
-@pytest.mark.parametrize("data_size", [1, 64])
+@pytest.mark.parametrize("data_size", quick([1, 64], 1))
 def test_100_000_samples_plan(data_size: int) -> None:
     """No walk over all samples for each micro-batch: one rank with tens of thousands of them plans too."""
     random = np.random.default_rng(0)
