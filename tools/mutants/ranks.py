@@ -152,7 +152,7 @@ LOGPROBS = (
         line="num_valid = max(0, min(width, vocab_size - start))",
         becomes="num_valid = width if start < vocab_size else 0",
         fault="rows that pad the vocabulary take probability",
-        tests=("tests/unit/model/test_linear_logprob.py::test_padded_columns_take_no_probability",),
+        tests=("tests/unit/model/test_logprob.py::test_padded_columns_take_no_probability",),
     ),
     Mutant(
         name="gradient-without-temperature",

@@ -93,10 +93,7 @@ def interpreted(block_columns: int = 16) -> Iterator[ModuleType]:
 
 
 def shard_of_linear(rank: int, world: int, tokens: int, masked: bool, options: dict):
-    """Return this tensor rank's outputs and gradients, and the number of all-reduces.
-
-    Where ``masked``, all of rank 1's logits are −inf.
-    """
+    """Return this tensor rank's results and all-reduces; where ``masked``, all of rank 1's logits are −inf."""
     hidden, weight, targets, coefficients = make_head(tokens)
     width, calls, all_reduce = PADDED // world, [], dist.all_reduce
     interpreter = interpreted() if options.get("kernel") == "triton" else contextlib.nullcontext()

@@ -29,10 +29,7 @@ def test_a_prompt_of_three_with_two_answers() -> None:
     pad_multiple=st.sampled_from([1, 2, 4]),
 )
 def test_each_query_sees_the_keys_of_its_own_sample(samples: list[tuple[int, int]], pad_multiple: int) -> None:
-    """Aligned at their ends, a response's query sees its prompt's tokens and its own up to itself, and no pad before.
-
-    A key is named by its sample's group and its position in the sequence; a sample's group gives the prompt's length.
-    """
+    """Aligned at their ends, a response's query sees its prompt and its own tokens up to itself, and no pad."""
     groups, responses = (np.array(x) for x in zip(*samples, strict=True))
     layout = lay_out(groups + 2, responses, groups, pad_multiple)
     found = KeySegments.of(layout, CPU)

@@ -28,10 +28,7 @@ from tests.unit.backend.packed import CPU, attention_config
 
 
 def naive_mask(layout: Layout, sees: Callable[[int, int], bool]) -> np.ndarray:
-    """Return bool [T, T], True where a query sees a key: pair by pair, by their samples and positions.
-
-    A response sees its shared prompt, but not the prompt's pads; ``sees`` decides of an earlier position.
-    """
+    """Return bool [T, T]: which earlier keys of its sample and its prompt, but no pads, a query ``sees``."""
     owner, position = np.repeat(np.arange(len(layout.lengths)), layout.lengths), layout.positions().tolist()
     prompt_of = {segment: x for x in layout.shared for segment in layout.responses_of(x)}
     mask = np.zeros((layout.num_tokens, layout.num_tokens), dtype=bool)

@@ -197,6 +197,13 @@ def test_split_mini_batches_leaves_the_rest_in_the_last(size: int | None, wanted
     assert split_mini_batches(np.arange(0), size) == []
 
 
+def test_pads_count_against_the_cap() -> None:
+    """Four sequences of 9 tokens are 36, under a cap of 40; padded to 16 they are 64 and need two micro-batches."""
+    for multiple, microbatches in ((1, 1), (16, 2)):
+        one = one_step([9] * 4, PlanRules(max_tokens=40, pad_multiple=multiple))
+        assert len(one.filler_microbatches) == microbatches
+
+
 def test_no_microbatch_exceeds_the_token_cap() -> None:
     """Longest first lays 9, 7, 4 and 4 tokens out as 13 and 11: two micro-batches under a cap of 13, three under 12."""
     lengths = [9, 7, 4, 4]
