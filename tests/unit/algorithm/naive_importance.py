@@ -10,10 +10,7 @@ MODES = [mode for mode in CORRECTIONS if mode != "none"]
 
 
 def naive_weight(mode: str, gaps: list[float], mask: list[bool], t: int, cap: float, floor: float | None) -> float:
-    """Return one token's weight by semantics §7, in words.
-
-    gaps: log π_old − log μ of the sample's response tokens.
-    """
+    """Return one token's weight by semantics §7, in words. gaps: log π_old − log μ of the sample's response tokens."""
     counted = [d for d, m in zip(gaps, mask, strict=True) if m]
     if not mask[t]:
         return 0.0

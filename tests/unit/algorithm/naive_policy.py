@@ -8,10 +8,7 @@ from megatron_rl.config import LossConfig
 
 
 def clipped_surrogate(ratio, advantage, config: LossConfig, *, dual: float | None):
-    """Return −objective of one token by cases.
-
-    The cases are the side of the clip on which the token stands, and whether that side is the pessimistic one.
-    """
+    """Return −objective of a token by cases: its side of the clip, and whether that is the pessimistic one."""
     if advantage > 0 and ratio > 1 + config.clip_high:
         return -(1 + config.clip_high) * advantage
     if advantage < 0 and dual is not None and ratio > dual:

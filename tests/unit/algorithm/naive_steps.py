@@ -23,10 +23,7 @@ def naive_steps(
     denominator: str,
     steps: str,
 ) -> Iterator[tuple[list[int], dict[int, float]]]:
-    """Yield (samples that run, the weight of each one's loss tokens) of every optimizer step.
-
-    Nothing runs in a ghost. This is also the reference of the distributed test.
-    """
+    """Yield (samples that run, the weight of each one's loss tokens) of every step; nothing runs in a ghost."""
     everyone = list(range(len(masks)))
     size = len(everyone) if steps == "merge" or size is None else size
     for start in range(0, len(everyone), size):

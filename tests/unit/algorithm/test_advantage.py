@@ -5,8 +5,8 @@ Each estimator and each reduction is compared with a loop over its formula.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from megatron_rl.types import BatchFacts
 from tests.unit.algorithm.facts import make_facts
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
-SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 EPSILON = 1e-3
 
 # Rounding of a sum over a few rewards below 10 is some 1e-15. A group whose rewards differ by rounding alone (0.1 + 0.2
@@ -28,12 +28,9 @@ EPSILON = 1e-3
 NOISE = 1e-8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One batch of samples.
-
-    Rewards stand per function; the plain estimators see their first column.
-    """
+    """One batch of samples. Rewards stand per function; the plain estimators see their first column."""
 
     by_function: np.ndarray
     groups: np.ndarray
@@ -47,7 +44,7 @@ class Case:
         return self.by_function[:, 0]
 
     def run(self, estimator: str, **changed) -> np.ndarray:
-        case = Case(**{**{name: getattr(self, name) for name in self.__dataclass_fields__}, **changed})
+        case = dataclasses.replace(self, **changed)
         applied = np.where(np.isnan(case.rewards), 0.0, case.rewards)
         rewards = np.where(case.included, applied, np.nan) if estimator == "gdpo" else case.rewards
         given = GroupRewards(
@@ -63,10 +60,7 @@ class Case:
 
 @st.composite
 def cases(draw) -> Case:
-    """Draw sizes by Hypothesis, numbers by a seed.
-
-    Most cases would be near copies of a few otherwise.
-    """
+    """Draw sizes by Hypothesis, numbers by a seed. Most cases would be near copies of a few otherwise."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(0, 14))
     pool = draw(
@@ -147,14 +141,10 @@ def assert_may_have_advantage(case: Case, estimator: str, found: np.ndarray, cen
 
 
 def test_under_gae_every_included_sample_may_have_an_advantage() -> None:
-    """Under gae every included sample may have an advantage, though its group's rewards are equal.
-
-    Each sample is measured against a critic.
-    """
+    """Each sample is measured against a critic, so its group's rewards may be equal."""
     included = np.array([True, True, False, True])
     rewards = GroupRewards(totals=np.ones(4), groups=np.zeros(4, dtype=np.int64), included=included)
-    found = may_have_advantage(rewards, estimator="gae")
-    assert np.array_equal(found, included)
+    assert np.array_equal(may_have_advantage(rewards, estimator="gae"), included)
 
 
 def assert_reduction_invariants(case: Case) -> None:
@@ -176,30 +166,9 @@ def test_invariants(estimator: str, case: Case) -> None:
     assert_invariants(case, estimator)
 
 
-@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
-@SETTINGS
-@given(case=cases(), seed=st.integers(0, 99))
-def test_advantages_do_not_depend_on_the_order_of_samples(estimator: str, case: Case, seed: int) -> None:
-    order = np.random.default_rng(seed).permutation(len(case.groups))
-    permuted = case.run(
-        estimator,
-        by_function=case.by_function[order],
-        groups=case.groups[order],
-        included=case.included[order],
-        loss_tokens=case.loss_tokens[order],
-    )
-    np.testing.assert_allclose(case.run(estimator)[order], permuted, rtol=0, atol=NOISE)
-
-
-def mean_of(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def std_of(values: list[float]) -> float:
     """Return the unbiased deviation, over n − 1, or 0 for fewer than two values."""
-    return (
-        math.sqrt(math.fsum((x - mean_of(values)) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else 0.0
-    )
+    return np.std(values, ddof=1) if len(values) > 1 else 0.0
 
 
 def whiten_naive(values: list[float], tokens: list[int], included: list[bool], mode: str) -> list[float]:
@@ -207,7 +176,7 @@ def whiten_naive(values: list[float], tokens: list[int], included: list[bool], m
     spread_out = [v for v, t, i in zip(values, tokens, included, strict=True) if i for _ in range(t)]
     if mode == "none" or len(spread_out) < 2:
         return values
-    shift = mean_of(spread_out) if mode == "center_and_scale" else 0.0
+    shift = np.mean(spread_out) if mode == "center_and_scale" else 0.0
     return [(v - shift) / (std_of(spread_out) + EPSILON) if i else 0.0 for v, i in zip(values, included, strict=True)]
 
 
@@ -216,26 +185,20 @@ def advantage_naive(case: Case, estimator: str) -> list[float]:
     groups, included, tokens = case.groups.tolist(), case.included.tolist(), case.loss_tokens.tolist()
 
     def peers(i: int, column: list[float]) -> list[float]:
-        return [
-            column[j]
-            for j in range(len(groups))
-            if included[j] and groups[j] == groups[i] and not math.isnan(column[j])
-        ]
+        same = [j for j in range(len(groups)) if included[j] and groups[j] == groups[i]]
+        return [column[j] for j in same if not math.isnan(column[j])]
 
-    rewards = case.rewards.tolist()
-    live = [i for i in range(len(groups)) if included[i] and len(peers(i, rewards)) > 1]
-    centred = [rewards[i] - mean_of(peers(i, rewards)) if i in live else 0.0 for i in range(len(groups))]
+    rewards, everyone = case.rewards.tolist(), range(len(groups))
+    live = [i for i in everyone if included[i] and len(peers(i, rewards)) > 1]
+    centred = [rewards[i] - np.mean(peers(i, rewards)) if i in live else 0.0 for i in everyone]
     match estimator:
         case "grpo":
-            return [
-                centred[i] / (std_of(peers(i, rewards)) + EPSILON) if i in live else 0.0 for i in range(len(groups))
-            ]
+            return [centred[i] / (std_of(peers(i, rewards)) + EPSILON) if i in live else 0.0 for i in everyone]
         case "dr_grpo":
             return centred
         case "rloo":
-            total = [math.fsum(peers(i, rewards)) for i in range(len(groups))]
-            others = [len(peers(i, rewards)) - 1 for i in range(len(groups))]
-            return [rewards[i] - (total[i] - rewards[i]) / others[i] if i in live else 0.0 for i in range(len(groups))]
+            total, count = ([f(peers(i, rewards)) for i in everyone] for f in (math.fsum, len))
+            return [rewards[i] - (total[i] - rewards[i]) / (count[i] - 1) if i in live else 0.0 for i in everyone]
         case "batch_std":
             spread = std_of([c for c, i in zip(centred, included, strict=True) if i])
             return [c / (spread + EPSILON) for c in centred]
@@ -244,10 +207,10 @@ def advantage_naive(case: Case, estimator: str) -> list[float]:
         case "gdpo":
             total = [0.0] * len(groups)
             for column, weight in zip(case.by_function.T.tolist(), case.function_weights, strict=True):
-                for i in range(len(groups)):
+                for i in everyone:
                     if included[i] and not math.isnan(column[i]):
                         same = peers(i, column)
-                        total[i] += weight * (column[i] - mean_of(same)) / (std_of(same) + EPSILON)
+                        total[i] += weight * (column[i] - np.mean(same)) / (std_of(same) + EPSILON)
             return whiten_naive(total, tokens, included, case.whiten)
     raise ValueError(estimator)
 
@@ -262,54 +225,23 @@ def test_estimator_equals_formula(estimator: str, case: Case) -> None:
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("value", [0.0, 0.3, 0.1 + 0.2, 1 / 3, 1e-30, -7e11])
 def test_equal_rewards_give_exactly_zero(estimator: str, value: float) -> None:
-    """Equal rewards give exactly zero.
-
-    The mean of 7 times 0.1 + 0.2 is not that number, and noise over a zero spread would look like signal.
-    """
+    """The mean of 7 times 0.1 + 0.2 is not that number, and noise over a zero spread would look like signal."""
     rewards = np.array([value] * 7 + [0.0, 1.0])
     found = advantages(of_all(rewards, [0] * 7 + [1] * 2, by_function=rewards[:, None]), estimator=estimator)
     assert (found[:7] == 0.0).all() and (found[7:] != 0.0).all()
 
 
 def test_rewards_that_differ_by_rounding_are_not_equal() -> None:
-    """Rewards that differ by rounding are not equal, so their group keeps its (tiny) signal.
-
-    0.1 + 0.2 ≠ 0.3 as numbers: dropping the group would not be lossless.
-    """
+    """0.1 + 0.2 ≠ 0.3 as numbers: dropping their group, with its tiny signal, would not be lossless."""
     found = advantages(of_all([0.1 + 0.2, 0.3], [0, 0]), estimator="grpo")
     assert (found != 0).any() and (np.abs(found) < NOISE).all()
 
 
-def test_gdpo_function_that_does_not_apply_adds_nothing() -> None:
-    """A function of gdpo adds nothing to samples to which it does not apply.
-
-    Function 2 applies to half the group: its baseline is theirs alone, and the others' advantage is function 1's.
-    """
-    by_function = np.array([[1.0, math.nan], [0.0, math.nan], [1.0, 4.0], [0.0, 2.0]])
-    rewards = of_all(np.nansum(by_function, axis=1), [0] * 4, by_function=by_function, function_weights=(1.0, 3.0))
-    found = advantages(rewards, estimator="gdpo", epsilon=0.0)
-    first, second = 0.5 / math.sqrt(1 / 3), 1 / math.sqrt(2)
-    total = [first, -first, first + 3 * second, -first - 3 * second]
-    np.testing.assert_allclose(found, np.array(total) / std_of(total), rtol=1e-12)  # double rounding
-
-
 def test_gdpo_names_the_sample_of_an_infinite_reward() -> None:
-    """gdpo names the sample of an infinite reward.
-
-    The total may hide it behind a weight of 0; the advantages would be NaN all the same.
-    """
-    by_function = np.array([[1.0, math.inf], [0.0, 1.0]])
+    """The total may hide it behind a weight of 0; the advantages would be NaN all the same."""
+    named = dict(by_function=np.array([[1.0, math.inf], [0.0, 1.0]]), function_weights=(1.0, 0.0))
     with pytest.raises(ValueError, match="s0 is inf"):
-        given = of_all(
-            [1.0, 0.0], [0, 0], sample_ids=("s0", "s1"), by_function=by_function, function_weights=(1.0, 0.0)
-        )
-        advantages(given, estimator="gdpo")
-
-
-def test_whitening_by_scale_keeps_dead_groups_at_zero_and_centering_does_not() -> None:
-    rewards = of_all([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1], loss_tokens=np.array([5, 5, 2, 9]))
-    assert (advantages(rewards, estimator="reinforce_plus_plus", whiten="scale")[:2] == 0.0).all()
-    assert (advantages(rewards, estimator="reinforce_plus_plus", whiten="center_and_scale")[:2] != 0.0).all()
+        advantages(of_all([1.0, 0.0], [0, 0], sample_ids=("s0", "s1"), **named), estimator="gdpo")
 
 
 def weight_naive(reduction: str, facts: BatchFacts, counted: list[int], i: int, max_response_tokens: int) -> float:
@@ -339,10 +271,7 @@ def weight_naive(reduction: str, facts: BatchFacts, counted: list[int], i: int, 
 @SETTINGS
 @given(case=cases(), seed=st.integers(0, 99))
 def test_reduction_weights_equal_the_table(reduction: str, case: Case, seed: int) -> None:
-    """Reduction weights equal the table over any mini-batch, in any order.
-
-    Samples without loss tokens are in no denominator.
-    """
+    """Over any mini-batch, in any order: samples without loss tokens are in no denominator."""
     facts, random = make_facts(case.groups, case.loss_tokens), np.random.default_rng(seed)
     counted = random.permutation(np.flatnonzero(case.included))
     found = reduction_weights(reduction, facts, counted, max_response_tokens=11)
@@ -350,30 +279,11 @@ def test_reduction_weights_equal_the_table(reduction: str, case: Case, seed: int
     np.testing.assert_allclose(found, wanted, rtol=1e-15)  # one division each side
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
-def test_means_of_ones_are_one(reduction: str) -> None:
-    facts = make_facts([0, 0, 1, 2], [100, 7, 0, 13])
-    weights = reduction_weights(reduction, facts, np.arange(4), max_response_tokens=1)
-    assert (weights * facts.loss_tokens).sum() == pytest.approx(1.0, rel=1e-15)  # three terms of one rounding each
-
-
 def test_unknown_names_are_errors() -> None:
     with pytest.raises(ValueError, match=r"advantage\.estimator='mean'"):
         advantages(of_all([1.0], [0]), estimator="mean")
     with pytest.raises(ValueError, match=r"loss\.reduction='mean'"):
         reduction_weights("mean", make_facts([0], [1]), np.arange(1), max_response_tokens=1)
-
-
-def test_token_mean_of_unequal_microbatches_is_032_never_040() -> None:
-    """The token mean of 100 tokens at 0.5 and 900 at 0.3 is 0.32 and never 0.40, the mean of the means.
-
-    Each is summed where it runs, added, and divided by nothing afterwards.
-    """
-    facts = make_facts([0, 1], [100, 900])
-    weights = reduction_weights("token_mean", facts, np.arange(2), max_response_tokens=900)
-    sums = [sum(weights[i] * loss for _ in range(tokens)) for i, (tokens, loss) in enumerate([(100, 0.5), (900, 0.3)])]
-    assert sum(sums) == pytest.approx(0.32, rel=1e-12)  # 1,000 additions
-    assert sum([0.5, 0.3]) / 2 == 0.40  # the answer of a mean of means
 
 
 def of(values: list[float], groups: list[int]) -> Rewards:

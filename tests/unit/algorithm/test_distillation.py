@@ -24,7 +24,7 @@ def naive(student, teacher, mask, lengths, discount: float) -> list[float]:
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_advantages_equal_a_loop(seed: int, discount: float) -> None:
     random = np.random.default_rng(seed)
     lengths = random.integers(1, 9, 6)
@@ -32,12 +32,7 @@ def test_advantages_equal_a_loop(seed: int, discount: float) -> None:
     mask = random.random(lengths.sum()) < 0.7
     found = distillation_advantages(student, teacher, mask, lengths, discount=discount)
     np.testing.assert_allclose(found, naive(student, teacher, mask, lengths, discount), rtol=1e-12, atol=1e-12)
-
-
-def test_equal_log_probs_are_no_signal() -> None:
-    values = np.random.default_rng(0).normal(-2, 1, 7).astype(np.float32)
-    found = distillation_advantages(values, values, np.ones(7, dtype=bool), np.array([3, 4]), discount=1.0)
-    assert not found.any()
+    assert not distillation_advantages(student, student, mask, lengths, discount=discount).any()
 
 
 def test_worked_example_and_a_token_that_the_teacher_rules_out() -> None:

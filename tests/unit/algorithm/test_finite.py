@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algorithm.advantage import GroupRewards, advantages, may_have_advantage
@@ -20,7 +20,7 @@ from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import GROUP_ESTIMATORS
 from megatron_rl.errors import ConfigError, NonFiniteAdvantage
 
-SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 BY_TOTAL = tuple(name for name in GROUP_ESTIMATORS if name != "gdpo")
 
 
@@ -90,17 +90,10 @@ def test_an_advantage_that_is_not_finite_is_no_missing_signal(bad: float) -> Non
     ],
 )
 def test_gae_names_sample_and_settings_of_what_is_not_finite(gamma: float, value: float, said: str) -> None:
-    mask, lengths = np.ones(4, dtype=bool), np.array([1, 3])
+    rewards, values = np.array([0.0, 0.0, 0.0, 1.0]), np.array([0.0, 0.0, value, value])
+    given = dict(gamma=gamma, lam=1.0, sample_ids=("a", "b"))
     with pytest.raises(NonFiniteAdvantage, match=said):
-        generalised_advantages(
-            np.array([0.0, 0.0, 0.0, 1.0]),
-            np.array([0.0, 0.0, value, value]),
-            mask,
-            lengths,
-            gamma=gamma,
-            lam=1.0,
-            sample_ids=("a", "b"),
-        )
+        generalised_advantages(rewards, values, np.ones(4, dtype=bool), np.array([1, 3]), **given)
 
 
 def test_whitening_refuses_an_epsilon_that_is_no_number() -> None:
@@ -125,13 +118,13 @@ def test_a_reward_at_its_groups_mean_has_an_advantage_of_exactly_zero(estimator:
 
 @pytest.mark.parametrize("estimator", BY_TOTAL)
 @SETTINGS
+@example(totals=[0.1 + 0.2, 0.3])  # one is within rounding of their mean, and not it
 @given(totals=st.lists(st.sampled_from([-0.7, 0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.1 + 0.2, 1 / 3, 1.0]), max_size=9))
 def test_advantages_are_zero_where_rational_numbers_say_so(estimator: str, totals: list[float]) -> None:
     """Advantages are 0 exactly where n · r_i = Σ r_j in binary or in decimals, or where float64's own mean is r_i."""
     found = advantages(group_of(totals), estimator=estimator)
-    for value, advantage in zip(totals, found.tolist(), strict=True):
-        zero = any(
-            len(totals) * exact(value) == sum(map(exact, totals)) for exact in (Fraction, lambda x: Fraction(repr(x)))
-        )
+    readings = [[kind(x) for x in totals] for kind in (Fraction, lambda x: Fraction(repr(x)))]
+    for i, (value, advantage) in enumerate(zip(totals, found.tolist(), strict=True)):
+        zero = any(len(exact) * exact[i] == sum(exact) for exact in readings)
         # 7
         assert advantage == 0.0 if zero else advantage != 0.0 or value == sum(totals) / len(totals)

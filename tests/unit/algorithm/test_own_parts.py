@@ -98,10 +98,9 @@ def test_exact_refuses_a_loss_that_trains_without_advantage_and_the_others_say_s
 
 
 def test_central_differences_are_the_gradient_where_nothing_is_detached():
-    gradient, numeric = own_policy_check.finite_differences(own_loss("quadratic"))
-    assert torch.allclose(gradient, numeric, atol=1e-6)  # steps of 1e-6 in float64: about 1e-9 off
-    gradient, numeric = own_policy_check.finite_differences(own_loss("clipped", low=0.9, high=9.0))
-    assert torch.allclose(gradient, numeric, atol=1e-6)
+    for loss in (own_loss("quadratic"), own_loss("clipped", low=0.9, high=9.0)):
+        gradient, numeric = own_policy_check.finite_differences(loss)
+        assert torch.allclose(gradient, numeric, atol=1e-6)  # steps of 1e-6 in float64: about 1e-9 off
 
 
 @pytest.mark.parametrize(
@@ -112,25 +111,15 @@ def test_central_differences_are_the_gradient_where_nothing_is_detached():
         (["loss.policy=tests.own_parts:clipped", "loss.arguments={lwo: 1}"], "unexpected keyword argument 'lwo'"),
         (["advantage.estimator=tests.own_parts:nothing"], "has no 'nothing'"),
         (["advantage.estimator=tests.own_parts:centred", "advantage.arguments={sale: 1}"], "argument 'sale'"),
-    ],
-)
-def test_names_and_arguments_that_do_not_fit_are_named(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        check_own_parts(load_config(None, overrides))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
         (["loss.policy=ppoo"], "loss.policy='ppoo' is not known; choose one of .*, your own module:function"),
         (["loss.arguments={low: 1}"], "loss.arguments=.* and loss.policy=ppo is built in"),
         (["advantage.arguments={low: 1}"], "advantage.arguments=.* and advantage.estimator=grpo is built in"),
         (["advantage.moves_equal_rewards=true"], "advantage.moves_equal_rewards=True belongs to an estimator of your"),
     ],
 )
-def test_settings_of_own_parts_are_refused_beside_built_in_ones(overrides, message):
+def test_names_and_arguments_that_do_not_fit_are_named(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        load_config(None, overrides)
+        check_own_parts(load_config(None, overrides))
 
 
 # --- estimators
@@ -152,10 +141,9 @@ def test_an_own_estimator_gives_the_advantages_of_the_built_in_one():
 
 def test_groups_are_dropped_early_by_what_an_own_estimator_says():
     """Of a group of unequal rewards every sample may move: another baseline than the mean moves the sample at it."""
-    live = may_have_advantage(REWARDS, estimator="tests.own_parts:centred")
-    assert live.tolist() == [True, True, True, False, False, False]
-    live = may_have_advantage(REWARDS, estimator="tests.own_parts:by_batch", moves_equal_rewards=True)
-    assert live.tolist() == [True] * 5 + [False]
+    for name, moves, wanted in (("centred", False, [True] * 3 + [False] * 3), ("by_batch", True, [True] * 5 + [False])):
+        live = may_have_advantage(REWARDS, estimator=f"tests.own_parts:{name}", moves_equal_rewards=moves)
+        assert live.tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -183,9 +171,8 @@ def test_advantages_that_break_the_contract_are_refused_in_a_run(name, message):
     ],
 )
 def test_an_estimator_that_breaks_a_property_is_refused_at_start(name, message):
-    with pytest.raises(
-        ConfigError, match=f"advantage.estimator='tests.own_parts:{name}' breaks its contract.*{message}"
-    ):
+    wanted = f"advantage.estimator='tests.own_parts:{name}' breaks its contract.*{message}"
+    with pytest.raises(ConfigError, match=wanted):
         check_own_parts(Config(advantage=own(name)))
 
 

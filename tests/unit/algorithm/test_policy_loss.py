@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from megatron_rl.algorithm.kl import kl_per_token
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.algorithm.policy_loss import cispo, dro, gspo, importance_sampling, policy_term, ppo, reinforce
+from megatron_rl.algorithm.policy_loss import policy_term
 from megatron_rl.algorithm.sft_loss import cross_entropy
 from megatron_rl.config import POLICIES, LossConfig
 from tests.unit.algorithm.naive_policy import token_loss
@@ -30,10 +29,7 @@ CONFIGS = {
 
 
 def make_tokens(seed: int = 0) -> SimpleNamespace:
-    """Make 60 tokens of 6 sequences, in no order.
-
-    Ratios go from 0.1 to 10, so that every clip is met from both sides of both signs.
-    """
+    """Make 60 tokens of 6 sequences, in no order; ratios go from 0.1 to 10, so every clip is met from both sides."""
     random = torch.Generator().manual_seed(seed)
     sequences = torch.randint(0, 6, (60,), generator=random)
     old = -3 * torch.rand(60, generator=random, dtype=torch.float64)
@@ -63,51 +59,34 @@ def run_term(config: LossConfig, t: SimpleNamespace, **changed):
     return term, gradient
 
 
-def naive_loss(config: LossConfig, t: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (per-token losses, gradient of their sum), one scalar at a time."""
+def assert_equals_equation(config: LossConfig, t: SimpleNamespace):
+    """Assert loss and gradient against ``token_loss``, one scalar at a time; return what ``run_term`` returns."""
     logprobs = [x.clone().requires_grad_() for x in t.logprobs]
     losses = [token_loss(config, t, logprobs, i) for i in range(len(logprobs))]
-    gradient = torch.autograd.grad(sum(losses), logprobs, allow_unused=True)
-    values = torch.stack([x.detach() for x in losses])
-    return values, torch.stack(
-        [torch.zeros_like(x) if g is None else g for x, g in zip(t.logprobs, gradient, strict=True)]
-    )
+    wanted = torch.autograd.grad(sum(losses), logprobs, allow_unused=True)
+    term, gradient = run_term(config, t)
+    torch.testing.assert_close(term.loss.detach(), torch.stack(losses).detach(), **DOUBLE)
+    wanted = torch.tensor([0.0 if x is None else x.item() for x in wanted], dtype=torch.float64)
+    torch.testing.assert_close(gradient, wanted, **DOUBLE)
+    return term, gradient
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_term_equals_equation(name: str) -> None:
     tokens = make_tokens()
-    term, gradient = run_term(CONFIGS[name], tokens)
-    values, wanted = naive_loss(CONFIGS[name], tokens)
-    torch.testing.assert_close(term.loss.detach(), values, **DOUBLE)
-    torch.testing.assert_close(gradient, wanted, **DOUBLE)
+    _, gradient = assert_equals_equation(CONFIGS[name], tokens)
     if name != "dro":
-        assert torch.equal(
-            gradient[tokens.advantages == 0], torch.zeros(int((tokens.advantages == 0).sum()), dtype=torch.float64)
-        )
+        assert (gradient[tokens.advantages == 0] == 0).all()
 
 
 def test_gspo_of_a_single_token_response_equals_the_naive_loop() -> None:
-    """gspo's ratio of a single-token response is the token's own, within the clip and beyond it.
-
-    Such responses stand beside responses of two and three tokens.
-    """
+    """Its ratio is the token's own, within the clip and beyond it, beside responses of two and three tokens."""
     lengths, gaps = [1, 2, 1, 3, 1, 1], [0.06, 0.02, -0.03, -0.04, 0.01, 0.07, -0.02, 0.5, -0.5]
     sequences = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
     old, gap = torch.linspace(-3, -1, 9, dtype=torch.float64), torch.tensor(gaps, dtype=torch.float64)
     advantages = torch.tensor([1.3, -0.7, -2.0, 0.4, 1.1, -0.9], dtype=torch.float64)[sequences]
-    tokens = SimpleNamespace(
-        num_sequences=6,
-        sequences=sequences,
-        advantages=advantages,
-        weights=torch.ones(9, dtype=torch.float64),
-        old_logprobs=old,
-        logprobs=old + gap,
-    )
-    term, gradient = run_term(CONFIGS["gspo"], tokens)
-    values, wanted = naive_loss(CONFIGS["gspo"], tokens)
-    torch.testing.assert_close(term.loss.detach(), values, **DOUBLE)
-    torch.testing.assert_close(gradient, wanted, **DOUBLE)
+    given = dict(num_sequences=6, sequences=sequences, advantages=advantages, weights=torch.ones_like(old))
+    term, _ = assert_equals_equation(CONFIGS["gspo"], SimpleNamespace(**given, old_logprobs=old, logprobs=old + gap))
     torch.testing.assert_close(term.ratio.detach()[[0, 3, 7, 8]], gap[[0, 3, 7, 8]].exp(), **DOUBLE)
 
 
@@ -126,17 +105,13 @@ def test_every_policy_is_tested() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_folded_weight_equals_weight_outside(name: str) -> None:
-    """A weight folded into A equals a weight outside: w·term(A) = term(w·A).
-
-    It holds bit by bit for a power of two (the exponent alone changes), and to rounding for any w > 0.
-    """
+    """w·term(A) = term(w·A): bit by bit for a power of two (the exponent alone changes), to rounding for any w > 0."""
     tokens = make_tokens()
     plain = {"advantages": tokens.advantages / tokens.weights, "weights": torch.ones_like(tokens.weights)}
     outside, gradient_outside = run_term(CONFIGS[name], tokens, **plain)
     for weight in (torch.full_like(tokens.weights, 2.0**-7), tokens.weights):
         folded, gradient = run_term(CONFIGS[name], tokens, advantages=weight * plain["advantages"], weights=weight)
-        exact = bool((weight == 2.0**-7).all())
-        tolerance = {"rtol": 0, "atol": 0} if exact else DOUBLE
+        tolerance = {"rtol": 0, "atol": 0} if (weight == 2.0**-7).all() else DOUBLE
         torch.testing.assert_close(folded.loss, weight * outside.loss, **tolerance)
         torch.testing.assert_close(gradient, weight * gradient_outside, **tolerance)
         assert torch.equal(folded.clipped, outside.clipped)
@@ -145,16 +120,12 @@ def test_folded_weight_equals_weight_outside(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "dro"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zero_advantage_gives_exactly_zero_gradient(name: str, dtype: torch.dtype) -> None:
-    """A zero advantage gives a gradient of exactly zero, however far the ratio has gone.
-
-    The skip stands on this: a small gradient would not do.
-    """
+    """However far the ratio has gone. The skip stands on this: a small gradient would not do."""
     tokens = make_tokens()
     moved = {k: v.to(dtype) for k, v in vars(tokens).items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
     far = moved["old_logprobs"] + 12 * (moved["logprobs"] - moved["old_logprobs"])
-    _, gradient = run_term(
-        CONFIGS[name], tokens, **{**moved, "advantages": torch.zeros(60, dtype=dtype), "logprobs": far}
-    )
+    moved |= {"advantages": torch.zeros(60, dtype=dtype), "logprobs": far}
+    _, gradient = run_term(CONFIGS[name], tokens, **moved)
     assert torch.equal(gradient, torch.zeros(60, dtype=dtype))
 
 
@@ -191,14 +162,15 @@ def test_kl_equals_definition(estimator: str) -> None:
         (wanted,) = torch.autograd.grad(definition[estimator], x)
         torch.testing.assert_close(found[i].detach(), definition[estimator].detach(), **DOUBLE)
         torch.testing.assert_close(gradient[i], wanted, **DOUBLE)
+    with pytest.raises(ValueError, match="kl_estimator='k4'"):
+        kl_per_token(tokens.logprobs, tokens.logprobs, tokens.logprobs, estimator="k4")
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "unbiased"])
 def test_kl_is_unbiased_in_value_and_unbiased_in_gradient_too(estimator: str) -> None:
-    """The ``unbiased`` estimate gives KL(π_θ ‖ π_ref) itself off-policy, gradient included.
+    """Σ_v π_old(v)·estimate(v) over a vocabulary is KL(π_θ ‖ π_ref), and its gradient under ``unbiased``.
 
-    The sum Σ_v π_old(v)·estimate(v) goes over a whole vocabulary. k1 and k3 need π_old = π_θ for the value, and their
-    gradient is another one (DeepSeek-V3.2, section 3.1).
+    k1 and k3 need π_old = π_θ for the value, and their gradient is another one (DeepSeek-V3.2, section 3.1).
     """
     random = torch.Generator().manual_seed(3)
     logits, reference, old = torch.randn(3, 11, generator=random, dtype=torch.float64)
@@ -230,10 +202,7 @@ def run_objective(config: LossConfig, tokens: SimpleNamespace, entropy: torch.Te
 
 @pytest.mark.parametrize("policy", ["ppo", "dro"])
 def test_objective_is_the_sum_of_its_terms(policy: str) -> None:
-    """The objective is L = Σ policy + Σ w·(β·kl − c·entropy), and gives the sums that metrics read.
-
-    dro's quadratic is against the engine's μ.
-    """
+    """L = Σ policy + Σ w·(β·kl − c·entropy), and the sums of metrics; dro's quadratic is against the engine's μ."""
     tokens, entropy = make_tokens(), torch.linspace(0.1, 3, 60, dtype=torch.float64)
     config = LossConfig(policy=policy, kl_coefficient=0.3, kl_estimator="k2", entropy_coefficient=0.02)
     loss, sums, (gradient, entropy_gradient) = run_objective(config, tokens, entropy)
@@ -251,10 +220,7 @@ def test_objective_is_the_sum_of_its_terms(policy: str) -> None:
 
 
 def test_metrics_count_the_measured_tokens_alone() -> None:
-    """Metrics of a micro-batch that dropped samples share count the survivors; loss and gradients hold all tokens.
-
-    A token that is not measured may have an infinite ratio.
-    """
+    """Loss and gradients hold all tokens; one of a dropped sample, not measured, may have an infinite ratio."""
     tokens, entropy = make_tokens(), torch.linspace(0.1, 3, 60, dtype=torch.float64)
     config = LossConfig(kl_coefficient=0.3, entropy_coefficient=0.02)
     loss, _, gradients = run_objective(config, tokens, entropy)
@@ -271,10 +237,7 @@ def test_metrics_count_the_measured_tokens_alone() -> None:
 
 
 def test_objective_without_old_logprobs_is_on_policy() -> None:
-    """Without old log-probs the objective is on-policy: the ratio is exactly 1 and nothing is clipped.
-
-    So no pass is needed where the first step takes π_old = π_θ.
-    """
+    """The ratio is exactly 1 and nothing is clipped: the first step needs no pass for π_old = π_θ."""
     tokens = make_tokens()
     tokens.old_logprobs = tokens.reference_logprobs = None
     loss, sums, (gradient, entropy_gradient) = run_objective(LossConfig(), tokens, torch.zeros(60, dtype=torch.float64))
@@ -284,10 +247,7 @@ def test_objective_without_old_logprobs_is_on_policy() -> None:
 
 
 def test_zero_weights_take_kl_and_entropy_along() -> None:
-    """Weights of 0 let no term of the objective move a weight of the model, bit by bit.
-
-    A filler runs with such weights.
-    """
+    """A filler runs with weights of 0: no term of the objective moves a weight of the model, bit by bit."""
     tokens = make_tokens()
     zeros = torch.zeros(60, dtype=torch.float64)
     tokens.advantages = tokens.weights = zeros
@@ -295,34 +255,3 @@ def test_zero_weights_take_kl_and_entropy_along() -> None:
         config = LossConfig(policy=policy, kl_coefficient=0.3, kl_estimator="unbiased", entropy_coefficient=0.1)
         loss, _, gradients = run_objective(config, tokens, zeros + 1)
         assert loss.item() == 0.0 and all(torch.equal(g, zeros) for g in gradients)
-
-
-def test_unknown_names_are_errors() -> None:
-    tokens = make_tokens()
-    with pytest.raises(ValueError, match="kl_estimator='k4'"):
-        kl_per_token(tokens.logprobs, tokens.logprobs, tokens.logprobs, estimator="k4")
-
-
-def test_the_examples_of_the_policy_terms_docstrings() -> None:
-    """The policy terms give the numbers of the examples in their docstrings."""
-
-    def of(*values: float) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, requires_grad=True)
-
-    old, two = torch.zeros(1, dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
-    raised = of(math.log(1.5))
-    term = ppo(raised, old, two, low=0.8, high=1.2)
-    assert term.loss.item() == pytest.approx(-2.4) and term.clipped.item()
-    pair = of(math.log(1.2), 0.0)
-    term = gspo(pair, torch.zeros(2), torch.ones(2), torch.zeros(2, dtype=torch.int64), 1, low=0.9, high=1.05)
-    assert term.loss.tolist() == pytest.approx([-1.05, -1.05]) and term.ratio.tolist() == pytest.approx(
-        [math.sqrt(1.2)] * 2
-    )
-    logprob = of(-1.0)
-    term = cispo(logprob, logprob.detach() - math.log(1.5), two, low=0.0, high=1.2)
-    term.loss.sum().backward()
-    assert term.loss.item() == pytest.approx(2.4) and logprob.grad.item() == pytest.approx(-2.4)
-    assert importance_sampling(raised, old, two).loss.item() == pytest.approx(-3.0)
-    assert dro(of(-1.0), torch.tensor([-1.5]), two, torch.ones(1), beta=0.1).loss.item() == pytest.approx(2.0125)
-    assert reinforce(of(-1.0), old, two).loss.item() == 2.0
-    assert cross_entropy(of(-1.0, -2.0), torch.full((2,), 0.5)).item() == 1.5

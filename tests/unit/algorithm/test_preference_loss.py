@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algorithm.linear_loss import linearised
@@ -42,7 +42,7 @@ def test_every_loss_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, *PLAIN], ids=lambda c: c.loss)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_losses_and_coefficients_equal_the_equations(config: PreferenceConfig, seed: int) -> None:
     """Loss by loss, and −∂(Σ losses)/∂log π of every response by autograd through the equation."""
     scores = drawn(seed)
@@ -60,24 +60,24 @@ def test_losses_and_coefficients_equal_the_equations(config: PreferenceConfig, s
 def assert_invariants(config: PreferenceConfig, scores: PairScores) -> None:
     found = compare(scores, config)
     chosen, rejected = found.coefficients[0::2], found.coefficients[1::2]
-    for i in range(0, len(scores.sums), 2):  # 1
-        alone = PairScores(
-            sums=scores.sums[i : i + 2],
-            reference=scores.reference[i : i + 2],
-            loss_tokens=scores.loss_tokens[i : i + 2],
+
+    def chosen_from(rows) -> PairScores:
+        return PairScores(
+            sums=scores.sums[rows], reference=scores.reference[rows], loss_tokens=scores.loss_tokens[rows]
         )
-        assert np.array_equal(compare(alone, config).coefficients, found.coefficients[i : i + 2])
+
+    for i in range(0, len(scores.sums), 2):  # 1
+        pair = slice(i, i + 2)
+        assert np.array_equal(compare(chosen_from(pair), config).coefficients, found.coefficients[pair])
     if config.label_smoothing == 0 and config.loss != "ipo":  # 2
         assert (chosen >= 0).all() and (rejected <= 0).all()
     if config.loss == "hinge":  # 3
         assert np.array_equal(chosen == 0, found.margins >= 1) and np.array_equal(rejected == 0, found.margins >= 1)
-    order = np.arange(len(scores.sums)).reshape(-1, 2)[:, ::-1].ravel()
-    swapped = PairScores(
-        sums=scores.sums[order], reference=scores.reference[order], loss_tokens=scores.loss_tokens[order]
-    )
+    swapped = chosen_from(np.arange(len(scores.sums)).reshape(-1, 2)[:, ::-1].ravel())
     assert np.array_equal(compare(swapped, config).margins, -found.margins)  # 4
 
 
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10**6), number=st.integers(0, len(CONFIGS) + len(PLAIN) - 1))
 def test_invariants(seed: int, number: int) -> None:
     assert_invariants([*CONFIGS, *PLAIN][number], drawn(seed))
@@ -94,9 +94,8 @@ def test_worked_examples() -> None:
 
 
 def test_faults_are_named() -> None:
-    bad = PairScores(
-        sums=np.array([-1.0, -np.inf]), reference=np.zeros(2), loss_tokens=np.ones(2), sample_ids=("a", "b")
-    )
+    sums = np.array([-1.0, -np.inf])
+    bad = PairScores(sums=sums, reference=np.zeros(2), loss_tokens=np.ones(2), sample_ids=("a", "b"))
     with pytest.raises(NonFiniteAdvantage, match="of sample b is -inf"):
         compare(bad, PreferenceConfig(loss="ipo"))
     with pytest.raises(ValueError, match="3 responses are no pairs"):

@@ -34,10 +34,7 @@ def facts_of(samples: list[Sample]) -> BatchFacts:
 
 
 def inputs_of(samples: list[Sample]) -> LossInputs:
-    """Return loss inputs whose numbers name their place.
-
-    Flat arrays count response tokens of the batch, per-sample ones count samples.
-    """
+    """Return loss inputs whose numbers name their place: a response token's in the batch, or a sample's."""
     total = sum(len(s.loss_mask) for s in samples)
     return LossInputs(
         advantages=np.arange(len(samples)) + 0.5,
@@ -48,14 +45,7 @@ def inputs_of(samples: list[Sample]) -> LossInputs:
 
 
 def run_pack(samples: list[Sample], chosen: list[int], *, pad_multiple: int = 1, filler: bool = False, **changed):
-    arguments = {
-        "pad_token": 0,
-        "needs_tokens": True,
-        "needs_loss": True,
-        "device": CPU,
-        "inputs": inputs_of(samples),
-        **changed,
-    }
+    arguments = dict(pad_token=0, needs_tokens=True, needs_loss=True, device=CPU, inputs=inputs_of(samples)) | changed
     microbatch = MicroBatch(samples=np.array(chosen, dtype=np.int64), filler=filler)
     rows = {i: samples[i] for i in chosen}  # no others: nothing of them may be asked for
     return pack_microbatch(microbatch, facts_of(samples), rows, pad_multiple=pad_multiple, **arguments)

@@ -1,7 +1,4 @@
-"""Checks backend/batch_exchange.py without a world.
-
-Checked are the rows that each rank needs, and that a row comes off the wire as it was put on it.
-"""
+"""Checks backend/batch_exchange.py without a world: the rows that ranks need, and that a row comes back as sent."""
 
 from __future__ import annotations
 
@@ -24,29 +21,12 @@ ONE = {
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 def test_rows_go_to_the_ends_of_each_replicas_pipeline_alone(tensor: int, pipeline: int) -> None:
-    """The first and last stages of a replica's pipeline need the rows that it runs, and no other stage needs any.
-
-    The first stage reads tokens and the last one masks; the order of ranks is tensor, data, pipeline.
-    """
+    """The first stage reads tokens and the last one masks; the order of ranks is tensor, data, pipeline."""
     data = 2
-    topology = Topology(
-        **{
-            **ONE,
-            "tensor_size": tensor,
-            "pipeline_size": pipeline,
-            "data_size": data,
-            "world_size": tensor * data * pipeline,
-        }
-    )
-    lengths, signal = np.arange(3, 14), np.arange(11) % 3 > 0
-    plan = plan_steps(
-        "train",
-        split_mini_batches(np.arange(11), 6),
-        lengths,
-        signal,
-        PlanRules(data_size=data, max_tokens=20),
-        drops=True,
-    )
+    sizes = dict(tensor_size=tensor, pipeline_size=pipeline, data_size=data, world_size=tensor * data * pipeline)
+    topology, rules = Topology(**(ONE | sizes)), PlanRules(data_size=data, max_tokens=20)
+    mini_batches, lengths, signal = split_mini_batches(np.arange(11), 6), np.arange(3, 14), np.arange(11) % 3 > 0
+    plan = plan_steps("train", mini_batches, lengths, signal, rules, drops=True)
     found = needed_rows(plan, topology)
     assert len(found) == topology.world_size
     for rank, rows in enumerate(found):
@@ -57,10 +37,7 @@ def test_rows_go_to_the_ends_of_each_replicas_pipeline_alone(tensor: int, pipeli
 
 @pytest.mark.parametrize("routed", [None, (2, 3), (3, 1)])
 def test_a_row_comes_back_as_it_was_sent(routed: tuple[int, int] | None) -> None:
-    """Every field of a row comes back bit by bit, the weight version too.
-
-    An odd number of experts is padded on the way.
-    """
+    """Every field, bit by bit, the weight version too; an odd number of experts is padded on the way."""
     random, tokens, prompt = np.random.default_rng(1), 7, 3
     sample = Sample(
         sample_id="7@0#1",

@@ -43,8 +43,7 @@ def test_megatrons_clipping_takes_it() -> None:
     """Megatron-Core's own fallback is 1e-4 away on these tensors (torch 2.13.0, CPU)."""
     tensors = gradients(1 << 22, 1 << 21)
     use_accurate_norm()
-    found, _ = clip_grads.multi_tensor_applier(
-        clip_grads.l2_norm_impl, torch.zeros(1, dtype=torch.int), [tensors], False
-    )
+    overflow = torch.zeros(1, dtype=torch.int)
+    found, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [tensors], False)
     assert found.shape == (1,) and found.dtype == torch.float32
     assert found.item() == pytest.approx(norm_of(tensors), rel=1e-6)

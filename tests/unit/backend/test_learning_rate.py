@@ -13,10 +13,7 @@ LR, MIN_LR, WARMUP, STEPS = 0.01, 0.001, 3, 12
 
 
 def wanted_rate(schedule: str, step: int, decay_steps: int) -> float:
-    """Compute the rate of a step, counted from 0, by the formula.
-
-    It goes up in WARMUP equal parts from LR / (WARMUP + 1) on, then down to MIN_LR.
-    """
+    """Compute a step's rate, counted from 0: up in WARMUP equal parts from LR / (WARMUP + 1), then down to MIN_LR."""
     if step <= WARMUP:
         first = LR / (WARMUP + 1)
         return first + (LR - first) * step / WARMUP
@@ -37,11 +34,7 @@ def rates(rank: int, world: int, overrides: tuple[str, ...]) -> list[float]:
 @pytest.mark.parametrize("decay_steps", [None, 7])
 def test_learning_rates_equal_the_formula(pool: Pool, schedule: str, decay_steps: int | None) -> None:
     """The decay ends at ``optimizer.decay_steps``, or with the run; no step has a rate of 0."""
-    overrides = (
-        f"optimizer.schedule={schedule}",
-        f"optimizer.decay_steps={'null' if decay_steps is None else decay_steps}",
-    )
+    overrides = f"optimizer.schedule={schedule}", f"optimizer.decay_steps={decay_steps or 'null'}"
     (found,) = pool.run(1, rates, overrides, timeout_s=60)
-    assert found == pytest.approx(
-        [wanted_rate(schedule, step, decay_steps or STEPS) for step in range(STEPS)], rel=1e-12
-    )
+    wanted = [wanted_rate(schedule, step, decay_steps or STEPS) for step in range(STEPS)]
+    assert found == pytest.approx(wanted, rel=1e-12)

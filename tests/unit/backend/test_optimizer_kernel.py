@@ -17,10 +17,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("installed", [("apex",), ("transformer_engine", "apex"), ("transformer_engine",)])
 def test_both_of_megatrons_optimizers_take_the_chosen_adam(monkeypatch, installed):
-    """The distributed optimizer asserts on the class of the optimizer that Megatron-Core built for it.
-
-    Each of the two modules imports its own, Transformer Engine's first.
-    """
+    """Each of the two modules imports its own class, and the distributed optimizer asserts on the other's."""
     classes = {name: type(f"{name}Adam", (FusedAdam,), {}) for name in installed}
     monkeypatch.setattr(optimizer, "_adam_class", lambda name: classes.get(name))
     monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", True)

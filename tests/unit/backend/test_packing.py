@@ -1,7 +1,4 @@
-"""Checks backend/packing.py and model/attention.py.
-
-Sequences laid end to end see nothing of another, and each loss token is in the place that is said.
-"""
+"""Checks backend/packing.py and model/attention.py: sequences see no other, and loss tokens are in their places."""
 
 from __future__ import annotations
 
@@ -21,20 +18,20 @@ from megatron_rl.model.attention import PackedSequences, TorchAttention, pack
 from megatron_rl.model.attention_spans import ContextShard, context_positions
 from megatron_rl.model.layout import Layout
 from megatron_rl.types import MicroBatch, Sample
+from tests.pairwise import pairwise
 from tests.reference import make_samples
 from tests.unit.backend.packed import CPU, attention_config, facts_of, run_pack
 
-SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+GIVEN = ("targets", "sequences", "advantages", "weights", "old_logprobs", "reference_logprobs", "rollout_logprobs")
+OF_LOSS = ("loss_positions", "flat", *GIVEN)
 
 
 @pytest.mark.parametrize("context", [ContextShard(), ContextShard(rank=1, size=2)])
 @SETTINGS
 @given(lengths=st.lists(st.integers(1, 10).map(lambda chunks: 4 * chunks), min_size=1, max_size=12))
 def test_bounds_for_transformer_engine_are_those_of_adding_up(context: ContextShard, lengths: list[int]) -> None:
-    """Transformer Engine gets bounds of the whole sequences, and no spans.
-
-    Under context parallelism the padded bounds are the same tensor: it tells that no pad lies between sequences.
-    """
+    """Of whole sequences, and no spans. Under context parallelism the padded bounds are the same tensor."""
     packed = pack(Layout.of(tuple(lengths)), CPU, context, for_transformer_engine=True)
     assert packed.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert packed.cu_seqlens_q is packed.cu_seqlens_kv and packed.cu_seqlens_q.dtype == torch.int32
@@ -59,16 +56,13 @@ def attend(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], scale: float
     return make_attention(scale)(*qkv, None, packed_seq_params=pack(Layout.of(lengths), CPU))
 
 
-@pytest.mark.parametrize("lengths", [(7,), (1, 1), (5, 9, 4, 9, 1), (16, 12, 13, 3)])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize(
+    "lengths, groups, scale", pairwise([(7,), (1, 1), (5, 9, 4, 9, 1), (16, 12, 13, 3)], [1, 2, 4], [None, 0.5])
+)
 def test_packed_attention_equals_each_sequence_alone(
     lengths: tuple[int, ...], groups: int, scale: float | None
 ) -> None:
-    """Output and gradients equal those of each sequence alone, with grouped queries too.
-
-    In double, they differ by the order of additions alone.
-    """
+    """Output and gradients, with grouped queries too; in double, they differ by the order of additions alone."""
     qkv = make_qkv(sum(lengths), torch.float64, groups=groups)
     coefficient = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = attend(qkv, lengths, scale)
@@ -92,20 +86,16 @@ def test_packed_attention_equals_sdpa_bit_by_bit() -> None:
 
 
 def attend_split(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], size: int) -> torch.Tensor:
-    """Return the output of ``size`` context ranks for the same tokens, put back in order.
-
-    The gather is a concatenation.
-    """
+    """Return the output of ``size`` context ranks for the same tokens, in order; the gather is a concatenation."""
     held = [context_positions(lengths, rank, size) for rank in range(size)]
     assert sorted(np.concatenate(held).tolist()) == list(range(sum(lengths)))
-    query, key, value = qkv
-    output = torch.empty(sum(lengths), query.shape[1] * query.shape[2], dtype=query.dtype)
-    for rank, mine in enumerate(held):
-        everyone = torch.stack([key, value], dim=1)[np.concatenate(held)]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention._GatherContext, "apply", lambda local, group, everyone=everyone: everyone)
+    everyone = torch.stack(qkv[1:], dim=1)[np.concatenate(held)]
+    output = torch.empty(sum(lengths), qkv[0].shape[1] * qkv[0].shape[2], dtype=qkv[0].dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention._GatherContext, "apply", lambda local, group: everyone)
+        for rank, mine in enumerate(held):
             packed = pack(Layout.of(lengths), CPU, ContextShard(rank=rank, size=size))
-            output[mine] = make_attention()(query[mine], key[mine], value[mine], None, packed_seq_params=packed)
+            output[mine] = make_attention()(*(x[mine] for x in qkv), None, packed_seq_params=packed)
     return output
 
 
@@ -121,14 +111,12 @@ def test_a_neighbour_changes_nothing(context: int) -> None:
         for x in (q, k, v):
             x[8:12] += disturb
             x.requires_grad_()
-        output = attend((q, k, v), lengths) if context == 1 else attend_split((q, k, v), lengths, context)
-        return [
-            output[outside].detach(),
-            *(g[outside] for g in torch.autograd.grad(output[outside].square().sum(), (q, k, v))),
-        ]
+        output = (attend((q, k, v), lengths) if context == 1 else attend_split((q, k, v), lengths, context))[outside]
+        return output.detach(), *(g[outside] for g in torch.autograd.grad(output.square().sum(), (q, k, v)))
 
+    undisturbed = run(0.0)
     for disturb in (1.0, 1e4, float("nan")):
-        assert all(map(torch.equal, run(0.0), run(disturb)))
+        assert all(map(torch.equal, undisturbed, run(disturb)))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -156,11 +144,9 @@ def test_context_ranks_share_out_the_micro_batch(seed: int, size: int, count: in
     """Every token and every loss token is on exactly one rank, with the numbers that it has on one rank alone."""
     samples = make_samples(count, seed=seed)
     chosen = np.random.default_rng(seed).permutation(count).tolist()
-    whole = run_pack(samples, chosen, pad_multiple=2 * size, filler=filler)
-    parts = [
-        run_pack(samples, chosen, pad_multiple=2 * size, filler=filler, context=ContextShard(rank=r, size=size))
-        for r in range(size)
-    ]
+    given = dict(pad_multiple=2 * size, filler=filler)
+    whole = run_pack(samples, chosen, **given)
+    parts = [run_pack(samples, chosen, context=ContextShard(rank=r, size=size), **given) for r in range(size)]
     tokens, places = torch.empty_like(whole.tokens[0]), torch.empty_like(whole.packed.position_ids)
     for part in parts:
         tokens[part.positions], places[part.positions] = part.tokens[0], part.packed.position_ids
@@ -171,15 +157,7 @@ def test_context_ranks_share_out_the_micro_batch(seed: int, size: int, count: in
     order = np.concatenate([part.flat for part in parts]).argsort()
     wanted = whole.flat.argsort()
     assert at[order].tolist() == whole.loss_positions[wanted].tolist()
-    for name in (
-        "targets",
-        "sequences",
-        "advantages",
-        "weights",
-        "old_logprobs",
-        "reference_logprobs",
-        "rollout_logprobs",
-    ):
+    for name in GIVEN:
         assert torch.equal(torch.cat([getattr(part, name) for part in parts])[order], getattr(whole, name)[wanted]), (
             name
         )
@@ -193,10 +171,7 @@ def test_attention_refuses_what_is_not_packed() -> None:
 @SETTINGS
 @given(seed=st.integers(0, 50), pad_multiple=st.sampled_from([1, 2, 4, 8]), count=st.integers(1, 6))
 def test_microbatch_equals_naive(seed: int, pad_multiple: int, count: int) -> None:
-    """Every field equals the naive loop's, token by token, with samples in any order.
-
-    The samples are ragged, with a masked token in mid-response.
-    """
+    """Token by token, with samples in any order, ragged, and with a masked token in mid-response."""
     samples = make_samples(8, seed=seed)
     chosen = np.random.default_rng(seed).permutation(8)[:count].tolist()
     found = run_pack(samples, chosen, pad_multiple=pad_multiple, pad_token=98)
@@ -211,48 +186,18 @@ def test_microbatch_equals_naive(seed: int, pad_multiple: int, count: int) -> No
         for t in range(len(s.loss_mask)):
             if s.loss_mask[t]:
                 place, flat = start + s.prompt_tokens + t, int(flat_starts[i]) + t
-                wanted.append(
-                    (place - 1, tokens[place], flat, slot, i + 0.5, i + 1.0, -flat, -1000 - flat, s.logprobs[t].item())
-                )
+                given = tokens[place], slot, i + 0.5, i + 1.0, -flat, -1000 - flat, s.logprobs[t].item()
+                wanted.append((place - 1, flat, *given))
     assert found.packed.layout.lengths == tuple(lengths) and isinstance(found.packed, PackedSequences)
-    assert (
-        found.tokens.tolist() == [tokens]
-        and found.packed.position_ids.tolist() == position_ids
-        and found.num_sequences == count
-    )
-    names = (
-        "loss_positions",
-        "targets",
-        "flat",
-        "sequences",
-        "advantages",
-        "weights",
-        "old_logprobs",
-        "reference_logprobs",
-    )
-    columns = [getattr(found, name).tolist() for name in (*names, "rollout_logprobs")]
-    assert list(zip(*columns, strict=True)) == wanted
+    assert found.tokens.tolist() == [tokens] and found.packed.position_ids.tolist() == position_ids
+    assert found.num_sequences == count
+    assert list(zip(*(getattr(found, name).tolist() for name in OF_LOSS), strict=True)) == wanted
     assert found.advantages.dtype == found.weights.dtype == found.old_logprobs.dtype == torch.float32
     assert found.loss_positions.dtype == found.targets.dtype == found.sequences.dtype == torch.int64
 
 
-def test_pads_carry_no_loss() -> None:
-    """Not one loss position, nor the token it predicts, is a pad, up to pads of seven tokens."""
-    samples = make_samples(12, seed=5)
-    found = run_pack(samples, list(range(12)), pad_multiple=8)
-    is_pad = np.concatenate(
-        [np.arange(n) >= len(s.token_ids) for n, s in zip(found.packed.layout.lengths, samples, strict=True)]
-    )
-    assert is_pad.sum() > 12
-    assert not is_pad[found.loss_positions].any() and not is_pad[found.loss_positions + 1].any()
-    assert torch.equal(found.targets, found.tokens[0, found.loss_positions + 1])
-
-
 def test_masked_token_in_mid_response_is_read_but_not_trained() -> None:
-    """A tool's token stands in the input and is never predicted.
-
-    The next token is predicted from it.
-    """
+    """A tool's token stands in the input and is never predicted. The next token is predicted from it."""
     sample = Sample(
         sample_id="s",
         prompt_tokens=2,
@@ -262,9 +207,8 @@ def test_masked_token_in_mid_response_is_read_but_not_trained() -> None:
     )
     found = run_pack([sample], [0])
     assert found.tokens.tolist() == [[10, 11, 20, 21, 22]]
-    assert (
-        found.loss_positions.tolist() == [1, 3] and found.targets.tolist() == [20, 22] and found.flat.tolist() == [0, 2]
-    )
+    assert found.loss_positions.tolist() == [1, 3] and found.flat.tolist() == [0, 2]
+    assert found.targets.tolist() == [20, 22]
     assert found.old_logprobs.tolist() == [-0.0, -2.0] and found.rollout_logprobs.tolist() == [-1.0, -3.0]
 
 
@@ -287,44 +231,18 @@ def test_sample_without_loss_token_packs() -> None:
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("last", [False, True])
 def test_a_stage_gets_what_it_needs(first: bool, last: bool) -> None:
-    """Tokens go to the first stage and loss rows to the last.
-
-    A middle stage holds no rows at all, and its positions and bounds are those of the others.
-    """
-    samples = make_samples(4, seed=3)
-    whole, found = (
-        run_pack(samples, [2, 0], pad_multiple=4, needs_tokens=f, needs_loss=x)
-        for f, x in ((True, True), (first, last))
-    )
-    if not (first or last):
+    """Tokens go to the first and loss rows to the last; one between holds no rows, and the others' positions."""
+    samples, given = make_samples(4, seed=3), dict(pad_multiple=4, needs_tokens=first, needs_loss=last)
+    whole = run_pack(samples, [2, 0], pad_multiple=4)
+    if first or last:
+        found = run_pack(samples, [2, 0], **given)
+    else:
         microbatch = MicroBatch(samples=np.array([2, 0]))
-        found = pack_microbatch(
-            microbatch,
-            facts_of(samples),
-            {},
-            None,
-            pad_multiple=4,
-            pad_token=0,
-            needs_tokens=False,
-            needs_loss=False,
-            device=CPU,
-        )
-    assert (
-        torch.equal(found.packed.position_ids, whole.packed.position_ids)
-        and found.packed.layout.lengths == whole.packed.layout.lengths
-    )
-    assert (found.tokens is not None) == first
-    for name in (
-        "loss_positions",
-        "targets",
-        "flat",
-        "sequences",
-        "advantages",
-        "weights",
-        "rollout_logprobs",
-        "old_logprobs",
-    ):
-        assert (getattr(found, name) is not None) == last
+        found = pack_microbatch(microbatch, facts_of(samples), {}, None, pad_token=0, device=CPU, **given)
+    assert torch.equal(found.packed.position_ids, whole.packed.position_ids)
+    assert found.packed.layout.lengths == whole.packed.layout.lengths and (found.tokens is not None) == first
+    for name in OF_LOSS:
+        assert (getattr(found, name) is not None) == last, name
 
 
 def test_logprob_pass_has_no_loss_inputs() -> None:
@@ -336,10 +254,7 @@ def test_logprob_pass_has_no_loss_inputs() -> None:
 
 
 def test_packed_ahead_is_one_ahead_and_packs_each_once() -> None:
-    """While micro-batch k runs, k + 1 is packed and k + 2 is not.
-
-    A second pass (another chunk of the pipeline) gets the same objects.
-    """
+    """While k runs, k + 1 is packed and k + 2 is not; a second pass (another chunk) gets the same objects."""
     asked: list[int] = []
     plans = [MicroBatch(samples=np.array([i]), filler=False) for i in range(4)]
     with ThreadPoolExecutor(max_workers=1) as packer:
@@ -349,11 +264,8 @@ def test_packed_ahead_is_one_ahead_and_packs_each_once() -> None:
             first.append(packed)
             packer.submit(int).result()  # the thread has done all it was asked for
             assert asked == list(range(min(k + 2, 4)))
-        assert (
-            len(ahead) == 4
-            and [a is b for a, b in zip(first, ahead, strict=True)] == [True] * 4
-            and asked == [0, 1, 2, 3]
-        )
+        assert len(ahead) == 4 and asked == [0, 1, 2, 3]
+        assert [a is b for a, b in zip(first, ahead, strict=True)] == [True] * 4
 
 
 def test_packed_ahead_raises_where_the_microbatch_is_asked_for() -> None:

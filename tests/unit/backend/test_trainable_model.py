@@ -1,7 +1,4 @@
-"""Checks backend/trainable_model.py without a model.
-
-Checked are the plans that merge, and the measurements that reach the fitted costs.
-"""
+"""Checks backend/trainable_model.py without a model: plans that merge, measurements that reach the fitted costs."""
 
 from __future__ import annotations
 
@@ -78,9 +75,8 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stages_laps_are_fitted_as_its_own(alone: None, stage: int) -> None:
-    laps = StageLaps(
-        forward_s=np.ones((1, 1)), backward_s=np.full((1, 1), 2.0), tokens=np.array([3.0]), squares=np.array([9.0])
-    )
+    seconds = dict(forward_s=np.ones((1, 1)), backward_s=np.full((1, 1), 2.0))
+    laps = StageLaps(**seconds, tokens=np.array([3.0]), squares=np.array([9.0]))
     outcome = StepOutcome(grad_norm=1.0, learning_rate=0.1, applied=True)
     model = model_of(
         "plan.calibrate=false",

@@ -42,13 +42,7 @@ def test_other_releases_are_refused_with_both_versions(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "beside",
-    [
-        "lora.rank=4",
-        "rollout.bitwise=true",
-        "advantage.estimator=gae",
-        "teacher.hf_path=another",
-    ],
+    "beside", ["lora.rank=4", "rollout.bitwise=true", "advantage.estimator=gae", "teacher.hf_path=another"]
 )
 def test_what_was_not_shown_beside_it_is_refused(beside: str) -> None:
     given = [beside, "advantage.estimator=distillation"] if beside.startswith("teacher") else [beside]

@@ -20,11 +20,13 @@ from megatron_rl.model.layout import lay_out
 from megatron_rl.model.logit_chunks import block_statistics
 from megatron_rl.model.logprob import _combine_in_order, linear_logprob, rank_logits, rank_logprob
 from megatron_rl.model.sight import KEY_BLOCK, QUERIES, Sight
+from tests.pairwise import pairwise
 from tests.unit.backend.packed import attention_config
-from tests.unit.model.logits import SINGLE, gradients
+from tests.unit.model.heads import SINGLE, gradients
 
+FUNCTIONS = {"silu": F.silu, "exp": torch.exp, "log": torch.log, "cos": torch.cos, "rsqrt": torch.rsqrt}
 DTYPES = [torch.float32, torch.bfloat16]
-ROWS = (1, 2, 7, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 3 * BLOCK_ROWS + 5)
+ROWS = (2, 7, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 2 * BLOCK_ROWS + 5)
 SHAPES = [(64, 64), (64, 151), (100, 77), (96, 200), (256, 512), (896, 1024)]  # (K, N)
 # A norm, a softmax or a product of numbers near 1, in another order; bfloat16 rounds to 8 bits.
 CLOSE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.bfloat16: dict(rtol=2**-6, atol=2**-6)}
@@ -34,8 +36,15 @@ CLOSE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.bfloat16: dict(rtol=2*
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield request.param
+    yield
     torch.set_num_threads(before)
+
+
+def on_threads(names: str, *factors, strength: int = 2):
+    """Run a test on one thread and on two, with every pair of values of these and of the factors."""
+    return pytest.mark.parametrize(
+        f"threads, {names}", pairwise([1, 2], *factors, strength=strength), indirect=["threads"]
+    )
 
 
 def normal(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -46,25 +55,21 @@ def assert_row_invariant(function, x: torch.Tensor) -> None:
     """Assert that every row of function(x) has the bits that it has alone, in batches of any size, and elsewhere."""
     wanted = torch.cat([function(row[None]) for row in x])
     for rows in ROWS:
-        for start in range(0, len(x) - rows + 1, max(1, rows - 1)):
+        for start in range(0, len(x) - rows + 1, max(3, rows - 1)):
             assert torch.equal(function(x[start : start + rows]), wanted[start : start + rows]), (rows, start)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(5))
     assert torch.equal(function(x[order]), wanted[order])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inner", "outer"), SHAPES)
-def test_a_row_of_a_product_does_not_depend_on_the_others(inner, outer, dtype):
+@on_threads("dtype, shape", DTYPES, SHAPES)
+def test_a_row_of_a_product_does_not_depend_on_the_others(shape, dtype):
+    inner, outer = shape
     weight = normal(outer, inner, seed=1, dtype=dtype)
     x = normal(ROWS[-1], inner, dtype=dtype)
     assert_row_invariant(lambda rows: invariant.matmul(rows, weight), x)
     wanted = torch.tensor([[math.fsum((a * b).tolist()) for b in weight.double()[:5]] for a in x.double()[:3]])
-    torch.testing.assert_close(
-        invariant.matmul(x, weight)[:3, :5].double(),
-        wanted.double(),
-        rtol=2**-7,
-        atol=1e-4 if dtype == DTYPES[0] else 1,
-    )
+    found, bound = invariant.matmul(x, weight)[:3, :5].double(), 1e-4 if dtype == DTYPES[0] else 1
+    torch.testing.assert_close(found, wanted.double(), rtol=2**-7, atol=bound)
 
 
 def test_a_weight_that_lies_elsewhere_in_memory_gives_the_same_bits():
@@ -75,18 +80,17 @@ def test_a_weight_that_lies_elsewhere_in_memory_gives_the_same_bits():
     assert moved.data_ptr() % 64 and torch.equal(invariant.matmul(x, moved), invariant.matmul(x, weight))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("function", [F.silu, torch.exp, torch.log, torch.cos, torch.rsqrt])
+@on_threads("dtype, function", DTYPES, FUNCTIONS)
 def test_a_function_of_elements_does_not_depend_on_their_place(function, dtype):
     x = normal(2 * PIECE + 100, dtype=dtype).abs() + 0.01
+    function = FUNCTIONS[function]
     found = invariant.elementwise(function, x)
     for start, stop in [(0, 1), (1, 2), (63, 66), (1, PIECE + 3), (PIECE - 1, 2 * PIECE + 77), (7, 2 * PIECE + 100)]:
         assert torch.equal(invariant.elementwise(function, x[start:stop]), found[start:stop])
     torch.testing.assert_close(found, function(x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 100, 700])
+@on_threads("dtype, width", DTYPES, [64, 100, 700])
 def test_norm_and_silu(width, dtype):
     x, weight = 3 * normal(ROWS[-1], width, dtype=dtype), normal(width, seed=1, dtype=dtype)
     assert_row_invariant(lambda rows: invariant.rms_norm(rows, weight, 1e-6), x)
@@ -157,10 +161,10 @@ def attention_module() -> InvariantAttention:
     return module
 
 
-@pytest.mark.parametrize("prompt", [1, 5, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, 2 * KEY_BLOCK + 3])
+@on_threads("prompt", [1, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, 2 * KEY_BLOCK + 3], strength=1)
 def test_steps_beside_a_cache_equal_one_packed_pass(prompt):
     """A prompt at once and then token by token, among others of other lengths, gives the bits of a pass over all."""
-    module, steps, others = attention_module(), KEY_BLOCK + 3, 5
+    module, steps, others = attention_module(), KEY_BLOCK + 3 if prompt == 1 else 5, 5
     tensors = heads_of(prompt + steps)
     layout = lay_out(np.array([prompt]), np.array([steps]), None)
     wanted = module(*tensors, None, packed_seq_params=pack(layout, torch.device("cpu")))
@@ -191,9 +195,7 @@ def test_attention_over_a_shared_prompt_equals_each_sample_alone_and_its_gradien
     packed = pack(layout, torch.device("cpu"))
     shared = module(*tensors, None, packed_seq_params=packed)
     for slot in range(3):
-        rows = np.concatenate(
-            [layout.prompts[slot] + np.arange(70), layout.responses[slot] + np.arange(responses[slot])]
-        )
+        rows = np.r_[layout.prompts[slot] + np.arange(70), layout.responses[slot] + np.arange(responses[slot])]
         alone = pack(lay_out(prompts[[slot]], responses[[slot]], None), torch.device("cpu"))
         assert torch.equal(module(*(x[rows] for x in tensors), None, packed_seq_params=alone), shared[rows])
     found, wanted = ([x.clone().requires_grad_() for x in tensors] for _ in range(2))
@@ -213,8 +215,7 @@ def test_attention_over_a_shared_prompt_equals_each_sample_alone_and_its_gradien
 # ---- log-probs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("dtype", DTYPES)
+@on_threads("dtype, temperature", DTYPES, [0.7, 1.0], strength=1)
 def test_log_probs_do_not_depend_on_the_other_rows(dtype, temperature):
     tokens, hidden_size, vocab_size = ROWS[-1], 40, 203
     hidden = normal(tokens, hidden_size, dtype=dtype)
@@ -224,10 +225,8 @@ def test_log_probs_do_not_depend_on_the_other_rows(dtype, temperature):
 
     def tested(rows: torch.Tensor) -> torch.Tensor:
         """Return log-prob and entropy; the last column of a row is its target."""
-        own = rows[:, -1].long()
-        return torch.stack(
-            linear_logprob(rows[:, :-1].to(dtype), weight, own, kernel="invariant", chunk_tokens=64, **given), dim=1
-        )
+        own, options = rows[:, -1].long(), dict(kernel="invariant", chunk_tokens=64, **given)
+        return torch.stack(linear_logprob(rows[:, :-1].to(dtype), weight, own, **options), dim=1)
 
     assert_row_invariant(tested, torch.cat([hidden.float(), targets[:, None].float()], dim=1))
     whole, _ = linear_logprob(hidden, weight, targets, kernel="invariant", **given)
@@ -235,15 +234,16 @@ def test_log_probs_do_not_depend_on_the_other_rows(dtype, temperature):
         logits = rank_logits(hidden, weight, vocab_size=vocab_size, ranks=ranks)
         assert [x.shape[1] for x in logits] == ([203] if ranks == 1 else [68, 68, 67])
         assert (rank_logprob(logits, targets, temperature=temperature) - whole).abs().max() <= most
-    coefficients = normal(tokens, seed=2)
-    (found, _), found_gradient = gradients(
-        lambda x: linear_logprob(x, weight, targets, kernel="invariant", **given), hidden, coefficients
+    found, wanted = (
+        gradients(
+            lambda x, more=more: linear_logprob(x, weight, targets, **more, **given),
+            hidden,
+            coefficients=[normal(tokens, seed=2)],
+        )
+        for more in ({"kernel": "invariant"}, {})
     )
-    (wanted, _), wanted_gradient = gradients(
-        lambda x: linear_logprob(x, weight, targets, **given), hidden, coefficients
-    )
-    torch.testing.assert_close(found, wanted, **SINGLE)
-    torch.testing.assert_close(found_gradient, wanted_gradient, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[0], wanted[0], **SINGLE)
+    torch.testing.assert_close(found[2], wanted[2], rtol=1e-5, atol=1e-5)
 
 
 def test_entropies_of_several_ranks_equal_those_of_the_whole_vocabulary():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,9 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model import adapter
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.flops import adapter_parameters, flops_per_token
-from megatron_rl.model.hf_config import inverse_frequencies, model_shape, read_shape, softmax_scale
+from megatron_rl.model.hf_config import inverse_frequencies, model_shape, softmax_scale
 from megatron_rl.model.post_norm import put_norms_behind, put_wide_norms
-from megatron_rl.weights.fused import file_tensors
-from megatron_rl.weights.mapping import adapter_entries, hf_size, layer_entries
-from megatron_rl.weights.reader import used_names
+from megatron_rl.weights.mapping import adapter_entries
 from tests.adapted import adapt
 from tests.reference import FAMILIES, LAYERS, MIXTURES, tiny_config, tiny_model
 
@@ -43,20 +40,14 @@ def changed(family: str, **values: object):
     return config
 
 
+SPLIT = dict(tensor=2, sequence_parallel=True)
+YARN, LINEAR = {"rope_type": "yarn", "rope_theta": 1e4}, dict(rope_type="linear", rope_theta=1e4, factor=2.0)
 REFUSED = [
     (changed("qwen3"), dict(expert=2), "parallel.expert=2 splits experts and qwen3 has none; set parallel.expert=1"),
-    (
-        changed("llama"),
-        dict(expert_tensor=2),
-        "parallel.expert_tensor=2 splits experts and llama has none; leave it null",
-    ),
+    (changed("llama"), dict(expert_tensor=2), "parallel.expert_tensor=2 splits .* llama has none; leave it null"),
     (changed("mixtral"), dict(expert=3), "parallel.expert=3 does not divide num_experts=4 of mixtral"),
     (changed("qwen3_moe"), dict(expert=8), "parallel.expert=8 does not divide num_experts=4 of qwen3_moe"),
-    (
-        changed("mixtral", intermediate_size=97),
-        dict(expert_tensor=2),
-        "parallel.expert_tensor=2 does not divide intermediate_size=97",
-    ),
+    (changed("mixtral", intermediate_size=97), dict(expert_tensor=2), "expert_tensor=2 does not divide .*_size=97"),
     (changed("qwen3_moe", moe_intermediate_size=33), dict(expert_tensor=2), "does not divide moe_intermediate_size=33"),
     (changed("mixtral"), dict(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence_parallel=true"),
     (changed("mixtral", router_jitter_noise=0.1), {}, "router_jitter_noise=0.1 of mixtral is not supported"),
@@ -70,40 +61,20 @@ REFUSED = [
     (changed("phi3", resid_pdrop=0.1), {}, "resid_pdrop=0.1 of phi3 is not supported: set it to 0.0"),
     (changed("olmo2", attention_bias=True), {}, "a olmo2 model with attention_bias is not supported"),
     (changed("qwen3_moe", attention_bias=True), {}, "a qwen3_moe model with attention_bias is not supported"),
-    (
-        changed("qwen3_moe", decoder_sparse_step=2),
-        {},
-        "decoder_sparse_step=2 and mlp_only_layers=.. of qwen3_moe leave dense layers",
-    ),
+    (changed("qwen3_moe", decoder_sparse_step=2), {}, "decoder_sparse_step=2 .* of qwen3_moe leave dense layers"),
     (changed("qwen3_moe", mlp_only_layers=[1]), {}, "mlp_only_layers=.1. of qwen3_moe leave dense layers"),
-    (
-        changed("glm4_moe", norm_topk_prob=False),
-        {},
-        "norm_topk_prob=false of glm4_moe with num_experts_per_tok=4 is not supported: Megatron-Core",
-    ),
+    (changed("glm4_moe", norm_topk_prob=False), {}, "norm_topk_prob=false of glm4_moe with num_experts_per_tok=4"),
     (changed("glm4_moe", num_experts_per_tok=1), {}, "norm_topk_prob=true of glm4_moe with num_experts_per_tok=1"),
-    (
-        changed("glm4_moe", num_experts_per_tok=6),
-        {},
-        "n_group=3 and topk_group=2 of glm4_moe with num_experts_per_tok=6 are not supported",
-    ),
+    (changed("glm4_moe", num_experts_per_tok=6), {}, "n_group=3 and topk_group=2 .* num_experts_per_tok=6 are not"),
     (changed("glm4_moe", n_shared_experts=0), {}, "n_shared_experts=0 of glm4_moe is not supported"),
     (changed("gpt_oss", attention_bias=False), {}, "attention_bias=false of gpt_oss is not supported"),
     (changed("gpt_oss", swiglu_alpha=1.5), {}, "swiglu_alpha=1.5 of gpt_oss is not supported; only 1.702 is"),
-    (
-        changed("gpt_oss"),
-        dict(tensor=2, sequence_parallel=True),
-        "the experts of gpt_oss have biases, .* split over 2 ranks; set parallel.expert_tensor=1",
-    ),
+    (changed("gpt_oss"), SPLIT, "the experts of gpt_oss have biases, .* 2 ranks; set parallel.expert_tensor=1"),
     (changed("glm4_moe"), dict(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence_parallel=true"),
-    (
-        changed("glm4_moe", intermediate_size=97),
-        dict(tensor=2, sequence_parallel=True),
-        "parallel.tensor=2 does not divide intermediate_size=97",
-    ),
+    (changed("glm4_moe", intermediate_size=97), SPLIT, "parallel.tensor=2 does not divide intermediate_size=97"),
     (
         changed("glm4_moe", n_shared_experts=1, moe_intermediate_size=33),
-        dict(tensor=2, sequence_parallel=True, expert_tensor=1),
+        SPLIT | dict(expert_tensor=1),
         "parallel.tensor=2 does not divide the shared experts' width=33",
     ),
     (changed("llama4", num_experts_per_tok=2), {}, "num_experts_per_tok=2 of llama4_text is not supported: Megatron"),
@@ -114,21 +85,13 @@ REFUSED = [
     (changed("llama4", moe_layers=[]), {}, "moe_layers=.* of llama4_text leaves no mixture"),
     (changed("llama4", no_rope_layers=[1]), {}, "no_rope_layers of llama4_text has 1 entries, below"),
     (changed("llama4", layer_types=["sliding_attention"] * 2), {}, "layer_types=.* of llama4_text is not supported"),
-    (
-        changed("llama4", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-        {},
-        "rope_type='yarn' of llama4_text is not supported; default, linear, llama3 are",
-    ),
+    (changed("llama4", rope_parameters=YARN), {}, "rope_type='yarn' of llama4_text .*; default, linear, llama3 are"),
     (changed("qwen3_moe"), dict(pipeline=3), "does not divide num_hidden_layers=2"),
     (changed("deepseek_v3", rope_interleave=False), {}, "rope_interleave=false of deepseek_v3 is not supported"),
     (changed("deepseek_v3", scoring_func="softmax"), {}, "scoring_func='softmax' of deepseek_v3 is not supported"),
     (changed("deepseek_v3", num_key_value_heads=2), {}, "num_key_value_heads=2 of deepseek_v3 is not supported"),
     (changed("deepseek_v3", attention_bias=True), {}, "a deepseek_v3 model with attention_bias is not supported"),
-    (
-        changed("moonlight", rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)),
-        {},
-        "rope_type='linear' of deepseek_v3 is not supported; default and yarn are",
-    ),
+    (changed("moonlight", rope_parameters=LINEAR), {}, "rope_type='linear' of deepseek_v3 .*; default and yarn are"),
 ]
 
 
@@ -179,21 +142,6 @@ def test_yarn_turns_and_scales_as_transformers(changes: dict) -> None:
     assert abs(softmax_scale(config, 32) * 32**0.5 - 1) > 0.05 and softmax_scale(tiny_config("qwen3"), 32) is None
 
 
-def test_names_and_sizes_of_gpt_oss_are_those_of_transformers() -> None:
-    """Names and sizes of both released models are transformers', on paper: 20.9 and 116.8 billion numbers."""
-    from transformers import AutoModelForCausalLM, GptOssConfig
-
-    for layers, experts, numbers in ((24, 32, 20_914_757_184), (36, 128, 116_829_156_672)):
-        config = GptOssConfig(num_hidden_layers=layers, num_local_experts=experts)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
-        shape = read_shape(config, layer_spec="torch")
-        assert shape.windows == (128, 0) * (layers // 2)
-        assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted
-        assert sum(math.prod(size) for size in wanted.values()) == numbers
-
-
 @pytest.mark.parametrize("put", [put_norms_behind, put_wide_norms])
 def test_layers_that_were_shown_on_torchs_alone_refuse_transformer_engines(put) -> None:
     with pytest.raises(ConfigError, match="model.layer_spec=transformer_engine: .* set model.layer_spec=torch"):
@@ -201,97 +149,13 @@ def test_layers_that_were_shown_on_torchs_alone_refuse_transformer_engines(put) 
 
 
 def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
-    assert {family: shape_of(tiny_config(family)).router_pre_softmax for family in MIXTURES} == {
-        "mixtral": False,
-        "qwen3_moe": False,
-        "qwen3_moe_unnormalised": True,
-        "glm4_moe": False,
-        "gpt_oss": False,
-        "llama4": False,
-        "llama4_interleaved": False,
-        "deepseek_v3": False,
-        "moonlight": False,
-    }
-
-
-def test_names_and_sizes_of_glm_4_5_air_are_those_of_transformers() -> None:
-    """Names and sizes of a released model are transformers', on paper: 106.9 billion numbers in 17,925 tensors."""
-    from transformers import AutoModelForCausalLM, Glm4MoeConfig
-
-    config = Glm4MoeConfig(head_dim=128, attention_bias=True)  # the class's defaults are GLM-4.5-Air's
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
-    shape = read_shape(config, layer_spec="torch")
-    assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted and len(wanted) == 17_925
-    assert sum(math.prod(size) for size in wanted.values()) == 106_852_251_264
-    assert layer_entries(shape, 0) != layer_entries(shape, 1) == layer_entries(shape, 45)
-
-
-def test_names_and_sizes_of_llama_4_are_those_of_transformers() -> None:
-    """Names and sizes of Scout's and Maverick's text models are transformers', on paper: 107.8 and 400.7 billion."""
-    from transformers import AutoModelForCausalLM, Llama4TextConfig
-
-    maverick = dict(num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False)
-    for changes, numbers in (({}, 107_769_861_120), (maverick, 400_711_848_960)):
-        config = Llama4TextConfig(**changes)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
-        shape = read_shape(config, layer_spec="torch")
-        assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted
-        assert sum(math.prod(size) for size in wanted.values()) == numbers
-        assert shape.chunked.turned_layers == tuple(i for i in range(48) if i % 4 != 3)
-
-
-MOONLIGHT = dict(
-    vocab_size=163840,
-    hidden_size=2048,
-    intermediate_size=11264,
-    moe_intermediate_size=1408,
-    num_hidden_layers=27,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    n_shared_experts=2,
-    n_routed_experts=64,
-    routed_scaling_factor=2.446,
-    q_lora_rank=None,
-    n_group=1,
-    topk_group=1,
-    num_experts_per_tok=6,
-    first_k_dense_replace=1,
-    max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
-    num_mtp_layers=0,
-)
-
-
-@pytest.mark.parametrize(
-    ("fields", "tensors", "numbers"),
-    [({}, 45_395, 671_026_419_200), (MOONLIGHT, 5_317, 15_960_110_208)],
-    ids=["DeepSeek-V3", "Moonlight-16B-A3B"],
-)
-def test_names_and_sizes_of_latent_attention_are_those_of_transformers(
-    fields: dict, tensors: int, numbers: int
-) -> None:
-    """Names and sizes of released models are transformers', on paper; the class's defaults are DeepSeek-V3's."""
-    from transformers import AutoModelForCausalLM, DeepseekV3Config
-
-    config = DeepseekV3Config(**fields)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    wanted = {name: tuple(x.shape) for name, x in file_tensors(model.state_dict(), config.model_type).items()}
-    shape = read_shape(config, layer_spec="torch")
-    assert {name: hf_size(shape, name) for name in used_names(shape)} == wanted and len(wanted) == tensors
-    assert sum(math.prod(size) for size in wanted.values()) == numbers
+    pre_softmax = [family for family in MIXTURES if shape_of(tiny_config(family)).router_pre_softmax]
+    assert pre_softmax == ["qwen3_moe_unnormalised"]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_flops_count_the_matrices_that_a_token_passes(family: str) -> None:
-    """A token takes 6 flops per element of every matrix but the embedding.
-
-    An expert's count by its share of the choices: 2 of 4, say.
-    """
+    """6 flops per element of every matrix but the embedding; an expert's by its share of the choices: 2 of 4, say."""
     config, model = tiny_model(family)
     share = config.num_local_experts / config.num_experts_per_tok if family in MIXTURES else 1
     passed = model.lm_head.weight.numel()
@@ -320,16 +184,14 @@ def test_flops_of_adapters_on_experts_count_those_that_a_token_passes() -> None:
 def test_flops_of_adapters_count_frozen_matrices_without_their_own_gradient() -> None:
     """A token takes 4 flops per element of a frozen matrix, and 6 per element of A and B."""
     config, model = tiny_model("qwen3")
-    frozen = model.lm_head.weight.numel() + sum(
-        p.numel() for _, p in model.model.layers.named_parameters() if p.dim() > 1
-    )
+    matrices = [model.lm_head.weight, *(p for p in model.model.layers.parameters() if p.dim() > 1)]
+    frozen = sum(p.numel() for p in matrices)
     adapt(model, rank=3, alpha=5.0)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     shape = shape_of(config)
     assert shape.with_adapters(LoraConfig()) is shape
-    assert flops_per_token(shape.with_adapters(LoraConfig(rank=3)), 0.0) == pytest.approx(
-        4 * frozen + 6 * trained, rel=1e-12
-    )
+    found = flops_per_token(shape.with_adapters(LoraConfig(rank=3)), 0.0)
+    assert found == pytest.approx(4 * frozen + 6 * trained, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""Checks model/window_spans.py and the attention that reads it against masks that are made pair by pair."""
+"""Checks model/{attention,window,chunked}_spans.py, and attention within windows, against masks made pair by pair."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_rl.errors import ConfigError
 from megatron_rl.model import attention
 from megatron_rl.model.attention import TorchAttention, pack, window_of
-from megatron_rl.model.attention_spans import ContextShard, batch_spans, context_positions
+from megatron_rl.model.attention_spans import ContextShard, SpanBatch, batch_spans, context_positions
 from megatron_rl.model.build import _window_fields, refuse_bitwise
 from megatron_rl.model.chunked_spans import chunked_spans
 from megatron_rl.model.hf_config import read_shape
@@ -25,36 +26,28 @@ from megatron_rl.weights.families.windows import windows_of
 from tests.reference import tiny_config
 from tests.unit.backend.packed import CPU, attention_config
 
-SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
-
-def window_mask(layout: Layout, window: int) -> np.ndarray:
-    """Return bool [T, T], True where a query sees a key: pair by pair, by their samples and positions."""
-    owner = np.repeat(np.arange(len(layout.lengths)), layout.lengths)
-    place = np.concatenate([np.arange(n) for n in layout.lengths])
-    position = layout.positions()
+def naive_mask(layout: Layout, sees: Callable[[int, int], bool]) -> np.ndarray:
+    """Return bool [T, T]: which earlier keys of its sample and its prompt, but no pads, a query ``sees``."""
+    owner, position = np.repeat(np.arange(len(layout.lengths)), layout.lengths), layout.positions().tolist()
     prompt_of = {segment: x for x in layout.shared for segment in layout.responses_of(x)}
     mask = np.zeros((layout.num_tokens, layout.num_tokens), dtype=bool)
-    for q in range(layout.num_tokens):
-        for k in range(layout.num_tokens):
-            distance = position[q] - position[k]
-            prompt = prompt_of.get(owner[q])
-            of_prompt = prompt is not None and owner[k] == prompt.segment and place[k] < prompt.tokens
-            mask[q, k] = (owner[q] == owner[k] or of_prompt) and 0 <= distance < window
+    for q, k in np.ndindex(mask.shape):
+        prompt = prompt_of.get(owner[q])
+        of_prompt = prompt is not None and owner[k] == prompt.segment and position[k] < prompt.tokens
+        own = owner[q] == owner[k] or of_prompt
+        mask[q, k] = own and position[k] <= position[q] and sees(position[q], position[k])
     return mask
 
 
-def spans_mask(layout: Layout, window: int, context: ContextShard) -> np.ndarray:
+def spans_mask(batches: tuple[SpanBatch, ...], num_queries: int, num_keys: int) -> np.ndarray:
     """Return int [queries, keys], how often the spans hold each pair; assert that the first batch holds each query."""
-    held = len(context_positions(layout.lengths, context.rank, context.size))
-    found = np.zeros((held, layout.num_tokens), dtype=int)
-    for number, batch in enumerate(batch_spans(windowed_spans(layout, context, window), held, layout.num_tokens, CPU)):
-        queries = np.zeros(held, dtype=int)
+    found = np.zeros((num_queries, num_keys), dtype=int)
+    for number, batch in enumerate(batches):
+        queries = np.zeros(num_queries, dtype=int)
         for span in batch.spans:
-            assert span.num_queries > 0 < span.num_keys and (span.causal, span.mirrored) == (
-                batch.causal,
-                batch.mirrored,
-            )
+            kind = (batch.causal, batch.mirrored)
+            assert span.num_queries > 0 < span.num_keys and (span.causal, span.mirrored) == kind
             assert not span.causal or span.num_queries == span.num_keys
             block = np.ones((span.num_queries, span.num_keys), dtype=int)
             if span.causal:
@@ -65,48 +58,51 @@ def spans_mask(layout: Layout, window: int, context: ContextShard) -> np.ndarray
     return found
 
 
-@SETTINGS
-@given(
-    size=st.sampled_from([1, 2, 4]),
-    chunks=st.lists(st.integers(1, 6), min_size=1, max_size=5),
-    window=st.integers(1, 20),
-    data=st.data(),
-)
-def test_spans_of_a_window_are_its_mask(size: int, chunks: list[int], window: int, data: st.DataObject) -> None:
-    """Spans hold each pair that the window leaves once and no other, on every context rank."""
-    lengths = tuple(n * 2 * size if size > 1 else n for n in chunks)
-    shard = ContextShard(rank=data.draw(st.integers(0, size - 1)), size=size)
-    layout = Layout.of(lengths)
-    held = context_positions(lengths, shard.rank, size)
-    assert np.array_equal(spans_mask(layout, window, shard), window_mask(layout, window)[held].astype(int))
+def window_mask(layout: Layout, window: int) -> np.ndarray:
+    return naive_mask(layout, lambda q, k: q - k < window)
 
 
-@SETTINGS
-@given(
-    prompt=st.integers(1, 9),
-    responses=st.lists(st.integers(0, 12), min_size=2, max_size=5),
-    window=st.integers(1, 24),
-    size=st.sampled_from([1, 2]),
-)
-def test_a_window_reaches_into_a_shared_prompt_by_the_samples_positions(
-    prompt: int, responses: list[int], window: int, size: int
-) -> None:
-    """A response sees the last tokens of the prompt that lie in its window, as the sample alone would."""
-    count = len(responses)
-    layout = lay_out(np.full(count, prompt), np.array(responses), np.zeros(count, dtype=int), pad_multiple=2 * size)
-    for rank in range(size):
-        held = context_positions(layout.lengths, rank, size)
-        found = spans_mask(layout, window, ContextShard(rank=rank, size=size))
-        assert np.array_equal(found, window_mask(layout, window)[held].astype(int))
+@st.composite
+def layouts(draw) -> tuple[Layout, ContextShard]:
+    """Draw sequences on their own, or responses to one shared prompt, and a context rank that holds a part of them."""
+    size = draw(st.sampled_from([1, 2, 4]))
+    shard = ContextShard(rank=draw(st.integers(0, size - 1)), size=size)
+    if draw(st.booleans()):
+        chunks = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+        return Layout.of(tuple(n * 2 * size if size > 1 else n for n in chunks)), shard
+    responses = np.array(draw(st.lists(st.integers(0, 12), min_size=2, max_size=5)))
+    prompts, group = np.full(len(responses), draw(st.integers(1, 9))), np.zeros(len(responses), dtype=int)
+    return lay_out(prompts, responses, group, pad_multiple=2 * size), shard
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 9])
-def test_the_mask_is_that_of_transformers(window: int) -> None:
+@pytest.mark.parametrize("kind", ["causal", "window", "chunk"])
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(drawn=layouts(), reach=st.integers(1, 24))
+def test_spans_are_the_mask(kind: str, drawn: tuple[Layout, ContextShard], reach: int) -> None:
+    """Spans hold each pair that a window or a chunk of positions leaves once and no other, on every context rank."""
+    layout, shard = drawn
+    held, packed = context_positions(layout.lengths, shard.rank, shard.size), pack(layout, CPU, shard)
+    cut = {"causal": None, "window": windowed_spans, "chunk": chunked_spans}[kind]
+    batches = packed.spans
+    if cut is not None:
+        batches = batch_spans(cut(layout, shard, reach), len(held), layout.num_tokens, CPU)
+    sees = {
+        "causal": lambda q, k: True,
+        "window": lambda q, k: q - k < reach,
+        "chunk": lambda q, k: q // reach == k // reach,
+    }[kind]
+    found = spans_mask(batches, len(held), layout.num_tokens)
+    assert np.array_equal(found, naive_mask(layout, sees)[held].astype(int))
+    assert packed.qkv_format == "thd" and packed.layout.lengths == layout.lengths and packed.cu_seqlens_q is None
+
+
+def test_the_mask_is_that_of_transformers() -> None:
     from transformers.masking_utils import sliding_window_causal_mask_function
 
-    seen = sliding_window_causal_mask_function(window)
-    wanted = [[bool(seen(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(9)] for q in range(9)]
-    assert np.array_equal(window_mask(Layout.of((9,)), window), wanted)
+    for window in (1, 2, 5, 9):
+        seen = sliding_window_causal_mask_function(window)
+        wanted = [[bool(seen(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(9)] for q in range(9)]
+        assert np.array_equal(window_mask(Layout.of((9,)), window), wanted)
 
 
 def heads(tokens: int) -> list[torch.Tensor]:
@@ -159,10 +155,7 @@ def test_context_ranks_attend_within_the_window(size: int, monkeypatch: pytest.M
 
 def test_layers_of_one_window_or_chunk_share_their_spans() -> None:
     packed = pack(Layout.of((9, 4)), CPU)
-    within, cut = (
-        functools.partial(packed.spans_cut, windowed_spans),
-        functools.partial(packed.spans_cut, chunked_spans),
-    )
+    within, cut = (functools.partial(packed.spans_cut, kind) for kind in (windowed_spans, chunked_spans))
     assert within(3) is within(3) is not cut(3) is cut(3) is not packed.spans
     assert within(None) is within(9) is cut(9) is packed.spans
 
@@ -185,13 +178,8 @@ def test_windows_of_a_config_are_by_the_kinds_of_its_layers() -> None:
     assert windows_of(hf_config()) == (4, 4, 4)
     assert windows_of(hf_config(sliding_window=64)) == windows_of(hf_config(sliding_window=None)) == ()
     assert windows_of(hf_config(sliding_window=None, layer_types=["full_attention"] * 3)) == ()
-    for fields, words in (
-        (dict(layer_types=["chunked_attention"] * 3), "layer_types=.*chunked_attention.* of mistral is not supported"),
-        (dict(layer_types=mixed, sliding_window=None), "sliding_window=None of mistral with sliding_attention"),
-        (dict(sliding_window=0), "sliding_window=0 of mistral with sliding_attention"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            windows_of(hf_config(**fields))
+    with pytest.raises(ConfigError, match="sliding_window=None of mistral with sliding_attention"):
+        windows_of(hf_config(layer_types=mixed, sliding_window=None))
 
 
 def test_each_layer_s_window_reaches_megatron_core_and_where_none_is_computed_it_is_refused() -> None:
@@ -204,7 +192,5 @@ def test_each_layer_s_window_reaches_megatron_core_and_where_none_is_computed_it
     assert _window_fields(engine, SimpleNamespace(context_size=1)) == fields
     with pytest.raises(ConfigError, match="parallel.context=2 with a sliding window of 5 tokens"):
         _window_fields(engine, SimpleNamespace(context_size=2))
-    with pytest.raises(
-        ConfigError, match="rollout.bitwise=true is for .* this mistral model has a sliding window of 5"
-    ):
+    with pytest.raises(ConfigError, match="rollout.bitwise=true .* this mistral model has a sliding window of 5"):
         refuse_bitwise(read_shape(tiny_config("mistral_window"), layer_spec="torch"))

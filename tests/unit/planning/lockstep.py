@@ -1,18 +1,30 @@
-"""The invariants of lockstep between data-parallel ranks."""
+"""Plans of one mini-batch, a pipeline's cost model, and the invariants of lockstep between data-parallel ranks."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.planning.plan import PlanRules
+from megatron_rl.planning.cost import CostModel, StageCost
+from megatron_rl.planning.plan import PlanRules, plan_steps
 from megatron_rl.types import StepPlan
 
 
-def microbatches_of(plan: StepPlan, data_size: int) -> list[list[list[int]]]:
-    """Return the micro-batches without fillers of each data-parallel rank, each as its samples.
+def pipeline(stages: int, *, overhead: float = 256.0, square: float = 0.0, last: float = 1.0) -> CostModel:
+    """Return a model of equal stages, the last one's tokens ``last`` times as dear."""
+    inner, end = (StageCost(overhead=overhead, token=x, square=square) for x in (1.0, last))
+    return CostModel(stages=(inner,) * (stages - 1) + (end,))
 
-    They are asserted to be what the ranks will iterate over.
-    """
+
+def one_step(lengths, rules: PlanRules, *, signal=None, drops: bool = True) -> StepPlan:
+    """Return the plan of one mini-batch; all its samples have signal unless ``signal`` says which do."""
+    count = len(lengths)
+    signal = np.ones(count, dtype=bool) if signal is None else np.asarray(signal, dtype=bool)
+    (one,) = plan_steps("train", [np.arange(count)], np.asarray(lengths), signal, rules, drops=drops).mini_batches
+    return one
+
+
+def microbatches_of(plan: StepPlan, data_size: int) -> list[list[list[int]]]:
+    """Return each rank's micro-batches without fillers, as samples; assert that the ranks iterate over them."""
     per_rank = [[*plan.microbatches(rank)] for rank in range(data_size)]
     for rank, microbatches in enumerate(per_rank):
         assert plan.rank_samples(rank).tolist() == [i for m in microbatches for i in m.samples.tolist()]
@@ -34,10 +46,9 @@ def assert_lockstep(plan: StepPlan, rules: PlanRules, padded: np.ndarray) -> Non
         for rank in block:  # 10
             true, fillers = [m for m in rank if not m.filler], [m for m in rank if m.filler]
             assert [m.filler for m in rank] == [False] * len(true) + [True] * len(fillers)
-            assert all(
-                len(m.samples) == 1 and m.samples[0] in ran and m.samples[0] not in plan.dropped for m in fillers
-            )
-            assert all(padded[m.samples[0]] == padded[ran].min() for m in fillers)
+            for sample, *others in (m.samples for m in fillers):
+                assert not others and sample in ran and sample not in plan.dropped
+                assert padded[sample] == padded[ran].min()
             if fillers and rules.samples_per_microbatch is None and (rules.repack or len(plan.dropped) == 0):
                 assert all(len(m.samples) == 1 for m in true)
             num_fillers += len(fillers)

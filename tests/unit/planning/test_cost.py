@@ -23,20 +23,18 @@ from megatron_rl.planning.cost import (
     plan_seconds,
     prior,
 )
-from megatron_rl.planning.plan import PlanRules, plan_steps
+from megatron_rl.planning.plan import PlanRules
 from megatron_rl.planning.timeline import simulate
 from megatron_rl.planning.tokens import SampleTokens
+from tests.unit.planning.lockstep import one_step, pipeline
 
-SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 PRIOR = prior(stages=2, virtual=1, overhead_tokens=256, square_share=1e-3, head_layers=1.5, layers_per_stage=6.0)
 
 
 @st.composite
 def models(draw) -> CostModel:
-    """Draw a model of one to five stages, some without a fixed cost.
-
-    So the slowest stage depends on the count of micro-batches.
-    """
+    """Draw one to five stages, some without a fixed cost: the slowest one depends on the number of micro-batches."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     number = draw(st.integers(1, 5))
     stages = tuple(
@@ -71,23 +69,14 @@ def step_of(
 @SETTINGS
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.sampled_from([0.0, 0.5, 0.99]))
 def test_coefficients_are_never_negative(seed, count, noise) -> None:
-    """Coefficients are never negative (invariant 1), even where times fall with tokens."""
+    """Even where times fall with tokens."""
     random = np.random.default_rng(seed)
     tokens, squares = microbatches(seed, count)
-    rows = [
-        measured(
-            tokens, squares, random.uniform(0, 1, count) * (1 if noise < 0.9 else 1 / tokens), random.uniform(0, 2)
-        )
-        for _ in "ab"
-    ]
-    fit = CostFit(prior=PRIOR)
-    fit.add(np.stack(rows))
-    for stage in fit.model().stages:
-        # 1
-        assert (
-            min(stage.overhead, stage.token, stage.square) >= 0
-            and np.isfinite([stage.overhead, stage.token, stage.square]).all()
-        )
+    shrink, fit = 1 if noise < 0.9 else 1 / tokens, CostFit(prior=PRIOR)
+    forward = random.uniform(0, 1, (2, count)) * shrink
+    fit.add(np.stack([measured(tokens, squares, each, random.uniform(0, 2)) for each in forward]))
+    found = np.array([dataclasses.astuple(stage) for stage in fit.model().stages])
+    assert (found >= 0).all() and np.isfinite(found).all()  # 1
 
 
 def test_without_measurements_the_prior_stands() -> None:
@@ -104,29 +93,22 @@ def test_without_measurements_the_prior_stands() -> None:
 @SETTINGS
 @given(models(), st.integers(0, 2**32 - 1), st.integers(1, 8))
 def test_more_work_never_takes_less_on_a_stage(model, seed, count) -> None:
-    """More work never takes less time on a stage (invariant 2)."""
     tokens, squares = microbatches(seed, count)
     for stage in model.stages:
         least = stage.seconds(tokens, squares)
-        assert (stage.seconds(tokens + 1, squares) >= least).all() and (
-            stage.seconds(tokens, squares + 1) >= least
-        ).all()  # 2
+        for more in ((tokens + 1, squares), (tokens, squares + 1)):
+            assert (stage.seconds(*more) >= least).all()  # 2
         assert stage.seconds(np.append(tokens, 1.0), np.append(squares, 1.0)).sum() >= least.sum()
 
 
 @SETTINGS
 @given(models(), st.integers(1, 20_000), st.integers(0, 2_000_000), st.floats(0, 1))
 def test_best_count_is_the_least_predicted_time(model, tokens, squares, share) -> None:
-    """The best count has the least predicted time (invariant 3).
-
-    It is compared with every count to 4 above it and with powers of two beyond.
-    """
+    """It is compared with every count to 4 above it and with powers of two beyond."""
     longest = float(int(share * tokens))
     found = model.best_count(tokens, squares, longest)
     possible = min(tokens, MOST_MICROBATCHES)
-    others = np.array(
-        sorted({m for m in (*range(1, min(found + 5, 400)), *(2**k for k in range(13))) if m <= possible})
-    )
+    others = np.array([m for m in (*range(1, min(found + 5, 400)), *(2**k for k in range(13))) if m <= possible])
     least = model.count_seconds(np.array([found]), tokens, squares, longest)
     assert (least <= model.count_seconds(others, tokens, squares, longest) * (1 + 1e-12)).all()  # 3
 
@@ -140,11 +122,7 @@ def test_seconds_of_a_count_equal_the_ranks_that_runs_so_many(model, count, toke
 
 
 def test_a_longest_sample_is_not_cut_and_asks_for_fewer() -> None:
-    """A longest sample is not cut, and asks for fewer micro-batches.
-
-    On four equal stages, beyond the count at which all others are as short, more micro-batches only cost their
-    overhead.
-    """
+    """Beyond the count at which all others are as short, more micro-batches only cost their overhead."""
     model = CostModel(stages=(StageCost(overhead=10, token=1, square=0),) * 4)
     assert model.best_count(10_000, 0) == 55 and model.best_count(10_000, 0, longest=2_500) == 4
 
@@ -152,30 +130,20 @@ def test_a_longest_sample_is_not_cut_and_asks_for_fewer() -> None:
 @SETTINGS
 @given(st.integers(0, 2**32 - 1), st.integers(2, 12))
 def test_the_priors_own_proportions_are_found_again(seed, count) -> None:
-    """The prior's own proportions are found again, equal to rounding, in seconds.
-
-    The ridge draws towards the prior's shape, so where that is the truth nothing is lost.
-    """
+    """Equal to rounding, in seconds: the ridge draws towards the prior's shape, which is the truth here."""
     tokens, squares = microbatches(seed, count)
-    truth = CostModel(
-        stages=tuple(
-            StageCost(overhead=s.overhead * 1e-5, token=s.token * 1e-5, square=s.square * 1e-5) for s in PRIOR.stages
-        )
-    )
-    fit = CostFit(prior=PRIOR)
-    fit.add(step_of(truth, tokens, squares))
-    again = CostFit(prior=PRIOR)
-    again.add(step_of(truth, tokens, squares))
+    seconds = [[1e-5 * x for x in dataclasses.astuple(stage)] for stage in PRIOR.stages]
+    truth = CostModel(stages=tuple(StageCost(overhead=o, token=t, square=s) for o, t, s in seconds))
+    fit, again = CostFit(prior=PRIOR), CostFit(prior=PRIOR)
+    for each in (fit, again):
+        each.add(step_of(truth, tokens, squares))
     assert fit.model() == again.model()  # 4: bit for bit
     for found, wanted in zip(fit.model().stages, truth.stages, strict=True):
         np.testing.assert_allclose(dataclasses.astuple(found), dataclasses.astuple(wanted), rtol=1e-6)
 
 
 def test_older_steps_weigh_less_and_a_ghost_forgets_nothing() -> None:
-    """Older steps weigh less, and a ghost step forgets nothing.
-
-    The sums are Σ over the steps of forget^(steps measured since) · sums, one step at a time.
-    """
+    """The sums are Σ over the steps of forget^(steps measured since) · sums, one step at a time."""
     steps = [step_of(PRIOR, *microbatches(seed, 3)) for seed in range(4)]
     fit = CostFit(prior=PRIOR, forget=0.5)
     for step in (steps[0], np.zeros((2, NUM_SUMS)), *steps[1:], np.zeros((2, NUM_SUMS))):
@@ -185,10 +153,7 @@ def test_older_steps_weigh_less_and_a_ghost_forgets_nothing() -> None:
 
 
 def test_other_proportions_are_found_from_enough_microbatches() -> None:
-    """Other proportions than the prior's are found from 2,000 micro-batches with ±10 % of noise.
-
-    Predictions are within 1 % of a mean micro-batch; the ridge weighs one of them.
-    """
+    """From 2,000 with ±10 % of noise, within 1 % of a mean micro-batch; the ridge weighs one of them."""
     truth = CostModel(
         stages=(StageCost(overhead=8e-3, token=2e-5, square=4e-8), StageCost(overhead=9e-3, token=3e-5, square=1e-8))
     )
@@ -201,10 +166,7 @@ def test_other_proportions_are_found_from_enough_microbatches() -> None:
 
 
 def test_a_fixed_cost_that_no_lap_shows_stays_the_priors() -> None:
-    """A fixed cost that no lap shows stays the prior's, worth 256 tokens.
-
-    The laps have no fixed cost at all, and tokens cost what was measured.
-    """
+    """Worth 256 tokens, where the laps have no fixed cost at all; tokens cost what was measured."""
     truth = CostModel(stages=(StageCost(overhead=0.0, token=2e-5, square=0.0),) * 2)
     fit = CostFit(prior=PRIOR)
     fit.add(step_of(truth, *microbatches(1, 2000)))
@@ -216,10 +178,7 @@ def test_a_fixed_cost_that_no_lap_shows_stays_the_priors() -> None:
 @SETTINGS
 @given(st.integers(0, 2**32 - 1))
 def test_nonnegative_least_squares_meets_its_conditions(seed) -> None:
-    """Nonnegative least squares meets the conditions of Karush, Kuhn and Tucker.
-
-    There is no slope where x > 0, and an upward one where x = 0.
-    """
+    """Karush, Kuhn and Tucker: no slope where x > 0, and an upward one where x = 0."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(6, 3)) * [1.0, 1e3, 1e5]
     gram, moment = x.T @ x, x.T @ random.normal(size=6)
@@ -230,26 +189,21 @@ def test_nonnegative_least_squares_meets_its_conditions(seed) -> None:
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_a_mini_batch_takes_as_long_as_its_slowest_rank(stages) -> None:
-    """A mini-batch takes as long as its slowest rank, of a plan whose last rank is silent.
-
-    The reference goes rank by rank and micro-batch by micro-batch.
-    """
-    inner, last = StageCost(overhead=10, token=1, square=1e-2), StageCost(overhead=10, token=1.5, square=1e-2)
-    model, lengths = CostModel(stages=(inner,) * (stages - 1) + (last,)), np.array([900, 40, 30, 20, 70, 80])
+    """Rank by rank and micro-batch by micro-batch, of a plan whose last rank is silent."""
+    model, lengths = pipeline(stages, overhead=10, square=1e-2, last=1.5), np.array([900, 40, 30, 20, 70, 80])
     rules = PlanRules(data_size=3, cost=model, max_tokens=100)
     signal = np.array([True, True, False, False, False, False])
     for drops in (True, False):
-        (one,) = plan_steps("train", [np.arange(6)], lengths, signal, rules, drops=drops).mini_batches
-        each = []
+        one, each = one_step(lengths, rules, signal=signal, drops=drops), []
         for rank in range(3):
-            squares = [float((lengths[m.samples] ** 2).sum()) for m in one.microbatches(rank)]
-            tokens = [float(lengths[m.samples].sum()) for m in one.microbatches(rank)]
-            each.append(model.rank_seconds(np.array(tokens), np.array(squares)))
-        assert min(each) < max(each) and plan_seconds(model, one, SampleTokens.alone(lengths)) == pytest.approx(
-            max(each), rel=1e-12
-        )
-        assert (min(each) == 0.0) == drops
-    (ghost,) = plan_steps("train", [np.arange(6)], lengths, np.zeros(6, dtype=bool), rules, drops=True).mini_batches
+            tokens, squares = (
+                np.array([float((lengths[m.samples] ** power).sum()) for m in one.microbatches(rank)])
+                for power in (1, 2)
+            )
+            each.append(model.rank_seconds(tokens, squares))
+        assert min(each) < max(each) and (min(each) == 0.0) == drops
+        assert plan_seconds(model, one, SampleTokens.alone(lengths)) == pytest.approx(max(each), rel=1e-12)
+    ghost = one_step(lengths, rules, signal=np.zeros(6))
     assert plan_seconds(model, ghost, SampleTokens.alone(lengths)) == 0.0
 
 
@@ -257,10 +211,7 @@ def test_a_mini_batch_takes_as_long_as_its_slowest_rank(stages) -> None:
 
 
 def clock_seconds(model: CostModel, tokens: np.ndarray, squares: np.ndarray) -> float:
-    """Return the makespan of the schedule itself.
-
-    Each stage's time is spread evenly over its chunks, a third of it forward.
-    """
+    """Return the schedule's makespan: a stage's time is spread evenly over its chunks, a third of it forward."""
     each = np.array([s.seconds(tokens, squares) for s in model.stages]) / model.virtual
     every = np.concatenate([each] * model.virtual)
     return simulate(every / 3, every * 2 / 3, pipeline=len(model.stages)).makespan
@@ -269,38 +220,22 @@ def clock_seconds(model: CostModel, tokens: np.ndarray, squares: np.ndarray) -> 
 @pytest.mark.parametrize("virtual", [1, 2])
 @pytest.mark.parametrize("heavier", [1.0, 1.4])
 def test_rank_seconds_equals_the_clock_for_equal_microbatches(virtual, heavier) -> None:
-    """The closed form equals the clock for equal micro-batches.
-
-    All stages are equal, or the last one carries more (the LM head).
-    """
-    inner, last = StageCost(overhead=10, token=1, square=1e-3), StageCost(overhead=10, token=heavier, square=1e-3)
-    for pipeline in (1, 2, 4, 8):
-        for count in (1, 2, 5) if virtual == 1 else (1, 3):
-            if virtual > 1 and pipeline == 1:
-                continue
-            model = CostModel(stages=(inner,) * (pipeline - 1) + (last,), virtual=virtual)
-            count *= pipeline if virtual > 1 else 1
-            tokens, squares = np.full(count, 1000.0), np.full(count, 2e5)
-            assert model.rank_seconds(tokens, squares) == pytest.approx(
-                clock_seconds(model, tokens, squares), rel=1e-12
-            )
+    """All stages are equal, or the last one carries more (the LM head)."""
+    for stages in (1, 2, 4, 8) if virtual == 1 else (2, 4, 8):
+        for count in (1, 2, 5) if virtual == 1 else (stages, 3 * stages):
+            model = dataclasses.replace(pipeline(stages, overhead=10, square=1e-3, last=heavier), virtual=virtual)
+            given = np.full(count, 1000.0), np.full(count, 2e5)
+            assert model.rank_seconds(*given) == pytest.approx(clock_seconds(model, *given), rel=1e-12)
 
 
 @pytest.mark.parametrize(("spread", "median", "worst"), [(0.05, 0.03, 0.10), (0.2, 0.08, 0.20), (0.5, 0.12, 0.30)])
 def test_rank_seconds_is_near_the_clock_for_ragged_microbatches(spread, median, worst) -> None:
-    """The closed form is near the clock for ragged micro-batches.
-
-    The bounds are for 1F1B with equal stages and the costliest micro-batch in the middle, as the planner orders them.
-    """
-    random, inner, errors = np.random.default_rng(0), StageCost(overhead=10, token=1, square=1e-3), []
+    """1F1B with equal stages and the costliest micro-batch in the middle, as the planner orders them."""
+    random, errors = np.random.default_rng(0), []
     for _ in range(40):
-        pipeline, count = int(random.choice([2, 4, 8])), int(random.integers(1, 33))
+        stages, count = int(random.choice([2, 4, 8])), int(random.integers(1, 33))
         rising = np.sort(1000.0 * np.exp(random.normal(0, spread, count)))
         tokens = np.concatenate([rising[::2], rising[1::2][::-1]])
-        model = CostModel(stages=(inner,) * pipeline)
+        model = pipeline(stages, overhead=10, square=1e-3)
         errors.append(model.rank_seconds(tokens, tokens * 200) / clock_seconds(model, tokens, tokens * 200) - 1)
-    assert np.median(np.abs(errors)) < median and np.abs(errors).max() < worst, (
-        np.median(np.abs(errors)),
-        min(errors),
-        max(errors),
-    )
+    assert np.median(np.abs(errors)) < median and np.abs(errors).max() < worst, errors

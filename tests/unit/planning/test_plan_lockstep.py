@@ -1,34 +1,26 @@
-"""planning/plan.py under lockstep: ranks that share experts run equally many micro-batches.
-
-They come there by finer cuts first and by fillers last.
-"""
+"""planning/plan.py under lockstep: ranks that share experts run equally many, by finer cuts first, then by fillers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megatron_rl.planning.plan import PlanRules, plan_steps
+from megatron_rl.planning.plan import PlanRules
 from megatron_rl.planning.tokens import padded_lengths
 from megatron_rl.types import StepKind, StepPlan
-from tests.unit.planning.lockstep import assert_lockstep
+from tests.unit.planning.lockstep import assert_lockstep, one_step
 
 
 def layout(
     signal: list[int], rules: PlanRules, *, lengths: list[int] | None = None, drops: bool = True
 ) -> tuple[StepPlan, list[str]]:
-    """Return the plan of one mini-batch of 8 samples (or as many as lengths), and each rank's micro-batches.
-
-    These are written "0,4 7*", with * for a filler.
-    """
+    """Return the plan of one mini-batch (of 8 samples) and each rank's micro-batches, "0,4 7*" with * for a filler."""
     tokens = np.array(lengths or [10] * 8)
-    with_signal = np.isin(np.arange(len(tokens)), signal)
-    (one,) = plan_steps("train", [np.arange(len(tokens))], tokens, with_signal, rules, drops=drops).mini_batches
+    one = one_step(tokens, rules, signal=np.isin(np.arange(len(tokens)), signal), drops=drops)
     assert_lockstep(one, rules, padded_lengths(tokens, rules.pad_multiple))
-    names = [
-        [",".join(map(str, m.samples)) + "*" * m.filler for m in one.microbatches(rank)]
-        for rank in range(rules.data_size)
-    ]
+    names = (
+        [",".join(map(str, m.samples)) + "*" * m.filler for m in one.microbatches(i)] for i in range(rules.data_size)
+    )
     return one, [" ".join(rank) for rank in names]
 
 
@@ -43,10 +35,7 @@ def layout(
     ],
 )
 def test_one_survivor_keeps_its_block_in_lockstep(lockstep: int, multiple: int, ranks: list[str], silent: int) -> None:
-    """One survivor keeps its block of ranks in lockstep.
-
-    Under VPP each rank that runs has a whole group: as many micro-batches as pipeline stages, never fewer.
-    """
+    """Under VPP each rank that runs has a whole group: as many micro-batches as pipeline stages, never fewer."""
     rules = PlanRules(data_size=4, lockstep_ranks=lockstep, microbatch_multiple=multiple)
     one, found = layout([5], rules)
     assert found == ranks and one.silent_ranks == silent and one.num_fillers == sum(r.count("*") for r in ranks)
@@ -60,10 +49,7 @@ def test_fewer_survivors_than_ranks_wake_as_few_blocks_as_they_can() -> None:
 
 @pytest.mark.parametrize("static", [None, 1])
 def test_survivors_on_one_rank_only(static: int | None) -> None:
-    """Without ``repack`` survivors stay on their rank: its block runs with it, and the other is silent.
-
-    No dropped sample is a filler.
-    """
+    """Without ``repack`` survivors stay: their block runs, the other is silent, and no dropped sample is a filler."""
     rules = PlanRules(data_size=4, lockstep_ranks=2, max_tokens=10, samples_per_microbatch=static, repack=False)
     one, found = layout([3, 7], rules, lengths=[1, 1, 10, 10, 1, 1, 9, 9] if static else [10] * 8)
     assert found == (["", "", "7* 7*", "3 7"] if static else ["", "", "3* 3*", "3 7"]) and one.silent_ranks == 2
@@ -75,10 +61,7 @@ def test_nothing_survives_and_no_filler_runs() -> None:
 
 
 def test_dense_run_gets_fillers_too() -> None:
-    """A dense run gets fillers too.
-
-    Five samples on two ranks, each its own micro-batch, are 3 against 2, and neither rank has one to cut.
-    """
+    """Five samples on two ranks, each its own micro-batch, are 3 against 2, and neither rank has one to cut."""
     rules = PlanRules(data_size=2, lockstep_ranks=2, max_tokens=10)
     one, found = layout([], rules, lengths=[10] * 5, drops=False)
     assert found == ["0 2 4", "1 3 0*"] and one.num_fillers == 1
@@ -88,30 +71,16 @@ def test_dense_run_gets_fillers_too() -> None:
 
 @pytest.mark.parametrize(
     ("lockstep", "lengths", "ranks"),
-    [
-        (1, [15, 11, 10, 5], ["0,3", "1 2"]),
-        (2, [15, 11, 10, 5], ["0 3", "1 2"]),
-        (2, [20, 12, 9], ["0 2*", "1 2"]),
-    ],
+    [(1, [15, 11, 10, 5], ["0,3", "1 2"]), (2, [15, 11, 10, 5], ["0 3", "1 2"]), (2, [20, 12, 9], ["0 2*", "1 2"])],
 )
 def test_block_cuts_its_own_samples_before_it_fills(lockstep: int, lengths: list[int], ranks: list[str]) -> None:
-    """A block cuts its own samples before it takes fillers.
-
-    20 tokens against 21 under a cap of 20 are one micro-batch against two. Two samples are cut in two; a single one is
-    not.
-    """
-    assert (
-        layout([], PlanRules(data_size=2, lockstep_ranks=lockstep, max_tokens=20), lengths=lengths, drops=False)[1]
-        == ranks
-    )
+    """20 tokens against 21 under a cap of 20 are one micro-batch against two; a single sample is not cut."""
+    rules = PlanRules(data_size=2, lockstep_ranks=lockstep, max_tokens=20)
+    assert layout([], rules, lengths=lengths, drops=False)[1] == ranks
 
 
 def test_cut_that_greedy_cannot_fit_takes_its_block_along() -> None:
-    """A cut that greedy packing cannot fit takes its block along.
-
-    Rank 0 has 9, 4, 7, 4: 24 tokens, two micro-batches of 12, but longest first ends at 13 and takes three; rank 1
-    follows.
-    """
+    """Rank 0 has 9, 4, 7, 4, two micro-batches of 12, but longest first ends at 13 and takes three; rank 1 follows."""
     lengths = [9, 4, 7, 9, 5, 4, 6, 3]
     alone, together = (PlanRules(data_size=2, lockstep_ranks=n, max_tokens=12) for n in (1, 2))
     assert layout([], alone, lengths=lengths, drops=False)[1] == ["0 1,5 2", "3,7 4,6"]

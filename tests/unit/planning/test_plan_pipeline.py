@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.planning.plan import PlanRules, plan_steps
+from megatron_rl.planning.plan import PlanRules
 from megatron_rl.planning.timeline import simulate
-from tests.unit.planning.pipeline_cost import pipeline
+from tests.unit.planning.lockstep import one_step, pipeline
 
 
 def test_pipeline_takes_the_best_number_under_the_cap() -> None:
-    """A pipeline takes the best number of micro-batches under the cap.
-
-    For 64 equal samples at p = 4 the cap alone asks for 4 micro-batches and the cost for more, and the plan has as
-    many.
-    """
+    """For 64 equal samples at p = 4 the cap alone asks for 4 micro-batches and the cost for more."""
     rules = PlanRules(cost=pipeline(4, overhead=64), max_tokens=2048)
-    plan = plan_steps("train", [np.arange(64)], np.full(64, 128), np.ones(64, dtype=bool), rules, drops=True)
-    sizes = np.diff(plan.mini_batches[0].microbatch_offsets)
+    sizes = np.diff(one_step([128] * 64, rules).microbatch_offsets)
     assert len(sizes) == rules.cost.best_count(64 * 128, 64 * 128**2) == 20 and sizes.max() - sizes.min() <= 1
 
 
 def test_the_order_of_microbatches_saves_time_on_the_clock() -> None:
-    """The planner's order takes less time than the order of the samples, in the mean on every pipeline.
-
-    The time is that of planning/timeline.py's clock.
-    """
+    """By planning/timeline.py's clock, against the order of the samples, in the mean on every pipeline."""
     for stages, cap, spread in ((2, 4096, 0.6), (4, 4096, 0.6), (4, 2048, 0.9), (8, 2048, 0.6)):
         saved = []
         for seed in range(20):
             random, rules = np.random.default_rng(seed), PlanRules(cost=pipeline(stages), max_tokens=cap)
             lengths = np.minimum(500 * np.exp(random.normal(0, spread, 40)), 4000).astype(int)
-            (one,) = plan_steps(
-                "train", [np.arange(40)], lengths, np.ones(40, dtype=bool), rules, drops=True
-            ).mini_batches
+            one = one_step(lengths, rules)
             cut = np.split(one.order, one.microbatch_offsets[1:-1])
             clock = {}
             for name, order in (("planned", cut), ("as they come", sorted(cut, key=min))):
@@ -44,13 +34,10 @@ def test_the_order_of_microbatches_saves_time_on_the_clock() -> None:
 
 
 def test_balance_counts_attention_too() -> None:
-    """The balance between ranks counts attention too.
-
-    One sample of 1,000 tokens costs as much as 2,000 tokens in short ones where a square costs 1/1000 of a token.
-    """
-    lengths = np.array([1000, *[100] * 20])
+    """One sample of 1,000 tokens costs as much as 2,000 tokens in short ones where a square costs 1/1000 of a token."""
+    lengths = [1000, *[100] * 20]
     plain, squared = (PlanRules(data_size=2, cost=pipeline(1, square=x)) for x in (0.0, 1e-3))
     for rules, with_the_long_one in ((plain, 6), (squared, 2)):
-        (one,) = plan_steps("train", [np.arange(21)], lengths, np.ones(21, dtype=bool), rules, drops=True).mini_batches
+        one = one_step(lengths, rules)
         ranks = [one.rank_samples(rank).tolist() for rank in range(2)]
         assert len(next(rank for rank in ranks if 0 in rank)) == with_the_long_one

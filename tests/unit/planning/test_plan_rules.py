@@ -15,6 +15,15 @@ from tests.reference import make_samples
 from tests.unit.backend.packed import run_pack
 
 
+def rules_of(
+    tensor: int, pipeline: int, virtual: int, context: int, sequence_parallel: bool, given: tuple[str, ...], sizes: dict
+) -> PlanRules:
+    split = f"parallel.tensor={tensor}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"
+    degrees = dict(tensor_size=tensor, pipeline_size=pipeline, virtual_size=virtual, context_size=context)
+    place = SimpleNamespace(**degrees, data_size=6, lockstep_replicas=3)
+    return plan_rules(load_config(None, [*given, *split]), place, SimpleNamespace(**sizes))
+
+
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "virtual", "context", "sequence_parallel", "pads", "multiple"),
     [
@@ -28,25 +37,10 @@ from tests.unit.backend.packed import run_pack
 def test_rules_of_a_run_are_its_settings(
     tensor: int, pipeline: int, virtual: int, context: int, sequence_parallel: bool, pads: int, multiple: int
 ) -> None:
-    """The rules of a run are its settings, the cap as it is set.
-
-    The LM head, worth 3 layers here, is counted over the layers of the last stage alone.
-    """
-    split = f"parallel.tensor={tensor}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"
-    given = ["plan.max_tokens_per_microbatch=4096", "plan.microbatch_overhead_tokens=100", *split]
-    degrees = SimpleNamespace(
-        tensor_size=tensor,
-        pipeline_size=pipeline,
-        virtual_size=virtual,
-        context_size=context,
-        data_size=6,
-        lockstep_replicas=3,
-    )
-    rules = plan_rules(
-        load_config(None, given),
-        degrees,
-        SimpleNamespace(num_layers=12, square_share=1e-3, head_layers=3.0),
-    )
+    """The LM head, worth 3 layers here, is counted over the layers of the last stage alone."""
+    given = "plan.max_tokens_per_microbatch=4096", "plan.microbatch_overhead_tokens=100"
+    sizes = dict(num_layers=12, square_share=1e-3, head_layers=3.0)
+    rules = rules_of(tensor, pipeline, virtual, context, sequence_parallel, given, sizes)
     assert (rules.max_tokens, rules.data_size, rules.lockstep_ranks) == (4096, 6, 3)
     assert (rules.pad_multiple, rules.microbatch_multiple, rules.row_multiple) == (pads, multiple, 1)
     assert [x.token for x in rules.cost.stages] == [1.0] * (pipeline - 1) + [1.0 + 3.0 * pipeline / 12]
@@ -57,23 +51,17 @@ def test_rules_of_a_run_are_its_settings(
 @pytest.mark.parametrize("context", [1, 2])
 def test_fp8_pads_micro_batches_to_16_rows_a_rank_within_the_cap(context: int, sequence_parallel: bool) -> None:
     """The cap is lowered to a multiple of the pads; one below a single multiple is refused, with the number."""
-    given = ["megatron.transformer.fp8=hybrid", "skip.mode=off", "parallel.tensor=2"]
-    given.append(f"parallel.sequence_parallel={str(sequence_parallel).lower()}")
-    degrees = SimpleNamespace(
-        tensor_size=2, pipeline_size=1, virtual_size=1, context_size=context, data_size=1, lockstep_replicas=1
-    )
-    sizes = SimpleNamespace(num_layers=2, square_share=0.0, head_layers=1.0)
 
-    def rules_of(cap: int) -> PlanRules:
-        return plan_rules(load_config(None, [*given, f"plan.max_tokens_per_microbatch={cap}"]), degrees, sizes)
+    def capped(cap: int) -> PlanRules:
+        given = "megatron.transformer.fp8=hybrid", "skip.mode=off", f"plan.max_tokens_per_microbatch={cap}"
+        sizes = dict(num_layers=2, square_share=0.0, head_layers=1.0)
+        return rules_of(2, 1, 1, context, sequence_parallel, given, sizes)
 
     rows = 16 * context * (2 if sequence_parallel else 1)
-    assert [(rules_of(n).row_multiple, rules_of(n).max_tokens) for n in (rows, 1000)] == [
-        (rows, rows),
-        (rows, 1000 // rows * rows),
-    ]
+    for cap in (rows, 1000):
+        assert (capped(cap).row_multiple, capped(cap).max_tokens) == (rows, cap // rows * rows)
     with pytest.raises(ConfigError, match=f"max_tokens_per_microbatch={rows - 1} is below {rows}"):
-        rules_of(rows - 1)
+        capped(rows - 1)
 
 
 def test_row_multiples_that_do_not_fit_are_refused() -> None:

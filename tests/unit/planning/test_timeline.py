@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.planning.timeline import Timeline, rank_order, schedule_table, simulate, warmup_forwards
 
-SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 @st.composite
@@ -29,9 +29,7 @@ def layouts(draw) -> tuple[int, int, int]:
 def seconds(layout: tuple[int, int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
     pipeline, virtual, microbatches = layout
     random = np.random.default_rng(seed)
-    return random.uniform(0.1, 3.0, (pipeline * virtual, microbatches)), random.uniform(
-        0.1, 5.0, (pipeline * virtual, microbatches)
-    )
+    return tuple(random.uniform(0.1, most, (pipeline * virtual, microbatches)) for most in (3.0, 5.0))
 
 
 def assert_invariants(timeline: Timeline, forward_s: np.ndarray, backward_s: np.ndarray, transfer_s: float) -> None:
@@ -66,10 +64,12 @@ def assert_invariants(timeline: Timeline, forward_s: np.ndarray, backward_s: np.
 
 @SETTINGS
 @given(layouts(), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.25]))
-def test_any_times_keep_the_invariants(layout, seed, transfer_s) -> None:
+def test_any_times_keep_the_invariants_and_the_makespan_is_the_longest_path(layout, seed, transfer_s) -> None:
     forward_s, backward_s = seconds(layout, seed)
     timeline = simulate(forward_s, backward_s, pipeline=layout[0], transfer_s=transfer_s)
     assert_invariants(timeline, forward_s, backward_s, transfer_s)
+    if transfer_s == 0.0:
+        assert timeline.makespan == reference_makespan(forward_s, backward_s, layout[0])
 
 
 @SETTINGS
@@ -86,10 +86,7 @@ def test_equal_times_take_what_the_paper_says(layout, forward, backward) -> None
 
 
 def reference_makespan(forward_s: np.ndarray, backward_s: np.ndarray, pipeline: int) -> float:
-    """Return the longest path through a graph that is written down from the schedule's words.
-
-    It uses nothing of planning/timeline.py's loop.
-    """
+    """Return the longest path through a graph written down from the schedule's words, without the module's loop."""
     stages, microbatches = forward_s.shape
     virtual = stages // pipeline
     before: dict[tuple, tuple] = {}
@@ -102,9 +99,8 @@ def reference_makespan(forward_s: np.ndarray, backward_s: np.ndarray, pipeline: 
             table = [(0, m) for m in range(microbatches)]
         ups = [("F", chunk * pipeline + rank, m) for chunk, m in table]
         downs = [("B", (virtual - 1 - chunk) * pipeline + rank, m) for chunk, m in table]
-        warm = min(
-            len(ups), pipeline - 1 - rank if virtual == 1 else 2 * (pipeline - 1 - rank) + (virtual - 1) * pipeline
-        )
+        later = pipeline - 1 - rank
+        warm = min(len(ups), later if virtual == 1 else 2 * later + (virtual - 1) * pipeline)
         line = ups[:warm]
         for k in range(len(ups) - warm):
             line += [ups[warm + k], downs[k]]
@@ -123,15 +119,6 @@ def reference_makespan(forward_s: np.ndarray, backward_s: np.ndarray, pipeline: 
     return max((end("B", s, m) for s in range(stages) for m in range(microbatches)), default=0.0)
 
 
-@SETTINGS
-@given(layouts(), st.integers(0, 2**32 - 1))
-def test_makespan_equals_the_longest_path(layout, seed) -> None:
-    forward_s, backward_s = seconds(layout, seed)
-    assert simulate(forward_s, backward_s, pipeline=layout[0]).makespan == reference_makespan(
-        forward_s, backward_s, layout[0]
-    )
-
-
 def test_tables_are_megatrons() -> None:
     """schedule_table and warmup_forwards equal the installed Megatron-Core's own functions."""
 
@@ -145,27 +132,13 @@ def test_tables_are_megatrons() -> None:
             self.size, self.rank = (lambda: size), (lambda: rank)
 
     for pipeline, virtual, microbatches in [(2, 1, 5), (4, 1, 2), (2, 2, 4), (4, 3, 8), (3, 2, 12)]:
-        assert schedule_table(microbatches, virtual, pipeline) == schedules.get_schedule_table(
-            microbatches, virtual, pipeline
-        )
+        sizes = microbatches, virtual, pipeline
+        assert schedule_table(*sizes) == schedules.get_schedule_table(*sizes)
         for rank in range(pipeline):
-            total, _, warm, rest = schedules.get_pp_rank_microbatches(
-                microbatches,
-                virtual,
-                pipeline,
-                p2p_communicator=Communicator(rank, pipeline, virtual if virtual > 1 else None),
-            )
+            place = Communicator(rank, pipeline, virtual if virtual > 1 else None)
+            total, _, warm, rest = schedules.get_pp_rank_microbatches(*sizes, p2p_communicator=place)
             assert warmup_forwards(rank, pipeline, virtual, microbatches, pipeline) == warm
             assert total == warm + rest == microbatches * virtual
-
-
-def test_one_rank_alone_adds_up() -> None:
-    forward_s, backward_s = seconds((1, 1, 7), 0)
-    timeline = simulate(forward_s, backward_s, pipeline=1)
-    assert (
-        timeline.makespan == pytest.approx(forward_s.sum() + backward_s.sum(), rel=1e-12)
-        and timeline.bubble_share[0] < 1e-12
-    )
 
 
 def test_what_megatron_refuses_is_refused() -> None:

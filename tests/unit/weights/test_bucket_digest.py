@@ -23,13 +23,13 @@ from megatron_rl.weights.bucket_digest import (
     part_digests,
     parts_of,
 )
+from megatron_rl.weights.checksum import checksum
 from tests.patience import patient
+from tests.unit.weights.digested import DTYPES, MASK, as_bytes, mix, random_bytes, under_flips
 
 CPU = torch.device("cpu")
-MASK = 2**64 - 1
 # around a word, a row and a slab (of test size), in bytes
 LENGTHS = (0, 1, 3, 4, 5, 4095, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 1, 2 * ROW_BYTES, 5 * ROW_BYTES + 13)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool)
 SIZES = [(3,), (1, 0), (5, 7), (64, 9), (), (129, 65), (0,), (2, 2), (11,)]
 
 
@@ -37,17 +37,6 @@ SIZES = [(3,), (1, 0), (5, 7), (64, 9), (), (129, 65), (0,), (2, 2), (11,)]
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set a slab to two rows, so that small buckets have several."""
     monkeypatch.setattr(stage, "SLAB_ROWS", {"cpu": 2, "cuda": 2})
-
-
-def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def mix(i: int, value: int) -> int:
-    z = (i * 0x9E3779B97F4A7C15 + value) & MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
 
 
 def naive_digests(data: bytes) -> list[int]:
@@ -87,27 +76,19 @@ def mixture() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_digest_equals_naive_sum(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = random_bytes(length)
-    wanted = length, *naive_digests(data.numpy().tobytes())
-    assert value(data) == wanted
-    for rows in (1, 3, 64):
-        monkeypatch.setattr(stage, "SLAB_ROWS", {"cpu": rows})
-        assert value(data) == wanted
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("workers", [1, 2, 3, 8, 11])
-def test_the_parts_are_the_bucket_and_each_is_somebodys(length: int, workers: int) -> None:
-    """The parts' digests are those of their bytes, and the parts of an engine's workers are all of them."""
+    """However the slabs are cut. The parts are the bucket, and each is one of an engine's workers'."""
     data, bounds = random_bytes(length), part_bounds(length)
+    wanted = naive_digests(data.numpy().tobytes())
+    assert value(data) == (length, *wanted)
     assert bounds[0] == 0 and bounds[-1] == length and bounds == sorted(bounds)
     assert all(bound % ROW_BYTES == 0 or bound == length for bound in bounds)
-    seen: dict[int, int] = {}
-    for worker in range(workers):
-        parts = parts_of(worker, workers)
-        assert parts
-        seen |= {i: x & MASK for i, x in zip(parts, part_digests(data, parts).tolist(), strict=True)}
-    assert [seen[i] for i in range(NUM_PARTS)] == naive_digests(data.numpy().tobytes())
+    for workers in (1, 2, 3, 8, 11):
+        parts = [parts_of(worker, workers) for worker in range(workers)]
+        seen = {i: x & MASK for own in parts for i, x in zip(own, part_digests(data, own).tolist(), strict=True)}
+        assert all(parts) and [seen[i] for i in range(NUM_PARTS)] == wanted
+    for rows in (1, 3, 64):
+        monkeypatch.setattr(stage, "SLAB_ROWS", {"cpu": rows})
+        assert value(data) == (length, *wanted)
 
 
 def test_factors_are_odd_and_differ_in_their_lower_half() -> None:
@@ -127,8 +108,8 @@ def test_bucket_of_any_dtypes_equals_naive_sum_and_forgets_earlier_buckets() -> 
         assert (name, start) == (named, at)
         got = view_of(packed, dtype, shape, start)
         assert got.dtype == tensor.dtype and got.shape == tensor.shape
-        raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        assert got.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == raw
+        raw = as_bytes(tensor).numpy().tobytes()
+        assert as_bytes(got).numpy().tobytes() == raw
         data += raw + bytes(max(16, -(-len(raw) // 16) * 16) - len(raw))
         at = len(data)
     assert data == packed.numpy().tobytes() and len(data) == half.used
@@ -137,14 +118,9 @@ def test_bucket_of_any_dtypes_equals_naive_sum_and_forgets_earlier_buckets() -> 
 
 def test_every_flipped_bit_and_missing_byte_shows() -> None:
     data = random_bytes(3 * ROW_BYTES + 11)
-    seen = {value(data)}
-    flips = list(itertools.product((0, 3, 4, ROW_BYTES - 1, ROW_BYTES, 2 * ROW_BYTES + 4, len(data) - 1), range(8)))
-    for place, bit in flips:
-        data[place] ^= 1 << bit
-        seen.add(value(data))
-        data[place] ^= 1 << bit
+    seen = {*under_flips(value, data, (0, 3, 4, ROW_BYTES - 1, ROW_BYTES, 2 * ROW_BYTES + 4, len(data) - 1))}
     seen |= {value(data[:-1]), value(data[:-4]), value(data[:ROW_BYTES]), value(data[4:]), value(data[ROW_BYTES:])}
-    assert len(seen) == 1 + len(flips) + 5
+    assert len(seen) == 1 + 7 * 8 + 5
     assert len({value(torch.zeros(n, dtype=torch.uint8)) for n in LENGTHS}) == len(LENGTHS)
 
 
@@ -166,8 +142,7 @@ def test_swapped_words_signs_and_rectangles_show() -> None:
     changed += [table.flip(0), table.flip(1), table.roll(1), table[[1, 0, 2, 3, 4, 5, 6, 7]], -table]
     halves = table.bfloat16()
     changed += [halves, halves.view(8, -1, 2).flip(2), -halves]
-    found = {value(x.contiguous().view(-1).view(torch.uint8)) for x in changed}
-    assert len(found) == len(changed)
+    assert len({value(as_bytes(x)) for x in changed}) == len(changed)
 
 
 @pytest.mark.parametrize("size", [(16,), (4, ROW_WORDS), (3, ROW_WORDS // 2), (7, 33)])
@@ -237,17 +212,18 @@ def test_digest_on_a_gpu_equals_that_on_a_cpu(length: int) -> None:
     assert value(data.cuda()) == value(data)
 
 
-def test_an_engine_without_megatron_computes_it() -> None:
+def test_an_engine_without_megatron_computes_both_checksums() -> None:
     code = """
 import sys
 sys.modules["megatron"] = sys.modules["megatron.core"] = None
 import torch
 from megatron_rl.weights.bucket_digest import bucket_checksum
-print(bucket_checksum([], torch.arange(100, dtype=torch.uint8)))
+from megatron_rl.weights.checksum import checksum
+print(bucket_checksum([], torch.arange(100, dtype=torch.uint8)), checksum(torch.arange(10.0)))
 ours = {x for x in sys.modules if x.startswith("megatron_rl.")}
 assert ours <= {"megatron_rl.weights", "megatron_rl.weights.bucket_digest", "megatron_rl.weights.checksum"}
 """
-    found = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=patient(600), capture_output=True, text=True
-    )
-    assert found.stdout.strip() == bucket_checksum([], torch.arange(100, dtype=torch.uint8))
+    given = dict(check=True, timeout=patient(600), capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-c", code], **given).stdout.split()
+    wanted = bucket_checksum([], torch.arange(100, dtype=torch.uint8)), checksum(torch.arange(10.0))
+    assert found == [str(x) for x in wanted]
