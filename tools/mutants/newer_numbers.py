@@ -13,7 +13,7 @@ SHARED_PROMPTS = (
         becomes="responses[slot] = lay(int(response_tokens[slot]), -(-tokens // pad_multiple) * pad_multiple)",
         fault="a response's positions go on from its shared prompt's pads",
         tests=(
-            "tests/unit/model/test_window_spans.py::test_a_window_reaches_into_a_shared_prompt_by_the_samples_positions",
+            "tests/unit/model/test_window_spans.py::test_spans_are_the_mask",
         ),
     ),
     Mutant(
