@@ -26,7 +26,6 @@ from megatron_rl.rollout.vllm import process_replica
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica, engine_environment
 from megatron_rl.rollout.vllm.replica import GenerateRequest, ReplicaLost
 from megatron_rl.types import Score
-from tests.pairwise import quick
 from tests.patience import HANG_S, patient, until
 from tests.vllm import rig
 from tests.vllm.rig import LOGPROB_TOLERANCE, REQUEST_S, START_S, Bench, make_prompts, start_bench, told
@@ -120,7 +119,8 @@ def test_an_engine_says_that_it_computes(own, produce, quiet):
     assert until(lambda: produce() == quiet and own.replica.progressed_at >= before)
 
 
-@pytest.mark.parametrize("after", quick([1, 17], 17))
+@pytest.mark.long
+@pytest.mark.parametrize("after", [1, 17])
 def test_a_call_disturbed_by_a_kill_equals_an_undisturbed_one(own, produce, quiet, after):
     """None is lost, none doubled, bitwise the same tokens, and the engine that came instead is exact."""
     pid = own.pid
@@ -146,6 +146,7 @@ def test_a_call_disturbed_by_a_hang_equals_an_undisturbed_one(own, produce, quie
     assert own.pid != pid and not pathlib.Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.long
 def test_an_engine_killed_between_two_calls_is_replaced_by_the_next_sync(own, produce, quiet):
     pid = own.pid
     kill(pid)
@@ -193,6 +194,7 @@ def test_an_engine_out_of_memory_is_replaced_or_ends_with_advice(own, produce, q
     assert produce() == quiet
 
 
+@pytest.mark.long
 def test_a_signal_for_the_rank_does_not_end_its_engine(own, produce, quiet):
     """Schedulers signal whole jobs; the rank finishes its step and saves, with its engine."""
     pid = own.pid
@@ -224,7 +226,8 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("ready", quick([False, True], False))
+@pytest.mark.long
+@pytest.mark.parametrize("ready", [False, True])
 def test_a_rank_killed_takes_its_engine_along(own, tmp_path, ready):
     """While the engine starts as well as when it serves; kill -9 leaves the rank no time to end it."""
     command = [sys.executable, "-c", RANK, str(own.folder), str(tmp_path), str(ready)]
@@ -252,7 +255,8 @@ FALSE_STARTS = {
 }
 
 
-@pytest.mark.parametrize("override", quick(FALSE_STARTS, "rollout.vllm={no_such_argument: 3}"))
+@pytest.mark.long
+@pytest.mark.parametrize("override", FALSE_STARTS)
 def test_an_engine_that_cannot_start_says_why(own, tmp_path, override):
     """It says so in its own words, and where its log is; nobody waits until rollout.start_s."""
     path = tmp_path / "engine.log"
