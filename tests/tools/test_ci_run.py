@@ -54,34 +54,29 @@ def run_ci(project: pathlib.Path, share: int = 1) -> tuple[int, list[str]]:
     return ended.returncode, ended.stdout.partition("\nSixth")[2].splitlines()
 
 
-def test_what_fails_by_chance_is_named_and_what_fails_again_ends_with_1(project: pathlib.Path) -> None:
+def test_what_fails_by_chance_and_the_drawn_sixth_are_named_and_the_run_is_green(project: pathlib.Path) -> None:
     (project / "tests" / "test-tinker.py").write_text(BY_CHANCE)
-    code, lines = run_ci(project)
+    names = {f"tests/test-long.py::test_long[{i}]" for i in range(12)}
+    code, lines = run_ci(project, share=2)
     assert code == 0 and lines[-1] == "UNSTEADY: tests/test-tinker.py::test_by_chance", lines
     assert any("Tinker" in line and "1 failed" in line for line in lines)
+    ran = {line.strip() for line in lines if line.startswith("  ")}
+    assert ran == {x for x in names if share_of(x, 6) == 2} and ran, lines
+
+
+def test_what_fails_again_and_a_part_that_cannot_start_end_with_1(project: pathlib.Path) -> None:
     (project / "tests" / "test.py").write_text(STEADY + "\n\ndef test_wrong():\n    assert 1 == 2\n")
-    code, lines = run_ci(project)
-    assert code == 1 and lines[-1] == "FAILED: tests/test.py::test_wrong", lines
-    assert not any(line.startswith("UNSTEADY") for line in lines)
-
-
-def test_a_part_that_ends_without_a_tests_failure_ends_with_1(project: pathlib.Path) -> None:
     (project / "Makefile").write_text((project / "Makefile").read_text().replace("tests/test-vllm.py", "--no-such"))
     code, lines = run_ci(project)
-    assert code == 1 and any("vLLM" in line and "FAILED with code 2" in line for line in lines), lines
+    assert code == 1 and lines[-1] == "FAILED: tests/test.py::test_wrong", lines
+    assert any("vLLM" in line and "FAILED with code 2" in line for line in lines), lines
+    assert not any(line.startswith("UNSTEADY") for line in lines)
 
 
 def test_six_sixths_are_all_long_tests_once() -> None:
     names = [f"tests/test-long.py::test_long[{i}]" for i in range(100)]
     shares = [[x for x in names if share_of(x, 6) == share] for share in range(1, 7)]
     assert sorted(sum(shares, [])) == sorted(names) and all(shares)
-
-
-def test_the_drawn_sixth_runs_and_is_named(project: pathlib.Path) -> None:
-    names = {f"tests/test-long.py::test_long[{i}]" for i in range(12)}
-    code, lines = run_ci(project, share=2)
-    ran = {line.strip() for line in lines if line.startswith("  ")}
-    assert code == 0 and ran == {x for x in names if share_of(x, 6) == 2} and ran, lines
 
 
 @pytest.mark.parametrize("text", ["0/6", "7/6", "3", "a/b", ""])
