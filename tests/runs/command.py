@@ -112,10 +112,7 @@ class Made:
         return ended(self.pool, world, arguments(self.inputs, folder, *overrides), *more, **ends)
 
     def again(self, whole: pathlib.Path, iteration: int, *more: str, world: int | None = None) -> pathlib.Path:
-        """Go on from a copy of a made run as it stood after its checkpoint ``iteration``; return the copy.
-
-        more: overrides beside its own. world: None for as many ranks as it had.
-        """
+        """Go on from a copy of a made run as it was after its checkpoint ``iteration``; world: None for its own."""
         ((its_world, overrides, run),) = [key for key, folder in self._made.items() if folder == whole]
         part = copied_until(whole, self._new_folder("again") / "run", iteration)
         self.into(part, world or its_world, *overrides, *more, run=run)
@@ -177,10 +174,7 @@ def apart(one: pathlib.Path, two: pathlib.Path) -> float:
 def assert_same_run(
     one: pathlib.Path, two: pathlib.Path, *without: str, files: Sequence[str] = ("trace.jsonl", "completions.jsonl"),
 ) -> None:
-    """Assert that two runs have the same last weights, rows but for times, trace and completions, to the bit.
-
-    without: what the names of a row's other values begin with that are not compared.
-    """
+    """Assert that two runs have the same weights, rows but for times and keys beginning with ``without``, and files."""
     assert same_tensors(weights_of(one), weights_of(two))
     rows, others = (
         [{k: v for k, v in timeless(row).items() if not k.startswith(without)} for row in rows_of(run)]

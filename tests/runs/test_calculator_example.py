@@ -55,10 +55,7 @@ def test_a_few_steps(tmp_path: pathlib.Path, example: str) -> None:
 
 
 def learned(example: str, run_dir: pathlib.Path, *, least_turns: float) -> list[dict]:
-    """Run the whole example, check that the model learned to call the calculator, and return the rows with rewards.
-
-    least_turns: turns of a sample at the end, from which it calls nearly always.
-    """
+    """Run the whole example and check that the model learned to call the calculator; return the rows with rewards."""
     rows = run_example(example, run_dir, "metrics.progress=false", timeout_s=WHOLE_S)
     rl = rewarded(rows)
     reward, turns = [row["reward/mean"] for row in rl], [row["rollout/turns_mean"] for row in rl]

@@ -1,7 +1,4 @@
-"""Configurations drawn at random end in one sentence or in a run: no traceback, and nothing that training then rejects.
-
-A case is its seed: ``python -m tests.runs.test_config_fuzz SEED`` prints it.
-"""
+"""Random configurations end in one sentence or a run; ``python -m tests.runs.test_config_fuzz SEED`` prints a case."""
 
 from __future__ import annotations
 

@@ -87,11 +87,7 @@ PRODUCERS = {
 
 @pytest.mark.parametrize("producer", quick(PRODUCERS, "sync", "streaming"))
 def test_a_run_with_evaluation_equals_one_without(made, sets, tmp_path, producer):
-    """A run with evaluation has the rows and weights of one without, to the bit, and repeats to the bit.
-
-    The one without records no completions either: these change nothing too. Where rollouts are ahead, evaluation comes
-    between them.
-    """
+    """The one without records no completions either; where rollouts are ahead, evaluation comes between them."""
     given = (GRADED, ROLLOUTS, *PRODUCERS[producer])
     plain, with_it = made(2, *given, "metrics.log_completions=0"), made(2, *given, *sets, EVERY)
     assert not (plain / "completions.jsonl").exists()

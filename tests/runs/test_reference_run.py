@@ -27,11 +27,7 @@ SAMPLES = 8 * 4  # of a rollout
     [("parallel.pipeline=1", "host"), pytest.param("parallel.tensor=2", "device", marks=pytest.mark.long)],
 )
 def test_adaptive_coefficient_of_a_run_equals_the_recurrence(made, layout, placement):
-    """The adaptive coefficient of a run equals the recurrence.
-
-    One step per rollout makes train/kl the rollout's KL. Just after a renewal it is rounding: β falls by the whole
-    clip.
-    """
+    """One step a rollout makes train/kl the rollout's KL. After a renewal it is rounding: β falls by the whole clip."""
     one_step = ("train.samples_per_mini_batch=null", "train.num_rollouts=6")
     rows, wanted = rows_of(made(2, *ADAPTIVE, *one_step, layout, f"reference.placement={placement}")), START
     assert len(rows) == 6
@@ -60,11 +56,7 @@ def test_a_fixed_coefficient_is_written_too_and_none_where_there_is_no_reference
     ),
 )
 def test_a_run_ended_between_two_renewals_goes_on_to_the_bit(made, layout, first, then):
-    """A run that is ended between two renewals of its reference goes on to the bit, wherever that is held.
-
-    It ends after three rollouts of five: the reference of its checkpoint is the second rollout's policy, and β has
-    moved.
-    """
+    """It ends after three rollouts of five: the reference is the second rollout's policy, and β has moved."""
     whole = made(2, *SAVED, *ADAPTIVE, layout, "train.num_rollouts=5", f"reference.placement={first}")
     part = made.again(whole, 3, f"reference.placement={then}")
     assert_same_run(whole, part)

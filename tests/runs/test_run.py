@@ -27,10 +27,7 @@ SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", f"train.samples_
 
 
 def run_advantages(rollout: int) -> np.ndarray:
-    """Return advantages of four mini-batches of six in a rotating order.
-
-    They are all with signal, a third, one sample alone (a silent rank), and none (a ghost).
-    """
+    """Return four mini-batches of six in rotation: all with signal, a third, one (a silent rank), none (a ghost)."""
     random = np.random.default_rng(rollout)
     advantages = random.normal(size=NUM_SAMPLES)
     for position in range(4):
@@ -117,10 +114,8 @@ def epoch_advantages() -> np.ndarray:
 
 @functools.cache
 def plain_adamw(family: str) -> tuple[dict[str, torch.Tensor], list[float], list[torch.Tensor]]:
-    """Return weights after two epochs, the norms before clipping, and the old log-probs.
-
-    They come from torch's AdamW, one sample at a time, with no skip. Megatron-Core decays matrices only (0.16.1
-    ``optimizer/__init__.py``): neither biases nor norms.
+    """Return weights, norms before clipping and old log-probs of torch's AdamW, one sample at a time, without skip.
+    Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
     """
     _, model = tiny_model(family, layers=EPOCH_LAYERS)
     samples = near_policy(model, make_samples(11))

@@ -56,10 +56,7 @@ def sent_to(held) -> tuple[str, ...]:
 
 
 def test_spans_last_what_the_rows_say(made, arithmetic, tmp_path):
-    """Every rollout is a trace whose spans' names, parents and durations are those of metrics.jsonl, to a nanosecond.
-
-    The warm-up's steps are traces too; evaluation, checkpoints and the export stand where they happened.
-    """
+    """A rollout is a trace of stages as in metrics.jsonl, to a nanosecond; a step of the warm-up is a trace too."""
     extra = (
         *(*WARM, "train.epochs_per_rollout=2", "checkpoint.save_every_rollouts=1"),
         *(f"eval.path={arithmetic / 'test.jsonl'}", "eval.every_rollouts=1"),

@@ -72,10 +72,7 @@ def answer_of(tokenizer, text: str) -> list[int]:
 
 
 def transformers_loss(run_dir: pathlib.Path, episodes: list[list[tuple[list[int], bool]]]) -> tuple[float, int]:
-    """Return the mean of −log π over the episodes' own tokens, and their number, one episode at a time.
-
-    episodes: of each the parts, with their tokens and whether these are the model's own.
-    """
+    """Return the mean of −log π over the model's own tokens, and their number. A part: its tokens, whether own."""
     model = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / f"step_{STEPS}" / "hf")
     total, count = 0.0, 0
     for parts in episodes:

@@ -107,9 +107,8 @@ def test_a_run_with_workers_equals_one_without(made):
 
 
 def trains_on_two_what_one_trains(made, inputs, alone: tuple[str, ...], two: tuple[str, ...]):
-    """Check that a model in ``inputs`` trains the same run on two processes and on one, and is exported as it came.
-
-    The engine's log-probs are the trainer's after every sync. Return the run's folder on two processes.
+    """Check that a model trains the same run on two processes and on one, with its engine's log-probs, and is exported
+    as it came; return the run's folder on two processes.
     """
     model = f"model.hf_path={inputs / 'model'}"
     runs = made(1, model, *alone), made(2, model, *two)
@@ -129,10 +128,7 @@ def test_a_mixture_trains_the_same_run(made, mixture, layout):
 
 
 def test_experts_stacked_in_files_train_the_same_run(made, arithmetic, tmp_path):
-    """gpt-oss over two expert ranks is the run on one process, with the engine's own experts replayed.
-
-    Its export is what transformers writes: the experts of a layer stacked in one tensor.
-    """
+    """gpt-oss, with the engine's own experts replayed, is exported with a layer's experts stacked in one tensor."""
     inputs, replayed = prepare_gpt_oss(arithmetic, tmp_path / "inputs"), "rollout.routing_replay=rollout"
     run = trains_on_two_what_one_trains(made, inputs, (replayed,), (replayed, "parallel.expert=2"))
     assert rows_of(run)[0]["train/rerouted_token_share"] == 0.0

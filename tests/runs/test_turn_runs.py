@@ -82,10 +82,7 @@ def test_a_run_repeats_to_the_bit(made, tmp_path, layout):
 
 
 def test_skip_equals_dense(made):
-    """With importance weights the skip run equals the dense one to the bit, where nothing is repacked.
-
-    The tokens with loss are the sampled ones.
-    """
+    """They are equal to the bit, where nothing is repacked. The tokens with loss are the sampled ones."""
     cut = ("plan.repack=false", "plan.samples_per_microbatch=2", "correction.mode=token_mask", "correction.cap=1.5")
     once = "train.num_rollouts=1"
     exact, off = (made(2, *TURNS, *cut, once, f"skip.mode={mode}") for mode in ("exact", "off"))
@@ -97,11 +94,7 @@ def test_skip_equals_dense(made):
 
 
 def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(made, tmp_path):
-    """A run ahead that goes on from a checkpoint equals the whole one.
-
-    The rollouts ahead and the replayed groups in a checkpoint have their masks and their environment's rewards. The
-    export of before is put aside.
-    """
+    """Rollouts ahead and replayed groups keep masks and environment's rewards; the export of before is put aside."""
     given = (
         *TURNS, *SAVED, "rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=1",
         "rollout.producer.min_groups=4", "correction.mode=token_truncate", "replay.capacity_groups=6",

@@ -1,7 +1,4 @@
-"""Checks the benchmarks of rollouts: tables of async_modes.py and refill.py, counted steps of stragglers.py.
-
-Those two and bitwise.py are also run whole, on the embedded engine.
-"""
+"""Checks the benchmarks of rollouts: async_modes.py, refill.py and bitwise.py whole too, steps of stragglers.py."""
 
 from __future__ import annotations
 

@@ -187,11 +187,8 @@ def trajectories(rank: int, world: int, pipeline: int) -> dict[str, dict]:
 
 @pytest.mark.parametrize("pipeline", quick([1, 2], 2))
 def test_ours_ends_where_dense_ends_and_fewer_steps_do_not(pool: Pool, pipeline: int) -> None:
-    """Policies that leave samples in their steps end where dense ends.
-
-    The bound is 1e-5 of the movement: float32 sums in another order, through AdamW, whose epsilon is raised so that a
-    gradient which is rounding alone (an attention bias) makes no whole step. A policy that moves samples to another
-    step is off by a share of the movement itself.
+    """The bound is 1e-5 of the movement: float32 sums in another order, through AdamW, whose epsilon is raised so that
+    a gradient of rounding alone (an attention bias) makes no whole step. Policies that move samples are far off.
     """
     for found in pool.run(2, trajectories, pipeline, timeout_s=90):
         error = {name: x["error_of_movement"] for name, x in found.items()}

@@ -1,7 +1,4 @@
-"""Our tables equal those of NVIDIA megatron-bridge, where it is installed.
-
-To install it: ``make test-bridge`` (docs/bridge.md).
-"""
+"""Our tables equal those of NVIDIA megatron-bridge, where ``make test-bridge`` has installed it (docs/bridge.md)."""
 
 from __future__ import annotations
 

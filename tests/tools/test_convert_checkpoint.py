@@ -140,10 +140,8 @@ print("GROWTH", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 
 
 @pytest.mark.long
 def test_memory_grows_by_a_layer_and_a_tensor_not_by_the_model(tmp_path: pathlib.Path) -> None:
-    """The model has 630 MB of weights, 31 MB a layer.
-
-    The peak may grow by a layer of mapped files, the largest Megatron tensor (gate and up, 13 MB), half of it as a
-    chunk on its way to disk, and 8 MB of slack. Seen: 45 MB, whatever the number of layers.
+    """Of 630 MB, 31 a layer, the peak may grow by a mapped layer, the largest tensor (gate and up, 13 MB), half
+    of that as a chunk on its way to disk, and 8 MB of slack. Seen: 45 MB, whatever the number of layers.
     """
     tiny_model("llama")[1].save_pretrained(tmp_path / "small")
     _, big = tiny_model("llama", layers=20, hidden=1024)

@@ -101,10 +101,7 @@ KIN += ("EP2, adapters on experts", "PP2 VPP2, adapters")
 
 @pytest.mark.parametrize("split", quick(SPLITS, *(SPLITS.keys() - KIN)))
 def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
-    """Bytes of weights, of a second model too, and of gradients are equal on every rank, of moments over all ranks.
-
-    Rules and plan are equal by value.
-    """
+    """Bytes of weights, second model and gradients are equal on every rank, bytes of moments over all ranks."""
     family, *overrides = SPLITS[split]
     config, shape, degrees = shaped(family, 2, *overrides)
     found = pool.run(2, built, family, *overrides, timeout_s=120)
@@ -144,11 +141,7 @@ SAVED["latents over TP2"] = split("moonlight", "SP expert_tensor=1 expert=2")
 
 @pytest.mark.parametrize("case", SAVED)
 def test_activations_are_what_autograd_saves(pool, case: str) -> None:
-    """The activations of a layer are within 5 % of the bytes that autograd saves for it, on the mean of the ranks.
-
-    They are found in float32, by the difference between four layers and two. The 5 %: norms keep a number
-    per token, attention one per token and head.
-    """
+    """Four layers less two, float32, on the ranks' mean. The 5 %: norms keep a number a token, attention one a head."""
     family, *overrides = SAVED[case]
     world = 2 if overrides else 1
     deep, shallow = (pool.run(world, saved_bytes, family, layers, *overrides, timeout_s=60) for layers in (4, 2))

@@ -1,7 +1,6 @@
-"""Checks the SLURM templates without SLURM, and that what tests/slurm/keeper.py keeps for a process ends with it.
+"""Checks the SLURM templates by a stand-in srun, and that what tests/slurm/keeper.py keeps ends with its process.
 
-A stand-in srun notes command lines, requeueing, and the way of a signal to the ranks. The real thing, two nodes and
-all, is ``make test-slurm`` (tests/slurm/check.py).
+The real thing, two nodes and all, is ``make test-slurm`` (tests/slurm/check.py).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ UNKNOWN = "--no-such-option"
 
 
 def call_all(out: str, *paths: str) -> None:
-    """Call each file with --help and with an unknown option, in one process; write [exit code, text] of each call.
+    """Call each file with --help and an unknown option, in one process; write [exit code, text] of each call.
 
     What a file imports from tools/ is forgotten before the next: two folders hold modules of one name.
     """

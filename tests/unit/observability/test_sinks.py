@@ -1,7 +1,4 @@
-"""Checks observability/sinks.py with the real TensorBoard, W&B (offline) and MLflow (file store).
-
-Each gets the numbers, the completions and the configuration; a run that goes on continues the same run there.
-"""
+"""The real TensorBoard, W&B (offline) and MLflow (files) get a run's numbers, completions and configuration."""
 
 from __future__ import annotations
 
