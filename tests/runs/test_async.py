@@ -54,15 +54,11 @@ def test_a_run_ahead_repeats_to_the_bit(made, tmp_path, layout):
     assert any(row["correction/weight_mean"] != 1.0 for row in firsts_of(once, STALE))
 
 
-@pytest.mark.parametrize(
-    ("extra", "wanted"),
-    [
-        (("rollout.producer.max_staleness_steps=1",), [0.0] * 4),
-        (("weight_sync.interval_steps=4",), [0.0, 2.0, 4.0, 2.0]),
-        (("weight_sync.interval_steps=4", "rollout.producer.max_staleness_steps=2"), [0.0, 2.0, 2.0, 2.0]),
-    ],
-    ids=["bound", "interval", "both"],
-)
+@pytest.mark.parametrize(("extra", "wanted"), [
+    (("rollout.producer.max_staleness_steps=1",), [0.0] * 4),
+    (("weight_sync.interval_steps=4",), [0.0, 2.0, 4.0, 2.0]),
+    (("weight_sync.interval_steps=4", "rollout.producer.max_staleness_steps=2"), [0.0, 2.0, 2.0, 2.0]),
+], ids=["bound", "interval", "both"])
 def test_staleness_is_bounded_by_admission(made, extra, wanted):
     """With two steps a rollout, a bound of 1 leaves no room for one ahead; with an interval the engines lag."""
     assert stale(made(1, *AHEAD, *extra, "train.num_rollouts=4")) == wanted

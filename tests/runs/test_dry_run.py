@@ -53,31 +53,28 @@ def test_a_job_that_would_start_ends_with_0_and_joins_nothing(arithmetic, capsys
     assert "40.0 of them the engine's" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["parallel.pipeline=3"], "world size 8 is no multiple of"),
-        (["--gpus-per-node=12", "parallel.pipeline=3"], "does not divide num_hidden_layers=2"),
-        ([*SEPARATE, "critic.ranks=8"], "critic.ranks=8 of 8 ranks leave the policy none"),
-        ([*SEPARATE, "critic.ranks=4", "critic.parallel={tensor: 3}"], "world size 4 is no multiple of"),
-        (["loss.kl_coefficient=0.1"], "skip.mode=exact"),
-        (["plan.max_token=3"], "the nearest known key is plan.max_tokens_per_microbatch"),
-        (["--lengths", "uniform:3"], "is not of the form lognormal:MEAN,SIGMA"),
-        (["megatron.transformer.num_layers=3"], "is refused"), (["megatron.optimizer.lr=3"], "is refused"),
-        (["rollout.max_response_tokens=5000"], "5000"), (["data.train=none.jsonl"], "none.jsonl"),
-        (["data.prompt_key=question"], "has no column 'question'"),
-        (["data.max_prompt_tokens=2"], "at most 2 are allowed"), (["eval.path=none.jsonl"], "eval.path='none.jsonl'"),
-        (["sft.steps=2", "data.solution_key=steps"], "has no column 'steps'"),
-        (["sft.steps=2", "sft.eval_path=none.jsonl"], "sft.eval_path='none.jsonl'"),
-        (["reward.functions=[no_such:score]"], "no_such"),
-        (["reward.functions=[no_such:score]", "reward.num_workers=2"], "no_such"),
-        (["environment.name=no_such:Game"], "no_such"), (["model.tokenizer_path=/nowhere"], "/nowhere"),
-        ([*ON_ENGINES, "rollout.producer.mode=prefetch"], "the engines share its GPUs"),
-        ([*ON_ENGINES, "rollout.num_engines=9"], "need 9 ranks and there are 8"),
-        ([*ON_ENGINES, "rollout.tensor_parallel=16"], "rollout.tensor_parallel=16"),
-        (["--gpu-memory-gib=0.0005"], "the job does not fit: training needs 0.00"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    (["parallel.pipeline=3"], "world size 8 is no multiple of"),
+    (["--gpus-per-node=12", "parallel.pipeline=3"], "does not divide num_hidden_layers=2"),
+    ([*SEPARATE, "critic.ranks=8"], "critic.ranks=8 of 8 ranks leave the policy none"),
+    ([*SEPARATE, "critic.ranks=4", "critic.parallel={tensor: 3}"], "world size 4 is no multiple of"),
+    (["loss.kl_coefficient=0.1"], "skip.mode=exact"),
+    (["plan.max_token=3"], "the nearest known key is plan.max_tokens_per_microbatch"),
+    (["--lengths", "uniform:3"], "is not of the form lognormal:MEAN,SIGMA"),
+    (["megatron.transformer.num_layers=3"], "is refused"), (["megatron.optimizer.lr=3"], "is refused"),
+    (["rollout.max_response_tokens=5000"], "5000"), (["data.train=none.jsonl"], "none.jsonl"),
+    (["data.prompt_key=question"], "has no column 'question'"),
+    (["data.max_prompt_tokens=2"], "at most 2 are allowed"), (["eval.path=none.jsonl"], "eval.path='none.jsonl'"),
+    (["sft.steps=2", "data.solution_key=steps"], "has no column 'steps'"),
+    (["sft.steps=2", "sft.eval_path=none.jsonl"], "sft.eval_path='none.jsonl'"),
+    (["reward.functions=[no_such:score]"], "no_such"),
+    (["reward.functions=[no_such:score]", "reward.num_workers=2"], "no_such"),
+    (["environment.name=no_such:Game"], "no_such"), (["model.tokenizer_path=/nowhere"], "/nowhere"),
+    ([*ON_ENGINES, "rollout.producer.mode=prefetch"], "the engines share its GPUs"),
+    ([*ON_ENGINES, "rollout.num_engines=9"], "need 9 ranks and there are 8"),
+    ([*ON_ENGINES, "rollout.tensor_parallel=16"], "rollout.tensor_parallel=16"),
+    (["--gpu-memory-gib=0.0005"], "the job does not fit: training needs 0.00"),
+])
 def test_a_job_that_cannot_start_ends_with_2_and_training_s_words(arithmetic, given, message, capsys) -> None:
     given = given if given[0].startswith("--gpus-per-node") else ["--nodes", "1", *given]
     assert dry_run(arithmetic, *given) == cli.EXIT_CONFIG

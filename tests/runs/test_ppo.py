@@ -87,13 +87,10 @@ def test_a_folder_of_a_policy_alone_is_named_or_set_aside(made, tmp_path):
     assert whole_checkpoints(tmp_path / "checkpoints" / "critic") == [0, 1] and (tmp_path / "checkpoints.1").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("vocab_size", 3, "a vocabulary of 3"),
-        ("max_position_embeddings", 8, "is more than the context of critic.hf_path"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("vocab_size", 3, "a vocabulary of 3"),
+    ("max_position_embeddings", 8, "is more than the context of critic.hf_path"),
+])
 def test_a_critic_that_cannot_read_the_policys_tokens_is_named(made, arithmetic, tmp_path, name, value, said):
     """Its vocabulary is below the policy's, or its context below a prompt's and its response's."""
     shutil.copytree(arithmetic / "model", tmp_path / "critic")

@@ -161,13 +161,10 @@ def two_epochs(rank: int, world: int, family: str, tensor: int, pipeline: int) -
         }
 
 
-@pytest.mark.parametrize(
-    ("family", "tensor", "pipeline", "data"),
-    [
-        ("qwen3", 1, 2, 2), pytest.param("llama", 2, 1, 2, marks=pytest.mark.long), ("qwen2_tied", 2, 2, 1),
-        ("qwen2_tied", 1, 1, 1),
-    ],
-)
+@pytest.mark.parametrize(("family", "tensor", "pipeline", "data"), [
+    ("qwen3", 1, 2, 2), pytest.param("llama", 2, 1, 2, marks=pytest.mark.long), ("qwen2_tied", 2, 2, 1),
+    ("qwen2_tied", 1, 1, 1),
+])
 def test_two_epochs_equal_a_plain_adamw_loop(pool: Pool, family: str, tensor: int, pipeline: int, data: int) -> None:
     found = pool.run(tensor * pipeline * data, two_epochs, family, tensor, pipeline, timeout_s=60)[0]
     print(family, found)

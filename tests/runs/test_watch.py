@@ -90,15 +90,12 @@ def test_a_rollout_is_that_of_all_ranks(server: WatchServer) -> None:
     assert whole["groups"][0]["samples"][0]["advantages"] == [0.0, 0.25, 0.5, -0.5]
 
 
-@pytest.mark.parametrize(
-    ("path", "host", "status", "said"),
-    [
-        ("/api/rollout?number=9", None, 404, "holds no rollout 9"),
-        ("/api/metrics?offset=-1", None, 422, "offset='-1' is no whole number"),
-        ("/../config.yaml", None, 404, "is no part of this page"),
-        ("/api/run", "elsewhere.example:80", 403, "this server is http://127.0.0.1:"),
-    ],
-)
+@pytest.mark.parametrize(("path", "host", "status", "said"), [
+    ("/api/rollout?number=9", None, 404, "holds no rollout 9"),
+    ("/api/metrics?offset=-1", None, 422, "offset='-1' is no whole number"),
+    ("/../config.yaml", None, 404, "is no part of this page"),
+    ("/api/run", "elsewhere.example:80", 403, "this server is http://127.0.0.1:"),
+])
 def test_a_question_without_an_answer_is_told_why(
     path: str, host: str | None, status: int, said: str, server: WatchServer
 ) -> None:

@@ -137,19 +137,16 @@ APEX = {"apex": "ModuleNotFoundError: No module named 'apex'"}
 VLLM = {"vllm": "ModuleNotFoundError: No module named 'vllm'"}
 
 
-@pytest.mark.parametrize(
-    ("name", "host", "processes", "imports", "reason"),
-    [
-        ("tp2-pp2", ONE_GPU, 4, {}, "needs 4 GPUs, this host has 1"),
-        ("single", ONE_GPU, 4, {}, ""),
-        ("tp2-pp2", CPU_HOST, 2, {}, "needs 4 processes, --max-processes is 2"),
-        ("te-single", CPU_HOST, 4, {}, "needs a GPU for transformer_engine, this host has none"),
-        ("sync-cuda-ipc", CPU_HOST, 4, {}, "needs a GPU, this host has none"),
-        ("sync-broadcast", ONE_GPU, 4, {}, "needs 2 GPUs, this host has 1"),
-        ("adam-apex", ONE_GPU, 4, APEX, f"apex cannot be imported: {APEX['apex']}"),
-        ("vllm", CPU_HOST, 4, VLLM, f"vllm cannot be imported: {VLLM['vllm']}"),
-    ],
-)
+@pytest.mark.parametrize(("name", "host", "processes", "imports", "reason"), [
+    ("tp2-pp2", ONE_GPU, 4, {}, "needs 4 GPUs, this host has 1"),
+    ("single", ONE_GPU, 4, {}, ""),
+    ("tp2-pp2", CPU_HOST, 2, {}, "needs 4 processes, --max-processes is 2"),
+    ("te-single", CPU_HOST, 4, {}, "needs a GPU for transformer_engine, this host has none"),
+    ("sync-cuda-ipc", CPU_HOST, 4, {}, "needs a GPU, this host has none"),
+    ("sync-broadcast", ONE_GPU, 4, {}, "needs 2 GPUs, this host has 1"),
+    ("adam-apex", ONE_GPU, 4, APEX, f"apex cannot be imported: {APEX['apex']}"),
+    ("vllm", CPU_HOST, 4, VLLM, f"vllm cannot be imported: {VLLM['vllm']}"),
+])
 def test_a_cell_that_this_host_cannot_run_says_why(name, host, processes, imports, reason) -> None:
     assert acceptance.why_not(BY_NAME[name], host, processes, imports) == reason
 

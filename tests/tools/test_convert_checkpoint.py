@@ -333,14 +333,11 @@ def test_import_and_export_call_the_bridge(bridge, tmp_path: pathlib.Path, monke
     assert capsys.readouterr().out.count("by megatron-bridge") == 2
 
 
-@pytest.mark.parametrize(
-    ("family", "gpu", "extra", "said"),
-    [
-        ("gemma2", False, (), "there is no GPU"),
-        ("gemma2", True, ("--tp", "2"), "leave them out"),
-        ("mamba2", True, (), "neither our tables nor the megatron-bridge"),
-    ],
-)
+@pytest.mark.parametrize(("family", "gpu", "extra", "said"), [
+    ("gemma2", False, (), "there is no GPU"),
+    ("gemma2", True, ("--tp", "2"), "leave them out"),
+    ("mamba2", True, (), "neither our tables nor the megatron-bridge"),
+])
 def test_what_the_bridge_cannot_do_is_said(bridge, tmp_path, monkeypatch, capsys, family, gpu, extra, said) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert run("import", folder_of(tmp_path / "hf", family), tmp_path / "out", *extra) == 2

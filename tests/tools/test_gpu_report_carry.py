@@ -58,14 +58,11 @@ def test_a_wheel_that_was_made_small_is_a_wheel(tmp_path: pathlib.Path) -> None:
     assert hashlib.sha256(b"z").digest()[:3].hex() == "594e51" and rows[1].startswith("a/z.py,sha256=WU5R")
 
 
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        (f"{MEGATRON} PyYAML-6.0-cp311-cp311-manylinux2014_x86_64.whl", "is not for Python 3.12 on x86-64 Linux"),
-        ("PyYAML-6.0-cp312-cp312-macosx_11_0_arm64.whl", "is not for Python 3.12 on x86-64 Linux"),
-        ("rich-15.0.0-py3-none-any.whl rich-14.0.0-py3-none-any.whl", "holds rich twice"),
-    ],
-)
+@pytest.mark.parametrize(("names", "says"), [
+    (f"{MEGATRON} PyYAML-6.0-cp311-cp311-manylinux2014_x86_64.whl", "is not for Python 3.12 on x86-64 Linux"),
+    ("PyYAML-6.0-cp312-cp312-macosx_11_0_arm64.whl", "is not for Python 3.12 on x86-64 Linux"),
+    ("rich-15.0.0-py3-none-any.whl rich-14.0.0-py3-none-any.whl", "holds rich twice"),
+])
 def test_wheels_that_would_not_install_are_refused(tmp_path: pathlib.Path, names: str, says: str) -> None:
     for name in names.split():
         (tmp_path / name).touch()

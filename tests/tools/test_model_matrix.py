@@ -52,20 +52,17 @@ def test_the_page_has_a_row_for_each_family_of_the_register() -> None:
     assert len([x for x in rows if x.startswith("| ")]) == len(FAMILIES) + 1
 
 
-@pytest.mark.parametrize(
-    ("cases", "words"),
-    [
-        ([], "not run: no case"),
-        ([case("passed"), case("passed")], "passed (2)"),
-        ([case("passed"), case("failed"), case("long")], "failed: 1 of 2"),
-        ([case("passed"), case("skipped")], "passed (1)"),
-        ([case("skipped", reason="no GPU")], "not run: no GPU"),
-        ([case("long"), case("long")], "not run: 2 long"),
-        ([case("collected")], "not run: 1 to run"),
-        ([case("passed"), case("collected")], "passed (1); 1 to run"),
-        ([case("passed", "llama"), case("passed", column="forecast")], "not run: no case"),
-    ],
-)
+@pytest.mark.parametrize(("cases", "words"), [
+    ([], "not run: no case"),
+    ([case("passed"), case("passed")], "passed (2)"),
+    ([case("passed"), case("failed"), case("long")], "failed: 1 of 2"),
+    ([case("passed"), case("skipped")], "passed (1)"),
+    ([case("skipped", reason="no GPU")], "not run: no GPU"),
+    ([case("long"), case("long")], "not run: 2 long"),
+    ([case("collected")], "not run: 1 to run"),
+    ([case("passed"), case("collected")], "passed (1); 1 to run"),
+    ([case("passed", "llama"), case("passed", column="forecast")], "not run: no case"),
+])
 def test_a_cell_counts_what_ran_and_says_what_did_not(cases: list[dict], words: str) -> None:
     assert model_matrix.cell("qwen3", COLUMNS[0].title, dict(enumerate(cases)), {}) == words
 

@@ -110,15 +110,12 @@ def test_equal_seeds_make_equal_weights(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"hidden": 100}, "--hidden 100 / --heads 4 = 25 is the size of a head and must be one of 32, 64, 80"),
-        ({"heads": 3, "hidden": 128}, "= 42.6667"),
-        ({"heads": 4, "kv_heads": 3}, "--heads 4 must be a multiple of --kv-heads 3"),
-        ({"layers": 0}, "--layers 0 must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "message"), [
+    ({"hidden": 100}, "--hidden 100 / --heads 4 = 25 is the size of a head and must be one of 32, 64, 80"),
+    ({"heads": 3, "hidden": 128}, "= 42.6667"),
+    ({"heads": 4, "kv_heads": 3}, "--heads 4 must be a multiple of --kv-heads 3"),
+    ({"layers": 0}, "--layers 0 must be at least 1"),
+])
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ConfigError, match=message):
         make_model.ModelSizes(**sizes)

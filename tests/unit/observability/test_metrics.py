@@ -172,17 +172,14 @@ def test_bad_rows_are_refused(tmp_path):
 GOOD = '{"step": 0, "step_kind": "REAL", "phase": "rl", "reward/mean": 0.5}\n'
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "Expecting"),
-        ("[1]", "a row is an object"),
-        ('{"step": 1, "phase": "rl"}', "lacks step_kind"),
-        (GOOD.strip(), "step=0 after step=0"),
-        (GOOD.replace(": 0,", ": 1,").replace("0.5", "NaN").strip(), "NaN is not JSON"),
-        (GOOD.replace(": 0,", ": 1,").replace("0.5", "null").strip(), "reward/mean=None is not a number"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("{", "Expecting"),
+    ("[1]", "a row is an object"),
+    ('{"step": 1, "phase": "rl"}', "lacks step_kind"),
+    (GOOD.strip(), "step=0 after step=0"),
+    (GOOD.replace(": 0,", ": 1,").replace("0.5", "NaN").strip(), "NaN is not JSON"),
+    (GOOD.replace(": 0,", ": 1,").replace("0.5", "null").strip(), "reward/mean=None is not a number"),
+])
 def test_malformed_lines_are_named_and_a_truncated_last_one_is_left_out(tmp_path, caplog, line, said):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{GOOD}{line}\n{GOOD}")
