@@ -23,6 +23,11 @@ GIVEN = (
 )
 SEPARATE = ("advantage.estimator=gae", "critic.placement=separate")
 ON_ENGINES = ("rollout.engine=vllm", "model.dtype=bfloat16")
+TOO_LARGE = {
+    "policy": (["--gpu-memory-gib=0.02"], "parallel.tensor=2"),
+    "separate critic": ([*SEPARATE, "critic.ranks=2", "--gpu-memory-gib=0.0325"], "critic.parallel.tensor=2"),
+}
+ONCE = ("checkpoint.save_every_rollouts=1", "train.num_rollouts=1", "optimizer.schedule=constant")
 
 
 @pytest.fixture(autouse=True)
@@ -109,12 +114,6 @@ def test_a_folder_without_weights_cannot_start(arithmetic, tmp_path, capsys) -> 
     assert dry_run(arithmetic, "--nodes=1", f"model.hf_path={tmp_path}", "model.init=random") == 0
 
 
-TOO_LARGE = {
-    "policy": (["--gpu-memory-gib=0.02"], "parallel.tensor=2"),
-    "separate critic": ([*SEPARATE, "critic.ranks=2", "--gpu-memory-gib=0.0325"], "critic.parallel.tensor=2"),
-}
-
-
 @pytest.mark.parametrize("case", quick(TOO_LARGE, "policy"))
 def test_each_way_out_that_is_named_fits(tmp_path, capsys, case) -> None:
     """A job too large for its GPUs names settings; with each of them alone the same forecast fits."""
@@ -139,9 +138,6 @@ def test_each_way_out_that_is_named_fits(tmp_path, capsys, case) -> None:
 
 
 # ---- what it says of the run's folder is what the start says, and it writes nothing there ----------------------------
-
-
-ONCE = ("checkpoint.save_every_rollouts=1", "train.num_rollouts=1", "optimizer.schedule=constant")
 
 
 def contents(folder: pathlib.Path) -> dict[str, tuple[int, int]]:

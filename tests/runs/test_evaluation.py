@@ -13,15 +13,20 @@ from tests.runs.command import assert_same_run, firsts_of, rows_of, same_tensors
 
 ROLLOUTS, EVERY = "train.num_rollouts=3", "eval.every_rollouts=1"
 SAMPLED = ("eval.samples_per_prompt=4", "eval.temperature=1.0", "eval.reward_threshold=0.5")
+GRADED = "reward.functions=[tests.runs.test_evaluation:graded]"
+ALWAYS = ("response_tokens_mean", "truncated_share", "excluded", "tests.runs.test_evaluation:graded")
+PRODUCERS = {
+    "sync": (),
+    "prefetch": ("rollout.producer.mode=prefetch",),
+    "streaming": (
+        "rollout.producer.mode=streaming", "rollout.producer.min_groups=3", "rollout.producer.max_staleness_steps=2",
+    ),
+}
 
 
 def graded(prompts, completions, completion_ids, **columns):
     """Return a multiple of 1/4 that depends on every token."""
     return [sum(ids) % 5 / 4 for ids in completion_ids]
-
-
-GRADED = "reward.functions=[tests.runs.test_evaluation:graded]"
-ALWAYS = ("response_tokens_mean", "truncated_share", "excluded", "tests.runs.test_evaluation:graded")
 
 
 @pytest.fixture
@@ -74,15 +79,6 @@ def test_data_parallel_evaluation_equals_one_process(made, sets):
     assert found[-1]["eval/test/mean@4"] != found[-1]["eval/seen/mean@4"]
     for row in found[1::2]:  # the last step of each rollout
         assert row["eval/test/pass@1"] <= row["eval/test/pass@2"] <= row["eval/test/pass@4"]
-
-
-PRODUCERS = {
-    "sync": (),
-    "prefetch": ("rollout.producer.mode=prefetch",),
-    "streaming": (
-        "rollout.producer.mode=streaming", "rollout.producer.min_groups=3", "rollout.producer.max_staleness_steps=2",
-    ),
-}
 
 
 @pytest.mark.parametrize("producer", quick(PRODUCERS, "sync", "streaming"))

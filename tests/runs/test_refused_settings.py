@@ -60,6 +60,7 @@ REFUSED = [
     (f"{STARTED} sft.epochs=2", "sft.steps=3 and sft.epochs=2: one of the two says how many steps there are"),
     (f"{STARTED} data.messages_key=messages", "data.messages_key='messages' names conversations"),
 ]
+ARITHMETIC = "reward.functions=arithmetic"
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0].rpartition(" ")[2])
@@ -67,9 +68,6 @@ def test_bad_settings_are_named_with_their_value_and_the_way_out(made, arithmeti
     overrides, *words = case
     folder = made.refused(words, *overrides.replace("POLICY", str(arithmetic / "model")).split())
     assert not any(path.read_text() for path in folder.glob("metrics.jsonl"))
-
-
-ARITHMETIC = "reward.functions=arithmetic"
 
 
 @pytest.mark.parametrize(("name", "content", "overrides", "words"), [

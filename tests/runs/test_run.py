@@ -24,6 +24,8 @@ from tests.workers.pool import Pool
 
 NUM_SAMPLES, PER_MINI_BATCH, LR = 24, 6, 1e-3
 SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", f"train.samples_per_mini_batch={PER_MINI_BATCH}")
+DISTRIBUTED = "optimizer.distributed=true"
+EXTRAS = ["optimizer.distributed=false", DISTRIBUTED, "parallel.virtual_pipeline=2"]
 
 
 def run_advantages(rollout: int) -> np.ndarray:
@@ -74,10 +76,6 @@ def skip_against_dense(rank: int, world: int, pipeline: int, extra: tuple, rollo
         "travelled": relative_error({k: v for k, v in dense["start"].items() if k in gaps}, dense["weights"]),
         **{k: skip[k] for k in ("steps", "ghosts", "silent", "dropped")}, "dense dropped": dense["dropped"],
     }
-
-
-DISTRIBUTED = "optimizer.distributed=true"
-EXTRAS = ["optimizer.distributed=false", DISTRIBUTED, "parallel.virtual_pipeline=2"]
 
 
 @pytest.mark.parametrize("extra", quick(EXTRAS, DISTRIBUTED))

@@ -19,6 +19,10 @@ TURNS = (
     "optimizer.schedule=constant",
     *("sft.steps=20", "sft.samples_per_step=8"),  # on short answers: turns end soon
 )
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %} {% endif %}"
+)
 
 
 class Riddle:
@@ -111,12 +115,6 @@ def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(made, t
     assert_same_run(whole, part)
     assert (exported.with_name(f"stale_{exported.name}") / "hf" / "of_before").exists()
     assert not (exported / "hf" / "of_before").exists()
-
-
-CHAT = (
-    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}{% if "
-    "add_generation_prompt %} {% endif %}"
-)
 
 
 def messages(*said: tuple[str, str]) -> list[dict[str, str]]:

@@ -24,6 +24,19 @@ pytestmark = pytest.mark.process
 
 CPU_HOST = {"gpus": 0, "device": "a CPU", "where": "gloo, CPU", "python": "3.11", "versions": {"torch": "2"}}
 ONE_GPU, BY_NAME = {**CPU_HOST, "gpus": 1, "where": "NCCL, x"}, {cell.name: cell for cell in CELLS}
+APEX = {"apex": "ModuleNotFoundError: No module named 'apex'"}
+VLLM = {"vllm": "ModuleNotFoundError: No module named 'vllm'"}
+PLANTED = words(
+    "tp2:drop-gradient:gradient pp2:wrong-weight:logprobs pp2:drop-survivor:skip pp2:repack:bitwise "
+    "single:freeze-ghost:ghost dp2:stale-replica:replicas dp2-overlap:no-ghost-gather:replicas"
+)
+PLANTED_IN_FEATURES = words(
+    "single:drop-gradient:gradient lora:drop-gradient:gradient critic:wrong-weight:values "
+    "critic:drop-gradient:gradient replay:lose-experts:logprobs replay-ep2:drop-gradient:gradient "
+    "offload:lose-state:offload offload:keep-memory:held checkpoint:lose-state:checkpoint "
+    "sync-shared-memory:flip-byte:delivered delta-shared-memory:flip-byte:delivered "
+    "rollout-embedded:other-weights:engine long:drop-gradient:gradient memory:whole-logits:memory"
+)
 
 
 def fill(folder: pathlib.Path, *arguments: str) -> tuple[int, list[dict], str]:
@@ -133,10 +146,6 @@ def test_cell_passes_only_with_every_check_within_its_bound() -> None:
     assert judged(exact, checkpoint=3.0)["reason"].startswith("checkpoint 3.0e+00, allowed 0 ")
 
 
-APEX = {"apex": "ModuleNotFoundError: No module named 'apex'"}
-VLLM = {"vllm": "ModuleNotFoundError: No module named 'vllm'"}
-
-
 @pytest.mark.parametrize(("name", "host", "processes", "imports", "reason"), [
     ("tp2-pp2", ONE_GPU, 4, {}, "needs 4 GPUs, this host has 1"),
     ("single", ONE_GPU, 4, {}, ""),
@@ -191,12 +200,6 @@ def test_reason_is_the_first_error_without_paths() -> None:
     assert acceptance.reason_in(log) == "FileNotFoundError: no <path> here"
 
 
-PLANTED = words(
-    "tp2:drop-gradient:gradient pp2:wrong-weight:logprobs pp2:drop-survivor:skip pp2:repack:bitwise "
-    "single:freeze-ghost:ghost dp2:stale-replica:replicas dp2-overlap:no-ghost-gather:replicas"
-)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("planted", PLANTED)
 def test_every_check_can_fail(pool, planted: str) -> None:
@@ -207,15 +210,6 @@ def test_every_check_can_fail(pool, planted: str) -> None:
     assert row["status"] == "failed" and check in row["reason"].split(), row
     assert row["checks"][check]["error"] > 10 * row["checks"][check]["allowed"], row
     assert fault in FAULTS
-
-
-PLANTED_IN_FEATURES = words(
-    "single:drop-gradient:gradient lora:drop-gradient:gradient critic:wrong-weight:values "
-    "critic:drop-gradient:gradient replay:lose-experts:logprobs replay-ep2:drop-gradient:gradient "
-    "offload:lose-state:offload offload:keep-memory:held checkpoint:lose-state:checkpoint "
-    "sync-shared-memory:flip-byte:delivered delta-shared-memory:flip-byte:delivered "
-    "rollout-embedded:other-weights:engine long:drop-gradient:gradient memory:whole-logits:memory"
-)
 
 
 @pytest.mark.long

@@ -19,6 +19,11 @@ from gpu_report_steps.wheels import CarryError, check_folder, repack
 from tests.tools import ROOT
 
 MEGATRON = "megatron_core-0.19.2-cp312-cp312-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
+H100 = dict(gpus=1, device="1 x NVIDIA H100", driver="580", cuda="13.0", cudnn=91900, nccl="2.28.9", python="3.12.3")
+H100["versions"] = {"torch": "2.11.0"}
+SETTINGS = dict(hf_path="/somewhere/qwen2.5-1.5b", groups=8, group_size=4, mean_tokens=2048, dtype="bfloat16")
+SETTINGS |= dict(max_tokens_per_microbatch=8192, hidden=3584, vocab=151936)
+DENSE = {"dead_share": 0.75, "dense_s": 2.0, "skip_s": 0.5, "ratio": 4.0, "share_of_planned": 0.87}
 
 
 def container(*rows: tuple[int, int, bytes]) -> bytes:
@@ -114,13 +119,6 @@ def test_a_trip_that_is_too_large_is_named(tmp_path: pathlib.Path, capsys: pytes
     assert carry.show(tmp_path, [1]) == 1
     printed = capsys.readouterr()
     assert "61.00 MiB  part 1: base + te, of 60" in printed.out and "by 1.00 MiB, most of it te/" in printed.err
-
-
-H100 = dict(gpus=1, device="1 x NVIDIA H100", driver="580", cuda="13.0", cudnn=91900, nccl="2.28.9", python="3.12.3")
-H100["versions"] = {"torch": "2.11.0"}
-SETTINGS = dict(hf_path="/somewhere/qwen2.5-1.5b", groups=8, group_size=4, mean_tokens=2048, dtype="bfloat16")
-SETTINGS |= dict(max_tokens_per_microbatch=8192, hidden=3584, vocab=151936)
-DENSE = {"dead_share": 0.75, "dense_s": 2.0, "skip_s": 0.5, "ratio": 4.0, "share_of_planned": 0.87}
 
 
 def record(name: str, found: dict, outcome: str = "passed", reason: str = "") -> dict:

@@ -22,6 +22,9 @@ from tests.reference import tiny_config
 from tests.tools import words
 from tests.tools.simulated_job import bytes_of, equal_samples, job_of, per_token, tiny_job
 
+KIN = ("TP2 SP, layers of two kinds", "TP2 SP ETP1, biases and sinks", "EP2, latents")
+KIN += ("EP2, adapters on experts", "PP2 VPP2, adapters")
+
 
 def split(family: str, given: str) -> tuple[str, ...]:
     """Return a family and the overrides of a layout, in short: `tensor=2` for `parallel.tensor=2`, `SP` for TP2 SP."""
@@ -93,10 +96,6 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
                 groups=facts.prompt_keys,
             ),
         }
-
-
-KIN = ("TP2 SP, layers of two kinds", "TP2 SP ETP1, biases and sinks", "EP2, latents")
-KIN += ("EP2, adapters on experts", "PP2 VPP2, adapters")
 
 
 @pytest.mark.parametrize("split", quick(SPLITS, *(SPLITS.keys() - KIN)))

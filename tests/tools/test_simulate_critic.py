@@ -25,6 +25,8 @@ GRIDS = {
     "TP2 beside PP2": ("qwen2_tied", "parallel.pipeline=2", "critic.parallel={pipeline: 1, tensor: 2}"),
     "EP2": ("mixtral", "parallel.expert=2", "critic.optimizer.distributed=true"),
 }
+GIVEN = ("advantage.estimator=distillation", "data.max_prompt_tokens=32", "model.dtype=float32")
+DEPTH, HIDDEN = 4, 32  # of the teacher
 
 
 def critic_bytes(rank: int, world: int, family: str, *overrides: str) -> tuple[int, int, int]:
@@ -105,10 +107,6 @@ def test_a_separate_critic_must_fit_on_its_own_gpus() -> None:
     assert needs.critic == (critic.total, 0) and needs.most == max(policy.total, critic.total)
     assert shortfalls(needs, job.config, 2**40) == []
     assert "training the critic needs" in shortfalls(needs, job.config, critic.total - 1)[-1]
-
-
-GIVEN = ("advantage.estimator=distillation", "data.max_prompt_tokens=32", "model.dtype=float32")
-DEPTH, HIDDEN = 4, 32  # of the teacher
 
 
 def teacher_bytes(rank: int, world: int, *overrides: str) -> int:

@@ -44,6 +44,14 @@ codes = [each.wait() for each in ranks]
 print(codes, file=sys.stderr)
 sys.exit(1)
 """
+STAND_IN = "tests.tools.test_slurm_templates:StandIn"
+OWNER = f"""
+import pathlib, time
+from tests.slurm.keeper import kept
+with kept({STAND_IN!r}, pathlib.Path(__import__("sys").argv[1]), stop_s=20):
+    print("up", flush=True)
+    time.sleep(1000)
+"""
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -174,9 +182,6 @@ def test_check_that_cannot_run_is_skipped_with_a_code_of_its_own(monkeypatch, ca
     assert said.startswith("SKIPPED: ") and why in said and "passed" not in said
 
 
-STAND_IN = "tests.tools.test_slurm_templates:StandIn"
-
-
 class StandIn:
     """A daemon in place of SLURM's: it sleeps, its process id lies in the folder, and its end is written there."""
 
@@ -193,15 +198,6 @@ class StandIn:
     def __exit__(self, *_: object) -> None:
         self.daemon.terminate()
         (self.folder / "ended").write_text(str(self.daemon.wait()))
-
-
-OWNER = f"""
-import pathlib, time
-from tests.slurm.keeper import kept
-with kept({STAND_IN!r}, pathlib.Path(__import__("sys").argv[1]), stop_s=20):
-    print("up", flush=True)
-    time.sleep(1000)
-"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)

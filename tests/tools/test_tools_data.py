@@ -31,6 +31,20 @@ GSM8K_ROWS = [
         ("It was 4 degrees and fell by 7.  Now?", "4-7 = -3\n#### -3"),
     )
 ]
+SMALL = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 32, "max_position": 32}
+problems = load_script("examples/smollm2/problems.py")
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+math = load_script("examples/h100/prepare_math.py")
+BOXES = {
+    r"so $x=\boxed{\frac{1}{2}}$.": r"\boxed{\frac{1}{2}}",
+    r"first \boxed{1}, then \boxed{ (3,\infty) }": r"\boxed{(3,\infty)}",
+    r"$\boxed 7$": r"\boxed{7}",
+    r"\fbox{\$32,\!348}": r"\boxed{\$32,\!348}",
+    r"\boxed{\left\{1,2\right\}}": r"\boxed{\left\{1,2\right\}}",
+    r"\boxed{\text{even}}": r"\boxed{\text{even}}",
+    "no box": None,
+    r"\boxed{1": None,
+}
 
 
 def write_jsonl(path: pathlib.Path, rows) -> pathlib.Path:
@@ -81,9 +95,6 @@ def test_characters_and_vocabularies_that_cannot_be_tokens_are_refused():
             make_tokenizer.make_characters(characters)
     with pytest.raises(ConfigError, match="--vocab-size 257 must be at least 258"):
         make_tokenizer.train_bpe(["x"], 257)
-
-
-SMALL = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 32, "max_position": 32}
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -170,19 +181,6 @@ def test_quickstart_order_is_the_seeds():
         quickstart.generate(1, ["/"], 0)
 
 
-math = load_script("examples/h100/prepare_math.py")
-BOXES = {
-    r"so $x=\boxed{\frac{1}{2}}$.": r"\boxed{\frac{1}{2}}",
-    r"first \boxed{1}, then \boxed{ (3,\infty) }": r"\boxed{(3,\infty)}",
-    r"$\boxed 7$": r"\boxed{7}",
-    r"\fbox{\$32,\!348}": r"\boxed{\$32,\!348}",
-    r"\boxed{\left\{1,2\right\}}": r"\boxed{\left\{1,2\right\}}",
-    r"\boxed{\text{even}}": r"\boxed{\text{even}}",
-    "no box": None,
-    r"\boxed{1": None,
-}
-
-
 def row(solution: str) -> str:
     return json.dumps({"problem": f"Why {solution}?", "level": "Level 5", "type": "Algebra", "solution": solution})
 
@@ -220,10 +218,6 @@ def test_what_cannot_be_read_is_named(tmp_path, capsys) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "1?", "solution": "1"}\n')
     assert math.main(["--math", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
     assert "train.jsonl:1 has no text column 'problem'" in capsys.readouterr().err
-
-
-problems = load_script("examples/smollm2/problems.py")
-SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def question(row: dict) -> str:

@@ -35,6 +35,13 @@ from tests.reference import tiny_config
 from tests.tools import words
 from tests.tools.simulated_job import OVERLAPS, SP
 
+KEYS = ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.k_proj.bias")
+OUT = "model.layers.1.self_attn.o_proj.weight"
+NAMES = ("model.embed_tokens.weight", *KEYS, OUT, "model.norm.weight", "lm_head.weight")
+CORE, OUTPUT = (Point(layer=0, name=f"attention {name}") for name in ("core", "output"))
+EMBEDDING = Point(layer=-1, name="embedding")
+NORM, NEXT = Point(layer=-1, name="final norm"), Point(layer=1, name="layer input")
+
 
 def test_every_tensor_has_a_class():
     tops = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "lm head", "model.norm.weight": "norms"}
@@ -68,11 +75,6 @@ def test_relative_error_of_what_is_no_number_is_infinite():
     assert relative_error(torch.full((4,), math.nan), ones) == math.inf == relative_error(torch.ones(3), ones)
 
 
-KEYS = ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.k_proj.bias")
-OUT = "model.layers.1.self_attn.o_proj.weight"
-NAMES = ("model.embed_tokens.weight", *KEYS, OUT, "model.norm.weight", "lm_head.weight")
-
-
 def gradients(**scaled: float) -> dict[str, torch.Tensor]:
     """Return fixed tensors; a keyword scales those whose name contains it."""
     generator = torch.Generator().manual_seed(0)
@@ -104,11 +106,6 @@ def test_one_common_factor_is_found_and_put_in_words():
     assert explain_factor(2.0, counts) == summed
     assert explain_factor(1 / 3, counts) == "every gradient is 1/3 of the reference"
     assert "0.7 times" in explain_factor(0.7, counts) and "no count of this topology" in explain_factor(0.7, counts)
-
-
-CORE, OUTPUT = (Point(layer=0, name=f"attention {name}") for name in ("core", "output"))
-EMBEDDING = Point(layer=-1, name="embedding")
-NORM, NEXT = Point(layer=-1, name="final norm"), Point(layer=1, name="layer input")
 
 
 def test_the_first_activation_is_by_forward_order_over_replicas_and_copies():

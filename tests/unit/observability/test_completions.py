@@ -32,6 +32,7 @@ from megatron_rl.observability.metrics import MetricsWriter
 from megatron_rl.types import Prompt, Rollout
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07</pre><script>alert(1)</script>\r\x00\u202eton\u200b\u2028```\n<img src=x onerror=y>"
+TEXTS = ["3 + 4 = 7", "naïve café, 5 €", "日本語\n\ttabs  and  spaces", "emoji 🙂🙂 end"]
 
 
 def completion(**changes: object) -> Completion:
@@ -168,9 +169,6 @@ def test_the_log_shows_two_now_and_then_unless_it_is_turned_off(tmp_path, caplog
     with caplog.at_level(logging.INFO), MetricsWriter(tmp_path / "never", never, 1, True) as writer:
         writer.write(row(1), [completion(), completion(source="eval/x", rollout=None)])
     assert caplog.text == "" and len((tmp_path / "never" / "completions.jsonl").read_text().splitlines()) == 2
-
-
-TEXTS = ["3 + 4 = 7", "naïve café, 5 €", "日本語\n\ttabs  and  spaces", "emoji 🙂🙂 end"]
 
 
 def byte_level() -> PreTrainedTokenizerFast:

@@ -23,6 +23,7 @@ from megatron_rl.observability.summary import duration, summarize
 from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
 OFF = MetricsConfig(progress=False)
+GOOD = '{"step": 0, "step_kind": "REAL", "phase": "rl", "reward/mean": 0.5}\n'
 
 
 def row(step: int, **metrics: object) -> dict[str, object]:
@@ -167,9 +168,6 @@ def test_bad_rows_are_refused(tmp_path):
             writer.write(row(4))
     with pytest.raises(ValueError, match="after close"):
         writer.write(row(5))
-
-
-GOOD = '{"step": 0, "step_kind": "REAL", "phase": "rl", "reward/mean": 0.5}\n'
 
 
 @pytest.mark.parametrize(("line", "said"), [
