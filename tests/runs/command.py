@@ -135,10 +135,8 @@ def run_example(name: str, run_dir: pathlib.Path, *overrides: str, timeout_s: fl
 
 def said_by(command: Sequence[str], folder: pathlib.Path, timeout_s: float, **environment: str) -> str:
     """Run a command in ``folder``, which must end with 0; return what it said."""
-    environment = os.environ | environment
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    given = dict(cwd=folder, env=os.environ | environment, timeout=timeout_s, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, **given)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return done.stdout
 
@@ -190,6 +188,13 @@ def reward_workers() -> list[list[str]]:
     """Return the command lines of the reward workers on this host."""
     found = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
     return [words for words in found if "megatron_rl.reward.worker" in words]
+
+
+def without_orphans(rank: int, world: int, given: list[str]) -> tuple[int, str]:
+    """Run the command line, which must leave no reward worker of this rank."""
+    code, said = command_line(rank, world, given)
+    assert not [words for words in reward_workers() if str(os.getpid()) in words]
+    return code, said
 
 
 def timeless(row: dict) -> dict:

@@ -16,6 +16,7 @@ from megatron_rl.distributed.run_lock import RunLock
 from tests.pairwise import quick
 from tests.reference import tiny_config
 from tests.runs.command import arguments, ended
+from tools import simulate_cluster
 
 GIVEN = (
     "parallel.pipeline=2", "plan.max_tokens_per_microbatch=256", "data.max_prompt_tokens=16",
@@ -118,8 +119,6 @@ def test_a_folder_without_weights_cannot_start(arithmetic, tmp_path, capsys) -> 
 def test_each_way_out_that_is_named_fits(tmp_path, capsys, case) -> None:
     """A job too large for its GPUs names settings; with each of them alone the same forecast fits."""
     extra, named = TOO_LARGE[case]
-    from tools import simulate_cluster
-
     tiny_config("qwen3", layers=8).save_pretrained(tmp_path / "model")
     written = tmp_path / "figures.json"
     given = [
@@ -137,23 +136,20 @@ def test_each_way_out_that_is_named_fits(tmp_path, capsys, case) -> None:
         assert json.loads(written.read_text())["shortfalls"] == []
 
 
-# ---- what it says of the run's folder is what the start says, and it writes nothing there ----------------------------
-
-
+# What it says of the run's folder is what the start says, and it writes nothing there.
 def contents(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
     """Return each path below a folder with its size and its last change, the folder's own included."""
     paths = [folder, *folder.rglob("*")]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
 
-def said_by_dry_run(given: list[str], capsys) -> tuple[int, str]:
-    """Return the exit code of a dry run on one GPU, and what megatron_rl says last."""
-    code = train.main([*given, "--dry-run", "--gpus-per-node=1"])
-    return code, refusal(capsys.readouterr().err)
-
-
 def refusal(said: str) -> str:
     return said.rpartition("megatron_rl: ")[2].strip()
+
+
+def said_by_dry_run(given: list[str], capsys) -> tuple[int, str]:
+    """Return the exit code of a dry run on one GPU, and what megatron_rl says last."""
+    return train.main([*given, "--dry-run", "--gpus-per-node=1"]), refusal(capsys.readouterr().err)
 
 
 def refused(given: list[str], capsys, *words: str) -> None:
@@ -184,18 +180,14 @@ def test_a_finished_folder_is_refused_as_the_start_refuses_it(pool, arithmetic, 
     refused(arguments(arithmetic, run_dir, *ONCE), capsys, "checkpoints in", "are damaged")
 
 
-def test_a_folder_that_is_locked_or_cannot_be_made_is_refused_and_none_is_made(
-    arithmetic, tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_folder_that_is_locked_or_cannot_be_made_is_refused_and_not_made(arithmetic, tmp_path, capsys, monkeypatch):
     new = tmp_path / "new" / "run"
     assert said_by_dry_run(arguments(arithmetic, new), capsys)[0] == 0
     assert not new.parent.exists()
     (tmp_path / "file").write_text("")
-    for path, words in [
-        (tmp_path / "file", "is a file, not a folder"), (tmp_path / "file" / "below", "Not a directory"),
-        (tmp_path / ("a" * 300), "File name too long"),
-    ]:
-        refused(arguments(arithmetic, path), capsys, words)
+    wrong = {"file": "is a file, not a folder", "file/below": "Not a directory", "a" * 300: "File name too long"}
+    for name, words in wrong.items():
+        refused(arguments(arithmetic, tmp_path / name), capsys, words)
     lock = RunLock(tmp_path)
     lock.acquire()
     before = contents(tmp_path)

@@ -7,6 +7,7 @@ import pathlib
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.pairwise import quick
 from tests.runs.command import assert_same_run, firsts_of, rows_of, same_tensors, weights_of
@@ -16,8 +17,7 @@ SAMPLED = ("eval.samples_per_prompt=4", "eval.temperature=1.0", "eval.reward_thr
 GRADED = "reward.functions=[tests.runs.test_evaluation:graded]"
 ALWAYS = ("response_tokens_mean", "truncated_share", "excluded", "tests.runs.test_evaluation:graded")
 PRODUCERS = {
-    "sync": (),
-    "prefetch": ("rollout.producer.mode=prefetch",),
+    "sync": (), "prefetch": ("rollout.producer.mode=prefetch",),
     "streaming": (
         "rollout.producer.mode=streaming", "rollout.producer.min_groups=3", "rollout.producer.max_staleness_steps=2",
     ),
@@ -42,8 +42,6 @@ def evaluated(run_dir: pathlib.Path) -> list[dict[str, float]]:
 
 def greedy_mean(weights: dict[str, torch.Tensor] | None, folder: pathlib.Path, num_prompts: int) -> float:
     """Return the mean reward of Hugging Face's own greedy generation. weights: None for those of the start."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     if weights is not None:

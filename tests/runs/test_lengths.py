@@ -13,22 +13,14 @@ import pytest
 from megatron_rl.rollout import build
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from tests.pairwise import quick
-from tests.runs.command import (
-    DEADLINE_S,
-    SAVED,
-    assert_same_run,
-    command_line,
-    few_prompts,
-    firsts_of,
-    state_of,
-    trained_prompts,
-)
+from tests.patience import patient
+from tests.runs.command import SAVED, assert_same_run, command_line, few_prompts, firsts_of, state_of, trained_prompts
 
 EVERY, LATE_S = 5, 0.5
 LONGEST_FIRST = "rollout.start_order=longest_first"
 STRAGGLING = (
     "rollout.engine=vllm",  # StragglingEngine stands in
-    f"run.deadline_s={2 * DEADLINE_S:g}", "rollout.start_s=60", "rollout.request_s=60", "rollout.max_logprob_gap=null",
+    f"run.deadline_s={patient(120):g}", "rollout.start_s=60", "rollout.request_s=60", "rollout.max_logprob_gap=null",
     "rollout.producer.mode=prefetch", "rollout.producer.straggler_share=0.25", "weight_sync.in_flight=true",
     "correction.mode=token_truncate",
 )
@@ -64,9 +56,8 @@ def straggling(rank: int, world: int, given: list[str]) -> tuple[int, str]:
     """Run the command line with this engine in the place of vLLM's, whose settings the configuration has."""
 
     def build_engine(config, tokenizer, *, location, role, device, dtype, vocab_size):
-        return StragglingEngine(
-            config.model.hf_path, tokenizer, config.rollout, seed=config.run.seed, dtype=dtype, device=device
-        )
+        given = dict(seed=config.run.seed, dtype=dtype, device=device)
+        return StragglingEngine(config.model.hf_path, tokenizer, config.rollout, **given)
 
     with mock.patch.object(build, "build_engine", build_engine):
         return command_line(rank, world, given)

@@ -13,8 +13,6 @@ from tests.pairwise import quick
 from tests.runs.command import WARM, assert_same_run, rows_of
 
 NS = 1e-9  # a span's times are whole nanoseconds
-
-
 STAGES = "parallel.pipeline=2"
 PLAIN = {
     "two epochs": ("train.epochs_per_rollout=2",),

@@ -134,13 +134,9 @@ def test_a_run_of_chat_messages(made, arithmetic, tmp_path):
                 file.write(json.dumps({**row, "prompt": asked, "solution": messages(*turns)}) + "\n")
     common = (*TURNS, f"model.hf_path={tmp_path / 'model'}", "reward.functions=[environment]", "reward.weights=[1.0]")
     common += ("train.num_rollouts=1",)
-    plain, chat = (
-        made(2, *common, f"data.train={tmp_path / name}.jsonl", *extra)
-        for name, extra in (
-            ("plain", ("data.template='={prompt} '", "environment.arguments={end: ' '}")),
-            ("chat", ("data.template=chat", "environment.role=user", "environment.arguments={end: ''}")),
-        )
-    )
+    ways = {"plain": ("data.template='={prompt} '", "environment.arguments={end: ' '}")}
+    ways["chat"] = ("data.template=chat", "environment.role=user", "environment.arguments={end: ''}")
+    plain, chat = (made(2, *common, f"data.train={tmp_path / name}.jsonl", *extra) for name, extra in ways.items())
     assert_same_run(plain, chat, files=["trace.jsonl"])
     assert [row["rollout/turns_mean"] > 1.1 for row in firsts_of(plain, "rollout/turns_mean")] == [True]
 
@@ -174,10 +170,8 @@ def test_an_environment_of_gymnasiums_kind_in_a_whole_run(made, tmp_path):
     given = {"env": "tests.runs.test_turn_runs:Echo", "action": "tests.runs.test_turn_runs:as_it_is"}
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(f"{json.dumps(row | {'answer': '0'})}\n" for row in rows(**given, seeds=range(16))))
-    run = made(
-        1, f"data.train={data}", "environment.name=gymnasium", f"environment.arguments={json.dumps(given)}",
-        "rollout.max_response_tokens=40", "reward.functions=[environment]",
-    )
+    env = ("environment.name=gymnasium", f"environment.arguments={json.dumps(given)}", "rollout.max_response_tokens=40")
+    run = made(1, f"data.train={data}", *env, "reward.functions=[environment]")
     logged = firsts_of(run, "reward/environment")
     assert len(logged) == 2
     for row in logged:

@@ -18,7 +18,7 @@ from tests.patience import patient, until
 from tests.reference import MIXTURES
 from tests.tools import ROOT, TOOLS, words
 from tests.tools.processes import alive
-from tests.workers.nursery import Nursery
+from tests.tools.slurm_stand_ins import write_program
 
 pytestmark = pytest.mark.process
 
@@ -64,16 +64,12 @@ sleep 1000
 
 @pytest.fixture
 def python(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "python"
-    path.write_text(PYTHON)
-    path.chmod(0o755)
+    write_program(tmp_path, "python", PYTHON)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
 
-def test_single_cell_passes_and_every_other_reason_is_named(
-    nursery: Nursery, tmp_path: pathlib.Path, python: None, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_single_cell_passes_and_every_other_reason_is_named(nursery, tmp_path, python, monkeypatch, capsys) -> None:
     """The cell's own process is real, and forked; no launcher starts it."""
     measured, page, said = (tmp_path / name for name in ("measured.json", "docs/matrix.md", "said.txt"))
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -108,9 +104,7 @@ def test_a_cell_passes_by_torchrun(tmp_path: pathlib.Path) -> None:
     assert code == 0 and rows[0]["status"] == "passed", output
 
 
-def test_hang_is_bounded_and_leaves_no_process(
-    tmp_path: pathlib.Path, python: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hang_is_bounded_and_leaves_no_process(tmp_path: pathlib.Path, python, monkeypatch) -> None:
     worker = tmp_path / "worker"
 
     class Launched(subprocess.Popen):
@@ -193,10 +187,8 @@ def test_several_names_choose_their_cells() -> None:
 
 
 def test_reason_is_the_first_error_without_paths() -> None:
-    log = (
-        '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/home/me/x.py", line 3\n'
-        "[rank1]: FileNotFoundError: no /home/me/model/config.json here\nChildFailedError: \n"
-    )
+    log = '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/home/me/x.py", line 3\n[rank1]: '
+    log += "FileNotFoundError: no /home/me/model/config.json here\nChildFailedError: \n"
     assert acceptance.reason_in(log) == "FileNotFoundError: no <path> here"
 
 

@@ -139,15 +139,13 @@ def row(page: str, start: str) -> str:
 def test_figures_stand_beside_their_floors() -> None:
     cells = [cell("single", gradient=(2e-5, 1e-4), bitwise=(0.0, 0.0)), cell("pp2", "failed", gradient=("nan", 1e-4))]
     logprob = {"tokens": 8192, "lean_s": 0.125, "lean_bytes": 2**32, "plain_s": 0.104, "plain_bytes": 2**33}
-    page = table.table(
-        [
-            record("cells, one process", {"cells": cells}, "failed", "1 passed, 1 failed"),
-            record("skip", {"settings": SETTINGS, "rows": [{**DENSE, "dense_mfu": 0.3, "skip_mfu": 0.25}]}),
-            record("log-probs, own chunk", {"settings": SETTINGS, "rows": [logprob]}),
-            record("offload", {"headline": ["moved"], "bytes": 3.35e12}),
-            record("collectives", {"headline": ["14 of 14 right"]}),
-        ]
-    )
+    page = table.table([
+        record("cells, one process", {"cells": cells}, "failed", "1 passed, 1 failed"),
+        record("skip", {"settings": SETTINGS, "rows": [{**DENSE, "dense_mfu": 0.3, "skip_mfu": 0.25}]}),
+        record("log-probs, own chunk", {"settings": SETTINGS, "rows": [logprob]}),
+        record("offload", {"headline": ["moved"], "bytes": 3.35e12}),
+        record("collectives", {"headline": ["14 of 14 right"]}),
+    ])
     assert page.startswith("1 x NVIDIA H100, driver 580; torch 2.11.0, Python 3.12.3; 2026-01-02; commit c0ffee.")
     assert "1 of 2 passed; worst error 0.2 of its bound (gradient of single); pp2 failed: why" in page
     skip = row(page, "skip, 75 % dead: qwen2.5-1.5b, 8 × 4 samples of 2,048 tokens")

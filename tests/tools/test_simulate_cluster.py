@@ -20,7 +20,7 @@ from tests.equality.rig import DEFAULTS, layers_of, open_rig, ragged_advantages
 from tests.pairwise import quick
 from tests.reference import tiny_config
 from tests.tools import words
-from tests.tools.simulated_job import bytes_of, equal_samples, job_of, per_token, tiny_job
+from tests.tools.simulated_job import bytes_of, equal_samples, held_bytes, job_of, per_token, tiny_job
 
 KIN = ("TP2 SP, layers of two kinds", "TP2 SP ETP1, biases and sinks", "EP2, latents")
 KIN += ("EP2, adapters on experts", "PP2 VPP2, adapters")
@@ -75,27 +75,14 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
         plan = rig.plan(values, drops=True)
         rig.step(values, drops=True)
         backend, facts = rig.backend, rig.batch.facts
-        weights = [p for chunk in backend.chunks for p in chunk.parameters()]
+        found = dict(zip(("weights", "gradients", "moments"), held_bytes(backend), strict=True))
         backend.keep_reference()
         kept = backend.reference.tensors if backend.config.reference.placement == "device" else []
-        states = [x for part in backend.optimizer.megatron.chained_optimizers for x in part.optimizer.state.values()]
-        return {
-            "weights": bytes_of(weights),
-            "gradients": sum(p.main_grad.numel() * 4 for p in weights if p.requires_grad),
-            "moments": bytes_of(state[name] for state in states for name in ("exp_avg", "exp_avg_sq")),
-            "reference": bytes_of(kept),
-            "stage": backend.topology.pipeline_rank,
-            "fingerprints": plan.fingerprints(),
-            "prior": plan_rules(backend.config, backend.topology, backend.shape, share_prompts=True),
-            "signal": values != 0,
-            "workload": dict(
-                prompt_tokens=facts.prompt_tokens,
-                response_tokens=facts.response_tokens,
-                loss_tokens=facts.response_tokens,
-                response_inputs=facts.response_inputs,
-                groups=facts.prompt_keys,
-            ),
-        }
+        lengths = {name: getattr(facts, name) for name in ("prompt_tokens", "response_tokens", "response_inputs")}
+        found["workload"] = lengths | dict(loss_tokens=facts.response_tokens, groups=facts.prompt_keys)
+        found["prior"] = plan_rules(backend.config, backend.topology, backend.shape, share_prompts=True)
+        stage = backend.topology.pipeline_rank
+        return found | dict(reference=bytes_of(kept), stage=stage, fingerprints=plan.fingerprints(), signal=values != 0)
 
 
 @pytest.mark.parametrize("split", quick(SPLITS, *(SPLITS.keys() - KIN)))

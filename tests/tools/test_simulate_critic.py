@@ -17,7 +17,7 @@ from megatron_rl.simulator.forecast import critic_memory, memory_of, with_critic
 from megatron_rl.simulator.memory import StageMemory, beside_critic
 from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig
 from tests.reference import LAYERS, file_weights, tiny_config, tiny_model
-from tests.tools.simulated_job import bytes_of, equal_samples, job_of
+from tests.tools.simulated_job import bytes_of, equal_samples, held_bytes, job_of
 
 GRIDS = {
     "DP2, sharded": ("llama", "optimizer.distributed=true"),
@@ -35,12 +35,9 @@ def critic_bytes(rank: int, world: int, family: str, *overrides: str) -> tuple[i
         critic = Critic(rig.backend.config, hf_config=rig.backend.hf_config, weights=file_weights(rig.model))
         count = int(rig.batch.facts.response_tokens.sum())
         critic.train(rig.batch, np.ones(count, np.float32), np.zeros(count, np.float32))
-        parameters = [p for chunk in critic.chunks for p in chunk.parameters()]
-        states = [x for part in critic.optimizer.megatron.chained_optimizers for x in part.optimizer.state.values()]
-        moments = bytes_of(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
-        gradients = sum(p.main_grad.numel() * 4 for p in parameters)
+        found = held_bytes(critic)
         critic.close()
-    return bytes_of(parameters), gradients, moments
+    return found
 
 
 def job_with_critic(family: str, world: int, *overrides: str):
@@ -121,7 +118,6 @@ def test_a_teachers_memory_is_that_of_one_that_is_built(pool, tmp_path, layout: 
     any_tokenizer().save_pretrained(tmp_path / "teacher")
     given = (*GIVEN, *layout, f"teacher.hf_path={tmp_path / 'teacher'}")
     found = pool.run(2, teacher_bytes, *given, timeout_s=90)
-
     config = load_config(None, [*DEFAULTS, *given])
 
     def read_shape(config, degrees):

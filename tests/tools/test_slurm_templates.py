@@ -80,10 +80,9 @@ def test_one_task_per_node_meets_at_the_head_node(tmp_path):
     assert "attempt 1: a1 a2;" in said and "checkpoint: none" in said
 
 
-@pytest.mark.parametrize(
-    ("trainer_code", "saves", "requeued"),
-    [("75", "12", True), ("75", "", False), ("1", "12", False), ("0", "12", False), ("143", "12", False)],
-)
+@pytest.mark.parametrize(("trainer_code", "saves", "requeued"), [
+    ("75", "12", True), ("75", "", False), ("1", "12", False), ("0", "12", False), ("143", "12", False),
+])
 def test_job_requeues_itself_when_it_was_asked_to_leave_and_has_saved(tmp_path, trainer_code, saves, requeued):
     given = dict(TRAINER_CODE=trainer_code, TRAINER_SAVES=saves)
     code, calls, said = submit(tmp_path, "single_node.sbatch", nodes="a1", **given)
@@ -156,11 +155,10 @@ def test_node_ends_with_torchruns_exit_code(tmp_path, code):
     assert start_node(tmp_path, str(code)).wait(BOUND_S) == code
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(("number", "code", "whole_step"), [
     # SIGTERM to every process would end the stand-in; the real torchrun then ends its ranks by it
-    ("number", "code", "whole_step"),
-    [(signal.SIGUSR1, 75, False), (signal.SIGUSR1, 75, True), (signal.SIGTERM, 143, False)],
-)
+    (signal.SIGUSR1, 75, False), (signal.SIGUSR1, 75, True), (signal.SIGTERM, 143, False),
+])
 def test_signal_reaches_the_ranks_and_not_torchrun(tmp_path, number, code, whole_step):
     node = start_node(tmp_path, str(tmp_path))
     assert until(lambda: all((tmp_path / f"rank{i}").exists() for i in range(2)))

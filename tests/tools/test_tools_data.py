@@ -23,14 +23,12 @@ from tests.tools import load_script, words
 gsm8k = load_script("examples/gsm8k/prepare.py")
 quickstart = load_script("examples/quickstart/prepare.py")
 
-GSM8K_ROWS = [
-    {"question": question, "answer": answer}
-    for question, answer in (
-        ("Natalia sold 48, then half. How many?", "48/2 = <<48/2=24>>24\n48+24 = <<48+24=72>>72 clips\n#### 72"),
-        ("A house costs $80,000. Janet’s profit?", "It is $<<80000*1.5=120000>>120,000\n#### 120,000"),
-        ("It was 4 degrees and fell by 7.  Now?", "4-7 = -3\n#### -3"),
-    )
-]
+SOLVED = {
+    "Natalia sold 48, then half. How many?": "48/2 = <<48/2=24>>24\n48+24 = <<48+24=72>>72 clips\n#### 72",
+    "A house costs $80,000. Janet’s profit?": "It is $<<80000*1.5=120000>>120,000\n#### 120,000",
+    "It was 4 degrees and fell by 7.  Now?": "4-7 = -3\n#### -3",
+}
+GSM8K_ROWS = [{"question": question, "answer": answer} for question, answer in SOLVED.items()]
 SMALL = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 32, "max_position": 32}
 problems = load_script("examples/smollm2/problems.py")
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -244,9 +242,7 @@ def test_answers_are_those_of_the_working_and_rows_repeat(tmp_path: pathlib.Path
         assert math_verify([], [row["solution"] for row in rows[:40]], [], answers) == [1.0] * 40
 
 
-def test_no_kind_and_numbers_are_both_trained_and_held_out_and_steps_are_those_asked_for(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_no_kind_and_numbers_are_both_trained_and_held_out_and_steps_are_those_asked_for(tmp_path) -> None:
     assert problems.main(["--out", str(tmp_path), "--test-rows", "200"]) == 0
     rows = [read(tmp_path / name) for name in ("train.jsonl", "test.jsonl")]
     train, test = ({(row["kind"], *re.findall(r"\d+", question(row))) for row in part} for part in rows)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from tests.pairwise import quick
 from tests.patience import patient
 from tests.reference import MIXTURES, tiny_config
 from tests.tools import TOOLS
-from tests.tools.processes import BOUND_S, run_on_ranks
+from tests.tools.processes import BOUND_S, end, run_on_ranks
 from tests.tools.simulated_job import OVERLAPS, SP
 from tests.workers.environment import TORCHRUN, worker_environment
 from tests.workers.nursery import Nursery
@@ -34,7 +30,7 @@ PASSING = {
     "PP2": (2, "qwen3", (PP2,)),
     "DP2, overlaps": (2, "llama", OVERLAPS),
     "TP2 SP": (2, "llama3_rope", SP),
-    "CP2": (2, "qwen2_untied", ("parallel.context=2",)),
+    "CP2": (2, "qwen2_untied", (CP2,)),
     "TP2 SP, PP2, VPP2": (4, "qwen2_tied", (*SP, PP2, "parallel.virtual_pipeline=2")),
     "EP2": (2, "mixtral", EXPERTS),
     "TP2 SP, EP2": (2, "qwen3_moe", (*SP, *EXPERTS)),
@@ -45,17 +41,14 @@ PASSING = {
     "TP2, bfloat16": (2, "qwen2_tied", ("parallel.tensor=2", "--dtype", "bfloat16")),
 }
 OUTPUT = "attention output (model.layers.{}.self_attn.o_proj)"
+CORE = "attention core (model.layers.0.self_attn, before o_proj)"
 TP_FAULT = ("--inject", "tp_all_reduce", "--layers-per-stage", "3", "--inject-layer")
 FAULTY = {
     "tp_all_reduce": (2, (TP2, *TP_FAULT, "1"), OUTPUT.format(1)),
     "tp_all_reduce, SP": (2, (*SP, *TP_FAULT, "2"), OUTPUT.format(2)),
     "tp_all_reduce, PP2": (4, (TP2, PP2, "--inject", "tp_all_reduce"), OUTPUT.format(1)),
     "microbatch_mean": (2, (PP2, "--inject", "microbatch_mean"), "1/{M} of the reference: divided by the {M} micro-"),
-    "context_offset": (
-        2,
-        (CP2, "--inject", "context_offset"),
-        "attention core (model.layers.0.self_attn, before o_proj)",
-    ),
+    "context_offset": (2, (CP2, "--inject", "context_offset"), CORE),
 }
 
 
@@ -82,17 +75,6 @@ def launch_by_torchrun(_: Nursery, world: int, family: str, folder: pathlib.Path
         finally:
             end(process)
     return code, json.loads((folder / "out.json").read_text()), (folder / "log.txt").read_text()
-
-
-def end(process: subprocess.Popen) -> None:
-    """Kill the launcher and all its descendants: its workers lead sessions of their own."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 @pytest.mark.distributed

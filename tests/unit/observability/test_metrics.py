@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import MetricsConfig
-from megatron_rl.observability.metrics import (
-    MetricsWriter,
-    add_sums,
-    divide,
-    read_metrics,
-    skip_metrics,
-    step_metrics,
-)
+from megatron_rl.observability.metrics import MetricsWriter, add_sums, divide, read_metrics, skip_metrics, step_metrics
 from megatron_rl.observability.summary import duration, summarize
 from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
@@ -36,21 +29,16 @@ def test_sums_are_divided_last():
     random = np.random.default_rng(0)
     entropy_D = [random.gamma(2.0, 0.5, size=100), random.gamma(2.0, 0.1, size=900)]
     ranks = [{"tokens": len(x), "entropy": float(x.sum()), "logprob_gap_max": float(x.max())} for x in entropy_D]
+    ranks = [rank | {"loss": rank["entropy"] / 1000} for rank in ranks]  # its weights are inside
     total, largest = 0.0, -math.inf
     for value in (*entropy_D[0], *entropy_D[1]):
         total, largest = total + value, max(largest, value)
     metrics = divide(add_sums(*ranks))
     # the two additions round in another order
-    assert metrics["train/entropy"] == pytest.approx(total / 1000, rel=1e-12)
+    assert metrics["train/loss"] == pytest.approx(total / 1000, rel=1e-12) == metrics["train/entropy"]
     assert metrics["train/logprob_gap_max"] == largest
     mean_of_means = (entropy_D[0].mean() + entropy_D[1].mean()) / 2
     assert abs(metrics["train/entropy"] - mean_of_means) > 0.1
-
-
-def test_loss_is_not_divided():
-    """Its weights are inside: 100 tokens at 0.5 and 900 at 0.3 under token_mean add up to 0.32."""
-    ranks = [{"loss": 100 * 0.5 / 1000, "tokens": 100}, {"loss": 900 * 0.3 / 1000, "tokens": 900}]
-    assert divide(add_sums(*ranks))["train/loss"] == pytest.approx(0.32, rel=1e-12)
 
 
 def test_every_sum_has_its_name():
