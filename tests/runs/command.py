@@ -112,10 +112,7 @@ class Made:
         return ended(self.pool, world, arguments(self.inputs, folder, *overrides), *more, **ends)
 
     def again(self, whole: pathlib.Path, iteration: int, *more: str, world: int | None = None) -> pathlib.Path:
-        """Go on from a copy of a made run as it stood after its checkpoint ``iteration``; return the copy.
-
-        more: overrides beside its own. world: None for as many ranks as it had.
-        """
+        """Go on from a copy of a made run as it was after its checkpoint ``iteration``; world: None for its own."""
         ((its_world, overrides, run),) = [key for key, folder in self._made.items() if folder == whole]
         part = copied_until(whole, self._new_folder("again") / "run", iteration)
         self.into(part, world or its_world, *overrides, *more, run=run)
@@ -138,10 +135,8 @@ def run_example(name: str, run_dir: pathlib.Path, *overrides: str, timeout_s: fl
 
 def said_by(command: Sequence[str], folder: pathlib.Path, timeout_s: float, **environment: str) -> str:
     """Run a command in ``folder``, which must end with 0; return what it said."""
-    environment = os.environ | environment
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    given = dict(cwd=folder, env=os.environ | environment, timeout=timeout_s, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, **given)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return done.stdout
 
@@ -177,10 +172,7 @@ def apart(one: pathlib.Path, two: pathlib.Path) -> float:
 def assert_same_run(
     one: pathlib.Path, two: pathlib.Path, *without: str, files: Sequence[str] = ("trace.jsonl", "completions.jsonl"),
 ) -> None:
-    """Assert that two runs have the same last weights, rows but for times, trace and completions, to the bit.
-
-    without: what the names of a row's other values begin with that are not compared.
-    """
+    """Assert that two runs have the same weights, rows but for times and keys beginning with ``without``, and files."""
     assert same_tensors(weights_of(one), weights_of(two))
     rows, others = (
         [{k: v for k, v in timeless(row).items() if not k.startswith(without)} for row in rows_of(run)]
@@ -196,6 +188,13 @@ def reward_workers() -> list[list[str]]:
     """Return the command lines of the reward workers on this host."""
     found = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
     return [words for words in found if "megatron_rl.reward.worker" in words]
+
+
+def without_orphans(rank: int, world: int, given: list[str]) -> tuple[int, str]:
+    """Run the command line, which must leave no reward worker of this rank."""
+    code, said = command_line(rank, world, given)
+    assert not [words for words in reward_workers() if str(os.getpid()) in words]
+    return code, said
 
 
 def timeless(row: dict) -> dict:

@@ -54,15 +54,11 @@ def test_a_run_ahead_repeats_to_the_bit(made, tmp_path, layout):
     assert any(row["correction/weight_mean"] != 1.0 for row in firsts_of(once, STALE))
 
 
-@pytest.mark.parametrize(
-    ("extra", "wanted"),
-    [
-        (("rollout.producer.max_staleness_steps=1",), [0.0] * 4),
-        (("weight_sync.interval_steps=4",), [0.0, 2.0, 4.0, 2.0]),
-        (("weight_sync.interval_steps=4", "rollout.producer.max_staleness_steps=2"), [0.0, 2.0, 2.0, 2.0]),
-    ],
-    ids=["bound", "interval", "both"],
-)
+@pytest.mark.parametrize(("extra", "wanted"), [
+    (("rollout.producer.max_staleness_steps=1",), [0.0] * 4),
+    (("weight_sync.interval_steps=4",), [0.0, 2.0, 4.0, 2.0]),
+    (("weight_sync.interval_steps=4", "rollout.producer.max_staleness_steps=2"), [0.0, 2.0, 2.0, 2.0]),
+], ids=["bound", "interval", "both"])
 def test_staleness_is_bounded_by_admission(made, extra, wanted):
     """With two steps a rollout, a bound of 1 leaves no room for one ahead; with an interval the engines lag."""
     assert stale(made(1, *AHEAD, *extra, "train.num_rollouts=4")) == wanted
@@ -83,11 +79,7 @@ def test_replay_and_reroll_on_every_layout(made, layout):
 
 @pytest.mark.parametrize("resumed", quick([(0, 2), (3, 2), (4, 2), (3, 1)], (3, 2)), ids=str)
 def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(made, resumed):
-    """A run that goes on from any of its checkpoints equals the whole one, as a checkpoint carries all that there is.
-
-    The run has DP2, streaming, one rollout ahead, replay and re-roll. Going on with as many ranks is
-    equal to the bit; with one rank of two, whose gradients sum otherwise, the same groups are trained.
-    """
+    """On as many ranks it is equal to the bit. On one rank of two, which sums otherwise, it trains the same groups."""
     taken, world = resumed
     whole = made(2, *SAVED, *MODES["streaming"], PARTS, *AGAIN)
     part = made.again(whole, taken, world=world)
@@ -99,11 +91,7 @@ def test_a_run_that_goes_on_from_any_checkpoint_equals_the_whole_one(made, resum
 
 
 def test_what_is_too_old_is_dropped_counted_and_asked_again(made, arithmetic, tmp_path):
-    """Rollouts that are too old are dropped, counted and asked again.
-
-    A run ahead by two goes on under a smaller bound: its pending rollouts are too old, and every prompt is trained once
-    all the same (an epoch of 48 prompts, none twice).
-    """
+    """A run ahead by two goes on under a smaller bound; every prompt is trained once (an epoch of 48, none twice)."""
     epoch = (few_prompts(arithmetic, tmp_path, 48), "train.num_rollouts=null", "train.epochs=1")
     whole = made(2, *epoch, *SAVED, *MODES["prefetch"])
     assert len(trained_prompts(whole)) == len(set(trained_prompts(whole))) == 48

@@ -1,7 +1,4 @@
-"""Configurations drawn at random end in one sentence or in a run: no traceback, and nothing that training then rejects.
-
-A case is its seed: ``python -m tests.runs.test_config_fuzz SEED`` prints it.
-"""
+"""Random configurations end in one sentence or a run; ``python -m tests.runs.test_config_fuzz SEED`` prints a case."""
 
 from __future__ import annotations
 
@@ -76,8 +73,7 @@ def words_of_the_documentation() -> dict[str, tuple[str, ...]]:
     lines = {
         f"{key}.{name}": line[0]
         for key, section in config_table.sections()
-        for name, line in config_table.field_lines(section).items()
-        if line
+        for name, line in config_table.field_lines(section).items() if line
     }
     return {key: tuple(part for part in line.split("`")[1::2] if part.isidentifier()) for key, line in lines.items()}
 
@@ -139,7 +135,6 @@ def faults_of(rank: int, world: int, folder: str, out: str, seeds: range) -> lis
 def test_overrides_are_refused_in_a_sentence_or_train(pool, arithmetic, tmp_path, chunk: int) -> None:
     size = CASES // CHUNKS
     seeds = range(chunk * size, (chunk + 1) * size)
-    print(f"seeds {seeds.start} to {seeds.stop - 1}")
     (found,) = pool.run(1, faults_of, str(arithmetic), str(tmp_path), seeds, timeout_s=patient(900))
     assert not found, "\n\n".join(found)
 

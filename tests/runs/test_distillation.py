@@ -37,10 +37,7 @@ def answer(model, body: dict) -> dict:
 
 @contextlib.contextmanager
 def teacher_server(path: pathlib.Path, *, fails: int = 0, cuts: bool = False) -> Iterator[tuple[str, list[dict]]]:
-    """Serve a Hugging Face directory; yield the address and the requests so far.
-
-    fails: so many first completions are answered 500. cuts: every answer lacks its last log-prob.
-    """
+    """Yield a server's address and requests. It answers ``fails`` completions 500, or ``cuts`` the last log-prob."""
     from transformers import AutoModelForCausalLM
 
     model, seen, lock = AutoModelForCausalLM.from_pretrained(path).eval(), [], threading.Lock()

@@ -16,6 +16,7 @@ from megatron_rl.distributed.run_lock import RunLock
 from tests.pairwise import quick
 from tests.reference import tiny_config
 from tests.runs.command import arguments, ended
+from tools import simulate_cluster
 
 GIVEN = (
     "parallel.pipeline=2", "plan.max_tokens_per_microbatch=256", "data.max_prompt_tokens=16",
@@ -23,6 +24,11 @@ GIVEN = (
 )
 SEPARATE = ("advantage.estimator=gae", "critic.placement=separate")
 ON_ENGINES = ("rollout.engine=vllm", "model.dtype=bfloat16")
+TOO_LARGE = {
+    "policy": (["--gpu-memory-gib=0.02"], "parallel.tensor=2"),
+    "separate critic": ([*SEPARATE, "critic.ranks=2", "--gpu-memory-gib=0.0325"], "critic.parallel.tensor=2"),
+}
+ONCE = ("checkpoint.save_every_rollouts=1", "train.num_rollouts=1", "optimizer.schedule=constant")
 
 
 @pytest.fixture(autouse=True)
@@ -53,31 +59,28 @@ def test_a_job_that_would_start_ends_with_0_and_joins_nothing(arithmetic, capsys
     assert "40.0 of them the engine's" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["parallel.pipeline=3"], "world size 8 is no multiple of"),
-        (["--gpus-per-node=12", "parallel.pipeline=3"], "does not divide num_hidden_layers=2"),
-        ([*SEPARATE, "critic.ranks=8"], "critic.ranks=8 of 8 ranks leave the policy none"),
-        ([*SEPARATE, "critic.ranks=4", "critic.parallel={tensor: 3}"], "world size 4 is no multiple of"),
-        (["loss.kl_coefficient=0.1"], "skip.mode=exact"),
-        (["plan.max_token=3"], "the nearest known key is plan.max_tokens_per_microbatch"),
-        (["--lengths", "uniform:3"], "is not of the form lognormal:MEAN,SIGMA"),
-        (["megatron.transformer.num_layers=3"], "is refused"), (["megatron.optimizer.lr=3"], "is refused"),
-        (["rollout.max_response_tokens=5000"], "5000"), (["data.train=none.jsonl"], "none.jsonl"),
-        (["data.prompt_key=question"], "has no column 'question'"),
-        (["data.max_prompt_tokens=2"], "at most 2 are allowed"), (["eval.path=none.jsonl"], "eval.path='none.jsonl'"),
-        (["sft.steps=2", "data.solution_key=steps"], "has no column 'steps'"),
-        (["sft.steps=2", "sft.eval_path=none.jsonl"], "sft.eval_path='none.jsonl'"),
-        (["reward.functions=[no_such:score]"], "no_such"),
-        (["reward.functions=[no_such:score]", "reward.num_workers=2"], "no_such"),
-        (["environment.name=no_such:Game"], "no_such"), (["model.tokenizer_path=/nowhere"], "/nowhere"),
-        ([*ON_ENGINES, "rollout.producer.mode=prefetch"], "the engines share its GPUs"),
-        ([*ON_ENGINES, "rollout.num_engines=9"], "need 9 ranks and there are 8"),
-        ([*ON_ENGINES, "rollout.tensor_parallel=16"], "rollout.tensor_parallel=16"),
-        (["--gpu-memory-gib=0.0005"], "the job does not fit: training needs 0.00"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    (["parallel.pipeline=3"], "world size 8 is no multiple of"),
+    (["--gpus-per-node=12", "parallel.pipeline=3"], "does not divide num_hidden_layers=2"),
+    ([*SEPARATE, "critic.ranks=8"], "critic.ranks=8 of 8 ranks leave the policy none"),
+    ([*SEPARATE, "critic.ranks=4", "critic.parallel={tensor: 3}"], "world size 4 is no multiple of"),
+    (["loss.kl_coefficient=0.1"], "skip.mode=exact"),
+    (["plan.max_token=3"], "the nearest known key is plan.max_tokens_per_microbatch"),
+    (["--lengths", "uniform:3"], "is not of the form lognormal:MEAN,SIGMA"),
+    (["megatron.transformer.num_layers=3"], "is refused"), (["megatron.optimizer.lr=3"], "is refused"),
+    (["rollout.max_response_tokens=5000"], "5000"), (["data.train=none.jsonl"], "none.jsonl"),
+    (["data.prompt_key=question"], "has no column 'question'"),
+    (["data.max_prompt_tokens=2"], "at most 2 are allowed"), (["eval.path=none.jsonl"], "eval.path='none.jsonl'"),
+    (["sft.steps=2", "data.solution_key=steps"], "has no column 'steps'"),
+    (["sft.steps=2", "sft.eval_path=none.jsonl"], "sft.eval_path='none.jsonl'"),
+    (["reward.functions=[no_such:score]"], "no_such"),
+    (["reward.functions=[no_such:score]", "reward.num_workers=2"], "no_such"),
+    (["environment.name=no_such:Game"], "no_such"), (["model.tokenizer_path=/nowhere"], "/nowhere"),
+    ([*ON_ENGINES, "rollout.producer.mode=prefetch"], "the engines share its GPUs"),
+    ([*ON_ENGINES, "rollout.num_engines=9"], "need 9 ranks and there are 8"),
+    ([*ON_ENGINES, "rollout.tensor_parallel=16"], "rollout.tensor_parallel=16"),
+    (["--gpu-memory-gib=0.0005"], "the job does not fit: training needs 0.00"),
+])
 def test_a_job_that_cannot_start_ends_with_2_and_training_s_words(arithmetic, given, message, capsys) -> None:
     given = given if given[0].startswith("--gpus-per-node") else ["--nodes", "1", *given]
     assert dry_run(arithmetic, *given) == cli.EXIT_CONFIG
@@ -112,18 +115,10 @@ def test_a_folder_without_weights_cannot_start(arithmetic, tmp_path, capsys) -> 
     assert dry_run(arithmetic, "--nodes=1", f"model.hf_path={tmp_path}", "model.init=random") == 0
 
 
-TOO_LARGE = {
-    "policy": (["--gpu-memory-gib=0.02"], "parallel.tensor=2"),
-    "separate critic": ([*SEPARATE, "critic.ranks=2", "--gpu-memory-gib=0.0325"], "critic.parallel.tensor=2"),
-}
-
-
 @pytest.mark.parametrize("case", quick(TOO_LARGE, "policy"))
 def test_each_way_out_that_is_named_fits(tmp_path, capsys, case) -> None:
     """A job too large for its GPUs names settings; with each of them alone the same forecast fits."""
     extra, named = TOO_LARGE[case]
-    from tools import simulate_cluster
-
     tiny_config("qwen3", layers=8).save_pretrained(tmp_path / "model")
     written = tmp_path / "figures.json"
     given = [
@@ -141,26 +136,20 @@ def test_each_way_out_that_is_named_fits(tmp_path, capsys, case) -> None:
         assert json.loads(written.read_text())["shortfalls"] == []
 
 
-# ---- what it says of the run's folder is what the start says, and it writes nothing there ----------------------------
-
-
-ONCE = ("checkpoint.save_every_rollouts=1", "train.num_rollouts=1", "optimizer.schedule=constant")
-
-
+# What it says of the run's folder is what the start says, and it writes nothing there.
 def contents(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
     """Return each path below a folder with its size and its last change, the folder's own included."""
     paths = [folder, *folder.rglob("*")]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
 
-def said_by_dry_run(given: list[str], capsys) -> tuple[int, str]:
-    """Return the exit code of a dry run on one GPU, and what megatron_rl says last."""
-    code = train.main([*given, "--dry-run", "--gpus-per-node=1"])
-    return code, refusal(capsys.readouterr().err)
-
-
 def refusal(said: str) -> str:
     return said.rpartition("megatron_rl: ")[2].strip()
+
+
+def said_by_dry_run(given: list[str], capsys) -> tuple[int, str]:
+    """Return the exit code of a dry run on one GPU, and what megatron_rl says last."""
+    return train.main([*given, "--dry-run", "--gpus-per-node=1"]), refusal(capsys.readouterr().err)
 
 
 def refused(given: list[str], capsys, *words: str) -> None:
@@ -191,18 +180,14 @@ def test_a_finished_folder_is_refused_as_the_start_refuses_it(pool, arithmetic, 
     refused(arguments(arithmetic, run_dir, *ONCE), capsys, "checkpoints in", "are damaged")
 
 
-def test_a_folder_that_is_locked_or_cannot_be_made_is_refused_and_none_is_made(
-    arithmetic, tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_folder_that_is_locked_or_cannot_be_made_is_refused_and_not_made(arithmetic, tmp_path, capsys, monkeypatch):
     new = tmp_path / "new" / "run"
     assert said_by_dry_run(arguments(arithmetic, new), capsys)[0] == 0
     assert not new.parent.exists()
     (tmp_path / "file").write_text("")
-    for path, words in [
-        (tmp_path / "file", "is a file, not a folder"), (tmp_path / "file" / "below", "Not a directory"),
-        (tmp_path / ("a" * 300), "File name too long"),
-    ]:
-        refused(arguments(arithmetic, path), capsys, words)
+    wrong = {"file": "is a file, not a folder", "file/below": "Not a directory", "a" * 300: "File name too long"}
+    for name, words in wrong.items():
+        refused(arguments(arithmetic, tmp_path / name), capsys, words)
     lock = RunLock(tmp_path)
     lock.acquire()
     before = contents(tmp_path)

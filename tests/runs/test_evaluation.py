@@ -7,21 +7,26 @@ import pathlib
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.pairwise import quick
 from tests.runs.command import assert_same_run, firsts_of, rows_of, same_tensors, weights_of
 
 ROLLOUTS, EVERY = "train.num_rollouts=3", "eval.every_rollouts=1"
 SAMPLED = ("eval.samples_per_prompt=4", "eval.temperature=1.0", "eval.reward_threshold=0.5")
+GRADED = "reward.functions=[tests.runs.test_evaluation:graded]"
+ALWAYS = ("response_tokens_mean", "truncated_share", "excluded", "tests.runs.test_evaluation:graded")
+PRODUCERS = {
+    "sync": (), "prefetch": ("rollout.producer.mode=prefetch",),
+    "streaming": (
+        "rollout.producer.mode=streaming", "rollout.producer.min_groups=3", "rollout.producer.max_staleness_steps=2",
+    ),
+}
 
 
 def graded(prompts, completions, completion_ids, **columns):
     """Return a multiple of 1/4 that depends on every token."""
     return [sum(ids) % 5 / 4 for ids in completion_ids]
-
-
-GRADED = "reward.functions=[tests.runs.test_evaluation:graded]"
-ALWAYS = ("response_tokens_mean", "truncated_share", "excluded", "tests.runs.test_evaluation:graded")
 
 
 @pytest.fixture
@@ -37,8 +42,6 @@ def evaluated(run_dir: pathlib.Path) -> list[dict[str, float]]:
 
 def greedy_mean(weights: dict[str, torch.Tensor] | None, folder: pathlib.Path, num_prompts: int) -> float:
     """Return the mean reward of Hugging Face's own greedy generation. weights: None for those of the start."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     if weights is not None:
@@ -76,22 +79,9 @@ def test_data_parallel_evaluation_equals_one_process(made, sets):
         assert row["eval/test/pass@1"] <= row["eval/test/pass@2"] <= row["eval/test/pass@4"]
 
 
-PRODUCERS = {
-    "sync": (),
-    "prefetch": ("rollout.producer.mode=prefetch",),
-    "streaming": (
-        "rollout.producer.mode=streaming", "rollout.producer.min_groups=3", "rollout.producer.max_staleness_steps=2",
-    ),
-}
-
-
 @pytest.mark.parametrize("producer", quick(PRODUCERS, "sync", "streaming"))
 def test_a_run_with_evaluation_equals_one_without(made, sets, tmp_path, producer):
-    """A run with evaluation has the rows and weights of one without, to the bit, and repeats to the bit.
-
-    The one without records no completions either: these change nothing too. Where rollouts are ahead, evaluation comes
-    between them.
-    """
+    """The one without records no completions either; where rollouts are ahead, evaluation comes between them."""
     given = (GRADED, ROLLOUTS, *PRODUCERS[producer])
     plain, with_it = made(2, *given, "metrics.log_completions=0"), made(2, *given, *sets, EVERY)
     assert not (plain / "completions.jsonl").exists()

@@ -41,10 +41,8 @@ FIRST_OF_ROLLOUT = EVERY_RL_ROW | {
 
 def problem(number: int, solution: str) -> dict:
     """Return a row in GSM8K's own columns, a calculator call included."""
-    return {
-        "question": f"Ann has {number} pens and gives some away. How many?",
-        "answer": f"<<{number}-1={number}>>{solution}",
-    }
+    question = f"Ann has {number} pens and gives some away. How many?"
+    return {"question": question, "answer": f"<<{number}-1={number}>>{solution}"}
 
 
 # Answers that no question tells apart: half of a group's samples are right, so it has signal. One of 20 digits, a token
@@ -103,8 +101,7 @@ def test_real_steps_have_a_gradient_and_ghosts_ran_nothing(rows):
         assert ran + row["skip/tokens_dropped"] == row["skip/tokens_dense"] > 0
         assert (row["train/grad_norm"] > 0) == (row["skip/tokens_executed"] > 0) == (row["step_kind"] == "REAL")
     assert rl[-1]["skip/ghost_steps"] == len(rl) - len(real) >= ROLLOUTS  # the impossible problem, once an epoch
-    # Engine and trainer compute the same float32 model by other kernels; 1e-4 is a hundred roundings of a log-prob near
-    # 3.
+    # Engine and trainer compute one float32 model by other kernels; 1e-4 is a hundred roundings of a log-prob near 3.
     assert all(row["train/logprob_gap_max"] < 1e-4 for row in rl if "train/logprob_gap_max" in row)
 
 

@@ -13,32 +13,21 @@ import pytest
 from megatron_rl.rollout import build
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from tests.pairwise import quick
-from tests.runs.command import (
-    DEADLINE_S,
-    SAVED,
-    assert_same_run,
-    command_line,
-    few_prompts,
-    firsts_of,
-    state_of,
-    trained_prompts,
-)
+from tests.patience import patient
+from tests.runs.command import SAVED, assert_same_run, command_line, few_prompts, firsts_of, state_of, trained_prompts
 
 EVERY, LATE_S = 5, 0.5
 LONGEST_FIRST = "rollout.start_order=longest_first"
 STRAGGLING = (
     "rollout.engine=vllm",  # StragglingEngine stands in
-    f"run.deadline_s={2 * DEADLINE_S:g}", "rollout.start_s=60", "rollout.request_s=60", "rollout.max_logprob_gap=null",
+    f"run.deadline_s={patient(120):g}", "rollout.start_s=60", "rollout.request_s=60", "rollout.max_logprob_gap=null",
     "rollout.producer.mode=prefetch", "rollout.producer.straggler_share=0.25", "weight_sync.in_flight=true",
     "correction.mode=token_truncate",
 )
 
 
 class StragglingEngine(TransformersEngine):
-    """Stands in for vLLM with weights in flight: some groups come late, while further calls and new weights pass.
-
-    It samples in the thread of each call, and holds back those of every ``EVERY``-th row for ``LATE_S`` seconds.
-    """
+    """Stands in for vLLM with weights in flight: the groups of every ``EVERY``-th row come ``LATE_S`` seconds late."""
 
     is_elsewhere = True
 
@@ -67,9 +56,8 @@ def straggling(rank: int, world: int, given: list[str]) -> tuple[int, str]:
     """Run the command line with this engine in the place of vLLM's, whose settings the configuration has."""
 
     def build_engine(config, tokenizer, *, location, role, device, dtype, vocab_size):
-        return StragglingEngine(
-            config.model.hf_path, tokenizer, config.rollout, seed=config.run.seed, dtype=dtype, device=device
-        )
+        given = dict(seed=config.run.seed, dtype=dtype, device=device)
+        return StragglingEngine(config.model.hf_path, tokenizer, config.rollout, **given)
 
     with mock.patch.object(build, "build_engine", build_engine):
         return command_line(rank, world, given)
@@ -77,10 +65,8 @@ def straggling(rank: int, world: int, given: list[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("world", quick([1, 2], 1))
 def test_longest_first_equals_drawn_order_bit_for_bit(made, arithmetic, tmp_path, world):
-    """Two epochs in either order give the same rows, trace and weights; in the second one all lengths are known.
-
-    At two ranks another one may sample a group, in another batch, so that the embedded engine's log-probs round
-    otherwise: those of the trainer are trained on, and the gap between the two is left out of the comparison.
+    """In the second epoch all lengths are known. At two ranks another one may sample a group, in another batch: the
+    engine's log-probs round otherwise, so the gap between its and the trainer's, which trains, is not compared.
     """
     engine_alone = "train/logprob_gap" if world > 1 else "nothing"
     given = (few_prompts(arithmetic, tmp_path, 16), *SAVED, "rollout.max_response_tokens=24", "train.num_rollouts=4")
@@ -125,10 +111,7 @@ def test_every_group_is_trained_once_beside_stragglers(made, ahead):
 
 @pytest.mark.parametrize("resumed", quick([(2, 0.25), (1, 0.25), (2, 0)], (1, 0.25)), ids=str)
 def test_stragglers_go_on_from_a_checkpoint(made, resumed):
-    """A run that goes on has the groups that were left under way: every prompt is trained once, by one rank of two too.
-
-    With ``straggler_share: 0`` it goes on as well, and takes them in.
-    """
+    """Every prompt is trained once, by one rank of two too. With ``straggler_share: 0`` a run takes in those left."""
     world, share = resumed
     whole = made(2, *STRAGGLING, *SAVED, "train.num_rollouts=4", run=straggling)
     check_straggling(whole, 4, limit=4.0)

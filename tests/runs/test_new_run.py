@@ -12,10 +12,9 @@ import pytest
 
 from megatron_rl.commands import command
 from tests.patience import HANG_S, patient
-from tests.runs.command import command_line, ended, rows_of, said_by
+from tests.runs.command import ROOT, command_line, ended, rows_of, said_by
 from tests.tools.slurm_stand_ins import submit
 
-ROOT = pathlib.Path(__file__).parents[2]
 BOUND_S = patient(4 * HANG_S)
 SMALL = (
     "train.num_rollouts=2", "train.prompts_per_rollout=4", "rollout.max_response_tokens=4", "data.max_prompt_tokens=16",

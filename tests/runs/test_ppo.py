@@ -13,6 +13,11 @@ from tests.pairwise import quick
 from tests.runs.command import PPO, SAVED, WARM, apart, assert_same_run, firsts_of, rows_of
 
 KL = ("loss.kl_coefficient=0.1", "reference.kl_in=reward", "loss.kl_estimator=k3", *WARM)
+APART = ("parallel.pipeline=2", "critic.parallel.pipeline=1", "critic.parallel.tensor=2")
+LAYOUTS = [("parallel.tensor=2",), APART, ("critic.parallel.pipeline=2",)]
+PARTS = {
+    "stages": ("parallel.pipeline=2", "critic.parallel.pipeline=1"), "sharded-kl": ("optimizer.distributed=true", *KL),
+}
 
 
 def test_a_run_leaves_a_critics_metrics(made):
@@ -25,12 +30,6 @@ def test_a_run_leaves_a_critics_metrics(made):
     assert all(row["skip/samples_dropped"] == 0 and row["step_kind"] == "REAL" for row in rows)
 
 
-APART = ("parallel.pipeline=2", "critic.parallel.pipeline=1", "critic.parallel.tensor=2")
-
-
-LAYOUTS = [("parallel.tensor=2",), APART, ("critic.parallel.pipeline=2",)]
-
-
 @pytest.mark.parametrize("layout", quick(LAYOUTS, APART), ids=str)
 def test_every_layout_trains_the_same_run(made, layout):
     """Weights are equal to rounding, which AdamW amplifies (test_train.py)."""
@@ -40,11 +39,6 @@ def test_every_layout_trains_the_same_run(made, layout):
         for name in ("train/loss", "critic/loss", "critic/return_mean", "critic/value_mean", "critic/grad_norm"):
             close = pytest.approx(wanted.get(name, 0.0), rel=2e-3, abs=2e-5)
             assert (name in row) == (name in wanted) and row.get(name, 0.0) == close
-
-
-PARTS = {
-    "stages": ("parallel.pipeline=2", "critic.parallel.pipeline=1"), "sharded-kl": ("optimizer.distributed=true", *KL),
-}
 
 
 @pytest.mark.parametrize("name", quick(PARTS, "sharded-kl"))
@@ -87,13 +81,10 @@ def test_a_folder_of_a_policy_alone_is_named_or_set_aside(made, tmp_path):
     assert whole_checkpoints(tmp_path / "checkpoints" / "critic") == [0, 1] and (tmp_path / "checkpoints.1").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("vocab_size", 3, "a vocabulary of 3"),
-        ("max_position_embeddings", 8, "is more than the context of critic.hf_path"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("vocab_size", 3, "a vocabulary of 3"),
+    ("max_position_embeddings", 8, "is more than the context of critic.hf_path"),
+])
 def test_a_critic_that_cannot_read_the_policys_tokens_is_named(made, arithmetic, tmp_path, name, value, said):
     """Its vocabulary is below the policy's, or its context below a prompt's and its response's."""
     shutil.copytree(arithmetic / "model", tmp_path / "critic")

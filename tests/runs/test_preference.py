@@ -8,9 +8,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.cli import EXIT_PREEMPTED
+from megatron_rl.reward.reward_model import RewardModelScore
 from tests.pairwise import quick
 from tests.runs.command import PPO, assert_same_run, rows_of, told_to_leave, weights_of, write_pairs
 
@@ -40,7 +42,6 @@ def test_a_run_begins_at_ln_2_and_a_signal_changes_no_bit(made, tmp_path, given,
     assert first["train/loss"] == first["preference/loss"] == pytest.approx(math.log(2), abs=1e-9)
     assert last["preference/margin"] != 0 != last["preference/eval_margin"] and last["skip/samples_dropped"] == 0
     assert "preference/eval_loss" in rows[2] and "preference/eval_loss" not in rows[3]
-
     made.into(tmp_path, 2, *given, run=told_to_leave, more=(3,), code=EXIT_PREEMPTED)
     assert whole_checkpoints(tmp_path / "checkpoints" / "supervised") == [2, 3]
     made.into(tmp_path, 2, *given)
@@ -61,10 +62,6 @@ def test_pairs_beyond_the_hinge_are_dropped_and_the_run_is_the_dense_ones(made, 
 
 def test_a_reward_model_serves_transformers_a_reward_function_and_a_critic(made, arithmetic, given) -> None:
     """The exported directory is a sequence classifier; rollouts are scored by it, and PPO's critic begins with it."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    from megatron_rl.reward.reward_model import RewardModelScore
-
     judge = made(2, *given, "preference.loss=bradley_terry", "parallel.tensor=2", "sft.lr=3e-3")
     first, *_, last = rows_of(judge)
     assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-9)  # the head begins at 0: every score is 0
@@ -73,13 +70,11 @@ def test_a_reward_model_serves_transformers_a_reward_function_and_a_critic(made,
     tokenizer = AutoTokenizer.from_pretrained(exported)
     classifier = AutoModelForSequenceClassification.from_pretrained(exported)
     assert classifier.config.num_labels == 1 and classifier.config.pad_token_id != tokenizer.eos_token_id
-
     rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()][:20]
     texts = [(row["prompt"], answer) for row in rows for answer in (row["answer"], str(int(row["answer"]) + 1))]
     ids = [[*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for _, answer in texts]
-    found = RewardModelScore(exported)(
-        prompts=[prompt for prompt, _ in texts], completions=[answer for _, answer in texts], completion_ids=ids
-    )
+    prompts, answers = zip(*texts, strict=True)
+    found = RewardModelScore(exported)(prompts=list(prompts), completions=list(answers), completion_ids=ids)
     with torch.no_grad():
         wanted = [
             float(classifier(torch.tensor([[*tokenizer(prompt, add_special_tokens=False).input_ids, *own]])).logits)
@@ -87,7 +82,6 @@ def test_a_reward_model_serves_transformers_a_reward_function_and_a_critic(made,
         ]
     np.testing.assert_allclose(found, wanted, atol=1e-5)  # float32 in passes of other lengths
     assert len({round(x, 4) for x in found}) > 20
-
     once = "train.num_rollouts=1"
     scored = made(1, "reward.functions=[reward_model]", f"reward.model_path={exported}", once)
     assert rows_of(scored)[0]["reward/std"] > 0

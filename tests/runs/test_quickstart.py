@@ -47,8 +47,7 @@ def test_adapters_rise_from_below_08_to_above_082(tmp_path):
 @pytest.mark.long(seconds=90)
 def test_ppo_rises_from_below_08_to_above_082(tmp_path):
     rows = rises("ppo", tmp_path, "checkpoint.save_every_rollouts=30")
-    # ten rollouts of four steps are the critic's alone
-    assert [row["train/applied"] for row in rows[:41]] == [0] * 40 + [1]
+    assert [row["train/applied"] for row in rows[:41]] == [0] * 40 + [1]  # ten rollouts of four are the critic's alone
     losses = [row["critic/loss"] for row in rows if "critic/loss" in row]
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
     for root in (tmp_path / "checkpoints", tmp_path / "checkpoints" / "critic"):

@@ -19,30 +19,25 @@ TINY = (
     "run.deadline_s=60", "data.max_prompt_tokens=16", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=6",
     "train.prompts_per_rollout=8", "optimizer.lr=1e-3", "plan.max_tokens_per_microbatch=256",
 )
-PARITY = ("train.num_rollouts=2", "reward.functions=[tests.reward_functions:parity]", "reward.weights=[1.0]")
+HALVES, TWO = "train.samples_per_mini_batch=16", "train.num_rollouts=2"
+PAIRS = ("dpo", "ipo", "simpo", "reward_model")
+PARITY = (TWO, "reward.functions=[tests.reward_functions:parity]", "reward.weights=[1.0]")
 OWN = {
-    "dapo": (*PARITY, "reward.overlong_buffer_tokens=2", "train.samples_per_mini_batch=16"),
-    "gdpo": (
-        "train.num_rollouts=2", "reward.functions=[tests.reward_functions:parity,arithmetic]",
-        "train.samples_per_mini_batch=16",
-    ),
+    "dapo": (*PARITY, "reward.overlong_buffer_tokens=2", HALVES),
+    "gdpo": (TWO, "reward.functions=[tests.reward_functions:parity,arithmetic]", HALVES),
     "ppo": (
-        "train.num_rollouts=2", "reward.functions=[tests.reward_functions:graded]", "rollout.samples_per_prompt=1",
+        TWO, "reward.functions=[tests.reward_functions:graded]", "rollout.samples_per_prompt=1",
         "critic.warmup_rollouts=1", "train.samples_per_mini_batch=null",
     ),
     "sft": ("sft.steps=3", "sft.samples_per_step=8"),
-    **dict.fromkeys(
-        ("dpo", "ipo", "simpo", "reward_model"),
-        ("sft.steps=3", "sft.epochs=null", "sft.warmup_steps=0", "sft.samples_per_step=8"),
-    ),
-    "distillation": ("train.num_rollouts=2",),
+    **dict.fromkeys(PAIRS, ("sft.steps=3", "sft.epochs=null", "sft.warmup_steps=0", "sft.samples_per_step=8")),
+    "distillation": (TWO,),
 }
-PAIRS = ("dpo", "ipo", "simpo", "reward_model")
 IN_HALVES = ("gspo", "cispo", "reinforce_plus_plus")
 
 
 def overrides_of(name: str) -> tuple[str, ...]:
-    return (*TINY, *OWN.get(name, PARITY), *(["train.samples_per_mini_batch=16"] if name in IN_HALVES else []))
+    return (*TINY, *OWN.get(name, PARITY), *([HALVES] if name in IN_HALVES else []))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,7 +61,7 @@ def test_a_recipe_trains_two_rollouts_with_finite_losses(pool, arithmetic, tmp_p
         assert (tmp_path / "checkpoints" / "step_3" / "hf").is_dir()
         assert name == "sft" or rows[-1]["tokens/shared"] > 0  # a pair's prompt runs once
         return
-    halves = "train.samples_per_mini_batch=16" in overrides_of(name)
+    halves = HALVES in overrides_of(name)
     assert [row["rollout"] for row in rows] == ([1, 1, 2, 2] if halves else [1, 2])
     assert_acts(name, rows)
 
@@ -86,8 +81,7 @@ def assert_acts(name: str, rows: list[dict]) -> None:
             assert all(row["critic/steps"] == 1 and "reward/kl_penalty" in row for row in firsts)
             assert rows[1]["skip/samples_dropped"] == 0
         case "gspo":
-            # a clip of 3e-4 binds at the second step of a rollout
-            assert any(row["train/clip_ratio"] > 0 for row in rows[1:])
+            assert any(row["train/clip_ratio"] > 0 for row in rows[1:])  # 3e-4 binds at a rollout's second step
         case "gdpo":
             assert all("reward/arithmetic" in row for row in firsts)
         case "rloo" | "dr_grpo":

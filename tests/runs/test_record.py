@@ -25,11 +25,7 @@ RECORDED = {
 
 @pytest.mark.parametrize("name", quick(RECORDED, "one process, twice", "DP2, two functions"))
 def test_a_runs_files_say_what_its_metrics_say(made, tmp_path, capsys, name):
-    """A run's files agree with its metrics.
-
-    Tokens and share without signal of each rollout are the same to the last digit; a second run in the folder starts
-    both files anew.
-    """
+    """They are the same to the last digit; a second run in the folder starts both files anew."""
     (world, extra), run_dir = RECORDED[name], tmp_path / "run"
     for _ in range(1 if extra else 2):
         made.into(run_dir, world, *extra)

@@ -5,40 +5,25 @@ from __future__ import annotations
 import pytest
 
 from tests.pairwise import pairwise
-from tests.runs.command import (
-    ADAPTIVE,
-    HORIZON,
-    KL,
-    SAVED,
-    START,
-    TARGET,
-    WARM,
-    assert_same_run,
-    firsts_of,
-    rows_of,
-    state_of,
-)
+from tests.runs import command
+from tests.runs.command import ADAPTIVE, KL, SAVED, START, WARM, assert_same_run, firsts_of, rows_of, state_of
 
-SAMPLES = 8 * 4  # of a rollout
+SAMPLES, HELD = 8 * 4, ["host", "device"]  # of a rollout; where a reference may be
+LAYOUTS = ["parallel.pipeline=1", "parallel.pipeline=2"]
 
 
-@pytest.mark.parametrize(
-    ("layout", "placement"),
-    [("parallel.pipeline=1", "host"), pytest.param("parallel.tensor=2", "device", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("layout", "placement"), [
+    ("parallel.pipeline=1", "host"), pytest.param("parallel.tensor=2", "device", marks=pytest.mark.long),
+])
 def test_adaptive_coefficient_of_a_run_equals_the_recurrence(made, layout, placement):
-    """The adaptive coefficient of a run equals the recurrence.
-
-    One step per rollout makes train/kl the rollout's KL. Just after a renewal it is rounding: β falls by the whole
-    clip.
-    """
+    """One step a rollout makes train/kl the rollout's KL. After a renewal it is rounding: β falls by the whole clip."""
     one_step = ("train.samples_per_mini_batch=null", "train.num_rollouts=6")
     rows, wanted = rows_of(made(2, *ADAPTIVE, *one_step, layout, f"reference.placement={placement}")), START
     assert len(rows) == 6
     for row in rows:
         assert row["train/kl_coefficient"] == pytest.approx(wanted, rel=1e-12)
-        error = row["train/kl"] / TARGET - 1
-        wanted *= 1 + min(max(error, -0.2), 0.2) * SAMPLES / HORIZON
+        error = row["train/kl"] / command.TARGET - 1
+        wanted *= 1 + min(max(error, -0.2), 0.2) * SAMPLES / command.HORIZON
     measured = [row["train/kl"] for row in rows]
     assert all(kl < 1e-9 for kl in measured[::2]) and all(kl > 1e-6 for kl in measured[1::2]), measured
     assert len({row["train/kl_coefficient"] for row in rows}) == 6
@@ -52,19 +37,9 @@ def test_a_fixed_coefficient_is_written_too_and_none_where_there_is_no_reference
         assert "train/entropy" in row or row["step_kind"] == "GHOST"
 
 
-@pytest.mark.parametrize(
-    ("layout", "first", "then"),
-    pairwise(
-        ["parallel.pipeline=1", "parallel.pipeline=2"], ["host", "device"], ["host", "device"],
-        kept=[("parallel.pipeline=1", "host", "device")],
-    ),
-)
+@pytest.mark.parametrize(("layout", "first", "then"), pairwise(LAYOUTS, HELD, HELD, kept=[(LAYOUTS[0], *HELD)]))
 def test_a_run_ended_between_two_renewals_goes_on_to_the_bit(made, layout, first, then):
-    """A run that is ended between two renewals of its reference goes on to the bit, wherever that is held.
-
-    It ends after three rollouts of five: the reference of its checkpoint is the second rollout's policy, and β has
-    moved.
-    """
+    """It ends after three rollouts of five: the reference is the second rollout's policy, and β has moved."""
     whole = made(2, *SAVED, *ADAPTIVE, layout, "train.num_rollouts=5", f"reference.placement={first}")
     part = made.again(whole, 3, f"reference.placement={then}")
     assert_same_run(whole, part)

@@ -60,6 +60,7 @@ REFUSED = [
     (f"{STARTED} sft.epochs=2", "sft.steps=3 and sft.epochs=2: one of the two says how many steps there are"),
     (f"{STARTED} data.messages_key=messages", "data.messages_key='messages' names conversations"),
 ]
+ARITHMETIC = "reward.functions=arithmetic"
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0].rpartition(" ")[2])
@@ -69,20 +70,14 @@ def test_bad_settings_are_named_with_their_value_and_the_way_out(made, arithmeti
     assert not any(path.read_text() for path in folder.glob("metrics.jsonl"))
 
 
-ARITHMETIC = "reward.functions=arithmetic"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "overrides", "words"),
-    [
-        ("d.jsonl", '{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "1+2="}\n', [], "row 1 (PATH:3) has no column"),
-        ("d.csv", "prompt,answer\n1+1=,2\n1+2=,\n", [ARITHMETIC], "row 1 (PATH:3): column 'answer'"),
-        ("d.csv", "prompt,gold\n1+1=,2\n", [ARITHMETIC], "its columns are 'prompt', 'gold'"),
-        ("d.jsonl", "", [], "has no rows"),
-        ("d.jsonl", '{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n', [], "PATH:2"),
-        ("d.jsonl", '{"question": "1+1="}\n', [], "question"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "overrides", "words"), [
+    ("d.jsonl", '{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "1+2="}\n', [], "row 1 (PATH:3) has no column"),
+    ("d.csv", "prompt,answer\n1+1=,2\n1+2=,\n", [ARITHMETIC], "row 1 (PATH:3): column 'answer'"),
+    ("d.csv", "prompt,gold\n1+1=,2\n", [ARITHMETIC], "its columns are 'prompt', 'gold'"),
+    ("d.jsonl", "", [], "has no rows"),
+    ("d.jsonl", '{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n', [], "PATH:2"),
+    ("d.jsonl", '{"question": "1+1="}\n', [], "question"),
+])
 def test_a_row_that_cannot_be_trained_ends_the_start(made, tmp_path, name, content, overrides, words):
     path = tmp_path / name
     path.write_text(content)

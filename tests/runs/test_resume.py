@@ -14,6 +14,13 @@ RUNS = {
     "PP2-warmup": ("parallel.pipeline=2", *WARM), "DP2-sharded-kl": SHARDED_KL,
     "TP2-calibrated": ("parallel.tensor=2", "plan.calibrate=true"),
 }
+REWARD = """
+from tests.reward_functions import parity
+
+def score(prompts, completions, completion_ids, answer, **columns):
+    assert all(isinstance(gold, str) for gold in answer)
+    return parity(prompts, completions, completion_ids)
+"""
 
 
 @pytest.mark.parametrize("name", quick(RUNS, "PP2-warmup", "TP2-calibrated"))
@@ -31,15 +38,6 @@ def test_a_run_in_two_parts_equals_the_whole_one(made, tmp_path, name):
         return
     assert_same_run(whole, tmp_path)
     assert [len((whole / name).read_text().splitlines()) for name in ("completions.jsonl", "trace.jsonl")] == [2 * 4, 2]
-
-
-REWARD = """
-from tests.reward_functions import parity
-
-def score(prompts, completions, completion_ids, answer, **columns):
-    assert all(isinstance(gold, str) for gold in answer)
-    return parity(prompts, completions, completion_ids)
-"""
 
 
 def test_a_mixture_in_two_parts_equals_the_whole_run(made, arithmetic, tmp_path):

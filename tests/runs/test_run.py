@@ -10,27 +10,20 @@ import torch
 
 from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.types import StepKind
+from tests import reference
 from tests.equality.rig import ForwardedLengths, equal_by_name, open_rig, sizes
 from tests.pairwise import quick
-from tests.reference import (
-    make_samples,
-    near_policy,
-    reference_gradient,
-    reference_logprobs,
-    relative_error,
-    tiny_model,
-)
+from tests.reference import make_samples, reference_gradient, relative_error, tiny_model
 from tests.workers.pool import Pool
 
 NUM_SAMPLES, PER_MINI_BATCH, LR = 24, 6, 1e-3
 SETTINGS = (f"optimizer.lr={LR}", "optimizer.weight_decay=0.1", f"train.samples_per_mini_batch={PER_MINI_BATCH}")
+DISTRIBUTED = "optimizer.distributed=true"
+EXTRAS = ["optimizer.distributed=false", DISTRIBUTED, "parallel.virtual_pipeline=2"]
 
 
 def run_advantages(rollout: int) -> np.ndarray:
-    """Return advantages of four mini-batches of six in a rotating order.
-
-    They are all with signal, a third, one sample alone (a silent rank), and none (a ghost).
-    """
+    """Return four mini-batches of six in rotation: all with signal, a third, one (a silent rank), none (a ghost)."""
     random = np.random.default_rng(rollout)
     advantages = random.normal(size=NUM_SAMPLES)
     for position in range(4):
@@ -79,14 +72,9 @@ def skip_against_dense(rank: int, world: int, pipeline: int, extra: tuple, rollo
     }
 
 
-DISTRIBUTED = "optimizer.distributed=true"
-EXTRAS = ["optimizer.distributed=false", DISTRIBUTED, "parallel.virtual_pipeline=2"]
-
-
 @pytest.mark.parametrize("extra", quick(EXTRAS, DISTRIBUTED))
 def test_run_of_24_steps_equals_dense(pool: Pool, extra: str) -> None:
     for found in pool.run(4, skip_against_dense, 2, (extra,), 6, timeout_s=90):
-        print({k: v for k, v in found.items() if k in ("error", "largest", "where", "travelled", "silent", "ghosts")})
         assert found["steps"] >= 20 and found["ghosts"] >= 4 and found["silent"] >= 4, found  # else it proves nothing
         assert found["dropped"] > 60 and found["dense dropped"] == 0 and found["travelled"] > 1e-3, found
         # Repacking changes the order of sums; AdamW amplifies that where a gradient is near zero (k.bias: softmax does
@@ -102,9 +90,7 @@ def test_run_without_repack_equals_dense_bitwise(pool: Pool, dtype: str) -> None
         assert found["bitwise"] and found["dropped"] >= 30 and found["ghosts"] >= 2 and found["silent"] >= 2, found
 
 
-# ---- two epochs over one rollout, against a plain AdamW loop ---------------------------------------------------------
-
-
+# Two epochs over one rollout, against a plain AdamW loop.
 EPOCH_SETTINGS = (
     "optimizer.lr=0.003", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5", "train.samples_per_mini_batch=4",
 )
@@ -117,15 +103,13 @@ def epoch_advantages() -> np.ndarray:
 
 @functools.cache
 def plain_adamw(family: str) -> tuple[dict[str, torch.Tensor], list[float], list[torch.Tensor]]:
-    """Return weights after two epochs, the norms before clipping, and the old log-probs.
-
-    They come from torch's AdamW, one sample at a time, with no skip. Megatron-Core decays matrices only (0.16.1
-    ``optimizer/__init__.py``): neither biases nor norms.
+    """Return weights, norms before clipping and old log-probs of torch's AdamW, one sample at a time, without skip.
+    Megatron-Core decays matrices only (0.16.1 ``optimizer/__init__.py``): neither biases nor norms.
     """
     _, model = tiny_model(family, layers=EPOCH_LAYERS)
-    samples = near_policy(model, make_samples(11))
+    samples = reference.near_policy(model, make_samples(11))
     with torch.no_grad():
-        old = [reference_logprobs(model, s)[0] for s in samples]
+        old = [reference.reference_logprobs(model, s)[0] for s in samples]
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -166,16 +150,12 @@ def two_epochs(rank: int, world: int, family: str, tensor: int, pipeline: int) -
         }
 
 
-@pytest.mark.parametrize(
-    ("family", "tensor", "pipeline", "data"),
-    [
-        ("qwen3", 1, 2, 2), pytest.param("llama", 2, 1, 2, marks=pytest.mark.long), ("qwen2_tied", 2, 2, 1),
-        ("qwen2_tied", 1, 1, 1),
-    ],
-)
+@pytest.mark.parametrize(("family", "tensor", "pipeline", "data"), [
+    ("qwen3", 1, 2, 2), pytest.param("llama", 2, 1, 2, marks=pytest.mark.long), ("qwen2_tied", 2, 2, 1),
+    ("qwen2_tied", 1, 1, 1),
+])
 def test_two_epochs_equal_a_plain_adamw_loop(pool: Pool, family: str, tensor: int, pipeline: int, data: int) -> None:
     found = pool.run(tensor * pipeline * data, two_epochs, family, tensor, pipeline, timeout_s=60)[0]
-    print(family, found)
     assert found["ghost norms"] == [0.0, 0.0] and found["clipped"] >= 1, found
     assert found["weights"] < 1e-5, found  # as for the run of 24 steps: AdamW on gradients that agree to 1e-6
     assert found["gradient"] < 1e-5, found  # same weights on both sides: float32 and the order of sums

@@ -23,6 +23,10 @@ BOUND_S = patient(600)
 NEVER = f"run.deadline_s={10 * BOUND_S:g}"  # a deadline that no test waits for
 SEPARATE = ("critic.placement=separate", "critic.ranks=1")
 GRIDS = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2")
+FAILURES = {
+    "policy": ("reward.functions=[tests.reward_functions:infinite]", "its value is inf"),
+    "critic": ("critic.hf_path=EMPTY", "holds neither model.safetensors nor"),
+}
 
 
 def ran(nursery: Nursery, world: int, folder: pathlib.Path, inputs: pathlib.Path, *overrides: str) -> pathlib.Path:
@@ -47,12 +51,6 @@ def test_policy_and_critic_have_grids_of_their_own(nursery, made, arithmetic, tm
     assert apart(alone, four) < 1e-5
     losses = [[row["critic/loss"] for row in firsts_of(folder, "critic/loss")] for folder in (alone, four)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-
-
-FAILURES = {
-    "policy": ("reward.functions=[tests.reward_functions:infinite]", "its value is inf"),
-    "critic": ("critic.hf_path=EMPTY", "holds neither model.safetensors nor"),
-}
 
 
 @pytest.mark.parametrize("side", quick(FAILURES, "critic"))

@@ -13,9 +13,13 @@ from tests.pairwise import quick
 from tests.runs.command import WARM, assert_same_run, rows_of
 
 NS = 1e-9  # a span's times are whole nanoseconds
-
-
 STAGES = "parallel.pipeline=2"
+PLAIN = {
+    "two epochs": ("train.epochs_per_rollout=2",),
+    "ghost steps": ("reward.functions=[tests.reward_functions:constant]",),
+    "a rollout ahead": ("rollout.producer.mode=prefetch", "train.num_rollouts=3"),
+    "in parts": ("rollout.producer.mode=streaming", "rollout.producer.min_groups=2"),
+}
 
 
 def stage_seconds(rows: list[dict]) -> dict[str, float]:
@@ -56,10 +60,7 @@ def sent_to(held) -> tuple[str, ...]:
 
 
 def test_spans_last_what_the_rows_say(made, arithmetic, tmp_path):
-    """Every rollout is a trace whose spans' names, parents and durations are those of metrics.jsonl, to a nanosecond.
-
-    The warm-up's steps are traces too; evaluation, checkpoints and the export stand where they happened.
-    """
+    """A rollout is a trace of stages as in metrics.jsonl, to a nanosecond; a step of the warm-up is a trace too."""
     extra = (
         *(*WARM, "train.epochs_per_rollout=2", "checkpoint.save_every_rollouts=1"),
         *(f"eval.path={arithmetic / 'test.jsonl'}", "eval.every_rollouts=1"),
@@ -84,14 +85,6 @@ def test_spans_last_what_the_rows_say(made, arithmetic, tmp_path):
         (update,) = [span for span in of_root[root.number] if span.name == "update"]
         assert update.seconds == pytest.approx(row["time/update_s"], abs=NS, rel=0)
         assert root.end_ns - root.start_ns >= round(row["time/step_s"] * 1e9) - 1
-
-
-PLAIN = {
-    "two epochs": ("train.epochs_per_rollout=2",),
-    "ghost steps": ("reward.functions=[tests.reward_functions:constant]",),
-    "a rollout ahead": ("rollout.producer.mode=prefetch", "train.num_rollouts=3"),
-    "in parts": ("rollout.producer.mode=streaming", "rollout.producer.min_groups=2"),
-}
 
 
 @pytest.mark.parametrize("name", quick(PLAIN, "a rollout ahead"))

@@ -55,7 +55,6 @@ def test_rates_follow_the_schedule_and_the_held_out_loss_is_transformers(made, a
     assert list(evaluated) == [2, 4, 6] and evaluated[6] < rows[0]["sft/eval_loss_before"]
     change = f"{rows[0]['sft/eval_loss_before']:.3f} → {evaluated[6]:.3f}"
     assert re.search(rf"held-out supervised loss +{change} +\(steps 0 → 6\)", said), said
-
     tokenizer, episodes = AutoTokenizer.from_pretrained(arithmetic / "model"), []
     for row in map(json.loads, held_out.read_text().splitlines()):
         episodes.append([(encoded(tokenizer, row["prompt"]), False), (answer_of(tokenizer, row["solution"]), True)])
@@ -72,10 +71,7 @@ def answer_of(tokenizer, text: str) -> list[int]:
 
 
 def transformers_loss(run_dir: pathlib.Path, episodes: list[list[tuple[list[int], bool]]]) -> tuple[float, int]:
-    """Return the mean of −log π over the episodes' own tokens, and their number, one episode at a time.
-
-    episodes: of each the parts, with their tokens and whether these are the model's own.
-    """
+    """Return the mean of −log π over the model's own tokens, and their number. A part: its tokens, whether own."""
     model = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / f"step_{STEPS}" / "hf")
     total, count = 0.0, 0
     for parts in episodes:

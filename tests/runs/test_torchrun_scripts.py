@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from tests.patience import patient, until
 from tests.runs.command import ROOT, assert_same_run, same_tensors, weights_of
+from tests.tools.processes import end
 from tests.workers.environment import worker_environment
 
 BOUND_S = patient(900.0)
@@ -33,19 +33,12 @@ def started(script: str, inputs: pathlib.Path, run_dir: pathlib.Path, *overrides
     path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = worker_environment() | {"PATH": path, "SAVE_EVERY": "3"}
     with open(f"{run_dir}.{variables.get('LOCAL_ADDR', 'out')}", "a+", encoding="utf-8") as out:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment | variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        given = dict(cwd=ROOT, env=environment | variables, start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, **given)
         try:
             yield process, lambda: pathlib.Path(out.name).read_text(encoding="utf-8")
         finally:
-            ranks = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            for rank in ranks:  # torchrun starts each in a session of its own
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    rank.kill()
-            process.wait()
+            end(process)
 
 
 def run(*arguments, **variables) -> str:

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from safetensors.torch import load_file
 
 from tests.pairwise import quick
-from tests.runs.command import (
-    apart,
-    assert_same_run,
-    command_line,
-    firsts_of,
-    reward_workers,
-    rows_of,
-    same_tensors,
-    weights_of,
-)
+from tests.runs.command import apart, assert_same_run, firsts_of, rows_of, same_tensors, weights_of, without_orphans
 from tests.workers.inputs import prepare_family, prepare_gpt_oss
 
 NAMED = {
@@ -45,8 +34,7 @@ def test_a_run_leaves_its_pinned_files_and_names(made, arithmetic, tmp_path):
     said, _ = made.into(tmp_path, 2, *extra)
     assert "passed for its old log-probs, the first step's too: train.epochs_per_rollout=2" in said
     rows = rows_of(tmp_path)
-    # warm-up, then rollouts x epochs x mini-batches
-    assert [row["step"] for row in rows] == list(range(1, 3 + 2 * 2 * 2 + 1))
+    assert [row["step"] for row in rows] == list(range(1, 3 + 2 * 2 * 2 + 1))  # and rollouts x epochs x mini-batches
     assert [row["phase"] for row in rows] == ["warmup"] * 3 + ["rl"] * 8
     assert not NAMED - {name for row in rows for name in row}
     assert "report.html" in said and "<svg" in (tmp_path / "report.html").read_text()
@@ -92,13 +80,6 @@ def test_own_parts_train_the_run_of_the_built_in_ones(made):
     assert sum(row["skip/samples_dropped"] for row in rows_of(own)) > 0
 
 
-def without_orphans(rank: int, world: int, given: list[str]) -> tuple[int, str]:
-    """Run the command line, which must leave no reward worker of this rank."""
-    code, said = command_line(rank, world, given)
-    assert not [words for words in reward_workers() if str(os.getpid()) in words]
-    return code, said
-
-
 def test_a_run_with_workers_equals_one_without(made):
     """A run with reward workers equals one without, to the bit, and leaves no worker."""
     plain, helped = (made(1, *FUNCTIONS, f"reward.num_workers={count}", run=without_orphans) for count in (0, 1))
@@ -107,9 +88,8 @@ def test_a_run_with_workers_equals_one_without(made):
 
 
 def trains_on_two_what_one_trains(made, inputs, alone: tuple[str, ...], two: tuple[str, ...]):
-    """Check that a model in ``inputs`` trains the same run on two processes and on one, and is exported as it came.
-
-    The engine's log-probs are the trainer's after every sync. Return the run's folder on two processes.
+    """Check that a model trains the same run on two processes and on one, with its engine's log-probs, and is exported
+    as it came; return the run's folder on two processes.
     """
     model = f"model.hf_path={inputs / 'model'}"
     runs = made(1, model, *alone), made(2, model, *two)
@@ -129,10 +109,7 @@ def test_a_mixture_trains_the_same_run(made, mixture, layout):
 
 
 def test_experts_stacked_in_files_train_the_same_run(made, arithmetic, tmp_path):
-    """gpt-oss over two expert ranks is the run on one process, with the engine's own experts replayed.
-
-    Its export is what transformers writes: the experts of a layer stacked in one tensor.
-    """
+    """gpt-oss, with the engine's own experts replayed, is exported with a layer's experts stacked in one tensor."""
     inputs, replayed = prepare_gpt_oss(arithmetic, tmp_path / "inputs"), "rollout.routing_replay=rollout"
     run = trains_on_two_what_one_trains(made, inputs, (replayed,), (replayed, "parallel.expert=2"))
     assert rows_of(run)[0]["train/rerouted_token_share"] == 0.0
@@ -181,8 +158,7 @@ def test_a_reward_that_raises_stops_every_rank_with_the_samples_id_and_traceback
 @pytest.mark.parametrize("policy", quick(["drop", "zero"], "drop"))
 def test_a_reward_that_raises_costs_only_its_sample(made, policy):
     excluded = rows_of(made(2, *SEVENS, f"reward.on_error={policy}", "train.num_rollouts=1"))[0]["reward/excluded"]
-    # a prompt's four samples fail together
-    assert excluded > 0 and excluded % 4 == 0 if policy == "drop" else excluded == 0
+    assert excluded > 0 and excluded % 4 == 0 if policy == "drop" else excluded == 0  # a prompt's four fail together
 
 
 def test_an_infinite_reward_is_refused_before_it_becomes_nan(made):

@@ -19,6 +19,10 @@ TURNS = (
     "optimizer.schedule=constant",
     *("sft.steps=20", "sft.samples_per_step=8"),  # on short answers: turns end soon
 )
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %} {% endif %}"
+)
 
 
 class Riddle:
@@ -82,10 +86,7 @@ def test_a_run_repeats_to_the_bit(made, tmp_path, layout):
 
 
 def test_skip_equals_dense(made):
-    """With importance weights the skip run equals the dense one to the bit, where nothing is repacked.
-
-    The tokens with loss are the sampled ones.
-    """
+    """They are equal to the bit, where nothing is repacked. The tokens with loss are the sampled ones."""
     cut = ("plan.repack=false", "plan.samples_per_microbatch=2", "correction.mode=token_mask", "correction.cap=1.5")
     once = "train.num_rollouts=1"
     exact, off = (made(2, *TURNS, *cut, once, f"skip.mode={mode}") for mode in ("exact", "off"))
@@ -97,11 +98,7 @@ def test_skip_equals_dense(made):
 
 
 def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(made, tmp_path):
-    """A run ahead that goes on from a checkpoint equals the whole one.
-
-    The rollouts ahead and the replayed groups in a checkpoint have their masks and their environment's rewards. The
-    export of before is put aside.
-    """
+    """Rollouts ahead and replayed groups keep masks and environment's rewards; the export of before is put aside."""
     given = (
         *TURNS, *SAVED, "rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=1",
         "rollout.producer.min_groups=4", "correction.mode=token_truncate", "replay.capacity_groups=6",
@@ -118,12 +115,6 @@ def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(made, t
     assert_same_run(whole, part)
     assert (exported.with_name(f"stale_{exported.name}") / "hf" / "of_before").exists()
     assert not (exported / "hf" / "of_before").exists()
-
-
-CHAT = (
-    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}{% if "
-    "add_generation_prompt %} {% endif %}"
-)
 
 
 def messages(*said: tuple[str, str]) -> list[dict[str, str]]:
@@ -143,13 +134,9 @@ def test_a_run_of_chat_messages(made, arithmetic, tmp_path):
                 file.write(json.dumps({**row, "prompt": asked, "solution": messages(*turns)}) + "\n")
     common = (*TURNS, f"model.hf_path={tmp_path / 'model'}", "reward.functions=[environment]", "reward.weights=[1.0]")
     common += ("train.num_rollouts=1",)
-    plain, chat = (
-        made(2, *common, f"data.train={tmp_path / name}.jsonl", *extra)
-        for name, extra in (
-            ("plain", ("data.template='={prompt} '", "environment.arguments={end: ' '}")),
-            ("chat", ("data.template=chat", "environment.role=user", "environment.arguments={end: ''}")),
-        )
-    )
+    ways = {"plain": ("data.template='={prompt} '", "environment.arguments={end: ' '}")}
+    ways["chat"] = ("data.template=chat", "environment.role=user", "environment.arguments={end: ''}")
+    plain, chat = (made(2, *common, f"data.train={tmp_path / name}.jsonl", *extra) for name, extra in ways.items())
     assert_same_run(plain, chat, files=["trace.jsonl"])
     assert [row["rollout/turns_mean"] > 1.1 for row in firsts_of(plain, "rollout/turns_mean")] == [True]
 
@@ -183,10 +170,8 @@ def test_an_environment_of_gymnasiums_kind_in_a_whole_run(made, tmp_path):
     given = {"env": "tests.runs.test_turn_runs:Echo", "action": "tests.runs.test_turn_runs:as_it_is"}
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(f"{json.dumps(row | {'answer': '0'})}\n" for row in rows(**given, seeds=range(16))))
-    run = made(
-        1, f"data.train={data}", "environment.name=gymnasium", f"environment.arguments={json.dumps(given)}",
-        "rollout.max_response_tokens=40", "reward.functions=[environment]",
-    )
+    env = ("environment.name=gymnasium", f"environment.arguments={json.dumps(given)}", "rollout.max_response_tokens=40")
+    run = made(1, f"data.train={data}", *env, "reward.functions=[environment]")
     logged = firsts_of(run, "reward/environment")
     assert len(logged) == 2
     for row in logged:

@@ -30,10 +30,8 @@ def row(step: int, reward: float) -> str:
 
 
 def sample(number: int, ids: list[int], advantage: float, reward: float, advantages: list[float] | None = None) -> dict:
-    return sample_row(
-        sample=number, ids=ids, advantage=advantage, advantages=advantages, reward=reward, rewards=[reward],
-        finish_reason="stop", weight_version=number, excluded=None,
-    )
+    facts = dict(rewards=[reward], finish_reason="stop", weight_version=number, excluded=None)
+    return sample_row(sample=number, ids=ids, advantage=advantage, advantages=advantages, reward=reward, **facts)
 
 
 def group(prompt_id: str, answer: str, *samples: dict) -> dict[str, object]:
@@ -90,18 +88,13 @@ def test_a_rollout_is_that_of_all_ranks(server: WatchServer) -> None:
     assert whole["groups"][0]["samples"][0]["advantages"] == [0.0, 0.25, 0.5, -0.5]
 
 
-@pytest.mark.parametrize(
-    ("path", "host", "status", "said"),
-    [
-        ("/api/rollout?number=9", None, 404, "holds no rollout 9"),
-        ("/api/metrics?offset=-1", None, 422, "offset='-1' is no whole number"),
-        ("/../config.yaml", None, 404, "is no part of this page"),
-        ("/api/run", "elsewhere.example:80", 403, "this server is http://127.0.0.1:"),
-    ],
-)
-def test_a_question_without_an_answer_is_told_why(
-    path: str, host: str | None, status: int, said: str, server: WatchServer
-) -> None:
+@pytest.mark.parametrize(("path", "host", "status", "said"), [
+    ("/api/rollout?number=9", None, 404, "holds no rollout 9"),
+    ("/api/metrics?offset=-1", None, 422, "offset='-1' is no whole number"),
+    ("/../config.yaml", None, 404, "is no part of this page"),
+    ("/api/run", "elsewhere.example:80", 403, "this server is http://127.0.0.1:"),
+])
+def test_a_question_without_an_answer_is_told_why(path, host, status, said, server: WatchServer) -> None:
     found, text = answer_of(server, path, host)
     assert found == status and said in text
 
@@ -150,9 +143,8 @@ def test_the_page_shows_rollouts_as_text(server: WatchServer, tmp_path: pathlib.
         tokens = "[...document.querySelectorAll('.group:first-child .completion')[{}].children]"
         # the euro sign is one span, at the token that completes it; the colours' signs are the advantages'
         assert page.evaluate(f"{tokens.format(0)}.map((s) => s.textContent).join('|')") == "ja|€|<end>"
-        assert page.evaluate(
-            f"{tokens.format(0)}.map((s) => s.style.background.match(/high|low/)?.[0] ?? 'none').join()"
-        ) == ("none,high,low")
+        colours = f"{tokens.format(0)}.map((s) => s.style.background.match(/high|low/)?.[0] ?? 'none').join()"
+        assert page.evaluate(colours) == "none,high,low"
         shown = page.evaluate(f"{tokens.format(1)}.map((s) => s.textContent).join('')")
         assert shown == HOSTILE.replace("\u202e", "\\u{202e}") + "<end>"
         assert page.evaluate("document.querySelectorAll('#groups img').length + document.title") == "0mine"
@@ -168,16 +160,12 @@ def test_the_page_shows_rollouts_as_text(server: WatchServer, tmp_path: pathlib.
 
 
 @BROWSER
-def test_a_run_without_saved_rollouts_shows_its_completions(
-    server: WatchServer, run: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_run_without_saved_rollouts_shows_its_completions(server, run: pathlib.Path, tmp_path: pathlib.Path) -> None:
     for path in (run / "rollouts").iterdir():
         path.unlink()
-    made = Completion(
-        source="train", sample="17@0#3", prompt="3+4=", response="seven", answer="7", reward=0.5,
-        rewards={"score": 0.5}, advantage=float("inf"), finish_reason="length", response_tokens=2, weight_version=4,
-        rollout=6, step=6,
-    )
+    texts = dict(source="train", sample="17@0#3", prompt="3+4=", response="seven", answer="7", finish_reason="length")
+    earned = dict(reward=0.5, rewards={"score": 0.5}, advantage=float("inf"))
+    made = Completion(response_tokens=2, weight_version=4, rollout=6, step=6, **texts, **earned)
     (run / "completions.jsonl").write_text(json.dumps(to_row(made)) + "\n")
     with open_page(f"{server.address}#rollouts", tmp_path / "profile") as page:
         page.wait_for("document.querySelector('.completion')?.textContent", "seven")

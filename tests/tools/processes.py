@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
+import signal
+import subprocess
+
+import psutil
 
 from tests.patience import patient
 from tests.workers.nursery import Nursery
@@ -11,15 +17,24 @@ from tests.workers.nursery import Nursery
 BOUND_S = 600.0
 
 
-def run_on_ranks(
-    nursery: Nursery, world: int, folder: pathlib.Path, tool: pathlib.Path, *arguments: str
-) -> tuple[int, str]:
+def run_on_ranks(nursery: Nursery, world: int, folder: pathlib.Path, tool: object, *given: str) -> tuple[int, str]:
     """Run a tool on ``world`` ranks, of which nothing is left running; return the worst exit code and the output."""
     file = "tests.workers.nursery:run_file"
-    with nursery.ranks(world, arguments, folder / "ranks", function=file, given=[str(tool)]) as ranks:
+    with nursery.ranks(world, given, folder / "ranks", function=file, given=[str(tool)]) as ranks:
         codes = ranks.wait(patient(BOUND_S))
         assert None not in codes, ranks.said()
         return max(codes, key=abs), ranks.said()
+
+
+def end(launcher: subprocess.Popen) -> None:
+    """Kill a launcher that leads a session and all its descendants: its workers lead sessions of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(launcher.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.wait()
 
 
 def alive(pid: int) -> bool:

@@ -46,6 +46,14 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
+def held_bytes(built) -> tuple[int, int, int]:
+    """Return the bytes of weights, gradients and moments that a backend or a critic holds after a step."""
+    weights = [p for chunk in built.chunks for p in chunk.parameters()]
+    states = [x for part in built.optimizer.megatron.chained_optimizers for x in part.optimizer.state.values()]
+    moments = bytes_of(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
+    return bytes_of(weights), sum(p.main_grad.numel() * 4 for p in weights if p.requires_grad), moments
+
+
 def per_token(stages: int, virtual: int = 1) -> Costs:
     """Return costs of one second a token on every stage, a third of it forward, and of 7 s for an optimizer step."""
     model = CostModel(stages=(StageCost(overhead=0.0, token=1.0, square=0.0),) * stages, virtual=virtual)

@@ -44,10 +44,7 @@ def write_program(folder: pathlib.Path, name: str, text: str) -> None:
 def submit(
     tmp_path: pathlib.Path, template: str | pathlib.Path, *arguments: str, nodes: str = "a1 a2", **variables: str
 ) -> tuple[int, list[str], str]:
-    """Run the template (of examples/slurm, or an absolute path) as SLURM's slurmd would, with stand-ins.
-
-    Returns its exit code, the calls of the stand-ins, and its output.
-    """
+    """Run the template as slurmd would, with stand-ins; return its exit code, the stand-ins' calls, and its output."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("curl", CURL)):
         write_program(tmp_path / "bin", name, text)
     (tmp_path / "bin" / "activate").touch()

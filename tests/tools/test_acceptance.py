@@ -18,12 +18,25 @@ from tests.patience import patient, until
 from tests.reference import MIXTURES
 from tests.tools import ROOT, TOOLS, words
 from tests.tools.processes import alive
-from tests.workers.nursery import Nursery
+from tests.tools.slurm_stand_ins import write_program
 
 pytestmark = pytest.mark.process
 
 CPU_HOST = {"gpus": 0, "device": "a CPU", "where": "gloo, CPU", "python": "3.11", "versions": {"torch": "2"}}
 ONE_GPU, BY_NAME = {**CPU_HOST, "gpus": 1, "where": "NCCL, x"}, {cell.name: cell for cell in CELLS}
+APEX = {"apex": "ModuleNotFoundError: No module named 'apex'"}
+VLLM = {"vllm": "ModuleNotFoundError: No module named 'vllm'"}
+PLANTED = words(
+    "tp2:drop-gradient:gradient pp2:wrong-weight:logprobs pp2:drop-survivor:skip pp2:repack:bitwise "
+    "single:freeze-ghost:ghost dp2:stale-replica:replicas dp2-overlap:no-ghost-gather:replicas"
+)
+PLANTED_IN_FEATURES = words(
+    "single:drop-gradient:gradient lora:drop-gradient:gradient critic:wrong-weight:values "
+    "critic:drop-gradient:gradient replay:lose-experts:logprobs replay-ep2:drop-gradient:gradient "
+    "offload:lose-state:offload offload:keep-memory:held checkpoint:lose-state:checkpoint "
+    "sync-shared-memory:flip-byte:delivered delta-shared-memory:flip-byte:delivered "
+    "rollout-embedded:other-weights:engine long:drop-gradient:gradient memory:whole-logits:memory"
+)
 
 
 def fill(folder: pathlib.Path, *arguments: str) -> tuple[int, list[dict], str]:
@@ -51,16 +64,12 @@ sleep 1000
 
 @pytest.fixture
 def python(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "python"
-    path.write_text(PYTHON)
-    path.chmod(0o755)
+    write_program(tmp_path, "python", PYTHON)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
 
-def test_single_cell_passes_and_every_other_reason_is_named(
-    nursery: Nursery, tmp_path: pathlib.Path, python: None, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_single_cell_passes_and_every_other_reason_is_named(nursery, tmp_path, python, monkeypatch, capsys) -> None:
     """The cell's own process is real, and forked; no launcher starts it."""
     measured, page, said = (tmp_path / name for name in ("measured.json", "docs/matrix.md", "said.txt"))
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -95,9 +104,7 @@ def test_a_cell_passes_by_torchrun(tmp_path: pathlib.Path) -> None:
     assert code == 0 and rows[0]["status"] == "passed", output
 
 
-def test_hang_is_bounded_and_leaves_no_process(
-    tmp_path: pathlib.Path, python: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hang_is_bounded_and_leaves_no_process(tmp_path: pathlib.Path, python, monkeypatch) -> None:
     worker = tmp_path / "worker"
 
     class Launched(subprocess.Popen):
@@ -133,23 +140,16 @@ def test_cell_passes_only_with_every_check_within_its_bound() -> None:
     assert judged(exact, checkpoint=3.0)["reason"].startswith("checkpoint 3.0e+00, allowed 0 ")
 
 
-APEX = {"apex": "ModuleNotFoundError: No module named 'apex'"}
-VLLM = {"vllm": "ModuleNotFoundError: No module named 'vllm'"}
-
-
-@pytest.mark.parametrize(
-    ("name", "host", "processes", "imports", "reason"),
-    [
-        ("tp2-pp2", ONE_GPU, 4, {}, "needs 4 GPUs, this host has 1"),
-        ("single", ONE_GPU, 4, {}, ""),
-        ("tp2-pp2", CPU_HOST, 2, {}, "needs 4 processes, --max-processes is 2"),
-        ("te-single", CPU_HOST, 4, {}, "needs a GPU for transformer_engine, this host has none"),
-        ("sync-cuda-ipc", CPU_HOST, 4, {}, "needs a GPU, this host has none"),
-        ("sync-broadcast", ONE_GPU, 4, {}, "needs 2 GPUs, this host has 1"),
-        ("adam-apex", ONE_GPU, 4, APEX, f"apex cannot be imported: {APEX['apex']}"),
-        ("vllm", CPU_HOST, 4, VLLM, f"vllm cannot be imported: {VLLM['vllm']}"),
-    ],
-)
+@pytest.mark.parametrize(("name", "host", "processes", "imports", "reason"), [
+    ("tp2-pp2", ONE_GPU, 4, {}, "needs 4 GPUs, this host has 1"),
+    ("single", ONE_GPU, 4, {}, ""),
+    ("tp2-pp2", CPU_HOST, 2, {}, "needs 4 processes, --max-processes is 2"),
+    ("te-single", CPU_HOST, 4, {}, "needs a GPU for transformer_engine, this host has none"),
+    ("sync-cuda-ipc", CPU_HOST, 4, {}, "needs a GPU, this host has none"),
+    ("sync-broadcast", ONE_GPU, 4, {}, "needs 2 GPUs, this host has 1"),
+    ("adam-apex", ONE_GPU, 4, APEX, f"apex cannot be imported: {APEX['apex']}"),
+    ("vllm", CPU_HOST, 4, VLLM, f"vllm cannot be imported: {VLLM['vllm']}"),
+])
 def test_a_cell_that_this_host_cannot_run_says_why(name, host, processes, imports, reason) -> None:
     assert acceptance.why_not(BY_NAME[name], host, processes, imports) == reason
 
@@ -187,17 +187,9 @@ def test_several_names_choose_their_cells() -> None:
 
 
 def test_reason_is_the_first_error_without_paths() -> None:
-    log = (
-        '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/home/me/x.py", line 3\n'
-        "[rank1]: FileNotFoundError: no /home/me/model/config.json here\nChildFailedError: \n"
-    )
+    log = '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/home/me/x.py", line 3\n[rank1]: '
+    log += "FileNotFoundError: no /home/me/model/config.json here\nChildFailedError: \n"
     assert acceptance.reason_in(log) == "FileNotFoundError: no <path> here"
-
-
-PLANTED = words(
-    "tp2:drop-gradient:gradient pp2:wrong-weight:logprobs pp2:drop-survivor:skip pp2:repack:bitwise "
-    "single:freeze-ghost:ghost dp2:stale-replica:replicas dp2-overlap:no-ghost-gather:replicas"
-)
 
 
 @pytest.mark.long
@@ -210,15 +202,6 @@ def test_every_check_can_fail(pool, planted: str) -> None:
     assert row["status"] == "failed" and check in row["reason"].split(), row
     assert row["checks"][check]["error"] > 10 * row["checks"][check]["allowed"], row
     assert fault in FAULTS
-
-
-PLANTED_IN_FEATURES = words(
-    "single:drop-gradient:gradient lora:drop-gradient:gradient critic:wrong-weight:values "
-    "critic:drop-gradient:gradient replay:lose-experts:logprobs replay-ep2:drop-gradient:gradient "
-    "offload:lose-state:offload offload:keep-memory:held checkpoint:lose-state:checkpoint "
-    "sync-shared-memory:flip-byte:delivered delta-shared-memory:flip-byte:delivered "
-    "rollout-embedded:other-weights:engine long:drop-gradient:gradient memory:whole-logits:memory"
-)
 
 
 @pytest.mark.long

@@ -1,11 +1,9 @@
-"""Checks the benchmarks of rollouts: tables of async_modes.py and refill.py, counted steps of stragglers.py.
-
-Those two and bitwise.py are also run whole, on the embedded engine.
-"""
+"""Checks the benchmarks of rollouts: async_modes.py, refill.py and bitwise.py whole too, steps of stragglers.py."""
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import async_modes as benchmark_async
 import numpy as np
@@ -82,13 +80,9 @@ def test_steps_of_stragglers_equal_a_heaps_without_them_and_lie_between_the_boun
 
 def test_the_engines_measurements_are_compared_round_by_round(monkeypatch, tmp_path):
     """Shares and lengths go to the engine in turn; a stand-in takes a second for each token of the longest sample."""
-
-    class Engine:
-        def close(self) -> None:
-            pass
-
+    engine = SimpleNamespace(close=lambda: None)
     given = stragglers.parse(["--prompts", "4", "--rollouts", "2", "--rounds", "3"])
-    monkeypatch.setattr(start_order, "open_engine", lambda *_: (Engine(), load_config(None, []), {}))
+    monkeypatch.setattr(start_order, "open_engine", lambda *_: (engine, load_config(None, []), {}))
     monkeypatch.setattr(stragglers, "time_rollouts", lambda *given: given[4].max())
     rows = stragglers.measure(given, tmp_path)
     assert [row["share"] for row in rows] == ["evenly dealt", "0", "0.125", "0.25"]

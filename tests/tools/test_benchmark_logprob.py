@@ -15,11 +15,7 @@ pytestmark = pytest.mark.process
 
 
 def test_ratios_are_those_of_the_figures(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A size beyond the limit is extrapolated.
-
-    Memory is faked, so that no process starts: plain takes 8 bytes per token on top of 100, lean always 50. 20 tokens
-    do not fit.
-    """
+    """Memory is faked: plain takes 8 bytes a token on top of 100, lean 50. For 20 tokens, too many, it extrapolates."""
     monkeypatch.setattr(tool, "measure_memory", lambda path, given, tokens: 100 + 8 * tokens if path == "plain" else 50)
     path, limit = tmp_path / "logprob.json", 2 * 10 * 30 * 4 / 1e9
     sizes = words("--tokens 20 5 10 --vocab 30 --hidden 4 --repeats 2 --chunk-tokens 3 --train-entropy")
@@ -53,11 +49,7 @@ def test_main_grad_is_the_same_whichever_way(path: str) -> None:
 
 @pytest.mark.long(seconds=15)
 def test_resident_memory_is_that_of_the_path() -> None:
-    """Lean holds less than a twentieth of what plain holds.
-
-    Both are measured in processes of their own: plain holds logits and gradient, 2 x 4096 x 8000 floats, lean two
-    chunks of 64 rows and gradients.
-    """
+    """Plain holds logits and gradient, 2 x 4096 x 8000 floats, lean two chunks of 64 rows and gradients."""
     given = tool.parse(["--tokens", "4096", "--vocab", "8000", "--hidden", "8", "--chunk-tokens", "64"])
     plain, lean = (tool.measure_memory(path, given, 4096) for path in tool.PATHS)
     assert plain > 2 * 4096 * 8000 * 4

@@ -35,13 +35,10 @@ def cases() -> list[Case]:
         count = size * steps
         signal = random.random(count) < random.choice([0.0, 0.1, 0.3, 0.7, 1.0])
         stage = StageCost(overhead=20.0, token=1.0, square=0.0)
-        rules = PlanRules(
-            data_size=data_size,
-            lockstep_ranks=int(random.choice([1, data_size])),
-            max_tokens=int(random.choice([33, 80, 1000])),
-            cost=CostModel(stages=(stage,) * int(random.integers(1, 4))),
-            microbatch_multiple=int(random.choice([1, 1, 2])),
-        )
+        given = dict(lockstep_ranks=[1, data_size], max_tokens=[33, 80, 1000], microbatch_multiple=[1, 1, 2])
+        drawn = {name: int(random.choice(values)) for name, values in given.items()}
+        cost = CostModel(stages=(stage,) * int(random.integers(1, 4)))
+        rules = PlanRules(data_size=data_size, cost=cost, **drawn)
         mini_batches = split_mini_batches(np.arange(count), size)
         found.append((mini_batches, random.integers(1, 70, count), signal, rules))
     return found
@@ -132,13 +129,9 @@ def test_policies_of_eight_samples_by_hand() -> None:
     mini_batches, lengths = split_mini_batches(np.arange(8), 4), np.array([5, 6, 7, 8, 9, 9, 9, 3])
     signal = np.isin(np.arange(8), [0, 1, 2])
     found = {name: policy(mini_batches, lengths, signal, PlanRules()) for name, policy in plans.POLICIES.items()}
-    assert {name: [x.order.tolist() for x in plan.mini_batches] for name, plan in found.items()} == {
-        "dense": [[0, 1, 2, 3], [4, 5, 6, 7]],
-        "ours": [[0, 1, 2], []],
-        "keep_one": [[0, 1, 2], [7]],
-        "filter_pad": [[0, 1], [2, 7]],
-        "fewest_steps": [[0, 1, 2, 7]],
-    }
+    wanted = dict(dense=[[0, 1, 2, 3], [4, 5, 6, 7]], ours=[[0, 1, 2], []], keep_one=[[0, 1, 2], [7]])
+    wanted |= dict(filter_pad=[[0, 1], [2, 7]], fewest_steps=[[0, 1, 2, 7]])
+    assert {name: [x.order.tolist() for x in plan.mini_batches] for name, plan in found.items()} == wanted
 
 
 def test_weights_are_each_samples_own_or_counted_over_what_the_step_runs() -> None:
@@ -187,11 +180,8 @@ def trajectories(rank: int, world: int, pipeline: int) -> dict[str, dict]:
 
 @pytest.mark.parametrize("pipeline", quick([1, 2], 2))
 def test_ours_ends_where_dense_ends_and_fewer_steps_do_not(pool: Pool, pipeline: int) -> None:
-    """Policies that leave samples in their steps end where dense ends.
-
-    The bound is 1e-5 of the movement: float32 sums in another order, through AdamW, whose epsilon is raised so that a
-    gradient which is rounding alone (an attention bias) makes no whole step. A policy that moves samples to another
-    step is off by a share of the movement itself.
+    """The bound is 1e-5 of the movement: float32 sums in another order, through AdamW, whose epsilon is raised so that
+    a gradient of rounding alone (an attention bias) makes no whole step. Policies that move samples are far off.
     """
     for found in pool.run(2, trajectories, pipeline, timeout_s=90):
         error = {name: x["error_of_movement"] for name, x in found.items()}

@@ -15,6 +15,7 @@ import pytest
 import torch
 import update as benchmark_update
 import update_compare
+from rich.console import Console
 from update_compare import BAR, FAMILIES, GradientsDiffer
 from update_trl import INSTALL, LAYOUTS, make_microbatches, pad_rows, padded_tokens, trl_settings
 
@@ -74,8 +75,7 @@ def test_microbatches_hold_every_sample_once_with_its_advantage(setting) -> None
     found = {}
     for part in make_microbatches(samples, advantages, setting):
         assert len(part["prompt_ids"]) == setting.samples
-        # of the whole batch, in each
-        assert part["num_items_in_batch"] == sum(len(x.token_ids) - x.prompt_tokens for x in samples)
+        assert part["num_items_in_batch"] == sum(len(x.token_ids) - x.prompt_tokens for x in samples)  # the whole batch
         for row in range(setting.samples):
             prompt = part["prompt_ids"][row][part["prompt_mask"][row].bool()].tolist()
             response = part["completion_ids"][row][part["completion_mask"][row].bool()].tolist()
@@ -150,11 +150,10 @@ def test_contenders_take_turns() -> None:
 
 
 def make_rows(**seconds: float) -> list[dict]:
-    def row(family: str, s: float, factor: int) -> dict:
-        named = {"family": family, "setting": f"{family} {factor}", "positions": 7}
-        return named | {"s": s * factor, "cpu_s": s * factor / 2, "tokens_per_s": 100 / s}
-
-    return [row(family, s, factor) for family, s in seconds.items() for factor in (2, 1)]
+    return [
+        {"family": x, "setting": f"{x} {n}", "positions": 7, "s": s * n, "cpu_s": s * n / 2, "tokens_per_s": 100 / s}
+        for x, s in seconds.items() for n in (2, 1)
+    ]
 
 
 def test_best_is_the_fastest_of_each_family() -> None:
@@ -169,8 +168,6 @@ def test_best_is_the_fastest_of_each_family() -> None:
 
 
 def test_tables_say_what_was_compared_and_what_trl_ran() -> None:
-    from rich.console import Console
-
     rows = make_rows(trl_shipped=8.0, trl_helped=6.0, dense=4.0, skip=2.0)
     gradients = [{"setting": x["setting"], "error": 3e-7} for x in rows]
     result = {"dead_share": 0.75, "dense_tokens": 100, "samples": 16, "samples_without_signal": 12}

@@ -1,7 +1,4 @@
-"""Our tables equal those of NVIDIA megatron-bridge, where it is installed.
-
-To install it: ``make test-bridge`` (docs/bridge.md).
-"""
+"""Our tables equal those of NVIDIA megatron-bridge, where ``make test-bridge`` has installed it (docs/bridge.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ def test_the_tables_are_those_of_megatron_bridge() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(600), check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    print({family: count for family, (count, _) in found.items()})
     assert {family: differences for family, (_, differences) in found.items()} == dict.fromkeys(found, [])
     # the least: two layers of six, the embedding, the last norm and the output
     assert len(found) == 6 and min(count for count, _ in found.values()) == 15

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,8 +32,6 @@ from tests.tools.converting import changed, run, same, tensors_of, write_model
 # float32, 4 layers, 64 tokens: seen up to 2e-6; a lost bias or a wrong rotary frequency shows at 1e-2 and above
 LOGPROB_TOLERANCE = 1e-5
 KEY = "model.layers.1.self_attn.k_proj.weight"
-
-
 LONG = ("qwen2_untied", "phi3_partial", "qwen3_moe_unnormalised", "moonlight", "llama4_interleaved")  # kin of others
 QUICK = [family for family in (*FAMILIES, *MIXTURES) if family not in LONG]
 
@@ -45,7 +44,6 @@ def test_a_round_trip_is_bitwise_and_log_probs_are_those_of_transformers(tmp_pat
     check = ("--check-logits", "--tolerance", LOGPROB_TOLERANCE, "--json", found)
     assert run("roundtrip", tmp_path / "hf", *cut, *check) == 0
     found = json.loads(found.read_text())
-    print(family, f"{found['logprob_gap']:.1e}")
     held = file_tensors(tensors_of(tmp_path / "hf"), model.config.model_type)  # an expert's in a stack one by one
     assert found["equal"] == found["tensors"] == len(held) and found["equal_files"] == found["files"] >= 4
 
@@ -107,10 +105,7 @@ def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: pathlib.Path, c
     assert run("import", tmp_path / "hf", tmp_path / "megatron") == 2
     assert "release exists; name another folder, or pass --overwrite" in capsys.readouterr().err
     before = (tmp_path / "megatron" / "release" / ".metadata").read_bytes()
-
-    def full(*_):
-        raise OSError("no space left on device")
-
+    full = Mock(side_effect=OSError("no space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(TorchDistWriter, "finish", full)
         with pytest.raises(OSError, match="no space"):
@@ -140,10 +135,8 @@ print("GROWTH", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 
 
 @pytest.mark.long
 def test_memory_grows_by_a_layer_and_a_tensor_not_by_the_model(tmp_path: pathlib.Path) -> None:
-    """The model has 630 MB of weights, 31 MB a layer.
-
-    The peak may grow by a layer of mapped files, the largest Megatron tensor (gate and up, 13 MB), half of it as a
-    chunk on its way to disk, and 8 MB of slack. Seen: 45 MB, whatever the number of layers.
+    """Of 630 MB, 31 a layer, the peak may grow by a mapped layer, the largest tensor (gate and up, 13 MB), half
+    of that as a chunk on its way to disk, and 8 MB of slack. Seen: 45 MB, whatever the number of layers.
     """
     tiny_model("llama")[1].save_pretrained(tmp_path / "small")
     _, big = tiny_model("llama", layers=20, hidden=1024)
@@ -153,7 +146,6 @@ def test_memory_grows_by_a_layer_and_a_tensor_not_by_the_model(tmp_path: pathlib
     assert done.returncode == 0, done.stderr
     growth = int(done.stdout.split("GROWTH")[1])
     layer, half = 4 * (3 * 1024 * 1024 + 3 * 1024 * 1536), 4 * 1024 * 1536
-    print(f"layer {layer / 1e6:.0f} MB, growth {growth / 1e6:.0f} MB")
     assert sum(x.nbytes for x in big.state_dict().values()) > 590e6 and growth < layer + 3 * half + 8e6
 
 
@@ -335,14 +327,11 @@ def test_import_and_export_call_the_bridge(bridge, tmp_path: pathlib.Path, monke
     assert capsys.readouterr().out.count("by megatron-bridge") == 2
 
 
-@pytest.mark.parametrize(
-    ("family", "gpu", "extra", "said"),
-    [
-        ("gemma2", False, (), "there is no GPU"),
-        ("gemma2", True, ("--tp", "2"), "leave them out"),
-        ("mamba2", True, (), "neither our tables nor the megatron-bridge"),
-    ],
-)
+@pytest.mark.parametrize(("family", "gpu", "extra", "said"), [
+    ("gemma2", False, (), "there is no GPU"),
+    ("gemma2", True, ("--tp", "2"), "leave them out"),
+    ("mamba2", True, (), "neither our tables nor the megatron-bridge"),
+])
 def test_what_the_bridge_cannot_do_is_said(bridge, tmp_path, monkeypatch, capsys, family, gpu, extra, said) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert run("import", folder_of(tmp_path / "hf", family), tmp_path / "out", *extra) == 2

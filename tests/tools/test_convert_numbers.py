@@ -16,14 +16,11 @@ from tests.reference import tiny_model
 from tests.tools.converting import run, same, tensors_of
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype", "message"),
-    [
-        (torch.nan, "float32", "holds 2 numbers that are NaN or infinite, of"),
-        (-torch.inf, "bfloat16", "holds 2 numbers that are NaN or infinite, of"),
-        (1e38, "float16", "hold numbers that torch.float16 has no place for; choose a wider one with --dtype"),
-    ],
-)
+@pytest.mark.parametrize(("value", "dtype", "message"), [
+    (torch.nan, "float32", "holds 2 numbers that are NaN or infinite, of"),
+    (-torch.inf, "bfloat16", "holds 2 numbers that are NaN or infinite, of"),
+    (1e38, "float16", "hold numbers that torch.float16 has no place for; choose a wider one with --dtype"),
+])
 def test_numbers_that_are_not_finite_are_refused_both_ways(tmp_path, capsys, value, dtype, message) -> None:
     name, source = "model.layers.1.mlp.down_proj.weight", tmp_path / "hf"
     tiny_model("qwen2_tied")[1].save_pretrained(source)

@@ -25,6 +25,20 @@ from tests.tools.processes import alive
 
 MACHINE = dict(gpus=0, device="a CPU", driver="none", **dict.fromkeys(("cuda", "cudnn", "nccl")), python="3.12")
 MACHINE["versions"] = {"torch": "2"}
+WRITES = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'figure': 2.5}))"
+# It starts a process in a session of its own, as torchrun does, and waits for ever.
+HANGS = """import subprocess, sys, time, pathlib
+child = subprocess.Popen(['sleep', '3600'], start_new_session=True)
+pathlib.Path(sys.argv[1]).with_name('child').write_text(str(child.pid))
+time.sleep(3600)"""
+MEETS = """import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1]).parents[2]
+(folder / sys.argv[1].split('/')[-2]).touch()
+while not all((folder / x).exists() for x in ('left', 'right')): time.sleep(0.01)"""
+PROCESS_GROUP = """import os, sys, torch
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+open(sys.argv[1], "w").write("{}")
+"""
 
 
 def step(name: str, command: str, *, part: int = 1, limit_s: float = patient(60.0), **facts: object) -> Step:
@@ -57,14 +71,6 @@ def run(folder: pathlib.Path, *steps: Step, left_s: float = 600.0) -> list[dict]
     return found
 
 
-WRITES = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'figure': 2.5}))"
-# It starts a process in a session of its own, as torchrun does, and waits for ever.
-HANGS = """import subprocess, sys, time, pathlib
-child = subprocess.Popen(['sleep', '3600'], start_new_session=True)
-pathlib.Path(sys.argv[1]).with_name('child').write_text(str(child.pid))
-time.sleep(3600)"""
-
-
 @pytest.mark.process
 def test_a_step_that_fails_hangs_or_dies_does_not_stop_the_rest(tmp_path: pathlib.Path) -> None:
     judges = WRITES.replace("{'figure': 2.5}", "{'failed': 'three tensors differ'}") + "; sys.exit(1)"
@@ -90,12 +96,6 @@ def test_a_step_that_fails_hangs_or_dies_does_not_stop_the_rest(tmp_path: pathli
     assert "| 1 | passes | passed |" in page and "figure 2.5" in page
     assert {x.name for x in (tmp_path / "copied").iterdir()} == {"report.md", "report.json", "logs.tar.gz"}
     assert len(json.loads((tmp_path / "copied" / "report.json").read_text())) == 6
-
-
-MEETS = """import pathlib, sys, time
-folder = pathlib.Path(sys.argv[1]).parents[2]
-(folder / sys.argv[1].split('/')[-2]).touch()
-while not all((folder / x).exists() for x in ('left', 'right')): time.sleep(0.01)"""
 
 
 @pytest.mark.process
@@ -152,12 +152,6 @@ def test_only_scripts_of_one_process_that_run_alone_share_one() -> None:
     for command in (x for step in shared for x in (step.command, step.cpu) if x):
         python, script, *_ = shlex.split(command)
         assert python == "{python}" and script.startswith("{tools}/")
-
-
-PROCESS_GROUP = """import os, sys, torch
-torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-open(sys.argv[1], "w").write("{}")
-"""
 
 
 @pytest.mark.process

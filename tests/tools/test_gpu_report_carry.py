@@ -19,6 +19,11 @@ from gpu_report_steps.wheels import CarryError, check_folder, repack
 from tests.tools import ROOT
 
 MEGATRON = "megatron_core-0.19.2-cp312-cp312-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
+H100 = dict(gpus=1, device="1 x NVIDIA H100", driver="580", cuda="13.0", cudnn=91900, nccl="2.28.9", python="3.12.3")
+H100["versions"] = {"torch": "2.11.0"}
+SETTINGS = dict(hf_path="/somewhere/qwen2.5-1.5b", groups=8, group_size=4, mean_tokens=2048, dtype="bfloat16")
+SETTINGS |= dict(max_tokens_per_microbatch=8192, hidden=3584, vocab=151936)
+DENSE = {"dead_share": 0.75, "dense_s": 2.0, "skip_s": 0.5, "ratio": 4.0, "share_of_planned": 0.87}
 
 
 def container(*rows: tuple[int, int, bytes]) -> bytes:
@@ -58,14 +63,11 @@ def test_a_wheel_that_was_made_small_is_a_wheel(tmp_path: pathlib.Path) -> None:
     assert hashlib.sha256(b"z").digest()[:3].hex() == "594e51" and rows[1].startswith("a/z.py,sha256=WU5R")
 
 
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        (f"{MEGATRON} PyYAML-6.0-cp311-cp311-manylinux2014_x86_64.whl", "is not for Python 3.12 on x86-64 Linux"),
-        ("PyYAML-6.0-cp312-cp312-macosx_11_0_arm64.whl", "is not for Python 3.12 on x86-64 Linux"),
-        ("rich-15.0.0-py3-none-any.whl rich-14.0.0-py3-none-any.whl", "holds rich twice"),
-    ],
-)
+@pytest.mark.parametrize(("names", "says"), [
+    (f"{MEGATRON} PyYAML-6.0-cp311-cp311-manylinux2014_x86_64.whl", "is not for Python 3.12 on x86-64 Linux"),
+    ("PyYAML-6.0-cp312-cp312-macosx_11_0_arm64.whl", "is not for Python 3.12 on x86-64 Linux"),
+    ("rich-15.0.0-py3-none-any.whl rich-14.0.0-py3-none-any.whl", "holds rich twice"),
+])
 def test_wheels_that_would_not_install_are_refused(tmp_path: pathlib.Path, names: str, says: str) -> None:
     for name in names.split():
         (tmp_path / name).touch()
@@ -119,13 +121,6 @@ def test_a_trip_that_is_too_large_is_named(tmp_path: pathlib.Path, capsys: pytes
     assert "61.00 MiB  part 1: base + te, of 60" in printed.out and "by 1.00 MiB, most of it te/" in printed.err
 
 
-H100 = dict(gpus=1, device="1 x NVIDIA H100", driver="580", cuda="13.0", cudnn=91900, nccl="2.28.9", python="3.12.3")
-H100["versions"] = {"torch": "2.11.0"}
-SETTINGS = dict(hf_path="/somewhere/qwen2.5-1.5b", groups=8, group_size=4, mean_tokens=2048, dtype="bfloat16")
-SETTINGS |= dict(max_tokens_per_microbatch=8192, hidden=3584, vocab=151936)
-DENSE = {"dead_share": 0.75, "dense_s": 2.0, "skip_s": 0.5, "ratio": 4.0, "share_of_planned": 0.87}
-
-
 def record(name: str, found: dict, outcome: str = "passed", reason: str = "") -> dict:
     own = dict(name=name, found=found, outcome=outcome, reason=reason, seconds=1.0, command="c", part=1)
     return {**own, "machine": H100, "commit": "c0ffee", "date": "2026-01-02T03:04:05"}
@@ -144,15 +139,13 @@ def row(page: str, start: str) -> str:
 def test_figures_stand_beside_their_floors() -> None:
     cells = [cell("single", gradient=(2e-5, 1e-4), bitwise=(0.0, 0.0)), cell("pp2", "failed", gradient=("nan", 1e-4))]
     logprob = {"tokens": 8192, "lean_s": 0.125, "lean_bytes": 2**32, "plain_s": 0.104, "plain_bytes": 2**33}
-    page = table.table(
-        [
-            record("cells, one process", {"cells": cells}, "failed", "1 passed, 1 failed"),
-            record("skip", {"settings": SETTINGS, "rows": [{**DENSE, "dense_mfu": 0.3, "skip_mfu": 0.25}]}),
-            record("log-probs, own chunk", {"settings": SETTINGS, "rows": [logprob]}),
-            record("offload", {"headline": ["moved"], "bytes": 3.35e12}),
-            record("collectives", {"headline": ["14 of 14 right"]}),
-        ]
-    )
+    page = table.table([
+        record("cells, one process", {"cells": cells}, "failed", "1 passed, 1 failed"),
+        record("skip", {"settings": SETTINGS, "rows": [{**DENSE, "dense_mfu": 0.3, "skip_mfu": 0.25}]}),
+        record("log-probs, own chunk", {"settings": SETTINGS, "rows": [logprob]}),
+        record("offload", {"headline": ["moved"], "bytes": 3.35e12}),
+        record("collectives", {"headline": ["14 of 14 right"]}),
+    ])
     assert page.startswith("1 x NVIDIA H100, driver 580; torch 2.11.0, Python 3.12.3; 2026-01-02; commit c0ffee.")
     assert "1 of 2 passed; worst error 0.2 of its bound (gradient of single); pp2 failed: why" in page
     skip = row(page, "skip, 75 % dead: qwen2.5-1.5b, 8 × 4 samples of 2,048 tokens")

@@ -1,7 +1,6 @@
-"""The launch lines of examples/h100 start what the page says, and its forecasts are what the simulator gives.
+"""The launch lines of examples/h100, through sbatch templates without SLURM, start jobs that the page forecasts.
 
-Each line goes through its sbatch template with stand-ins for SLURM; the trainer's arguments that come out of it are
-checked and forecast on the models' published sizes. No GPU is at hand: that the runs work there is not shown.
+Sizes are the models' published ones. No GPU is at hand: that the runs work there is not shown.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import torch
 from conversion import gguf_import
 from conversion.gguf_file import GgufFile
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.config_json import load_hf_config, stop_ids
@@ -71,8 +72,6 @@ def test_the_file_that_is_read_is_the_librarys(tmp_path: pathlib.Path) -> None:
 
 
 def test_tokenizer_template_and_stop_tokens_go_along(tmp_path: pathlib.Path) -> None:
-    from transformers import AutoTokenizer
-
     write_gguf(tmp_path / "m.gguf", keys={"tokenizer.ggml.eot_token_id": 1})
     assert run(tmp_path / "m.gguf", tmp_path / "hf") == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
@@ -169,18 +168,14 @@ DAMAGED = {
     "a key's type": (header(text(b"k") + struct.pack("<I", 77), keys=1), "gives the key 'k' the type 77"),
     "a key twice": (header((text(b"k") + struct.pack("<IB", 0, 1)) * 2, keys=2), "holds the key 'k' twice"),
     "UTF-8": (header(text(b"\xff"), keys=1), "holds a text that is not UTF-8"),
-    "alignment": (
-        header(text(b"general.alignment") + struct.pack("<II", 4, 3), keys=1), "has general.alignment=3, which is no"
-    ),
+    "alignment": (header(text(b"general.alignment") + struct.pack("<II", 4, 3), keys=1), "has general.alignment=3,"),
     "a tensor's type": (header(place(b"t", 32, kind=99), tensors=1), "gives the tensor 't' the type 99"),
     "dimensions": (header(place(b"t", 1, dimensions=2**31), tensors=1), "dimensions of 't' is 2147483648"),
     "a shape": (header(place(b"t", 2**63, 2), tensors=1), "gives the tensor 't' the shape [2, 9223372036854775808]"),
     "a block": (header(place(b"t", 33, kind=8), tensors=1), "rows of 33 elements, and a block of Q8_0 has 32"),
     "an offset beyond": (header(place(b"t", 4, offset=2**62), tensors=1), "puts the tensor 't' at bytes 46116860184"),
     "an odd offset": (header(place(b"t", 4, offset=8), tensors=1), "tensors aligned to 32"),
-    "one over another": (
-        header(place(b"t", 32)[:-256], place(b"u", 32, offset=32), tensors=2), "puts the tensor 'u' over 't'"
-    ),
+    "one over another": (header(place(b"t", 32)[:-256], place(b"u", 32, offset=32), tensors=2), "tensor 'u' over 't'"),
     "a tensor twice": (header(place(b"t", 4)[:-256], place(b"t", 4), tensors=2), "holds the tensor 't' twice"),
 }  # fmt: skip
 

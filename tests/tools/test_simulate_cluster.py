@@ -20,7 +20,10 @@ from tests.equality.rig import DEFAULTS, layers_of, open_rig, ragged_advantages
 from tests.pairwise import quick
 from tests.reference import tiny_config
 from tests.tools import words
-from tests.tools.simulated_job import bytes_of, equal_samples, job_of, per_token, tiny_job
+from tests.tools.simulated_job import bytes_of, equal_samples, held_bytes, job_of, per_token, tiny_job
+
+KIN = ("TP2 SP, layers of two kinds", "TP2 SP ETP1, biases and sinks", "EP2, latents")
+KIN += ("EP2, adapters on experts", "PP2 VPP2, adapters")
 
 
 def split(family: str, given: str) -> tuple[str, ...]:
@@ -72,39 +75,19 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
         plan = rig.plan(values, drops=True)
         rig.step(values, drops=True)
         backend, facts = rig.backend, rig.batch.facts
-        weights = [p for chunk in backend.chunks for p in chunk.parameters()]
+        found = dict(zip(("weights", "gradients", "moments"), held_bytes(backend), strict=True))
         backend.keep_reference()
         kept = backend.reference.tensors if backend.config.reference.placement == "device" else []
-        states = [x for part in backend.optimizer.megatron.chained_optimizers for x in part.optimizer.state.values()]
-        return {
-            "weights": bytes_of(weights),
-            "gradients": sum(p.main_grad.numel() * 4 for p in weights if p.requires_grad),
-            "moments": bytes_of(state[name] for state in states for name in ("exp_avg", "exp_avg_sq")),
-            "reference": bytes_of(kept),
-            "stage": backend.topology.pipeline_rank,
-            "fingerprints": plan.fingerprints(),
-            "prior": plan_rules(backend.config, backend.topology, backend.shape, share_prompts=True),
-            "signal": values != 0,
-            "workload": dict(
-                prompt_tokens=facts.prompt_tokens,
-                response_tokens=facts.response_tokens,
-                loss_tokens=facts.response_tokens,
-                response_inputs=facts.response_inputs,
-                groups=facts.prompt_keys,
-            ),
-        }
-
-
-KIN = ("TP2 SP, layers of two kinds", "TP2 SP ETP1, biases and sinks", "EP2, latents")
-KIN += ("EP2, adapters on experts", "PP2 VPP2, adapters")
+        lengths = {name: getattr(facts, name) for name in ("prompt_tokens", "response_tokens", "response_inputs")}
+        found["workload"] = lengths | dict(loss_tokens=facts.response_tokens, groups=facts.prompt_keys)
+        found["prior"] = plan_rules(backend.config, backend.topology, backend.shape, share_prompts=True)
+        stage = backend.topology.pipeline_rank
+        return found | dict(reference=bytes_of(kept), stage=stage, fingerprints=plan.fingerprints(), signal=values != 0)
 
 
 @pytest.mark.parametrize("split", quick(SPLITS, *(SPLITS.keys() - KIN)))
 def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
-    """Bytes of weights, of a second model too, and of gradients are equal on every rank, of moments over all ranks.
-
-    Rules and plan are equal by value.
-    """
+    """Bytes of weights, second model and gradients are equal on every rank, bytes of moments over all ranks."""
     family, *overrides = SPLITS[split]
     config, shape, degrees = shaped(family, 2, *overrides)
     found = pool.run(2, built, family, *overrides, timeout_s=120)
@@ -144,11 +127,7 @@ SAVED["latents over TP2"] = split("moonlight", "SP expert_tensor=1 expert=2")
 
 @pytest.mark.parametrize("case", SAVED)
 def test_activations_are_what_autograd_saves(pool, case: str) -> None:
-    """The activations of a layer are within 5 % of the bytes that autograd saves for it, on the mean of the ranks.
-
-    They are found in float32, by the difference between four layers and two. The 5 %: norms keep a number
-    per token, attention one per token and head.
-    """
+    """Four layers less two, float32, on the ranks' mean. The 5 %: norms keep a number a token, attention one a head."""
     family, *overrides = SAVED[case]
     world = 2 if overrides else 1
     deep, shallow = (pool.run(world, saved_bytes, family, layers, *overrides, timeout_s=60) for layers in (4, 2))

@@ -17,7 +17,7 @@ from megatron_rl.simulator.forecast import critic_memory, memory_of, with_critic
 from megatron_rl.simulator.memory import StageMemory, beside_critic
 from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig
 from tests.reference import LAYERS, file_weights, tiny_config, tiny_model
-from tests.tools.simulated_job import bytes_of, equal_samples, job_of
+from tests.tools.simulated_job import bytes_of, equal_samples, held_bytes, job_of
 
 GRIDS = {
     "DP2, sharded": ("llama", "optimizer.distributed=true"),
@@ -25,6 +25,8 @@ GRIDS = {
     "TP2 beside PP2": ("qwen2_tied", "parallel.pipeline=2", "critic.parallel={pipeline: 1, tensor: 2}"),
     "EP2": ("mixtral", "parallel.expert=2", "critic.optimizer.distributed=true"),
 }
+GIVEN = ("advantage.estimator=distillation", "data.max_prompt_tokens=32", "model.dtype=float32")
+DEPTH, HIDDEN = 4, 32  # of the teacher
 
 
 def critic_bytes(rank: int, world: int, family: str, *overrides: str) -> tuple[int, int, int]:
@@ -33,12 +35,9 @@ def critic_bytes(rank: int, world: int, family: str, *overrides: str) -> tuple[i
         critic = Critic(rig.backend.config, hf_config=rig.backend.hf_config, weights=file_weights(rig.model))
         count = int(rig.batch.facts.response_tokens.sum())
         critic.train(rig.batch, np.ones(count, np.float32), np.zeros(count, np.float32))
-        parameters = [p for chunk in critic.chunks for p in chunk.parameters()]
-        states = [x for part in critic.optimizer.megatron.chained_optimizers for x in part.optimizer.state.values()]
-        moments = bytes_of(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
-        gradients = sum(p.main_grad.numel() * 4 for p in parameters)
+        found = held_bytes(critic)
         critic.close()
-    return bytes_of(parameters), gradients, moments
+    return found
 
 
 def job_with_critic(family: str, world: int, *overrides: str):
@@ -107,10 +106,6 @@ def test_a_separate_critic_must_fit_on_its_own_gpus() -> None:
     assert "training the critic needs" in shortfalls(needs, job.config, critic.total - 1)[-1]
 
 
-GIVEN = ("advantage.estimator=distillation", "data.max_prompt_tokens=32", "model.dtype=float32")
-DEPTH, HIDDEN = 4, 32  # of the teacher
-
-
 def teacher_bytes(rank: int, world: int, *overrides: str) -> int:
     """Return the bytes of a built teacher's weights on a rank."""
     with open_rig("qwen2_tied", *overrides) as rig:
@@ -123,7 +118,6 @@ def test_a_teachers_memory_is_that_of_one_that_is_built(pool, tmp_path, layout: 
     any_tokenizer().save_pretrained(tmp_path / "teacher")
     given = (*GIVEN, *layout, f"teacher.hf_path={tmp_path / 'teacher'}")
     found = pool.run(2, teacher_bytes, *given, timeout_s=90)
-
     config = load_config(None, [*DEFAULTS, *given])
 
     def read_shape(config, degrees):

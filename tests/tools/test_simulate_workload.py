@@ -53,15 +53,12 @@ def test_a_trace_by_samples_equals_one_by_rollouts(tmp_path: pathlib.Path, caplo
     assert "by_sample.jsonl:5 is cut off and was left out" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("again", "message"),
-    [
-        ({}, "trace.jsonl:2: rollout 1 came before"),
-        ({"rollout": 2, "reward": [1.0]}, "lists of different lengths: .*'reward': 1"),
-        ({"rollout": 2, "group": ["x"] * 4}, "ValueError"),
-        ({"rollout": 2, "prompt_tokens": [None] * 4}, "cannot convert float NaN to integer"),
-    ],
-)
+@pytest.mark.parametrize(("again", "message"), [
+    ({}, "trace.jsonl:2: rollout 1 came before"),
+    ({"rollout": 2, "reward": [1.0]}, "lists of different lengths: .*'reward': 1"),
+    ({"rollout": 2, "group": ["x"] * 4}, "ValueError"),
+    ({"rollout": 2, "prompt_tokens": [None] * 4}, "cannot convert float NaN to integer"),
+])
 def test_a_line_that_is_no_rollout_is_named(tmp_path: pathlib.Path, again: dict, message: str) -> None:
     file = tmp_path / "trace.jsonl"
     append_trace(file, 1, equal_samples(4, 20))

@@ -1,7 +1,6 @@
-"""Checks the SLURM templates without SLURM, and that what tests/slurm/keeper.py keeps for a process ends with it.
+"""Checks the SLURM templates by a stand-in srun, and that what tests/slurm/keeper.py keeps ends with its process.
 
-A stand-in srun notes command lines, requeueing, and the way of a signal to the ranks. The real thing, two nodes and
-all, is ``make test-slurm`` (tests/slurm/check.py).
+The real thing, two nodes and all, is ``make test-slurm`` (tests/slurm/check.py).
 """
 
 from __future__ import annotations
@@ -45,6 +44,14 @@ codes = [each.wait() for each in ranks]
 print(codes, file=sys.stderr)
 sys.exit(1)
 """
+STAND_IN = "tests.tools.test_slurm_templates:StandIn"
+OWNER = f"""
+import pathlib, time
+from tests.slurm.keeper import kept
+with kept({STAND_IN!r}, pathlib.Path(__import__("sys").argv[1]), stop_s=20):
+    print("up", flush=True)
+    time.sleep(1000)
+"""
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -73,10 +80,9 @@ def test_one_task_per_node_meets_at_the_head_node(tmp_path):
     assert "attempt 1: a1 a2;" in said and "checkpoint: none" in said
 
 
-@pytest.mark.parametrize(
-    ("trainer_code", "saves", "requeued"),
-    [("75", "12", True), ("75", "", False), ("1", "12", False), ("0", "12", False), ("143", "12", False)],
-)
+@pytest.mark.parametrize(("trainer_code", "saves", "requeued"), [
+    ("75", "12", True), ("75", "", False), ("1", "12", False), ("0", "12", False), ("143", "12", False),
+])
 def test_job_requeues_itself_when_it_was_asked_to_leave_and_has_saved(tmp_path, trainer_code, saves, requeued):
     given = dict(TRAINER_CODE=trainer_code, TRAINER_SAVES=saves)
     code, calls, said = submit(tmp_path, "single_node.sbatch", nodes="a1", **given)
@@ -149,11 +155,10 @@ def test_node_ends_with_torchruns_exit_code(tmp_path, code):
     assert start_node(tmp_path, str(code)).wait(BOUND_S) == code
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(("number", "code", "whole_step"), [
     # SIGTERM to every process would end the stand-in; the real torchrun then ends its ranks by it
-    ("number", "code", "whole_step"),
-    [(signal.SIGUSR1, 75, False), (signal.SIGUSR1, 75, True), (signal.SIGTERM, 143, False)],
-)
+    (signal.SIGUSR1, 75, False), (signal.SIGUSR1, 75, True), (signal.SIGTERM, 143, False),
+])
 def test_signal_reaches_the_ranks_and_not_torchrun(tmp_path, number, code, whole_step):
     node = start_node(tmp_path, str(tmp_path))
     assert until(lambda: all((tmp_path / f"rank{i}").exists() for i in range(2)))
@@ -175,9 +180,6 @@ def test_check_that_cannot_run_is_skipped_with_a_code_of_its_own(monkeypatch, ca
     assert said.startswith("SKIPPED: ") and why in said and "passed" not in said
 
 
-STAND_IN = "tests.tools.test_slurm_templates:StandIn"
-
-
 class StandIn:
     """A daemon in place of SLURM's: it sleeps, its process id lies in the folder, and its end is written there."""
 
@@ -194,15 +196,6 @@ class StandIn:
     def __exit__(self, *_: object) -> None:
         self.daemon.terminate()
         (self.folder / "ended").write_text(str(self.daemon.wait()))
-
-
-OWNER = f"""
-import pathlib, time
-from tests.slurm.keeper import kept
-with kept({STAND_IN!r}, pathlib.Path(__import__("sys").argv[1]), stop_s=20):
-    print("up", flush=True)
-    time.sleep(1000)
-"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)

@@ -23,14 +23,26 @@ from tests.tools import load_script, words
 gsm8k = load_script("examples/gsm8k/prepare.py")
 quickstart = load_script("examples/quickstart/prepare.py")
 
-GSM8K_ROWS = [
-    {"question": question, "answer": answer}
-    for question, answer in (
-        ("Natalia sold 48, then half. How many?", "48/2 = <<48/2=24>>24\n48+24 = <<48+24=72>>72 clips\n#### 72"),
-        ("A house costs $80,000. Janet’s profit?", "It is $<<80000*1.5=120000>>120,000\n#### 120,000"),
-        ("It was 4 degrees and fell by 7.  Now?", "4-7 = -3\n#### -3"),
-    )
-]
+SOLVED = {
+    "Natalia sold 48, then half. How many?": "48/2 = <<48/2=24>>24\n48+24 = <<48+24=72>>72 clips\n#### 72",
+    "A house costs $80,000. Janet’s profit?": "It is $<<80000*1.5=120000>>120,000\n#### 120,000",
+    "It was 4 degrees and fell by 7.  Now?": "4-7 = -3\n#### -3",
+}
+GSM8K_ROWS = [{"question": question, "answer": answer} for question, answer in SOLVED.items()]
+SMALL = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 32, "max_position": 32}
+problems = load_script("examples/smollm2/problems.py")
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+math = load_script("examples/h100/prepare_math.py")
+BOXES = {
+    r"so $x=\boxed{\frac{1}{2}}$.": r"\boxed{\frac{1}{2}}",
+    r"first \boxed{1}, then \boxed{ (3,\infty) }": r"\boxed{(3,\infty)}",
+    r"$\boxed 7$": r"\boxed{7}",
+    r"\fbox{\$32,\!348}": r"\boxed{\$32,\!348}",
+    r"\boxed{\left\{1,2\right\}}": r"\boxed{\left\{1,2\right\}}",
+    r"\boxed{\text{even}}": r"\boxed{\text{even}}",
+    "no box": None,
+    r"\boxed{1": None,
+}
 
 
 def write_jsonl(path: pathlib.Path, rows) -> pathlib.Path:
@@ -83,9 +95,6 @@ def test_characters_and_vocabularies_that_cannot_be_tokens_are_refused():
         make_tokenizer.train_bpe(["x"], 257)
 
 
-SMALL = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 32, "max_position": 32}
-
-
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_model_directory_loads_with_the_same_tokenizer(tmp_path, family):
     texts = [row["answer"] for row in GSM8K_ROWS]
@@ -110,15 +119,12 @@ def test_equal_seeds_make_equal_weights(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"hidden": 100}, "--hidden 100 / --heads 4 = 25 is the size of a head and must be one of 32, 64, 80"),
-        ({"heads": 3, "hidden": 128}, "= 42.6667"),
-        ({"heads": 4, "kv_heads": 3}, "--heads 4 must be a multiple of --kv-heads 3"),
-        ({"layers": 0}, "--layers 0 must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "message"), [
+    ({"hidden": 100}, "--hidden 100 / --heads 4 = 25 is the size of a head and must be one of 32, 64, 80"),
+    ({"heads": 3, "hidden": 128}, "= 42.6667"),
+    ({"heads": 4, "kv_heads": 3}, "--heads 4 must be a multiple of --kv-heads 3"),
+    ({"layers": 0}, "--layers 0 must be at least 1"),
+])
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ConfigError, match=message):
         make_model.ModelSizes(**sizes)
@@ -173,19 +179,6 @@ def test_quickstart_order_is_the_seeds():
         quickstart.generate(1, ["/"], 0)
 
 
-math = load_script("examples/h100/prepare_math.py")
-BOXES = {
-    r"so $x=\boxed{\frac{1}{2}}$.": r"\boxed{\frac{1}{2}}",
-    r"first \boxed{1}, then \boxed{ (3,\infty) }": r"\boxed{(3,\infty)}",
-    r"$\boxed 7$": r"\boxed{7}",
-    r"\fbox{\$32,\!348}": r"\boxed{\$32,\!348}",
-    r"\boxed{\left\{1,2\right\}}": r"\boxed{\left\{1,2\right\}}",
-    r"\boxed{\text{even}}": r"\boxed{\text{even}}",
-    "no box": None,
-    r"\boxed{1": None,
-}
-
-
 def row(solution: str) -> str:
     return json.dumps({"problem": f"Why {solution}?", "level": "Level 5", "type": "Algebra", "solution": solution})
 
@@ -225,10 +218,6 @@ def test_what_cannot_be_read_is_named(tmp_path, capsys) -> None:
     assert "train.jsonl:1 has no text column 'problem'" in capsys.readouterr().err
 
 
-problems = load_script("examples/smollm2/problems.py")
-SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-
-
 def question(row: dict) -> str:
     return row["prompt"][-1]["content"]
 
@@ -253,9 +242,7 @@ def test_answers_are_those_of_the_working_and_rows_repeat(tmp_path: pathlib.Path
         assert math_verify([], [row["solution"] for row in rows[:40]], [], answers) == [1.0] * 40
 
 
-def test_no_kind_and_numbers_are_both_trained_and_held_out_and_steps_are_those_asked_for(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_no_kind_and_numbers_are_both_trained_and_held_out_and_steps_are_those_asked_for(tmp_path) -> None:
     assert problems.main(["--out", str(tmp_path), "--test-rows", "200"]) == 0
     rows = [read(tmp_path / name) for name in ("train.jsonl", "test.jsonl")]
     train, test = ({(row["kind"], *re.findall(r"\d+", question(row))) for row in part} for part in rows)

@@ -23,7 +23,7 @@ UNKNOWN = "--no-such-option"
 
 
 def call_all(out: str, *paths: str) -> None:
-    """Call each file with --help and with an unknown option, in one process; write [exit code, text] of each call.
+    """Call each file with --help and an unknown option, in one process; write [exit code, text] of each call.
 
     What a file imports from tools/ is forgotten before the next: two folders hold modules of one name.
     """
@@ -136,19 +136,16 @@ def test_arguments_that_cannot_work_are_refused_by_name(line: str, capsys, monke
     assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        ("--loss tests.own_parts:clipped --arguments low=0.1", 0, "equal: the loss stops no gradient"),
-        ("--loss tests.own_parts:quadratic", 1, "FAILS  a zero advantage"),
-        ("--loss tests.own_parts:quadratic", 1, "skip.mode=exact refuses it"),
-        ("--loss tests.own_parts:mean", 1, "FAILS  one finite loss per token"),
-        ("--loss tests.own_parts:none", 2, "has no 'none'"),
-        ("--estimator tests.own_parts:centred", 0, "holds  the order of the samples"),
-        ("--estimator tests.own_parts:by_batch", 1, "all rewards of its group are equal"),
-        ("--estimator tests.own_parts:by_batch --moves-equal-rewards", 0, "holds"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    ("--loss tests.own_parts:clipped --arguments low=0.1", 0, "equal: the loss stops no gradient"),
+    ("--loss tests.own_parts:quadratic", 1, "FAILS  a zero advantage"),
+    ("--loss tests.own_parts:quadratic", 1, "skip.mode=exact refuses it"),
+    ("--loss tests.own_parts:mean", 1, "FAILS  one finite loss per token"),
+    ("--loss tests.own_parts:none", 2, "has no 'none'"),
+    ("--estimator tests.own_parts:centred", 0, "holds  the order of the samples"),
+    ("--estimator tests.own_parts:by_batch", 1, "all rewards of its group are equal"),
+    ("--estimator tests.own_parts:by_batch --moves-equal-rewards", 0, "holds"),
+])
 def test_each_part_gets_its_properties_and_its_exit_code(capsys, arguments, code, said):
     assert check_own_parts.main(arguments.split()) == code
     assert said in "".join(capsys.readouterr())

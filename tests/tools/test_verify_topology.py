@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from tests.pairwise import quick
 from tests.patience import patient
 from tests.reference import MIXTURES, tiny_config
 from tests.tools import TOOLS
-from tests.tools.processes import BOUND_S, run_on_ranks
+from tests.tools.processes import BOUND_S, end, run_on_ranks
 from tests.tools.simulated_job import OVERLAPS, SP
 from tests.workers.environment import TORCHRUN, worker_environment
 from tests.workers.nursery import Nursery
@@ -26,6 +22,34 @@ from tests.workers.nursery import Nursery
 pytestmark = pytest.mark.process
 
 TOOL = TOOLS / "verify_topology.py"
+EXPERTS = ("parallel.expert=2", "parallel.expert_tensor=1")
+TWO_KINDS = ("glm4_moe", "deepseek_v3", "llama4_interleaved")  # of layers: a dense one, then a mixture
+TP2, PP2, CP2 = "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"
+PASSING = {
+    "TP2": (2, "qwen2_tied", (TP2,)),
+    "PP2": (2, "qwen3", (PP2,)),
+    "DP2, overlaps": (2, "llama", OVERLAPS),
+    "TP2 SP": (2, "llama3_rope", SP),
+    "CP2": (2, "qwen2_untied", (CP2,)),
+    "TP2 SP, PP2, VPP2": (4, "qwen2_tied", (*SP, PP2, "parallel.virtual_pipeline=2")),
+    "EP2": (2, "mixtral", EXPERTS),
+    "TP2 SP, EP2": (2, "qwen3_moe", (*SP, *EXPERTS)),
+    "TP2 SP, EP2, sinks": (2, "gpt_oss", (*SP, *EXPERTS)),
+    "EP2, PP2, layers of two kinds": (4, "glm4_moe", ("parallel.expert=2", "parallel.pipeline=2")),
+    "PP2, dense layers between": (2, "llama4_interleaved", ("parallel.pipeline=2",)),
+    "TP2 SP, latents": (2, "deepseek_v3", (*SP, *EXPERTS)),
+    "TP2, bfloat16": (2, "qwen2_tied", ("parallel.tensor=2", "--dtype", "bfloat16")),
+}
+OUTPUT = "attention output (model.layers.{}.self_attn.o_proj)"
+CORE = "attention core (model.layers.0.self_attn, before o_proj)"
+TP_FAULT = ("--inject", "tp_all_reduce", "--layers-per-stage", "3", "--inject-layer")
+FAULTY = {
+    "tp_all_reduce": (2, (TP2, *TP_FAULT, "1"), OUTPUT.format(1)),
+    "tp_all_reduce, SP": (2, (*SP, *TP_FAULT, "2"), OUTPUT.format(2)),
+    "tp_all_reduce, PP2": (4, (TP2, PP2, "--inject", "tp_all_reduce"), OUTPUT.format(1)),
+    "microbatch_mean": (2, (PP2, "--inject", "microbatch_mean"), "1/{M} of the reference: divided by the {M} micro-"),
+    "context_offset": (2, (CP2, "--inject", "context_offset"), CORE),
+}
 
 
 def launch(nursery: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict, str]:
@@ -51,37 +75,6 @@ def launch_by_torchrun(_: Nursery, world: int, family: str, folder: pathlib.Path
         finally:
             end(process)
     return code, json.loads((folder / "out.json").read_text()), (folder / "log.txt").read_text()
-
-
-def end(process: subprocess.Popen) -> None:
-    """Kill the launcher and all its descendants: its workers lead sessions of their own."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-EXPERTS = ("parallel.expert=2", "parallel.expert_tensor=1")
-TWO_KINDS = ("glm4_moe", "deepseek_v3", "llama4_interleaved")  # of layers: a dense one, then a mixture
-TP2, PP2, CP2 = "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"
-PASSING = {
-    "TP2": (2, "qwen2_tied", (TP2,)),
-    "PP2": (2, "qwen3", (PP2,)),
-    "DP2, overlaps": (2, "llama", OVERLAPS),
-    "TP2 SP": (2, "llama3_rope", SP),
-    "CP2": (2, "qwen2_untied", ("parallel.context=2",)),
-    "TP2 SP, PP2, VPP2": (4, "qwen2_tied", (*SP, PP2, "parallel.virtual_pipeline=2")),
-    "EP2": (2, "mixtral", EXPERTS),
-    "TP2 SP, EP2": (2, "qwen3_moe", (*SP, *EXPERTS)),
-    "TP2 SP, EP2, sinks": (2, "gpt_oss", (*SP, *EXPERTS)),
-    "EP2, PP2, layers of two kinds": (4, "glm4_moe", ("parallel.expert=2", "parallel.pipeline=2")),
-    "PP2, dense layers between": (2, "llama4_interleaved", ("parallel.pipeline=2",)),
-    "TP2 SP, latents": (2, "deepseek_v3", (*SP, *EXPERTS)),
-    "TP2, bfloat16": (2, "qwen2_tied", ("parallel.tensor=2", "--dtype", "bfloat16")),
-}
 
 
 @pytest.mark.distributed
@@ -112,21 +105,6 @@ def test_a_right_topology_passes_with_every_check_compared(nursery, tmp_path, ce
     assert len(found["activations"]) == replicas * (2 + points)
     assert "lm_head.weight" in found["gradient_tensors"] or "lm head" not in kinds
     assert str(tmp_path) not in json.dumps({k: v for k, v in found.items() if k != "topology"})
-
-
-OUTPUT = "attention output (model.layers.{}.self_attn.o_proj)"
-TP_FAULT = ("--inject", "tp_all_reduce", "--layers-per-stage", "3", "--inject-layer")
-FAULTY = {
-    "tp_all_reduce": (2, (TP2, *TP_FAULT, "1"), OUTPUT.format(1)),
-    "tp_all_reduce, SP": (2, (*SP, *TP_FAULT, "2"), OUTPUT.format(2)),
-    "tp_all_reduce, PP2": (4, (TP2, PP2, "--inject", "tp_all_reduce"), OUTPUT.format(1)),
-    "microbatch_mean": (2, (PP2, "--inject", "microbatch_mean"), "1/{M} of the reference: divided by the {M} micro-"),
-    "context_offset": (
-        2,
-        (CP2, "--inject", "context_offset"),
-        "attention core (model.layers.0.self_attn, before o_proj)",
-    ),
-}
 
 
 @pytest.mark.distributed

@@ -10,20 +10,8 @@ import numpy as np
 import pytest
 import torch
 import verify_topology
-from topology_check import thin
-from topology_check.compare import (
-    CLASSES,
-    Measured,
-    Point,
-    activation_errors,
-    backward_order,
-    class_errors,
-    common_factor,
-    explain_factor,
-    first_gradient,
-    relative_error,
-    tensor_class,
-)
+from topology_check import compare, thin
+from topology_check.compare import Measured, Point, activation_errors, common_factor, explain_factor, relative_error
 from topology_check.faults import FAULTS
 from topology_check.measure import join, token_holders
 from topology_check.report import layout, verdict_line
@@ -34,6 +22,13 @@ from megatron_rl.errors import ConfigError
 from tests.reference import tiny_config
 from tests.tools import words
 from tests.tools.simulated_job import OVERLAPS, SP
+
+KEYS = ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.k_proj.bias")
+OUT = "model.layers.1.self_attn.o_proj.weight"
+NAMES = ("model.embed_tokens.weight", *KEYS, OUT, "model.norm.weight", "lm_head.weight")
+CORE, OUTPUT = (Point(layer=0, name=f"attention {name}") for name in ("core", "output"))
+EMBEDDING = Point(layer=-1, name="embedding")
+NORM, NEXT = Point(layer=-1, name="final norm"), Point(layer=1, name="layer input")
 
 
 def test_every_tensor_has_a_class():
@@ -48,9 +43,9 @@ def test_every_tensor_has_a_class():
         "experts": "mlp.experts.7.gate_up_proj_bias mlp.experts.7.down_proj.weight block_sparse_moe.experts.0.w1",
     }
     named = tops | {f"model.layers.3.{part}": kind for kind in inside for part in inside[kind].split()}
-    assert {name: tensor_class(name) for name in named} == named and set(named.values()) == set(CLASSES)
+    assert {name: compare.tensor_class(name) for name in named} == named and set(named.values()) == set(compare.CLASSES)
     with pytest.raises(ValueError, match="model.mystery"):
-        tensor_class("model.mystery")
+        compare.tensor_class("model.mystery")
 
 
 def test_backward_order_runs_from_the_head_to_the_embedding():
@@ -58,7 +53,7 @@ def test_backward_order_runs_from_the_head_to_the_embedding():
     layers = [*(f"10.{part}" for part in words(tenth)), "9.mlp.experts.0.up_proj", "9.mlp.gate"]
     order = ["lm_head", "model.norm", *(f"model.layers.{part}" for part in layers), "model.embed_tokens"]
     order = [f"{name}.weight" for name in order]
-    assert backward_order(sorted(order)) == order
+    assert compare.backward_order(sorted(order)) == order
 
 
 def test_relative_error_of_what_is_no_number_is_infinite():
@@ -66,11 +61,6 @@ def test_relative_error_of_what_is_no_number_is_infinite():
     assert relative_error(ones, ones) == 0.0 and relative_error(ones * 1.5, ones) == pytest.approx(0.5)
     assert relative_error(torch.zeros(4), torch.zeros(4)) == 0.0 and relative_error(ones, torch.zeros(4)) == math.inf
     assert relative_error(torch.full((4,), math.nan), ones) == math.inf == relative_error(torch.ones(3), ones)
-
-
-KEYS = ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.k_proj.bias")
-OUT = "model.layers.1.self_attn.o_proj.weight"
-NAMES = ("model.embed_tokens.weight", *KEYS, OUT, "model.norm.weight", "lm_head.weight")
 
 
 def gradients(**scaled: float) -> dict[str, torch.Tensor]:
@@ -83,14 +73,14 @@ def gradients(**scaled: float) -> dict[str, torch.Tensor]:
 
 def test_the_first_tensor_of_the_backward_pass_is_named_and_rounding_is_not():
     wanted = gradients()
-    errors = class_errors(gradients(o_proj=1.1, embed_tokens=2.0), wanted, 1e-5)
-    assert first_gradient(errors) == (OUT, pytest.approx(0.1))
+    errors = compare.class_errors(gradients(o_proj=1.1, embed_tokens=2.0), wanted, 1e-5)
+    assert compare.first_gradient(errors) == (OUT, pytest.approx(0.1))
     assert errors["embedding"].error == pytest.approx(1.0) and errors["lm head"].error == 0.0
-    faint = class_errors(gradients(bias=1.5), wanted, 1e-5)["attention qkv"]
+    faint = compare.class_errors(gradients(bias=1.5), wanted, 1e-5)["attention qkv"]
     assert faint.error < 1e-8 and faint.worst == KEYS[1] and faint.tensors[faint.worst] == pytest.approx(0.5)
-    assert first_gradient({"attention qkv": faint}) is None
+    assert compare.first_gradient({"attention qkv": faint}) is None
     lost = {name: x for name, x in wanted.items() if "o_proj" not in name}
-    assert first_gradient(class_errors(lost, wanted, 1e-5)) == (OUT, math.inf)
+    assert compare.first_gradient(compare.class_errors(lost, wanted, 1e-5)) == (OUT, math.inf)
 
 
 def test_one_common_factor_is_found_and_put_in_words():
@@ -104,11 +94,6 @@ def test_one_common_factor_is_found_and_put_in_words():
     assert explain_factor(2.0, counts) == summed
     assert explain_factor(1 / 3, counts) == "every gradient is 1/3 of the reference"
     assert "0.7 times" in explain_factor(0.7, counts) and "no count of this topology" in explain_factor(0.7, counts)
-
-
-CORE, OUTPUT = (Point(layer=0, name=f"attention {name}") for name in ("core", "output"))
-EMBEDDING = Point(layer=-1, name="embedding")
-NORM, NEXT = Point(layer=-1, name="final norm"), Point(layer=1, name="layer input")
 
 
 def test_the_first_activation_is_by_forward_order_over_replicas_and_copies():

@@ -17,27 +17,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config import MetricsConfig
+from megatron_rl.observability import completions as recorded
 from megatron_rl.observability import saved_rollouts as saved
-from megatron_rl.observability.completions import (
-    Completion,
-    as_text,
-    best_to_worst,
-    cut,
-    of_rollout,
-    read_completions,
-    share_of_groups,
-    visible,
-)
+from megatron_rl.observability.completions import best_to_worst, cut, read_completions, share_of_groups, visible
 from megatron_rl.observability.metrics import MetricsWriter
 from megatron_rl.types import Prompt, Rollout
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07</pre><script>alert(1)</script>\r\x00\u202eton\u200b\u2028```\n<img src=x onerror=y>"
+TEXTS = ["3 + 4 = 7", "naïve café, 5 €", "日本語\n\ttabs  and  spaces", "emoji 🙂🙂 end"]
 
 
-def completion(**changes: object) -> Completion:
+def completion(**changes: object) -> recorded.Completion:
     texts = dict(source="train", sample="17@0#2", prompt="3+4=", response="7", answer="7", finish_reason="stop")
     numbers = dict(reward=1.0, rewards={"math": 1.0}, advantage=0.5, response_tokens=2, weight_version=3, rollout=1)
-    return Completion(**texts | numbers | changes)
+    return recorded.Completion(**texts | numbers | changes)
 
 
 def row(step: int) -> dict[str, object]:
@@ -89,7 +82,7 @@ def test_plain_text_stays_as_it_is_and_half_a_surrogate_pair_is_replaced():
 
 
 def test_every_line_of_a_completion_is_marked():
-    lines = as_text(completion(response=HOSTILE, sample="1@0#0", excluded=HOSTILE)).split("\n")
+    lines = recorded.as_text(completion(response=HOSTILE, sample="1@0#0", excluded=HOSTILE)).split("\n")
     assert lines[0].startswith("1@0#0: reward 1, advantage 0.5, 2 tokens, stop, excluded: \\x1b[2J")
     assert all(line[10:13] == " | " for line in lines[1:])
     assert not any(unicodedata.category(c) == "Cc" for line in lines for c in line)
@@ -100,7 +93,7 @@ def test_a_rollout_becomes_a_record():
     prompt = Prompt(prompt_id="4@1", text="p" * 50, token_ids=(1,), columns=columns, attempt=2)
     sampled = dict(response_ids=(5, 6), logprobs=(0.0, 0.0), text="r\ud800", weight_versions=((9, 1), (8, 1)))
     rollout = Rollout(prompt=prompt, sample_index=3, finish_reason="length", **sampled)
-    found = of_rollout(rollout, source="train", reward=math.nan, rewards={"f": None}, most_chars=10, number=7)
+    found = recorded.of_rollout(rollout, source="train", reward=math.nan, rewards={"f": None}, most_chars=10, number=7)
     texts = dict(sample="4@1.2#3", prompt="ppppp […40 characters…] ppppp", response="r\ufffd", answer="12")
     kept = completion(finish_reason="length", reward=None, rewards={"f": None}, weight_version=8, rollout=7, **texts)
     assert found == dataclasses.replace(kept, advantage=None)
@@ -115,7 +108,6 @@ def test_completions_survive_the_file(tmp_path):
         writer.write(row(4), given)
         writer.write(row(5))
     assert list(read_completions(tmp_path / "completions.jsonl")) == [dataclasses.replace(c, step=4) for c in given]
-
     text = (tmp_path / "completions.jsonl").read_text(encoding="ascii")
     assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in text.splitlines()] == [4, 4]
 
@@ -168,9 +160,6 @@ def test_the_log_shows_two_now_and_then_unless_it_is_turned_off(tmp_path, caplog
     with caplog.at_level(logging.INFO), MetricsWriter(tmp_path / "never", never, 1, True) as writer:
         writer.write(row(1), [completion(), completion(source="eval/x", rollout=None)])
     assert caplog.text == "" and len((tmp_path / "never" / "completions.jsonl").read_text().splitlines()) == 2
-
-
-TEXTS = ["3 + 4 = 7", "naïve café, 5 €", "日本語\n\ttabs  and  spaces", "emoji 🙂🙂 end"]
 
 
 def byte_level() -> PreTrainedTokenizerFast:

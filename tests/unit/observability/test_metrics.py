@@ -11,18 +11,12 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import MetricsConfig
-from megatron_rl.observability.metrics import (
-    MetricsWriter,
-    add_sums,
-    divide,
-    read_metrics,
-    skip_metrics,
-    step_metrics,
-)
+from megatron_rl.observability.metrics import MetricsWriter, add_sums, divide, read_metrics, skip_metrics, step_metrics
 from megatron_rl.observability.summary import duration, summarize
 from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
 OFF = MetricsConfig(progress=False)
+GOOD = '{"step": 0, "step_kind": "REAL", "phase": "rl", "reward/mean": 0.5}\n'
 
 
 def row(step: int, **metrics: object) -> dict[str, object]:
@@ -35,21 +29,16 @@ def test_sums_are_divided_last():
     random = np.random.default_rng(0)
     entropy_D = [random.gamma(2.0, 0.5, size=100), random.gamma(2.0, 0.1, size=900)]
     ranks = [{"tokens": len(x), "entropy": float(x.sum()), "logprob_gap_max": float(x.max())} for x in entropy_D]
+    ranks = [rank | {"loss": rank["entropy"] / 1000} for rank in ranks]  # its weights are inside
     total, largest = 0.0, -math.inf
     for value in (*entropy_D[0], *entropy_D[1]):
         total, largest = total + value, max(largest, value)
     metrics = divide(add_sums(*ranks))
     # the two additions round in another order
-    assert metrics["train/entropy"] == pytest.approx(total / 1000, rel=1e-12)
+    assert metrics["train/loss"] == pytest.approx(total / 1000, rel=1e-12) == metrics["train/entropy"]
     assert metrics["train/logprob_gap_max"] == largest
     mean_of_means = (entropy_D[0].mean() + entropy_D[1].mean()) / 2
     assert abs(metrics["train/entropy"] - mean_of_means) > 0.1
-
-
-def test_loss_is_not_divided():
-    """Its weights are inside: 100 tokens at 0.5 and 900 at 0.3 under token_mean add up to 0.32."""
-    ranks = [{"loss": 100 * 0.5 / 1000, "tokens": 100}, {"loss": 900 * 0.3 / 1000, "tokens": 900}]
-    assert divide(add_sums(*ranks))["train/loss"] == pytest.approx(0.32, rel=1e-12)
 
 
 def test_every_sum_has_its_name():
@@ -169,20 +158,14 @@ def test_bad_rows_are_refused(tmp_path):
         writer.write(row(5))
 
 
-GOOD = '{"step": 0, "step_kind": "REAL", "phase": "rl", "reward/mean": 0.5}\n'
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "Expecting"),
-        ("[1]", "a row is an object"),
-        ('{"step": 1, "phase": "rl"}', "lacks step_kind"),
-        (GOOD.strip(), "step=0 after step=0"),
-        (GOOD.replace(": 0,", ": 1,").replace("0.5", "NaN").strip(), "NaN is not JSON"),
-        (GOOD.replace(": 0,", ": 1,").replace("0.5", "null").strip(), "reward/mean=None is not a number"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("{", "Expecting"),
+    ("[1]", "a row is an object"),
+    ('{"step": 1, "phase": "rl"}', "lacks step_kind"),
+    (GOOD.strip(), "step=0 after step=0"),
+    (GOOD.replace(": 0,", ": 1,").replace("0.5", "NaN").strip(), "NaN is not JSON"),
+    (GOOD.replace(": 0,", ": 1,").replace("0.5", "null").strip(), "reward/mean=None is not a number"),
+])
 def test_malformed_lines_are_named_and_a_truncated_last_one_is_left_out(tmp_path, caplog, line, said):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{GOOD}{line}\n{GOOD}")

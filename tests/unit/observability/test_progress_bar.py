@@ -12,6 +12,11 @@ from megatron_rl.observability.progress_bar import ProgressBar, summary_table
 from megatron_rl.observability.summary import summarize
 from megatron_rl.observability.untrained import TrainingWatch, untrained
 
+# Steps by their first letters: Real, Ghost, Held, Zero gradient, Not finite.
+KINDS = {"R": ("REAL", 0.5), "G": ("GHOST", 0.0), "H": ("HELD", 0.0), "Z": ("REAL", 0.0), "N": ("REAL", float("nan"))}
+# In a row at the end; named where there are three, or where they are all of a run.
+IN_A_ROW = {"": 0, "RRR": 0, "GGGR": 0, "RGG": 2, "RGZN": 3, "RGHGHG": 3, "GG": 2, "HH": 0, "HHG": 1}
+
 
 def row(step: int) -> dict[str, object]:
     kind, norm = ("GHOST", 0.0) if step == 3 else ("REAL", 0.5)
@@ -73,17 +78,9 @@ def test_disabled_is_silent_and_a_run_without_steps_has_a_table():
     assert "0 REAL, 0 GHOST" in run(terminal=False, num_steps=0)
 
 
-# Steps by their first letters: Real, Ghost, Held, Zero gradient, Not finite.
-KINDS = {"R": ("REAL", 0.5), "G": ("GHOST", 0.0), "H": ("HELD", 0.0), "Z": ("REAL", 0.0), "N": ("REAL", float("nan"))}
-
-
 def rows_of(steps: str) -> list[dict[str, object]]:
     row = {"phase": "rl"}
     return [row | {"step": i, "step_kind": KINDS[x][0], "train/grad_norm": KINDS[x][1]} for i, x in enumerate(steps)]
-
-
-# In a row at the end; named where there are three, or where they are all of a run.
-IN_A_ROW = {"": 0, "RRR": 0, "GGGR": 0, "RGG": 2, "RGZN": 3, "RGHGHG": 3, "GG": 2, "HH": 0, "HHG": 1}
 
 
 @pytest.mark.parametrize("steps", IN_A_ROW)

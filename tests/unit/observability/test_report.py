@@ -20,6 +20,7 @@ from megatron_rl.observability.svg import Frame, Series, line_plot, linear_axis,
 TITLES = ("Reward", "Zero-advantage ratio", "Tokens: executed and dense", "Step time", "Gradient norm", "Entropy")
 TITLES += ("Evaluation: test",)
 VOID = {"meta", "br", "hr", "img", "link", "input"}
+HOSTILE = "\x1b[2J</dd></pre><script>alert(1)</script>\x00\u202eabc\u2066<img src=x onerror=y>&amp;\ud800"
 
 
 class Balanced(HTMLParser):
@@ -126,9 +127,6 @@ def test_rewards_have_a_band(tmp_path):
     assert len(re.findall('class="tint', svg_of(page, "Spread of rewards"))) == 2
     assert "<b>Standard deviation of rewards</b>" in page and "<b>Truncated responses</b>" in page
     assert '<div class="name">Truncated responses</div><div class="value">25.0 %</div>' in page
-
-
-HOSTILE = "\x1b[2J</dd></pre><script>alert(1)</script>\x00\u202eabc\u2066<img src=x onerror=y>&amp;\ud800"
 
 
 def completion(step: int, source: str, **changes: object) -> Completion:

@@ -1,7 +1,4 @@
-"""Checks observability/sinks.py with the real TensorBoard, W&B (offline) and MLflow (file store).
-
-Each gets the numbers, the completions and the configuration; a run that goes on continues the same run there.
-"""
+"""The real TensorBoard, W&B (offline) and MLflow (files) get a run's numbers, completions and configuration."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ from megatron_rl.observability.sinks import IDS_FILE
 
 CONFIG = {"run": {"name": "x", "seed": 3}, "reward": {"functions": ["math"]}, "eval": {"path": None}}
 HOSTILE = "\x1b[2J</pre>\n```\n# title"
+FILES = (("metrics.jsonl", 1), ("completions.jsonl", 2))
 
 
 def row(step: int, **metrics: float) -> dict[str, object]:
@@ -139,9 +137,6 @@ def test_mlflow_gets_all_and_the_same_run_goes_on(tmp_path, mlflow_runs):
     files = pathlib.Path(run.info.artifact_uri.removeprefix("file://"))
     assert all((files / name).read_text() == (run_dir / name).read_text() for name, _ in FILES)
     assert "\\x1b[2J</pre>" in (files / "completions/eval/x/step_00000002.txt").read_text()
-
-
-FILES = (("metrics.jsonl", 1), ("completions.jsonl", 2))
 
 
 def test_mlflow_says_that_a_run_failed(tmp_path, mlflow_runs):

@@ -160,14 +160,11 @@ def test_the_variables_of_the_resource_hold(tmp_path, monkeypatch):
     assert named == {"service.name": "mine", "team": "a", "megatron_rl.run": "run"}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip", "OTEL_EXPORTER_OTLP_COMPRESSION='zip' is not gzip"),
-        ("OTEL_EXPORTER_OTLP_ENDPOINT", "u:secret@host:1", "address '.*' is not http://host:port"),
-        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "soon"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip", "OTEL_EXPORTER_OTLP_COMPRESSION='zip' is not gzip"),
+    ("OTEL_EXPORTER_OTLP_ENDPOINT", "u:secret@host:1", "address '.*' is not http://host:port"),
+    ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "soon"),
+])
 def test_a_variable_that_cannot_be_read_is_one_sentence(tmp_path, monkeypatch, name, value, said):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"metrics.otel=true: OpenTelemetry does not start: .*{said}") as raised:
