@@ -4,8 +4,8 @@ test_matrix.py asserts it, matrix_table.py prints it.
 
 Per cell and model: log-probs and gradient, dense and skip, packed (token cap) and padded (a fixed number of samples,
 each padded to the longest); the gradient norm of the first step; and all weights after three AdamW steps of
-mini-batches of 4 of 11 samples, dense over padded and skip over packed micro-batches. All is measured with the
-distributed optimizer, whose shards of the gradient ``gradient()`` gathers.
+mini-batches of 4 of 11 samples, dense over padded and skip over packed micro-batches. The matrix is measured with the
+distributed optimizer, whose shards of the gradient ``gradient()`` gathers; test_experts.py has the skip run without it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ STEPS = (
     f"optimizer.lr={LR}",
     f"optimizer.weight_decay={DECAY}",
     f"optimizer.clip_grad={CLIP}",
-    *SHARDED,
 )
 DENSE, EXPERTS = ("qwen2_tied", "qwen2_untied"), ("mixtral", "qwen3_moe")
 QUANTITIES = ("logprobs", "gradient", "norm", "weights")
@@ -162,15 +161,15 @@ def three_steps(rig: Rig, want: Wanted | None, found: dict[str, float], *, layou
         found[f"weights {layout} {kind}"] = relative_error(weights, wanted_weights)
 
 
-def measure(rank: int, world: int, cell: Cell, family: str) -> dict[str, float]:
-    """Return every error of a cell on the main rank, and {} on the others."""
+def measure(rank: int, world: int, cell: Cell, family: str, optimizer: tuple[str, ...] = SHARDED) -> dict[str, float]:
+    """Return every error of a cell on the main rank, and {} on the others. optimizer: of all but the dense steps."""
     want = wanted(family, cell.layers) if rank == 0 else None
     found: dict[str, float] = {}
     given = dict(samples=NUM_SAMPLES, layers=cell.layers)
-    with open_rig(family, *cell.overrides, *SHARDED, **given) as rig:
+    with open_rig(family, *cell.overrides, *optimizer, **given) as rig:
         one_step(rig, want, found)
-    for layout, drops in (("padded", False), ("packed", True)):
-        with open_rig(family, *cell.overrides, *STEPS, **given) as rig:
+    for layout, drops, extra in (("padded", False, SHARDED), ("packed", True, optimizer)):
+        with open_rig(family, *cell.overrides, *STEPS, *extra, **given) as rig:
             three_steps(rig, want, found, layout=layout, drops=drops)
     return found if rank == 0 else {}
 
