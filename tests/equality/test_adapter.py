@@ -14,13 +14,12 @@ from megatron_rl.distributed import topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.adapter import adapters_of as own_adapters
 from megatron_rl.model.adapter import adapters_off
-from megatron_rl.types import StepKind
 from megatron_rl.weights.fused import file_tensors
 from tests.allocated import AllocationMeter
 from tests.equality.adapter_measures import gradients, merged_apart, three_steps
 from tests.equality.adapter_rig import LORA, NUM_SAMPLES, STEPS, open_settings
 from tests.equality.layouts import TOLERANCE
-from tests.equality.rig import DEFAULTS, equal, equal_by_name, open_rig, ragged_advantages
+from tests.equality.rig import DEFAULTS, equal_by_name, open_rig, ragged_advantages
 from tests.equality.rows import assert_all, assert_close, measured
 from tests.pairwise import quick
 from tests.reference import file_weights, make_samples, near_policy, reference_gradient, relative_error, tiny_model
@@ -93,32 +92,6 @@ def test_three_adamw_steps_of_adapters_equal_torchs(pool, name):
     for found in measured(pool, name, three_steps):
         assert found["norm"] < 1e-6 and found["moved"] < 1e-3 and found["export"] < TOLERANCE, found
         assert found["frozen"] and found["trained"] and found["replicas"], found
-
-
-def ghosts(rank: int, world: int, family: str, settings: tuple[str, ...]) -> dict[str, bool]:
-    """Compare a step and a ghost with a step and an all-zero gradient; both then take a further step."""
-    advantages, ended = ragged_advantages(NUM_SAMPLES), []
-    for ghost in (True, False):
-        with open_settings(family, (*settings, *STEPS[1:])) as rig:
-            rig.step(advantages, drops=True)
-            if ghost:
-                rig.ghost()
-            else:
-                rig.accumulate(np.zeros(NUM_SAMPLES), rig.plan(advantages, drops=False))
-                rig.backend.optim_step(StepKind.REAL)
-            between = (list(rig.weights().values()), rig.optimizer_state())
-            rig.step(advantages, drops=True)
-            ended.append((*between, list(rig.weights().values()), rig.optimizer_state()))
-    names = ("weights", "state", "later weights", "later state")
-    return {name: equal(one, two) for name, one, two in zip(names, *ended, strict=True)}
-
-
-GHOSTS = ("TP2-SP qwen3", "EP2 qwen3_moe", *SPREAD[:1], "PP2-DP2 qwen2_tied", *LONG_SPREAD[:1])
-
-
-@pytest.mark.parametrize("name", quick(GHOSTS, *GHOSTS[:3]))
-def test_ghost_step_of_adapters_equals_zero_gradient_step(pool, name):
-    assert_all(pool, name, ghosts)
 
 
 def silent(rank: int, world: int, family: str, settings: tuple[str, ...]) -> float:
@@ -237,26 +210,6 @@ def test_adapters_that_peft_would_leave_out_are_not_written(pool, tmp_path):
     (found,) = pool.run(1, written, str(tmp_path), timeout_s=60)
     assert found[:-1] == ["hf", "other", "other_adapter"]
     assert "gate_proj of glm4_moe" in found[-1] and "hf, or set lora.targets" in found[-1]
-
-
-def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> bool:
-    """Return whether offload and restore between two steps leave the bits of a run without them."""
-    ended = []
-    for moves in (False, True):
-        with open_settings("qwen2_tied", (*STEPS[1:], *extra)) as rig:
-            rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
-            if moves:
-                assert rig.backend.offload().total > 0
-                rig.weights()
-                rig.backend.restore()
-            rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
-            ended.append([*rig.weights().values(), *rig.optimizer_state()])
-    return equal(*ended)
-
-
-@pytest.mark.parametrize("sharded", ["true", "false"])
-def test_offload_and_restore_leave_adapters_as_they_were(pool, sharded):
-    assert all(pool.run(2, offloaded, (f"optimizer.distributed={sharded}", "model.dtype=bfloat16"), timeout_s=60))
 
 
 def critic_without(rank: int, world: int) -> bool:

@@ -33,6 +33,7 @@ LAYOUTS = (
     "PP2-DP2-sharded-bf16-gather qwen2_tied",
 )
 QUICK = LAYOUTS[:5]  # each dtype plain and sharded, an overlap, and experts; all of them are in the long part
+ADAPTERS = ("DP2-LoRA-sharded-bf16 qwen2_tied", "DP2-LoRA-plain-bf16 qwen2_tied")
 
 
 def moving(layout: tuple[str, ...], family: str = "qwen2_tied"):
@@ -82,7 +83,7 @@ def with_and_without(rank: int, world: int, family: str, layout: tuple[str, ...]
     }
 
 
-@pytest.mark.parametrize("name", quick(LAYOUTS, *QUICK))
+@pytest.mark.parametrize("name", quick((*LAYOUTS, *ADAPTERS), *QUICK, *ADAPTERS))
 def test_steps_with_offload_between_equal_steps_without(pool, name):
     """To the bit: weights as exported while offloaded, log-probs, norms, and AdamW's moments, masters and counts."""
     assert_all(pool, name, with_and_without)
