@@ -42,18 +42,9 @@ def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidd
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
     import transformers
 
-    sizes = dict(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=hidden * 3 // 2,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
+    sizes = dict(vocab_size=vocab_size, hidden_size=hidden, intermediate_size=hidden * 3 // 2, num_hidden_layers=layers)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+    sizes |= dict(pad_token_id=0, eos_token_id=1, bos_token_id=None)
     untied, wide = dict(tie_word_embeddings=False), dict(head_dim=hidden // 2)
     own = _dense_fields(family, untied, wide, layers, hidden) or _mixture_fields(family, untied, wide, hidden)
     return getattr(transformers, f"{own.pop('of')}Config")(**sizes | own)
@@ -131,6 +122,19 @@ def tiny_model(family: str, *, seed: int = 0, layers: int = LAYERS, hidden: int 
     return copy.deepcopy(_drawn_model(family, seed, layers, hidden))
 
 
+@torch.no_grad()
+def away_from_neutral(model: torch.nn.Module) -> None:
+    """Move biases and norms of a fresh model off 0 and 1, and its logits off the uniform: they would prove little."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("_bias"):  # experts' biases are stacked
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        else:
+            parameter.mul_(3.0)
+    for name, buffer in model.named_buffers():  # that moves some tokens to other experts
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(0.2 * torch.randn_like(buffer))
+
+
 @functools.cache
 def _drawn_model(family: str, seed: int, layers: int, hidden: int):
     from transformers import AutoModelForCausalLM
@@ -141,16 +145,7 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
         # a loop over experts, no grouped kernel
         experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in config.to_dict() else {}
         model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() == 1 or name.endswith("_bias"):  # experts' biases are stacked
-                    parameter.add_(0.2 * torch.randn_like(parameter))
-                else:
-                    # logits of a fresh model are near uniform, and near equality then proves little
-                    parameter.mul_(3.0)
-            for name, buffer in model.named_buffers():  # that moves some tokens to other experts
-                if name.endswith("e_score_correction_bias"):
-                    buffer.add_(0.2 * torch.randn_like(buffer))
+        away_from_neutral(model)
     return config, model
 
 

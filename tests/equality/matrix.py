@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.equality.layouts import GATHER, RECOMPUTE, SHARDED
+from tests.equality.layouts import SHARDED
 from tests.equality.rig import Rig, open_rig, ragged_advantages
+from tests.equality.rows import row
 from tests.reference import (
     adamw,
     file_weights,
@@ -58,35 +59,31 @@ class Cell:
         return (*(f"parallel.{x}" for x in self.parallel), *self.extra)
 
 
-# without "parallel.", as cells and the adapters name them
-SP, TP2, PP2, CP2, EP2 = ("sequence_parallel=true", "tensor=2", "pipeline=2", "context=2", "expert=2")
-VPP2 = "virtual_pipeline=2"
+NAMES = {
+    **{"one": "1 process", "CP2-DP2-gather": "CP2·DP2", "EP2-DP2-gather": "EP2·DP2, overlaps"},
+    **{f"{x}2-recompute": f"{x}2, recomputed" for x in ("CP", "EP")},
+    "TP2-SP-EP2-ETP1": "TP2·SP·EP2, expert TP 1",
+}
+
+
+def cell(layout: str, families: tuple[str, ...] = DENSE, *, layers: int = 4) -> Cell:
+    """Return the cell of a layout in the words of rows.py."""
+    world, _, settings = row(f"{layout} {families[0]}")
+    name = NAMES.get(layout) or layout.replace("-", "·")
+    return Cell(name=name, world=world, parallel=(), families=families, layers=layers, extra=settings)
+
+
 CELLS = (
-    Cell(name="1 process", world=1, parallel=()),
-    Cell(name="TP2", world=2, parallel=(TP2,)),
-    Cell(name="PP2", world=2, parallel=(PP2,)),
-    Cell(name="PP2·VPP2", world=2, parallel=(PP2, VPP2)),
-    Cell(name="CP2", world=2, parallel=(CP2,)),
-    Cell(name="DP2", world=2, parallel=()),
-    Cell(name="TP2·SP", world=2, parallel=(TP2, SP)),
-    Cell(name="EP2", world=2, parallel=(EP2,), families=EXPERTS),
-    Cell(name="TP2·PP2", world=4, parallel=(TP2, PP2)),
-    Cell(name="PP2·DP2", world=4, parallel=(PP2,)),
-    Cell(name="CP2·PP2", world=4, parallel=(CP2, PP2)),
-    Cell(name="EP2·PP2", world=4, parallel=(EP2, PP2), families=EXPERTS),
-    Cell(name="TP2·CP2", world=4, parallel=(TP2, CP2)),
-    Cell(name="PP4·VPP2", world=4, parallel=("pipeline=4", VPP2), layers=8),
-    Cell(name="TP2·SP·CP2", world=4, parallel=(TP2, SP, CP2)),
-    Cell(name="CP2·DP2", world=4, parallel=(CP2,), extra=GATHER),
-    Cell(name="CP4", world=4, parallel=("context=4",)),
-    Cell(name="CP2·PP2·VPP2", world=4, parallel=(CP2, PP2, VPP2)),
-    Cell(name="CP2, recomputed", world=2, parallel=(CP2,), families=("llama3_rope",), extra=RECOMPUTE),
-    Cell(name="TP2·SP·EP2, expert TP 1", world=2, parallel=(TP2, SP, EP2, "expert_tensor=1"), families=EXPERTS),
-    Cell(name="TP2·SP·EP2", world=4, parallel=(TP2, SP, EP2), families=EXPERTS),
-    Cell(name="CP2·EP2", world=2, parallel=(CP2, EP2), families=EXPERTS),
-    Cell(name="EP2·PP2·VPP2", world=4, parallel=(EP2, PP2, VPP2), families=EXPERTS),
-    Cell(name="EP2·DP2, overlaps", world=4, parallel=(EP2,), families=EXPERTS, extra=GATHER),
-    Cell(name="EP2, recomputed", world=2, parallel=(EP2,), families=("qwen3_moe",), extra=RECOMPUTE),
+    *map(cell, ("one", "TP2", "PP2", "PP2-VPP2", "CP2", "DP2", "TP2-SP")),
+    cell("EP2", EXPERTS),
+    *map(cell, ("TP2-PP2", "PP2-DP2", "CP2-PP2")),
+    cell("EP2-PP2", EXPERTS),
+    cell("TP2-CP2"),
+    cell("PP4-VPP2", layers=8),
+    *map(cell, ("TP2-SP-CP2", "CP2-DP2-gather", "CP4", "CP2-PP2-VPP2")),
+    cell("CP2-recompute", ("llama3_rope",)),
+    *(cell(x, EXPERTS) for x in ("TP2-SP-EP2-ETP1", "TP2-SP-EP2", "CP2-EP2", "EP2-PP2-VPP2", "EP2-DP2-gather")),
+    cell("EP2-recompute", ("qwen3_moe",)),
 )
 
 

@@ -19,6 +19,14 @@ from tests.pairwise import quick
 from tests.reference import make_samples, sample_of
 
 ADVANTAGES = ragged_advantages(8)
+PRODUCT = itertools.product(("DP2", "PP2-DP2", "TP2"), ("plain", "sharded"), ("", "-bf16"))
+ALL_WEIGHTS = [f"{layout}-{optimizer}{dtype} qwen2_tied" for layout, optimizer, dtype in PRODUCT]
+ADAPTERS = ("TP2-SP-LoRA qwen3", "EP2-LoRA qwen3_moe", "DP2-LoRA-gather-sharded llama3_rope")
+LONG_ADAPTERS = ("PP2-DP2-LoRA qwen2_tied", "PP2-DP2-LoRA-gather-sharded qwen2_tied")
+QUICK = [f"{x} qwen2_tied" for x in ("DP2-sharded-bf16", "DP2-plain", "TP2-sharded", "TP2-plain-bf16")]
+FROZEN = [f"{layout}-frozen qwen2_tied" for layout in ("DP2-sharded", "DP2-plain", "PP2-DP2-sharded", "PP2-DP2-plain")]
+NONFINITE = [f"{x} qwen2_tied" for x in ("DP2-sharded-gather", "DP2-plain", "PP2-DP2-sharded-gather", "PP2-DP2-plain")]
+RAISING = ["PP2-DP2-plain qwen2_tied", "PP2-DP2-sharded qwen2_tied"]
 
 
 def moving(family: str, layout: tuple[str, ...]):
@@ -59,13 +67,6 @@ def ghost_against_zero_gradient(rank: int, world: int, family: str, layout: tupl
     return found
 
 
-PRODUCT = itertools.product(("DP2", "PP2-DP2", "TP2"), ("plain", "sharded"), ("", "-bf16"))
-ALL_WEIGHTS = [f"{layout}-{optimizer}{dtype} qwen2_tied" for layout, optimizer, dtype in PRODUCT]
-ADAPTERS = ("TP2-SP-LoRA qwen3", "EP2-LoRA qwen3_moe", "DP2-LoRA-gather-sharded llama3_rope")
-LONG_ADAPTERS = ("PP2-DP2-LoRA qwen2_tied", "PP2-DP2-LoRA-gather-sharded qwen2_tied")
-QUICK = [f"{x} qwen2_tied" for x in ("DP2-sharded-bf16", "DP2-plain", "TP2-sharded", "TP2-plain-bf16")]
-
-
 @pytest.mark.parametrize("name", quick((*ALL_WEIGHTS, *ADAPTERS, *LONG_ADAPTERS), *QUICK, *ADAPTERS))
 def test_ghost_step_equals_zero_gradient_step(pool, name):
     """To the bit, as both take the same arithmetic on the same zeros."""
@@ -83,9 +84,6 @@ def moves_nothing(rank: int, world: int, family: str, layout: tuple[str, ...], m
     }
 
 
-FROZEN = [f"{layout}-frozen qwen2_tied" for layout in ("DP2-sharded", "DP2-plain", "PP2-DP2-sharded", "PP2-DP2-plain")]
-
-
 @pytest.mark.parametrize("name", quick(FROZEN, *FROZEN[:2]))
 def test_frozen_ghost_moves_nothing(pool, name):
     assert_all(pool, name, moves_nothing, "ghost")
@@ -95,9 +93,6 @@ def test_frozen_ghost_moves_nothing(pool, name):
 def test_held_step_moves_nothing(pool, name):
     """Under ``skip.ghost: dense`` too, where a ghost decays weights and moments."""
     assert_all(pool, name, moves_nothing, "held")
-
-
-# ---- a gradient that is not finite -----------------------------------------------------------------------------------
 
 
 def with_infinite_advantage(rank, world, family: str, layout: tuple[str, ...], reaction: str) -> dict[str, object]:
@@ -124,10 +119,6 @@ def with_infinite_advantage(rank, world, family: str, layout: tuple[str, ...], r
         return found
 
 
-NONFINITE = [f"{x} qwen2_tied" for x in ("DP2-sharded-gather", "DP2-plain", "PP2-DP2-sharded-gather", "PP2-DP2-plain")]
-RAISING = ["PP2-DP2-plain qwen2_tied", "PP2-DP2-sharded qwen2_tied"]
-
-
 @pytest.mark.parametrize("name", quick(NONFINITE, *NONFINITE[:2]))
 def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool, name):
     assert_all(pool, name, with_infinite_advantage, "skip")
@@ -137,9 +128,6 @@ def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool, name):
 def test_nonfinite_gradient_raises_on_all_ranks(pool, name):
     for found in measured(pool, name, with_infinite_advantage, "fail"):
         assert found["one rank runs it"] and "optimizer.on_nonfinite=skip" in found["raised"], found
-
-
-# ---- what a loss says and does not say -------------------------------------------------------------------------------
 
 
 def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
