@@ -40,123 +40,99 @@ LLAMA3 = rope("llama3", 4.0, low_freq_factor=1.0, high_freq_factor=2.0)
 
 def tiny_config(family: str, *, vocab_size: int = 99, layers: int = LAYERS, hidden: int = 64):
     """Return a Hugging Face config of 4 heads over 2 key-value heads; the vocabulary is divisible by no TP degree."""
-    sizes = dict(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=hidden * 3 // 2,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    dense = _dense_config(family, sizes, layers, hidden)
-    return dense if dense is not None else _mixture_config(family, sizes, hidden)
+    import transformers
+
+    sizes = dict(vocab_size=vocab_size, hidden_size=hidden, intermediate_size=hidden * 3 // 2, num_hidden_layers=layers)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+    sizes |= dict(pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    untied, wide = dict(tie_word_embeddings=False), dict(head_dim=hidden // 2)
+    own = _dense_fields(family, untied, wide, layers, hidden) or _mixture_fields(family, untied, wide, hidden)
+    return getattr(transformers, f"{own.pop('of')}Config")(**sizes | own)
 
 
-def _dense_config(family: str, sizes: dict[str, object], layers: int, hidden: int):
-    """Return a dense family's config; None for another family."""
-    import transformers as hf
-
-    tied, untied, wide = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False), dict(head_dim=hidden // 2)
+def _dense_fields(family: str, untied: dict, wide: dict, layers: int, hidden: int) -> dict[str, object] | None:
+    """Return a dense family's class (``of``) and the fields of its own; None for another family."""
+    tied, mistral, phi3 = dict(tie_word_embeddings=True), dict(of="Mistral", **untied), dict(of="Phi3", **untied)
     second_half = dict(use_sliding_window=True, sliding_window=5, max_window_layers=layers // 2)
     kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
     near = dict(rope_type="default", rope_theta=1e4)  # angles within a window
-    match family:
-        case "qwen2_tied":
-            return hf.Qwen2Config(**sizes, **tied)
-        case "qwen2_untied":
-            return hf.Qwen2Config(**sizes, **untied)
-        case "qwen3":
-            return hf.Qwen3Config(**sizes, **wide, **tied)
-        case "qwen3_yarn":
-            return hf.Qwen3Config(**sizes, **wide, **tied, rope_parameters=rope("yarn", 4.0))
-        case "llama":
-            return hf.LlamaConfig(**sizes, **untied)
-        case "llama3_rope":
-            return hf.LlamaConfig(**sizes, **tied, rope_parameters=LLAMA3)
-        case "mistral":
-            return hf.MistralConfig(**sizes, **wide, sliding_window=None, **untied)
-        case "gemma":  # built by Megatron-Bridge alone (tests/bridge)
-            return hf.GemmaConfig(**sizes, **wide, hidden_act="gelu_pytorch_tanh", **tied)
-        case "nemotron":
-            return hf.NemotronConfig(**sizes, head_dim=hidden // 4, hidden_act="relu2", **untied)
-        case "mistral_window":
-            return hf.MistralConfig(**sizes, sliding_window=5, **untied)
-        case "phi3_window":
-            return hf.Phi3Config(**sizes, sliding_window=5, **untied)
-        case "qwen2_window":
-            return hf.Qwen2Config(**sizes, **second_half)
-        case "qwen3_window":
-            return hf.Qwen3Config(**sizes, **second_half)
-        case "olmo2":
-            return hf.Olmo2Config(**sizes, **untied)
-        case "olmo3":
-            angles = dict(full_attention=rope("yarn", 4.0, 64), sliding_attention=near)
-            return hf.Olmo3Config(**sizes, sliding_window=5, layer_types=kinds, rope_parameters=angles)
-        case "gemma3_text":
-            linear = dict(rope_type="linear", rope_theta=1e6, factor=8.0)
-            angles = dict(full_attention=linear, sliding_attention=near)
-            gemma = dict(**wide, query_pre_attn_scalar=24, layer_types=kinds, sliding_window=5)
-            return hf.Gemma3TextConfig(**sizes, **gemma, rope_parameters=angles)
-        case "phi3":
-            return hf.Phi3Config(**sizes, sliding_window=256, **untied)
-        case "phi3_partial":
-            return hf.Phi3Config(**sizes, **tied, rope_parameters=near | dict(partial_rotary_factor=0.75))
-    return None
+    far = dict(rope_type="linear", rope_theta=1e6, factor=8.0)
+    mixed, scaled = dict(sliding_window=5, layer_types=kinds), rope("yarn", 4.0, 64)
+    families: dict[str, dict[str, object]] = {
+        "qwen2_tied": dict(of="Qwen2", **tied),
+        "qwen2_untied": dict(of="Qwen2", **untied),
+        "qwen2_window": dict(of="Qwen2", **second_half),
+        "qwen3": dict(of="Qwen3", **wide, **tied),
+        "qwen3_yarn": dict(of="Qwen3", **wide, **tied, rope_parameters=rope("yarn", 4.0)),
+        "qwen3_window": dict(of="Qwen3", **second_half),
+        "llama": dict(of="Llama", **untied),
+        "llama3_rope": dict(of="Llama", **tied, rope_parameters=LLAMA3),
+        "mistral": dict(**mistral, **wide, sliding_window=None),
+        "mistral_window": dict(**mistral, sliding_window=5),
+        "phi3": dict(**phi3, sliding_window=256),
+        "phi3_window": dict(**phi3, sliding_window=5),
+        "phi3_partial": dict(of="Phi3", **tied, rope_parameters=near | dict(partial_rotary_factor=0.75)),
+        "olmo2": dict(of="Olmo2", **untied),
+        "olmo3": dict(of="Olmo3", **mixed, rope_parameters=dict(full_attention=scaled, sliding_attention=near)),
+        "gemma3_text": dict(of="Gemma3Text", **wide, query_pre_attn_scalar=24, **mixed)
+        | dict(rope_parameters=dict(full_attention=far, sliding_attention=near)),
+        # built by Megatron-Bridge alone (tests/bridge)
+        "gemma": dict(of="Gemma", **wide, hidden_act="gelu_pytorch_tanh", **tied),
+        "nemotron": dict(of="Nemotron", head_dim=hidden // 4, hidden_act="relu2", **untied),
+    }
+    return families.get(family)
 
 
-def _mixture_config(family: str, sizes: dict[str, object], hidden: int):
-    import transformers as hf
-
-    four = dict(num_local_experts=4, num_experts_per_tok=2)
-    narrow = dict(moe_intermediate_size=hidden // 2)
-    qwen3 = dict(num_experts=4, num_experts_per_tok=2, **narrow, norm_topk_prob=family != "qwen3_moe_unnormalised")
-    wide = dict(head_dim=hidden // 2)
+def _mixture_fields(family: str, untied: dict, wide: dict, hidden: int) -> dict[str, object]:
+    narrow, two = dict(moe_intermediate_size=hidden // 2), dict(num_experts_per_tok=2)
+    mixtral, qwen3 = dict(of="Mixtral", num_local_experts=4), dict(of="Qwen3Moe", num_experts=4, **two, **narrow)
     twelve = dict(n_routed_experts=12, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=1, **narrow)
     yarn = dict(beta_fast=32.0, beta_slow=1.0)
-    match family:
-        case "mixtral" | "mixtral_top1":
-            return hf.MixtralConfig(**sizes, **four | dict(num_experts_per_tok=2 if family == "mixtral" else 1))
-        case "mixtral_window":
-            return hf.MixtralConfig(**sizes, **four, sliding_window=5)
-        case "qwen3_moe" | "qwen3_moe_unnormalised":
-            return hf.Qwen3MoeConfig(**sizes, **wide, **qwen3, tie_word_embeddings=True)
-        case "qwen3_moe_window":
-            return hf.Qwen3MoeConfig(**sizes, **qwen3, use_sliding_window=True, sliding_window=5)
-        case "glm4_moe":
-            groups = dict(n_group=3, topk_group=2, routed_scaling_factor=1.7, num_mtp_layers=1)
-            own = dict(attention_bias=True, use_qk_norm=True, tie_word_embeddings=False)
-            return hf.Glm4MoeConfig(**sizes, **wide, **twelve, **groups, **own)
-        case "gpt_oss":
-            # the window is in every second layer, the first among them; gates and ups of these weights pass the limit
-            own = dict(sliding_window=5, swiglu_limit=2.0, tie_word_embeddings=False)
-            angles = rope("yarn", 8.0, **yarn, truncate=False)
-            return hf.GptOssConfig(**sizes, **wide, **four, **own, rope_parameters=angles)
-        case "llama4" | "llama4_interleaved":
-            # chunks and steps of the scale that several samples cross
-            own = dict(attention_chunk_size=4, attn_scale=0.3, floor_scale=3, no_rope_layer_interval=2)
-            if family == "llama4_interleaved":  # dense layers between mixtures, no norms of q and k, scaled angles
-                own |= dict(interleave_moe_layer_step=2, use_qk_norm=False, rope_parameters=LLAMA3)
-            own |= dict(intermediate_size_mlp=hidden, num_local_experts=4, num_experts_per_tok=1)
-            return hf.Llama4TextConfig(**sizes, **wide, **own, tie_word_embeddings=False)
-        case "deepseek_v3" | "moonlight":
-            latents = dict(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, kv_lora_rank=32)
-            shared = {**sizes, **latents, **twelve, "num_key_value_heads": 4}
-            if family == "moonlight":  # q of the hidden state, plain angles, no groups
-                plain = dict(q_lora_rank=None, n_group=1, topk_group=1, rms_norm_eps=1e-5, num_mtp_layers=0)
-                return hf.DeepseekV3Config(**shared, **plain)
-            # mscale_all_dim is other than mscale, so that cos and sin are multiplied too
-            angles = rope("yarn", 4.0, 64, **yarn, mscale=1.0, mscale_all_dim=0.7)
-            return hf.DeepseekV3Config(**shared, q_lora_rank=28, n_group=3, topk_group=2, rope_parameters=angles)
-    raise ValueError(family)
+    # chunks and steps of the scale that several samples cross
+    llama4 = dict(of="Llama4Text", **wide, **untied, attention_chunk_size=4, attn_scale=0.3, floor_scale=3)
+    llama4 |= dict(no_rope_layer_interval=2, intermediate_size_mlp=hidden, num_local_experts=4, num_experts_per_tok=1)
+    deepseek = dict(of="DeepseekV3", qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, kv_lora_rank=32, **twelve)
+    deepseek |= dict(num_key_value_heads=4)
+    families: dict[str, dict[str, object]] = {
+        "mixtral": dict(**mixtral, **two),
+        "mixtral_top1": dict(**mixtral, num_experts_per_tok=1),
+        "mixtral_window": dict(**mixtral, **two, sliding_window=5),
+        "qwen3_moe": dict(**qwen3, **wide, norm_topk_prob=True, tie_word_embeddings=True),
+        "qwen3_moe_unnormalised": dict(**qwen3, **wide, norm_topk_prob=False, tie_word_embeddings=True),
+        "qwen3_moe_window": dict(**qwen3, norm_topk_prob=True, use_sliding_window=True, sliding_window=5),
+        "glm4_moe": dict(of="Glm4Moe", **wide, **twelve, n_group=3, topk_group=2, routed_scaling_factor=1.7)
+        | dict(num_mtp_layers=1, attention_bias=True, use_qk_norm=True, **untied),
+        # the window is in every second layer, the first among them; gates and ups of these weights pass the limit
+        "gpt_oss": dict(of="GptOss", **wide, num_local_experts=4, **two, sliding_window=5, swiglu_limit=2.0, **untied)
+        | dict(rope_parameters=rope("yarn", 8.0, **yarn, truncate=False)),
+        "llama4": llama4,
+        # dense layers between mixtures, no norms of q and k, scaled angles
+        "llama4_interleaved": llama4 | dict(interleave_moe_layer_step=2, use_qk_norm=False, rope_parameters=LLAMA3),
+        # mscale_all_dim is other than mscale, so that cos and sin are multiplied too
+        "deepseek_v3": dict(**deepseek, q_lora_rank=28, n_group=3, topk_group=2)
+        | dict(rope_parameters=rope("yarn", 4.0, 64, **yarn, mscale=1.0, mscale_all_dim=0.7)),
+        # q of the hidden state, plain angles, no groups
+        "moonlight": dict(**deepseek, q_lora_rank=None, n_group=1, topk_group=1, rms_norm_eps=1e-5, num_mtp_layers=0),
+    }
+    return families[family]
 
 
 def tiny_model(family: str, *, seed: int = 0, layers: int = LAYERS, hidden: int = 64):
     """Return a copy of a tiny config and model of random weights, with biases and norms away from neutral values."""
     return copy.deepcopy(_drawn_model(family, seed, layers, hidden))
+
+
+@torch.no_grad()
+def away_from_neutral(model: torch.nn.Module) -> None:
+    """Move biases and norms of a fresh model off 0 and 1, and its logits off the uniform: they would prove little."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("_bias"):  # experts' biases are stacked
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        else:
+            parameter.mul_(3.0)
+    for name, buffer in model.named_buffers():  # that moves some tokens to other experts
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(0.2 * torch.randn_like(buffer))
 
 
 @functools.cache
@@ -169,16 +145,7 @@ def _drawn_model(family: str, seed: int, layers: int, hidden: int):
         # a loop over experts, no grouped kernel
         experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in config.to_dict() else {}
         model = AutoModelForCausalLM.from_config(config, **experts).float().eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() == 1 or name.endswith("_bias"):  # experts' biases are stacked
-                    parameter.add_(0.2 * torch.randn_like(parameter))
-                else:
-                    # logits of a fresh model are near uniform, and near equality then proves little
-                    parameter.mul_(3.0)
-            for name, buffer in model.named_buffers():  # that moves some tokens to other experts
-                if name.endswith("e_score_correction_bias"):
-                    buffer.add_(0.2 * torch.randn_like(buffer))
+        away_from_neutral(model)
     return config, model
 
 

@@ -21,6 +21,7 @@ from tests.equality.rig import DEFAULTS, MAX_RESPONSE_TOKENS
 from tests.equality.shared_samples import SHARED, group_samples
 from tests.reference import (
     LAYERS,
+    away_from_neutral,
     file_weights,
     gradient_of,
     make_samples,
@@ -44,9 +45,7 @@ def reward_model(family: str, layers: int):
         config = tiny_config(family, layers=layers)
         config.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(config).float().eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(3.0)
+        away_from_neutral(model)
     return config, model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -30,6 +30,15 @@ def draw_experts(samples: list[Sample], layers: int, seed: int = 5) -> list[Samp
 
 
 @contextlib.contextmanager
+def hooked(model, hook_of: Callable[[int], Callable]) -> Iterator[None]:
+    """Hook the router of each layer of a transformers model by ``hook_of(layer)``."""
+    with contextlib.ExitStack() as held:
+        for number, layer in enumerate(model.model.layers):
+            held.callback(layer.mlp.gate.register_forward_hook(hook_of(number)).remove)
+        yield
+
+
+@contextlib.contextmanager
 def forced(model, sample: Sample) -> Iterator[None]:
     """Have each mixture of a transformers model take the sample's experts, by its router's own probabilities."""
 
@@ -43,15 +52,8 @@ def forced(model, sample: Sample) -> Iterator[None]:
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights.to(output[1].dtype), chosen
 
-    hooks = [
-        layer.mlp.gate.register_forward_hook(functools.partial(force, number))
-        for number, layer in enumerate(model.model.layers)
-    ]
-    try:
+    with hooked(model, lambda number: functools.partial(force, number)):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @functools.cache

@@ -4,8 +4,8 @@ test_matrix.py asserts it, matrix_table.py prints it.
 
 Per cell and model: log-probs and gradient, dense and skip, packed (token cap) and padded (a fixed number of samples,
 each padded to the longest); the gradient norm of the first step; and all weights after three AdamW steps of
-mini-batches of 4 of 11 samples, dense over padded and skip over packed micro-batches. All is measured with the
-distributed optimizer, whose shards of the gradient ``gradient()`` gathers.
+mini-batches of 4 of 11 samples, dense over padded and skip over packed micro-batches. The matrix is measured with the
+distributed optimizer, whose shards of the gradient ``gradient()`` gathers; test_experts.py has the skip run without it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.equality.layouts import GATHER, RECOMPUTE, SHARDED
+from tests.equality.layouts import SHARDED
 from tests.equality.rig import Rig, open_rig, ragged_advantages
+from tests.equality.rows import row
 from tests.reference import (
     adamw,
     file_weights,
@@ -37,7 +38,6 @@ STEPS = (
     f"optimizer.lr={LR}",
     f"optimizer.weight_decay={DECAY}",
     f"optimizer.clip_grad={CLIP}",
-    *SHARDED,
 )
 DENSE, EXPERTS = ("qwen2_tied", "qwen2_untied"), ("mixtral", "qwen3_moe")
 QUANTITIES = ("logprobs", "gradient", "norm", "weights")
@@ -59,35 +59,31 @@ class Cell:
         return (*(f"parallel.{x}" for x in self.parallel), *self.extra)
 
 
-# without "parallel.", as cells and the adapters name them
-SP, TP2, PP2, CP2, EP2 = ("sequence_parallel=true", "tensor=2", "pipeline=2", "context=2", "expert=2")
-VPP2 = "virtual_pipeline=2"
+NAMES = {
+    **{"one": "1 process", "CP2-DP2-gather": "CP2·DP2", "EP2-DP2-gather": "EP2·DP2, overlaps"},
+    **{f"{x}2-recompute": f"{x}2, recomputed" for x in ("CP", "EP")},
+    "TP2-SP-EP2-ETP1": "TP2·SP·EP2, expert TP 1",
+}
+
+
+def cell(layout: str, families: tuple[str, ...] = DENSE, *, layers: int = 4) -> Cell:
+    """Return the cell of a layout in the words of rows.py."""
+    world, _, settings = row(f"{layout} {families[0]}")
+    name = NAMES.get(layout) or layout.replace("-", "·")
+    return Cell(name=name, world=world, parallel=(), families=families, layers=layers, extra=settings)
+
+
 CELLS = (
-    Cell(name="1 process", world=1, parallel=()),
-    Cell(name="TP2", world=2, parallel=(TP2,)),
-    Cell(name="PP2", world=2, parallel=(PP2,)),
-    Cell(name="PP2·VPP2", world=2, parallel=(PP2, VPP2)),
-    Cell(name="CP2", world=2, parallel=(CP2,)),
-    Cell(name="DP2", world=2, parallel=()),
-    Cell(name="TP2·SP", world=2, parallel=(TP2, SP)),
-    Cell(name="EP2", world=2, parallel=(EP2,), families=EXPERTS),
-    Cell(name="TP2·PP2", world=4, parallel=(TP2, PP2)),
-    Cell(name="PP2·DP2", world=4, parallel=(PP2,)),
-    Cell(name="CP2·PP2", world=4, parallel=(CP2, PP2)),
-    Cell(name="EP2·PP2", world=4, parallel=(EP2, PP2), families=EXPERTS),
-    Cell(name="TP2·CP2", world=4, parallel=(TP2, CP2)),
-    Cell(name="PP4·VPP2", world=4, parallel=("pipeline=4", VPP2), layers=8),
-    Cell(name="TP2·SP·CP2", world=4, parallel=(TP2, SP, CP2)),
-    Cell(name="CP2·DP2", world=4, parallel=(CP2,), extra=GATHER),
-    Cell(name="CP4", world=4, parallel=("context=4",)),
-    Cell(name="CP2·PP2·VPP2", world=4, parallel=(CP2, PP2, VPP2)),
-    Cell(name="CP2, recomputed", world=2, parallel=(CP2,), families=("llama3_rope",), extra=RECOMPUTE),
-    Cell(name="TP2·SP·EP2, expert TP 1", world=2, parallel=(TP2, SP, EP2, "expert_tensor=1"), families=EXPERTS),
-    Cell(name="TP2·SP·EP2", world=4, parallel=(TP2, SP, EP2), families=EXPERTS),
-    Cell(name="CP2·EP2", world=2, parallel=(CP2, EP2), families=EXPERTS),
-    Cell(name="EP2·PP2·VPP2", world=4, parallel=(EP2, PP2, VPP2), families=EXPERTS),
-    Cell(name="EP2·DP2, overlaps", world=4, parallel=(EP2,), families=EXPERTS, extra=GATHER),
-    Cell(name="EP2, recomputed", world=2, parallel=(EP2,), families=("qwen3_moe",), extra=RECOMPUTE),
+    *map(cell, ("one", "TP2", "PP2", "PP2-VPP2", "CP2", "DP2", "TP2-SP")),
+    cell("EP2", EXPERTS),
+    *map(cell, ("TP2-PP2", "PP2-DP2", "CP2-PP2")),
+    cell("EP2-PP2", EXPERTS),
+    cell("TP2-CP2"),
+    cell("PP4-VPP2", layers=8),
+    *map(cell, ("TP2-SP-CP2", "CP2-DP2-gather", "CP4", "CP2-PP2-VPP2")),
+    cell("CP2-recompute", ("llama3_rope",)),
+    *(cell(x, EXPERTS) for x in ("TP2-SP-EP2-ETP1", "TP2-SP-EP2", "CP2-EP2", "EP2-PP2-VPP2", "EP2-DP2-gather")),
+    cell("EP2-recompute", ("qwen3_moe",)),
 )
 
 
@@ -162,15 +158,15 @@ def three_steps(rig: Rig, want: Wanted | None, found: dict[str, float], *, layou
         found[f"weights {layout} {kind}"] = relative_error(weights, wanted_weights)
 
 
-def measure(rank: int, world: int, cell: Cell, family: str) -> dict[str, float]:
-    """Return every error of a cell on the main rank, and {} on the others."""
+def measure(rank: int, world: int, cell: Cell, family: str, optimizer: tuple[str, ...] = SHARDED) -> dict[str, float]:
+    """Return every error of a cell on the main rank, and {} on the others. optimizer: of all but the dense steps."""
     want = wanted(family, cell.layers) if rank == 0 else None
     found: dict[str, float] = {}
     given = dict(samples=NUM_SAMPLES, layers=cell.layers)
-    with open_rig(family, *cell.overrides, *SHARDED, **given) as rig:
+    with open_rig(family, *cell.overrides, *optimizer, **given) as rig:
         one_step(rig, want, found)
-    for layout, drops in (("padded", False), ("packed", True)):
-        with open_rig(family, *cell.overrides, *STEPS, **given) as rig:
+    for layout, drops, extra in (("padded", False, SHARDED), ("packed", True, optimizer)):
+        with open_rig(family, *cell.overrides, *STEPS, *extra, **given) as rig:
             three_steps(rig, want, found, layout=layout, drops=drops)
     return found if rank == 0 else {}
 

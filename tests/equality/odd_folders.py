@@ -41,11 +41,11 @@ def write(folder: pathlib.Path, family: str, *, shards: bool) -> None:
 def config(**changes: object) -> Change:
     """Return a change of config.json's fields; a value of ... removes one."""
 
-    def change(folder: pathlib.Path) -> None:
-        fields = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "config.json").write_text(json.dumps({name: x for name, x in fields.items() if x is not ...}))
+    def changed(content: bytes) -> bytes:
+        fields = json.loads(content) | changes
+        return json.dumps({name: x for name, x in fields.items() if x is not ...}).encode()
 
-    return change
+    return file("config.json", changed)
 
 
 def tensors(edit: Callable[[Tensors], object]) -> Change:
@@ -64,12 +64,12 @@ def with_tensor(name: str, of: Callable[[Tensors], torch.Tensor]) -> Change:
 
 
 def index(edit: Callable[[dict], object]) -> Change:
-    def change(folder: pathlib.Path) -> None:
-        held = json.loads((folder / INDEX).read_text())
+    def changed(content: bytes) -> bytes:
+        held = json.loads(content)
         edit(held["weight_map"])
-        (folder / INDEX).write_text(json.dumps(held))
+        return json.dumps(held).encode()
 
-    return change
+    return file(INDEX, changed)
 
 
 def both(*changes: Change) -> Change:

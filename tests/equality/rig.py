@@ -131,6 +131,11 @@ class Rig:
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.backend.export()}
 
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Return what the steps train: the adapters, or all weights."""
+        exported = self.backend.export_adapters() if self.backend.shape.lora_rank else self.backend.export()
+        return {name: x.clone() for name, x in exported}
+
     def optimizer_state(self) -> list[torch.Tensor]:
         """Return this rank's master weights, Adam moments and step counts, then the learning rate, in a fixed order."""
         found = []

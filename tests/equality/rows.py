@@ -6,8 +6,9 @@ from tests.equality.layouts import BF16, GATHER, OVERLAP, PLAIN, RECOMPUTE, SHAR
 
 WORDS: dict[str, tuple[str, ...]] = {
     **{"one": (), "SP": (SP,), "plain": PLAIN, "sharded": SHARDED, "bf16": BF16, "overlap": OVERLAP, "gather": GATHER},
+    "selective": tuple(f"megatron.transformer.recompute_{x}" for x in ("granularity=selective", "modules=[moe]")),
     **{"recompute": RECOMPUTE, "permuted": ("megatron.transformer.moe_permute_fusion=true",)},
-    **{"shared": ("plan.share_prompts=true",), "dense": ("skip.mode=off",)},
+    **{"shared": ("plan.share_prompts=true",), "dense": ("skip.mode=off",), "frozen": ("skip.ghost=freeze",)},
     **{"LoRA": ("lora.rank=3", "lora.alpha=5.0"), "attention": ("lora.targets=[linear_qkv,linear_proj]",)},
 }
 DEGREES = dict(

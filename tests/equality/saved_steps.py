@@ -11,7 +11,7 @@ from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.folder import verify
 from megatron_rl.types import StepKind
 from tests.equality.layouts import BF16, PLAIN, SHARDED, VPP2  # noqa: F401 (other rooms take them from here)
-from tests.equality.rig import Rig, equal_by_name, open_rig
+from tests.equality.rig import equal_by_name, open_rig
 from tests.reference import file_weights, relative_error
 
 COMMON = ("optimizer.lr=0.01", "optimizer.weight_decay=0.1", "optimizer.schedule=cosine", "optimizer.warmup_steps=2")
@@ -33,12 +33,6 @@ def open_like(topology: tuple[str, ...], family: str, layers: int = 4):
     return open_rig(family, *COMMON, *topology, samples=8, total_steps=20, layers=layers)
 
 
-def trained(rig: Rig) -> dict[str, torch.Tensor]:
-    """Return what the steps train: the adapters, or all weights."""
-    exported = rig.backend.export_adapters() if rig.backend.shape.lora_rank else rig.backend.export()
-    return {name: x.clone() for name, x in exported}
-
-
 def save_and_load(rank, world, root: str, first, second, family: str, steps: int) -> dict[str, object]:
     """Save after ``steps``, go on; load in a second backend, go on likewise; return how the two differ."""
     layers = 4 if VPP2 in (*first, *second) else 2
@@ -48,19 +42,19 @@ def save_and_load(rank, world, root: str, first, second, family: str, steps: int
             take_steps(rig, steps)
         pending = model_state.save(rig.backend, pathlib.Path(root), 7, {"state.json": "{}"})
         kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
-        saved, exported = trained(rig), rig.weights()
+        saved, exported = rig.trained(), rig.weights()
         take_steps(rig, 2, seed=3)  # goes on while the thread writes
-        later, rate = trained(rig), rig.backend.optimizer.learning_rate
+        later, rate = rig.trained(), rig.backend.optimizer.learning_rate
         path = pending.finish()
     verify(path)
     with open_like(second, family, layers) as rig:
         model_state.load(rig.backend, path, kept, model)
-        again, loaded, merged = model_state.numbers(rig.backend), trained(rig), rig.weights()
+        again, loaded, merged = model_state.numbers(rig.backend), rig.trained(), rig.weights()
         with rig.backend.reference_weights():
             reference, passed = rig.weights(), rig.logprobs()
         files = file_weights(rig.model)
         take_steps(rig, 2, seed=3)
-        last = trained(rig)
+        last = rig.trained()
         return {
             "numbers": again | {"distributed_optimizer": None} == kept | {"distributed_optimizer": None},
             "loaded": equal_by_name(loaded, saved),

@@ -14,13 +14,11 @@ from megatron_rl.distributed import topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.adapter import adapters_of as own_adapters
 from megatron_rl.model.adapter import adapters_off
-from megatron_rl.types import StepKind
 from megatron_rl.weights.fused import file_tensors
 from tests.allocated import AllocationMeter
-from tests.equality.adapter_measures import gradients, merged_apart, three_steps
-from tests.equality.adapter_rig import LORA, NUM_SAMPLES, STEPS, open_settings
+from tests.equality.adapter_rig import LORA, NUM_SAMPLES, STEPS, gradients, merged_apart, open_settings, three_steps
 from tests.equality.layouts import TOLERANCE
-from tests.equality.rig import DEFAULTS, equal, equal_by_name, open_rig, ragged_advantages
+from tests.equality.rig import DEFAULTS, any_tokenizer, equal_by_name, open_rig, ragged_advantages
 from tests.equality.rows import assert_all, assert_close, measured
 from tests.pairwise import quick
 from tests.reference import file_weights, make_samples, near_policy, reference_gradient, relative_error, tiny_model
@@ -42,14 +40,19 @@ SPREAD = ("DP2-gather-sharded llama3_rope", "EP2-gather-sharded qwen3_moe")
 LONG_SPREAD = (
     *("PP2-DP2-gather-sharded qwen2_tied", "EP2-DP2-attention-sharded qwen3_moe", "EP2-DP2-sharded qwen3_moe"),
 )
+BESIDE = ("TP2-SP qwen3", "EP2 qwen3_moe", "one glm4_moe", "TP2-SP glm4_moe", "PP2 qwen3_moe")
+OVER_SHARED = ("TP2-SP-shared qwen3", "CP2-shared llama3_rope", "shared qwen3", "PP2-shared qwen2_tied")
+STEPPED = (*LAYOUTS[:1], *LAYOUTS[2:3], *LAYOUTS[6:9], LAYOUTS[11], *SPREAD)
+SILENT = ("DP2 llama3_rope", *SPREAD[:1], "PP2-DP2 qwen2_tied", *LONG_SPREAD[:1])
+OFF = ("TP2-SP qwen3", *SPREAD[:1], "EP2 qwen3_moe", "one qwen3", "PP2-VPP2 qwen2_tied")
+EXPORTED = ("TP2 qwen2_untied", "one qwen2_untied", "PP2 qwen2_untied")
+FROZEN = ("PP2 qwen2_tied", "CP2 llama3_rope", "one qwen3", "recompute qwen2_tied", "TP2 qwen2_tied", "TP2-SP qwen3")
+FROZEN += ("PP2-VPP2 qwen2_tied", "EP2-attention qwen3_moe")
 
 
 @pytest.mark.parametrize("name", quick((*LAYOUTS, *LONG), *LAYOUTS))
 def test_skip_and_dense_gradients_of_adapters_equal_reference(pool, name):
     assert_close(pool, name, gradients)
-
-
-BESIDE = ("TP2-SP qwen3", "EP2 qwen3_moe", "one glm4_moe", "TP2-SP glm4_moe", "PP2 qwen3_moe")
 
 
 @pytest.mark.parametrize("name", quick(BESIDE, *BESIDE[:2]))
@@ -76,15 +79,9 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(pool):
         assert found["idle"] and found["zero"] and found["error"] < TOLERANCE, found
 
 
-OVER_SHARED = ("TP2-SP-shared qwen3", "CP2-shared llama3_rope", "shared qwen3", "PP2-shared qwen2_tied")
-
-
 @pytest.mark.parametrize("name", quick(OVER_SHARED, *OVER_SHARED[:2]))
 def test_gradients_of_adapters_over_shared_prompts_equal_reference(pool, name):
     assert_close(pool, name, gradients)
-
-
-STEPPED = (*LAYOUTS[:1], *LAYOUTS[2:3], *LAYOUTS[6:9], LAYOUTS[11], *SPREAD)
 
 
 @pytest.mark.parametrize("name", quick((*LAYOUTS, *LONG, *SPREAD, *LONG_SPREAD), *STEPPED))
@@ -93,32 +90,6 @@ def test_three_adamw_steps_of_adapters_equal_torchs(pool, name):
     for found in measured(pool, name, three_steps):
         assert found["norm"] < 1e-6 and found["moved"] < 1e-3 and found["export"] < TOLERANCE, found
         assert found["frozen"] and found["trained"] and found["replicas"], found
-
-
-def ghosts(rank: int, world: int, family: str, settings: tuple[str, ...]) -> dict[str, bool]:
-    """Compare a step and a ghost with a step and an all-zero gradient; both then take a further step."""
-    advantages, ended = ragged_advantages(NUM_SAMPLES), []
-    for ghost in (True, False):
-        with open_settings(family, (*settings, *STEPS[1:])) as rig:
-            rig.step(advantages, drops=True)
-            if ghost:
-                rig.ghost()
-            else:
-                rig.accumulate(np.zeros(NUM_SAMPLES), rig.plan(advantages, drops=False))
-                rig.backend.optim_step(StepKind.REAL)
-            between = (list(rig.weights().values()), rig.optimizer_state())
-            rig.step(advantages, drops=True)
-            ended.append((*between, list(rig.weights().values()), rig.optimizer_state()))
-    names = ("weights", "state", "later weights", "later state")
-    return {name: equal(one, two) for name, one, two in zip(names, *ended, strict=True)}
-
-
-GHOSTS = ("TP2-SP qwen3", "EP2 qwen3_moe", *SPREAD[:1], "PP2-DP2 qwen2_tied", *LONG_SPREAD[:1])
-
-
-@pytest.mark.parametrize("name", quick(GHOSTS, *GHOSTS[:3]))
-def test_ghost_step_of_adapters_equals_zero_gradient_step(pool, name):
-    assert_all(pool, name, ghosts)
 
 
 def silent(rank: int, world: int, family: str, settings: tuple[str, ...]) -> float:
@@ -134,9 +105,6 @@ def silent(rank: int, world: int, family: str, settings: tuple[str, ...]) -> flo
     return relative_error(*ended)
 
 
-SILENT = ("DP2 llama3_rope", *SPREAD[:1], "PP2-DP2 qwen2_tied", *LONG_SPREAD[:1])
-
-
 @pytest.mark.parametrize("name", quick(SILENT, *SILENT[:2]))
 def test_a_silent_rank_joins_the_reduction_of_adapters(pool, name):
     found = measured(pool, name, silent)
@@ -145,7 +113,7 @@ def test_a_silent_rank_joins_the_reduction_of_adapters(pool, name):
 
 def untrained(rank: int, world: int, family: str, settings: tuple[str, ...]) -> dict[str, torch.Tensor]:
     with open_rig(family, *LORA, *settings, layers=4) as rig:
-        return {name: x.clone() for name, x in rig.backend.export_adapters()}
+        return rig.trained()
 
 
 def test_every_layout_starts_with_the_same_adapters(pool):
@@ -185,9 +153,6 @@ def off_and_on(rank: int, world: int, family: str, settings: tuple[str, ...]) ->
     }
 
 
-OFF = ("TP2-SP qwen3", *SPREAD[:1], "EP2 qwen3_moe", "one qwen3", "PP2-VPP2 qwen2_tied")
-
-
 @pytest.mark.parametrize("name", quick(OFF, *OFF[:3]))
 def test_adapters_off_is_the_frozen_model_to_the_bit(pool, name):
     assert_all(pool, name, off_and_on)
@@ -207,9 +172,6 @@ def memory_of_export(rank: int, world: int, family: str, settings: tuple[str, ..
     return found
 
 
-EXPORTED = ("TP2 qwen2_untied", "one qwen2_untied", "PP2 qwen2_untied")
-
-
 @pytest.mark.parametrize("name", quick(EXPORTED, EXPORTED[0]))
 def test_merging_takes_a_parameter_beside_the_bucket(pool, name):
     """linear_fc1, [192, 64] in float32, with its result, two blocks, and the whole tensor where one is made of it."""
@@ -218,18 +180,14 @@ def test_merging_takes_a_parameter_beside_the_bucket(pool, name):
         assert found[200_000] <= 200_000 + 3 * one and found[1] <= 5 * one, found
 
 
-class NoTokenizer:
-    def save_pretrained(self, path: pathlib.Path) -> None: ...
-
-
 def written(rank: int, world: int, folder: str) -> list[str]:
     """Return what an export of GLM-4.5 with adapters writes, and of Qwen3's mixture, and a refusal's words."""
     with open_rig("glm4_moe", *LORA) as rig:
-        rig.backend.save_hugging_face(pathlib.Path(folder) / "hf", NoTokenizer())
+        rig.backend.save_hugging_face(pathlib.Path(folder) / "hf", any_tokenizer())
         with pytest.raises(ConfigError) as caught:
             rig.backend.save_adapters(pathlib.Path(folder) / "adapter")
     with open_rig("qwen3_moe", *LORA) as rig:
-        rig.backend.save_hugging_face(pathlib.Path(folder) / "other", NoTokenizer())
+        rig.backend.save_hugging_face(pathlib.Path(folder) / "other", any_tokenizer())
     return [*sorted(x.name for x in pathlib.Path(folder).iterdir()), str(caught.value)]
 
 
@@ -237,26 +195,6 @@ def test_adapters_that_peft_would_leave_out_are_not_written(pool, tmp_path):
     (found,) = pool.run(1, written, str(tmp_path), timeout_s=60)
     assert found[:-1] == ["hf", "other", "other_adapter"]
     assert "gate_proj of glm4_moe" in found[-1] and "hf, or set lora.targets" in found[-1]
-
-
-def offloaded(rank: int, world: int, extra: tuple[str, ...]) -> bool:
-    """Return whether offload and restore between two steps leave the bits of a run without them."""
-    ended = []
-    for moves in (False, True):
-        with open_settings("qwen2_tied", (*STEPS[1:], *extra)) as rig:
-            rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
-            if moves:
-                assert rig.backend.offload().total > 0
-                rig.weights()
-                rig.backend.restore()
-            rig.step(ragged_advantages(NUM_SAMPLES), drops=True)
-            ended.append([*rig.weights().values(), *rig.optimizer_state()])
-    return equal(*ended)
-
-
-@pytest.mark.parametrize("sharded", ["true", "false"])
-def test_offload_and_restore_leave_adapters_as_they_were(pool, sharded):
-    assert all(pool.run(2, offloaded, (f"optimizer.distributed={sharded}", "model.dtype=bfloat16"), timeout_s=60))
 
 
 def critic_without(rank: int, world: int) -> bool:
@@ -291,10 +229,6 @@ def rows_apart(rank: int, world: int, family: str, settings: tuple[str, ...]) ->
         rig.gradient(advantages, rig.plan(advantages, drops=False))
     assert len(seen) > 4 * len(rig.model.model.layers) // rig.backend.topology.pipeline_size
     return apart
-
-
-FROZEN = ("PP2 qwen2_tied", "CP2 llama3_rope", "one qwen3", "recompute qwen2_tied", "TP2 qwen2_tied", "TP2-SP qwen3")
-FROZEN += ("PP2-VPP2 qwen2_tied", "EP2-attention qwen3_moe")
 
 
 @pytest.mark.parametrize("name", quick(FROZEN, *FROZEN[:2]))

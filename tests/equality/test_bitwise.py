@@ -34,6 +34,11 @@ CUTS = (
     dict(max_tokens=10_000, share_prompts=False, pad_multiple=8),
 )
 FAMILIES = ("qwen2_tied", "qwen3", "llama3_rope", "mistral")
+LAYOUTS = (
+    *("DP2 qwen2_tied", "TP2-bf16 qwen2_tied", "PP2 qwen2_tied"),
+    *("TP2 qwen2_tied", "PP2-VPP2-DP2 qwen2_tied", "TP2-PP2-bf16 qwen2_tied"),
+)
+ORDINARY = ("one qwen3", "one llama3_rope", "TP2 qwen2_tied", "one qwen2_tied", "one qwen2_untied", "TP2-PP2 qwen3")
 
 
 def engine_of(rig: Rig, folder) -> BitwiseEngine:
@@ -92,12 +97,6 @@ def test_engine_equals_trainer(pool, tmp_path, family, dtype):
     assert len(found) == 2 * len(CUTS) + 2 and not any(found.values()), found
 
 
-LAYOUTS = (
-    *("DP2 qwen2_tied", "TP2-bf16 qwen2_tied", "PP2 qwen2_tied"),
-    *("TP2 qwen2_tied", "PP2-VPP2-DP2 qwen2_tied", "TP2-PP2-bf16 qwen2_tied"),
-)
-
-
 @pytest.mark.parametrize("name", quick(LAYOUTS, *LAYOUTS[:3]))
 def test_layouts_equal_the_engine(pool, tmp_path, name):
     """Each rank's engine has the model whole and samples for itself; the trainer spreads the samples by its plan."""
@@ -114,9 +113,6 @@ def ordinary(rank: int, world: int, family: str, layout: tuple[str, ...]) -> tup
             differences.append(float(np.abs(rig.logprobs() - masked_logprobs(rig.model, rig.samples)).max()))
             gradients.append(rig.gradient(advantages, rig.plan(advantages, drops=True)))
     return differences[0], relative_error(*gradients)
-
-
-ORDINARY = ("one qwen3", "one llama3_rope", "TP2 qwen2_tied", "one qwen2_tied", "one qwen2_untied", "TP2-PP2 qwen3")
 
 
 @pytest.mark.parametrize("name", quick(ORDINARY, *ORDINARY[:3]))

@@ -25,21 +25,6 @@ SAME = (
     *("EP2-sharded-bf16 glm4_moe", "EP2-sharded-bf16 gpt_oss"),
 )
 LONG = ("DP2-sharded qwen2_tied", "TP2-plain llama", "EP2-sharded qwen3_moe", "EP2-sharded-bf16 gpt_oss")
-
-
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [("DP2-sharded-bf16 qwen2_tied", 0)]
-    + [pytest.param(x, 3, marks=[pytest.mark.long] if x in LONG else []) for x in SAME],
-)
-def test_the_same_topology_goes_on_to_the_bit(pool, tmp_path, name, steps):
-    world, family, topology = row(name)
-    for found in pool.run(world, save_and_load, str(tmp_path), topology, topology, family, steps, timeout_s=120):
-        assert found["numbers"] and found["loaded"] and found["next"] and found["rate"], found
-        assert found["export"] == found["reference"] == 0 and (found["moved"] > 1e-4) == (steps > 0), found
-    assert whole_checkpoints(tmp_path) == [7]
-
-
 OTHER = (
     *("TP2-sharded to PP2-sharded phi3", "TP2-sharded to DP2-sharded olmo2", "TP2-sharded to PP2-sharded gemma3_text"),
     *("PP2-VPP2-plain to DP2-sharded qwen2_tied", "PP2-sharded to CP2-sharded llama"),
@@ -53,6 +38,29 @@ LONG_OTHER = (
     *("PP2-plain to DP2-sharded mistral_window", "TP2-sharded to PP2-sharded olmo3"),
     *("EP2-sharded to TP2-SP-sharded qwen3_moe", "DP2-plain to EP2-sharded mixtral"),
 )
+LORA = ("lora.rank=3", "lora.alpha=5")
+ADAPTED = (
+    *("DP2-sharded-bf16 qwen2_tied", "PP2-sharded qwen2_tied", "TP2-SP-ETP1-plain mixtral", "DP2-plain qwen2_tied"),
+    *("TP2-SP-sharded qwen3", "TP2-PP2-plain llama", "EP2-sharded glm4_moe"),
+)
+ADAPTED_ELSEWHERE = (
+    *("TP2-sharded to PP2-VPP2-sharded qwen2_tied", "EP2-sharded to TP2-SP-plain glm4_moe"),
+    *("DP2-sharded to TP2-SP-plain qwen3", "PP2-sharded to TP2-sharded llama"),
+    "TP2-SP-EP2-ETP1-sharded to PP2-sharded qwen3_moe",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("DP2-sharded-bf16 qwen2_tied", 0)]
+    + [pytest.param(x, 3, marks=[pytest.mark.long] if x in LONG else []) for x in SAME],
+)
+def test_the_same_topology_goes_on_to_the_bit(pool, tmp_path, name, steps):
+    world, family, topology = row(name)
+    for found in pool.run(world, save_and_load, str(tmp_path), topology, topology, family, steps, timeout_s=120):
+        assert found["numbers"] and found["loaded"] and found["next"] and found["rate"], found
+        assert found["export"] == found["reference"] == 0 and (found["moved"] > 1e-4) == (steps > 0), found
+    assert whole_checkpoints(tmp_path) == [7]
 
 
 def both(name: str, *more: str) -> tuple[tuple[str, ...], tuple[str, ...], str]:
@@ -84,20 +92,12 @@ def adam_sums(rank, world, root: str, first, second, family: str) -> None:
 
 @pytest.mark.parametrize("name", quick((LONG_OTHER[0], OTHER[3], LONG_OTHER[-1]), LONG_OTHER[0], LONG_OTHER[-1]))
 def test_adam_is_the_same_to_the_bit_under_another_topology(pool, tmp_path, name):
-    """AdamW's state is the same to the bit in both checkpoints, read by torch's own reader."""
     pool.run(2, adam_sums, str(tmp_path), *both(name), timeout_s=120)
     one, two = (tensors_of(tmp_path / f"iter_000000{n}") for n in (1, 2))
     assert set(one) == set(two) and any(key.startswith("optimizer.state.exp_avg_sq.") for key in one)
     for key in one:
         rows = min(len(one[key]), len(two[key]))  # the vocabulary of 99 is padded to a multiple of TP
         assert torch.equal(one[key][:rows], two[key][:rows]) and max(len(one[key]), len(two[key])) - rows <= 1, key
-
-
-LORA = ("lora.rank=3", "lora.alpha=5")
-ADAPTED = (
-    *("DP2-sharded-bf16 qwen2_tied", "PP2-sharded qwen2_tied", "TP2-SP-ETP1-plain mixtral", "DP2-plain qwen2_tied"),
-    *("TP2-SP-sharded qwen3", "TP2-PP2-plain llama", "EP2-sharded glm4_moe"),
-)
 
 
 @pytest.mark.parametrize("name", quick(ADAPTED, *ADAPTED[:3]))
@@ -114,13 +114,6 @@ def test_adapters_go_on_to_the_bit_in_the_same_topology(pool, tmp_path, name):
     shape = read_shape(tiny_config(family), layer_spec="torch")
     with pytest.raises(ConfigError, match="holds adapters .*step_<n>/hf"):
         plan_export(TorchDistReader(tmp_path / "iter_0000007"), shape, None)
-
-
-ADAPTED_ELSEWHERE = (
-    *("TP2-sharded to PP2-VPP2-sharded qwen2_tied", "EP2-sharded to TP2-SP-plain glm4_moe"),
-    *("DP2-sharded to TP2-SP-plain qwen3", "PP2-sharded to TP2-sharded llama"),
-    "TP2-SP-EP2-ETP1-sharded to PP2-sharded qwen3_moe",
-)
 
 
 @pytest.mark.parametrize("name", quick(ADAPTED_ELSEWHERE, *ADAPTED_ELSEWHERE[:2]))

@@ -34,6 +34,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PADDED = 128  # Megatron-LM's --make-vocab-size-divisible-by; the vocabulary has 99
 TOLERANCE = 1e-5  # of a log-prob, float32, two implementations of 4 layers
+SAVED = {
+    "TP2-qwen2_untied": (2, "qwen2_untied", {}),
+    "TP2-llama-of-layers": (2, "llama", {"non_homogeneous_layers": True}),
+    "TP2-mistral-of-shards": (2, "mistral", {"singleton_local_shards": True}),
+    "TP1-mixtral": (1, "mixtral", {}),
+    "TP1-qwen3_moe-of-shards": (1, "qwen3_moe", {"singleton_local_shards": True}),
+    "TP2-qwen3": (2, "qwen3", {}),
+    "TP1-qwen2_tied": (1, "qwen2_tied", {}),
+}
 
 
 def megatron_model(family: str, tensor: int) -> GPTModel:
@@ -43,26 +52,16 @@ def megatron_model(family: str, tensor: int) -> GPTModel:
     ffn = hf.moe_intermediate_size if family == "qwen3_moe" else hf.intermediate_size
     experts = dict(num_moe_experts=4, moe_ffn_hidden_size=ffn, moe_router_topk=2, moe_token_dispatcher_type="alltoall")
     unfused = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+    sizes = dict(num_layers=hf.num_hidden_layers, hidden_size=hf.hidden_size, ffn_hidden_size=ffn)
+    sizes |= dict(num_attention_heads=4, num_query_groups=2, tensor_model_parallel_size=tensor)
+    layer = dict(gated_linear_unit=True, activation_func=F.silu, normalization="RMSNorm", add_bias_linear=False)
+    start = dict(params_dtype=torch.float32, use_cpu_initialization=True, init_method_std=0.08)
     config = TransformerConfig(
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=ffn,
-        num_attention_heads=4,
-        num_query_groups=2,
+        **(sizes | layer | start | dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0)),
         kv_channels=hf.to_dict().get("head_dim") or hf.hidden_size // 4,
-        normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
         add_qkv_bias=family.startswith("qwen2"),
         qk_layernorm=family.startswith("qwen3"),
-        tensor_model_parallel_size=tensor,
-        use_cpu_initialization=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        params_dtype=torch.float32,
-        init_method_std=0.08,
         **dict.fromkeys(unfused, False),
         **(experts | dict(moe_router_load_balancing_type="none") if mixture else {}),
     )
@@ -135,17 +134,6 @@ def exported(source, family: str, folder: pathlib.Path) -> dict[str, torch.Tenso
     hf_config.save_pretrained(folder / "hf")
     export_folder(source, read_shape(hf_config, layer_spec="torch"), folder / "hf", folder / "out")
     return load_file(folder / "out" / "model.safetensors")
-
-
-SAVED = {
-    "TP2-qwen2_untied": (2, "qwen2_untied", {}),
-    "TP2-llama-of-layers": (2, "llama", {"non_homogeneous_layers": True}),
-    "TP2-mistral-of-shards": (2, "mistral", {"singleton_local_shards": True}),
-    "TP1-mixtral": (1, "mixtral", {}),
-    "TP1-qwen3_moe-of-shards": (1, "qwen3_moe", {"singleton_local_shards": True}),
-    "TP2-qwen3": (2, "qwen3", {}),
-    "TP1-qwen2_tied": (1, "qwen2_tied", {}),
-}
 
 
 @pytest.mark.parametrize("name", quick(SAVED, *(x for x in SAVED if x not in ("TP2-mistral-of-shards", "TP2-qwen3"))))

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import zlib
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.trainer.corrections import CorrectedSignal, apply_corrections
 from megatron_rl.trainer.update import runs_S
 from megatron_rl.types import Advantages, BatchPlan, LossInputs
-from tests.equality.layouts import PP2, TOLERANCE, TP2
+from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import ForwardedLengths, Rig, open_rig, ragged_advantages
+from tests.equality.rows import measured
 from tests.pairwise import pairwise, quick
 from tests.reference import (
     make_samples,
@@ -40,7 +42,8 @@ CORRECTIONS = {
     "off-policy": CorrectionConfig(off_policy_delta=0.05),
     "both": CorrectionConfig(mode="token_mask", cap=1.5, off_policy_delta=0.0),
 }
-NEVER = CorrectionConfig(mode="sequence_mask", cap=1.0, floor=1.0)  # no noisy sample's product is 1
+LAYOUTS = ("DP2", "PP2", "TP2-PP2", "PP2-DP2")
+CUTS = {"repacked": {"max_tokens": 25}, "as cut": {"samples_per_microbatch": 2, "repack": False}}
 
 
 @functools.cache
@@ -91,9 +94,9 @@ def without_signal(rig: Rig, weights: list[float]) -> set[int]:
     }
 
 
-def every_correction(rank: int, world: int, layout: tuple[str, ...], cut: dict) -> dict[str, float]:
+def every_correction(rank: int, world: int, family: str, layout: tuple[str, ...], cut: dict) -> dict[str, float]:
     found: dict[str, float] = {}
-    with open_rig(FAMILY, *layout) as rig:
+    with open_rig(family, *layout) as rig:
         rig.take(drawn()[1])
         rig.rules(**cut)
         seen, place = ForwardedLengths(rig), rig.backend.topology
@@ -112,36 +115,16 @@ def every_correction(rank: int, world: int, layout: tuple[str, ...], cut: dict) 
     return found
 
 
-LAYOUTS = {"DP2": (2, ()), "PP2": (2, (PP2,)), "TP2-PP2": (4, (TP2, PP2)), "PP2-DP2": (4, (PP2,))}
-CUTS = {"repacked": {"max_tokens": 25}, "as cut": {"samples_per_microbatch": 2, "repack": False}}
-
-
 @pytest.mark.parametrize(("layout", "cut"), pairwise(LAYOUTS, CUTS, kept=[("DP2", "repacked"), ("PP2", "as cut")]))
 def test_corrected_gradient_equals_the_naive_loops(pool, layout, cut):
     """In every mode and δ, skip and dense; only what the naive loop's weights leave runs."""
-    world, overrides = LAYOUTS[layout]
-    found = pool.run(world, every_correction, overrides, CUTS[cut], timeout_s=90)[0]
+    found = measured(pool, f"{layout} {FAMILY}", every_correction, CUTS[cut])[0]
     masked = {name.removesuffix(" masked"): count for name, count in found.items() if name.endswith(" masked")}
     errors = {name: error for name, error in found.items() if not name.endswith(" masked")}
     # e^{Σ d} adds the float32 roundings of a sample's log-probs to the weight: sequence modes show 2e-6, not 4e-7
     assert max(errors.values()) < TOLERANCE, errors
     # else it proves little
     assert all(masked[name] > 0 for name in ("sequence_mask", "geometric_mask", "off-policy", "both")), masked
-
-
-def nothing_left(rank: int, world: int) -> tuple[str, int, list[float]]:
-    with open_rig(FAMILY) as rig:
-        rig.take(drawn()[1])
-        plan, _, verdict = corrected(rig, NEVER, drops=True)
-        return plan.mini_batches[0].kind.value, len(plan.mini_batches[0].dropped), verdict.weights.tolist()
-
-
-def test_a_batch_that_is_masked_whole_is_a_ghost(pool):
-    for kind, dropped, weights in pool.run(2, nothing_left, timeout_s=60):
-        assert kind == "GHOST" and dropped == NUM_SAMPLES and not any(weights)
-
-
-# ---- whole runs through the command line -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -160,11 +143,8 @@ def noisy_engine():
         noise = random.normal(0.0, 0.3, len(rollout.logprobs))
         return dataclasses.replace(rollout, logprobs=tuple(float(x) for x in np.array(rollout.logprobs) + noise))
 
-    TransformersEngine.generate = generate
-    try:
+    with mock.patch.object(TransformersEngine, "generate", generate):
         yield
-    finally:
-        TransformersEngine.generate = true
 
 
 def noisy_command_line(rank: int, world: int, given: list[str]) -> tuple[int, str]:

@@ -17,6 +17,20 @@ from tests.equality.rows import row
 from tests.pairwise import quick
 from tests.reference import gradient_of, reference_logprobs, relative_error
 
+GAMMA, LAM, BETA = 0.98, 0.9, 0.1
+# the policy's grid, and the critic's own: TP, SP, PP, VPP, CP and DP are of either alone, or of both
+GRIDS = (
+    *("one qwen2_tied", "DP2 qwen2_tied", "TP2-SP qwen3", "PP2 llama", "DP2 qwen2_tied, critic TP2"),
+    *("DP2 qwen3, critic TP2-SP", "DP2 llama3_rope, critic PP2-VPP2", "DP2 qwen2_untied, critic CP2"),
+    *("TP2-PP2 qwen2_tied, critic TP1", "TP2-DP2 llama, critic PP2", "shared qwen3"),
+    *("DP2-shared llama3_rope, critic PP2-VPP2", "DP2-shared qwen2_untied, critic CP2"),
+)
+LONG = (
+    *("one qwen2_tied", "PP2 llama", "DP2 qwen2_tied, critic TP2", "TP2-PP2 qwen2_tied, critic TP1"),
+    *("TP2-DP2 llama, critic PP2", "shared qwen3"),
+)
+STEPS = ("PP2 llama", "DP2-shared qwen2_untied", "DP2 qwen2_untied", "TP2-PP2 qwen3")
+
 
 def against_reward_model(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, float]:
     """Return the worst differences to the loop: of values, of the gradient and of the loss, under two reductions."""
@@ -39,37 +53,13 @@ def against_reward_model(rank: int, world: int, family: str, overrides: tuple[st
     return found
 
 
-# the policy's grid, and the critic's own: TP, SP, PP, VPP, CP and DP are of either alone, or of both
-GRIDS = {
-    "one qwen2_tied": (),
-    "DP2 qwen2_tied": (),
-    "TP2-SP qwen3": (),
-    "PP2 llama": (),
-    "DP2 qwen2_tied, critic TP2": ("tensor=2",),
-    "DP2 qwen3, critic TP2-SP": ("tensor=2", "sequence_parallel=true"),
-    "DP2 llama3_rope, critic PP2-VPP2": ("pipeline=2", "virtual_pipeline=2"),
-    "DP2 qwen2_untied, critic CP2": ("context=2",),
-    "TP2-PP2 qwen2_tied, critic TP1": ("tensor=1",),
-    "TP2-DP2 llama, critic PP2": ("pipeline=2",),
-    "shared qwen3": (),
-    "DP2-shared llama3_rope, critic PP2-VPP2": ("pipeline=2", "virtual_pipeline=2"),
-    "DP2-shared qwen2_untied, critic CP2": ("context=2",),
-}
-LONG = (
-    *("one qwen2_tied", "PP2 llama", "DP2 qwen2_tied, critic TP2", "TP2-PP2 qwen2_tied, critic TP1"),
-    *("TP2-DP2 llama, critic PP2", "shared qwen3"),
-)
-
-
 @pytest.mark.parametrize("name", quick(GRIDS, *(x for x in GRIDS if x not in LONG)))
 def test_values_and_gradient_equal_a_reward_models(pool, name):
-    world, family, policy = row(name.partition(",")[0])
-    overrides = (*policy, *(f"critic.parallel.{x}" for x in GRIDS[name]))
+    grid, _, critic = name.partition(", critic ")
+    world, family, policy = row(grid)
+    overrides = (*policy, *(f"critic.{x}" for x in row(f"{critic or 'one'} {family}")[2]))
     for found in pool.run(world, against_reward_model, family, overrides, timeout_s=90):
         assert max(found.values()) < TOLERANCE, found
-
-
-GAMMA, LAM, BETA = 0.98, 0.9, 0.1
 
 
 def naive_ppo(pair: Pair, totals: list[float], penalties: list[np.ndarray]) -> dict[str, torch.Tensor]:
@@ -116,9 +106,6 @@ def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...])
         gradient = backend.gradient()
         backend.zero_grad()
         return relative_error(gradient, naive_ppo(pair, totals.tolist(), penalties))
-
-
-STEPS = ("PP2 llama", "DP2-shared qwen2_untied", "DP2 qwen2_untied", "TP2-PP2 qwen3")
 
 
 @pytest.mark.parametrize("name", quick(STEPS, *STEPS[:2]))

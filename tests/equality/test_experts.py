@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -12,27 +10,21 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt
-from tests.equality.layouts import EP2, SHARDED, SP, TOLERANCE, TP2
-from tests.equality.rig import Rig, any_tokenizer, open_rig, ragged_advantages
+from tests.equality.layouts import EP2, TOLERANCE
+from tests.equality.matrix import NUM_SAMPLES, Cell, measure, wanted
+from tests.equality.rig import any_tokenizer, config_of, layers_of, open_rig, ragged_advantages
 from tests.equality.rows import measured
 from tests.pairwise import quick
 from tests.reference import (
+    LAYERS,
     MIXTURES,
-    adamw,
-    file_weights,
     make_samples,
-    masked_logprobs,
-    near_policy,
     reference_gradient,
     reference_logprobs,
     relative_error,
     tiny_model,
 )
 
-# LR is so small that the later steps do not clip every token, which would leave no gradient to compare
-NUM_SAMPLES, STEPS, LAYERS, LR, DECAY, CLIP = 11, 3, 2, 0.0003, 0.1, 0.5
-SETTINGS = (f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}", f"optimizer.clip_grad={CLIP}")
-TP2_SP = (TP2, SP)
 # Each family and each kind of layout once; CP2-EP2, recomputed and interleaved experts are cells of the matrix.
 QUICK = (
     *("one qwen3_moe", "EP2 qwen3_moe_unnormalised", "EP2 llama4_interleaved"),
@@ -55,77 +47,29 @@ ROWS = dict.fromkeys(
 )
 
 
-@functools.cache
-def wanted(family: str, layers: int) -> tuple[np.ndarray, dict, dict, list[float]]:
-    """Return the reference's log-probs (flat, 0 where masked), first gradient, and weights and norms of three steps."""
-    _, model = tiny_model(family, layers=layers)
-    samples = near_policy(model, make_samples(NUM_SAMPLES))
-    logprobs, optimizer = masked_logprobs(model, samples), adamw(model, LR, DECAY)
-    gradients, norms, groups = [], [], [i // 2 for i in range(NUM_SAMPLES)]
-    for _ in range(STEPS):
-        gradients.append(reference_gradient(model, samples, groups, list(ragged_advantages(NUM_SAMPLES)))[0])
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-    return logprobs, gradients[0], {k: v.clone() for k, v in file_weights(model).items()}, norms
-
-
-def steps(rig: Rig, family: str, label: str, *, drops: bool) -> dict[str, float]:
-    """Take three optimizer steps; return the errors of each norm and of the last weights on the main rank."""
-    norms = [result.grad_norm for _ in range(STEPS) for result in rig.step(ragged_advantages(NUM_SAMPLES), drops=drops)]
-    weights = rig.weights()
-    if not rig.is_main:
-        return {}
-    _, _, expected, expected_norms = wanted(family, rig.model.config.num_hidden_layers)
-    return {
-        f"norm, {label}": abs(norms[0] / expected_norms[0] - 1),
-        f"later norms, {label}": float(np.abs(np.array(norms[1:]) / expected_norms[1:] - 1).max()),
-        f"weights, {label}": relative_error(weights, {k: v for k, v in expected.items() if k in weights}),
-    }
-
-
-def against_reference(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> tuple[dict[str, float], int]:
-    """Return the main rank's largest gaps by what was compared, and how many micro-batches were fillers."""
-    found: dict[str, float] = {}
-    advantages, fillers = ragged_advantages(NUM_SAMPLES), 0
-    with open_rig(family, *overrides, *SETTINGS, samples=NUM_SAMPLES, total_steps=STEPS) as rig:
-        for cut in (dict(max_tokens=25), dict(samples_per_microbatch=1)):
-            rig.rules(**cut)
-            flat, gradients = rig.logprobs(), []
-            for drops in (False, True):
-                plan = rig.plan(advantages, drops=drops)
-                gradients.append(rig.gradient(advantages, plan))
-                fillers += plan.mini_batches[0].num_fillers
-            if rig.is_main:
-                logprobs, gradient, _, _ = wanted(family, rig.model.config.num_hidden_layers)
-                found[f"log-probs {cut}"] = float(np.abs(flat - logprobs).max())
-                found |= {f"gradient {cut} {i}": relative_error(each, gradient) for i, each in enumerate(gradients)}
-        found |= steps(rig, family, "plain optimizer", drops=True)
-    with open_rig(family, *overrides, *SETTINGS, *SHARDED, samples=NUM_SAMPLES, total_steps=STEPS) as rig:
-        return found | steps(rig, family, "distributed optimizer", drops=False), fillers
+def against_reference(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, float]:
+    """Measure a row as a cell of the matrix, whose skip run has the row's own optimizer."""
+    layers = layers_of(config_of(*overrides))
+    return measure(rank, world, Cell(name=family, world=world, parallel=(), extra=overrides, layers=layers), family, ())
 
 
 @pytest.mark.parametrize("name", quick(ROWS, *QUICK))
 def test_mixtures_equal_reference(pool, name):
     """Of 11 samples 7 have an advantage: where replicas share experts, some run fillers."""
-    results = measured(pool, name, against_reference)
-    found = results[0][0]
-    later = {k: found.pop(k) for k in list(found) if k.startswith("later norms")}
+    found = measured(pool, name, against_reference)[0]
     assert max(found.values()) < TOLERANCE and len(found) == 10, found
-    assert max(later.values()) < 1e-4, later  # the norm at weights that are apart by 1e-6
-    assert not name.startswith("EP2 ") or min(fillers for _, fillers in results) >= 2, results
 
 
 def one_normalised_expert(rank: int, world: int, overrides: tuple[str, ...]) -> dict[str, float]:
     """Return the errors of log-probs and gradient of a mixture whose tokens take one expert, of weight p / p = 1."""
-    logprobs, gradient, _, _ = wanted("mixtral_top1", LAYERS)
-    advantages = ragged_advantages(NUM_SAMPLES)
+    want, advantages = wanted("mixtral_top1", LAYERS), ragged_advantages(NUM_SAMPLES)
     with open_rig("mixtral_top1", *overrides, samples=NUM_SAMPLES) as rig:
         found = rig.logprobs()
         ours = rig.gradient(advantages, rig.plan(advantages, drops=True))
     routers = {name: x for name, x in ours.items() if name.endswith(".gate.weight")}
     return {
-        "logprobs": float(np.abs(found - logprobs).max()),
-        "gradient": relative_error(ours, gradient),
+        "logprobs": float(np.abs(found[rig.loss_mask] - want.logprobs.numpy()).max()),
+        "gradient": relative_error(ours, want.gradient),
         "routers": max(float(x.abs().max()) for x in routers.values()),
     }
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from megatron_rl.model.hf_config import read_shape
 from megatron_rl.weights import export
@@ -17,7 +18,7 @@ from tests.allocated import AllocationMeter
 from tests.equality.rig import Rig, open_rig
 from tests.equality.rows import measured, row
 from tests.pairwise import quick
-from tests.reference import file_weights, tiny_config
+from tests.reference import file_weights
 
 # an entry at a time; several (the largest needs 122,880 bytes by itself: Mixtral at EP 2, ETP 2)
 ENTRY_BYTES, SMALL_BYTES = 1, 125_000
@@ -84,38 +85,25 @@ def test_export_equals_reference_in_buckets_of_any_size(pool, name):
             assert num_small > num_whole and first["peak_bytes"] > SMALL_BYTES
 
 
-def large(family: str, *, tensor: int, pipeline: int, virtual: int = 1, expert: int = 1, expert_tensor: int = 1):
-    """Return (shape, place) of Qwen3-8B, Qwen3-30B-A3B, GLM-4.5-Air or gpt-oss-120b on paper."""
-    import transformers
-
-    # the classes' defaults are gpt-oss-120b's and GLM-4.5-Air's
-    whole = {"gpt_oss": ("GptOssConfig", {}), "glm4_moe": ("Glm4MoeConfig", dict(head_dim=128))}
-    sizes_of: dict[str, object] = {}
-    if family in whole:
-        config = getattr(transformers, whole[family][0])(**whole[family][1])
-    else:
-        config = tiny_config(family)
-        sizes_of = dict(num_attention_heads=32, head_dim=128, vocab_size=151_936, tie_word_embeddings=False)
-    if family == "qwen3":
-        sizes_of |= dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
-    elif family == "qwen3_moe":
-        sizes_of |= dict(hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48)
-        sizes_of |= dict(num_key_value_heads=4, num_experts=128)
-    for name, value in sizes_of.items():
-        setattr(config, name, value)
+def large(class_name: str, sizes: dict[str, object], *, tensor=1, pipeline=1, virtual=1, expert=1, expert_tensor=1):
+    """Return (shape, place) of a released model on paper; the classes' defaults are gpt-oss-120b and GLM-4.5-Air."""
+    config = getattr(transformers, f"{class_name}Config")(**sizes)
     place = SimpleNamespace(tensor_size=tensor, pipeline_size=pipeline, virtual_size=virtual)
     place.expert_size, place.expert_tensor_size = expert, expert_tensor
     return read_shape(config, layer_spec="transformer_engine", vocab_multiple=tensor), place
 
 
+QWEN = dict(num_attention_heads=32, head_dim=128, vocab_size=151_936, tie_word_embeddings=False)
+QWEN_8B = QWEN | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
+QWEN_30B = QWEN | dict(hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_key_value_heads=4)
 LARGE = {
-    "8B TP1": large("qwen3", tensor=1, pipeline=1),
-    "8B TP8": large("qwen3", tensor=8, pipeline=1),
-    "8B TP2 PP2 VPP3": large("qwen3", tensor=2, pipeline=2, virtual=3),
-    "GLM-4.5-Air TP2 PP2 EP8": large("glm4_moe", tensor=2, pipeline=2, expert=8),
-    "gpt-oss-120b TP2 PP2 EP8": large("gpt_oss", tensor=2, pipeline=2, expert=8),
-    "30B TP4 PP4 EP8": large("qwen3_moe", tensor=4, pipeline=4, expert=8),
-    "30B TP2 PP2 EP4 ETP2": large("qwen3_moe", tensor=2, pipeline=2, expert=4, expert_tensor=2),
+    "8B TP1": large("Qwen3", QWEN_8B),
+    "8B TP8": large("Qwen3", QWEN_8B, tensor=8),
+    "8B TP2 PP2 VPP3": large("Qwen3", QWEN_8B, tensor=2, pipeline=2, virtual=3),
+    "GLM-4.5-Air TP2 PP2 EP8": large("Glm4Moe", dict(head_dim=128), tensor=2, pipeline=2, expert=8),
+    "gpt-oss-120b TP2 PP2 EP8": large("GptOss", {}, tensor=2, pipeline=2, expert=8),
+    "30B TP4 PP4 EP8": large("Qwen3Moe", QWEN_30B, tensor=4, pipeline=4, expert=8),
+    "30B TP2 PP2 EP4 ETP2": large("Qwen3Moe", QWEN_30B, tensor=2, pipeline=2, expert=4, expert_tensor=2),
 }
 
 

@@ -19,6 +19,7 @@ from megatron_rl.types import StepKind
 SIZES = 8, 640, 12_544, 31, 4096
 GROUPS = 8
 ROUNDS = 60  # asynchronous and not, by turns; gloo's own coalesced all-gather corrupts the heap in one of 3000
+NAMES = ("all_reduce", "broadcast", "all_gather_into_tensor")
 
 
 def collectives_together(rank: int, world: int) -> list[bool]:
@@ -74,9 +75,6 @@ def test_groups_share_a_device_and_nothing_else(pool):
         assert loops == 1 and sums == [20.0 * index + 1.0 for index in range(GROUPS)]
 
 
-NAMES = ("all_reduce", "broadcast", "all_gather_into_tensor")
-
-
 def beside_another_backend(rank: int, world: int) -> dict[str, object]:
     """Call each collective in a world that says it is NCCL's, and record the groups that the calls name."""
     groups: list[dist.ProcessGroup | None] = []
@@ -105,7 +103,7 @@ def beside_another_backend(rank: int, world: int) -> dict[str, object]:
             try:
                 collectives.raise_on_all_ranks(ValueError("planted") if rank == 1 else None)
             except (ValueError, PeerError) as error:
-                found["raised"] = str(error)
+                found["raised"] = (type(error), str(error))
     timeout = host._get_backend(torch.device("cpu")).options._timeout
     dist.destroy_process_group(host)
     is_host = [group is host for group in groups]
@@ -116,7 +114,8 @@ def test_values_of_the_host_travel_in_a_group_of_their_own(pool):
     for rank, found in enumerate(pool.run(3, beside_another_backend, timeout_s=60)):
         assert found["json"] == [{"rank": r, "text": "x" * r} for r in range(3)]
         assert found["sum"] == [3, 3] and found["max"] == 2.0 and found["array"] == [0.1, 0.0]
-        assert found["raised"] == ("planted" if rank == 1 else "rank 1 stopped with ValueError: planted")
+        of_a_peer = (PeerError, "rank 1 stopped with ValueError: planted")
+        assert found["raised"] == ((ValueError, "planted") if rank == 1 else of_a_peer)
         assert found["same"] and found["host"] and found["calls"] == 8
         assert found["timeout"] == datetime.timedelta(seconds=30)
 

@@ -11,8 +11,8 @@ import pytest
 from megatron_rl.planning.cost import CostModel, StageCost
 from tests.equality.layouts import REDUCTIONS, TOLERANCE
 from tests.equality.rig import Rig, equal_by_name, open_rig, ragged_advantages
-from tests.equality.rows import assert_close
-from tests.pairwise import pairwise, quick
+from tests.equality.rows import assert_close, measured
+from tests.pairwise import quick
 from tests.reference import make_samples, near_policy, reference_gradient, relative_error, tiny_model
 
 NUM_SAMPLES, PER_MINI_BATCH = 11, 4  # divisible neither by each other nor by 2 or 4 data-parallel ranks
@@ -43,6 +43,8 @@ LARGE = (
 TOPOLOGIES = BASE + FAMILIES + LARGE
 # a reduction is a function of the samples, which no family's layers meet; the norm over all heads is a mutant's
 REDUCED = (*BASE, "TP2 olmo2", "PP2-recompute qwen3", "PP2-VPP2 qwen2_tied")
+DROPPED = ("one", "PP2-bf16", "one-bf16", "PP2", "PP2-DP2", "PP2-DP2-bf16")
+CALLS = ("DP2-overlap llama3_rope", "TP2-SP qwen2_tied", "TP2-PP2-SP-overlap qwen3", "PP2-DP2 qwen2_untied")
 
 
 @functools.cache
@@ -121,17 +123,14 @@ def several_calls(rank: int, world: int, family: str, layout: tuple[str, ...]) -
         return found
 
 
-CALLS = ("DP2-overlap llama3_rope", "TP2-SP qwen2_tied", "TP2-PP2-SP-overlap qwen3", "PP2-DP2 qwen2_untied")
-
-
 @pytest.mark.parametrize("name", quick(CALLS, *CALLS[:2]))
 def test_several_calls_before_one_step_add(pool, name):
     assert_close(pool, name, several_calls)  # reduced twice, the norm would be 2x
 
 
-def with_a_sample_without_loss_tokens(rank: int, world: int, pipeline: int) -> dict[str, float]:
+def with_a_sample_without_loss_tokens(rank: int, world: int, family: str, layout: tuple[str, ...]) -> dict[str, float]:
     """Return the errors where every sample is alone in its micro-batch and one of them is masked throughout."""
-    with open_rig("qwen2_tied", f"parallel.pipeline={pipeline}") as rig:
+    with open_rig(family, *layout) as rig:
         samples = near_policy(rig.model, make_samples(5))
         samples[2] = dataclasses.replace(samples[2], loss_mask=np.zeros_like(samples[2].loss_mask))
         rig.take(samples)
@@ -146,16 +145,15 @@ def with_a_sample_without_loss_tokens(rank: int, world: int, pipeline: int) -> d
         return rig.errors(advantages, expected)
 
 
-@pytest.mark.parametrize("pipeline", quick([1, 2], 1))
-def test_sample_without_loss_tokens_adds_nothing(pool, pipeline):
-    for found in pool.run(pipeline**2, with_a_sample_without_loss_tokens, pipeline, timeout_s=60):
-        assert max(found.values()) < TOLERANCE, found
+@pytest.mark.parametrize("layout", quick(["one", "PP2-DP2"], "one"))
+def test_sample_without_loss_tokens_adds_nothing(pool, layout):
+    assert_close(pool, f"{layout} qwen2_tied", with_a_sample_without_loss_tokens)
 
 
-def bitwise_pairs(rank: int, world: int, pipeline: int, dtype: str) -> list[tuple[int, bool, float]]:
+def bitwise_pairs(rank: int, world: int, family: str, layout: tuple[str, ...]) -> list[tuple[int, bool, float]]:
     """Compare the gradients of a skip run that drops whole micro-batches, with nothing repacked, and the dense run."""
     advantages = np.where(np.arange(12) % 4 < 2, 0.0, np.linspace(-1, 1, 12))
-    with open_rig("qwen2_tied", f"parallel.pipeline={pipeline}", f"model.dtype={dtype}", samples=12) as rig:
+    with open_rig(family, *layout, samples=12) as rig:
         usual, found = rig.backend.rules, []
         for cut in (dict(samples_per_microbatch=2), dict(max_tokens=10)):
             rig.backend.rules = dataclasses.replace(usual, repack=False, **cut)
@@ -166,16 +164,10 @@ def bitwise_pairs(rank: int, world: int, pipeline: int, dtype: str) -> list[tupl
         return found
 
 
-@pytest.mark.parametrize(
-    ("degrees", "dtype"),
-    pairwise(
-        [(1, 1), (2, 1), (2, 2)], ["float32", "bfloat16"], kept=[((1, 1), "float32"), ((2, 1), "bfloat16")], ids=str
-    ),
-)
-def test_dropped_microbatches_leave_the_dense_gradient_bitwise(pool, degrees, dtype):
+@pytest.mark.parametrize("layout", quick(DROPPED, *DROPPED[:2]))
+def test_dropped_microbatches_leave_the_dense_gradient_bitwise(pool, layout):
     """They add exact zeros in the dense order, so there is no rounding to tolerate."""
-    pipeline, data = degrees
-    for found in pool.run(pipeline * data, bitwise_pairs, pipeline, dtype, timeout_s=60):
+    for found in measured(pool, f"{layout} qwen2_tied", bitwise_pairs):
         assert all(dropped > 0 and same and norm > 0 for dropped, same, norm in found), found
 
 

@@ -77,11 +77,8 @@ def test_what_each_query_of_the_bitwise_layers_sees_grows_with_the_tokens():
         sight = Sight.of_layout(Layout.of((tokens, 64)))
         return sum(x.numel() for x in (sight.queries, sight.real, sight.seen, sight.keys, sight.first))
 
-    def sight(tokens: int) -> Sight:
-        return Sight.of_layout(Layout.of((tokens,)))
-
     assert held(2 * TOKENS) < TWICE * held(TOKENS)
-    assert host_bytes(lambda: sight(2 * TOKENS)) < TWICE * host_bytes(lambda: sight(TOKENS))
+    assert host_bytes(lambda: held(2 * TOKENS)) < TWICE * host_bytes(lambda: held(TOKENS))
 
 
 def test_attention_makes_no_scores_and_no_mask():

@@ -27,6 +27,13 @@ CASES = (
     *("one qwen2_untied", "one qwen2_tied", "DP2-overlap qwen2_untied", "DP2-overlap qwen2_tied"),
     *("TP2-SP qwen2_untied", "PP2-overlap qwen2_tied", "TP2 qwen2_tied", "PP2 qwen2_untied"),
 )
+CLOSE = {  # a case, settings, tokens of a micro-batch and of a chunk, how close the output weight's gradient is
+    "untied": ("one qwen2_untied", (), 1, 3, TOLERANCE),
+    "tied-overlap": ("DP2-overlap qwen2_tied", (), 1, 3, TOLERANCE),
+    "tied-PP2-overlap": ("PP2-overlap qwen2_tied", (), 1, 3, TOLERANCE),
+    "untied-bf16": ("one qwen2_untied", BF16, 25, None, CLOSE_BFLOAT16),
+    "tied-bf16": ("one qwen2_tied", BF16, 25, None, CLOSE_BFLOAT16),
+}
 
 
 @contextlib.contextmanager
@@ -83,15 +90,6 @@ def test_straight_into_main_grad_equals_through_autograd(pool, case):
     assert_ways(ranks, straight=True)
     for first, second, *_ in ranks[0]:
         assert equal_by_name(first, second) and first[output_weight(first)].any()
-
-
-CLOSE = {  # a case, settings, tokens of a micro-batch and of a chunk, how close the output weight's gradient is
-    "untied": ("one qwen2_untied", (), 1, 3, TOLERANCE),
-    "tied-overlap": ("DP2-overlap qwen2_tied", (), 1, 3, TOLERANCE),
-    "tied-PP2-overlap": ("PP2-overlap qwen2_tied", (), 1, 3, TOLERANCE),
-    "untied-bf16": ("one qwen2_untied", BF16, 25, None, CLOSE_BFLOAT16),
-    "tied-bf16": ("one qwen2_tied", BF16, 25, None, CLOSE_BFLOAT16),
-}
 
 
 @pytest.mark.parametrize("name", CLOSE)

@@ -6,39 +6,37 @@ alike they are equal to the bit. The gap to the engine's log-probs is measured w
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
-from megatron_rl.config import load_config
 from megatron_rl.errors import EngineError
 from megatron_rl.trainer.update import needs_old_logprobs, passes_parts
 from tests.equality.given_run import GivenRun, fresh_run, train_once
 from tests.equality.given_samples import ADVANTAGES, BOUND, FAMILY, GROUPS, SETTINGS, STEPS, TERMS, drawn
 from tests.equality.layouts import CP2, PP2, TP2
-from tests.equality.rig import DEFAULTS, Rig, equal_by_name, open_rig
+from tests.equality.rig import Rig, config_of, equal_by_name, open_rig
 from tests.pairwise import quick
 from tests.reference import relative_error
 
 GAPS = ("train/logprob_gap_mean", "train/logprob_gap_k3", "train/logprob_gap_max")
 WITH_PASS = "correction.old_logprobs=recompute"
+FEW = ("train.samples_per_mini_batch=8",)
+NEED_IT = (
+    *(("correction.old_logprobs=recompute",), ("correction.old_logprobs=rollout",), ("skip.logprob_passes=false",)),
+    *(("correction.mode=token_truncate",), ("correction.off_policy_delta=0.1",), ("train.epochs_per_rollout=2",)),
+    ("reference.kl_in=reward", "loss.kl_coefficient=0.1"),
+)
 
 
-class Passes:
-    """Records the samples of each log-prob pass of a rig."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.chosen: list[np.ndarray] = []
-        self._take = rig.backend.logprobs
-        rig.backend.logprobs = self._record
-
-    def _record(self, batch, chosen):
-        self.chosen.append(chosen.copy())
-        return self._take(batch, chosen)
-
-    def of(self, run: GivenRun) -> list[np.ndarray]:
-        self.chosen.clear()
+def passes_of(rig: Rig, run: GivenRun) -> list[np.ndarray]:
+    """Train a run; return the samples of each of its log-prob passes."""
+    chosen, take = [], rig.backend.logprobs
+    noted = mock.patch.object(rig.backend, "logprobs", lambda batch, x: chosen.append(x.copy()) or take(batch, x))
+    with noted:
         train_once(run)
-        return list(self.chosen)
+    return chosen
 
 
 def every_term(rank: int, world: int, *layout: str) -> dict[str, dict[str, object]]:
@@ -46,13 +44,12 @@ def every_term(rank: int, world: int, *layout: str) -> dict[str, dict[str, objec
     found: dict[str, dict[str, object]] = {}
     with open_rig(FAMILY, *SETTINGS, *layout) as rig:
         rig.take(drawn()[1], GROUPS)
-        passes = Passes(rig)
         for name, term in TERMS.items():
             settings = (*SETTINGS, *layout, *term)
             with_pass = fresh_run(rig, ADVANTAGES, *settings, WITH_PASS)
-            passed, wanted = passes.of(with_pass), rig.weights()
+            passed, wanted = passes_of(rig, with_pass), rig.weights()
             run = fresh_run(rig, ADVANTAGES, *settings)
-            left, weights = passes.of(run), rig.weights()
+            left, weights = passes_of(rig, run), rig.weights()
             first = np.zeros_like(passed[0])
             first[run.plan.mini_batches[0].order] = True
             pairs = [(a.grad_norm, b.grad_norm) for a, b in zip(run.results, with_pass.results, strict=True)]
@@ -82,10 +79,10 @@ def the_same_cut(rank: int, world: int) -> tuple[list[int], bool, float]:
     alive = np.where(ADVANTAGES == 0, 0.25, ADVANTAGES)
     with open_rig(FAMILY, *STEPS) as rig:
         rig.take(drawn()[1], GROUPS)
-        passes, start = Passes(rig), rig.weights()
-        passed = passes.of(fresh_run(rig, alive, *STEPS, WITH_PASS))
+        start = rig.weights()
+        passed = passes_of(rig, fresh_run(rig, alive, *STEPS, WITH_PASS))
         wanted = rig.weights()
-        left = passes.of(fresh_run(rig, alive, *STEPS))
+        left = passes_of(rig, fresh_run(rig, alive, *STEPS))
         weights = rig.weights()
         counts = [int(passed[0].sum()), int(left[0].sum())]
         return counts, equal_by_name(weights, wanted), relative_error(weights, start)
@@ -111,25 +108,9 @@ def test_a_gap_that_the_step_measures_ends_the_run(pool):
         assert "rollout.max_logprob_gap=1e-06" in said and "nats per token" in said and "at most" in said
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ((), None),
-        (("skip.mode=off",), None),
-        (("train.samples_per_mini_batch=8",), None),
-        (("correction.old_logprobs=recompute",), "correction.old_logprobs=recompute"),
-        (("correction.old_logprobs=rollout",), "correction.old_logprobs=rollout"),
-        (("correction.mode=token_truncate",), "correction.mode=token_truncate"),
-        (("correction.off_policy_delta=0.1",), "correction.off_policy_delta=0.1"),
-        (("reference.kl_in=reward", "loss.kl_coefficient=0.1"), "reference.kl_in=reward"),
-        (("train.epochs_per_rollout=2",), "train.epochs_per_rollout=2"),
-        (("skip.logprob_passes=false",), "skip.logprob_passes=false"),
-    ],
-)
-def test_the_setting_that_needs_the_pass_is_named(settings, named):
-    config = load_config(None, [*DEFAULTS, *settings])
-    assert needs_old_logprobs(config) == named
-    is_worth_it = settings != ("correction.old_logprobs=rollout",) and (
-        named is not None or "train.samples_per_mini_batch=8" in settings
-    )
+@pytest.mark.parametrize("settings", [(), ("skip.mode=off",), FEW, *NEED_IT], ids=str)
+def test_the_setting_that_needs_the_pass_is_named(settings):
+    config = config_of(*settings)
+    assert needs_old_logprobs(config) == (settings[0] if settings in NEED_IT else None)
+    is_worth_it = settings in (FEW, *NEED_IT) and settings != ("correction.old_logprobs=rollout",)
     assert passes_parts(config) is is_worth_it

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_rl.config import POLICIES, Config, load_config
+from megatron_rl.config import POLICIES, Config
 from tests.equality.given_run import fresh_run, train_once
 from tests.equality.given_samples import (
     ADVANTAGES,
@@ -19,17 +19,13 @@ from tests.equality.given_samples import (
     drawn,
     plain_steps,
 )
-from tests.equality.rig import DEFAULTS, open_rig
+from tests.equality.rig import config_of, open_rig
 from tests.reference import reference_logprobs, relative_error
 from tests.unit.algorithm.naive_policy import token_loss
 from tests.unit.algorithm.naive_steps import naive_steps
 
 TWICE = (*SETTINGS, "train.epochs_per_rollout=2")
 CLIPPED = {"ppo", "ppo, dual clip", "ppo, KL and entropy", "gspo", "cispo"}
-
-
-def config_of(name: str) -> Config:
-    return load_config(None, [*DEFAULTS, *TWICE, *TERMS[name]])
 
 
 def sample_loss(model, config, sample, old, weight, advantage):
@@ -81,7 +77,7 @@ def every_term(rank: int, world: int) -> dict[str, dict[str, object]]:
             run = train_once(fresh_run(rig, ADVANTAGES, *TWICE, *TERMS[name]))
             weights, results = rig.weights(), run.results
             if rig.is_main:
-                wanted, norms = plain_loop(config_of(name))
+                wanted, norms = plain_loop(config_of(*TWICE, *TERMS[name]))
                 found[name] = {
                     "kinds": "".join(result.kind.value[0] for result in results),
                     "passes": (run.passes, len(passed)),
@@ -107,4 +103,4 @@ def test_two_epochs_of_every_policy_term_equal_the_plain_loop(pool):
 
 
 def test_every_policy_has_a_term_here():
-    assert {config_of(name).loss.policy for name in TERMS} == set(POLICIES)
+    assert {config_of(*TWICE, *TERMS[name]).loss.policy for name in TERMS} == set(POLICIES)

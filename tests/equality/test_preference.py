@@ -61,8 +61,7 @@ def moved_model(rig: Rig) -> torch.nn.Module:
     backend, model = rig.backend, copy.deepcopy(rig.model)
     backend.keep_reference()
     rig.step(ragged_advantages(len(rig.samples)), drops=True)
-    exported = backend.export_adapters() if backend.shape.lora_rank else backend.export()
-    weights = {name: tensor.clone() for name, tensor in exported}
+    weights = rig.trained()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in weights:

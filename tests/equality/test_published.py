@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from megatron_rl.backend import MegatronBackend
-from megatron_rl.config import load_config
 from megatron_rl.distributed import topology
 from megatron_rl.weights.config_json import read_hf_config
-from tests.equality.rig import DEFAULTS, Rig, equal_by_name
+from tests.equality.rig import Rig, config_of, equal_by_name
 from tests.published.configs import ELEMENTS, VOCABULARY, is_refused, thin_fields
-from tests.reference import file_weights, make_samples, masked_logprobs
+from tests.reference import away_from_neutral, file_weights, make_samples, masked_logprobs
 
 TOLERANCE = 1e-5  # float32 and another order of summation, |logprob| < 20: seen 2e-6; a lost flag shows at 1e-2
 NUM_SAMPLES = 7
@@ -28,12 +27,7 @@ def drawn(folder: pathlib.Path):
     config = read_hf_config(folder)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").float().eval()
-    with torch.no_grad():
-        for name, x in [*model.named_parameters(), *model.named_buffers()]:
-            if x.dim() == 1 and "inv_freq" not in name or name.endswith("_bias"):
-                x.add_(0.2 * torch.randn_like(x))
-            elif "inv_freq" not in name:
-                x.mul_(3.0)  # logits of a fresh model are near uniform
+    away_from_neutral(model)
     return config, model
 
 
@@ -44,7 +38,7 @@ def gap(rank: int, world: int, folder: str) -> tuple[float, bool]:
     wanted = masked_logprobs(model, samples)
     loaded = file_weights(model)
     try:
-        backend = MegatronBackend(load_config(None, [*DEFAULTS]), hf_config=hf_config, weights=loaded)
+        backend = MegatronBackend(config_of(), hf_config=hf_config, weights=loaded)
         rig = Rig(backend=backend, model=model)
         rig.take(samples)
         logprobs = rig.logprobs()
@@ -56,7 +50,6 @@ def gap(rank: int, world: int, folder: str) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_logprobs_of_a_thin_copy_equal_hugging_faces(pool, tmp_path, name):
-    """A released config is built, and then gives transformers' log-probs, or is refused by its family's name."""
     (tmp_path / "config.json").write_text(json.dumps(thin_fields(name)))
     if is_refused(name, tmp_path):
         return

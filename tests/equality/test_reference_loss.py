@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from megatron_rl.trainer.reference_policy import ReferencePolicy
-from tests.equality.layouts import PP2, SP, TOLERANCE, TP2, VPP2
+from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import Rig, open_rig, ragged_advantages
+from tests.equality.rows import measured
 from tests.pairwise import pairwise, quick
 from tests.reference import near_policy, reference_gradient, reference_logprobs, relative_error
 
 NUM_SAMPLES, BETA, ENTROPY = 7, 0.7, 0.05
-LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, (TP2, PP2)), "TP2-SP-PP2-VPP2": (4, (TP2, SP, PP2, VPP2))}
+LAYOUTS = ("DP2", "TP2-PP2", "TP2-SP-PP2-VPP2")
 QUICK = {
     *(("DP2", "fixed", "k1"), ("DP2", "adaptive", "k2"), ("DP2", "adaptive", "k3")),
     ("TP2-SP-PP2-VPP2", "adaptive", "unbiased"),
@@ -35,10 +36,10 @@ def moved_policy(rig: Rig) -> torch.nn.Module:
     return policy
 
 
-def terms(rank, world, layout, controller, estimator, placement) -> dict[str, float]:
+def terms(rank, world, family, layout, controller, estimator, placement) -> dict[str, float]:
     extra = ADAPTIVE if controller == "adaptive" else ()
     given = (*COMMON, *extra, f"loss.kl_estimator={estimator}", f"reference.placement={placement}")
-    with open_rig("qwen2_tied", *layout, *given, samples=NUM_SAMPLES) as rig:
+    with open_rig(family, *layout, *given, samples=NUM_SAMPLES) as rig:
         reference = ReferencePolicy(rig.backend.config, rig.backend)
         policy = moved_policy(rig)
         rig.take(near_policy(policy, rig.samples, seed=2))
@@ -74,17 +75,16 @@ def terms(rank, world, layout, controller, estimator, placement) -> dict[str, fl
     ("layout", "controller", "estimator"), pairwise(LAYOUTS, ["fixed", "adaptive"], ESTIMATORS, kept=QUICK)
 )
 def test_kl_and_entropy_in_the_loss_equal_a_plain_loop(pool, layout, controller, estimator):
-    world, degrees = LAYOUTS[layout]
     placement = "device" if controller == "adaptive" else "host"
-    for found in pool.run(world, terms, degrees, controller, estimator, placement, timeout_s=60):
+    for found in measured(pool, f"{layout} qwen2_tied", terms, controller, estimator, placement):
         assert max(found["gradient"], found["loss"], found["entropy"]) < TOLERANCE, found
         assert min(found["size of kl"], found["size of bonus"]) > 1e-3, found  # neither is lost in the rest
         assert found["coefficient"] == (BETA if controller == "fixed" else BETA * (1 + 0.2 * 160 / 640))
 
 
-def entropy_metric(rank: int, world: int, layout: tuple[str, ...]) -> dict[str, float]:
+def entropy_metric(rank: int, world: int, family: str, layout: tuple[str, ...]) -> dict[str, float]:
     """Return what one step without coefficient or KL reports of entropy, and how often its schedule ran."""
-    with open_rig("qwen3", *layout, samples=NUM_SAMPLES) as rig:
+    with open_rig(family, *layout, samples=NUM_SAMPLES) as rig:
         advantages, runs = ragged_advantages(NUM_SAMPLES), []
         plan, run = rig.plan(advantages, drops=True), rig.backend.schedule.run
         rig.backend.schedule.run = lambda *args, **kwargs: runs.append(kwargs) or run(*args, **kwargs)
@@ -105,7 +105,6 @@ def entropy_metric(rank: int, world: int, layout: tuple[str, ...]) -> dict[str, 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))
 def test_entropy_is_measured_without_a_coefficient_and_without_a_pass(pool, layout):
-    world, degrees = LAYOUTS[layout]
-    for found in pool.run(world, entropy_metric, degrees, timeout_s=60):
+    for found in measured(pool, f"{layout} qwen3", entropy_metric):
         assert found["found"] == pytest.approx(found["wanted"], rel=TOLERANCE)
         assert found["tokens"] == found["count"] > 10 and found["runs"] == 1 and found["dropped"] == 3, found

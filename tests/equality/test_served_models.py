@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.rollout.sampling import SampleRequest
 from megatron_rl.serve.values import AdapterSpec
 from tests.equality.layouts import PP2, SHARDED, TP2
-from tests.equality.served_data import make_data, naive_gradient
-from tests.equality.served_rig import VOCAB, Served, largest_gap, open_served, same
+from tests.equality.rig import equal_by_name
+from tests.equality.served_rig import VOCAB, Served, largest_gap, make_data, naive_gradient, open_served
 from tests.pairwise import pairwise, quick
 from tests.reference import file_weights, relative_error
 
@@ -19,6 +19,20 @@ LORA = ("lora.rank=4", "lora.alpha=8")
 PLACES = {"PP2": (2, (PP2,)), "TP2": (2, (TP2,)), "DP2": (2, SHARDED)}
 KINDS = {"LoRA": LORA, "whole": ()}
 STEPS_TOLERANCE = 1e-5  # float32 and another order of summation
+SPECS = {"a": AdapterSpec(rank=4, seed=1), "b": AdapterSpec(rank=2, seed=2, mlp=False)}
+# ε keeps AdamW from making steps of gradients that are 0 but for rounding, as those of a key's bias are.
+STEPS = [
+    dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.0),
+    dict(learning_rate=3e-3, beta1=0.8, beta2=0.99, eps=1e-3, weight_decay=0.0, grad_clip_norm=0.5),
+    dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.3, grad_clip_norm=0.5),
+    dict(learning_rate=2e-3, beta1=0.9, beta2=0.999, eps=1e-4, weight_decay=0.0, grad_clip_norm=0.0),
+]
+
+
+def assert_all(pool, place: str, function, path: str, folder: str, overrides: tuple[str, ...] = ()) -> None:
+    world, layout = PLACES[place]
+    for found in pool.run(world, function, path, folder, (*layout, *overrides), timeout_s=120):
+        assert all(found.values()), found
 
 
 def data_of(seed: int, count: int = 5) -> list:
@@ -37,9 +51,6 @@ def train_by_turns(served: Served, turns: str) -> None:
             served.train(model, "cross_entropy", data_of(numbers[model]))
 
 
-SPECS = {"a": AdapterSpec(rank=4, seed=1), "b": AdapterSpec(rank=2, seed=2, mlp=False)}
-
-
 def two_models(rank: int, world: int, path: str, folder: str, overrides: tuple[str, ...]) -> dict[str, bool]:
     """Train two models in one server by turns, then each in a server of its own; compare to the bit."""
     turns, found = "abaABbbAaBabAB", {}
@@ -54,9 +65,9 @@ def two_models(rank: int, world: int, path: str, folder: str, overrides: tuple[s
             served.create(model, spec if lora else None)
             train_by_turns(served, "".join(x for x in turns if x.lower() == model))
             weights, moments = both[model]
-            found[f"{model}'s weights"] = same(served.weights(model), weights)
+            found[f"{model}'s weights"] = equal_by_name(served.weights(model), weights)
             found[f"{model}'s AdamW"] = all(map(torch.equal, served.moments(model), moments))
-    found["a is not b"] = not same(both["a"][0], both["b"][0])
+    found["a is not b"] = not equal_by_name(both["a"][0], both["b"][0])
     return found
 
 
@@ -64,10 +75,7 @@ def two_models(rank: int, world: int, path: str, folder: str, overrides: tuple[s
     ("place", "kind"), pairwise(PLACES, KINDS, kept=[("PP2", "whole"), ("TP2", "LoRA"), ("DP2", "whole")])
 )
 def test_two_models_equal_two_servers(pool, arithmetic, tmp_path, place, kind):
-    world, overrides = PLACES[place]
-    given = (str(arithmetic), str(tmp_path), (*overrides, *KINDS[kind]))
-    for found in pool.run(world, two_models, *given, timeout_s=120):
-        assert all(found.values()), found
+    assert_all(pool, place, two_models, str(arithmetic), str(tmp_path), KINDS[kind])
 
 
 def steps_of_torch(path: str) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -84,15 +92,6 @@ def steps_of_torch(path: str) -> tuple[dict[str, torch.Tensor], list[float]]:
             group.update(**named, eps=given["eps"], weight_decay=given["weight_decay"])
         optimizer.step()
     return file_weights(model), norms
-
-
-# ε keeps AdamW from making steps of gradients that are 0 but for rounding, as those of a key's bias are.
-STEPS = [
-    dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.0),
-    dict(learning_rate=3e-3, beta1=0.8, beta2=0.99, eps=1e-3, weight_decay=0.0, grad_clip_norm=0.5),
-    dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.3, grad_clip_norm=0.5),
-    dict(learning_rate=2e-3, beta1=0.9, beta2=0.999, eps=1e-4, weight_decay=0.0, grad_clip_norm=0.0),
-]
 
 
 def steps(rank: int, world: int, path: str, folder: str, overrides: tuple[str, ...]) -> dict[str, float]:
@@ -139,18 +138,19 @@ def saved(rank: int, world: int, path: str, folder: str, overrides: tuple[str, .
         served.create("other", spec)  # whose state must not leak in
         train_by_turns(served, "")
         value = served.value("load", model="b", folder=f"{folder}/state", with_adam=True)
-        found = {"spec": value["spec"] == header["spec"], "loaded": same(served.weights("b"), middle)}
+        found = {"spec": value["spec"] == header["spec"], "loaded": equal_by_name(served.weights("b"), middle)}
         train_by_turns(served, "bBbB")
-        found["goes on"] = same(served.weights("b"), end[0]) and all(map(torch.equal, served.moments("b"), end[1]))
+        found["goes on"] = equal_by_name(served.weights("b"), end[0])
+        found["its AdamW goes on"] = all(map(torch.equal, served.moments("b"), end[1]))
         served.value("load", model="b", folder=f"{folder}/sampler", with_adam=False)
-        found["weights alone"] = same(served.weights("b"), middle)
+        found["weights alone"] = equal_by_name(served.weights("b"), middle)
         served.train("b", "cross_entropy", data_of(3))
         served.step("b")
         fresh = served.weights("b")
         served.value("load", model="c", folder=f"{folder}/state", with_adam=False)
         served.train("c", "cross_entropy", data_of(3))
         served.step("c")
-        found["without AdamW it starts anew"] = same(served.weights("c"), fresh)
+        found["without AdamW it starts anew"] = equal_by_name(served.weights("c"), fresh)
         refused = served.do("load", model="d", folder=f"{folder}/sampler", with_adam=True)
         found["a sampler's has no AdamW"] = "which have no optimizer state" in (refused.error or "")
         missing = served.do("load", model="d", folder=f"{folder}/nowhere", with_adam=False)
@@ -162,10 +162,7 @@ def saved(rank: int, world: int, path: str, folder: str, overrides: tuple[str, .
     ("place", "kind"), pairwise(PLACES, KINDS, kept=[("PP2", "LoRA"), ("TP2", "whole"), ("DP2", "whole")])
 )
 def test_what_is_saved_is_what_is_loaded(pool, arithmetic, tmp_path, place, kind):
-    world, overrides = PLACES[place]
-    given = (str(arithmetic), str(tmp_path), (*overrides, *KINDS[kind]))
-    for found in pool.run(world, saved, *given, timeout_s=120):
-        assert all(found.values()), found
+    assert_all(pool, place, saved, str(arithmetic), str(tmp_path), KINDS[kind])
 
 
 def narrow(rank: int, world: int, path: str, folder: str) -> float:
@@ -183,9 +180,9 @@ def test_a_lower_rank_equals_a_server_of_that_rank(pool, arithmetic, tmp_path):
     assert max(pool.run(2, narrow, str(arithmetic), str(tmp_path), timeout_s=90)) < 1e-5  # sums of other lengths
 
 
-def failing(rank: int, world: int, path: str, folder: str) -> dict[str, bool]:
+def failing(rank: int, world: int, path: str, folder: str, overrides: tuple[str, ...]) -> dict[str, bool]:
     """Fail in the middle of a step; what follows is as if the step had not begun."""
-    with open_served(path, folder, PP2) as served:
+    with open_served(path, folder, *overrides) as served:
         served.create("a")
         served.train("a", "cross_entropy", data_of(1))
         served.step("a")
@@ -201,21 +198,20 @@ def failing(rank: int, world: int, path: str, folder: str) -> dict[str, bool]:
         for number in (1, 3):
             served.train("b", "cross_entropy", data_of(number))
             served.step("b")
-        found["half a step is discarded"] = same(first, served.weights("b"))
+        found["half a step is discarded"] = equal_by_name(first, served.weights("b"))
     return found
 
 
 def test_a_failed_request_leaves_no_half_of_a_step(pool, arithmetic, tmp_path):
-    for found in pool.run(2, failing, str(arithmetic), str(tmp_path), timeout_s=60):
-        assert all(found.values()), found
+    assert_all(pool, "PP2", failing, str(arithmetic), str(tmp_path))
 
 
-def sampling(rank: int, world: int, path: str, folder: str) -> dict[str, bool]:
+def sampling(rank: int, world: int, path: str, folder: str, overrides: tuple[str, ...]) -> dict[str, bool]:
     """Sample from snapshots of two models and from the base; compare log-probs with the trainer's own."""
     asked = dict(num_samples=3, max_tokens=6, seed=5, prompt_logprobs=True)
     request = SampleRequest(request_id="r", token_ids=(3, 4, 5), **asked)
     fields = {name: getattr(request, name) for name in request.__slots__}
-    with open_served(path, folder, PP2, *LORA) as served:
+    with open_served(path, folder, *overrides) as served:
         for model, spec in SPECS.items():
             served.create(model, spec)
             train_by_turns(served, model + model.upper())
@@ -227,7 +223,7 @@ def sampling(rank: int, world: int, path: str, folder: str) -> dict[str, bool]:
         model = AutoModelForCausalLM.from_pretrained(f"{path}/model").float()
         sampled = [x.logprobs for x in drawn["base"].sequences]
         found["base log-probs"] = largest_gap(sampled, _naive(model, drawn["base"])) < 1e-5
-        found["b is untouched"] = same(served.weights("b"), kept)
+        found["b is untouched"] = equal_by_name(served.weights("b"), kept)
         again = served.value("sample", weights="wa", folder=None, requests=[fields, {**fields, "request_id": "s"}])
         pairs = zip(drawn["wa"].sequences, again[1].sequences, strict=True)
         found["the same seed, the same draws"] = all(np.array_equal(x.token_ids, y.token_ids) for x, y in pairs)
@@ -248,5 +244,4 @@ def _naive(model: torch.nn.Module, result) -> list[np.ndarray]:
 
 
 def test_samplers_hold_the_weights_of_their_snapshot(pool, arithmetic, tmp_path):
-    for found in pool.run(2, sampling, str(arithmetic), str(tmp_path), timeout_s=60):
-        assert all(found.values()), found
+    assert_all(pool, "PP2", sampling, str(arithmetic), str(tmp_path), LORA)

@@ -10,20 +10,18 @@ import pytest
 from megatron_rl.serve.losses import LOSSES
 from megatron_rl.serve.updates import prepare, run
 from megatron_rl.serve.values import TrainingCall
-from tests.adapted import adapters_of
-from tests.equality.adapter_rig import open_adapted
+from tests.equality.adapter_rig import open_either
 from tests.equality.layouts import TOLERANCE
-from tests.equality.rig import open_rig
 from tests.equality.rows import measured
-from tests.equality.served_data import SETTINGS, make_data, naive_gradient
+from tests.equality.served_rig import SETTINGS, make_data, naive_gradient
 from tests.pairwise import quick
 from tests.reference import relative_error
 
 PLACES = (
     *("PP2 qwen2_tied", "TP2-SP qwen3", "EP2 qwen3_moe", "CP2 qwen3", "DP2-sharded qwen2_tied", "dense qwen3"),
+    *("PP2-LoRA qwen2_untied", "TP2-LoRA qwen2_tied", "LoRA qwen3"),
     *("one qwen3", "TP2 qwen2_untied", "DP2 llama3_rope"),
 )
-ADAPTED = ("PP2 qwen2_untied", "TP2 qwen2_tied", "one qwen3")
 
 
 def call_of(loss: str, data: list, **changes: object) -> TrainingCall:
@@ -65,29 +63,14 @@ def errors_of(rig, calls: list[tuple[str, list]], want: dict, losses: list[float
     return {**found, "gradient": relative_error(gradient, want)}
 
 
-def whole(rank: int, world: int, family: str, layout: tuple[str, ...]) -> list[dict]:
-    calls = requests(LOSSES)
-    with open_rig(family, *layout) as rig:
+def errors(rank: int, world: int, family: str, layout: tuple[str, ...]) -> list[dict]:
+    with open_either(family, layout, samples=0) as rig:
+        calls = requests(("cross_entropy", "ppo") if rig.backend.shape.lora_rank else LOSSES)
         want, losses, read = naive_gradient(rig.model, calls)
         return [errors_of(rig, calls, want, losses, read, mode) for mode in ("all", "trained")]
 
 
-def adapted(rank: int, world: int, family: str, layout: tuple[str, ...]) -> list[dict]:
-    calls = requests(("cross_entropy", "ppo"))
-    parallel = tuple(x.removeprefix("parallel.") for x in layout)
-    with open_adapted(family, parallel, samples=0) as rig:
-        want, losses, read = naive_gradient(rig.model, calls)
-        assert set(want) == set(adapters_of(rig.model))
-        return [errors_of(rig, calls, want, losses, read, mode) for mode in ("all", "trained")]
-
-
-@pytest.mark.parametrize("place", quick(PLACES, *PLACES[:6]))
+@pytest.mark.parametrize("place", quick(PLACES, *PLACES[:8]))
 def test_requests_have_the_plain_loops_gradient(pool, place):
-    for found in measured(pool, place, whole)[0]:
-        assert max(found.values()) < TOLERANCE, found
-
-
-@pytest.mark.parametrize("place", quick(ADAPTED, *ADAPTED[:2]))
-def test_requests_have_the_plain_loops_gradient_of_adapters(pool, place):
-    for found in measured(pool, place, adapted)[0]:
+    for found in measured(pool, place, errors)[0]:
         assert max(found.values()) < TOLERANCE, found

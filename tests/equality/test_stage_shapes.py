@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_rl.backend import stage_shapes
+from megatron_rl.backend import schedule, stage_shapes
 from megatron_rl.errors import LockstepError
-from tests.equality.rig import equal_by_name, open_rig, ragged_advantages
+from tests.equality.rig import equal_by_name, open_rig, ragged_advantages, sizes
 from tests.equality.rows import measured
 from tests.pairwise import quick
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
-
-import numpy as np
-
-from megatron_rl.backend import schedule
-from tests.equality.rig import sizes
 
 SAMPLES = 11
 LAYOUTS = (
@@ -37,12 +34,8 @@ def recorded(answer) -> Iterator[list]:
         given.append(answer(self, *arguments))
         return given[-1]
 
-    before = P2PCommunicator._communicate_shapes
-    P2PCommunicator._communicate_shapes = communicate
-    try:
+    with mock.patch.object(P2PCommunicator, "_communicate_shapes", communicate):
         yield given
-    finally:
-        P2PCommunicator._communicate_shapes = before
 
 
 def both_ways(rank: int, world: int, family: str, parallel: tuple[str, ...]) -> tuple[list, list, bool, bool]:
@@ -79,12 +72,13 @@ def test_the_plans_shapes_are_those_that_stages_would_send(pool, layout):
 def sends_no_shape(rank: int, world: int) -> list[str]:
     """Return the dtypes of all that travels between the stages of a step."""
     sent, batch = [], torch.distributed.batch_isend_irecv
-    torch.distributed.batch_isend_irecv = lambda ops: (sent.extend(str(op.tensor.dtype) for op in ops), batch(ops))[1]
-    try:
-        with open_rig("qwen2_tied", "parallel.pipeline=2", samples=SAMPLES) as rig:
-            rig.step(ragged_advantages(SAMPLES), drops=True)
-    finally:
-        torch.distributed.batch_isend_irecv = batch
+    noted = mock.patch.object(
+        torch.distributed,
+        "batch_isend_irecv",
+        lambda ops: (sent.extend(str(op.tensor.dtype) for op in ops), batch(ops))[1],
+    )
+    with noted, open_rig("qwen2_tied", "parallel.pipeline=2", samples=SAMPLES) as rig:
+        rig.step(ragged_advantages(SAMPLES), drops=True)
     return sorted(set(sent))
 
 
@@ -92,24 +86,21 @@ def test_nothing_but_hidden_states_and_their_gradients_travels_between_stages(po
     assert pool.run(2, sends_no_shape, timeout_s=60) == [["torch.float32"]] * 2
 
 
-def another_schedule(rank: int, world: int, fewer: int) -> list[str]:
+def another_schedule(rank: int, world: int, fewer: int) -> str:
     """Plan for another number of micro-batches than the schedule runs; return each rank's error."""
     planned = stage_shapes.planned
-    stage_shapes.planned = lambda topology, count, *rest, **more: planned(topology, count - fewer, *rest, **more)
-    try:
-        with open_rig("qwen2_tied", "parallel.pipeline=2", "plan.max_tokens_per_microbatch=24", samples=SAMPLES) as rig:
-            advantages = ragged_advantages(SAMPLES)
-            try:
-                rig.accumulate(advantages, rig.plan(advantages, drops=True))
-            except LockstepError as error:
-                return [str(error)]
-    finally:
-        stage_shapes.planned = planned
-    return []
+    another = mock.patch.object(
+        stage_shapes, "planned", lambda t, count, *rest, **more: planned(t, count - fewer, *rest, **more)
+    )
+    settings = ("parallel.pipeline=2", "plan.max_tokens_per_microbatch=24")
+    with another, open_rig("qwen2_tied", *settings, samples=SAMPLES) as rig, pytest.raises(LockstepError) as caught:
+        advantages = ragged_advantages(SAMPLES)
+        rig.accumulate(advantages, rig.plan(advantages, drops=True))
+    return str(caught.value)
 
 
 def test_a_schedule_that_receives_less_than_the_plan_says_is_an_error(pool):
-    for rank, (said,) in enumerate(pool.run(2, another_schedule, -1, timeout_s=60)):
+    for rank, said in enumerate(pool.run(2, another_schedule, -1, timeout_s=60)):
         assert f"rank {rank} (" in said and "received 1 tensors less than its plan says" in said
 
 
@@ -122,7 +113,7 @@ def tokens_of(tensors: object) -> int | None:
 
 
 def laps_on_a_counting_clock(rank: int, world: int, pipeline: int, virtual: int) -> list[tuple[np.ndarray, ...]]:
-    now, last, true_backward, true_clock = [0.0], [0], schedule._true_backward_step, schedule.HOST_CLOCK
+    now, last, true_backward = [0.0], [0], schedule._true_backward_step
 
     def backward(input_tensor, output_tensor, *rest, **named):
         now[0] += 2.0 * (tokens_of(input_tensor) or tokens_of(output_tensor) or last[0])
@@ -134,18 +125,15 @@ def laps_on_a_counting_clock(rank: int, world: int, pipeline: int, virtual: int)
         now[0] += last[0]
 
     fields = (f"parallel.virtual_pipeline={virtual}", "plan.samples_per_microbatch=1", "plan.repack=false")
-    schedule._true_backward_step, schedule.HOST_CLOCK = backward, lambda: now[0]
-    try:
-        with open_rig("qwen2_tied", *sizes(1, pipeline), *fields, samples=8, unique_lengths=True) as rig:
-            for chunk in rig.backend.chunks:
-                chunk.register_forward_pre_hook(forward, with_kwargs=True)
-            advantages = np.array([0.5, -0.5] * 4)
-            for _ in range(2):  # two schedules before one take
-                rig.accumulate(advantages, rig.plan(advantages, drops=True))
-            laps = rig.backend.schedule.take_laps()
-            return [(run.forward_s, run.backward_s, run.tokens, run.squares) for run in laps]
-    finally:
-        schedule._true_backward_step, schedule.HOST_CLOCK = true_backward, true_clock
+    counting = mock.patch.multiple(schedule, _true_backward_step=backward, HOST_CLOCK=lambda: now[0])
+    with counting, open_rig("qwen2_tied", *sizes(1, pipeline), *fields, samples=8, unique_lengths=True) as rig:
+        for chunk in rig.backend.chunks:
+            chunk.register_forward_pre_hook(forward, with_kwargs=True)
+        advantages = np.array([0.5, -0.5] * 4)
+        for _ in range(2):  # two schedules before one take
+            rig.accumulate(advantages, rig.plan(advantages, drops=True))
+        laps = rig.backend.schedule.take_laps()
+        return [(run.forward_s, run.backward_s, run.tokens, run.squares) for run in laps]
 
 
 @pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (2, 1), (2, 2)], ids=["PP1", "PP2", "PP2-VPP2"])

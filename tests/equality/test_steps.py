@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,21 +12,30 @@ from megatron_rl.algorithm.advantage import GroupRewards, loss_inputs
 from megatron_rl.algorithm.advantage import advantages as estimate
 from megatron_rl.backend.optimizer import NonFiniteGradient
 from megatron_rl.types import Advantages, StepKind
-from tests.equality.layouts import GATHER, MOVING, PLAIN, PP2, SHARDED, TP2
+from tests.equality.layouts import MOVING
 from tests.equality.rig import equal, equal_by_name, open_rig, ragged_advantages
-from tests.pairwise import pairwise, quick
+from tests.equality.rows import assert_all, measured
+from tests.pairwise import quick
 from tests.reference import make_samples, sample_of
 
 ADVANTAGES = ragged_advantages(8)
+PRODUCT = itertools.product(("DP2", "PP2-DP2", "TP2"), ("plain", "sharded"), ("", "-bf16"))
+ALL_WEIGHTS = [f"{layout}-{optimizer}{dtype} qwen2_tied" for layout, optimizer, dtype in PRODUCT]
+ADAPTERS = ("TP2-SP-LoRA qwen3", "EP2-LoRA qwen3_moe", "DP2-LoRA-gather-sharded llama3_rope")
+LONG_ADAPTERS = ("PP2-DP2-LoRA qwen2_tied", "PP2-DP2-LoRA-gather-sharded qwen2_tied")
+QUICK = [f"{x} qwen2_tied" for x in ("DP2-sharded-bf16", "DP2-plain", "TP2-sharded", "TP2-plain-bf16")]
+FROZEN = [f"{layout}-frozen qwen2_tied" for layout in ("DP2-sharded", "DP2-plain", "PP2-DP2-sharded", "PP2-DP2-plain")]
+NONFINITE = [f"{x} qwen2_tied" for x in ("DP2-sharded-gather", "DP2-plain", "PP2-DP2-sharded-gather", "PP2-DP2-plain")]
+RAISING = ["PP2-DP2-plain qwen2_tied", "PP2-DP2-sharded qwen2_tied"]
 
 
-def moving(*layout: str):
-    return open_rig("qwen2_tied", *MOVING, *layout, samples=8, total_steps=6)
+def moving(family: str, layout: tuple[str, ...]):
+    return open_rig(family, *MOVING, *layout, samples=8, total_steps=6)
 
 
-def three_steps(middle: str, layout: tuple[str, ...]) -> dict[str, object]:
+def three_steps(middle: str, family: str, layout: tuple[str, ...]) -> dict[str, object]:
     """Take a real step, ``middle`` (ghost, held, zero-gradient or none) and a real step; return the states between."""
-    with moving(*layout) as rig:
+    with moving(family, layout) as rig:
         rig.step(ADVANTAGES, drops=False)
         version = rig.backend.weight_version
         found: dict[str, object] = {"before": rig.optimizer_state(), "weights before": rig.weights()}
@@ -46,8 +57,8 @@ def three_steps(middle: str, layout: tuple[str, ...]) -> dict[str, object]:
         return found | {"end": rig.optimizer_state(), "weights end": rig.weights()}
 
 
-def ghost_against_zero_gradient(rank: int, world: int, *layout: str) -> dict[str, bool]:
-    ghost, dense = (three_steps(middle, layout) for middle in ("ghost", "zero-gradient"))
+def ghost_against_zero_gradient(rank: int, world: int, family: str, layout: tuple[str, ...]) -> dict[str, bool]:
+    ghost, dense = (three_steps(middle, family, layout) for middle in ("ghost", "zero-gradient"))
     found = {key: equal(ghost[key], dense[key]) for key in ("before", "after", "end")}
     found |= {key: equal_by_name(ghost[key], dense[key]) for key in ("weights before", "weights after", "weights end")}
     found["learning rate and version"] = (ghost["lr"], ghost["applied"], ghost["versions"]) == (dense["lr"], True, 1)
@@ -56,29 +67,14 @@ def ghost_against_zero_gradient(rank: int, world: int, *layout: str) -> dict[str
     return found
 
 
-LAYOUTS = {"DP2": (2, ()), "PP2-DP2": (4, (PP2,)), "TP2": (2, (TP2,))}
-
-
-@pytest.mark.parametrize(
-    ("name", "distributed", "dtype"),
-    pairwise(
-        LAYOUTS,
-        ["false", "true"],
-        ["float32", "bfloat16"],
-        kept=[("DP2", "true", "bfloat16"), ("DP2", "false", "float32"), ("TP2", "true", "float32")]
-        + [("TP2", "false", "bfloat16")],
-    ),
-)
-def test_ghost_step_equals_zero_gradient_step(pool, name, distributed, dtype):
+@pytest.mark.parametrize("name", quick((*ALL_WEIGHTS, *ADAPTERS, *LONG_ADAPTERS), *QUICK, *ADAPTERS))
+def test_ghost_step_equals_zero_gradient_step(pool, name):
     """To the bit, as both take the same arithmetic on the same zeros."""
-    world, layout = LAYOUTS[name]
-    given = (*layout, f"model.dtype={dtype}", f"optimizer.distributed={distributed}")
-    for found in pool.run(world, ghost_against_zero_gradient, *given, timeout_s=60):
-        assert all(found.values()), found
+    assert_all(pool, name, ghost_against_zero_gradient)
 
 
-def moves_nothing(rank: int, world: int, middle: str, *layout: str) -> dict[str, bool]:
-    step, none = (three_steps(each, layout) for each in (middle, "none"))
+def moves_nothing(rank: int, world: int, family: str, layout: tuple[str, ...], middle: str) -> dict[str, bool]:
+    step, none = (three_steps(each, family, layout) for each in (middle, "none"))
     return {
         "state": equal(step["before"], step["after"]),
         "weights": equal_by_name(step["weights before"], step["weights after"]),
@@ -88,30 +84,22 @@ def moves_nothing(rank: int, world: int, middle: str, *layout: str) -> dict[str,
     }
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "distributed"), pairwise([1, 2], ["true", "false"], kept=[(1, "true"), (1, "false")])
-)
-def test_frozen_ghost_moves_nothing(pool, pipeline, distributed):
-    given = ("skip.ghost=freeze", f"parallel.pipeline={pipeline}", f"optimizer.distributed={distributed}")
-    for found in pool.run(2 * pipeline, moves_nothing, "ghost", *given, timeout_s=60):
-        assert all(found.values()), found
+@pytest.mark.parametrize("name", quick(FROZEN, *FROZEN[:2]))
+def test_frozen_ghost_moves_nothing(pool, name):
+    assert_all(pool, name, moves_nothing, "ghost")
 
 
-@pytest.mark.parametrize("pipeline", quick([1, 2], 2))
-def test_held_step_moves_nothing(pool, pipeline):
+@pytest.mark.parametrize("name", quick(["one qwen2_tied", "PP2 qwen2_tied"], "PP2 qwen2_tied"))
+def test_held_step_moves_nothing(pool, name):
     """Under ``skip.ghost: dense`` too, where a ghost decays weights and moments."""
-    for found in pool.run(pipeline, moves_nothing, "held", f"parallel.pipeline={pipeline}", timeout_s=60):
-        assert all(found.values()), found
+    assert_all(pool, name, moves_nothing, "held")
 
 
-# ---- a gradient that is not finite -----------------------------------------------------------------------------------
-
-
-def with_infinite_advantage(rank: int, world: int, *layout: str) -> dict[str, object]:
+def with_infinite_advantage(rank, world, family: str, layout: tuple[str, ...], reaction: str) -> dict[str, object]:
     """Take a real step, one in which one sample's advantage, of one rank, is infinite, and a real one."""
     bad = ADVANTAGES.copy()
     bad[5] = np.inf
-    with moving(*layout) as rig:
+    with moving(family, (*layout, f"optimizer.on_nonfinite={reaction}")) as rig:
         mini_batch = rig.plan(ADVANTAGES, drops=True).mini_batches[0]
         found: dict[str, object] = {"one rank runs it": sum(5 in mini_batch.rank_samples(d) for d in range(2)) == 1}
         rig.step(ADVANTAGES, drops=True)
@@ -125,32 +113,21 @@ def with_infinite_advantage(rank: int, world: int, *layout: str) -> dict[str, ob
         found["no version"] = rig.backend.weight_version == version
         (result,) = rig.step(ADVANTAGES, drops=True)
         after = rig.weights()
-        found["next step works"] = (
-            result.applied and np.isfinite(result.grad_norm) and not equal_by_name(after, weights)
-        )
+        works = result.applied and np.isfinite(result.grad_norm)
+        found["next step works"] = works and not equal_by_name(after, weights)
         found["next step is finite"] = all(bool(torch.isfinite(x).all()) for x in after.values())
         return found
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "kind"), pairwise([1, 2], ["sharded-overlap", "plain"], kept=[(1, "sharded-overlap"), (1, "plain")])
-)
-def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool, pipeline, kind):
-    extra = PLAIN if kind == "plain" else (*SHARDED, *GATHER)
-    given = (f"parallel.pipeline={pipeline}", *extra, "optimizer.on_nonfinite=skip")
-    for found in pool.run(2 * pipeline, with_infinite_advantage, *given, timeout_s=60):
-        assert all(found.values()), found
+@pytest.mark.parametrize("name", quick(NONFINITE, *NONFINITE[:2]))
+def test_nonfinite_gradient_is_passed_over_on_all_ranks(pool, name):
+    assert_all(pool, name, with_infinite_advantage, "skip")
 
 
-@pytest.mark.parametrize("distributed", quick(["false", "true"], "true"))
-def test_nonfinite_gradient_raises_on_all_ranks(pool, distributed):
-    results = pool.run(4, with_infinite_advantage, PP2, f"optimizer.distributed={distributed}", timeout_s=60)
-    assert len(results) == 4
-    for found in results:
+@pytest.mark.parametrize("name", quick(RAISING, RAISING[1]))
+def test_nonfinite_gradient_raises_on_all_ranks(pool, name):
+    for found in measured(pool, name, with_infinite_advantage, "fail"):
         assert found["one rank runs it"] and "optimizer.on_nonfinite=skip" in found["raised"], found
-
-
-# ---- what a loss says and does not say -------------------------------------------------------------------------------
 
 
 def first_on_policy_step(rank: int, world: int) -> dict[str, object]:
@@ -251,9 +228,6 @@ def both_ways(rank: int, world: int, family: str, parallel: tuple[str, ...]) -> 
     return equal_by_name(gradient, other_gradient), equal_by_name(weights, other_weights)
 
 
-@pytest.mark.parametrize(
-    ("family", "world", "parallel"),
-    [("qwen3", 1, ()), ("qwen2_tied", 2, ("parallel.tensor=2",)), ("qwen3_moe", 2, ("parallel.expert=2",))],
-)
-def test_the_gradient_is_that_of_a_run_without_it(pool, family, world, parallel):
-    assert pool.run(world, both_ways, family, parallel, timeout_s=60) == [(True, True)] * world
+@pytest.mark.parametrize("name", ["one qwen3", "TP2 qwen2_tied", "EP2 qwen3_moe"])
+def test_the_gradient_is_that_of_a_run_without_it(pool, name):
+    assert all(map(all, measured(pool, name, both_ways)))

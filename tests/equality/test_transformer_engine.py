@@ -20,11 +20,12 @@ import torch
 from megatron_rl.backend import optimizer, packing
 from megatron_rl.model import attention, build, layer_spec, positions
 from tests.equality.engine_rig import ENGINE, engine_workers
-from tests.equality.layouts import CP2, EP2, SHARDED, TOLERANCE
+from tests.equality.layouts import CP2, SHARDED, TOLERANCE
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages
 from tests.equality.rows import measured as measured_on
+from tests.equality.rows import row
 from tests.equality.saved_steps import save_and_load
-from tests.equality.shared_samples import advantages_of, group_samples
+from tests.equality.shared_samples import SHARED, advantages_of, group_samples
 from tests.pairwise import quick
 from tests.reference import MIXTURES, file_weights, near_policy, relative_error
 from tests.stand_ins.transformer_engine import linears
@@ -35,7 +36,23 @@ SETTINGS = (
     *("optimizer.lr=0.0003", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5"),
     "plan.max_tokens_per_microbatch=48",
 )
-SHARED, TORCH = "plan.share_prompts=true", ("model.layer_spec=torch",)
+UNSHARED, TORCH = "plan.share_prompts=false", ("model.layer_spec=torch",)
+# each fused function, switched off by its own field
+FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+OFF = tuple(f"megatron.transformer.{name}=false" for name in FUSIONS)
+ON_A_GPU = (
+    *("TP2-SP qwen2_untied", "CP2 qwen3", "recompute qwen3", "one glm4_moe"),
+    *("one qwen3", "DP2-sharded-overlap qwen2_tied", "EP2 qwen3_moe"),
+)
+RESUMED = {
+    "engine": ("one qwen3", ENGINE, ENGINE),
+    "torch-to-engine": ("one qwen2_tied", TORCH, ENGINE),
+    "engine-to-torch": ("one qwen2_tied", ENGINE, TORCH),
+    "mixture": ("EP2 qwen3_moe", ENGINE, ENGINE),
+    "adapters": ("EP2-LoRA glm4_moe", ENGINE, ENGINE),
+    "adapters-torch-to-engine": ("EP2-LoRA glm4_moe", TORCH, ENGINE),
+}
+HALF = ("TP2-SP qwen2_untied", "EP2 qwen3_moe", "CP2 qwen3")
 
 
 def measured(family: str, *overrides: str, grouped: bool = False) -> dict:
@@ -72,9 +89,10 @@ def both(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict
     """Return the largest gaps between the two specs, whether files' weights came back, and the stand-in's calls."""
     from tests.stand_ins.transformer_engine.contract import CALLS
 
-    torch_layers = measured(family, *overrides, *TORCH)
+    grouped = SHARED in overrides
+    torch_layers = measured(family, *overrides, *TORCH, UNSHARED, grouped=grouped)
     CALLS.clear()
-    engine = measured(family, *overrides, *ENGINE)
+    engine = measured(family, *ENGINE, *overrides, grouped=grouped)
     return {
         "exported": equal_by_name(engine["weights"], torch_layers["weights"])
         and all(torch.equal(engine["files"][name], x) for name, x in engine["weights"].items()),
@@ -86,18 +104,24 @@ def both(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict
 CASES = (
     *("one qwen3", "one llama3_rope", "TP2-SP qwen2_untied", "PP2-VPP2 qwen2_untied", "CP2 qwen3"),
     *("DP2-sharded-overlap qwen2_tied", "recompute qwen3", "one glm4_moe", "TP2-SP deepseek_v3", "TP2-SP qwen3_moe"),
-    *("EP2-permuted qwen3_moe", "TP2-SP-EP2-ETP1 qwen3_moe"),
+    *("EP2-permuted qwen3_moe", "TP2-SP-EP2-ETP1 qwen3_moe", "shared qwen3_moe", "TP2-SP-shared qwen2_untied"),
+    *("recompute-shared qwen3", "shared moonlight"),
 )
 LONG = (
     *("one qwen2_untied", "one qwen3_moe", "TP2 qwen3", "PP2 qwen2_tied", "EP2 qwen3_moe", "one moonlight"),
-    "TP2-SP-ETP1 qwen3_moe",
+    *("TP2-SP-ETP1 qwen3_moe", "shared qwen2_untied", "PP2-shared qwen2_tied"),
+    "DP2-sharded-overlap-shared qwen2_tied",
 )
 LATENTS = ("deepseek_v3", "moonlight")
 
 
 @pytest.mark.parametrize("name", quick((*CASES, *LONG), *CASES))
 def test_engine_spec_equals_torch_spec(engine_pool, name):
-    """Weights go in and out to the bit; everything else is equal but for the order of float32 sums."""
+    """Weights go in and out to the bit; everything else is equal but for the order of float32 sums.
+
+    Torch's layers share no prompt: where the engine's do, a response's keys are the prompt's and its own, and its
+    angles go on from the prompt's, pads or none between.
+    """
     family = name.split()[1]
     for found in measured_on(engine_pool, name, both):
         assert found["exported"]
@@ -115,35 +139,6 @@ def test_oldest_engine_equals_torch_spec():
         for name in ("one qwen2_untied", "one qwen3_moe", "TP2-SP qwen2_untied", "CP2 qwen3", "EP2-permuted qwen3_moe"):
             for found in measured_on(workers, name, both):
                 assert found["exported"] and max(found["gaps"].values()) < TOLERANCE, (name, found["gaps"])
-
-
-def with_shared_prompts(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> tuple[dict, set[str]]:
-    """Return the gaps of the engine's layers over prompts that run once to torch's over prompts that do not."""
-    from tests.stand_ins.transformer_engine.contract import CALLS
-
-    plain = measured(family, *overrides, *TORCH, grouped=True)
-    CALLS.clear()
-    return gaps(measured(family, *overrides, *ENGINE, SHARED, grouped=True), plain), set(CALLS)
-
-
-SHARING = (
-    *("one qwen3_moe", "TP2-SP qwen2_untied", "recompute qwen3", "one moonlight"),
-    *("one qwen2_untied", "PP2 qwen2_tied", "DP2-sharded-overlap qwen2_tied"),
-)
-
-
-@pytest.mark.parametrize("name", quick(SHARING, *SHARING[:4]))
-def test_shared_prompts_equal_torch_without(engine_pool, name):
-    """A response's keys are the prompt's and its own, and its angles go on from the prompt's, pads or none between."""
-    for found, calls in measured_on(engine_pool, name, with_shared_prompts):
-        assert max(found.values()) < TOLERANCE, found
-        assert "DotProductAttention.forward" in calls
-        assert ("apply_rotary_pos_emb" in calls) == (name.split()[1] not in LATENTS)
-
-
-# Each fused function, switched off by its own field.
-FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
-OFF = tuple(f"megatron.transformer.{name}=false" for name in FUSIONS)
 
 
 def fused(rank: int, world: int) -> dict[str, dict]:
@@ -197,12 +192,6 @@ def as_on_a_gpu(rank: int, world: int, family: str, overrides: tuple[str, ...]) 
         return gaps(measured(family, *overrides, *TORCH, SHARED, grouped=True), plain), ran
 
 
-ON_A_GPU = (
-    *("TP2-SP qwen2_untied", "CP2 qwen3", "recompute qwen3", "one glm4_moe"),
-    *("one qwen3", "DP2-sharded-overlap qwen2_tied", "EP2 qwen3_moe"),
-)
-
-
 @pytest.mark.parametrize("name", quick(ON_A_GPU, *ON_A_GPU[:4]))
 def test_torch_layers_as_on_a_gpu_equal_the_plain_ones(pool, name):
     """Weight gradients within the product, angles within the attention (half of each head in GLM-4.5), prompts once."""
@@ -225,22 +214,15 @@ def test_engine_adam_takes_the_same_steps(engine_pool, distributed):
         assert max(found.values()) < TOLERANCE, found
 
 
-RESUMED = {
-    "engine": (1, "qwen3", (), ENGINE, ENGINE),
-    "torch-to-engine": (1, "qwen2_tied", (), TORCH, ENGINE),
-    "engine-to-torch": (1, "qwen2_tied", (), ENGINE, TORCH),
-    "EP2-mixture": (2, "qwen3_moe", (EP2,), ENGINE, ENGINE),
-}
-
-
-@pytest.mark.parametrize("name", quick(RESUMED, "torch-to-engine", "EP2-mixture"))
+@pytest.mark.parametrize("name", quick(RESUMED, "torch-to-engine", "mixture", "adapters-torch-to-engine"))
 def test_checkpoint_goes_on_under_the_engine(engine_pool, tmp_path, name):
-    """Weights come back to the bit, from the other layer spec too; with the same spec so do the next steps."""
-    world, family, overrides, first, second = RESUMED[name]
+    """Weights and adapters come back to the bit, from the other layer spec too; with the same so do the next steps."""
+    case, first, second = RESUMED[name]
+    world, family, overrides = row(case)
     given = [(*SHARDED, *overrides, *spec) for spec in (first, second)]
     for found in engine_pool.run(world, save_and_load, str(tmp_path), *given, family, 3):
-        assert found["loaded"] and found["error"] < TOLERANCE, found
-        assert found["next"] or first != second, found
+        assert found["loaded"] and found["export"] == 0 and found["error"] < TOLERANCE, found
+        assert found["moved"] > 1e-4 and (found["next"] or first != second), found
 
 
 def resumed_by_engine_adam(rank: int, world: int, root: str, topology: tuple[str, ...]) -> dict[str, object]:
@@ -265,9 +247,6 @@ def half_precision(rank: int, world: int, family: str, overrides: tuple[str, ...
         return gaps(measured(family, *half, *ENGINE), measured(family, *half, *TORCH))
 
 
-HALF = ("TP2-SP qwen2_untied", "EP2 qwen3_moe", "CP2 qwen3")
-
-
 @pytest.mark.parametrize("name", quick(HALF, *HALF[:2]))
 def test_bfloat16_is_as_close_as_its_rounding(engine_pool, name):
     for found in measured_on(engine_pool, name, half_precision):
@@ -276,13 +255,18 @@ def test_bfloat16_is_as_close_as_its_rounding(engine_pool, name):
         assert found["later weights"] < 5e-3, found  # an ulp of bfloat16, 2^-8; seen 5e-4 to 1e-3
 
 
-def _bounds_with(change: Callable[[dict], dict]) -> contextlib.AbstractContextManager:
+def _bounds_with(**changes: Callable) -> Callable[[], contextlib.AbstractContextManager]:
+    """Plant packed sequences' bounds of which the named fields are changed."""
     plain = attention._bounds
-    return mock.patch.object(attention, "_bounds", lambda *given: change(plain(*given)))
+
+    def changed(*given) -> dict:
+        fields = plain(*given)
+        return fields | {name: change(fields[name]) for name, change in changes.items()}
+
+    return lambda: mock.patch.object(attention, "_bounds", changed)
 
 
-def _without_padded(fields: dict) -> dict:
-    return {name: x for name, x in fields.items() if "padded" not in name}
+def _nothing(field: object) -> None: ...
 
 
 def _contiguous(lengths, rank: int, size: int) -> np.ndarray:
@@ -306,19 +290,11 @@ def _keeping(name: str) -> contextlib.AbstractContextManager:
 
 FAULTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager], tuple[str, ...], str]] = {
     "unknown keyword": (lambda: _keeping("layout"), (), "unexpected keyword argument 'layout'"),
-    "int64 bounds": (
-        lambda: _bounds_with(lambda x: {**x, "cu_seqlens_q": x["cu_seqlens_q"].long()}),
-        (),
-        "in dtype torch.int32",
-    ),
-    "no bounds": (lambda: _bounds_with(lambda x: {**x, "cu_seqlens_kv": None}), (), "no sbhd of 3 dimensions"),
-    "longest on the device": (
-        lambda: _bounds_with(lambda x: {**x, "max_seqlen_kv": torch.tensor(x["max_seqlen_kv"])}),
-        (),
-        "must be an int",
-    ),
+    "int64 bounds": (_bounds_with(cu_seqlens_q=torch.Tensor.long), (), "in dtype torch.int32"),
+    "no bounds": (_bounds_with(cu_seqlens_kv=_nothing), (), "no sbhd of 3 dimensions"),
+    "longest on the device": (_bounds_with(max_seqlen_kv=torch.tensor), (), "must be an int"),
     "no padded bounds": (
-        lambda: _bounds_with(_without_padded),
+        _bounds_with(cu_seqlens_q_padded=_nothing, cu_seqlens_kv_padded=_nothing),
         (CP2,),
         "padded can not be None for context parallelism",
     ),

@@ -18,7 +18,7 @@ from tests.equality.layouts import REDUCTIONS, TOLERANCE
 from tests.equality.rig import MAX_RESPONSE_TOKENS, ForwardedLengths, equal_by_name, open_rig
 from tests.equality.rows import assert_close, measured
 from tests.pairwise import quick
-from tests.reference import gradient_of, reference_logprobs, relative_error, tiny_model, token_weight
+from tests.reference import reference_gradient, reference_logprobs, relative_error, tiny_model
 from tests.unit.algorithm.naive_importance import naive
 
 FAMILY = "qwen2_tied"
@@ -58,23 +58,15 @@ def drawn(environment_logprob: float = 0.0) -> tuple[torch.nn.Module, list[Sampl
     return model, samples
 
 
-def naive_gradient(reduction, weights=None, old=None) -> dict[str, torch.Tensor]:
+def naive_gradient(reduction: str, weights: list[float] | None = None, old: np.ndarray | None = None) -> dict:
     """Return the gradient of a loop over loss tokens. weights, old: flat over all response tokens."""
     model, samples = drawn()
-    model.zero_grad()
-    place = 0
-    for i, sample in enumerate(samples):
-        logprobs, loss = reference_logprobs(model, sample)[0], 0.0
-        for t, sampled in enumerate(MASKS[i]):
-            if sampled == "T":
-                before = float(sample.logprobs[t] if old is None else old[place])
-                advantage = float(ADVANTAGES[i]) * (1.0 if weights is None else weights[place])
-                ratio = (logprobs[t] - before).exp()
-                term = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                loss = loss - term * token_weight(reduction, samples, GROUPS, i, MAX_RESPONSE_TOKENS)
-            place += 1
-        loss.backward()
-    return gradient_of(model)
+    lengths = [len(mask) for mask in MASKS]
+    given = [1.0] * len(MASKS) if weights is None else torch.tensor(weights).split(lengths)
+    advantages = [float(a) * w for a, w in zip(ADVANTAGES, given, strict=True)]
+    before = None if old is None else torch.from_numpy(old).split(lengths)
+    sizes = dict(reduction=reduction, max_response_tokens=MAX_RESPONSE_TOKENS)
+    return reference_gradient(model, samples, GROUPS, advantages, old=before, **sizes)[0]
 
 
 def every_reduction(rank: int, world: int, family: str, layout: tuple[str, ...]) -> dict[str, float]:

@@ -43,6 +43,16 @@ LOGPROB_TOLERANCE = 1e-4
 TEMPERATURE = 0.7  # not 1, so that a log-prob at the wrong temperature shows
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+FILES = (
+    *("PP2 qwen2_tied", "TP2 llama", "TP2-PP2 phi3", "TP2 olmo2", "PP2 gemma3_text", "one qwen3_moe"),
+    *("TP2-SP glm4_moe", "TP2-SP deepseek_v3", "EP2 moonlight", "TP2-SP-EP2-ETP1 gpt_oss", "EP2 llama4"),
+    *("TP2-SP llama4_interleaved", "TP2-SP-EP2-ETP1 mixtral", "TP2-SP qwen3_moe"),
+)
+LONG_FILES = (
+    *("TP2 qwen2_tied", "TP2-PP2 qwen2_tied", "PP2 llama", "TP2-PP2 llama", "EP2 glm4_moe", "PP2 glm4_moe"),
+    *("EP2 gpt_oss", "EP2 qwen3_moe", "EP2 mixtral", "TP2 olmo3", "TP2-SP-EP2 mixtral", "EP2-PP2-VPP2 qwen3_moe"),
+)
+LORA = ("lora.rank=2", "lora.targets=[linear_qkv]")
 
 
 def test_device_contexts_work_beside_megatron():
@@ -100,17 +110,13 @@ def test_logprobs_within_a_sliding_window_equal_hugging_face(pool):
     assert_equal(pool, 2, WINDOWED, PP2)
 
 
-class CountingReader:
-    """Adds up the elements that pass through a reader."""
+class CountingReader(HuggingFaceReader):
+    """Adds up the elements that pass through it."""
 
-    def __init__(self, reader: HuggingFaceReader):
-        self.reader, self.elements = reader, 0
+    elements = 0
 
-    def size(self, name):
-        return self.reader.size(name)
-
-    def read(self, name, dimension, start, stop):
-        part = self.reader.read(name, dimension, start, stop)
+    def read(self, *given):
+        part = super().read(*given)
         self.elements += part.numel()
         return part
 
@@ -121,7 +127,7 @@ def load_from_files(rank: int, world: int, path: str, overrides: tuple[str, ...]
         backend = MegatronBackend(config)
         model, place = backend.chunks[0].module, backend.topology
         exported = {name: tensor.clone() for name, tensor in backend.export()}
-        reader = CountingReader(HuggingFaceReader(path))
+        reader = CountingReader(path)
         load_weights([model], backend.shape, place, reader)
         width = backend.shape.padded_vocab_size // place.tensor_size
         pad_rows = width - min(width, backend.shape.vocab_size - place.tensor_rank * width)
@@ -132,17 +138,6 @@ def load_from_files(rank: int, world: int, path: str, overrides: tuple[str, ...]
         return {"exported": exported, "read": reader.elements, "owned": owned}
     finally:
         topology.destroy()
-
-
-FILES = (
-    *("PP2 qwen2_tied", "TP2 llama", "TP2-PP2 phi3", "TP2 olmo2", "PP2 gemma3_text", "one qwen3_moe"),
-    *("TP2-SP glm4_moe", "TP2-SP deepseek_v3", "EP2 moonlight", "TP2-SP-EP2-ETP1 gpt_oss", "EP2 llama4"),
-    *("TP2-SP llama4_interleaved", "TP2-SP-EP2-ETP1 mixtral", "TP2-SP qwen3_moe"),
-)
-LONG_FILES = (
-    *("TP2 qwen2_tied", "TP2-PP2 qwen2_tied", "PP2 llama", "TP2-PP2 llama", "EP2 glm4_moe", "PP2 glm4_moe"),
-    *("EP2 gpt_oss", "EP2 qwen3_moe", "EP2 mixtral", "TP2 olmo3", "TP2-SP-EP2 mixtral", "EP2-PP2-VPP2 qwen3_moe"),
-)
 
 
 @pytest.mark.parametrize("name", quick((*FILES, *LONG_FILES), *FILES))
@@ -195,9 +190,6 @@ def half_precision_bias(rank: int, world: int, path: str, overrides: tuple[str, 
         engine = TransformersEngine(path, any_tokenizer(), RolloutConfig(), **cpu)
         engine.load_weights(rig.backend.export(), version=0)
         return {"first": first, "last": last, "engine": biases_of(engine._open_model().state_dict().items())}
-
-
-LORA = ("lora.rank=2", "lora.targets=[linear_qkv]")
 
 
 @pytest.mark.parametrize("overrides", quick([(EP2,), (PP2,), LORA], (EP2,), LORA), ids=str)
