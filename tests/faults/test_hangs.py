@@ -106,17 +106,14 @@ def peer(rank: int, *, number: int = 5, waits: bool = True, **given) -> RankStat
 LOST = peer(0, lost="timed out")
 
 
-@pytest.mark.parametrize(
-    ("peers", "guilty", "words"),
-    [
-        ([LOST, peer(1, waits=False), peer(2)], 1, "keeps the others waiting: it has been in 'update'"),
-        ([LOST, peer(1), peer(2, number=3)], 2, "is 2 stages behind"),
-        ([LOST, peer(1, answer=None), peer(2, waits=False)], 1, "does not answer"),
-        ([LOST, peer(1, waits=False), peer(2, waits=False)], 1, "so do ranks [2]"),
-        ([LOST, peer(1, waits=False, ended=True), peer(2)], None, "no rank is known to be the cause"),
-        ([LOST, peer(1, lost="timed out")], None, "rank 1 in 'update' for"),
-    ],
-)
+@pytest.mark.parametrize(("peers", "guilty", "words"), [
+    ([LOST, peer(1, waits=False), peer(2)], 1, "keeps the others waiting: it has been in 'update'"),
+    ([LOST, peer(1), peer(2, number=3)], 2, "is 2 stages behind"),
+    ([LOST, peer(1, answer=None), peer(2, waits=False)], 1, "does not answer"),
+    ([LOST, peer(1, waits=False), peer(2, waits=False)], 1, "so do ranks [2]"),
+    ([LOST, peer(1, waits=False, ended=True), peer(2)], None, "no rank is known to be the cause"),
+    ([LOST, peer(1, lost="timed out")], None, "rank 1 in 'update' for"),
+])
 def test_the_keeper_blames_who_is_not_waiting_then_who_is_behind(peers, guilty, words):
     cause = find_culprit({p.rank: p for p in peers})
     assert cause.rank == guilty and words in cause.text and "rank 0 (here) met timed out" in cause.text, cause

@@ -44,13 +44,8 @@ SKIPPED = 77
 PREPARE_S, JOB_S = patient(120.0), patient(300.0)
 STEPS, SAVE_EVERY = 40, 6
 SETTINGS = (
-    "--config",
-    "examples/quickstart/quickstart.yaml",
-    f"train.num_rollouts={STEPS}",
-    "train.prompts_per_rollout=16",
-    "train.samples_per_mini_batch=64",
-    "sft.steps=20",
-    "metrics.progress=false",
+    "--config", "examples/quickstart/quickstart.yaml", f"train.num_rollouts={STEPS}", "train.prompts_per_rollout=16",
+    "train.samples_per_mini_batch=64", "sft.steps=20", "metrics.progress=false",
 )
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
@@ -73,23 +68,11 @@ class Job:
         inputs = folder / "inputs"
         done = subprocess.run(
             [
-                "sbatch",
-                "--parsable",
-                f"--job-name={name}",
-                "--gpus-per-node=1",
-                "--cpus-per-task=1",
-                "--time=30",
-                "examples/slurm/multi_node.sbatch",
-                *SETTINGS,
-                f"model.hf_path={inputs}/model",
+                "sbatch", "--parsable", f"--job-name={name}", "--gpus-per-node=1", "--cpus-per-task=1", "--time=30",
+                "examples/slurm/multi_node.sbatch", *SETTINGS, f"model.hf_path={inputs}/model",
                 f"data.train={inputs}/train.jsonl",
             ],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False,
         )
         if done.returncode:
             raise CheckFailed(f"sbatch refused the template: {done.stdout}{done.stderr}")
@@ -202,19 +185,10 @@ def prepare(folder: pathlib.Path) -> None:
         (folder / name).symlink_to(ROOT / name)
     subprocess.run(
         [
-            sys.executable,
-            "examples/quickstart/prepare.py",
-            "--out",
-            str(folder / "inputs"),
-            "--digits",
-            "1",
-            "--seed",
-            "0",
+            sys.executable, "examples/quickstart/prepare.py", "--out", str(folder / "inputs"), "--digits", "1",
+            "--seed", "0",
         ],
-        cwd=ROOT,
-        timeout=PREPARE_S,
-        check=True,
-        stdout=subprocess.DEVNULL,
+        cwd=ROOT, timeout=PREPARE_S, check=True, stdout=subprocess.DEVNULL,
     )
 
 
@@ -294,9 +268,7 @@ def _line(job: Job) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--keep",
-        type=pathlib.Path,
-        metavar="FOLDER",
+        "--keep", type=pathlib.Path, metavar="FOLDER",
         help="work there and leave everything; default: a temporary folder",
     )
     checks = ("killed", "requeued", "signalled")

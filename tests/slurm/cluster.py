@@ -77,12 +77,8 @@ def install() -> str | None:
     for step in (command, ["apt-get", "update"], command):  # a fresh image has no package lists yet
         try:
             done = subprocess.run(
-                step,
-                env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
-                capture_output=True,
-                text=True,
-                timeout=INSTALL_S,
-                check=False,
+                step, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, capture_output=True, text=True,
+                timeout=INSTALL_S, check=False,
             )
         except subprocess.TimeoutExpired:
             return f"`{' '.join(step)}` took more than {INSTALL_S:g} s"
@@ -204,15 +200,8 @@ class Daemons(Commands):
         )
         self.run("mungekey", "--create", f"--keyfile={munge}/key")
         self._launch(
-            "munged",
-            "munged",
-            "--foreground",
-            f"--socket={munge}/socket",
-            f"--key-file={munge}/key",
-            f"--pid-file={munge}/pid",
-            f"--log-file={munge}/log",
-            f"--seed-file={munge}/seed",
-            "--num-threads=2",
+            "munged", "munged", "--foreground", f"--socket={munge}/socket", f"--key-file={munge}/key",
+            f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--num-threads=2",
         )
         self._wait("munged's socket", lambda: (munge / "socket").exists())
         self._launch("slurmctld", "slurmctld", "-D", "-f", f"{self.folder}/slurm.conf")
@@ -223,11 +212,7 @@ class Daemons(Commands):
     def _launch(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("wb") as out:
             self._processes[name] = subprocess.Popen(
-                command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 

@@ -88,18 +88,13 @@ class Echo:
         self.left = len(action) % self.longest if self.left is None else self.left - 1
         done = self.left == 0
         return Step(
-            observation=f"={sum(c < 'd' for c in action)};",
-            reward=self.reward * len(action) if done else None,
+            observation=f"={sum(c < 'd' for c in action)};", reward=self.reward * len(action) if done else None,
             done=done,
         )
 
 
 def episodes_of(
-    engine: LetterEngine,
-    environment: str = f"{HERE}:Echo",
-    *,
-    tokenizer=TOKENIZER,
-    template: str = "{prompt}",
+    engine: LetterEngine, environment: str = f"{HERE}:Echo", *, tokenizer=TOKENIZER, template: str = "{prompt}",
     **changes: object,
 ) -> MultiTurnEngine:
     config = EnvironmentConfig(name=environment, **{"deadline_s": BOUND_S, "max_turns": 3, **changes})

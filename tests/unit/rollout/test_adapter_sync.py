@@ -140,15 +140,12 @@ def test_an_engine_is_built_for_the_next_rank_that_vllm_knows(rank: int, most: i
     assert not [name for name in merged if "lora" in name]
 
 
-@pytest.mark.parametrize(
-    "overrides, words",
-    [
-        (["lora.rank=null"], "lora.rank=null, rollout.engine=vllm.*weight_sync.adapters=merged"),
-        (["rollout.engine=transformers"], "lora.rank=5, rollout.engine=transformers"),
-        (["lora.rank=513"], "lora.rank=513 is more than vLLM's engines hold, 512"),
-        (["rollout.servers=[http://127.0.0.1:8000]"], r"rollout.servers=\['http://127.0.0.1:8000'\]: a vLLM server"),
-    ],
-)
+@pytest.mark.parametrize("overrides, words", [
+    (["lora.rank=null"], "lora.rank=null, rollout.engine=vllm.*weight_sync.adapters=merged"),
+    (["rollout.engine=transformers"], "lora.rank=5, rollout.engine=transformers"),
+    (["lora.rank=513"], "lora.rank=513 is more than vLLM's engines hold, 512"),
+    (["rollout.servers=[http://127.0.0.1:8000]"], r"rollout.servers=\['http://127.0.0.1:8000'\]: a vLLM server"),
+])
 def test_adapters_alone_where_they_cannot_be_are_refused(arithmetic: pathlib.Path, overrides, words) -> None:
     given = (f"model.hf_path={arithmetic}/model", "reward.functions=arithmetic")
     validate_config(config_of(*given))

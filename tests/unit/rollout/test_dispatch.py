@@ -44,10 +44,8 @@ def completion_of(mark: int, **changes) -> Completion:
 # The last sample of an answer under each word.
 LAST = {
     "uneven": {"logprobs": np.full(2, -0.5, dtype=np.float32)},
-    "nan": {"logprobs": np.array([-0.5, -np.inf, np.nan], dtype=np.float32)},
-    "abort": {"finish_reason": "abort"},
-    "of files": {"weight_versions": ((-1, 3),)},
-    "older": {"weight_versions": ((2, 1), (3, 2))},
+    "nan": {"logprobs": np.array([-0.5, -np.inf, np.nan], dtype=np.float32)}, "abort": {"finish_reason": "abort"},
+    "of files": {"weight_versions": ((-1, 3),)}, "older": {"weight_versions": ((2, 1), (3, 2))},
     "newer": {"weight_versions": ((3, 1), (4, 2))},
 }
 
@@ -129,12 +127,8 @@ WORDS = st.lists(st.sampled_from(["answer", "soon", "slow", "lost", "gone", "han
 
 @settings(max_examples=60, deadline=None)
 @given(
-    plans=st.lists(WORDS, min_size=1, max_size=4),
-    num_requests=st.integers(0, 12),
-    max_in_flight=st.integers(1, 4),
-    attempts=st.integers(1, 4),
-    rotation=st.integers(0, 7),
-    n=st.integers(1, 3),
+    plans=st.lists(WORDS, min_size=1, max_size=4), num_requests=st.integers(0, 12), max_in_flight=st.integers(1, 4),
+    attempts=st.integers(1, 4), rotation=st.integers(0, 7), n=st.integers(1, 3),
 )
 def test_every_request_is_finished_once_or_lost(plans, num_requests, max_in_flight, attempts, rotation, n):
     replicas = [FakeReplica(f"r{index}", plan, rest="soon") for index, plan in enumerate(plans)]
@@ -278,15 +272,12 @@ def test_tokens_of_newer_weights_are_taken_and_of_older_ones_not():
     assert "version -1, not 3" in found.down["of files"] and "version 2, not 3" in found.down["older"]
 
 
-@pytest.mark.parametrize(
-    "word, told",
-    [
-        ("fewer", "gave 1 completions where 2"),
-        ("more", "gave 3 completions where 2"),
-        ("uneven", "3 tokens and 2 log-probs"),
-        ("nan", "2 of 3 log-probs are not finite"),
-    ],
-)
+@pytest.mark.parametrize("word, told", [
+    ("fewer", "gave 1 completions where 2"),
+    ("more", "gave 3 completions where 2"),
+    ("uneven", "3 tokens and 2 log-probs"),
+    ("nan", "2 of 3 log-probs are not finite"),
+])
 def test_a_wrong_answer_is_asked_for_elsewhere_once(word, told):
     wrong, right = FakeReplica("wrong", [word] * 9), FakeReplica("right")
     found = run([request_of("q")], [wrong, right])

@@ -186,15 +186,12 @@ def guard(mean: float, highest: float, dtype: str = "bfloat16", **settings) -> N
     guard_logprob_gap(sums, RolloutConfig(**({"warn_logprob_gap": 0.05, "max_logprob_gap": 0.5} | settings)), dtype)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "threshold", "below", "above"),
-    [
-        ("bfloat16", 0.05, 0.05, 0.06),  # a mean at the threshold is not above it
-        ("bfloat16", 0.05, 0.05, 0.5),
-        ("bfloat16", None, 0.049, 0.051),  # the dtype's
-        ("float32", None, 0.0009, 0.0011),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "threshold", "below", "above"), [
+    ("bfloat16", 0.05, 0.05, 0.06),  # a mean at the threshold is not above it
+    ("bfloat16", 0.05, 0.05, 0.5),
+    ("bfloat16", None, 0.049, 0.051),  # the dtype's
+    ("float32", None, 0.0009, 0.0011),
+])
 def test_a_gap_above_the_first_threshold_warns_with_both_numbers(dtype, threshold, below, above, caplog):
     guard(below, 3.0, dtype, warn_logprob_gap=threshold)  # a single token may be far off
     assert not caplog.messages

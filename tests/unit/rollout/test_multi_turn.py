@@ -114,12 +114,8 @@ def plain_of(rollout: Rollout) -> dict:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    prompts=st.integers(0, 6),
-    samples=st.integers(1, 4),
-    room=st.integers(1, 30),
-    max_turns=st.integers(1, 5),
-    seed=st.integers(0, 99),
-    attempt=st.integers(0, 1),
+    prompts=st.integers(0, 6), samples=st.integers(1, 4), room=st.integers(1, 30), max_turns=st.integers(1, 5),
+    seed=st.integers(0, 99), attempt=st.integers(0, 1),
 )
 def test_episodes_equal_a_plain_loop_over_samples_and_turns(prompts, samples, room, max_turns, seed, attempt) -> None:
     asked = [dataclasses.replace(prompt_of(k), attempt=attempt) for k in range(prompts)]
@@ -185,17 +181,14 @@ def test_a_chat_observation_is_the_templates() -> None:
     assert rollout.response_ids[start - 1] == STOP
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("reset", r"sample 2@0#0, reset.*no such puzzle"),
-        ("raises", r"sample 2@0#0, step after turn 1.*KeyError.*the tool's table"),
-        ("hangs", r"sample 2@0#0, step after turn 1.*environment\.deadline_s=0\.5 s.*held\.wait"),
-        ("returns", r"sample 2@0#0, step after turn 1.*it returned a str; return a megatron_rl\.environment\.Step"),
-        ("nan", r"sample 2@0#0.*its reward is nan"),
-        ("observes", r"sample 2@0#0.*its observation is a int"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "words"), [
+    ("reset", r"sample 2@0#0, reset.*no such puzzle"),
+    ("raises", r"sample 2@0#0, step after turn 1.*KeyError.*the tool's table"),
+    ("hangs", r"sample 2@0#0, step after turn 1.*environment\.deadline_s=0\.5 s.*held\.wait"),
+    ("returns", r"sample 2@0#0, step after turn 1.*it returned a str; return a megatron_rl\.environment\.Step"),
+    ("nan", r"sample 2@0#0.*its reward is nan"),
+    ("observes", r"sample 2@0#0.*its observation is a int"),
+])
 def test_an_environment_that_fails_is_named_or_costs_its_own_samples(fault: str, words: str) -> None:
     prompts = [prompt_of(k, **({"fault": fault} if k == 2 else {})) for k in range(4)]
     given = {"environment": FAULTY, "deadline_s": SHORT_S if fault == "hangs" else BOUND_S}
@@ -247,17 +240,14 @@ def test_what_on_finished_raises_ends_the_call() -> None:
         episodes_of(LetterEngine()).generate([prompt_of(1)], 1, on_finished=refuse)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("calculato", "did you mean 'calculator'"),
-        ("tests.nowhere:Echo", "importing 'tests.nowhere' failed"),
-        (f"{HERE}:Nobody", "has no 'Nobody'"),
-        (f"{HERE}:BOUND_S", "is a float"),
-        (f"{HERE}:LetterEngine", "has no method 'reset'"),
-        ("calculator|environment.arguments={digits: 3}", r"cannot be made with .*'digits'.*it takes \(opening"),
-    ],
-)
+@pytest.mark.parametrize(("given", "words"), [
+    ("calculato", "did you mean 'calculator'"),
+    ("tests.nowhere:Echo", "importing 'tests.nowhere' failed"),
+    (f"{HERE}:Nobody", "has no 'Nobody'"),
+    (f"{HERE}:BOUND_S", "is a float"),
+    (f"{HERE}:LetterEngine", "has no method 'reset'"),
+    ("calculator|environment.arguments={digits: 3}", r"cannot be made with .*'digits'.*it takes \(opening"),
+])
 def test_what_cannot_be_an_environment_is_refused_at_once(given: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         with_environment(LetterEngine(), load_config(None, f"environment.name={given}".split("|")), TOKENIZER)

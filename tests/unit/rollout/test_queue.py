@@ -135,9 +135,7 @@ def test_a_replayed_group_is_not_remembered_anew() -> None:
         taken = TrainingBatch(
             scored=scored_of(facts),
             known=KnownLogProbs(values=np.zeros(8, dtype=np.float32), covered=np.zeros(4, dtype=bool)),
-            replayed=facts.groups == 1,
-            trained_version=7,
-            prompts={place: prompt_of(place) for place in (0, 1)},
+            replayed=facts.groups == 1, trained_version=7, prompts={place: prompt_of(place) for place in (0, 1)},
             groups={place: group_of(place) for place in (0, 1)},
         )
         feed.remember(taken, np.array([0.5, -0.5, 0.5, -0.5]))

@@ -86,15 +86,12 @@ def test_a_sample_gets_a_row_for_each_token() -> None:
     assert rollouts_of(4, given, needed=False)[0].routed_experts is None
 
 
-@pytest.mark.parametrize(
-    ("experts", "said"),
-    [
-        (None, "sample 7@0#0 came without its experts"),
-        (experts_of(7), r"sample 7@0#0 of 3 prompt and 4 response tokens came with experts of shape \[7, 3, 2\]"),
-        (experts_of(3), r"experts of shape \[3, 3, 2\]; rollout.routing_replay=rollout wants \[6, layers"),
-        (experts_of(6)[..., 0], r"experts of shape \[6, 3\]"),
-    ],
-)
+@pytest.mark.parametrize(("experts", "said"), [
+    (None, "sample 7@0#0 came without its experts"),
+    (experts_of(7), r"sample 7@0#0 of 3 prompt and 4 response tokens came with experts of shape \[7, 3, 2\]"),
+    (experts_of(3), r"experts of shape \[3, 3, 2\]; rollout.routing_replay=rollout wants \[6, layers"),
+    (experts_of(6)[..., 0], r"experts of shape \[6, 3\]"),
+])
 def test_experts_that_misfit_their_sample_are_refused(experts: np.ndarray | None, said: str) -> None:
     with pytest.raises(EngineError, match=said) as raised:
         rollouts_of(4, experts)

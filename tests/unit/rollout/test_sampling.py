@@ -56,11 +56,8 @@ def test_logprobs_are_those_of_a_plain_forward_and_greedy_takes_the_most_likely_
 
 def test_draws_do_not_depend_on_the_rest_of_the_batch(engine) -> None:
     requests = [
-        ask(0, num_samples=2),
-        ask(1, token_ids=PROMPT[:2], temperature=0.5),
-        ask(2, token_ids=(4,), top_k=3, max_tokens=9),
-        ask(3, temperature=0.0),
-        ask(4, token_ids=PROMPT * 3, top_p=0.6),
+        ask(0, num_samples=2), ask(1, token_ids=PROMPT[:2], temperature=0.5),
+        ask(2, token_ids=(4,), top_k=3, max_tokens=9), ask(3, temperature=0.0), ask(4, token_ids=PROMPT * 3, top_p=0.6),
     ]
     together = engine.sample(requests)
     for request, want in zip(requests, together, strict=True):

@@ -30,13 +30,8 @@ def assert_invariants(*, trained, engine, between, max_staleness_steps, steps_pe
 
 
 @given(
-    trained=st.integers(0, 9),
-    lag=st.none() | st.integers(0, 9),
-    between=SMALL,
-    steps_per_rollout=st.integers(1, 4),
-    max_staleness_steps=st.none() | SMALL,
-    interval=st.integers(1, 6),
-    renew=st.booleans(),
+    trained=st.integers(0, 9), lag=st.none() | st.integers(0, 9), between=SMALL, steps_per_rollout=st.integers(1, 4),
+    max_staleness_steps=st.none() | SMALL, interval=st.integers(1, 6), renew=st.booleans(),
 )
 def test_every_state(trained, lag, **state):
     """lag: of the engine behind the trainer; None: it has no weights."""
@@ -67,10 +62,7 @@ def staleness_of_a_run(
 
 
 @given(
-    depth=st.integers(0, 4),
-    steps=st.integers(1, 3),
-    bound=st.none() | st.integers(0, 8),
-    interval=st.integers(1, 5),
+    depth=st.integers(0, 4), steps=st.integers(1, 3), bound=st.none() | st.integers(0, 8), interval=st.integers(1, 5),
     data=st.data(),
 )
 def test_no_rollout_of_a_run_is_older_than_allowed(depth, steps, bound, interval, data):

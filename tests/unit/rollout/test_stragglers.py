@@ -26,22 +26,15 @@ from tests.unit.rollout.fake_engine import (
 )
 
 ON = (
-    "rollout.engine=vllm",
-    "rollout.producer.mode=prefetch",
-    "weight_sync.in_flight=true",
-    "train.prompts_per_rollout=8",
-    "rollout.producer.straggler_share=0.25",
+    "rollout.engine=vllm", "rollout.producer.mode=prefetch", "weight_sync.in_flight=true",
+    "train.prompts_per_rollout=8", "rollout.producer.straggler_share=0.25",
 )
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    prompts=st.integers(1, 12),
-    share=st.floats(0, 0.5),
-    num_rollouts=st.integers(1, 7),
-    ahead=st.integers(1, 3),
-    rows=st.one_of(st.none(), st.integers(1, 60)),
-    random=st.randoms(use_true_random=False),
+    prompts=st.integers(1, 12), share=st.floats(0, 0.5), num_rollouts=st.integers(1, 7), ahead=st.integers(1, 3),
+    rows=st.one_of(st.none(), st.integers(1, 60)), random=st.randoms(use_true_random=False),
 )
 def test_every_group_is_trained_once_in_its_rollout_or_the_next(prompts, share, num_rollouts, ahead, rows, random):
     """A naive run: rollouts are started ahead, finish in any order, and are trained; the module's invariants hold.
@@ -170,8 +163,7 @@ def test_what_cannot_leave_groups_under_way_is_refused_by_name():
     named = ("rollout.producer.min_groups=2", "rollout.dynamic_sampling.max_rounds=1", "weight_sync.in_flight=false")
     words = {name: name for name in named} | {"train.prompts_per_rollout=3": "less than one group"}
     words |= {
-        "rollout.producer.mode=sync": "rollout.producer.mode=",
-        "environment.name=calculator": "environment.name=",
+        "rollout.producer.mode=sync": "rollout.producer.mode=", "environment.name=calculator": "environment.name=",
     }
     for given_, word in (words | {"rollout.producer.max_staleness_steps=0": "max_staleness_steps=0"}).items():
         with pytest.raises(ConfigError, match="straggler_share=0.25") as refused:

@@ -181,15 +181,12 @@ def test_generation_config_adds_stop_tokens(model, tmp_path):
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda items: [x for x in items if x[0] != NAME], f"1 of .* did not arrive: {NAME}"),
-        (lambda items: [*items, items[0]], "model.embed_tokens.weight' arrived twice"),
-        (lambda items: [*items, ("model.extra.weight", items[0][1])], "unknown weight 'model.extra.weight'"),
-        (lambda items: [(n, t[:-1] if n == NAME else t) for n, t in items], r"up_proj.weight' has shape \(63, 32\)"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda items: [x for x in items if x[0] != NAME], f"1 of .* did not arrive: {NAME}"),
+    (lambda items: [*items, items[0]], "model.embed_tokens.weight' arrived twice"),
+    (lambda items: [*items, ("model.extra.weight", items[0][1])], "unknown weight 'model.extra.weight'"),
+    (lambda items: [(n, t[:-1] if n == NAME else t) for n, t in items], r"up_proj.weight' has shape \(63, 32\)"),
+])
 def test_load_weights_errors(model, hf_path, change, message):
     engine = engine_of(hf_path, model)
     with pytest.raises(ValueError, match=message):

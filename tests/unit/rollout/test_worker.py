@@ -75,15 +75,9 @@ def assert_invariants(
 # without shrinking: to shrink an example that hangs would take hours
 @settings(max_examples=120, deadline=None, phases=(Phase.reuse, Phase.generate))
 @given(
-    mode=st.sampled_from(MODES),
-    apart=st.booleans(),
-    quick=st.booleans(),
-    min_groups=st.integers(1, 4),
-    part=st.integers(1, 4),
-    sizes=st.lists(st.integers(0, 7), min_size=1, max_size=4),
-    losses=st.lists(st.integers(0, 3), max_size=4),
-    seed=st.integers(0, 10**6),
-    rank=st.integers(0, 2),
+    mode=st.sampled_from(MODES), apart=st.booleans(), quick=st.booleans(), min_groups=st.integers(1, 4),
+    part=st.integers(1, 4), sizes=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    losses=st.lists(st.integers(0, 3), max_size=4), seed=st.integers(0, 10**6), rank=st.integers(0, 2),
 )
 def test_every_place_is_found_and_scored_once(mode, apart, min_groups, sizes, losses, seed, rank, part, quick):
     """Jobs are queued behind one another, the engine is lost up to four times, and a job is waited for in parts.

@@ -37,15 +37,8 @@ def loaded_engine(model, hf_path: str) -> TransformersEngine:
 def with_agent(inner: TransformersEngine, agent, *, on_error: str = "fail", **settings) -> AgentEngine:
     settings = {"agent": "tests:agent", "deadline_s": patient(60.0)} | settings
     return AgentEngine(
-        inner,
-        agent,
-        chat_tokenizer(),
-        EndpointConfig(**settings),
-        port=0,
-        temperature=TEMPERATURE,
-        on_error=on_error,
-        max_prompt_tokens=20,
-        max_response_tokens=ROOM,
+        inner, agent, chat_tokenizer(), EndpointConfig(**settings), port=0, temperature=TEMPERATURE, on_error=on_error,
+        max_prompt_tokens=20, max_response_tokens=ROOM,
     )
 
 

@@ -16,14 +16,8 @@ CHAT = ("chat", "null")
 
 def answered(record: Record, asked, reply, new_ids, ids, *, version=1, frame=CHAT, reason="stop") -> Turn:
     turn = Turn(
-        frame=frame,
-        parent=record.parent_of(frame, asked),
-        known=asked + reply,
-        new_ids=tuple(new_ids),
-        ids=tuple(ids),
-        logprobs=tuple(-0.1 * token for token in ids),
-        weight_versions=((version, len(ids)),),
-        finish_reason=reason,
+        frame=frame, parent=record.parent_of(frame, asked), known=asked + reply, new_ids=tuple(new_ids), ids=tuple(ids),
+        logprobs=tuple(-0.1 * token for token in ids), weight_versions=((version, len(ids)),), finish_reason=reason,
     )
     record.add(turn)
     return turn
