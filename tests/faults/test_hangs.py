@@ -45,14 +45,13 @@ RAISED = "raised .*it had been in 'update'"
 GONE = r"is gone: its process ended without a word \(killed\?\); it last said it was in 'update'"
 STALLS = "keeps the others waiting: it has been in"
 SLEPT = dict(guilty=1, pipeline=1, deadline_s=MET_S)
+PIPED, ALONE = SLEPT | {"pipeline": 2}, SLEPT | {"guilty": 0, "world": 1}
 FAULTS = {
     "raises, DP=2": Fault(name="raise", guilty=0, pipeline=1, says=RAISED),
     "raises and lives on, PP=2": Fault(name="raise_and_stay", guilty=1, pipeline=2, says=RAISED),
     "killed, DP=2": Fault(name="kill", guilty=1, pipeline=1, says=GONE),
     "killed, PP=2, the keeper": Fault(name="kill", guilty=0, pipeline=2, says=GONE),
-    "sleeps in forward, PP=2": Fault(
-        name="sleep", **SLEPT | {"pipeline": 2}, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken"
-    ),
+    "sleeps in forward, PP=2": Fault(name="sleep", **PIPED, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken"),
     # its own watch thread's words, or those of a rank whose collective timed out before that looked
     "sleeps in its reward, DP=2": Fault(
         name="reward", **SLEPT | {"guilty": 0},
@@ -62,9 +61,7 @@ FAULTS = {
         name="loss", **SLEPT,
         says=r"(keeps the others waiting: it )?has been in .*'loss'|has been in 'update' .* sleeping_loss, in 'loss'",
     ),
-    "sleeps in its loss, alone": Fault(
-        name="loss", **SLEPT | {"guilty": 0}, says=r"has been in 'loss' .* sleeping_loss", world=1
-    ),
+    "sleeps in its loss, alone": Fault(name="loss", **ALONE, says=r"has been in 'loss' .* sleeping_loss"),
     "another plan, DP=2": Fault(name="plan", guilty=1, pipeline=1, says="plan: {who} has .*, the others"),
 }
 

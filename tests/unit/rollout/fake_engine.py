@@ -58,9 +58,7 @@ class WillingEngine:
         self.weight_version, self.lost = NO_WEIGHTS, []
         self.calls: list[list[str]] = []
 
-    def generate(
-        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
-    ) -> list[Rollout]:
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
         self.calls.append([prompt.name for prompt in prompts])
         groups = [self.group(prompt, samples_per_prompt) for prompt in prompts]
         for index, group in enumerate(groups):
@@ -86,9 +84,7 @@ class WillingEngine:
     def close(self) -> None: ...
 
 
-def manager_of(
-    engine, *overrides: str, score=None, version: Callable[[], int] = lambda: 0, share=(0, 1), **given
-) -> RolloutManager:
+def manager_of(engine, *overrides: str, score=None, version=lambda: 0, share=(0, 1), **given) -> RolloutManager:
     """Make a manager over an engine, whose trainer exports nothing and stays at version 0 unless told otherwise."""
     config = load_config(None, list(overrides))
     given = {"export": lambda: iter(())} | given
@@ -143,9 +139,7 @@ class FakeReward:
     calls: (name of the thread, sample ids). At the groups of ``prompt`` it waits for ``hold`` or raises ``error``.
     """
 
-    def __init__(
-        self, *, prompt: str = "", error: Exception | None = None, hold: threading.Event | None = None
-    ) -> None:
+    def __init__(self, prompt: str = "", error: Exception | None = None, hold: threading.Event | None = None) -> None:
         self.prompt, self.error, self.hold = prompt, error, hold
         self.calls: list[tuple[str, list[str]]] = []
 
@@ -159,9 +153,7 @@ class FakeReward:
         return [Score(total=value_of(rollout), by_function=()) for rollout in rollouts]
 
 
-def producer_of(
-    engine, score, mode: str, *, apart: bool, min_groups: int = 1, share=(0, 1), deadline_s=BOUND_S
-) -> RolloutWorker:
+def producer_of(engine, score, mode: str, *, apart, min_groups=1, share=(0, 1), deadline_s=BOUND_S) -> RolloutWorker:
     config = ProducerConfig(mode=mode, min_groups=min_groups)
     return RolloutWorker(engine, score, config, apart=apart, share=share, deadline_s=deadline_s)
 

@@ -96,10 +96,7 @@ def test_without_adapters_of_its_own_a_sync_is_what_it_was() -> None:
 
 
 class Choosy(WillingEngine):
-    """An engine that says whether it lacks the weights, and keeps the names that it was sent.
-
-    syncs: for each sync whether it comes through.
-    """
+    """Says whether it lacks the weights, and keeps the names that it was sent; syncs: which ones come through."""
 
     is_elsewhere = False
 
@@ -112,9 +109,8 @@ class Choosy(WillingEngine):
         self.names.append(list(sent))
         self.lacks_weights = not self.syncs.pop(0)
         failed = {"the engine": "a checksum differs"} if self.lacks_weights else {}
-        return SyncReport(
-            version=version, num_tensors=len(sent), num_bytes=num_bytes_of(sent), seconds=0.1, failed=failed
-        )
+        counts = {"num_tensors": len(sent), "num_bytes": num_bytes_of(sent)}
+        return SyncReport(version=version, **counts, seconds=0.1, failed=failed)
 
     def take_report(self, version, failed, lost) -> None:
         self.weight_version = NO_WEIGHTS if failed else version

@@ -165,9 +165,7 @@ def test_a_channel_that_engines_cannot_take_is_refused():
 def test_auto_takes_handles_on_a_shared_gpu_alone(device, caplog):
     assert channel_of(device=device) == {"cpu": "shared_memory", "cuda": "cuda_ipc"}[device.type]
     assert channel_of("rollout.sleep=never", device=device) == channel_of(device=device)
-    here, elsewhere = (
-        'rollout.servers=["http://127.0.0.1:8000","http://' + host + '"]' for host in ("[::1]:8001", "10.0.0.7:8000")
-    )
+    here, elsewhere = (f'rollout.servers=["{URL}","http://{host}"]' for host in ("[::1]:8001", "10.0.0.7:8000"))
     assert channel_of(here, device=device) == "shared_memory" and channel_of(elsewhere, device=device) == "broadcast"
     assert channel_of(SHARED, device=device) == "shared_memory"
     assert not caplog.records

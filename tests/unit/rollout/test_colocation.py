@@ -118,11 +118,6 @@ def generation_of(engine: RecordingEngine) -> RolloutManager:
 
 
 def test_generation_goes_in_order(alone):
-    """Two steps hand the device over and back in order.
-
-    The trainer's state leaves, weights wake and are sent, keys and values wake, rollouts are made, the engine sleeps,
-    and the trainer's state returns.
-    """
     engine = RecordingEngine()
     generation = generation_of(engine)
     for _ in range(2):
@@ -171,10 +166,7 @@ def hand_over(rank: int, world: int, path: str) -> None:
 
 
 def test_no_rank_takes_memory_back_before_every_engine_sleeps(pool, tmp_path: pathlib.Path):
-    """An engine over two ranks' devices is commanded by one of them, and both wait for it.
-
-    Each phase (offload, wake weights, wake keys and values, sleep, restore) ends on both ranks before the next begins.
-    """
+    """An engine over two ranks' devices is commanded by one; each phase ends on both before the next begins."""
     pool.run(2, hand_over, str(tmp_path / "events"))
     words = [line.rsplit(" ", 1)[0] for line in (tmp_path / "events").read_text().splitlines()]
     phases = [phase for phase, _ in itertools.groupby(words)]

@@ -203,10 +203,7 @@ def test_an_environment_that_fails_is_named_or_costs_its_own_samples(fault: str,
 
 @pytest.mark.parametrize("engine", [LetterEngine(seed=30), SlowLastEngine(seed=30)])
 def test_the_first_step_that_hangs_ends_the_run(engine: LetterEngine) -> None:
-    """The steps behind it are not tried, and an engine that still samples is not waited for.
-
-    The engine's groups end as 2, 3, 0, 1.
-    """
+    """Of groups that end as 2, 3, 0, 1: no other step is tried, and an engine that still samples is not waited for."""
     Faulty.hanging.clear()
     prompts = [prompt_of(k, **({"fault": "hangs"} if k in (2, 3) else {})) for k in range(4)]
     episodes = episodes_of(engine, FAULTY, deadline_s=SHORT_S, num_threads=1, on_error="fail")

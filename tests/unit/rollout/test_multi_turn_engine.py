@@ -45,10 +45,8 @@ def inner(model, hf_path) -> TransformersEngine:
 
 def episodes_of(inner: TransformersEngine) -> MultiTurnEngine:
     config = EnvironmentConfig(name="tests.unit.rollout.test_multi_turn_engine:Counter", max_turns=4, deadline_s=10.0)
-    observations = Observations(_tokenizer(), "{prompt}")
-    return MultiTurnEngine(
-        inner, environment_maker(config), observations, _tokenizer(), config, max_response_tokens=ROOM
-    )
+    made = environment_maker(config), Observations(_tokenizer(), "{prompt}")
+    return MultiTurnEngine(inner, *made, _tokenizer(), config, max_response_tokens=ROOM)
 
 
 @pytest.mark.parametrize("temperature", [None, 0.0])
@@ -94,10 +92,7 @@ def test_a_group_of_before_masks_is_read(inner) -> None:
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
-    prompts = {PROMPTS[0].prompt_id: PROMPTS[0]}
-    found, wanted = (
-        unpack_groups(data, lambda name, _: prompts[name])["a"].rollouts for data in (buffer.getvalue(), packed)
-    )
+    found, wanted = (unpack_groups(x, lambda *_: PROMPTS[0])["a"].rollouts for x in (buffer.getvalue(), packed))
     assert found == wanted and all(x.loss_mask is None for x in found)
 
 

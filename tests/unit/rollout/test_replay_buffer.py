@@ -126,9 +126,7 @@ def assert_invariants(config: ReplayConfig, seed: int, steps: list[tuple[str, ob
                 gone, wanted, told = (getattr(x, name)(*at) for x in (buffer, model, twin))
                 assert_none_lost(held, buffer, gone)
                 most = math.inf if config.max_age_versions is None else config.max_age_versions
-                assert all(
-                    x.uses < config.max_uses if not at else value - x.version <= most for x in buffer.entries
-                )  # 5
+                assert all(value - x.version <= most if at else x.uses < config.max_uses for x in buffer.entries)  # 5
             case "draw":
                 count, rollout, exclude = value
                 gone = buffer.draw(count, rollout=rollout, exclude=exclude)

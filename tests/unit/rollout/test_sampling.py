@@ -67,9 +67,7 @@ def test_draws_do_not_depend_on_the_rest_of_the_batch(engine) -> None:
             assert np.allclose(found.logprobs, wanted.logprobs, atol=ROUNDING)
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "temperature"), [(3, 1.0, 1.0), (0, 0.4, 1.0), (4, 0.5, 2.0), (1, 1.0, 1.0)]
-)
+@pytest.mark.parametrize("top_k, top_p, temperature", [(3, 1.0, 1.0), (0, 0.4, 1.0), (4, 0.5, 2.0), (1, 1.0, 1.0)])
 def test_cuts_leave_the_likely_tokens_renormalised(engine, model, top_k: int, top_p: float, temperature: float) -> None:
     """200 draws of one token; the naive set: sort, keep top_k, then the fewest whose share is top_p."""
     probabilities = (distribution(model, PROMPT) / temperature).softmax(-1).double()

@@ -38,13 +38,8 @@ def test_every_state(trained, lag, **state):
     assert_invariants(trained=trained, engine=NO_WEIGHTS if lag is None else max(0, trained - lag), **state)
 
 
-def staleness_of_a_run(
-    *, rollouts: int, depth: int, steps: int, bound: int | None, interval: int, moved: list[int]
-) -> list[int]:
-    """Play a run; return the staleness of each rollout at its turn.
-
-    moved[k]: optimizer steps of rollout k that moved the weights.
-    """
+def staleness_of_a_run(*, rollouts, depth, steps, bound: int | None, interval, moved: list[int]) -> list[int]:
+    """Return the staleness of each rollout of a run at its turn; moved[k]: rollout k's steps that moved the weights."""
     version, engine, started, found = 0, NO_WEIGHTS, {}, []
     for turn in range(rollouts):
         for number in range(turn, min(rollouts, turn + depth + 1)):

@@ -29,6 +29,7 @@ ON = (
     "rollout.engine=vllm", "rollout.producer.mode=prefetch", "weight_sync.in_flight=true",
     "train.prompts_per_rollout=8", "rollout.producer.straggler_share=0.25",
 )
+OTHERS = {"rollout.producer.mode": "sync", "environment.name": "calculator", "rollout.producer.max_staleness_steps": 0}
 
 
 @settings(max_examples=100, deadline=None)
@@ -37,10 +38,7 @@ ON = (
     rows=st.one_of(st.none(), st.integers(1, 60)), random=st.randoms(use_true_random=False),
 )
 def test_every_group_is_trained_once_in_its_rollout_or_the_next(prompts, share, num_rollouts, ahead, rows, random):
-    """A naive run: rollouts are started ahead, finish in any order, and are trained; the module's invariants hold.
-
-    rows: the prompts of data that end, as under ``train.epochs``; None: ``num_rollouts`` rollouts.
-    """
+    """Of a naive run; rows: prompts of data that end, as under ``train.epochs``; None: ``num_rollouts`` rollouts."""
     stragglers = int(share * prompts)
     sizes = {"prompts_per_rollout": prompts, "stragglers": stragglers}
     drawn, started, trained, left = 0, {}, [], []
@@ -112,10 +110,7 @@ class HoldingEngine(FakeEngine):
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_rollout_is_handed_out_while_its_stragglers_go_on(alone, apart):
-    """The first rollout is handed out without the held groups, beside which the second one is generated.
-
-    The second one waits for them, trains them first, and leaves its own: every group once.
-    """
+    """The second rollout is generated beside them, waits for them, trains them first, and leaves its own."""
     engine, reward = HoldingEngine({"1@0", "4@0"}), FakeReward()
     manager = manager_of(engine, *ON, score=reward, score_apart=apart)
     manager.sync_weights()
@@ -162,10 +157,8 @@ def test_what_cannot_leave_groups_under_way_is_refused_by_name():
     check_stragglers(load_config(None, list(ON)))
     named = ("rollout.producer.min_groups=2", "rollout.dynamic_sampling.max_rounds=1", "weight_sync.in_flight=false")
     words = {name: name for name in named} | {"train.prompts_per_rollout=3": "less than one group"}
-    words |= {
-        "rollout.producer.mode=sync": "rollout.producer.mode=", "environment.name=calculator": "environment.name=",
-    }
-    for given_, word in (words | {"rollout.producer.max_staleness_steps=0": "max_staleness_steps=0"}).items():
+    words |= {f"{name}={value}": f"{name}=" for name, value in OTHERS.items()}
+    for given_, word in words.items():
         with pytest.raises(ConfigError, match="straggler_share=0.25") as refused:
             check_stragglers(load_config(None, [*ON, given_]))
         assert word in str(refused.value)

@@ -56,9 +56,7 @@ class WordlessTokenizer:
         return ""
 
 
-def vllm_engine_of(
-    *replicas: FakeReplica, drives: bool = True, start_late: bool = False, max_restarts: int = 3
-) -> VllmEngine:
+def vllm_engine_of(*replicas: FakeReplica, drives=True, start_late=False, max_restarts=3) -> VllmEngine:
     rollout = load_config(None, ["rollout.max_response_tokens=2", f"rollout.max_restarts={max_restarts}"]).rollout
     given = {"seed": 0, "stop_ids": (0,), "vocab_size": 17, "longest": 8, "start_late": start_late}
     return VllmEngine(replicas, sender_of(1), WordlessTokenizer(), rollout, drives=drives, **given)

@@ -46,13 +46,8 @@ def collect(producer: RolloutWorker, under_way: Sequence[RolloutJob], job: Rollo
                 producer.start(other)
 
 
-def assert_invariants(
-    producer: RolloutWorker, jobs: Sequence[RolloutJob], engine: FakeEngine, score: FakeReward
-) -> None:
-    """Assert invariants 1 and 2 of rollout/worker.py.
-
-    Whoever waited has met invariant 3, and the engine's calls show invariant 4.
-    """
+def assert_invariants(producer: RolloutWorker, jobs: list[RolloutJob], engine: FakeEngine, score: FakeReward) -> None:
+    """Assert rollout/worker.py's invariants 1, 2 and, by the engine's calls, 4; whoever waited has met the third."""
     wanted = {job.prompts[place].name: number for number, job in enumerate(jobs) for place in job.mine}
     for job in jobs:
         assert set(job.rollouts) == set(job.scores) == set(job.mine)
@@ -80,10 +75,7 @@ def assert_invariants(
     losses=st.lists(st.integers(0, 3), max_size=4), seed=st.integers(0, 10**6), rank=st.integers(0, 2),
 )
 def test_every_place_is_found_and_scored_once(mode, apart, min_groups, sizes, losses, seed, rank, part, quick):
-    """Jobs are queued behind one another, the engine is lost up to four times, and a job is waited for in parts.
-
-    The rank is one of one or of three.
-    """
+    """Jobs are queued, the engine is lost up to four times, a job is waited for in parts, by a rank of one or three."""
     engine, score = FakeEngine(seed=seed, losses=losses, group_s=0.0 if quick else 0.001), FakeReward()
     share = (0, 1) if rank == 0 else (rank, 3)
     producer = producer_of(engine, score, mode, apart=apart, min_groups=min_groups, share=share)

@@ -45,9 +45,8 @@ def engine_of(
 ) -> TransformersEngine:
     """Make the embedded engine on the CPU, with the model's weights as version 1; without a model, with none."""
     settings = RolloutConfig(**{"temperature": TEMPERATURE, "max_response_tokens": 12} | rollout)
-    engine = TransformersEngine(
-        str(hf_path), tokenizer or _tokenizer(), settings, seed=3, dtype=torch.float32, device=torch.device("cpu")
-    )
+    given = {"seed": 3, "dtype": torch.float32, "device": torch.device("cpu")}
+    engine = TransformersEngine(str(hf_path), tokenizer or _tokenizer(), settings, **given)
     if model is not None:
         engine.load_weights(iter(model.state_dict().items()), version=1)
     return engine
