@@ -7,11 +7,13 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from megatron_rl.config import ProducerConfig, load_config
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
-from megatron_rl.types import Prompt, Rollout, Score
+from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 from tests.patience import HANG_S, patient, until
 
 SAMPLES, BOUND_S = 2, patient(10 * HANG_S)  # longer than any wait for an end
@@ -36,6 +38,18 @@ def rollout_of(prompt: Prompt, index: int, *, version: int = 0, ids: tuple[int, 
 
 def group_of(prompt: Prompt, samples: int = SAMPLES, *, version: int = 0) -> list[Rollout]:
     return [rollout_of(prompt, index, version=version) for index in range(samples)]
+
+
+def facts_of(places: Sequence[int], *, versions=None, lengths: Sequence[int] | None = None) -> BatchFacts:
+    """Make facts of SAMPLES samples for the group at each place."""
+    groups = np.repeat(np.array(places, dtype=np.int64), SAMPLES)
+    zeros, rows = np.zeros(len(groups), dtype=np.int64), np.arange(len(groups))
+    lengths = zeros + 2 if lengths is None else np.array(lengths, dtype=np.int64)
+    versions = zeros if versions is None else np.array(versions)
+    ids, places = tuple(f"s{i}" for i in rows), groups * SAMPLES + rows % SAMPLES
+    tokens = {"prompt_tokens": zeros + 1, "response_tokens": lengths, "loss_tokens": lengths}
+    owners = {"owners": zeros, "owner_rows": rows}
+    return BatchFacts(sample_ids=ids, groups=groups, places=places, weight_versions=versions, **tokens, **owners)
 
 
 def value_of(rollout: Rollout) -> float:
@@ -98,14 +112,13 @@ class FakeEngine(WillingEngine):
     group_s: seconds that it waits before each group.
     finished: names of prompts, one each time that a group is finished.
     held: once ``holds`` groups are finished, it waits until this event is set; groups then go in the order given.
+    last: the prompts whose groups come last of their call, and not before ``held``.
     """
 
-    def __init__(
-        self, *, seed: int = 0, losses: Sequence[int] = (), group_s: float = 0.0, holds: int | None = None
-    ) -> None:
+    def __init__(self, *, seed=0, losses: Sequence[int] = (), group_s=0.0, holds: int | None = None, last=()) -> None:
         super().__init__()
         self.random, self.losses, self.group_s, self.holds = random.Random(seed), list(losses), group_s, holds
-        self.progressed_at = -math.inf
+        self.last, self.progressed_at = last, -math.inf
         self.finished: list[str] = []
         self.held, self.closed = threading.Event(), threading.Event()
         self.on_finished = None
@@ -115,12 +128,13 @@ class FakeEngine(WillingEngine):
         self.calls.append([prompt.name for prompt in prompts])
         self.on_finished = on_finished
         order = self.random.sample(range(len(prompts)), len(prompts)) if self.holds is None else range(len(prompts))
+        order = sorted(order, key=lambda k: prompts[k].name in self.last)
         limit = self.losses.pop(0) if self.losses else len(prompts)
         done: dict[int, list[Rollout]] = {}
         for k in order:
             if len(done) == limit:
                 raise EngineLost("it was killed", finished=done)
-            if len(self.finished) == self.holds:
+            if len(self.finished) == self.holds or prompts[k].name in self.last:
                 assert self.held.wait(BOUND_S)
             if self.closed.wait(self.group_s):
                 raise RuntimeError("the engine is closed")

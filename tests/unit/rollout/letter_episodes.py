@@ -90,8 +90,8 @@ class Echo:
 
 def episodes_of(
     engine: LetterEngine, environment: str = f"{HERE}:Echo", *, tokenizer=TOKENIZER, template: str = "{prompt}",
-    **changes: object,
+    room: int | None = None, **changes: object,
 ) -> MultiTurnEngine:
     config = EnvironmentConfig(name=environment, **{"deadline_s": BOUND_S, "max_turns": 3, **changes})
     made = environment_maker(config), Observations(tokenizer, template, config.role)
-    return MultiTurnEngine(engine, *made, tokenizer, config, max_response_tokens=engine.room)
+    return MultiTurnEngine(engine, *made, tokenizer, config, max_response_tokens=room or engine.room)

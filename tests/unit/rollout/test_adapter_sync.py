@@ -21,7 +21,7 @@ from megatron_rl.serve.server import check_config
 from megatron_rl.validate import validate_config
 from megatron_rl.weights.mapping import adapter_entries, stage_entries
 from tests.unit.rollout.fake_engine import WillingEngine, manager_of
-from tests.unit.rollout.receiving_engine import Engine, broken_after, num_bytes_of, sender_of
+from tests.unit.rollout.receiving_engine import Engine, broken_after, num_bytes_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ALONE = ("rollout.engine=vllm", "lora.rank=5", "lora.alpha=2.5", "weight_sync.adapters=alone")
@@ -31,17 +31,11 @@ PAIR = {
     "model.layers.0.mlp.down_proj.lora_B.weight": torch.ones(4, 5),
 }
 WHOLE = {**WEIGHTS, **PAIR}
+SENDER = {"bucket_bytes": 256, "adapter": {"rank": 5, "alpha": 2.5}}
 
 
 def config_of(*overrides: str) -> Config:
     return load_config(None, [*ALONE, *overrides])
-
-
-@pytest.fixture
-def sync() -> Iterator[WeightSender]:
-    sender = sender_of(256, adapter={"rank": 5, "alpha": 2.5})
-    yield sender
-    sender.free()
 
 
 def test_an_engine_that_has_the_weights_is_sent_the_pairs_alone(sync: WeightSender) -> None:
@@ -88,11 +82,10 @@ def test_an_engine_that_does_not_use_its_adapters_has_no_version(sync: WeightSen
     assert report.failed == {"one": "one is gone"} and sync.lacks_weights(engine)
 
 
-def test_without_adapters_of_its_own_a_sync_is_what_it_was() -> None:
-    sender, engine = sender_of(256), Engine("one")
-    assert not sender.deliver(iter(WEIGHTS.items()), 1, [engine]).failed
+def test_without_adapters_of_its_own_a_sync_is_what_it_was(senders) -> None:
+    engine = Engine("one")
+    assert not senders(bucket_bytes=256).deliver(iter(WEIGHTS.items()), 1, [engine]).failed
     assert "adapter" not in engine.end and "use_adapter" not in engine.asked
-    sender.free()
 
 
 class Choosy(WillingEngine):

@@ -14,16 +14,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout import build
-from megatron_rl.rollout.build import (
-    EngineRole,
-    RankLocation,
-    engine_arguments,
-    family_arguments,
-    latent_arguments,
-    refuse_delta,
-    role_of,
-    shares_device,
-)
+from megatron_rl.rollout.build import EngineRole, RankLocation, engine_arguments, refuse_delta, role_of, shares_device
 from megatron_rl.rollout.vllm.process_replica import engine_environment
 
 CPU, GPU, URL = torch.device("cpu"), torch.device("cuda", 0), "http://127.0.0.1:8000"
@@ -242,9 +233,9 @@ def test_changes_alone_are_refused_for_engines_that_discard_or_quantize_their_we
 @pytest.mark.parametrize(("fields", "wanted"), [({}, True), ({"attn_temperature_tuning": False}, False)])
 def test_llama_4s_scale_by_position_is_on_in_vllm_where_config_json_says_so(tmp_path, fields, wanted):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4_text"} | fields))
-    assert family_arguments(str(tmp_path)) == {"override_generation_config": {"attn_temperature_tuning": wanted}}
+    assert build.family_arguments(str(tmp_path)) == {"override_generation_config": {"attn_temperature_tuning": wanted}}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    assert family_arguments(str(tmp_path)) == {}
+    assert build.family_arguments(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize(("fields", "dtype", "device", "wanted"), [
@@ -255,4 +246,4 @@ def test_llama_4s_scale_by_position_is_on_in_vllm_where_config_json_says_so(tmp_
 ])
 def test_latent_attention_on_a_cpu_gets_the_kernel_that_takes_its_dtype(tmp_path, fields, dtype, device, wanted):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"} | fields))
-    assert latent_arguments(config_of(f"model.hf_path={tmp_path}", f"model.dtype={dtype}"), device) == wanted
+    assert build.latent_arguments(config_of(f"model.hf_path={tmp_path}", f"model.dtype={dtype}"), device) == wanted

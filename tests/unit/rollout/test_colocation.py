@@ -6,6 +6,7 @@ import itertools
 import os
 import pathlib
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,20 +136,6 @@ def test_an_engine_lost_while_it_has_the_device_keeps_it(alone):
     assert engine.events == [*TO_WEIGHTS, "recover", "load", *TO_ENGINE, *lost, "generate", *TO_TRAINER]
 
 
-class SlowEngine(WillingEngine):
-    """Notes each of its commands by ``noted``, as one that takes a while."""
-
-    def __init__(self, noted) -> None:
-        super().__init__()
-        self.noted = noted
-
-    def sleep(self) -> None:
-        self.noted("sleep")
-
-    def wake(self, *, tags) -> None:
-        self.noted(f"wake {tags[0]}")
-
-
 def hand_over(rank: int, world: int, path: str) -> None:
     """Hand the device over and back; rank 0's engine is slow, and rank 1, which has none, is slow with its state."""
     events = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -158,7 +145,8 @@ def hand_over(rank: int, world: int, path: str) -> None:
         time.sleep(0.3 * slow)  # for a rank that does not wait to go on in between
         os.write(events, f"{word} ends\n".encode())
 
-    engine = SlowEngine(lambda word: act(word, True)) if rank == 0 else WillingEngine()
+    engine = RecordingEngine() if rank == 0 else WillingEngine()
+    engine.events = SimpleNamespace(append=lambda word: act(word, True))
     moves = {word: lambda word=word: act(word, rank == 1) for word in ("offload", "restore")}
     device = manager_of(engine, **moves).device
     device.to_engine()

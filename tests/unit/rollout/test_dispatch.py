@@ -19,17 +19,10 @@ from megatron_rl.errors import EngineError
 from megatron_rl.rollout.vllm import dispatch as dispatching
 from megatron_rl.rollout.vllm.dispatch import Dispatched, dispatch
 from megatron_rl.rollout.vllm.replica import UPDATING, Completion, GenerateRequest, ReplicaLost, RequestRefused
-from tests.patience import HANG_S, patient
+from tests.unit.rollout.server_requests import LONG_S, VERSION, request_of
 
-LONG_S = patient(10 * HANG_S)  # a deadline that nothing here reaches
 # A deadline for replicas that hang; any other that is asked in such a call has answered before it is waited for.
 SHORT_S = 0.05
-VERSION = 3
-
-
-def request_of(name: str, n: int = 2) -> GenerateRequest:
-    given = {"max_tokens": 4, "temperature": 1.0, "seed": 0, "stop_token_ids": (9,)}
-    return GenerateRequest(request_id=name, token_ids=(1, 2), n=n, **given)
 
 
 def requests_of(count: int, n: int = 2) -> list[GenerateRequest]:

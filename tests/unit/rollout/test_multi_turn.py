@@ -18,19 +18,9 @@ from megatron_rl.rollout.multi_turn import with_environment
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import until
 from tests.unit.data.templates import CHATML, STRICT, tokenizer_of
-from tests.unit.rollout.letter_episodes import (
-    BOUND_S,
-    HERE,
-    STOP,
-    TOKENIZER,
-    Echo,
-    LetterEngine,
-    episodes_of,
-    ids_of,
-    prompt_of,
-    turn_of,
-)
+from tests.unit.rollout.letter_episodes import TOKENIZER, Echo, LetterEngine, episodes_of, ids_of, prompt_of, turn_of
 
+HERE, STOP = "tests.unit.rollout.letter_episodes", TOKENIZER.eos_token_id
 FAULTY = "tests.unit.rollout.test_multi_turn:Faulty"
 SHORT_S = 0.5  # a deadline, where one step hangs for ever and the others return at once
 
@@ -191,7 +181,7 @@ def test_a_chat_observation_is_the_templates() -> None:
 ])
 def test_an_environment_that_fails_is_named_or_costs_its_own_samples(fault: str, words: str) -> None:
     prompts = [prompt_of(k, **({"fault": fault} if k == 2 else {})) for k in range(4)]
-    given = {"environment": FAULTY, "deadline_s": SHORT_S if fault == "hangs" else BOUND_S}
+    given = {"environment": FAULTY} | ({"deadline_s": SHORT_S} if fault == "hangs" else {})
     with pytest.raises(EpisodeError, match=f"(?s){words}"):
         episodes_of(LetterEngine(), **given).generate(prompts, 1)
     found = episodes_of(LetterEngine(), **given, on_error="drop").generate(prompts, 2)

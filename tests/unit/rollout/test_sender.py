@@ -15,16 +15,9 @@ from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.rollout.weight_sync.transport import Segment
 from tests.unit.rollout.receiving_engine import Engine, broken_after, exported, num_bytes_of, sender_of, weights_of
 
-VERSION = 7
+VERSION, SENDER = 7, {"bucket_bytes": 256}
 # several to a bucket, one larger than a bucket, two empty
 TENSORS = weights_of([(3,), (5, 7), (1,), (65, 9), (2, 2), (0, 4), (4, 4), (13,), (6,), (1,), (63,), (0,)])
-
-
-@pytest.fixture
-def sync() -> Iterator[WeightSender]:
-    sender = sender_of(256)
-    yield sender
-    sender.free()
 
 
 def assert_whole(engine: Engine) -> None:

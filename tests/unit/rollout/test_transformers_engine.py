@@ -16,18 +16,9 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import sample_seed
 from megatron_rl.rollout.transformers_engine import draw
 from megatron_rl.types import Prompt, Rollout
+from tests.unit.rollout import tiny_model
 from tests.unit.rollout.fake_engine import prompt_of
-from tests.unit.rollout.tiny_model import (
-    EOS,
-    ROUNDING,
-    SIZES,
-    TEMPERATURE,
-    VOCAB,
-    _model,
-    _tokenizer,
-    engine_of,
-    forward_logprobs,
-)
+from tests.unit.rollout.tiny_model import EOS, ROUNDING, SIZES, VOCAB, _model, engine_of, forward_logprobs
 
 
 def _prompts(*lengths: int) -> list[Prompt]:
@@ -136,7 +127,7 @@ def test_first_token_frequencies_match_softmax(model, hf_path):
     found = np.bincount([r.response_ids[0] for r in rollouts], minlength=len(VOCAB))
     with torch.no_grad():
         logits = model(torch.tensor([PROMPTS[0].token_ids])).logits[0, -1]
-    expected = torch.softmax(logits.double() / TEMPERATURE, dim=-1).numpy() * rounds
+    expected = torch.softmax(logits.double() / tiny_model.TEMPERATURE, dim=-1).numpy() * rounds
     common = expected >= 5  # the usual rule for the chi-square approximation; the rest is one bin
     assert common.sum() >= 10 and expected[~common].sum() > 0
     observed, wanted = (np.append(x[common], x[~common].sum()) for x in (found, expected))
@@ -163,7 +154,7 @@ def test_stop_token_ends_a_row_and_is_not_text(model, hf_path):
         assert stopped == (rollout.response_ids[-1] == EOS) and EOS not in rollout.response_ids[:-1]
         assert stopped or len(rollout.response_ids) == 12
         body = rollout.response_ids[:-1] if stopped else rollout.response_ids
-        assert rollout.text == _tokenizer().decode(list(body), skip_special_tokens=True)
+        assert rollout.text == tiny_model._tokenizer().decode(list(body), skip_special_tokens=True)
         assert "<eos>" not in rollout.text
 
 

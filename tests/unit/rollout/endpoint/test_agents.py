@@ -22,21 +22,14 @@ from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_gr
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import patient
-from tests.unit.rollout.endpoint.agents_at_work import (
-    PROMPTS,
-    asked,
-    chat_tokenizer,
-    chatted,
-    loaded_engine,
-    with_agent,
-)
+from tests.unit.rollout.endpoint.agents_at_work import PROMPTS, ROOM, asked, chat_tokenizer, chatted, with_agent
 from tests.unit.rollout.fake_engine import manager_of
-from tests.unit.rollout.tiny_model import EOS, ROUNDING, TEMPERATURE, VOCAB, forward_logprobs
+from tests.unit.rollout.tiny_model import EOS, ROUNDING, TEMPERATURE, VOCAB, engine_of, forward_logprobs
 
 
 @pytest.fixture(scope="module")
 def inner(model, hf_path):
-    return loaded_engine(model, hf_path)
+    return engine_of(hf_path, model, chat_tokenizer(), max_response_tokens=ROOM, max_batch_samples=16)
 
 
 @contextlib.contextmanager
