@@ -167,12 +167,8 @@ def test_two_are_passed_over_and_all_damaged_is_an_error(run, whole, half):
     assert_same_end(whole, copied, END)
 
 
-@pytest.fixture(scope="module")
-def other_model(tmp_path_factory) -> pathlib.Path:
-    return prepare_inputs(tmp_path_factory.mktemp("other"), hidden=32, layers=1, heads=1, intermediate=48)
-
-
-def test_a_checkpoint_of_another_model_is_an_error_that_names_both(run, half, other_model):
+def test_a_checkpoint_of_another_model_is_an_error_that_names_both(run, half, tmp_path):
+    other_model = prepare_inputs(tmp_path / "other", hidden=32, layers=1, heads=1, intermediate=48)
     before = (half / "metrics.jsonl").read_text() + "\n"
     (half / "metrics.jsonl").write_text(before)  # longer than when the checkpoint was taken: not cut back for nothing
     for said in run(half, f"model.hf_path={other_model / 'model'}", code=1):

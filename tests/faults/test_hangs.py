@@ -44,6 +44,7 @@ class Fault:
 RAISED = "raised .*it had been in 'update'"
 GONE = r"is gone: its process ended without a word \(killed\?\); it last said it was in 'update'"
 STALLS = "keeps the others waiting: it has been in"
+RANK = "tests.faults.faulty_rank"
 SLEPT = dict(guilty=1, pipeline=1, deadline_s=MET_S)
 PIPED, ALONE = SLEPT | {"pipeline": 2}, SLEPT | {"guilty": 0, "world": 1}
 FAULTS = {
@@ -71,12 +72,9 @@ FAULTS = {
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_fault_ends_every_rank_and_is_named(nursery, arithmetic, tmp_path, case):
     fault = FAULTS[case]
-    extra = [f"parallel.pipeline={fault.pipeline}", f"run.deadline_s={fault.deadline_s}"]
-    if fault.name == "reward":
-        extra.append("reward.functions=[tests.faults.faulty_rank:sleeping_reward]")
-    if fault.name == "loss":
-        extra.append("loss.policy=tests.faults.faulty_rank:sleeping_loss")
-    given, main = arguments(arithmetic, tmp_path / "run", *extra), "tests.faults.faulty_rank:main"
+    own = {"reward": [f"reward.functions=[{RANK}:sleeping_reward]"], "loss": [f"loss.policy={RANK}:sleeping_loss"]}
+    extra = [f"parallel.pipeline={fault.pipeline}", f"run.deadline_s={fault.deadline_s}", *own.get(fault.name, [])]
+    given, main = arguments(arithmetic, tmp_path / "run", *extra), f"{RANK}:main"
     with nursery.ranks(fault.world, given, tmp_path, main, [fault.name, fault.guilty]) as ranks:
         ranks.wait(BOUND_S, but={fault.guilty} if fault.name == "raise_and_stay" else set())
         results = [(fork.poll(), path.read_text()) for fork, path in zip(ranks.forks, ranks.printed, strict=True)]

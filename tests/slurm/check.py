@@ -47,6 +47,7 @@ SETTINGS = (
     "--config", "examples/quickstart/quickstart.yaml", f"train.num_rollouts={STEPS}", "train.prompts_per_rollout=16",
     "train.samples_per_mini_batch=64", "sft.steps=20", "metrics.progress=false",
 )
+INTERRUPT = {"requeued": ("scontrol", "requeue"), "signalled": ("scancel", "--signal=USR1", "--batch")}
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -123,14 +124,6 @@ class Job:
         if not found:
             raise self.failed(f"no weights in {self.run_dir}/checkpoints/step_*/hf")
         return found
-
-
-def requeue(job: Job) -> None:
-    job.cluster.run("scontrol", "requeue", job.id)
-
-
-def signal_batch(job: Job) -> None:
-    job.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
 
 
 def check_went_on(job: Job) -> str:
@@ -216,12 +209,12 @@ def check(folder: pathlib.Path, only: Sequence[str]) -> None:
         whole.wait_until_complete()
         expected = whole.weights()
         print(f"uninterrupted: {_line(whole)}; {len(expected)} tensors", flush=True)
-        for name, interrupt in (("requeued", requeue), ("signalled", signal_batch)):
+        for name, command in INTERRUPT.items():
             if name not in only:
                 continue
             job = Job(cluster, folder, name)
             job.wait_until_mid_run()
-            interrupt(job)
+            cluster.run(*command, job.id)
             job.wait_until_complete()
             said = check_went_on(job)
             check_same_weights(job.weights(), expected, name)
@@ -240,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kept = "work there and leave everything; default: a temporary folder"
     parser.add_argument("--keep", type=pathlib.Path, metavar="FOLDER", help=kept)
-    checks = ("killed", "requeued", "signalled")
+    checks = ("killed", *INTERRUPT)
     parser.add_argument("--only", nargs="*", choices=checks, default=checks)
     options = parser.parse_args(arguments)
     if options.keep and options.keep.exists() and any(options.keep.iterdir()):

@@ -61,10 +61,7 @@ def scored_by(value: Callable[[Rollout], float]) -> Callable[[Sequence[Rollout]]
 
 
 class WillingEngine:
-    """An engine in another process that takes any weights and is never lost; it samples groups of ``group_of``.
-
-    calls: the names of each call's prompts.
-    """
+    """An engine elsewhere that takes any weights, is never lost, samples by ``group_of``, and notes calls' prompts."""
 
     is_elsewhere, progressed_at = True, -math.inf
 
@@ -108,8 +105,7 @@ def manager_of(engine, *overrides: str, score=None, version=lambda: 0, share=(0,
 class FakeEngine(WillingEngine):
     """Finishes groups in a random order, and is lost in the calls that ``losses`` names.
 
-    losses[k]: how many groups its k-th call finishes before the engine is lost.
-    group_s: seconds that it waits before each group.
+    losses[k]: how many groups its k-th call finishes before the engine is lost. group_s: waited before each group.
     finished: names of prompts, one each time that a group is finished.
     held: once ``holds`` groups are finished, it waits until this event is set; groups then go in the order given.
     last: the prompts whose groups come last of their call, and not before ``held``.

@@ -161,14 +161,11 @@ def test_engines_that_would_drop_the_weights_or_round_the_pairs_are_refused() ->
     assert adapter_arguments(config_of("model.dtype=float32"), on_gpu=False)["lora_dtype"] == "auto"
 
 
-def test_a_mixture_is_refused_with_adapters_alone_only() -> None:
+def test_a_mixture_and_a_server_of_many_models_are_refused_with_adapters_alone_only(arithmetic: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="a model of 8 experts"):
         refuse_mixture(config_of(), 8)
     refuse_mixture(config_of(), 0)
     refuse_mixture(config_of("weight_sync.adapters=merged"), 8)
-
-
-def test_a_server_of_many_models_refuses(arithmetic: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="weight_sync.adapters=alone is for one policy"):
         check_config(config_of(f"model.hf_path={arithmetic}/model"))
 

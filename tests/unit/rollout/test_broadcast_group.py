@@ -107,21 +107,16 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def deliver(sync: WeightSender, version: int, servers: list[Server]):
-    return sync.deliver(iter(TENSORS.items()), version, servers)
-
-
 def whole(sync: WeightSender, version: int, servers: list[Server]) -> None:
     """Run a sync that all servers come out of with the version, as their workers' receipts say."""
-    report = deliver(sync, version, servers)
+    report = sync.deliver(iter(TENSORS.items()), version, servers)
     assert report.failed == {} and [x.weight_version for x in servers] == [version] * len(servers)
     assert sync.group.spans(servers)
 
 
 def test_each_bucket_is_broadcast_once_to_all_servers(sync, servers, broadcasts):
     whole(sync, 1, servers)
-    first = sync.group._group
-    num_buckets = servers[0].num_buckets
+    first, num_buckets = sync.group._group, servers[0].num_buckets
     assert num_buckets > 3 and len(broadcasts) == num_buckets
     assert [x.num_buckets for x in servers] == [num_buckets] * 3
     whole(sync, 2, servers)
@@ -178,7 +173,7 @@ def test_a_server_lost_in_mid_sync_ends_it_in_bounded_time_and_the_rest_go_on(sy
 
 def test_a_server_that_is_gone_before_the_group_opens_keeps_no_other_from_its_weights(sync, servers):
     servers[1].signal(signal.SIGKILL)
-    report = deliver(sync, 1, servers)
+    report = sync.deliver(iter(TENSORS.items()), 1, servers)
     assert set(report.failed) == {"two"} == set(report.lost)
     assert [x.weight_version for x in servers] == [1, NO_WEIGHTS, 1] and sync.group.spans([servers[0], servers[2]])
     whole(sync, 2, [servers[0], servers[2]])

@@ -129,7 +129,6 @@ def test_generation_goes_in_order(alone):
 
 
 def test_an_engine_lost_while_it_has_the_device_keeps_it(alone):
-    """An engine lost while it has the device is loaded again; the trainer's state returns once, at the end."""
     engine = RecordingEngine(losses=1)
     generation_of(engine).produce(prompts_of(range(3)), 1)
     lost = ["generate", "recover", "load"]

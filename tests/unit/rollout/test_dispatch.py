@@ -46,11 +46,8 @@ LAST = {
 class FakeReplica:
     """A replica that does with each request what the next word of ``plan`` says, and ``rest`` after the plan.
 
-    hang: it never answers.
-    late: it answers as soon as it is aborted.
-    held: it answers when ``release`` is called.
-    soon, slow: it answers from a thread, within 2 ms or after 15 ms.
-    Any other word: it answers at once.
+    hang: it never answers. late: it answers as soon as it is aborted. held: it answers when ``release`` is called.
+    soon, slow: it answers from a thread, within 2 ms or after 15 ms. Any other word: it answers at once.
     """
 
     def __init__(self, name: str, plan: list[str] | None = None, version: int = VERSION, rest: str = "answer") -> None:
@@ -151,8 +148,7 @@ def test_requests_are_told_in_the_order_of_finishing():
 
     found = run(requests_of(4), [first_asked, FakeReplica("b", rest="soon")], on_finished=tell)
     assert dict(told) == found.finished and len(told) == 4 and told == list(found.finished.items())
-    first, last = told[0][0], told[-1][0]
-    assert first != "q0" and last == "q0"  # replica a has it first and answers it last
+    assert told[0][0] != "q0" and told[-1][0] == "q0"  # replica a has it first and answers it last
 
 
 @pytest.mark.parametrize(("word", "error"), [("answer", KeyError), ("refused", RequestRefused)])

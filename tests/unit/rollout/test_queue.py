@@ -124,7 +124,6 @@ def test_a_replayed_group_is_not_remembered_anew() -> None:
 def test_a_failed_group_that_is_too_old_waits_for_no_reroll() -> None:
     """Its prompt is put back under the attempt that it had: of groups 0 to 2, which all failed, group 1 is too old."""
     settings = ("reroll.max_groups=4", "reroll.fail_threshold=1", "rollout.producer.max_staleness_steps=2")
-    feed = feed_of(*settings, version=7)
-    facts = facts_of([0, 1, 2], versions=[6, 6, 4, 7, 5, 5])
-    feed._note(scored_of(facts), {place: prompt_of(place) for place in range(3)})
+    feed, facts = feed_of(*settings, version=7), facts_of([0, 1, 2], versions=[6, 6, 4, 7, 5, 5])
+    feed._note(scored_of(facts), prompts_of(range(3)))
     assert feed.reroll.state()["waiting"] == [["0@0", 0], ["2@0", 0]]

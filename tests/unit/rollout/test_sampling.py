@@ -81,13 +81,10 @@ def test_cuts_leave_the_likely_tokens_renormalised(engine, model, top_k: int, to
         chosen.append(token)
     total = sum(probabilities[token].item() for token in chosen)
     (result,) = engine.sample([ask(max_tokens=1, num_samples=200, top_k=top_k, top_p=top_p, temperature=temperature)])
-    drawn = set()
-    for sequence in result.sequences:
-        (token,) = sequence.token_ids.tolist()
-        drawn.add(token)
-        assert token in chosen
+    drawn = [sequence.token_ids.item() for sequence in result.sequences]
+    assert set(drawn) <= set(chosen) and len(set(drawn)) >= min(len(chosen), 3)
+    for token, sequence in zip(drawn, result.sequences, strict=True):
         assert np.exp(sequence.logprobs[0]) == pytest.approx(probabilities[token].item() / total, rel=1e-4)
-    assert len(drawn) == len(chosen) or len(drawn) > 2
 
 
 def test_stops_end_a_sample(engine) -> None:

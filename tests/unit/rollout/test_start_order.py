@@ -95,7 +95,6 @@ class SeededEngine(WillingEngine):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_longest_first_equals_drawn_order_bit_for_bit(ranks):
-    """Both orders give the same samples, at any number of ranks; only the asking differs."""
     prompts = {place: prompt_of(row, tokens=1 + row % 3) for place, row in enumerate([4, 9, 2, 7, 5, 0, 1])}
     order = StartOrder(longest_first=True)
     order.note({0: prompt_of(9), 1: prompt_of(2), 2: prompt_of(5)}, facts_of({0: [3, 1], 1: [8, 2], 2: [5, 5]}))

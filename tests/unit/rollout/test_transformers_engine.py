@@ -117,8 +117,7 @@ def test_sample_seed_is_stable_and_distinct():
     # A changed value here means that resumed runs draw other rollouts.
     assert sample_seed(0, "17@0", 0, 0, 0) == 6775039251563253706
     seeds = {sample_seed(*x) for x in itertools.product((0, 1), ("1@0", "11@0"), (0, 1, 11), (0, 1), (0, 1))}
-    assert len(seeds) == 48
-    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert len(seeds) == 48 and all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_first_token_frequencies_match_softmax(model, hf_path):
@@ -196,19 +195,14 @@ MIXTURES = {
 }
 
 
-def _mixture(family: str, tmp_path):
-    """Return a model that loops over its experts, its tensors as transformers writes them, and one expert's name."""
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_a_mixture_takes_the_names_of_its_files_and_names_what_is_wrong_with_one_expert(tmp_path, family):
     config, name = MIXTURES[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()  # loops over them
     model.save_pretrained(tmp_path)
-    return model, list(load_file(tmp_path / "model.safetensors").items()), f"model.layers.1.{name}.weight"
-
-
-@pytest.mark.parametrize("family", sorted(MIXTURES))
-def test_a_mixture_takes_the_names_of_its_files_and_names_what_is_wrong_with_one_expert(tmp_path, family):
-    model, items, name = _mixture(family, tmp_path)
+    items, name = list(load_file(tmp_path / "model.safetensors").items()), f"model.layers.1.{name}.weight"
     engine = engine_of(tmp_path, None)
     engine.load_weights(iter(items), version=0)
     loaded = engine._model.state_dict()

@@ -63,7 +63,6 @@ def ids(text: str) -> list[int]:
 
 
 def test_three_turns_equal_a_naive_loop(inner) -> None:
-    """Greedy sessions hold the ids, log-probs and mask of a loop that appends tokens by hand."""
     found, _ = generated(inner, three_turns, samples=1, temperature=0.0)
     for rollout in found:
         context = ids(f"a{rollout.prompt.columns['question']}b")
@@ -339,8 +338,7 @@ def test_the_openai_client_goes_unmodified(inner) -> None:
             client.chat.completions.create(model="policy", messages=messages, n=2)
         return 1.0
 
-    logprobs: list = []
-    said: list = []
+    logprobs, said = [], []
     (rollout,), counts = generated(inner, agent, samples=1, prompts=PROMPTS[:1])
     assert rollout.num_turns == 2 and not counts["untrained branches"]
     assert list(rollout.logprobs[: len(logprobs[0])]) == logprobs[0] and rollout.text.endswith(said[0])

@@ -46,10 +46,7 @@ def test_texts_and_ids_chain_by_their_own_prefix() -> None:
 
 
 def test_the_last_branch_of_random_trees_is_a_naive_walks() -> None:
-    """Over random trees: its tokens are those of the walk to the last turn, and the sampled ones carry loss.
-
-    A token that was not sampled has the version of the one before it.
-    """
+    """Over random trees. A token that was not sampled carries no loss, and has the version of the one before it."""
     draw = random.Random(0)
     for _ in range(200):
         record, known, contexts, versions = Record(), [()], {(): ()}, {(): []}
