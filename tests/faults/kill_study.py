@@ -262,6 +262,13 @@ def kill_once(
     return Outcome(kill=kill, phase=phase, ahead=ahead, writing=writing, codes=tuple(codes), **what)
 
 
+def assert_same_end(whole: pathlib.Path, other: pathlib.Path, end: int) -> None:
+    """Assert that two runs have the same checkpoint after ``end`` rollouts, metrics but for clocks, and trace."""
+    assert same_tensors(*(tensors_of(x / "checkpoints" / name_of(end)) for x in (whole, other)))
+    assert [timeless(x) for x in rows_of(whole)] == [timeless(x) for x in rows_of(other)]
+    assert (whole / "trace.jsonl").read_text() == (other / "trace.jsonl").read_text()
+
+
 def differences(whole: pathlib.Path, other: pathlib.Path) -> list[str]:
     """Return the names of what is not the same in two runs' folders."""
     one, two = whole / "run", other / "run"

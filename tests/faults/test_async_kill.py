@@ -51,11 +51,8 @@ def test_a_run_ahead_that_is_killed_ends_with_the_same_bits(streaming, tmp_path)
     command = [str(tmp_path / "notes"), *kill_study.arguments_of(streaming.inputs, tmp_path / "run", "streaming")]
     half = len(rows_of(streaming.whole.folder / "run")) // 2
     kill = kill_study.Kill(seconds=streaming.whole.seconds / 2, ranks=(0,))
-
-    def is_half() -> bool:
-        return len(lines(tmp_path / "run")) >= half
-
-    outcome = kill_study.kill_once(kill, streaming.nursery, command, tmp_path, streaming.whole, when=is_half)
+    when = {"when": lambda: len(lines(tmp_path / "run")) >= half}
+    outcome = kill_study.kill_once(kill, streaming.nursery, command, tmp_path, streaming.whole, **when)
     assert outcome is not None and outcome.differs == () and outcome.codes == (-signal.SIGKILL, 1), outcome
     assert_no_orphans()
 

@@ -15,19 +15,10 @@ import pytest
 
 from megatron_rl.checkpoint.folder import MANIFEST, digest, name_of, verify, whole_checkpoints
 from tests.equality.saved_steps import tensors_of
+from tests.faults.kill_study import assert_same_end
 from tests.pairwise import quick
 from tests.patience import patient
-from tests.runs.command import (
-    PPO,
-    SAVED,
-    arguments,
-    command_line,
-    copied_until,
-    ended,
-    rows_of,
-    same_tensors,
-    timeless,
-)
+from tests.runs.command import PPO, SAVED, arguments, command_line, copied_until, ended, rows_of, same_tensors
 from tests.unit.checkpoint.signing import sign_again
 from tests.workers.inputs import prepare_inputs
 
@@ -58,12 +49,6 @@ def whole(pool, arithmetic, tmp_path_factory) -> pathlib.Path:
 def half(whole, tmp_path) -> pathlib.Path:
     """Return a copy of the run as it stood after two rollouts."""
     return copied_until(whole, tmp_path / "run", 2)
-
-
-def assert_same_end(whole: pathlib.Path, other: pathlib.Path) -> None:
-    assert same_tensors(*(tensors_of(x / "checkpoints" / name_of(END)) for x in (whole, other)))
-    assert [timeless(x) for x in rows_of(whole)] == [timeless(x) for x in rows_of(other)]
-    assert (whole / "trace.jsonl").read_text() == (other / "trace.jsonl").read_text()
 
 
 def cut(path: pathlib.Path) -> None:
@@ -140,7 +125,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used_and_that_is_said(run, whole
     assert any(words in said for words in named), said
     assert USED in said and f"{name_of(1)}: 1 rollouts trained" in said, said
     assert not (half / "ran").exists()
-    assert_same_end(whole, half)
+    assert_same_end(whole, half, END)
 
 
 @pytest.mark.long(seconds=30)
@@ -152,7 +137,7 @@ def test_the_checkpoint_before_a_damaged_critics_is_used(run, tmp_path):
     signed(blank)(parts / "checkpoints" / "critic" / name_of(2) / "__0_0.distcp")
     said, _ = run(parts, *PPO)
     assert USED in said and f"{name_of(1)}: 1 rollouts trained" in said
-    assert_same_end(whole, parts)
+    assert_same_end(whole, parts, END)
     assert same_tensors(*(tensors_of(x / "checkpoints" / "critic" / name_of(END)) for x in (whole, parts)))
 
 
@@ -173,21 +158,17 @@ def test_two_are_passed_over_and_all_damaged_is_an_error(run, whole, half):
     copied = shutil.copytree(half, half.with_name("all"))
     said, _ = run(half)
     assert said.count(USED) == 2
-    assert_same_end(whole, half)
+    assert_same_end(whole, half, END)
     flip(copied / "checkpoints" / name_of(0) / "metadata.json")
     for said in run(copied, code=1):
         assert "all 3 checkpoints" in said and "checkpoint.resume=never" in said, said
     said, _ = run(copied, "checkpoint.resume=never")
     assert "kept as checkpoints.1" in said
-    assert_same_end(whole, copied)
+    assert_same_end(whole, copied, END)
 
 
-@pytest.fixture(scope="module")
-def other_model(tmp_path_factory) -> pathlib.Path:
-    return prepare_inputs(tmp_path_factory.mktemp("other"), hidden=32, layers=1, heads=1, intermediate=48)
-
-
-def test_a_checkpoint_of_another_model_is_an_error_that_names_both(run, half, other_model):
+def test_a_checkpoint_of_another_model_is_an_error_that_names_both(run, half, tmp_path):
+    other_model = prepare_inputs(tmp_path / "other", hidden=32, layers=1, heads=1, intermediate=48)
     before = (half / "metrics.jsonl").read_text() + "\n"
     (half / "metrics.jsonl").write_text(before)  # longer than when the checkpoint was taken: not cut back for nothing
     for said in run(half, f"model.hf_path={other_model / 'model'}", code=1):
@@ -254,7 +235,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(run, whole, half, small_dis
     assert_untouched(half)
     filler.unlink()
     run(half, "checkpoint.on_error=continue")
-    assert_same_end(whole, half)
+    assert_same_end(whole, half, END)
 
 
 def assert_untouched(run_dir: pathlib.Path) -> None:

@@ -44,15 +44,15 @@ class Fault:
 RAISED = "raised .*it had been in 'update'"
 GONE = r"is gone: its process ended without a word \(killed\?\); it last said it was in 'update'"
 STALLS = "keeps the others waiting: it has been in"
+RANK = "tests.faults.faulty_rank"
 SLEPT = dict(guilty=1, pipeline=1, deadline_s=MET_S)
+PIPED, ALONE = SLEPT | {"pipeline": 2}, SLEPT | {"guilty": 0, "world": 1}
 FAULTS = {
     "raises, DP=2": Fault(name="raise", guilty=0, pipeline=1, says=RAISED),
     "raises and lives on, PP=2": Fault(name="raise_and_stay", guilty=1, pipeline=2, says=RAISED),
     "killed, DP=2": Fault(name="kill", guilty=1, pipeline=1, says=GONE),
     "killed, PP=2, the keeper": Fault(name="kill", guilty=0, pipeline=2, says=GONE),
-    "sleeps in forward, PP=2": Fault(
-        name="sleep", **SLEPT | {"pipeline": 2}, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken"
-    ),
+    "sleeps in forward, PP=2": Fault(name="sleep", **PIPED, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken"),
     # its own watch thread's words, or those of a rank whose collective timed out before that looked
     "sleeps in its reward, DP=2": Fault(
         name="reward", **SLEPT | {"guilty": 0},
@@ -62,9 +62,7 @@ FAULTS = {
         name="loss", **SLEPT,
         says=r"(keeps the others waiting: it )?has been in .*'loss'|has been in 'update' .* sleeping_loss, in 'loss'",
     ),
-    "sleeps in its loss, alone": Fault(
-        name="loss", **SLEPT | {"guilty": 0}, says=r"has been in 'loss' .* sleeping_loss", world=1
-    ),
+    "sleeps in its loss, alone": Fault(name="loss", **ALONE, says=r"has been in 'loss' .* sleeping_loss"),
     "another plan, DP=2": Fault(name="plan", guilty=1, pipeline=1, says="plan: {who} has .*, the others"),
 }
 
@@ -74,12 +72,9 @@ FAULTS = {
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_fault_ends_every_rank_and_is_named(nursery, arithmetic, tmp_path, case):
     fault = FAULTS[case]
-    extra = [f"parallel.pipeline={fault.pipeline}", f"run.deadline_s={fault.deadline_s}"]
-    if fault.name == "reward":
-        extra.append("reward.functions=[tests.faults.faulty_rank:sleeping_reward]")
-    if fault.name == "loss":
-        extra.append("loss.policy=tests.faults.faulty_rank:sleeping_loss")
-    given, main = arguments(arithmetic, tmp_path / "run", *extra), "tests.faults.faulty_rank:main"
+    own = {"reward": [f"reward.functions=[{RANK}:sleeping_reward]"], "loss": [f"loss.policy={RANK}:sleeping_loss"]}
+    extra = [f"parallel.pipeline={fault.pipeline}", f"run.deadline_s={fault.deadline_s}", *own.get(fault.name, [])]
+    given, main = arguments(arithmetic, tmp_path / "run", *extra), f"{RANK}:main"
     with nursery.ranks(fault.world, given, tmp_path, main, [fault.name, fault.guilty]) as ranks:
         ranks.wait(BOUND_S, but={fault.guilty} if fault.name == "raise_and_stay" else set())
         results = [(fork.poll(), path.read_text()) for fork, path in zip(ranks.forks, ranks.printed, strict=True)]
@@ -106,17 +101,14 @@ def peer(rank: int, *, number: int = 5, waits: bool = True, **given) -> RankStat
 LOST = peer(0, lost="timed out")
 
 
-@pytest.mark.parametrize(
-    ("peers", "guilty", "words"),
-    [
-        ([LOST, peer(1, waits=False), peer(2)], 1, "keeps the others waiting: it has been in 'update'"),
-        ([LOST, peer(1), peer(2, number=3)], 2, "is 2 stages behind"),
-        ([LOST, peer(1, answer=None), peer(2, waits=False)], 1, "does not answer"),
-        ([LOST, peer(1, waits=False), peer(2, waits=False)], 1, "so do ranks [2]"),
-        ([LOST, peer(1, waits=False, ended=True), peer(2)], None, "no rank is known to be the cause"),
-        ([LOST, peer(1, lost="timed out")], None, "rank 1 in 'update' for"),
-    ],
-)
+@pytest.mark.parametrize(("peers", "guilty", "words"), [
+    ([LOST, peer(1, waits=False), peer(2)], 1, "keeps the others waiting: it has been in 'update'"),
+    ([LOST, peer(1), peer(2, number=3)], 2, "is 2 stages behind"),
+    ([LOST, peer(1, answer=None), peer(2, waits=False)], 1, "does not answer"),
+    ([LOST, peer(1, waits=False), peer(2, waits=False)], 1, "so do ranks [2]"),
+    ([LOST, peer(1, waits=False, ended=True), peer(2)], None, "no rank is known to be the cause"),
+    ([LOST, peer(1, lost="timed out")], None, "rank 1 in 'update' for"),
+])
 def test_the_keeper_blames_who_is_not_waiting_then_who_is_behind(peers, guilty, words):
     cause = find_culprit({p.rank: p for p in peers})
     assert cause.rank == guilty and words in cause.text and "rank 0 (here) met timed out" in cause.text, cause

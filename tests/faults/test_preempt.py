@@ -12,10 +12,9 @@ import pytest
 
 from megatron_rl.checkpoint.folder import name_of, verify, whole_checkpoints
 from megatron_rl.cli import EXIT_PREEMPTED
-from tests.equality.saved_steps import tensors_of
-from tests.faults.kill_study import BOUND_S
+from tests.faults.kill_study import BOUND_S, assert_same_end
 from tests.patience import until
-from tests.runs.command import ROOT, arguments, ended, rows_of, same_tensors, timeless, told_to_leave
+from tests.runs.command import ROOT, arguments, ended, rows_of, told_to_leave
 from tests.workers.environment import TORCHRUN, worker_environment
 
 ROLLOUTS, SIGNALLED_AFTER = 8, 2  # rows of the metrics: the run is in its second rollout or later
@@ -40,13 +39,6 @@ def assert_saved(run_dir: pathlib.Path) -> None:
     assert len(rows_of(run_dir)) == 2 * found[1]
 
 
-def assert_same_end(whole: pathlib.Path, other: pathlib.Path) -> None:
-    last = pathlib.Path("checkpoints") / name_of(ROLLOUTS)
-    assert same_tensors(tensors_of(whole / last), tensors_of(other / last))
-    assert [timeless(x) for x in rows_of(whole)] == [timeless(x) for x in rows_of(other)]
-    assert (whole / "trace.jsonl").read_text() == (other / "trace.jsonl").read_text()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "told"),
@@ -57,7 +49,7 @@ def test_a_signal_to_any_rank_saves_and_the_same_command_goes_on(pool, arithmeti
     ended(pool, 2, command, 3, number, told, run=told_to_leave, code=EXIT_PREEMPTED)
     assert_saved(tmp_path)
     ended(pool, 2, command)
-    assert_same_end(whole, tmp_path)
+    assert_same_end(whole, tmp_path, ROLLOUTS)
 
 
 @pytest.mark.long
@@ -83,4 +75,4 @@ def test_under_torchrun_a_signal_to_the_launcher_does_the_same(arithmetic, whole
         if signalled:
             assert "rank 0: SIGUSR1: the step in progress is finished" in printed.read_text()
             assert_saved(run_dir)
-    assert_same_end(whole, run_dir)
+    assert_same_end(whole, run_dir, ROLLOUTS)

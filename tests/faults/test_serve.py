@@ -204,9 +204,7 @@ def test_a_silent_sessions_model_makes_room_and_comes_back_as_it_was(nursery, ar
 
 
 @pytest.mark.parametrize("killed", quick([0, 1], 1))
-def test_a_killed_server_goes_on_from_what_was_saved_and_says_what_is_lost(
-    nursery, arithmetic, tmp_path, killed: int
-) -> None:
+def test_a_killed_server_goes_on_from_what_was_saved_and_says_what_is_lost(nursery, arithmetic, tmp_path, killed):
     given = arguments(arithmetic, tmp_path / "run")
     with nursery.ranks(2, given, tmp_path / "first", SERVE) as ranks:
         client = Client(address_of(ranks.printed[0]))

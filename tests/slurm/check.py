@@ -44,14 +44,10 @@ SKIPPED = 77
 PREPARE_S, JOB_S = patient(120.0), patient(300.0)
 STEPS, SAVE_EVERY = 40, 6
 SETTINGS = (
-    "--config",
-    "examples/quickstart/quickstart.yaml",
-    f"train.num_rollouts={STEPS}",
-    "train.prompts_per_rollout=16",
-    "train.samples_per_mini_batch=64",
-    "sft.steps=20",
-    "metrics.progress=false",
+    "--config", "examples/quickstart/quickstart.yaml", f"train.num_rollouts={STEPS}", "train.prompts_per_rollout=16",
+    "train.samples_per_mini_batch=64", "sft.steps=20", "metrics.progress=false",
 )
+INTERRUPT = {"requeued": ("scontrol", "requeue"), "signalled": ("scancel", "--signal=USR1", "--batch")}
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -65,31 +61,15 @@ class Job:
     def __init__(self, cluster: Cluster, folder: pathlib.Path, name: str) -> None:
         self.cluster, self.name = cluster, name
         self.run_dir = folder / "runs" / name
-        environment = cluster.environment | {
-            "VENV": sys.prefix,
-            "RUN_DIR": str(self.run_dir),
-            "SAVE_EVERY": str(SAVE_EVERY),
-        }
+        own = {"VENV": sys.prefix, "RUN_DIR": str(self.run_dir), "SAVE_EVERY": str(SAVE_EVERY)}
         inputs = folder / "inputs"
         done = subprocess.run(
             [
-                "sbatch",
-                "--parsable",
-                f"--job-name={name}",
-                "--gpus-per-node=1",
-                "--cpus-per-task=1",
-                "--time=30",
-                "examples/slurm/multi_node.sbatch",
-                *SETTINGS,
-                f"model.hf_path={inputs}/model",
+                "sbatch", "--parsable", f"--job-name={name}", "--gpus-per-node=1", "--cpus-per-task=1", "--time=30",
+                "examples/slurm/multi_node.sbatch", *SETTINGS, f"model.hf_path={inputs}/model",
                 f"data.train={inputs}/train.jsonl",
             ],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+            cwd=folder, env=cluster.environment | own, capture_output=True, text=True, timeout=60, check=False,
         )
         if done.returncode:
             raise CheckFailed(f"sbatch refused the template: {done.stdout}{done.stderr}")
@@ -98,6 +78,9 @@ class Job:
 
     def log(self) -> str:
         return self.log_file.read_text(errors="replace") if self.log_file.exists() else "(no log)"
+
+    def failed(self, what: str) -> CheckFailed:
+        return CheckFailed(f"{self.name}: {what}; its log:\n{self.log()[-6000:]}")
 
     def fields(self) -> dict[str, str]:
         return self.cluster.job(self.id)
@@ -118,13 +101,9 @@ class Job:
         while not is_so():
             state = self.fields()["JobState"]
             if state in ENDED and not is_so():
-                raise CheckFailed(
-                    f"{self.name}: waited for {what}, and the job ended as {state}; its log:\n{self.log()[-6000:]}"
-                )
+                raise self.failed(f"waited for {what}, and the job ended as {state}")
             if time.monotonic() > deadline:
-                raise CheckFailed(
-                    f"{self.name}: waited {JOB_S:g} s for {what}, the job is {state}; its log:\n{self.log()[-6000:]}"
-                )
+                raise self.failed(f"waited {JOB_S:g} s for {what}, the job is {state}")
             time.sleep(0.2)
 
     def wait_until_complete(self) -> None:
@@ -143,79 +122,41 @@ class Job:
             with safe_open(path, framework="np") as file:
                 found |= {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118 (not a dict)
         if not found:
-            raise CheckFailed(
-                f"{self.name}: no weights in {self.run_dir}/checkpoints/step_*/hf; its log:\n{self.log()[-6000:]}"
-            )
+            raise self.failed(f"no weights in {self.run_dir}/checkpoints/step_*/hf")
         return found
-
-
-def requeue(job: Job) -> None:
-    job.cluster.run("scontrol", "requeue", job.id)
-
-
-def signal_batch(job: Job) -> None:
-    job.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
 
 
 def check_went_on(job: Job) -> str:
     """Check that the job was restarted once, its log holds both attempts, and the second began at a checkpoint."""
     fields = job.fields()
     if fields["Restarts"] != "1":
-        raise CheckFailed(
-            f"{job.name}: scontrol counts Restarts={fields['Restarts']}, not 1; its log:\n{job.log()[-6000:]}"
-        )
+        raise job.failed(f"scontrol counts Restarts={fields['Restarts']}, not 1")
     began = re.findall(r"attempt (\d+): n0 n1; .* checkpoint: (\w+)", job.log())
     if [number for number, _ in began] != ["1", "2"] or began[0][1] != "none" or not began[1][1].isdigit():
-        raise CheckFailed(
-            f"{job.name}: attempts and their first checkpoints are {began}, not none and a number:\n{job.log()[-6000:]}"
-        )
+        raise job.failed(f"attempts and their first checkpoints are {began}, not none and a number")
     if not 0 < int(began[1][1]) < STEPS:
         raise CheckFailed(f"{job.name}: interrupted at step {began[1][1]} of {STEPS}, which is not mid-run")
-    if not re.search(
-        rf"resumed from \S+/iter_0*{began[1][1]}: ", job.log()
-    ):  # a run that began anew would end with the same weights
-        raise CheckFailed(
-            f"{job.name}: the trainer did not say that it resumed from checkpoint {began[1][1]}:\n{job.log()[-6000:]}"
-        )
-    return (
-        f"JobId={job.id} JobState={fields['JobState']} Restarts={fields['Restarts']}: went on at step {began[1][1]} "
-        f"of {STEPS}"
-    )
+    # a run that began anew would end with the same weights
+    if not re.search(rf"resumed from \S+/iter_0*{began[1][1]}: ", job.log()):
+        raise job.failed(f"the trainer did not say that it resumed from checkpoint {began[1][1]}")
+    return f"{_line(job)}: went on at step {began[1][1]} of {STEPS}"
 
 
 def check_same_weights(found: Mapping[str, bytes], expected: Mapping[str, bytes], name: str) -> None:
     if found.keys() != expected.keys():
-        raise CheckFailed(
-            f"{name}: tensors {sorted(found.keys() ^ expected.keys())} are only in one of the two exports"
-        )
+        raise CheckFailed(f"{name}: tensors {sorted(found.keys() ^ expected.keys())} are in one of both exports only")
     different = [tensor for tensor in expected if found[tensor] != expected[tensor]]
     if different:
-        raise CheckFailed(
-            f"{name}: {len(different)} of {len(expected)} tensors differ from the uninterrupted run's, as "
-            f"{different[0]}"
-        )
+        counts = f"{len(different)} of {len(expected)} tensors"
+        raise CheckFailed(f"{name}: {counts} differ from the uninterrupted run's, as {different[0]}")
 
 
 def prepare(folder: pathlib.Path) -> None:
     """Make the quickstart's data and model, and a folder like a checkout's, with this one's packages and examples."""
     for name in ("megatron_rl", "examples"):
         (folder / name).symlink_to(ROOT / name)
-    subprocess.run(
-        [
-            sys.executable,
-            "examples/quickstart/prepare.py",
-            "--out",
-            str(folder / "inputs"),
-            "--digits",
-            "1",
-            "--seed",
-            "0",
-        ],
-        cwd=ROOT,
-        timeout=PREPARE_S,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    command = ["examples/quickstart/prepare.py", "--out", str(folder / "inputs"), "--digits", "1", "--seed", "0"]
+    subprocess.run([sys.executable, *command], cwd=ROOT, timeout=PREPARE_S, check=True, stdout=subprocess.DEVNULL)
 
 
 OWNER = """
@@ -262,27 +203,24 @@ def check(folder: pathlib.Path, only: Sequence[str]) -> None:
     prepare(folder)
     (folder / "cluster").mkdir()
     with Cluster(folder / "cluster") as cluster:
-        print(
-            f"cluster: {cluster.run('sinfo', '--version').strip()}, nodes "
-            f"{cluster.run('sinfo', '--noheader', '--format=%N').strip()}"
-        )
+        version, nodes = (cluster.run("sinfo", *x).strip() for x in (["--version"], ["--noheader", "--format=%N"]))
+        print(f"cluster: {version}, nodes {nodes}")
         whole = Job(cluster, folder, "uninterrupted")
         whole.wait_until_complete()
         expected = whole.weights()
         print(f"uninterrupted: {_line(whole)}; {len(expected)} tensors", flush=True)
-        for name, interrupt in (("requeued", requeue), ("signalled", signal_batch)):
+        for name, command in INTERRUPT.items():
             if name not in only:
                 continue
             job = Job(cluster, folder, name)
             job.wait_until_mid_run()
-            interrupt(job)
+            cluster.run(*command, job.id)
             job.wait_until_complete()
             said = check_went_on(job)
             check_same_weights(job.weights(), expected, name)
             if job.steps() != whole.steps():
-                raise CheckFailed(
-                    f"{name}: its metrics.jsonl has other optimizer steps than the uninterrupted run's: {job.steps()}"
-                )
+                told = "its metrics.jsonl has other optimizer steps than the uninterrupted run's"
+                raise CheckFailed(f"{name}: {told}: {job.steps()}")
             print(f"{name}: {said}; {len(expected)} tensors bitwise the uninterrupted run's", flush=True)
 
 
@@ -293,13 +231,9 @@ def _line(job: Job) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--keep",
-        type=pathlib.Path,
-        metavar="FOLDER",
-        help="work there and leave everything; default: a temporary folder",
-    )
-    checks = ("killed", "requeued", "signalled")
+    kept = "work there and leave everything; default: a temporary folder"
+    parser.add_argument("--keep", type=pathlib.Path, metavar="FOLDER", help=kept)
+    checks = ("killed", *INTERRUPT)
     parser.add_argument("--only", nargs="*", choices=checks, default=checks)
     options = parser.parse_args(arguments)
     if options.keep and options.keep.exists() and any(options.keep.iterdir()):

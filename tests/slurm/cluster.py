@@ -62,28 +62,17 @@ def install() -> str | None:
     """Install what is missing by apt-get; return None when all is there, else why it is not."""
     if not missing_programs():
         return None
+    missing = f"{', '.join(missing_programs())} missing"
     if os.geteuid() != 0:
-        return (
-            f"{', '.join(missing_programs())} missing and uid {os.geteuid()} cannot install; as root: apt-get install "
-            "slurm-wlm"
-        )
+        return f"{missing} and uid {os.geteuid()} cannot install; as root: apt-get install slurm-wlm"
     if shutil.which("apt-get") is None:
-        return (
-            f"{', '.join(missing_programs())} missing and there is no apt-get here; install SLURM and munge by this "
-            "system's own means"
-        )
+        return f"{missing} and there is no apt-get here; install SLURM and munge by this system's own means"
     command = ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES]
     said = ""
     for step in (command, ["apt-get", "update"], command):  # a fresh image has no package lists yet
         try:
-            done = subprocess.run(
-                step,
-                env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
-                capture_output=True,
-                text=True,
-                timeout=INSTALL_S,
-                check=False,
-            )
+            own = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+            done = subprocess.run(step, env=own, capture_output=True, text=True, timeout=INSTALL_S, check=False)
         except subprocess.TimeoutExpired:
             return f"`{' '.join(step)}` took more than {INSTALL_S:g} s"
         said = (done.stdout + done.stderr)[-1500:]
@@ -141,9 +130,8 @@ class Commands:
 
     def run(self, *command: str, timeout_s: float = COMMAND_S) -> str:
         """Run a command and return its output; raises ClusterError with what it said where it fails."""
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        given = {"env": self.environment, "timeout": timeout_s}
+        done = subprocess.run(command, **given, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ClusterError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
@@ -199,20 +187,12 @@ class Daemons(Commands):
         self.folder.chmod(0o755)  # munged's socket must be reachable by all
         munge = self.folder / "munge"
         (self.folder / "slurm.conf").write_text(_configuration(self.folder), encoding="utf-8")
-        (self.folder / "gres.conf").write_text(
-            "".join(f"NodeName={node} Name=gpu File=/dev/null\n" for node in NODES), encoding="utf-8"
-        )
+        resources = "".join(f"NodeName={node} Name=gpu File=/dev/null\n" for node in NODES)
+        (self.folder / "gres.conf").write_text(resources, encoding="utf-8")
         self.run("mungekey", "--create", f"--keyfile={munge}/key")
         self._launch(
-            "munged",
-            "munged",
-            "--foreground",
-            f"--socket={munge}/socket",
-            f"--key-file={munge}/key",
-            f"--pid-file={munge}/pid",
-            f"--log-file={munge}/log",
-            f"--seed-file={munge}/seed",
-            "--num-threads=2",
+            "munged", "munged", "--foreground", f"--socket={munge}/socket", f"--key-file={munge}/key",
+            f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--num-threads=2",
         )
         self._wait("munged's socket", lambda: (munge / "socket").exists())
         self._launch("slurmctld", "slurmctld", "-D", "-f", f"{self.folder}/slurm.conf")
@@ -223,11 +203,7 @@ class Daemons(Commands):
     def _launch(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("wb") as out:
             self._processes[name] = subprocess.Popen(
-                command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
@@ -248,9 +224,8 @@ class Daemons(Commands):
 
     def logs(self) -> str:
         """Return the end of every daemon's output."""
-        return "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in sorted(self.folder.glob("*.out"))
-        )
+        paths = sorted(self.folder.glob("*.out"))
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in paths)
 
     def _stop(self) -> None:
         if "slurmctld" in self._processes:
@@ -282,9 +257,8 @@ def _node_names():
         try:
             fcntl.flock(hosts, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ClusterError(
-                f"another test cluster runs on this machine (it holds the lock on {HOSTS}); wait for it to end"
-            ) from None
+            told = f"another test cluster runs on this machine (it holds the lock on {HOSTS}); wait for it to end"
+            raise ClusterError(told) from None
         before = hosts.read().replace(HOSTS_LINE, "")  # one that a killed cluster left
         try:
             _rewrite(hosts, before + ("" if before.endswith("\n") or not before else "\n") + HOSTS_LINE)

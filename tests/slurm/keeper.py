@@ -34,11 +34,7 @@ def kept(manager: str, folder: pathlib.Path, *, stop_s: float) -> Iterator[None]
     """
     keeper = subprocess.Popen(
         [sys.executable, "-m", "tests.slurm.keeper", manager, str(folder)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )
     try:
         line = keeper.stdout.readline()

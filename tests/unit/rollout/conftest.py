@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
 from transformers import Qwen2ForCausalLM
 
+from megatron_rl.rollout.weight_sync.sender import WeightSender
 from tests.patience import until
+from tests.unit.rollout.receiving_engine import sender_of
 from tests.unit.rollout.tiny_model import _model
 
 
@@ -33,6 +36,26 @@ def hf_path(model: Qwen2ForCausalLM, tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("model")
     model.config.save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture
+def senders() -> Iterator[Callable[..., WeightSender]]:
+    """Return a function that makes a sender, which ends with the test."""
+    with contextlib.ExitStack() as made:
+
+        def sender(**settings) -> WeightSender:
+            found = sender_of(**settings)
+            made.callback(found.free)
+            made.callback(found.group.close)
+            return found
+
+        yield sender
+
+
+@pytest.fixture
+def sync(senders, request) -> WeightSender:
+    """Make a sender with the settings of the module's ``SENDER``."""
+    return senders(**request.module.SENDER)
 
 
 @pytest.fixture

@@ -7,11 +7,13 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from megatron_rl.config import ProducerConfig, load_config
 from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
-from megatron_rl.types import Prompt, Rollout, Score
+from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 from tests.patience import HANG_S, patient, until
 
 SAMPLES, BOUND_S = 2, patient(10 * HANG_S)  # longer than any wait for an end
@@ -38,6 +40,18 @@ def group_of(prompt: Prompt, samples: int = SAMPLES, *, version: int = 0) -> lis
     return [rollout_of(prompt, index, version=version) for index in range(samples)]
 
 
+def facts_of(places: Sequence[int], *, versions=None, lengths: Sequence[int] | None = None) -> BatchFacts:
+    """Make facts of SAMPLES samples for the group at each place."""
+    groups = np.repeat(np.array(places, dtype=np.int64), SAMPLES)
+    zeros, rows = np.zeros(len(groups), dtype=np.int64), np.arange(len(groups))
+    lengths = zeros + 2 if lengths is None else np.array(lengths, dtype=np.int64)
+    versions = zeros if versions is None else np.array(versions)
+    ids, places = tuple(f"s{i}" for i in rows), groups * SAMPLES + rows % SAMPLES
+    tokens = {"prompt_tokens": zeros + 1, "response_tokens": lengths, "loss_tokens": lengths}
+    owners = {"owners": zeros, "owner_rows": rows}
+    return BatchFacts(sample_ids=ids, groups=groups, places=places, weight_versions=versions, **tokens, **owners)
+
+
 def value_of(rollout: Rollout) -> float:
     return float(int(rollout.prompt.prompt_id.split("@")[0]) * SAMPLES + rollout.sample_index)
 
@@ -47,10 +61,7 @@ def scored_by(value: Callable[[Rollout], float]) -> Callable[[Sequence[Rollout]]
 
 
 class WillingEngine:
-    """An engine in another process that takes any weights and is never lost; it samples groups of ``group_of``.
-
-    calls: the names of each call's prompts.
-    """
+    """An engine elsewhere that takes any weights, is never lost, samples by ``group_of``, and notes calls' prompts."""
 
     is_elsewhere, progressed_at = True, -math.inf
 
@@ -58,9 +69,7 @@ class WillingEngine:
         self.weight_version, self.lost = NO_WEIGHTS, []
         self.calls: list[list[str]] = []
 
-    def generate(
-        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
-    ) -> list[Rollout]:
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
         self.calls.append([prompt.name for prompt in prompts])
         groups = [self.group(prompt, samples_per_prompt) for prompt in prompts]
         for index, group in enumerate(groups):
@@ -86,9 +95,7 @@ class WillingEngine:
     def close(self) -> None: ...
 
 
-def manager_of(
-    engine, *overrides: str, score=None, version: Callable[[], int] = lambda: 0, share=(0, 1), **given
-) -> RolloutManager:
+def manager_of(engine, *overrides: str, score=None, version=lambda: 0, share=(0, 1), **given) -> RolloutManager:
     """Make a manager over an engine, whose trainer exports nothing and stays at version 0 unless told otherwise."""
     config = load_config(None, list(overrides))
     given = {"export": lambda: iter(())} | given
@@ -98,18 +105,16 @@ def manager_of(
 class FakeEngine(WillingEngine):
     """Finishes groups in a random order, and is lost in the calls that ``losses`` names.
 
-    losses[k]: how many groups its k-th call finishes before the engine is lost.
-    group_s: seconds that it waits before each group.
+    losses[k]: how many groups its k-th call finishes before the engine is lost. group_s: waited before each group.
     finished: names of prompts, one each time that a group is finished.
     held: once ``holds`` groups are finished, it waits until this event is set; groups then go in the order given.
+    last: the prompts whose groups come last of their call, and not before ``held``.
     """
 
-    def __init__(
-        self, *, seed: int = 0, losses: Sequence[int] = (), group_s: float = 0.0, holds: int | None = None
-    ) -> None:
+    def __init__(self, *, seed=0, losses: Sequence[int] = (), group_s=0.0, holds: int | None = None, last=()) -> None:
         super().__init__()
         self.random, self.losses, self.group_s, self.holds = random.Random(seed), list(losses), group_s, holds
-        self.progressed_at = -math.inf
+        self.last, self.progressed_at = last, -math.inf
         self.finished: list[str] = []
         self.held, self.closed = threading.Event(), threading.Event()
         self.on_finished = None
@@ -119,12 +124,13 @@ class FakeEngine(WillingEngine):
         self.calls.append([prompt.name for prompt in prompts])
         self.on_finished = on_finished
         order = self.random.sample(range(len(prompts)), len(prompts)) if self.holds is None else range(len(prompts))
+        order = sorted(order, key=lambda k: prompts[k].name in self.last)
         limit = self.losses.pop(0) if self.losses else len(prompts)
         done: dict[int, list[Rollout]] = {}
         for k in order:
             if len(done) == limit:
                 raise EngineLost("it was killed", finished=done)
-            if len(self.finished) == self.holds:
+            if len(self.finished) == self.holds or prompts[k].name in self.last:
                 assert self.held.wait(BOUND_S)
             if self.closed.wait(self.group_s):
                 raise RuntimeError("the engine is closed")
@@ -143,9 +149,7 @@ class FakeReward:
     calls: (name of the thread, sample ids). At the groups of ``prompt`` it waits for ``hold`` or raises ``error``.
     """
 
-    def __init__(
-        self, *, prompt: str = "", error: Exception | None = None, hold: threading.Event | None = None
-    ) -> None:
+    def __init__(self, prompt: str = "", error: Exception | None = None, hold: threading.Event | None = None) -> None:
         self.prompt, self.error, self.hold = prompt, error, hold
         self.calls: list[tuple[str, list[str]]] = []
 
@@ -159,9 +163,7 @@ class FakeReward:
         return [Score(total=value_of(rollout), by_function=()) for rollout in rollouts]
 
 
-def producer_of(
-    engine, score, mode: str, *, apart: bool, min_groups: int = 1, share=(0, 1), deadline_s=BOUND_S
-) -> RolloutWorker:
+def producer_of(engine, score, mode: str, *, apart, min_groups=1, share=(0, 1), deadline_s=BOUND_S) -> RolloutWorker:
     config = ProducerConfig(mode=mode, min_groups=min_groups)
     return RolloutWorker(engine, score, config, apart=apart, share=share, deadline_s=deadline_s)
 

@@ -37,10 +37,9 @@ def turn_of(prompt: Prompt, sample: int, room: int, version: int = 3) -> Rollout
     whole = (*ids_of(text), STOP)
     ids = whole[:room]
     said = {"text": TOKENIZER.decode(list(ids), skip_special_tokens=True), "weight_versions": ((version, len(ids)),)}
-    reason, logprobs = "stop" if ids == whole else "length", tuple(-draw.random() - 0.1 for _ in ids)
-    return Rollout(
-        prompt=prompt, sample_index=sample, response_ids=ids, logprobs=logprobs, finish_reason=reason, **said
-    )
+    said |= {"finish_reason": "stop" if ids == whole else "length"}
+    logprobs = tuple(-draw.random() - 0.1 for _ in ids)
+    return Rollout(prompt=prompt, sample_index=sample, response_ids=ids, logprobs=logprobs, **said)
 
 
 class LetterEngine(WillingEngine):
@@ -50,16 +49,12 @@ class LetterEngine(WillingEngine):
     which its weight version grows by one.
     """
 
-    def __init__(
-        self, *, room: int = 40, seed: int = 0, losses: Sequence[int | None] = (), newer_every: int | None = None
-    ) -> None:
+    def __init__(self, *, room=40, seed=0, losses: Sequence[int | None] = (), newer_every: int | None = None) -> None:
         super().__init__()
         self.room, self.random, self.losses, self.newer_every = room, random.Random(seed), list(losses), newer_every
         self.weight_version = 3
 
-    def generate(
-        self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None
-    ) -> list[Rollout]:
+    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
         self.calls.append([prompt.name for prompt in prompts])
         rooms = [self.room] * len(prompts) if max_tokens is None else max_tokens
         assert len(rooms) == len(prompts) and all(1 <= room <= self.room for room in rooms)
@@ -88,22 +83,15 @@ class Echo:
         self.left = len(action) % self.longest if self.left is None else self.left - 1
         done = self.left == 0
         return Step(
-            observation=f"={sum(c < 'd' for c in action)};",
-            reward=self.reward * len(action) if done else None,
+            observation=f"={sum(c < 'd' for c in action)};", reward=self.reward * len(action) if done else None,
             done=done,
         )
 
 
 def episodes_of(
-    engine: LetterEngine,
-    environment: str = f"{HERE}:Echo",
-    *,
-    tokenizer=TOKENIZER,
-    template: str = "{prompt}",
-    **changes: object,
+    engine: LetterEngine, environment: str = f"{HERE}:Echo", *, tokenizer=TOKENIZER, template: str = "{prompt}",
+    room: int | None = None, **changes: object,
 ) -> MultiTurnEngine:
     config = EnvironmentConfig(name=environment, **{"deadline_s": BOUND_S, "max_turns": 3, **changes})
-    observations = Observations(tokenizer, template, config.role)
-    return MultiTurnEngine(
-        engine, environment_maker(config), observations, tokenizer, config, max_response_tokens=engine.room
-    )
+    made = environment_maker(config), Observations(tokenizer, template, config.role)
+    return MultiTurnEngine(engine, *made, tokenizer, config, max_response_tokens=room or engine.room)

@@ -26,10 +26,7 @@ def generate(body: dict) -> dict:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers each request by its route's entry in ``server.routes``.
-
-    A value is sent as JSON, a function gets the body and gives such a value, and a fault gets the handler itself.
-    """
+    """Answers by the route's entry: a value is sent as JSON, a function gives one for a body, a fault acts."""
 
     def _serve(self) -> None:
         size = int(self.headers.get("Content-Length", 0))

@@ -24,9 +24,7 @@ from megatron_rl.weights.delta import difference_of
 CPU = torch.device("cpu")
 
 
-def weights_of(
-    sizes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16)
-) -> dict[str, torch.Tensor]:
+def weights_of(sizes: Sequence[tuple[int, ...]], dtypes=(torch.float32, torch.bfloat16)) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     drawn = [torch.randn(size, generator=random) for size in sizes]
     return {f"weight.{i}": tensor.to(dtypes[i % len(dtypes)]) for i, tensor in enumerate(drawn)}

@@ -21,7 +21,7 @@ from megatron_rl.serve.server import check_config
 from megatron_rl.validate import validate_config
 from megatron_rl.weights.mapping import adapter_entries, stage_entries
 from tests.unit.rollout.fake_engine import WillingEngine, manager_of
-from tests.unit.rollout.receiving_engine import Engine, broken_after, num_bytes_of, sender_of
+from tests.unit.rollout.receiving_engine import Engine, broken_after, num_bytes_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ALONE = ("rollout.engine=vllm", "lora.rank=5", "lora.alpha=2.5", "weight_sync.adapters=alone")
@@ -31,17 +31,11 @@ PAIR = {
     "model.layers.0.mlp.down_proj.lora_B.weight": torch.ones(4, 5),
 }
 WHOLE = {**WEIGHTS, **PAIR}
+SENDER = {"bucket_bytes": 256, "adapter": {"rank": 5, "alpha": 2.5}}
 
 
 def config_of(*overrides: str) -> Config:
     return load_config(None, [*ALONE, *overrides])
-
-
-@pytest.fixture
-def sync() -> Iterator[WeightSender]:
-    sender = sender_of(256, adapter={"rank": 5, "alpha": 2.5})
-    yield sender
-    sender.free()
 
 
 def test_an_engine_that_has_the_weights_is_sent_the_pairs_alone(sync: WeightSender) -> None:
@@ -88,18 +82,14 @@ def test_an_engine_that_does_not_use_its_adapters_has_no_version(sync: WeightSen
     assert report.failed == {"one": "one is gone"} and sync.lacks_weights(engine)
 
 
-def test_without_adapters_of_its_own_a_sync_is_what_it_was() -> None:
-    sender, engine = sender_of(256), Engine("one")
-    assert not sender.deliver(iter(WEIGHTS.items()), 1, [engine]).failed
+def test_without_adapters_of_its_own_a_sync_is_what_it_was(senders) -> None:
+    engine = Engine("one")
+    assert not senders(bucket_bytes=256).deliver(iter(WEIGHTS.items()), 1, [engine]).failed
     assert "adapter" not in engine.end and "use_adapter" not in engine.asked
-    sender.free()
 
 
 class Choosy(WillingEngine):
-    """An engine that says whether it lacks the weights, and keeps the names that it was sent.
-
-    syncs: for each sync whether it comes through.
-    """
+    """Says whether it lacks the weights, and keeps the names that it was sent; syncs: which ones come through."""
 
     is_elsewhere = False
 
@@ -112,9 +102,8 @@ class Choosy(WillingEngine):
         self.names.append(list(sent))
         self.lacks_weights = not self.syncs.pop(0)
         failed = {"the engine": "a checksum differs"} if self.lacks_weights else {}
-        return SyncReport(
-            version=version, num_tensors=len(sent), num_bytes=num_bytes_of(sent), seconds=0.1, failed=failed
-        )
+        counts = {"num_tensors": len(sent), "num_bytes": num_bytes_of(sent)}
+        return SyncReport(version=version, **counts, seconds=0.1, failed=failed)
 
     def take_report(self, version, failed, lost) -> None:
         self.weight_version = NO_WEIGHTS if failed else version
@@ -140,15 +129,12 @@ def test_an_engine_is_built_for_the_next_rank_that_vllm_knows(rank: int, most: i
     assert not [name for name in merged if "lora" in name]
 
 
-@pytest.mark.parametrize(
-    "overrides, words",
-    [
-        (["lora.rank=null"], "lora.rank=null, rollout.engine=vllm.*weight_sync.adapters=merged"),
-        (["rollout.engine=transformers"], "lora.rank=5, rollout.engine=transformers"),
-        (["lora.rank=513"], "lora.rank=513 is more than vLLM's engines hold, 512"),
-        (["rollout.servers=[http://127.0.0.1:8000]"], r"rollout.servers=\['http://127.0.0.1:8000'\]: a vLLM server"),
-    ],
-)
+@pytest.mark.parametrize("overrides, words", [
+    (["lora.rank=null"], "lora.rank=null, rollout.engine=vllm.*weight_sync.adapters=merged"),
+    (["rollout.engine=transformers"], "lora.rank=5, rollout.engine=transformers"),
+    (["lora.rank=513"], "lora.rank=513 is more than vLLM's engines hold, 512"),
+    (["rollout.servers=[http://127.0.0.1:8000]"], r"rollout.servers=\['http://127.0.0.1:8000'\]: a vLLM server"),
+])
 def test_adapters_alone_where_they_cannot_be_are_refused(arithmetic: pathlib.Path, overrides, words) -> None:
     given = (f"model.hf_path={arithmetic}/model", "reward.functions=arithmetic")
     validate_config(config_of(*given))
@@ -175,14 +161,11 @@ def test_engines_that_would_drop_the_weights_or_round_the_pairs_are_refused() ->
     assert adapter_arguments(config_of("model.dtype=float32"), on_gpu=False)["lora_dtype"] == "auto"
 
 
-def test_a_mixture_is_refused_with_adapters_alone_only() -> None:
+def test_a_mixture_and_a_server_of_many_models_are_refused_with_adapters_alone_only(arithmetic: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="a model of 8 experts"):
         refuse_mixture(config_of(), 8)
     refuse_mixture(config_of(), 0)
     refuse_mixture(config_of("weight_sync.adapters=merged"), 8)
-
-
-def test_a_server_of_many_models_refuses(arithmetic: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="weight_sync.adapters=alone is for one policy"):
         check_config(config_of(f"model.hf_path={arithmetic}/model"))
 

@@ -20,10 +20,10 @@ from megatron_rl.rollout.vllm.replica import ReplicaLost
 from megatron_rl.rollout.weight_sync import group
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from tests.patience import HANG_S, patient
-from tests.unit.rollout.receiving_engine import num_bytes_of, sender_of, weights_of
+from tests.unit.rollout.receiving_engine import num_bytes_of, weights_of
 from tests.workers.nursery import Nursery
 
-DEADLINE_S = patient(4.0)
+SENDER = {"bucket_bytes": 2**12, "channel": "broadcast", "deadline_s": patient(4.0)}
 TENSORS = weights_of([(3,), (5, 7), (300,), (0,), (130, 9), (511,), (64, 5), (1,), (7, 7, 7)])
 
 
@@ -95,14 +95,6 @@ def servers(nursery: Nursery, tmp_path: pathlib.Path) -> Iterator[list[Server]]:
 
 
 @pytest.fixture
-def sync() -> Iterator[WeightSender]:
-    sender = sender_of(2**12, channel="broadcast", deadline_s=DEADLINE_S)
-    yield sender
-    sender.group.close()
-    sender.free()
-
-
-@pytest.fixture
 def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the bytes of each broadcast that the sender starts."""
     found, real = [], group.broadcast
@@ -115,21 +107,16 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def deliver(sync: WeightSender, version: int, servers: list[Server]):
-    return sync.deliver(iter(TENSORS.items()), version, servers)
-
-
 def whole(sync: WeightSender, version: int, servers: list[Server]) -> None:
     """Run a sync that all servers come out of with the version, as their workers' receipts say."""
-    report = deliver(sync, version, servers)
+    report = sync.deliver(iter(TENSORS.items()), version, servers)
     assert report.failed == {} and [x.weight_version for x in servers] == [version] * len(servers)
     assert sync.group.spans(servers)
 
 
 def test_each_bucket_is_broadcast_once_to_all_servers(sync, servers, broadcasts):
     whole(sync, 1, servers)
-    first = sync.group._group
-    num_buckets = servers[0].num_buckets
+    first, num_buckets = sync.group._group, servers[0].num_buckets
     assert num_buckets > 3 and len(broadcasts) == num_buckets
     assert [x.num_buckets for x in servers] == [num_buckets] * 3
     whole(sync, 2, servers)
@@ -139,9 +126,9 @@ def test_each_bucket_is_broadcast_once_to_all_servers(sync, servers, broadcasts)
     assert len(broadcasts) == 4 * num_buckets
 
 
-def test_a_broadcast_brings_what_changed_unless_one_server_needs_everything(servers, broadcasts):
+def test_a_broadcast_brings_what_changed_unless_one_server_needs_everything(servers, broadcasts, senders):
     """What servers hold outlives a group; every worker compares the digests of every whole bucket."""
-    sync = sender_of(2**12, channel="broadcast", deadline_s=DEADLINE_S, full_every=100)
+    sync = senders(**SENDER, full_every=100)
     tensors, version = {name: tensor.clone() for name, tensor in TENSORS.items()}, itertools.count(1)
 
     def sent(*targets: Server) -> int:
@@ -153,18 +140,14 @@ def test_a_broadcast_brings_what_changed_unless_one_server_needs_everything(serv
         return sum(broadcasts)
 
     everything = num_bytes_of(tensors)
-    try:
-        assert sent(*servers[:2]) >= everything
-        assert sent(*servers[:2]) < everything / 20
-        first = sync.group._group
-        assert sent(servers[0]) < everything / 20 and sync.group._group is not first
-        assert sent(*servers[:2]) >= everything  # the second missed a sync
-        assert sent(*servers[:2]) < everything / 20
-        assert sent(*servers) >= everything  # the third is new
-        assert sent(*servers) < everything / 20
-    finally:
-        sync.group.close()
-        sync.free()
+    assert sent(*servers[:2]) >= everything
+    assert sent(*servers[:2]) < everything / 20
+    first = sync.group._group
+    assert sent(servers[0]) < everything / 20 and sync.group._group is not first
+    assert sent(*servers[:2]) >= everything  # the second missed a sync
+    assert sent(*servers[:2]) < everything / 20
+    assert sent(*servers) >= everything  # the third is new
+    assert sent(*servers) < everything / 20
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -190,7 +173,7 @@ def test_a_server_lost_in_mid_sync_ends_it_in_bounded_time_and_the_rest_go_on(sy
 
 def test_a_server_that_is_gone_before_the_group_opens_keeps_no_other_from_its_weights(sync, servers):
     servers[1].signal(signal.SIGKILL)
-    report = deliver(sync, 1, servers)
+    report = sync.deliver(iter(TENSORS.items()), 1, servers)
     assert set(report.failed) == {"two"} == set(report.lost)
     assert [x.weight_version for x in servers] == [1, NO_WEIGHTS, 1] and sync.group.spans([servers[0], servers[2]])
     whole(sync, 2, [servers[0], servers[2]])

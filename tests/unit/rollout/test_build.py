@@ -14,16 +14,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout import build
-from megatron_rl.rollout.build import (
-    EngineRole,
-    RankLocation,
-    engine_arguments,
-    family_arguments,
-    latent_arguments,
-    refuse_delta,
-    role_of,
-    shares_device,
-)
+from megatron_rl.rollout.build import EngineRole, RankLocation, engine_arguments, refuse_delta, role_of, shares_device
 from megatron_rl.rollout.vllm.process_replica import engine_environment
 
 CPU, GPU, URL = torch.device("cpu"), torch.device("cuda", 0), "http://127.0.0.1:8000"
@@ -54,36 +45,30 @@ NONE = EngineRole(share=None, starts=False, drives=False)
 TP2, TP4 = "rollout.tensor_parallel=2", "rollout.tensor_parallel=4"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "wanted"),
-    [
-        ("", 3, [own(0, 3), own(1, 3), own(2, 3)]),
-        (TP2, 5, [own(0, 2), NONE, own(1, 2), NONE, NONE]),
-        (f"rollout.num_engines=2 {TP2}", 4, [own(0, 2), NONE, own(1, 2), NONE]),
-        ("rollout.num_engines=3", 5, [own(0, 3), own(1, 3), own(2, 3), NONE, NONE]),
-        (f"rollout.num_engines=1 {TP4}", 4, [own(0, 1), NONE, NONE, NONE]),
-        # with servers every rank asks and the first sends weights; with transformers every rank has its model
-        *(
-            (f"rollout.servers=[{URL}]", n, [EngineRole(share=(k, n), starts=False, drives=not k) for k in range(n)])
-            for n in (1, 4)
-        ),
-        ("rollout.engine=transformers", 2, [EngineRole(share=(k, 2), starts=False, drives=True) for k in range(2)]),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "world_size", "wanted"), [
+    ("", 3, [own(0, 3), own(1, 3), own(2, 3)]),
+    (TP2, 5, [own(0, 2), NONE, own(1, 2), NONE, NONE]),
+    (f"rollout.num_engines=2 {TP2}", 4, [own(0, 2), NONE, own(1, 2), NONE]),
+    ("rollout.num_engines=3", 5, [own(0, 3), own(1, 3), own(2, 3), NONE, NONE]),
+    (f"rollout.num_engines=1 {TP4}", 4, [own(0, 1), NONE, NONE, NONE]),
+    # with servers every rank asks and the first sends weights; with transformers every rank has its model
+    *(
+        (f"rollout.servers=[{URL}]", n, [EngineRole(share=(k, n), starts=False, drives=not k) for k in range(n)])
+        for n in (1, 4)
+    ),
+    ("rollout.engine=transformers", 2, [EngineRole(share=(k, 2), starts=False, drives=True) for k in range(2)]),
+])
 def test_the_parts_of_ranks(overrides, world_size, wanted):
     assert places(overrides, world_size) == wanted
 
 
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "node_size", "words"),
-    [
-        ("rollout.num_engines=3", 2, 2, "rollout.num_engines=3|need 3 ranks|there are 2"),
-        (TP4, 2, 2, f"{TP4}|need 4 ranks|there are 2"),
-        (f"rollout.num_engines=2 {TP2}", 3, 3, "num_engines=2|tensor_parallel=2|need 4|there are 3"),
-        (TP4, 4, 2, f"{TP4}|the 2 ranks of a node"),
-        (TP2, 6, 3, f"engine 1|{TP2}|rank 2 of a node's 3"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "world_size", "node_size", "words"), [
+    ("rollout.num_engines=3", 2, 2, "rollout.num_engines=3|need 3 ranks|there are 2"),
+    (TP4, 2, 2, f"{TP4}|need 4 ranks|there are 2"),
+    (f"rollout.num_engines=2 {TP2}", 3, 3, "num_engines=2|tensor_parallel=2|need 4|there are 3"),
+    (TP4, 4, 2, f"{TP4}|the 2 ranks of a node"),
+    (TP2, 6, 3, f"engine 1|{TP2}|rank 2 of a node's 3"),
+])
 def test_engines_that_do_not_fit_are_refused_with_both_numbers(overrides, world_size, node_size, words):
     """Every rank refuses engines that do not fit, naming both numbers, so that none waits for another."""
     for rank in range(world_size):
@@ -130,25 +115,22 @@ def test_an_engines_arguments():
     assert wanted.items() <= engine_arguments(config, CPU).items()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ("rollout.vllm={dtype: float16}", "rollout.vllm.dtype='float16'|model.dtype decides it"),
-        ("rollout.vllm={worker_extension_cls: mine}", "rollout.vllm.worker_extension_cls"),
-        ("rollout.vllm={logprobs_mode: raw_logprobs}", "rollout.vllm.logprobs_mode"),
-        ("rollout.engine=sglang", "rollout.engine='sglang'|vllm"),
-        ("rollout.sleep=sometimes", "rollout.sleep='sometimes'|auto"),
-        ("rollout.servers=[127.0.0.1:8000]", "'127.0.0.1:8000'|http://host:port"),
-        (f"rollout.servers=[{URL}/v1]", f"{URL}/v1|without a path"),
-        (f"rollout.servers=[{URL}]|rollout.num_engines=2", f"rollout.num_engines=2|rollout.servers=['{URL}']"),
-        (f"rollout.engine=transformers|rollout.servers=[{URL}]", "rollout.servers|rollout.engine=vllm"),
-        ("weight_sync.channel=carrier", "weight_sync.channel='carrier'|shared_memory"),
-        # a bound of each kind of value; every field's range is tests/unit/config/test_ranges.py's
-        ("rollout.gpu_memory_utilization=1.5", "rollout.gpu_memory_utilization=1.5|at most 1"),
-        ("rollout.tensor_parallel=0", "rollout.tensor_parallel=0|at least 1"),
-        ("rollout.max_logprob_gap=-1", "rollout.max_logprob_gap=-1|above 0|null"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "words"), [
+    ("rollout.vllm={dtype: float16}", "rollout.vllm.dtype='float16'|model.dtype decides it"),
+    ("rollout.vllm={worker_extension_cls: mine}", "rollout.vllm.worker_extension_cls"),
+    ("rollout.vllm={logprobs_mode: raw_logprobs}", "rollout.vllm.logprobs_mode"),
+    ("rollout.engine=sglang", "rollout.engine='sglang'|vllm"),
+    ("rollout.sleep=sometimes", "rollout.sleep='sometimes'|auto"),
+    ("rollout.servers=[127.0.0.1:8000]", "'127.0.0.1:8000'|http://host:port"),
+    (f"rollout.servers=[{URL}/v1]", f"{URL}/v1|without a path"),
+    (f"rollout.servers=[{URL}]|rollout.num_engines=2", f"rollout.num_engines=2|rollout.servers=['{URL}']"),
+    (f"rollout.engine=transformers|rollout.servers=[{URL}]", "rollout.servers|rollout.engine=vllm"),
+    ("weight_sync.channel=carrier", "weight_sync.channel='carrier'|shared_memory"),
+    # a bound of each kind of value; every field's range is tests/unit/config/test_ranges.py's
+    ("rollout.gpu_memory_utilization=1.5", "rollout.gpu_memory_utilization=1.5|at most 1"),
+    ("rollout.tensor_parallel=0", "rollout.tensor_parallel=0|at least 1"),
+    ("rollout.max_logprob_gap=-1", "rollout.max_logprob_gap=-1|above 0|null"),
+])
 def test_a_setting_that_cannot_work_is_refused(overrides, words):
     refused_with(words, lambda: config_of(*overrides.split("|")))
 
@@ -174,9 +156,7 @@ def test_a_channel_that_engines_cannot_take_is_refused():
 def test_auto_takes_handles_on_a_shared_gpu_alone(device, caplog):
     assert channel_of(device=device) == {"cpu": "shared_memory", "cuda": "cuda_ipc"}[device.type]
     assert channel_of("rollout.sleep=never", device=device) == channel_of(device=device)
-    here, elsewhere = (
-        'rollout.servers=["http://127.0.0.1:8000","http://' + host + '"]' for host in ("[::1]:8001", "10.0.0.7:8000")
-    )
+    here, elsewhere = (f'rollout.servers=["{URL}","http://{host}"]' for host in ("[::1]:8001", "10.0.0.7:8000"))
     assert channel_of(here, device=device) == "shared_memory" and channel_of(elsewhere, device=device) == "broadcast"
     assert channel_of(SHARED, device=device) == "shared_memory"
     assert not caplog.records
@@ -194,15 +174,12 @@ def test_a_users_expandable_segments_keep_auto_from_handles(name, caplog):
     assert channel_of(**given) == "shared_memory" and not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("width", "first", "visible", "count", "expected"),
-    [
-        (1, 3, None, 8, ["3"]),
-        (2, 2, "4,5,6,7", 4, ["6", "7"]),
-        (1, 0, "GPU-5f", 1, ["GPU-5f"]),  # a process that sees one GPU; its local rank is of no matter
-        (1, 1, "0, 2", 2, ["2"]),
-    ],
-)
+@pytest.mark.parametrize(("width", "first", "visible", "count", "expected"), [
+    (1, 3, None, 8, ["3"]),
+    (2, 2, "4,5,6,7", 4, ["6", "7"]),
+    (1, 0, "GPU-5f", 1, ["GPU-5f"]),  # a process that sees one GPU; its local rank is of no matter
+    (1, 1, "0, 2", 2, ["2"]),
+])
 def test_an_engine_gets_its_ranks_gpus(width, first, visible, count, expected):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert build.engine_devices(width, first, environment, count) == expected
@@ -256,20 +233,17 @@ def test_changes_alone_are_refused_for_engines_that_discard_or_quantize_their_we
 @pytest.mark.parametrize(("fields", "wanted"), [({}, True), ({"attn_temperature_tuning": False}, False)])
 def test_llama_4s_scale_by_position_is_on_in_vllm_where_config_json_says_so(tmp_path, fields, wanted):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4_text"} | fields))
-    assert family_arguments(str(tmp_path)) == {"override_generation_config": {"attn_temperature_tuning": wanted}}
+    assert build.family_arguments(str(tmp_path)) == {"override_generation_config": {"attn_temperature_tuning": wanted}}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    assert family_arguments(str(tmp_path)) == {}
+    assert build.family_arguments(str(tmp_path)) == {}
 
 
-@pytest.mark.parametrize(
-    ("fields", "dtype", "device", "wanted"),
-    [
-        ({"kv_lora_rank": 512}, "float32", CPU, {"attention_backend": "CPU_MLA"}),
-        ({"kv_lora_rank": 512}, "bfloat16", CPU, {}),
-        ({"kv_lora_rank": 512}, "float32", GPU, {}),
-        ({}, "float32", CPU, {}),
-    ],
-)
+@pytest.mark.parametrize(("fields", "dtype", "device", "wanted"), [
+    ({"kv_lora_rank": 512}, "float32", CPU, {"attention_backend": "CPU_MLA"}),
+    ({"kv_lora_rank": 512}, "bfloat16", CPU, {}),
+    ({"kv_lora_rank": 512}, "float32", GPU, {}),
+    ({}, "float32", CPU, {}),
+])
 def test_latent_attention_on_a_cpu_gets_the_kernel_that_takes_its_dtype(tmp_path, fields, dtype, device, wanted):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"} | fields))
-    assert latent_arguments(config_of(f"model.hf_path={tmp_path}", f"model.dtype={dtype}"), device) == wanted
+    assert build.latent_arguments(config_of(f"model.hf_path={tmp_path}", f"model.dtype={dtype}"), device) == wanted

@@ -6,6 +6,7 @@ import itertools
 import os
 import pathlib
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -118,11 +119,6 @@ def generation_of(engine: RecordingEngine) -> RolloutManager:
 
 
 def test_generation_goes_in_order(alone):
-    """Two steps hand the device over and back in order.
-
-    The trainer's state leaves, weights wake and are sent, keys and values wake, rollouts are made, the engine sleeps,
-    and the trainer's state returns.
-    """
     engine = RecordingEngine()
     generation = generation_of(engine)
     for _ in range(2):
@@ -133,25 +129,10 @@ def test_generation_goes_in_order(alone):
 
 
 def test_an_engine_lost_while_it_has_the_device_keeps_it(alone):
-    """An engine lost while it has the device is loaded again; the trainer's state returns once, at the end."""
     engine = RecordingEngine(losses=1)
     generation_of(engine).produce(prompts_of(range(3)), 1)
     lost = ["generate", "recover", "load"]
     assert engine.events == [*TO_WEIGHTS, "recover", "load", *TO_ENGINE, *lost, "generate", *TO_TRAINER]
-
-
-class SlowEngine(WillingEngine):
-    """Notes each of its commands by ``noted``, as one that takes a while."""
-
-    def __init__(self, noted) -> None:
-        super().__init__()
-        self.noted = noted
-
-    def sleep(self) -> None:
-        self.noted("sleep")
-
-    def wake(self, *, tags) -> None:
-        self.noted(f"wake {tags[0]}")
 
 
 def hand_over(rank: int, world: int, path: str) -> None:
@@ -163,7 +144,8 @@ def hand_over(rank: int, world: int, path: str) -> None:
         time.sleep(0.3 * slow)  # for a rank that does not wait to go on in between
         os.write(events, f"{word} ends\n".encode())
 
-    engine = SlowEngine(lambda word: act(word, True)) if rank == 0 else WillingEngine()
+    engine = RecordingEngine() if rank == 0 else WillingEngine()
+    engine.events = SimpleNamespace(append=lambda word: act(word, True))
     moves = {word: lambda word=word: act(word, rank == 1) for word in ("offload", "restore")}
     device = manager_of(engine, **moves).device
     device.to_engine()
@@ -171,10 +153,7 @@ def hand_over(rank: int, world: int, path: str) -> None:
 
 
 def test_no_rank_takes_memory_back_before_every_engine_sleeps(pool, tmp_path: pathlib.Path):
-    """An engine over two ranks' devices is commanded by one of them, and both wait for it.
-
-    Each phase (offload, wake weights, wake keys and values, sleep, restore) ends on both ranks before the next begins.
-    """
+    """An engine over two ranks' devices is commanded by one; each phase ends on both before the next begins."""
     pool.run(2, hand_over, str(tmp_path / "events"))
     words = [line.rsplit(" ", 1)[0] for line in (tmp_path / "events").read_text().splitlines()]
     phases = [phase for phase, _ in itertools.groupby(words)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,9 +13,10 @@ from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
 from megatron_rl.rollout.weight_sync.half import Half
 from megatron_rl.rollout.weight_sync.held import HeldBuckets
 from megatron_rl.rollout.weight_sync.sender import WeightSender
-from tests.unit.rollout.receiving_engine import Engine, broken_after, exported, num_bytes_of, sender_of, weights_of
+from tests.unit.rollout.receiving_engine import Engine, broken_after, exported, num_bytes_of, weights_of
 
 FULL_EVERY = 4
+SENDER = {"bucket_bytes": 8192, "full_every": FULL_EVERY}
 SIZES = [(3,), (50, 70), (1,), (650, 9), (20, 2), (0, 4), (400, 4), (130,), (6,), (1,), (630,), (0,)]
 
 
@@ -40,13 +40,6 @@ class Trainer:
                     assert tensor.dtype == wanted.dtype and tensor.shape == wanted.shape
                     assert tensor.view(-1).view(torch.uint8).equal(wanted.view(-1).view(torch.uint8)), name
         return report
-
-
-@pytest.fixture
-def sync() -> Iterator[WeightSender]:
-    sender = sender_of(8192, full_every=FULL_EVERY)
-    yield sender
-    sender.free()
 
 
 def begun(sync: WeightSender, *engines: Engine, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> Trainer:

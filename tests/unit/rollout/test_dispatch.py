@@ -19,17 +19,10 @@ from megatron_rl.errors import EngineError
 from megatron_rl.rollout.vllm import dispatch as dispatching
 from megatron_rl.rollout.vllm.dispatch import Dispatched, dispatch
 from megatron_rl.rollout.vllm.replica import UPDATING, Completion, GenerateRequest, ReplicaLost, RequestRefused
-from tests.patience import HANG_S, patient
+from tests.unit.rollout.server_requests import LONG_S, VERSION, request_of
 
-LONG_S = patient(10 * HANG_S)  # a deadline that nothing here reaches
 # A deadline for replicas that hang; any other that is asked in such a call has answered before it is waited for.
 SHORT_S = 0.05
-VERSION = 3
-
-
-def request_of(name: str, n: int = 2) -> GenerateRequest:
-    given = {"max_tokens": 4, "temperature": 1.0, "seed": 0, "stop_token_ids": (9,)}
-    return GenerateRequest(request_id=name, token_ids=(1, 2), n=n, **given)
 
 
 def requests_of(count: int, n: int = 2) -> list[GenerateRequest]:
@@ -44,10 +37,8 @@ def completion_of(mark: int, **changes) -> Completion:
 # The last sample of an answer under each word.
 LAST = {
     "uneven": {"logprobs": np.full(2, -0.5, dtype=np.float32)},
-    "nan": {"logprobs": np.array([-0.5, -np.inf, np.nan], dtype=np.float32)},
-    "abort": {"finish_reason": "abort"},
-    "of files": {"weight_versions": ((-1, 3),)},
-    "older": {"weight_versions": ((2, 1), (3, 2))},
+    "nan": {"logprobs": np.array([-0.5, -np.inf, np.nan], dtype=np.float32)}, "abort": {"finish_reason": "abort"},
+    "of files": {"weight_versions": ((-1, 3),)}, "older": {"weight_versions": ((2, 1), (3, 2))},
     "newer": {"weight_versions": ((3, 1), (4, 2))},
 }
 
@@ -55,11 +46,8 @@ LAST = {
 class FakeReplica:
     """A replica that does with each request what the next word of ``plan`` says, and ``rest`` after the plan.
 
-    hang: it never answers.
-    late: it answers as soon as it is aborted.
-    held: it answers when ``release`` is called.
-    soon, slow: it answers from a thread, within 2 ms or after 15 ms.
-    Any other word: it answers at once.
+    hang: it never answers. late: it answers as soon as it is aborted. held: it answers when ``release`` is called.
+    soon, slow: it answers from a thread, within 2 ms or after 15 ms. Any other word: it answers at once.
     """
 
     def __init__(self, name: str, plan: list[str] | None = None, version: int = VERSION, rest: str = "answer") -> None:
@@ -129,12 +117,8 @@ WORDS = st.lists(st.sampled_from(["answer", "soon", "slow", "lost", "gone", "han
 
 @settings(max_examples=60, deadline=None)
 @given(
-    plans=st.lists(WORDS, min_size=1, max_size=4),
-    num_requests=st.integers(0, 12),
-    max_in_flight=st.integers(1, 4),
-    attempts=st.integers(1, 4),
-    rotation=st.integers(0, 7),
-    n=st.integers(1, 3),
+    plans=st.lists(WORDS, min_size=1, max_size=4), num_requests=st.integers(0, 12), max_in_flight=st.integers(1, 4),
+    attempts=st.integers(1, 4), rotation=st.integers(0, 7), n=st.integers(1, 3),
 )
 def test_every_request_is_finished_once_or_lost(plans, num_requests, max_in_flight, attempts, rotation, n):
     replicas = [FakeReplica(f"r{index}", plan, rest="soon") for index, plan in enumerate(plans)]
@@ -164,8 +148,7 @@ def test_requests_are_told_in_the_order_of_finishing():
 
     found = run(requests_of(4), [first_asked, FakeReplica("b", rest="soon")], on_finished=tell)
     assert dict(told) == found.finished and len(told) == 4 and told == list(found.finished.items())
-    first, last = told[0][0], told[-1][0]
-    assert first != "q0" and last == "q0"  # replica a has it first and answers it last
+    assert told[0][0] != "q0" and told[-1][0] == "q0"  # replica a has it first and answers it last
 
 
 @pytest.mark.parametrize(("word", "error"), [("answer", KeyError), ("refused", RequestRefused)])
@@ -278,15 +261,12 @@ def test_tokens_of_newer_weights_are_taken_and_of_older_ones_not():
     assert "version -1, not 3" in found.down["of files"] and "version 2, not 3" in found.down["older"]
 
 
-@pytest.mark.parametrize(
-    "word, told",
-    [
-        ("fewer", "gave 1 completions where 2"),
-        ("more", "gave 3 completions where 2"),
-        ("uneven", "3 tokens and 2 log-probs"),
-        ("nan", "2 of 3 log-probs are not finite"),
-    ],
-)
+@pytest.mark.parametrize("word, told", [
+    ("fewer", "gave 1 completions where 2"),
+    ("more", "gave 3 completions where 2"),
+    ("uneven", "3 tokens and 2 log-probs"),
+    ("nan", "2 of 3 log-probs are not finite"),
+])
 def test_a_wrong_answer_is_asked_for_elsewhere_once(word, told):
     wrong, right = FakeReplica("wrong", [word] * 9), FakeReplica("right")
     found = run([request_of("q")], [wrong, right])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -31,9 +31,7 @@ class LossyEngine(WillingEngine):
 
     is_elsewhere = False
 
-    def __init__(
-        self, answers: tuple[int, ...] = (), syncs: tuple[str, ...] = (), refusal: Exception | None = None
-    ) -> None:
+    def __init__(self, answers: Sequence[int] = (), syncs: Sequence[str] = (), refusal: Exception | None = None):
         super().__init__()
         self.answers, self.syncs, self.refusal = list(answers), list(syncs), refusal
         self.sent: list[int] = []
@@ -70,9 +68,7 @@ class LossyEngine(WillingEngine):
         raise EngineLost("it was killed", finished=finished)
 
 
-def generation_of(
-    engine: LossyEngine, *overrides: str, version: Callable[[], int] = lambda: 4, share=(0, 1)
-) -> RolloutManager:
+def generation_of(engine: LossyEngine, *overrides: str, version=lambda: 4, share=(0, 1)) -> RolloutManager:
     """Make a manager that sends 40 bytes of weights, and send them where an engine may fail at rollouts alone."""
     weights = {"export": lambda: iter([("weight", torch.zeros(10))])}
     found = manager_of(engine, *overrides, version=version, share=share, **weights)
@@ -143,11 +139,9 @@ def test_the_bytes_sent_and_the_share_changed_are_metrics_of_delta_syncs_alone()
         (("weight_sync.delta=true",), None, {"sent_bytes": 12.0}),
         (("weight_sync.delta=true",), 0.25, {"sent_bytes": 12.0, "changed_share": 0.25}),
     ):
-        engine = LossyEngine()
+        engine, sent = LossyEngine(), {"sent_bytes": 12, "changed_share": share}
         load = engine.load_weights
-        engine.load_weights = lambda *given, load=load, share=share: dataclasses.replace(
-            load(*given), sent_bytes=12, changed_share=share
-        )
+        engine.load_weights = lambda *given, load=load, sent=sent: dataclasses.replace(load(*given), **sent)
         generation = generation_of(engine, *settings)
         generation.sync_weights()
         found = {name: x for name, x in generation.take_metrics().items() if name.startswith("perf/weight_sync_")}
@@ -186,15 +180,12 @@ def guard(mean: float, highest: float, dtype: str = "bfloat16", **settings) -> N
     guard_logprob_gap(sums, RolloutConfig(**({"warn_logprob_gap": 0.05, "max_logprob_gap": 0.5} | settings)), dtype)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "threshold", "below", "above"),
-    [
-        ("bfloat16", 0.05, 0.05, 0.06),  # a mean at the threshold is not above it
-        ("bfloat16", 0.05, 0.05, 0.5),
-        ("bfloat16", None, 0.049, 0.051),  # the dtype's
-        ("float32", None, 0.0009, 0.0011),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "threshold", "below", "above"), [
+    ("bfloat16", 0.05, 0.05, 0.06),  # a mean at the threshold is not above it
+    ("bfloat16", 0.05, 0.05, 0.5),
+    ("bfloat16", None, 0.049, 0.051),  # the dtype's
+    ("float32", None, 0.0009, 0.0011),
+])
 def test_a_gap_above_the_first_threshold_warns_with_both_numbers(dtype, threshold, below, above, caplog):
     guard(below, 3.0, dtype, warn_logprob_gap=threshold)  # a single token may be far off
     assert not caplog.messages

@@ -1,8 +1,4 @@
-"""Episodes on the real embedded engine.
-
-Their log-probs equal Hugging Face's where a token was sampled; their tokens equal a plain loop's, in any split of
-prompts.
-"""
+"""Episodes on the real embedded engine: their log-probs equal Hugging Face's where a token was sampled."""
 
 from __future__ import annotations
 
@@ -13,14 +9,13 @@ import json
 import numpy as np
 import pytest
 
-from megatron_rl.config import EnvironmentConfig
-from megatron_rl.data.chat import Observations
-from megatron_rl.environment import Step, environment_maker
+from megatron_rl.environment import Step
 from megatron_rl.rollout.multi_turn import MultiTurnEngine
 from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.rollout.worker import Group, to_sample
 from megatron_rl.types import Prompt, Score
+from tests.unit.rollout import letter_episodes
 from tests.unit.rollout.tiny_model import ROUNDING, _tokenizer, engine_of, forward_logprobs
 
 ROOM = 24
@@ -44,11 +39,8 @@ def inner(model, hf_path) -> TransformersEngine:
 
 
 def episodes_of(inner: TransformersEngine) -> MultiTurnEngine:
-    config = EnvironmentConfig(name="tests.unit.rollout.test_multi_turn_engine:Counter", max_turns=4, deadline_s=10.0)
-    observations = Observations(_tokenizer(), "{prompt}")
-    return MultiTurnEngine(
-        inner, environment_maker(config), observations, _tokenizer(), config, max_response_tokens=ROOM
-    )
+    environment = "tests.unit.rollout.test_multi_turn_engine:Counter"
+    return letter_episodes.episodes_of(inner, environment, tokenizer=_tokenizer(), room=ROOM, max_turns=4)
 
 
 @pytest.mark.parametrize("temperature", [None, 0.0])
@@ -94,10 +86,7 @@ def test_a_group_of_before_masks_is_read(inner) -> None:
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
-    prompts = {PROMPTS[0].prompt_id: PROMPTS[0]}
-    found, wanted = (
-        unpack_groups(data, lambda name, _: prompts[name])["a"].rollouts for data in (buffer.getvalue(), packed)
-    )
+    found, wanted = (unpack_groups(x, lambda *_: PROMPTS[0])["a"].rollouts for x in (buffer.getvalue(), packed))
     assert found == wanted and all(x.loss_mask is None for x in found)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -22,10 +20,10 @@ from megatron_rl.config import ReplayConfig
 from megatron_rl.rollout import replay_buffer
 from megatron_rl.rollout.replay_buffer import Entry, ReplayBuffer, group_scores
 from tests.patience import patient
+from tests.runs.command import ROOT, said_by
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
 SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, database=None)
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 # Few scores, so that ties are common; some that vanish beside the others, and some whose sum overflows.
 scores = st.sampled_from([0.0, 0.5, 0.5, 1.0, 2.0, 0.1 + 0.2, 5e-324, 1e-300, 1.7e308])
@@ -126,9 +124,7 @@ def assert_invariants(config: ReplayConfig, seed: int, steps: list[tuple[str, ob
                 gone, wanted, told = (getattr(x, name)(*at) for x in (buffer, model, twin))
                 assert_none_lost(held, buffer, gone)
                 most = math.inf if config.max_age_versions is None else config.max_age_versions
-                assert all(
-                    x.uses < config.max_uses if not at else value - x.version <= most for x in buffer.entries
-                )  # 5
+                assert all(value - x.version <= most if at else x.uses < config.max_uses for x in buffer.entries)  # 5
             case "draw":
                 count, rollout, exclude = value
                 gone = buffer.draw(count, rollout=rollout, exclude=exclude)
@@ -274,5 +270,4 @@ def test_an_infinite_reward_reaches_the_error_that_names_its_group(bad: float) -
 def test_neither_file_needs_torch() -> None:
     modules = "megatron_rl.rollout.replay_buffer, megatron_rl.rollout.reroll_buffer"
     code = f"import sys, {modules}; print({{'torch', 'megatron'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=patient(600), check=True)
-    assert done.stdout.strip() == b"set()"
+    assert said_by([sys.executable, "-c", code], ROOT, patient(600)) == "set()\n"

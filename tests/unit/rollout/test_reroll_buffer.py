@@ -24,10 +24,7 @@ operations = st.one_of(
     st.tuples(st.just("reload"), st.none()),
 )
 configs = st.builds(
-    RerollConfig,
-    max_groups=st.integers(0, 4),
-    capacity_prompts=st.integers(1, 5),
-    max_attempts=st.integers(1, 4),
+    RerollConfig, max_groups=st.integers(0, 4), capacity_prompts=st.integers(1, 5), max_attempts=st.integers(1, 4),
     start_fraction=st.sampled_from([0.0, 0.5, 1.0]),
 )
 

@@ -86,15 +86,12 @@ def test_a_sample_gets_a_row_for_each_token() -> None:
     assert rollouts_of(4, given, needed=False)[0].routed_experts is None
 
 
-@pytest.mark.parametrize(
-    ("experts", "said"),
-    [
-        (None, "sample 7@0#0 came without its experts"),
-        (experts_of(7), r"sample 7@0#0 of 3 prompt and 4 response tokens came with experts of shape \[7, 3, 2\]"),
-        (experts_of(3), r"experts of shape \[3, 3, 2\]; rollout.routing_replay=rollout wants \[6, layers"),
-        (experts_of(6)[..., 0], r"experts of shape \[6, 3\]"),
-    ],
-)
+@pytest.mark.parametrize(("experts", "said"), [
+    (None, "sample 7@0#0 came without its experts"),
+    (experts_of(7), r"sample 7@0#0 of 3 prompt and 4 response tokens came with experts of shape \[7, 3, 2\]"),
+    (experts_of(3), r"experts of shape \[3, 3, 2\]; rollout.routing_replay=rollout wants \[6, layers"),
+    (experts_of(6)[..., 0], r"experts of shape \[6, 3\]"),
+])
 def test_experts_that_misfit_their_sample_are_refused(experts: np.ndarray | None, said: str) -> None:
     with pytest.raises(EngineError, match=said) as raised:
         rollouts_of(4, experts)
@@ -138,8 +135,8 @@ def test_saved_groups_keep_their_experts() -> None:
     found = unpack_groups(saved(given), lambda *_: PROMPT)["a"].rollouts
     assert found == given and found[1].routed_experts is None
     for i in (0, 2):
-        assert np.array_equal(found[i].routed_experts, given[i].routed_experts)
-        assert found[i].routed_experts.dtype == np.int16
+        read, sent = found[i].routed_experts, given[i].routed_experts
+        assert np.array_equal(read, sent) and read.dtype == np.int16
     with np.load(io.BytesIO(saved(given))) as file:
         arrays = {name: file[name] for name in file.files}
     arrays["experts"] = arrays["experts"][:-1]
@@ -184,17 +181,12 @@ def test_a_turns_tokens_keep_the_experts_that_sampled_them() -> None:
         assert rows[:-1, 0].tolist() == wanted
 
 
-@pytest.fixture(scope="module")
-def mixture() -> Qwen3MoeForCausalLM:
+def test_the_embedded_engine_notes_where_its_tokens_went(tmp_path) -> None:
+    """The notes are transformers' own choice over each whole sample, at prompts that are padded and rows that end."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    config = Qwen3MoeConfig(**SIZES, **sizes, initializer_range=0.3)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        return Qwen3MoeForCausalLM(config).eval()
-
-
-def test_the_embedded_engine_notes_where_its_tokens_went(mixture: Qwen3MoeForCausalLM, tmp_path) -> None:
-    """The notes are transformers' own choice over each whole sample, at prompts that are padded and rows that end."""
+        mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, initializer_range=0.3)).eval()
     mixture.config.save_pretrained(tmp_path)
     engine = engine_of(tmp_path, None, temperature=1.0, routing_replay="rollout", max_batch_samples=6)
     engine.load_weights(iter(file_tensors(mixture.state_dict(), "qwen3_moe").items()), version=1)

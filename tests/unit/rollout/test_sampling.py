@@ -56,11 +56,8 @@ def test_logprobs_are_those_of_a_plain_forward_and_greedy_takes_the_most_likely_
 
 def test_draws_do_not_depend_on_the_rest_of_the_batch(engine) -> None:
     requests = [
-        ask(0, num_samples=2),
-        ask(1, token_ids=PROMPT[:2], temperature=0.5),
-        ask(2, token_ids=(4,), top_k=3, max_tokens=9),
-        ask(3, temperature=0.0),
-        ask(4, token_ids=PROMPT * 3, top_p=0.6),
+        ask(0, num_samples=2), ask(1, token_ids=PROMPT[:2], temperature=0.5),
+        ask(2, token_ids=(4,), top_k=3, max_tokens=9), ask(3, temperature=0.0), ask(4, token_ids=PROMPT * 3, top_p=0.6),
     ]
     together = engine.sample(requests)
     for request, want in zip(requests, together, strict=True):
@@ -70,9 +67,7 @@ def test_draws_do_not_depend_on_the_rest_of_the_batch(engine) -> None:
             assert np.allclose(found.logprobs, wanted.logprobs, atol=ROUNDING)
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "temperature"), [(3, 1.0, 1.0), (0, 0.4, 1.0), (4, 0.5, 2.0), (1, 1.0, 1.0)]
-)
+@pytest.mark.parametrize("top_k, top_p, temperature", [(3, 1.0, 1.0), (0, 0.4, 1.0), (4, 0.5, 2.0), (1, 1.0, 1.0)])
 def test_cuts_leave_the_likely_tokens_renormalised(engine, model, top_k: int, top_p: float, temperature: float) -> None:
     """200 draws of one token; the naive set: sort, keep top_k, then the fewest whose share is top_p."""
     probabilities = (distribution(model, PROMPT) / temperature).softmax(-1).double()
@@ -86,13 +81,10 @@ def test_cuts_leave_the_likely_tokens_renormalised(engine, model, top_k: int, to
         chosen.append(token)
     total = sum(probabilities[token].item() for token in chosen)
     (result,) = engine.sample([ask(max_tokens=1, num_samples=200, top_k=top_k, top_p=top_p, temperature=temperature)])
-    drawn = set()
-    for sequence in result.sequences:
-        (token,) = sequence.token_ids.tolist()
-        drawn.add(token)
-        assert token in chosen
+    drawn = [sequence.token_ids.item() for sequence in result.sequences]
+    assert set(drawn) <= set(chosen) and len(set(drawn)) >= min(len(chosen), 3)
+    for token, sequence in zip(drawn, result.sequences, strict=True):
         assert np.exp(sequence.logprobs[0]) == pytest.approx(probabilities[token].item() / total, rel=1e-4)
-    assert len(drawn) == len(chosen) or len(drawn) > 2
 
 
 def test_stops_end_a_sample(engine) -> None:

@@ -15,18 +15,9 @@ from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.rollout.weight_sync.transport import Segment
 from tests.unit.rollout.receiving_engine import Engine, broken_after, exported, num_bytes_of, sender_of, weights_of
 
-VERSION = 7
-
-
+VERSION, SENDER = 7, {"bucket_bytes": 256}
 # several to a bucket, one larger than a bucket, two empty
 TENSORS = weights_of([(3,), (5, 7), (1,), (65, 9), (2, 2), (0, 4), (4, 4), (13,), (6,), (1,), (63,), (0,)])
-
-
-@pytest.fixture
-def sync() -> Iterator[WeightSender]:
-    sender = sender_of(256)
-    yield sender
-    sender.free()
 
 
 def assert_whole(engine: Engine) -> None:
@@ -47,12 +38,10 @@ def test_every_tensor_reaches_every_engine_bit_by_bit(sync: WeightSender) -> Non
     assert engines[0].asked.count("init_weight_transfer") == 1 and engines[0].asked.count("update_weights") > 6
 
 
-@pytest.mark.parametrize(
-    "lie", [{"version": VERSION - 1}, {"checksum": "0" * 32}, {"num_tensors": 3}], ids=lambda lie: next(iter(lie))
-)
-def test_an_engine_whose_receipt_differs_has_no_version(sync: WeightSender, lie: dict) -> None:
+@pytest.mark.parametrize("field, lie", [("version", VERSION - 1), ("checksum", "0" * 32), ("num_tensors", 3)])
+def test_an_engine_whose_receipt_differs_has_no_version(sync: WeightSender, field: str, lie: object) -> None:
     """The receipt differs in its version, its checksum or its count, each alone; the other engine has the weights."""
-    liar, honest = Engine("liar", **lie), Engine("honest")
+    liar, honest = Engine("liar", **{field: lie}), Engine("honest")
     report = sync.deliver(exported(TENSORS), VERSION, [liar, honest])
     assert set(report.failed) == {"liar"} and "worker 0 of liar says that it holds" in report.failed["liar"]
     assert liar.weight_version == NO_WEIGHTS and honest.weight_version == VERSION
@@ -97,10 +86,7 @@ def gpu_sync(cudart: Cudart) -> Iterator[WeightSender]:
 
 
 def test_on_a_gpu_segments_are_registered_once_and_packed_on_the_device(gpu_sync: WeightSender, cudart: Cudart) -> None:
-    """Two syncs register each segment once, every byte arrives, and the device's memory is given back after each.
-
-    One segment is enlarged, and so made twice.
-    """
+    """Two syncs register each segment once, and the device's memory is given back after each."""
     engine = Engine("one")
     for version in (VERSION, VERSION + 1):
         assert gpu_sync.deliver(exported(TENSORS), version, [engine]).failed == {}

@@ -20,9 +20,8 @@ pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 def test_an_update_in_flight_pauses_and_resumes():
-    with fake_vllm(
-        **dict.fromkeys(["pause", "resume", "update_weight_version", "reset_prefix_cache"], {"success": True})
-    ) as server:
+    routes = dict.fromkeys(["pause", "resume", "update_weight_version", "reset_prefix_cache"], {"success": True})
+    with fake_vllm(**routes) as server:
         for method, arguments in [("pause", {}), ("reset_prefix_cache", {"running": True}), ("resume", {})]:
             replica_of(server.url).control(method, arguments, LONG_S)
         seen = [(path, body) for _, path, body, _ in server.seen]
@@ -38,9 +37,8 @@ def test_a_server_that_gives_up_is_resumed_however_often_that_takes(monkeypatch)
     monkeypatch.setattr(server_replica, "POLL_S", 0.02)
     failing = Answer(500, {"error": "busy"})
     resume = in_turn(failing, failing, Answer(200, {"status": "resumed"}))
-    with fake_vllm(
-        generate=FAULTS["hang"], pause=failing, resume=resume, update_weight_version={"success": True}
-    ) as server:
+    routes = {"pause": failing, "resume": resume, "update_weight_version": {"success": True}}
+    with fake_vllm(generate=FAULTS["hang"], **routes) as server:
         replica = replica_of(server.url)
         future = replica.submit(request_of())
         assert until(lambda: server.seen)

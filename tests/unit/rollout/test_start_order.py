@@ -13,21 +13,17 @@ from megatron_rl.rollout.engine import sample_seed
 from megatron_rl.rollout.start_order import StartOrder, tail_s
 from megatron_rl.rollout.worker import RolloutJob
 from megatron_rl.types import BatchFacts, Prompt, Rollout
+from tests.unit.rollout import fake_engine
 from tests.unit.rollout.fake_engine import SAMPLES, WillingEngine, producer_of, rollout_of, scored_by, value_of
-from tests.unit.rollout.fake_engine import prompt_of as numbered
 
 
 def prompt_of(row: int, *, epoch: int = 0, tokens: int = 1) -> Prompt:
-    return numbered(row, epoch=epoch, token_ids=(5,) * tokens)
+    return fake_engine.prompt_of(row, epoch=epoch, token_ids=(5,) * tokens)
 
 
 def facts_of(lengths: dict[int, list[int]]) -> BatchFacts:
     """Make facts of groups. ``lengths``: by place, the tokens of each sample."""
-    groups = np.array([place for place, group in lengths.items() for _ in group], dtype=np.int64)
-    response = np.array([length for group in lengths.values() for length in group], dtype=np.int64)
-    zeros, ids = np.zeros_like(groups), tuple(str(i) for i in range(len(groups)))
-    tokens = {"prompt_tokens": zeros + 1, "response_tokens": response, "loss_tokens": response}
-    return BatchFacts(sample_ids=ids, groups=groups, owners=zeros, owner_rows=zeros, **tokens)
+    return fake_engine.facts_of(list(lengths), lengths=[length for group in lengths.values() for length in group])
 
 
 def naive_order(prompts: dict[int, Prompt], lengths: dict[str, int]) -> list[int]:
@@ -99,7 +95,6 @@ class SeededEngine(WillingEngine):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_longest_first_equals_drawn_order_bit_for_bit(ranks):
-    """Both orders give the same samples, at any number of ranks; only the asking differs."""
     prompts = {place: prompt_of(row, tokens=1 + row % 3) for place, row in enumerate([4, 9, 2, 7, 5, 0, 1])}
     order = StartOrder(longest_first=True)
     order.note({0: prompt_of(9), 1: prompt_of(2), 2: prompt_of(5)}, facts_of({0: [3, 1], 1: [8, 2], 2: [5, 5]}))

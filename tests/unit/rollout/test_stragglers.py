@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,40 +12,22 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.stragglers import choose, hand_out, num_to_start, num_to_train
 from megatron_rl.rollout.worker import RolloutJob
 from tests.patience import until
-from tests.unit.rollout.fake_engine import (
-    BOUND_S,
-    SAMPLES,
-    FakeEngine,
-    FakeReward,
-    group_of,
-    manager_of,
-    prompt_of,
-    prompts_of,
-)
+from tests.unit.rollout.fake_engine import SAMPLES, FakeEngine, FakeReward, group_of, manager_of, prompt_of, prompts_of
 
 ON = (
-    "rollout.engine=vllm",
-    "rollout.producer.mode=prefetch",
-    "weight_sync.in_flight=true",
-    "train.prompts_per_rollout=8",
-    "rollout.producer.straggler_share=0.25",
+    "rollout.engine=vllm", "rollout.producer.mode=prefetch", "weight_sync.in_flight=true",
+    "train.prompts_per_rollout=8", "rollout.producer.straggler_share=0.25",
 )
+OTHERS = {"rollout.producer.mode": "sync", "environment.name": "calculator", "rollout.producer.max_staleness_steps": 0}
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    prompts=st.integers(1, 12),
-    share=st.floats(0, 0.5),
-    num_rollouts=st.integers(1, 7),
-    ahead=st.integers(1, 3),
-    rows=st.one_of(st.none(), st.integers(1, 60)),
-    random=st.randoms(use_true_random=False),
+    prompts=st.integers(1, 12), share=st.floats(0, 0.5), num_rollouts=st.integers(1, 7), ahead=st.integers(1, 3),
+    rows=st.one_of(st.none(), st.integers(1, 60)), random=st.randoms(use_true_random=False),
 )
 def test_every_group_is_trained_once_in_its_rollout_or_the_next(prompts, share, num_rollouts, ahead, rows, random):
-    """A naive run: rollouts are started ahead, finish in any order, and are trained; the module's invariants hold.
-
-    rows: the prompts of data that end, as under ``train.epochs``; None: ``num_rollouts`` rollouts.
-    """
+    """Of a naive run; rows: prompts of data that end, as under ``train.epochs``; None: ``num_rollouts`` rollouts."""
     stragglers = int(share * prompts)
     sizes = {"prompts_per_rollout": prompts, "stragglers": stragglers}
     drawn, started, trained, left = 0, {}, [], []
@@ -100,30 +80,10 @@ def test_handed_out_groups_and_those_that_stay_equal_the_job():
     assert sorted(job.prompts) == [1, 2] and job.mine == (2,) == tuple(job.missing) and not left.prompts
 
 
-class HoldingEngine(FakeEngine):
-    """Finishes each call's groups at once but those of ``held`` prompts, which wait for ``release``."""
-
-    def __init__(self, held: set[str]) -> None:
-        super().__init__()
-        self.held_names, self.release = held, threading.Event()
-
-    def generate(self, prompts, samples_per_prompt, *, temperature=None, max_tokens=None, on_finished=None):
-        self.calls.append([prompt.name for prompt in prompts])
-        late = [k for k, prompt in enumerate(prompts) if prompt.name in self.held_names]
-        for k in [*(k for k in range(len(prompts)) if k not in late), *late]:
-            if k in late:
-                assert self.release.wait(BOUND_S)
-            on_finished(k, group_of(prompts[k]))
-        return []
-
-
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_rollout_is_handed_out_while_its_stragglers_go_on(alone, apart):
-    """The first rollout is handed out without the held groups, beside which the second one is generated.
-
-    The second one waits for them, trains them first, and leaves its own: every group once.
-    """
-    engine, reward = HoldingEngine({"1@0", "4@0"}), FakeReward()
+    """The second rollout is generated beside them, waits for them, trains them first, and leaves its own."""
+    engine, reward = FakeEngine(last={"1@0", "4@0"}), FakeReward()
     manager = manager_of(engine, *ON, score=reward, score_apart=apart)
     manager.sync_weights()
     first, second = (manager.job(prompts_of(numbers), SAMPLES) for numbers in (range(10), range(10, 18)))
@@ -134,7 +94,7 @@ def test_a_rollout_is_handed_out_while_its_stragglers_go_on(alone, apart):
     assert rows_of(whole) == [0, 2, 3, 5, 6, 7, 8, 9]
     assert sorted(first.prompts) == [1, 4] and first.generating
     assert until(lambda: len(engine.calls) == 2 and not second.missing)  # beside the held groups
-    engine.release.set()
+    engine.held.set()
     whole, _ = manager.collect_most(second, first, 8)
     manager.finish(whole)
     assert rows_of(whole) == [1, 4, *range(10, 16)]
@@ -169,11 +129,8 @@ def test_what_cannot_leave_groups_under_way_is_refused_by_name():
     check_stragglers(load_config(None, list(ON)))
     named = ("rollout.producer.min_groups=2", "rollout.dynamic_sampling.max_rounds=1", "weight_sync.in_flight=false")
     words = {name: name for name in named} | {"train.prompts_per_rollout=3": "less than one group"}
-    words |= {
-        "rollout.producer.mode=sync": "rollout.producer.mode=",
-        "environment.name=calculator": "environment.name=",
-    }
-    for given_, word in (words | {"rollout.producer.max_staleness_steps=0": "max_staleness_steps=0"}).items():
+    words |= {f"{name}={value}": f"{name}=" for name, value in OTHERS.items()}
+    for given_, word in words.items():
         with pytest.raises(ConfigError, match="straggler_share=0.25") as refused:
             check_stragglers(load_config(None, [*ON, given_]))
         assert word in str(refused.value)

@@ -27,10 +27,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 BOUND_S = patient(HANG_S)
 
 
-def wait_for(what, condition) -> None:
-    assert until(condition), f"{what} did not come within {BOUND_S} s"
-
-
 def is_alive(pid: int) -> bool:
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -61,10 +57,10 @@ class Tool:
 
     def wait_ready(self, count: int = 1) -> None:
         """Wait until servers were ready so often, those that were started again counted anew."""
-        wait_for(f"server {count}", lambda: self.said().count("ready after") == count)
+        assert until(lambda: self.said().count("ready after") == count), self.said()
 
     def wait_all_gone(self) -> None:
-        wait_for("the end of all servers", lambda: not any(is_alive(pid) for pid in self.pids()))
+        assert until(lambda: not any(is_alive(pid) for pid in self.pids())), self.said()
 
     def end(self, number: int) -> None:
         """Ask it to end, and wait until it has, with every server."""
@@ -97,7 +93,7 @@ def test_a_killed_server_is_started_again_and_all_end_with_the_supervisor(tmp_pa
         running.wait_ready(3)
         assert "server 0: ended with exit code 137 (signal 9); restart 1 of 5 in 600 s" in running.said()
         # a process that the killed server left behind would hold the GPU's memory
-        wait_for("its engine's end", lambda: not is_alive(engine))
+        assert until(lambda: not is_alive(engine))
         assert len(running.started(0)) == 2 and len(running.started(1)) == 1
         running.end(signal.SIGTERM)
         assert "asked to end: ending all servers" in running.said()
@@ -141,7 +137,7 @@ def test_a_server_that_lives_and_serves_no_more_is_started_again(tmp_path):
         (tmp_path / f"{pid}.sick").touch()
         running.wait_ready(2)
         assert "runs, and serves no more" in running.said() and "/health: 503" in running.said()
-        wait_for("the sick one's end", lambda: not is_alive(pid))
+        assert until(lambda: not is_alive(pid))
 
 
 def test_what_a_server_is_started_with(tmp_path):

@@ -16,18 +16,9 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engine import sample_seed
 from megatron_rl.rollout.transformers_engine import draw
 from megatron_rl.types import Prompt, Rollout
+from tests.unit.rollout import tiny_model
 from tests.unit.rollout.fake_engine import prompt_of
-from tests.unit.rollout.tiny_model import (
-    EOS,
-    ROUNDING,
-    SIZES,
-    TEMPERATURE,
-    VOCAB,
-    _model,
-    _tokenizer,
-    engine_of,
-    forward_logprobs,
-)
+from tests.unit.rollout.tiny_model import EOS, ROUNDING, SIZES, VOCAB, _model, engine_of, forward_logprobs
 
 
 def _prompts(*lengths: int) -> list[Prompt]:
@@ -126,8 +117,7 @@ def test_sample_seed_is_stable_and_distinct():
     # A changed value here means that resumed runs draw other rollouts.
     assert sample_seed(0, "17@0", 0, 0, 0) == 6775039251563253706
     seeds = {sample_seed(*x) for x in itertools.product((0, 1), ("1@0", "11@0"), (0, 1, 11), (0, 1), (0, 1))}
-    assert len(seeds) == 48
-    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert len(seeds) == 48 and all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_first_token_frequencies_match_softmax(model, hf_path):
@@ -136,7 +126,7 @@ def test_first_token_frequencies_match_softmax(model, hf_path):
     found = np.bincount([r.response_ids[0] for r in rollouts], minlength=len(VOCAB))
     with torch.no_grad():
         logits = model(torch.tensor([PROMPTS[0].token_ids])).logits[0, -1]
-    expected = torch.softmax(logits.double() / TEMPERATURE, dim=-1).numpy() * rounds
+    expected = torch.softmax(logits.double() / tiny_model.TEMPERATURE, dim=-1).numpy() * rounds
     common = expected >= 5  # the usual rule for the chi-square approximation; the rest is one bin
     assert common.sum() >= 10 and expected[~common].sum() > 0
     observed, wanted = (np.append(x[common], x[~common].sum()) for x in (found, expected))
@@ -163,7 +153,7 @@ def test_stop_token_ends_a_row_and_is_not_text(model, hf_path):
         assert stopped == (rollout.response_ids[-1] == EOS) and EOS not in rollout.response_ids[:-1]
         assert stopped or len(rollout.response_ids) == 12
         body = rollout.response_ids[:-1] if stopped else rollout.response_ids
-        assert rollout.text == _tokenizer().decode(list(body), skip_special_tokens=True)
+        assert rollout.text == tiny_model._tokenizer().decode(list(body), skip_special_tokens=True)
         assert "<eos>" not in rollout.text
 
 
@@ -181,15 +171,12 @@ def test_generation_config_adds_stop_tokens(model, tmp_path):
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda items: [x for x in items if x[0] != NAME], f"1 of .* did not arrive: {NAME}"),
-        (lambda items: [*items, items[0]], "model.embed_tokens.weight' arrived twice"),
-        (lambda items: [*items, ("model.extra.weight", items[0][1])], "unknown weight 'model.extra.weight'"),
-        (lambda items: [(n, t[:-1] if n == NAME else t) for n, t in items], r"up_proj.weight' has shape \(63, 32\)"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda items: [x for x in items if x[0] != NAME], f"1 of .* did not arrive: {NAME}"),
+    (lambda items: [*items, items[0]], "model.embed_tokens.weight' arrived twice"),
+    (lambda items: [*items, ("model.extra.weight", items[0][1])], "unknown weight 'model.extra.weight'"),
+    (lambda items: [(n, t[:-1] if n == NAME else t) for n, t in items], r"up_proj.weight' has shape \(63, 32\)"),
+])
 def test_load_weights_errors(model, hf_path, change, message):
     engine = engine_of(hf_path, model)
     with pytest.raises(ValueError, match=message):
@@ -208,19 +195,14 @@ MIXTURES = {
 }
 
 
-def _mixture(family: str, tmp_path):
-    """Return a model that loops over its experts, its tensors as transformers writes them, and one expert's name."""
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_a_mixture_takes_the_names_of_its_files_and_names_what_is_wrong_with_one_expert(tmp_path, family):
     config, name = MIXTURES[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()  # loops over them
     model.save_pretrained(tmp_path)
-    return model, list(load_file(tmp_path / "model.safetensors").items()), f"model.layers.1.{name}.weight"
-
-
-@pytest.mark.parametrize("family", sorted(MIXTURES))
-def test_a_mixture_takes_the_names_of_its_files_and_names_what_is_wrong_with_one_expert(tmp_path, family):
-    model, items, name = _mixture(family, tmp_path)
+    items, name = list(load_file(tmp_path / "model.safetensors").items()), f"model.layers.1.{name}.weight"
     engine = engine_of(tmp_path, None)
     engine.load_weights(iter(items), version=0)
     loaded = engine._model.state_dict()

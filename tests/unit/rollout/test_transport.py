@@ -80,10 +80,7 @@ def test_a_tally_is_of_the_order_and_of_the_counts():
 
 
 def test_broadcast_brings_the_bytes_to_every_rank():
-    """Rank 0 is in this thread and rank 1 in another: two ends of one group, as trainer and worker have them.
-
-    Loopback alone is listened on.
-    """
+    """Rank 0 is in this thread and rank 1 in another: two ends of one group, as trainer and worker have them."""
     bound = timedelta(seconds=patient(HANG_S))
     listener = transport.listen("127.0.0.1")
     address, port = listener.getsockname()

@@ -11,6 +11,7 @@ from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.replica import ReplicaFacts, ReplicaLost
 from tests.unit.rollout.fake_engine import manager_of, prompt_of
 from tests.unit.rollout.receiving_engine import sender_of
+from tests.unit.rollout.tiny_model import _tokenizer
 
 
 class FakeReplica:
@@ -51,17 +52,10 @@ class FakeReplica:
         return []  # the receipts of no worker
 
 
-class WordlessTokenizer:
-    def decode(self, ids, **_: object) -> str:
-        return ""
-
-
-def vllm_engine_of(
-    *replicas: FakeReplica, drives: bool = True, start_late: bool = False, max_restarts: int = 3
-) -> VllmEngine:
+def vllm_engine_of(*replicas: FakeReplica, drives=True, start_late=False, max_restarts=3) -> VllmEngine:
     rollout = load_config(None, ["rollout.max_response_tokens=2", f"rollout.max_restarts={max_restarts}"]).rollout
     given = {"seed": 0, "stop_ids": (0,), "vocab_size": 17, "longest": 8, "start_late": start_late}
-    return VllmEngine(replicas, sender_of(1), WordlessTokenizer(), rollout, drives=drives, **given)
+    return VllmEngine(replicas, sender_of(1), _tokenizer(), rollout, drives=drives, **given)
 
 
 def test_an_engine_that_still_starts_is_not_woken_and_one_that_slept_holds_no_weights():

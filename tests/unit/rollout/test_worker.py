@@ -13,19 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
-from tests.patience import until
-from tests.unit.rollout.fake_engine import (
-    BACKGROUND,
-    BOUND_S,
-    MODES,
-    SAMPLES,
-    FakeEngine,
-    FakeReward,
-    end,
-    job_of,
-    producer_of,
-    value_of,
-)
+from tests.patience import HANG_S, patient, until
+from tests.unit.rollout.fake_engine import BACKGROUND, MODES, SAMPLES, FakeEngine, FakeReward, end, job_of, producer_of
 
 SHORT_S = 0.1  # a deadline, where nothing that is waited for ever comes
 
@@ -46,20 +35,15 @@ def collect(producer: RolloutWorker, under_way: Sequence[RolloutJob], job: Rollo
                 producer.start(other)
 
 
-def assert_invariants(
-    producer: RolloutWorker, jobs: Sequence[RolloutJob], engine: FakeEngine, score: FakeReward
-) -> None:
-    """Assert invariants 1 and 2 of rollout/worker.py.
-
-    Whoever waited has met invariant 3, and the engine's calls show invariant 4.
-    """
+def assert_invariants(producer: RolloutWorker, jobs: list[RolloutJob], engine: FakeEngine, score: FakeReward) -> None:
+    """Assert rollout/worker.py's invariants 1, 2 and, by the engine's calls, 4; whoever waited has met the third."""
     wanted = {job.prompts[place].name: number for number, job in enumerate(jobs) for place in job.mine}
     for job in jobs:
         assert set(job.rollouts) == set(job.scores) == set(job.mine)
         for place in job.mine:
             group, name = job.group(place), job.prompts[place].name
             assert [rollout.sample_id for rollout in group.rollouts] == [f"{name}#{k}" for k in range(SAMPLES)]
-            assert [score.total for score in group.scores] == [value_of(rollout) for rollout in group.rollouts]
+            assert list(group.scores) == FakeReward()(group.rollouts)
     assert Counter(engine.finished) == Counter(list(wanted))
     assert {name for call in engine.calls for name in call} <= set(wanted)
     names_of_call = [[sample.rpartition("#")[0] for sample in samples[::SAMPLES]] for _, samples in score.calls]
@@ -75,21 +59,12 @@ def assert_invariants(
 # without shrinking: to shrink an example that hangs would take hours
 @settings(max_examples=120, deadline=None, phases=(Phase.reuse, Phase.generate))
 @given(
-    mode=st.sampled_from(MODES),
-    apart=st.booleans(),
-    quick=st.booleans(),
-    min_groups=st.integers(1, 4),
-    part=st.integers(1, 4),
-    sizes=st.lists(st.integers(0, 7), min_size=1, max_size=4),
-    losses=st.lists(st.integers(0, 3), max_size=4),
-    seed=st.integers(0, 10**6),
-    rank=st.integers(0, 2),
+    mode=st.sampled_from(MODES), apart=st.booleans(), quick=st.booleans(), min_groups=st.integers(1, 4),
+    part=st.integers(1, 4), sizes=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    losses=st.lists(st.integers(0, 3), max_size=4), seed=st.integers(0, 10**6), rank=st.integers(0, 2),
 )
 def test_every_place_is_found_and_scored_once(mode, apart, min_groups, sizes, losses, seed, rank, part, quick):
-    """Jobs are queued behind one another, the engine is lost up to four times, and a job is waited for in parts.
-
-    The rank is one of one or of three.
-    """
+    """Jobs are queued, the engine is lost up to four times, a job is waited for in parts, by a rank of one or three."""
     engine, score = FakeEngine(seed=seed, losses=losses, group_s=0.0 if quick else 0.001), FakeReward()
     share = (0, 1) if rank == 0 else (rank, 3)
     producer = producer_of(engine, score, mode, apart=apart, min_groups=min_groups, share=share)
@@ -122,75 +97,41 @@ def test_what_a_reward_raises_is_raised_by_wait_and_the_next_job_goes_on(mode, a
     end(producer)
 
 
-def begun(engine: FakeEngine, score: FakeReward, mode: str, numbers: Sequence[int], **given):
-    """Return a producer that gives up a wait after SHORT_S, and a job that it has begun."""
-    producer = producer_of(engine, score, mode, deadline_s=SHORT_S, **given)
-    job = job_of(producer, numbers)
-    producer.start(job)
-    return producer, job
-
-
-def assert_late(wait, *words: str) -> None:
-    """Assert that a wait ends in an error by SHORT_S, and not before; one without that deadline takes BOUND_S."""
+def assert_late(wait, words: str) -> None:
+    """Assert that a wait ends in an error by SHORT_S, and not before, with the words, which ``|`` parts."""
     started = time.monotonic()
     with pytest.raises(EngineError) as ended:
         wait()
     assert time.monotonic() - started >= SHORT_S
-    assert all(word in str(ended.value) for word in (*words, f"run.deadline_s={SHORT_S:g} s")), ended.value
+    words = (*words.split("|"), f"run.deadline_s={SHORT_S:g} s")
+    assert all(word in str(ended.value) for word in words), ended.value
 
 
-def go_on(producer: RolloutWorker, job: RolloutJob, *held: threading.Event) -> None:
-    """Let a job end after its deadline: a rank that is only late is not broken by having been called so."""
-    producer.deadline_s = BOUND_S
-    for event in held:
-        event.set()
+@pytest.mark.parametrize(("mode", "apart", "count", "least", "holds", "hangs", "late"), [
+    # the first three groups are there, and the fourth never comes
+    *((*each, 5, 3, 3, "", dict.fromkeys([(2, 3, 4), None], "generated|is prompt 3@0")) for each in BACKGROUND),
+    # all are there, and their reward never comes: whoever waits for what is generated does not wait for it
+    *((mode, True, 4, 4, None, "1@0", {(1, 2): "scored|4 of 4, the first is prompt 0@0"}) for mode in MODES[1:]),
+    # two groups are being scored, which hangs, and the engine has two more to do
+    ("streaming", True, 4, 2, 2, "1@0", {(0, 1): "scored|is prompt 0@0", None: "generated|is prompt 2@0"}),
+    # in calls of three groups a part of two that are there waits for the third
+    *(("streaming", apart, 4, 3, 2, "", {(0, 1): "generated|is prompt 2@0"}) for apart in (True, False)),
+])
+def test_a_wait_ends_by_its_deadline_and_names_what_does_not_come(mode, apart, count, least, holds, hangs, late):
+    """``late``: by the places that are waited for, None for all that is generated, the words of the error."""
+    engine, score = FakeEngine(holds=holds), FakeReward(prompt=hangs, hold=threading.Event())
+    producer = producer_of(engine, score, mode, apart=apart, min_groups=least, deadline_s=SHORT_S)
+    job = job_of(producer, range(count))
+    producer.start(job)
+    assert until(lambda: len(job.rollouts) == (holds or count) and (score.calls or not hangs))
+    for places, words in late.items():
+        assert_late(lambda places=places: producer.wait(job, places) if places else producer.wait_generated(job), words)
+    if holds is None:
+        assert until(lambda: not job.generating)
+        producer.wait_generated(job)
+    producer.deadline_s = patient(HANG_S)  # a rank that is only late is not broken by having been called so
+    engine.held.set()
+    score.hold.set()
     producer.wait(job, job.mine)
-
-
-@pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
-def test_a_wait_for_an_engine_that_hangs_ends_by_its_deadline(mode, apart):
-    """The first three groups are there, and the fourth never comes."""
-    engine, score = FakeEngine(holds=3), FakeReward()
-    producer, job = begun(engine, score, mode, range(5), apart=apart, min_groups=3)
-    assert until(lambda: len(job.rollouts) == 3)
-    assert_late(lambda: producer.wait(job, [2, 3, 4]), "were not generated", "the first is prompt 3@0")
-    assert_late(lambda: producer.wait_generated(job), "were not generated", "the first is prompt 3@0")
-    go_on(producer, job, engine.held)
     assert_invariants(producer, [job], engine, score)
-    end(producer)
-
-
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_a_wait_for_a_reward_that_hangs_ends_by_its_deadline(mode):
-    engine, hold = FakeEngine(), threading.Event()
-    score = FakeReward(prompt="1@0", hold=hold)
-    producer, job = begun(engine, score, mode, range(4), apart=True, min_groups=4)
-    assert until(lambda: score.calls)
-    assert_late(lambda: producer.wait(job, [1, 2]), "were not scored", "4 of 4, the first is prompt 0@0")
-    assert until(lambda: not job.generating)
-    producer.wait_generated(job)  # this does not wait for rewards
-    go_on(producer, job, hold)
-    end(producer)
-
-
-def test_a_reward_that_hangs_is_named_while_the_rest_is_generated():
-    """In streaming, two groups are being scored, which hangs, and the engine has two more to do."""
-    engine, hold = FakeEngine(holds=2), threading.Event()
-    score = FakeReward(prompt="1@0", hold=hold)
-    producer, job = begun(engine, score, "streaming", range(4), apart=True, min_groups=2)
-    assert until(lambda: score.calls)
-    assert_late(lambda: producer.wait(job, [0, 1]), "were not scored", "the first is prompt 0@0")
-    assert_late(lambda: producer.wait_generated(job), "were not generated", "the first is prompt 2@0")
-    go_on(producer, job, hold, engine.held)
-    end(producer)
-
-
-@pytest.mark.parametrize("apart", [True, False])
-def test_a_part_too_small_to_be_scored_waits_for_the_engine(apart):
-    """In streaming in calls of three groups, a part of two that are there waits for the third."""
-    engine = FakeEngine(holds=2)
-    producer, job = begun(engine, FakeReward(), "streaming", range(4), apart=apart, min_groups=3)
-    assert until(lambda: len(job.rollouts) == 2)
-    assert_late(lambda: producer.wait(job, [0, 1]), "were not generated", "the first is prompt 2@0")
-    go_on(producer, job, engine.held)
     end(producer)

@@ -18,20 +18,8 @@ from megatron_rl.rollout import worker as producer_module
 from megatron_rl.rollout.manager import PARTS
 from megatron_rl.rollout.queue import RolloutQueue
 from tests.patience import until
-from tests.unit.rollout.fake_engine import (
-    BACKGROUND,
-    BOUND_S,
-    SAMPLES,
-    FakeEngine,
-    FakeReward,
-    end,
-    group_of,
-    job_of,
-    manager_of,
-    producer_of,
-    prompt_of,
-    prompts_of,
-)
+from tests.unit.rollout import fake_engine
+from tests.unit.rollout.fake_engine import BACKGROUND, FakeEngine, FakeReward, end, job_of, manager_of, producer_of
 
 
 class Counted(threading.Condition):
@@ -60,7 +48,7 @@ def test_a_wait_takes_no_processor_time(mode, apart):
 
 @pytest.mark.parametrize(("mode", "apart"), BACKGROUND)
 def test_close_ends_the_threads_amid_jobs(mode, apart):
-    engine = FakeEngine(group_s=BOUND_S)
+    engine = FakeEngine(group_s=fake_engine.BOUND_S)
     producer = producer_of(engine, FakeReward(), mode, apart=apart)
     jobs = [job_of(producer, range(40)), job_of(producer, range(40, 80))]
     for job in jobs:
@@ -88,7 +76,8 @@ def test_a_callback_after_close_hangs_nobody(mode, apart, monkeypatch):
     engine.held.set()
     assert until(lambda: not any(thread.is_alive() for thread in producer._threads))
     assert set(job.rollouts) == {0, 1, 2}
-    late = threading.Thread(target=engine.on_finished, args=(0, group_of(prompt_of(0))), daemon=True)
+    group = fake_engine.group_of(fake_engine.prompt_of(0))
+    late = threading.Thread(target=engine.on_finished, args=(0, group), daemon=True)
     late.start()
     assert until(lambda: not late.is_alive())
 
@@ -100,9 +89,9 @@ def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
     sizes = [f"train.prompts_per_rollout={size}", f"train.num_rollouts={turns}"]
     modes = [f"{producer}.mode={mode}", f"{producer}.prefetch_rollouts={depth}", f"{producer}.min_groups=2"]
     engine, trainer, numbers = FakeEngine(), SimpleNamespace(weight_version=0), itertools.count()
-    overrides = [*sizes, *modes, f"rollout.samples_per_prompt={SAMPLES}"]
+    overrides = [*sizes, *modes, f"rollout.samples_per_prompt={fake_engine.SAMPLES}"]
     generation = manager_of(engine, *overrides, score=FakeReward(), version=lambda: trainer.weight_version)
-    prompts = SimpleNamespace(next=lambda count, epochs: [prompt_of(next(numbers)) for _ in range(count)])
+    prompts = SimpleNamespace(next=lambda count, epochs: [fake_engine.prompt_of(next(numbers)) for _ in range(count)])
     timer = StepTimer(lambda stage: contextlib.nullcontext())
     given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
     feed = RolloutQueue(generation.config, trainer, generation, prompts, timer, **given)
@@ -146,23 +135,10 @@ def test_a_wait_lasts_as_long_as_the_engine_says_that_it_computes():
     end(producer)
 
 
-class LateEngine(FakeEngine):
-    """Says that it computes, and finishes once its ranks have met for longer than run.deadline_s; or says nothing."""
-
-    def __init__(self, *, speaks: bool) -> None:
-        super().__init__(holds=0)
-        self.speaks, self.weight_version = speaks, 1
-
-    @property
-    def progressed_at(self) -> float:
-        return time.monotonic() if self.speaks else LONG_AGO
-
-    @progressed_at.setter
-    def progressed_at(self, _: float) -> None: ...
-
-
 def produce(rank: int, world: int, speaks: bool) -> str:
-    engine = LateEngine(speaks=speaks)
+    """Over an engine that finishes once the ranks have met for longer than run.deadline_s, and speaks or not."""
+    engine = FakeEngine(holds=0)
+    engine.weight_version, engine.progressed_at = 1, math.inf if speaks else LONG_AGO
     share = (0, 1) if rank == 0 else None
     manager = manager_of(engine, f"run.deadline_s={DEADLINE_S:g}", version=lambda: 1, share=share)
     together, meetings = manager._together, []
@@ -175,7 +151,7 @@ def produce(rank: int, world: int, speaks: bool) -> str:
 
     manager._together = counted
     try:
-        job = manager.produce(prompts_of(range(2)), 2)
+        job = manager.produce(fake_engine.prompts_of(range(2)), 2)
         return f"{len(job.scores)} groups after {len(meetings) > 2 * PARTS}"
     except (EngineError, PeerError) as error:
         return f"{type(error).__name__}: {error}"

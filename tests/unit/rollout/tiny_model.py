@@ -17,14 +17,8 @@ EOS = 0
 TEMPERATURE = 0.7
 SIZES = {
     "vocab_size": len(VOCAB),
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": EOS,
 }
 ROUNDING = 1e-5  # of log-probs: cached against full attention in float32; both round, neither is the truth
 
@@ -46,16 +40,13 @@ def _model(*, tied: bool = False, scale: float = 0.15) -> Qwen2ForCausalLM:
 
 
 def engine_of(
-    hf_path: str | pathlib.Path,
-    model: PreTrainedModel | None,
-    tokenizer: PreTrainedTokenizerFast | None = None,
+    hf_path: str | pathlib.Path, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerFast | None = None,
     **rollout,
 ) -> TransformersEngine:
     """Make the embedded engine on the CPU, with the model's weights as version 1; without a model, with none."""
     settings = RolloutConfig(**{"temperature": TEMPERATURE, "max_response_tokens": 12} | rollout)
-    engine = TransformersEngine(
-        str(hf_path), tokenizer or _tokenizer(), settings, seed=3, dtype=torch.float32, device=torch.device("cpu")
-    )
+    given = {"seed": 3, "dtype": torch.float32, "device": torch.device("cpu")}
+    engine = TransformersEngine(str(hf_path), tokenizer or _tokenizer(), settings, **given)
     if model is not None:
         engine.load_weights(iter(model.state_dict().items()), version=1)
     return engine

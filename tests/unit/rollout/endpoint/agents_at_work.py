@@ -12,7 +12,7 @@ from megatron_rl.rollout.endpoint.agents import AgentEngine
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.types import Prompt
 from tests.patience import patient
-from tests.unit.rollout.tiny_model import TEMPERATURE, _tokenizer, engine_of
+from tests.unit.rollout.tiny_model import TEMPERATURE, _tokenizer
 
 ROOM = 24
 # One letter for each role, and the tools' number: a(user) b(assistant) c(tool) d(system, tools).
@@ -30,22 +30,11 @@ def chat_tokenizer():
     return tokenizer
 
 
-def loaded_engine(model, hf_path: str) -> TransformersEngine:
-    return engine_of(hf_path, model, chat_tokenizer(), max_response_tokens=ROOM, max_batch_samples=16)
-
-
 def with_agent(inner: TransformersEngine, agent, *, on_error: str = "fail", **settings) -> AgentEngine:
     settings = {"agent": "tests:agent", "deadline_s": patient(60.0)} | settings
     return AgentEngine(
-        inner,
-        agent,
-        chat_tokenizer(),
-        EndpointConfig(**settings),
-        port=0,
-        temperature=TEMPERATURE,
-        on_error=on_error,
-        max_prompt_tokens=20,
-        max_response_tokens=ROOM,
+        inner, agent, chat_tokenizer(), EndpointConfig(**settings), port=0, temperature=TEMPERATURE, on_error=on_error,
+        max_prompt_tokens=20, max_response_tokens=ROOM,
     )
 
 

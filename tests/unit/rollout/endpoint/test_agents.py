@@ -22,21 +22,14 @@ from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_gr
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import patient
-from tests.unit.rollout.endpoint.agents_at_work import (
-    PROMPTS,
-    asked,
-    chat_tokenizer,
-    chatted,
-    loaded_engine,
-    with_agent,
-)
+from tests.unit.rollout.endpoint.agents_at_work import PROMPTS, ROOM, asked, chat_tokenizer, chatted, with_agent
 from tests.unit.rollout.fake_engine import manager_of
-from tests.unit.rollout.tiny_model import EOS, ROUNDING, TEMPERATURE, VOCAB, forward_logprobs
+from tests.unit.rollout.tiny_model import EOS, ROUNDING, TEMPERATURE, VOCAB, engine_of, forward_logprobs
 
 
 @pytest.fixture(scope="module")
 def inner(model, hf_path):
-    return loaded_engine(model, hf_path)
+    return engine_of(hf_path, model, chat_tokenizer(), max_response_tokens=ROOM, max_batch_samples=16)
 
 
 @contextlib.contextmanager
@@ -70,7 +63,6 @@ def ids(text: str) -> list[int]:
 
 
 def test_three_turns_equal_a_naive_loop(inner) -> None:
-    """Greedy sessions hold the ids, log-probs and mask of a loop that appends tokens by hand."""
     found, _ = generated(inner, three_turns, samples=1, temperature=0.0)
     for rollout in found:
         context = ids(f"a{rollout.prompt.columns['question']}b")
@@ -346,8 +338,7 @@ def test_the_openai_client_goes_unmodified(inner) -> None:
             client.chat.completions.create(model="policy", messages=messages, n=2)
         return 1.0
 
-    logprobs: list = []
-    said: list = []
+    logprobs, said = [], []
     (rollout,), counts = generated(inner, agent, samples=1, prompts=PROMPTS[:1])
     assert rollout.num_turns == 2 and not counts["untrained branches"]
     assert list(rollout.logprobs[: len(logprobs[0])]) == logprobs[0] and rollout.text.endswith(said[0])

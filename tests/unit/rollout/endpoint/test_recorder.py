@@ -16,31 +16,11 @@ CHAT = ("chat", "null")
 
 def answered(record: Record, asked, reply, new_ids, ids, *, version=1, frame=CHAT, reason="stop") -> Turn:
     turn = Turn(
-        frame=frame,
-        parent=record.parent_of(frame, asked),
-        known=asked + reply,
-        new_ids=tuple(new_ids),
-        ids=tuple(ids),
-        logprobs=tuple(-0.1 * token for token in ids),
-        weight_versions=((version, len(ids)),),
-        finish_reason=reason,
+        frame=frame, parent=record.parent_of(frame, asked), known=asked + reply, new_ids=tuple(new_ids), ids=tuple(ids),
+        logprobs=tuple(-0.1 * token for token in ids), weight_versions=((version, len(ids)),), finish_reason=reason,
     )
     record.add(turn)
     return turn
-
-
-def test_three_turns_chain_into_one_sample() -> None:
-    record = Record()
-    answered(record, ("u",), ("a",), (5, 6), (8, 0))
-    answered(record, ("u", "a", "t"), ("b",), (4,), (9, 0))
-    answered(record, ("u", "a", "t", "b", "v"), ("c",), (3, 3), (7, 0), version=2)
-    branch = record.last_branch()
-    assert branch.prompt_ids == (5, 6) and branch.response_ids == (8, 0, 4, 9, 0, 3, 3, 7, 0)
-    assert branch.loss_mask == (True, True, False, True, True, False, False, True, True)
-    assert branch.logprobs == (-0.8, 0.0, 0.0, -0.9, 0.0, 0.0, 0.0, -0.1 * 7, 0.0)
-    assert branch.weight_versions == ((1, 7), (2, 2))
-    assert record.turns[-1].token_ids() == branch.prompt_ids + branch.response_ids
-    assert record.leaves() == record.turns[-1:]
 
 
 def test_what_extends_a_conversation_chains_with_the_latest_of_equal_ones_and_nothing_else_does() -> None:
@@ -66,20 +46,23 @@ def test_texts_and_ids_chain_by_their_own_prefix() -> None:
 
 
 def test_the_last_branch_of_random_trees_is_a_naive_walks() -> None:
-    """Over random trees: its tokens are those of the walk to the last turn, and the sampled ones carry loss."""
+    """Over random trees. A token that was not sampled carries no loss, and has the version of the one before it."""
     draw = random.Random(0)
     for _ in range(200):
-        record, known, contexts = Record(), [()], {(): ()}
+        record, known, contexts, versions = Record(), [()], {(): ()}, {(): []}
         for number in range(draw.randint(1, 9)):
-            base = draw.choice(known)
+            base, version = draw.choice(known), draw.randint(1, 2)
             new, ids = (100 + number,), tuple(1000 + 10 * number + k for k in range(draw.randint(1, 3)))
             asked = (*base, f"u{number}")
-            turn = answered(record, asked, (f"a{number}",), new, ids)
+            turn = answered(record, asked, (f"a{number}",), new, ids, version=version)
             known.append(turn.known)
             contexts[turn.known] = (*contexts[base], *new, *ids)
+            versions[turn.known] = [*versions[base], *versions[base][-1:], *[version] * len(ids)]
         found = record.last_branch()
-        assert found.prompt_ids + found.response_ids == contexts[known[-1]]
-        assert all((token >= 1000) == loss for token, loss in zip(found.response_ids, found.loss_mask, strict=True))
+        assert found.prompt_ids + found.response_ids == contexts[known[-1]] == record.turns[-1].token_ids()
+        assert found.loss_mask == tuple(token >= 1000 for token in found.response_ids)
+        assert found.logprobs == tuple(-0.1 * token * (token >= 1000) for token in found.response_ids)
+        assert [version for version, count in found.weight_versions for _ in range(count)] == versions[known[-1]]
         assert record.leaves() == [x for x in record.turns if not any(y.parent is x for y in record.turns)]
 
 
