@@ -29,7 +29,7 @@ PYTEST_ARGS ?=
 LANES ?= 3
 VLLM_LANES ?= 2
 OWN = $(foreach room,vllm oracles tinker extras bridge,--ignore=tests/$(room))
-FAR = $(foreach room,equality latest runs faults vllm oracles slurm tinker bridge,--ignore=tests/$(room))
+FAR = $(foreach room,equality latest runs faults tools vllm oracles slurm tinker bridge extras,--ignore=tests/$(room))
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
 MODELS_ARGS ?=
@@ -103,7 +103,7 @@ test: $(STAMP)  ## all tests but the long ones
 test-all: $(STAMP)  ## every test
 	$(PYTEST) tests $(OWN) -m "not vllm and not network" $(PYTEST_ARGS)
 
-test-fast: $(STAMP)  ## in under a minute: tests that start no process
+test-fast: $(STAMP)  ## in under a minute: the package's tests that start no process
 	$(PYTEST) tests $(FAR) -m "not long and not process and not distributed and not vllm and not network" $(PYTEST_ARGS)
 
 test-distributed: $(STAMP)  ## only tests on several gloo processes

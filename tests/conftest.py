@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 from collections.abc import Iterator
 
@@ -60,3 +61,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if fixture in item.fixturenames:
                 item.add_marker(mark)
     items.sort(key=lambda item: -max((mark.kwargs.get("seconds", 0) for mark in item.iter_markers("long")), default=0))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave what is imported and collected to no collection of garbage, now or later: it lives until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
