@@ -41,10 +41,10 @@ def failed_tests(outcomes: pathlib.Path) -> list[str]:
 
 
 class Outcomes:
-    """Writes a line ``passed NAME`` or ``failed NAME`` for each test, as it ends.
+    """Writes a line ``passed NAME`` or ``failed NAME`` for each test, as it ends, and ``ended CODE`` last.
 
     A test that fails in its setup or after its end, a lane that dies under it and a file that cannot be read count as
-    failed.
+    failed. Where pytest itself broke off, its code is neither 0 nor 1, or the last line is missing.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -57,6 +57,9 @@ class Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed or report.when == "call":
             self._write(report.outcome, report.nodeid)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._write("ended", str(int(exitstatus)))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

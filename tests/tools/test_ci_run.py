@@ -25,6 +25,12 @@ def test_by_chance():
     seen.touch()
     assert again
 """
+BREAKS_OFF = """
+
+def test_that_ends_pytest():
+    import pytest
+    pytest.exit("broken off")
+"""
 pytestmark = pytest.mark.process
 
 
@@ -63,13 +69,14 @@ def test_what_fails_by_chance_and_the_drawn_sixth_are_named_and_the_run_is_green
     assert ran == {x for x in names if share_of(x, 6) == 2} and ran, lines
 
 
-def test_what_fails_again_and_a_part_that_cannot_start_end_with_1(project: pathlib.Path) -> None:
+def test_what_fails_again_and_a_part_that_cannot_start_or_breaks_off_end_with_1(project: pathlib.Path) -> None:
     (project / "tests" / "test.py").write_text(STEADY + "\n\ndef test_wrong():\n    assert 1 == 2\n")
     (project / "Makefile").write_text((project / "Makefile").read_text().replace("tests/test-vllm.py", "--no-such"))
+    (project / "tests" / "test-oracles.py").write_text(BY_CHANCE + BREAKS_OFF)
     code, lines = run_ci(project)
-    assert code == 1 and lines[-1] == "FAILED: tests/test.py::test_wrong", lines
-    assert any("vLLM" in line and "FAILED with code 2" in line for line in lines), lines
-    assert not any(line.startswith("UNSTEADY") for line in lines)
+    assert code == 1 and "FAILED: tests/test.py::test_wrong" in lines, lines
+    for part in ("vLLM", "oracles"):
+        assert any(part in line and "FAILED with code 2" in line for line in lines), lines
 
 
 def test_six_sixths_are_all_long_tests_once() -> None:
