@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 
+def quoted(value: object, most: int = 60) -> str:
+    """Return a value for a message, cut behind ``most`` characters."""
+    return shortened(repr(value) if not isinstance(value, str) or value.isascii() else ascii(value), most)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Return a text for a message without quotes, cut behind ``most`` characters."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
+
 class ConfigError(ValueError):
     """Reports a setting that cannot work: the message names the key, the value and the way out."""
 

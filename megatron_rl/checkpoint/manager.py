@@ -42,9 +42,8 @@ from megatron_rl.checkpoint.run_state import RestoredRun, ResumePoint, RunState
 from megatron_rl.checkpoint.state_file import read_model_state, read_state
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config, config_to_dict
-from megatron_rl.config.json_text import shortened
 from megatron_rl.distributed.collectives import gather_json
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, shortened
 
 log = logging.getLogger(__name__)
 # in the run's folder; cut back to the sizes that they had when the checkpoint was taken

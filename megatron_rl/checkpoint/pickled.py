@@ -22,7 +22,8 @@ from torch.distributed.checkpoint import filesystem as on_disk
 
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.pickle_scan import scan
-from megatron_rl.config.json_text import field, quoted, read_object, shortened
+from megatron_rl.errors import quoted, shortened
+from megatron_rl.json_text import field, read_object
 
 ALLOWED = {  # of .metadata as 0.16.1 and 0.19.2 write it; the latter has BytesStorageMetadata, of its common_state
     "torch.distributed.checkpoint.metadata": {

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron_rl import json_text
 from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint
-from megatron_rl.config import json_text
 
 MOST_BYTES = 2**31  # a rank's random states take about 20 kB
 MOST_COUNT = 2**53  # of steps, rollouts, tokens and bytes

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.pickled import guarded
-from megatron_rl.config.json_text import shortened
 from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.distributed.platform import HOST, on_host
+from megatron_rl.errors import shortened
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingException  # isort: skip

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.import_path import is_own
-from megatron_rl.config.json_text import quoted
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 
 def choose(key: str, value: object, allowed: tuple[str, ...]) -> None:

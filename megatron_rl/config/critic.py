@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from megatron_rl.config.checks import choose
-from megatron_rl.config.json_text import quoted
 from megatron_rl.config.ranges import Range, hints_of
 from megatron_rl.config.typed import typed_value
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 OWN_SECTIONS = ("parallel", "optimizer")
 

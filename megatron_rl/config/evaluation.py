@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from megatron_rl.config.json_text import quoted
 from megatron_rl.config.ranges import Range
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 
 @dataclass(frozen=True, kw_only=True)

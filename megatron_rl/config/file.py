@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import yaml
 
-from megatron_rl.config.json_text import quoted, shortened
 from megatron_rl.config.ranges import hints_of
 from megatron_rl.config.references import References
 from megatron_rl.config.sections import Config
 from megatron_rl.config.typed import RENAMED, build_section, hint_at, holds_text
 from megatron_rl.config.yaml_text import FLOAT, Lines, parse_yaml, read_yaml
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted, shortened
 
 Tree = dict[str, object]
 

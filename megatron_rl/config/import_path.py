@@ -12,9 +12,8 @@ import sys
 from collections.abc import Collection, Mapping
 from types import ModuleType
 
-from megatron_rl.config.json_text import quoted
 from megatron_rl.config.no_exit import exit_is_an_error
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 
 def is_own(name: str) -> bool:

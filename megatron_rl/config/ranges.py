@@ -14,8 +14,7 @@ import re
 import typing
 from collections.abc import Iterator
 
-from megatron_rl.config.json_text import quoted
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

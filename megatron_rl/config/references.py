@@ -9,8 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from megatron_rl.config.json_text import quoted
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 REFERENCE = re.compile(r"\$\{([^{}$]*)\}")
 MOST_CHARACTERS = 100_000

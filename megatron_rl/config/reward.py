@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megatron_rl.config.checks import choose
-from megatron_rl.config.json_text import quoted
 from megatron_rl.config.ranges import Range
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 REWARD_MODEL = "reward_model"  # of reward.functions: the model of reward.model_path
 

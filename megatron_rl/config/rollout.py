@@ -8,9 +8,8 @@ from urllib.parse import urlsplit
 
 from megatron_rl.config.checks import choose
 from megatron_rl.config.endpoint import EndpointConfig
-from megatron_rl.config.json_text import quoted
 from megatron_rl.config.ranges import Range
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 OWNED_ARGUMENTS = {
     "model": "model.hf_path",

@@ -1,6 +1,6 @@
 """The whole configuration: one frozen dataclass per section, composed, and never changed after it was built.
 
-Each section checks its own values, alone and together; megatron_rl/validate.py checks the relations of sections. Every
+Each section checks its own values, alone and together; megatron_rl/validate/ checks the relations of sections. Every
 error is a ConfigError that names the key, the value and the way out.
 """
 

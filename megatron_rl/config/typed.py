@@ -8,9 +8,8 @@ import math
 import typing
 from collections.abc import Mapping
 
-from megatron_rl.config.json_text import quoted, shortened
 from megatron_rl.config.ranges import Range, check_number, hints_of, parts_of
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted, shortened
 
 # Keys of earlier releases and their names of today; a section's name renames all of its keys.
 RENAMED = {

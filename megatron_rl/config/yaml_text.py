@@ -12,8 +12,8 @@ import re
 
 import yaml
 
-from megatron_rl.config.json_text import quoted, read_bytes
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.json_text import read_bytes
 
 MOST_BYTES = 2**18
 MOST_VALUES = 10_000

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from megatron_rl.config.json_text import parse_json, quoted, read_json, read_object
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.json_text import parse_json, read_json, read_object
 
 MOST_LINE_BYTES = 64 * 2**20  # of a line of text
 MOST_TABLE_ROWS = 10_000_000  # of a Parquet file, a few bytes of which can stand for any number of rows

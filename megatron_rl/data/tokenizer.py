@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from megatron_rl.config import Config
-from megatron_rl.config.json_text import check, field, quoted, read_object
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.json_text import check, field, read_object
 
 # The JSON files of a tokenizer's folder; each is read before transformers reads it, so that a fault has its place.
 JSON_FILES = (

@@ -24,8 +24,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron_rl.config.json_text import field, parse_json
 from megatron_rl.errors import ConfigError
+from megatron_rl.json_text import field, parse_json
 
 log = logging.getLogger(__name__)
 LOCK = "lock.json"

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.config.json_text import quoted
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.model.bridge_family import bridged_shape
 from megatron_rl.weights.families.register import FAMILIES, check_family
 from megatron_rl.weights.families.windows import FULL

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from megatron_rl.config import Config
-from megatron_rl.config.megatron_fields import Refusals, resolve_fields
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.megatron_fields import Refusals, resolve_fields
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 

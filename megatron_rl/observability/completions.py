@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rl.config.json_text import check, parse_json, quoted
+from megatron_rl.errors import quoted
+from megatron_rl.json_text import check, parse_json
 from megatron_rl.types import Rollout
 
 log = logging.getLogger(__name__)

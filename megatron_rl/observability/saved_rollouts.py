@@ -19,7 +19,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
-from megatron_rl.config.json_text import check, parse_json
+from megatron_rl.json_text import check, parse_json
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"rollout_(\d+)\.rank(\d+)\.json\.gz")

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from megatron_rl.config import MetricsConfig
-from megatron_rl.config.json_text import read_object
 from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.errors import ConfigError
+from megatron_rl.json_text import read_object
 from megatron_rl.observability.completions import TRAIN, Completion, as_text, visible
 
 log = logging.getLogger(__name__)

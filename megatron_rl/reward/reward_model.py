@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megatron_rl.config.json_text import quoted
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 ROWS_PER_PASS = 16
 

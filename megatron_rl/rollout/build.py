@@ -13,11 +13,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
-from megatron_rl.config.json_text import quoted
 from megatron_rl.config.lora import PROJECTIONS
 from megatron_rl.config.rollout import VLLM_LORA_RANKS
 from megatron_rl.distributed.weight_channel import LOOPBACK, choose_channel
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.rollout.bitwise_engine import BitwiseEngine
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.transformers_engine import TransformersEngine, stop_tokens

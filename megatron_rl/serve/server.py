@@ -11,13 +11,12 @@ from collections.abc import Iterator
 
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import Config, config_to_yaml
-from megatron_rl.config.json_text import quoted
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.rollout.http_server import is_loopback, keys_in, listening
 from megatron_rl.rollout.transformers_engine import stop_tokens
 from megatron_rl.serve.books import Books

@@ -139,8 +139,8 @@ def read_shape(config: Config, degrees):
     """Return the ModelShape of ``model.hf_path``'s config.json; no weights are read."""
     from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
     from megatron_rl.backend.trainable_model import DistributedDataParallelConfig
-    from megatron_rl.config.megatron_fields import resolve_fields
     from megatron_rl.model.hf_config import model_shape
+    from megatron_rl.model.megatron_fields import resolve_fields
     from megatron_rl.model.transformer_fields import transformer_fields
     from megatron_rl.validate import check_lengths
     from megatron_rl.weights.config_json import read_hf_config

@@ -6,10 +6,10 @@ import logging
 
 from megatron_rl.algorithm.sharing import sharing_refusal
 from megatron_rl.config import Config
-from megatron_rl.config.json_text import quoted
 from megatron_rl.distributed.cuda_environment import added_variables
 from megatron_rl.distributed.installation import compiler_fault
 from megatron_rl.distributed.platform import HOST
+from megatron_rl.errors import quoted
 from megatron_rl.model.logit_chunks import settled_kernel
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.weights.config_json import ignored_fields

@@ -16,7 +16,6 @@ from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import ResumePoint
 from megatron_rl.config import Config, config_to_dict, config_to_yaml
-from megatron_rl.config.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
 from megatron_rl.critic import Critic, RemoteCritic, RewardModel, build_critic
 from megatron_rl.critic.link import PolicyCriticLink, local_policy_ranks
 from megatron_rl.data.prompt_dataset import PromptDataset
@@ -30,6 +29,7 @@ from megatron_rl.observability.metrics import MetricsWriter
 from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
+from megatron_rl.planning.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
 from megatron_rl.reward import Reward, opened_reward
 from megatron_rl.rollout.build import RankLocation, place_engine, refuse_mixture
 from megatron_rl.rollout.endpoint.agents import AgentEngine, with_agents

@@ -13,12 +13,12 @@ import torch
 from megatron_rl.backend.optimizer import megatron_config
 from megatron_rl.backend.teacher_weights import look_at_teacher
 from megatron_rl.config import Config, policy_ranks
-from megatron_rl.config.num_steps import moving_rl_steps
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import refuse_bitwise
 from megatron_rl.model.hf_config import read_shape
+from megatron_rl.planning.num_steps import moving_rl_steps
 from megatron_rl.reward import opened_reward
 from megatron_rl.rollout.build import (
     RankLocation,

@@ -13,12 +13,11 @@ from megatron_rl.checkpoint.manager import APPENDED, changed_settings
 from megatron_rl.checkpoint.model_state import identity_of_shape
 from megatron_rl.checkpoint.resume import foresee_resume
 from megatron_rl.config import Config, config_to_dict
-from megatron_rl.config.json_text import quoted
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.run_lock import RunLock
-from megatron_rl.errors import CheckpointError, ConfigError
+from megatron_rl.errors import CheckpointError, ConfigError, quoted
 from megatron_rl.model.hf_config import read_shape
 from megatron_rl.observability.metrics import METRICS_FILE, Row, read_metrics
 from megatron_rl.observability.report import write_report

@@ -18,9 +18,9 @@ from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.routed_rows import RecordedExperts
 from megatron_rl.config import Config
-from megatron_rl.config.num_steps import steps_per_rollout
 from megatron_rl.observability.metrics import GAPS, add_sums, divide
 from megatron_rl.observability.timer import StepTimer
+from megatron_rl.planning.num_steps import steps_per_rollout
 from megatron_rl.rollout.logprob_gap import guard_logprob_gap
 from megatron_rl.rollout.training_batch import TrainingBatch
 from megatron_rl.trainer.advantages import AdvantageResult

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import pathlib
 
-from megatron_rl.config.json_text import check, parse_json
 from megatron_rl.errors import ConfigError
+from megatron_rl.json_text import check, parse_json
 from megatron_rl.observability.completions import FILE_NAME, read_completions, to_row
 from megatron_rl.observability.saved_rollouts import plain, read_rollout, saved_numbers
 

@@ -6,8 +6,8 @@ import math
 import pathlib
 from typing import Any
 
-from megatron_rl.config.json_text import check, field, quoted, read_object
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.json_text import check, field, read_object
 from megatron_rl.weights.families.register import ALIASES, FAMILIES, check_family
 from megatron_rl.weights.quantization import WAY_OUT, block_size, is_mxfp4
 from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights, heads_differ

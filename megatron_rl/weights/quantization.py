@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from megatron_rl.config.json_text import check, quoted
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.json_text import check
 
 SCALE = "_scale_inv"
 WAY_OUT = "give the folder of the full weights (bfloat16, float16 or float32)"

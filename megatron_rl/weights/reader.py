@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.config.json_text import check, field, quoted, read_object
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.json_text import check, field, read_object
 from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.families.family import ExpertNames
 from megatron_rl.weights.mapping import hf_size, stage_entries

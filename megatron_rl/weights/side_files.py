@@ -6,7 +6,7 @@ import json
 import pathlib
 import shutil
 
-from megatron_rl.config.json_text import read_object
+from megatron_rl.json_text import read_object
 
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 SIDE_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")

@@ -26,6 +26,7 @@ MAX_FUNCTION_LINES = 60
 # levels alone.
 LEVELS = (
     ("errors", "types"),
+    ("json_text",),
     ("config",),
     ("distributed", "algorithm", "planning", "data", "environment"),
     ("reward", "weights", "doctor"),

@@ -13,7 +13,7 @@ import pathlib
 
 def family_of(folder: pathlib.Path) -> str | None:
     """Return ``model_type`` of a Hugging Face directory, or None if it has no config."""
-    from megatron_rl.config.json_text import read_object
+    from megatron_rl.json_text import read_object
 
     path = folder / "config.json"
     return read_object(path).get("model_type") if path.exists() else None

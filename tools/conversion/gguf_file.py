@@ -17,8 +17,7 @@ from types import ModuleType
 
 import numpy as np
 
-from megatron_rl.config.json_text import quoted
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 MOST_COUNT = 2**22  # of keys, tensors, and elements of a list: a vocabulary's merges are half a million

@@ -16,8 +16,8 @@ import torch
 from conversion.gguf_file import GgufFile, gguf_library
 
 from megatron_rl.checkpoint.convert import WIDER, appearing
-from megatron_rl.config.json_text import check, field, quoted
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.json_text import check, field
 from megatron_rl.weights.finite import check_finite
 from megatron_rl.weights.mapping import hf_size
 from megatron_rl.weights.model_shape import ModelShape

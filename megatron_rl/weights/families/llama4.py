@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.json_text import quoted
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.families.dense_layer import attention_entries, attention_sizes
 from megatron_rl.weights.families.family import ExpertNames, Family

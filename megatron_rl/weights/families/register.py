@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.json_text import quoted
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.weights.families.bridged import Families
 from megatron_rl.weights.families.deepseek_v3 import DEEPSEEK_V3
 from megatron_rl.weights.families.family import Family

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.config.json_text import quoted
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

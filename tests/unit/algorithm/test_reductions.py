@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megatron_rl.algorithm.advantage import loss_inputs
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import REDUCTIONS, Config, load_config
-from megatron_rl.config.num_steps import steps_per_rollout
+from megatron_rl.planning.num_steps import steps_per_rollout
 from megatron_rl.planning.plan import PlanRules, plan_steps, split_mini_batches
 from megatron_rl.types import Advantages, BatchFacts, BatchPlan, StepKind
 from tests.pairwise import pairwise

@@ -7,10 +7,10 @@ import pathlib
 import pytest
 
 from megatron_rl.config import EndpointConfig, load_config
-from megatron_rl.config.agents import check_agents
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.endpoint.agents import agent_of
 from megatron_rl.validate import check_environment, validate_config
+from megatron_rl.validate.agents import check_agents
 
 AGENT = "rollout.endpoint.agent=tests.unit.config.test_validate:play"
 

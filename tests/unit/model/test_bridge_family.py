@@ -17,7 +17,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model import bridge_family
 from megatron_rl.model.bridge_model import check_frequencies
 from megatron_rl.model.hf_config import read_shape
-from megatron_rl.validate import _check_provider
+from megatron_rl.validate import check_provider
 from megatron_rl.weights.families.bridged import Families
 from megatron_rl.weights.families.family import Family
 from megatron_rl.weights.families.register import FAMILIES
@@ -46,9 +46,9 @@ def test_other_releases_are_refused_with_both_versions(monkeypatch: pytest.Monke
 )
 def test_what_was_not_shown_beside_it_is_refused(beside: str) -> None:
     given = [beside, "advantage.estimator=distillation"] if beside.startswith("teacher") else [beside]
-    _check_provider(load_config(None, given))
+    check_provider(load_config(None, given))
     with pytest.raises(ConfigError, match=f"model.provider=bridge beside {beside.partition('=')[0]}"):
-        _check_provider(load_config(None, [*given, "model.provider=bridge"]))
+        check_provider(load_config(None, [*given, "model.provider=bridge"]))
 
 
 def test_other_rotary_frequencies_than_transformers_are_refused() -> None:

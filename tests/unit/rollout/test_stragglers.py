@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import load_config
-from megatron_rl.config.stragglers import check_stragglers
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.stragglers import choose, hand_out, num_to_start, num_to_train
 from megatron_rl.rollout.worker import RolloutJob
+from megatron_rl.validate.stragglers import check_stragglers
 from tests.patience import until
 from tests.unit.rollout.fake_engine import SAMPLES, FakeEngine, FakeReward, group_of, manager_of, prompt_of, prompts_of
 

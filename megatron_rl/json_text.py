@@ -14,23 +14,13 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted, shortened
 
 MOST_BYTES = 256 * 2**20  # the largest tokenizer.json of a public model takes about 40 MB
 MOST_DIGITS = 400  # the largest float64 has 309 digits before its point
 MOST_LEVELS = 100  # of nested lists and objects
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _KINDS = {dict: "an object", list: "a list", str: "a text", int: "an integer", float: "a number", bool: "true or false"}
-
-
-def quoted(value: object, most: int = 60) -> str:
-    """Return a value for a message, cut behind ``most`` characters."""
-    return shortened(repr(value) if not isinstance(value, str) or value.isascii() else ascii(value), most)
-
-
-def shortened(text: str, most: int = 60) -> str:
-    """Return a text for a message without quotes, cut behind ``most`` characters."""
-    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 def parse_json(text: str | bytes, where: str, *, error: type[Exception] = ConfigError) -> object:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from megatron_rl.config import Config
-from megatron_rl.config.num_steps import steps_per_rollout
 from megatron_rl.errors import ConfigError
+from megatron_rl.planning.num_steps import steps_per_rollout
 
 
 def check_stragglers(config: Config) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megatron_rl.config import Config
-from megatron_rl.config.json_text import quoted
 from megatron_rl.config.rollout import VLLM_LORA_RANKS
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 
 def check_delta(config: Config) -> None:

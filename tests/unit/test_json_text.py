@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from megatron_rl.config.json_text import check, field, parse_json, read_json, read_object
 from megatron_rl.errors import CheckpointError, ConfigError
+from megatron_rl.json_text import check, field, parse_json, read_json, read_object
 
 REFUSED = {
     b'{"a": 1': "not valid JSON: Expecting ',' delimiter (column 8)",

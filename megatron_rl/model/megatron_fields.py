@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.json_text import quoted
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 OFF = (None, False, 0, "", "none")  # and empty lists: values that leave a feature of Megatron-Core off
 

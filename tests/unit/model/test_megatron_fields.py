@@ -12,9 +12,9 @@ from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
 from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
 from megatron_rl.config import load_config
-from megatron_rl.config.megatron_fields import Refusals, resolve_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import build_model
+from megatron_rl.model.megatron_fields import Refusals, resolve_fields
 from megatron_rl.model.transformer_fields import REFUSED_TRANSFORMER_FIELDS, transformer_fields
 from tests.reference import tiny_config
 

@@ -9,13 +9,12 @@ from megatron_rl.algorithm import own_estimator
 from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, CriticConfig, TeacherConfig, critic_config
-from megatron_rl.config.agents import check_agents
-from megatron_rl.config.bitwise import check_bitwise
 from megatron_rl.config.import_path import is_own
-from megatron_rl.config.json_text import quoted, shortened
-from megatron_rl.config.stragglers import check_stragglers
-from megatron_rl.config.weight_sync import check_adapters_alone, check_delta
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted, shortened
+from megatron_rl.validate.agents import check_agents
+from megatron_rl.validate.bitwise import check_bitwise
+from megatron_rl.validate.partial_sync import check_adapters_alone, check_delta
+from megatron_rl.validate.stragglers import check_stragglers
 
 MOST_SAMPLES = 10**7  # of a rollout
 
@@ -30,7 +29,7 @@ def validate_config(config: Config) -> None:
     check_reference(config)
     check_preference(config)
     check_teacher(config)
-    _check_provider(config)
+    check_provider(config)
     _check_routing_replay(config)
     if not config.model.hf_path:
         raise ConfigError(
@@ -89,7 +88,7 @@ def check_own_parts(config: Config) -> None:
         own_policy_check.require(config.loss)
 
 
-def _check_provider(config: Config) -> None:
+def check_provider(config: Config) -> None:
     """Raise ConfigError for what was not shown on models of Megatron-Bridge's."""
     if config.model.provider == "native":
         return
