@@ -48,7 +48,8 @@ STAND_IN = "tests.tools.test_slurm_templates:StandIn"
 OWNER = f"""
 import pathlib, signal, time
 from tests.slurm.keeper import kept
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored,
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and so does one of nohup
 with kept({STAND_IN!r}, pathlib.Path(__import__("sys").argv[1]), stop_s=20):
     print("up", flush=True)
     time.sleep(1000)

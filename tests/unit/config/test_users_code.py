@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -81,21 +82,29 @@ def test_os_exit_is_an_error_in_the_body_alone() -> None:
     assert os._exit is real
 
 
-def test_a_forked_child_and_other_threads_exit_as_ever(monkeypatch) -> None:
-    ended: list[int] = []
+def exit_code_of(body: Callable[[], object]) -> int:
+    """Return the exit code of a forked child that runs the body; -9 where the body comes back."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def exit_in_another_thread() -> None:
     with exit_is_an_error():
-        child = os.fork()
-        if child == 0:
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    monkeypatch.setattr(os, "_exit", ended.append)  # the watchdog's thread would end pytest
-    with exit_is_an_error():
-        with pytest.raises(SystemExit):
-            os._exit(0)
-        thread = threading.Thread(target=lambda: os._exit(1))
+        thread = threading.Thread(target=lambda: os._exit(5))
         thread.start()
         thread.join()
-    assert ended == [1]
+
+
+def test_a_forked_child_and_other_threads_exit_as_ever() -> None:
+    with exit_is_an_error():
+        assert exit_code_of(lambda: os._exit(7)) == 7
+        assert exit_code_of(exit_in_another_thread) == 5
+    assert exit_code_of(exit_in_another_thread) == 5
 
 
 def leaves(leave: Callable[[], object], config: Config) -> None:
