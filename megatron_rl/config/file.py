@@ -1,46 +1,117 @@
-"""Files and overrides, merged over the defaults into a Config; and a Config written as YAML."""
+"""Files, mappings and overrides, which OmegaConf merges over the defaults into a Config; and a Config as YAML."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
-import pathlib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from megatron_rl.config.interpolation import Interpolations, escaped
 from megatron_rl.config.ranges import hints_of
-from megatron_rl.config.references import References
 from megatron_rl.config.sections import Config
-from megatron_rl.config.typed import RENAMED, build_section, hint_at, holds_text
-from megatron_rl.config.yaml_text import FLOAT, Lines, parse_yaml, read_yaml
+from megatron_rl.config.typed import RENAMED, build_section, fitted, hint_at, holds_text
+from megatron_rl.config.yaml_text import MOST_LEVELS, Lines, parse_yaml, read_yaml
 from megatron_rl.errors import ConfigError, quoted, shortened
 
 Tree = dict[str, object]
 
 
-def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Load the defaults, then the YAML file, then ``section.key=value`` overrides.
+def load_config(
+    source: str | os.PathLike | Mapping[str, object] | DictConfig | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """Load the defaults, then a file or a mapping of sections, then ``section.key=value`` overrides.
 
-    Raises ConfigError with the file and line of the setting, where it stands in a file.
+    source: a YAML file's path; or the settings themselves, as a mapping or OmegaConf's DictConfig.
+    Each layer may hold OmegaConf's interpolations, which see all layers (megatron_rl/config/interpolation.py). Raises
+    ConfigError with the file and line of the setting, where it stands in a file.
     """
-    tree, lines = read_yaml(path) if path is not None else ({}, {})
+    tree, lines = _read(source)
     tree = {name: value for name, value in tree.items() if value is not None}  # a section whose keys are comments
-    for override in overrides:
-        setting = _parse_override(override)
-        tree = _merged(tree, setting)
-        lines = {key: line for key, line in lines.items() if not _holds(setting, key)}
+    layers = [tree, *map(_parse_override, overrides)]
+    lines = {key: line for key, line in lines.items() if not any(_holds(layer, key) for layer in layers[1:])}
     try:
-        defaults = json.loads(json.dumps(dataclasses.asdict(Config())))
-        settings = References(_merged(defaults, tree)).resolved(tree, "")
+        for above in range(1, len(layers)):
+            for below in layers[:above]:
+                _check_over(below, layers[above])
+        interpolations = Interpolations()
+        merged = OmegaConf.merge(*(OmegaConf.create(interpolations.taken_out(layer)) for layer in layers))
+        settings = interpolations.put_in(OmegaConf.to_container(merged), _plain_defaults)
         for section, key in (("skip", "mode"), ("rollout", "routing_replay")):
             if isinstance(found := settings.get(section), dict) and found.get(key) is False:
                 found[key] = "off"  # YAML reads a bare off as the boolean
-        return build_section(Config, settings)
+        return _typed(fitted(Config, settings))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     except ConfigError as error:
-        raise ConfigError(_with_place(str(error), str(path), lines)) from None
+        raise ConfigError(_with_place(str(error), str(source), lines)) from None
+
+
+def _check_over(below: object, above: object, key: str = "") -> None:
+    """Raise ConfigError for a key that is set within a section which a layer below takes from elsewhere as a whole."""
+    if isinstance(below, str) and "${" in below and isinstance(above, dict) and above:
+        name = next(iter(above))
+        raise ConfigError(f"{key}={quoted(below)} is taken as a whole, and {key}.{name} is set too; write {key} out")
+    if isinstance(below, dict) and isinstance(above, dict):
+        for name in below.keys() & above.keys():
+            _check_over(below[name], above[name], f"{key}.{name}".lstrip("."))
+
+
+def _typed(settings: Tree) -> Config:
+    """Return the configuration of settings that fit their fields, merged over the defaults of their sections."""
+    defaults = {name: _structured(hints_of(Config)[name]) for name in settings}
+    merged = OmegaConf.merge(OmegaConf.create(defaults), escaped(settings))
+    return build_section(Config, OmegaConf.to_container(merged, resolve=True))
+
+
+@functools.cache
+def _structured(section: type) -> DictConfig:
+    """Return a section as OmegaConf's structured config, with its defaults; merging copies it."""
+    settings = OmegaConf.structured(section)
+    OmegaConf.set_readonly(settings, False)  # OmegaConf 2.3 merges nothing into a frozen dataclass's
+    for name, hint in hints_of(section).items():
+        if dataclasses.is_dataclass(hint):
+            OmegaConf.set_readonly(settings[name], False)
+    return settings
+
+
+def _plain_defaults() -> Tree:
+    return config_to_dict(Config())
+
+
+def _read(source: object) -> tuple[Tree, Lines]:
+    """Return a source's settings as plain values, and the lines of those that stand in a file."""
+    if source is None:
+        return {}, {}
+    if isinstance(source, str | os.PathLike):
+        return read_yaml(source)
+    if not isinstance(source, Mapping):
+        raise ConfigError(f"a configuration is a file's path, a mapping or a DictConfig, and this is {quoted(source)}")
+    return _plain(source, ""), {}
+
+
+def _plain(value: object, key: str) -> object:
+    """Return a mapping of Python's or OmegaConf's, or a part of one, as dicts, lists and scalars."""
+    if isinstance(value, DictConfig | ListConfig):
+        # what another configuration holds refers to that one
+        return _plain(OmegaConf.to_container(value, resolve=value._get_parent() is not None), key)
+    if key.count(".") > MOST_LEVELS:
+        raise ConfigError(f"{shortened(key)} is nested deeper than {MOST_LEVELS} levels")
+    if isinstance(value, Mapping):
+        if odd := [name for name in value if not isinstance(name, str)]:
+            raise ConfigError(f"the key {quoted(odd[0])} of {key or 'the configuration'} is no text")
+        return {name: _plain(part, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part, f"{key}.{i}") for i, part in enumerate(value)]
+    if value is None or isinstance(value, str | int | float | os.PathLike):
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+    raise ConfigError(f"{key}={quoted(value)} must be a text, a number, true, false, null, a list or a mapping")
 
 
 def right_key(key: str) -> str:
@@ -96,15 +167,6 @@ def _override_value(key: str, text: str, override: str) -> object:
     )
 
 
-def _merged(below: Mapping[str, object], above: Mapping[str, object]) -> Tree:
-    """Return ``below`` with the settings of ``above`` over it, section by section."""
-    both = dict(below)
-    for name, value in above.items():
-        held = both.get(name)
-        both[name] = _merged(held, value) if isinstance(held, dict) and isinstance(value, dict) else value
-    return both
-
-
 def _holds(tree: Tree, key: str) -> bool:
     """Tell whether a tree sets the value at a dotted key, or a section that it stands in."""
     found: object = tree
@@ -132,13 +194,6 @@ def config_to_dict(config: Config) -> dict[str, dict]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-class _Dumper(yaml.SafeDumper):
-    """Puts quotes around every text that ``parse_yaml`` would read as a number."""
-
-
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
-
-
 def config_to_yaml(config: Config) -> str:
-    """Return the resolved configuration as YAML, every default filled in."""
-    return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    """Return the resolved configuration as YAML, every default filled in; loading it gives the same configuration."""
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(config_to_dict(config))))

@@ -1,10 +1,11 @@
-"""Plain values, as YAML holds them, become a section of the configuration: keys, types and ranges are checked."""
+"""Plain values, as YAML holds them, become those of a section's fields: keys, types and ranges are checked."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import math
+import os
 import typing
 from collections.abc import Mapping
 
@@ -34,26 +35,38 @@ _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "keys with values"}
 
 
-def build_section(cls: type, values: Mapping[str, object], key: str = ""):
-    """Return a section of the configuration with the given values, and the defaults for all others.
+def fitted(cls: type, values: Mapping[str, object], key: str = "") -> dict[str, object]:
+    """Return the values of a section as its fields' types want them.
 
     cls: a dataclass of megatron_rl/config.
     key: the section's own key, for messages; empty for the whole configuration.
     Raises ConfigError for a key that the section lacks, or a value of another type or beyond its range.
     """
     hints, prefix = hints_of(cls), f"{key}." * bool(key)
-    built = {}
+    found: dict[str, object] = {}
     for name, value in values.items():
         check_known(cls, name, value, prefix)
         if not dataclasses.is_dataclass(hints[name]):
-            built[name] = typed_value(f"{prefix}{name}", value, hints[name])
+            found[name] = typed_value(f"{prefix}{name}", value, hints[name])
         elif isinstance(value, dict):
-            built[name] = build_section(hints[name], value, f"{prefix}{name}")
+            found[name] = fitted(hints[name], value, f"{prefix}{name}")
         else:
             raise ConfigError(
                 f"{prefix}{name}={_written(value)} must be a section with keys, as in "
                 f"{prefix}{name}.{dataclasses.fields(hints[name])[0].name}"
             )
+    return found
+
+
+def build_section(cls: type, values: Mapping[str, object]):
+    """Return a section with the given values, of its fields' types, and the defaults for all others."""
+    built = {}
+    for name, value in values.items():
+        hint = hints_of(cls)[name]
+        if dataclasses.is_dataclass(hint):
+            built[name] = build_section(hint, value)
+        else:
+            built[name] = tuple(value) if typing.get_origin(hint) is tuple else value
     return cls(**built)
 
 
@@ -145,6 +158,8 @@ def _written(value: object) -> str:
 def _converted(value: object, kind: type) -> object | None:
     """Return a value as ``kind``, or None where it has no such meaning."""
     if kind is str:
+        if isinstance(value, os.PathLike):  # of a mapping that Python code made
+            return os.fspath(value)
         return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
     if kind is bool:
         if isinstance(value, str):
@@ -152,7 +167,7 @@ def _converted(value: object, kind: type) -> object | None:
         return bool(value) if isinstance(value, bool | int) and value in (0, 1) else None
     if isinstance(value, str) and len(value) < 400:  # as from an environment variable, or in quotes
         try:
-            value = float(value) if kind is float else int(value)
+            value = int(value) if kind is int and value.strip().lstrip("+-").isdigit() else float(value)
         except ValueError:
             return None
     if isinstance(value, bool) or not isinstance(value, int | float):

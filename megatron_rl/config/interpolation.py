@@ -1,0 +1,211 @@
+"""Interpolation, ``${...}`` in a setting: OmegaConf evaluates it; each text once, what it needs first, within bounds.
+
+All of OmegaConf's grammar is read (2.3, "Variable interpolation" and "Built-in resolvers"): ``${section.key}``,
+relative and nested keys, ``${oc.env:NAME,default}``, oc.select, oc.decode, oc.create, oc.dict.keys, oc.dict.values, and
+resolvers that the process itself registered. Not read: oc.coerce, which imports the module that it is given.
+
+While a text waits, a marker stands in its place, which names it when it is evaluated. So a text that needs another one
+is tried again after that one; a cycle has a chain to show; and no file can make an evaluation grow without end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+
+from omegaconf import OmegaConf
+from omegaconf.basecontainer import BaseContainer
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException, UnsupportedInterpolationType
+
+from megatron_rl.errors import ConfigError, quoted, shortened
+
+MOST_CHARACTERS = 100_000  # of one text
+MOST_INTERPOLATIONS = 1_000  # in one configuration
+MOST_CALLS = 1_000  # of resolvers
+MOST_VALUES = 10_000  # that interpolations bring
+Path = tuple[str | int, ...]
+
+_PENDING = "megatron_rl.pending"
+_MARKER = re.compile(rf"\$\{{{re.escape(_PENDING)}:(\d+)\}}")
+_REFUSED = {"oc.coerce": "it imports modules"}
+_PATCHED = threading.RLock()  # a resolver of the user's may load a configuration itself
+
+
+def escaped(value: object) -> object:
+    """Return a value whose texts OmegaConf reads as they are: a ``${`` in them is no interpolation."""
+    if isinstance(value, dict):
+        return {name: escaped(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(escaped(part) for part in value)
+    if isinstance(value, str) and "${" in value:
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+    return value
+
+
+class Interpolations:
+    """Takes the interpolated texts out of trees of settings, and puts their values in once the trees are merged."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []  # by the number in their markers
+        self.places: dict[int, Path] = {}
+        self.fault: ConfigError | None = None
+        self.needed: int | None = None
+        self.num_calls = self.num_values = 0
+
+    def taken_out(self, value: object) -> object:
+        """Return a value with a marker for each text that holds an interpolation."""
+        if isinstance(value, dict):
+            return {name: self.taken_out(part) for name, part in value.items()}
+        if isinstance(value, list):
+            return [self.taken_out(part) for part in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        self.texts.append(value)
+        return f"${{{_PENDING}:{len(self.texts) - 1}}}"
+
+    def put_in(self, tree: dict[str, object], defaults: Callable[[], dict[str, object]]) -> dict[str, object]:
+        """Return a tree of settings with a value for each marker, which may refer to the defaults of all others.
+
+        Raises ConfigError with the key, the text and what is wrong with it.
+        """
+        self.places = {number: path for path, number in _markers(tree, ())}
+        if not self.places:
+            return tree
+        if sum(text.count("${") for text in self.texts) > MOST_INTERPOLATIONS:
+            raise ConfigError(f"there are more than {MOST_INTERPOLATIONS} interpolations; write values out")
+        settings = OmegaConf.merge(OmegaConf.create(escaped(defaults())), OmegaConf.create(tree))
+        with self._guarded():
+            waiting = list(reversed(self.places))
+            for first in waiting:
+                self._settle(first, settings, tree)
+        return tree
+
+    def _settle(self, first: int, settings, tree: dict[str, object]) -> None:
+        """Evaluate a text, and before it every text that it needs."""
+        stack = [first] * (first in self.places)
+        while stack:
+            number = stack[-1]
+            value = self._evaluated(number, settings)
+            if self.needed is None:
+                _put(tree, self.places[number], value)
+                _put(settings, self.places.pop(number), escaped(value))
+                stack.pop()
+            elif self.needed in stack:
+                circle = [*stack[stack.index(self.needed) :], self.needed]
+                chain = " → ".join(_key(self.places[each]) for each in circle)
+                raise ConfigError(f"{self._named(number)} refers to itself: {chain}; write one of them out")
+            else:
+                stack.append(self.needed)
+
+    def _evaluated(self, number: int, settings) -> object:
+        """Return the plain value of a text; None where it needs another one first, whose number is ``needed`` then."""
+        path, self.needed, self.fault = self.places[number], None, None
+        parent = functools.reduce(lambda node, name: node[name], path[:-1], settings)
+        try:
+            parent[path[-1]] = self.texts[number]
+            value = parent[path[-1]]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+        except (OmegaConfBaseException, RecursionError) as error:
+            if self.needed is None:
+                raise self.fault or ConfigError(f"{self._named(number)}{_reason(error)}") from None
+        if self.needed is not None:
+            parent[path[-1]] = f"${{{_PENDING}:{number}}}"
+            return None
+        self._check_size(number, value)
+        return value
+
+    def _check_size(self, number: int, value: object) -> None:
+        if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+            raise ConfigError(f"{self._named(number)} becomes a text of more than {MOST_CHARACTERS} characters")
+        self.num_values += _size(value)
+        if self.num_values > MOST_VALUES:
+            raise ConfigError(f"{self._named(number)}: interpolations bring more than {MOST_VALUES} values")
+
+    def _named(self, number: int) -> str:
+        return f"{_key(self.places[number])}={quoted(self.texts[number])}"
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Count this thread's calls of resolvers, refuse those that may not be read, and know the markers' own.
+
+        OmegaConf holds its resolvers in one table of the process (BaseContainer._resolvers, 2.3 and 2.4).
+        """
+        table = BaseContainer._resolvers
+        with _PATCHED:
+            before = dict(table)
+            for name, resolver in before.items():
+                table[name] = functools.partial(self._call, threading.get_ident(), name, resolver)
+            table[_PENDING] = self._pending
+            try:
+                yield
+            finally:
+                del table[_PENDING]
+                table.update(before)
+
+    def _call(self, thread: int, name: str, resolver: Callable, root, parent, node, arguments, texts) -> object:
+        if threading.get_ident() == thread:
+            self.num_calls += 1
+            if name == "oc.env" and len(arguments) == 1 and str(arguments[0]) not in os.environ:
+                self.fault = ConfigError(
+                    f"{_place(node)}: the environment has no variable {quoted(arguments[0])}; set it, or give a "
+                    f"default, as in ${{oc.env:{arguments[0]},value}}"
+                )
+            elif name in _REFUSED:
+                self.fault = ConfigError(f"{_place(node)}: {name} is not read, {_REFUSED[name]}; write the value out")
+            elif self.num_calls > MOST_CALLS:
+                self.fault = ConfigError(f"{_place(node)}: more than {MOST_CALLS} calls of resolvers; write values out")
+            if self.fault is not None:
+                raise self.fault
+        return resolver(root, parent, node, arguments, texts)
+
+    def _pending(self, root, parent, node, arguments, texts) -> object:
+        if arguments[0] not in self.places:
+            raise UnsupportedInterpolationType(f"Unsupported interpolation type {_PENDING}")
+        self.needed = arguments[0]
+        raise LookupError("needed first")
+
+
+def _reason(error: Exception) -> str:
+    """Return what follows key and text in the sentence: what is wrong, as OmegaConf says, and the way out."""
+    said = (str(error).splitlines() or [""])[0].strip()
+    if found := re.search(r"Interpolation key '(.*?)' not found", said):
+        return f": {quoted(found[1])} names no setting; write ${{section.key}} or ${{oc.env:VARIABLE}}"
+    if isinstance(error, RecursionError) or re.search("[Rr]ecursi|to parent node", said):
+        return " refers to itself, or to a section that it stands in; write the value out"
+    if found := re.search(r"Unsupported interpolation type (\S+)", said):
+        known = ", ".join(name for name in BaseContainer._resolvers if name not in (_PENDING, *_REFUSED))
+        return f": there is no resolver {quoted(found[1])}; those known are {known}"
+    if isinstance(error, GrammarParseError):
+        return rf" is no interpolation that can be read ({shortened(said)}); write \${{ where ${{ is meant as it is"
+    return f": {shortened(said, 200) or type(error).__name__}"
+
+
+def _place(node) -> str:
+    return f"{node._get_full_key(None)}={quoted(node._value())}"
+
+
+def _markers(value: object, path: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the place and the number of each marker in a tree."""
+    if isinstance(value, dict | list):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _markers(part, (*path, name))
+    elif isinstance(value, str) and (found := _MARKER.fullmatch(value)):
+        yield path, int(found[1])
+
+
+def _put(tree, path: Path, value: object) -> None:
+    functools.reduce(lambda part, name: part[name], path[:-1], tree)[path[-1]] = value
+
+
+def _size(value: object) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_size, parts))
+
+
+def _key(path: Path) -> str:
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in path).lstrip(".")
