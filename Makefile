@@ -178,7 +178,7 @@ $(BRIDGE)/.installed: setup.py tests/extras/bridge.txt
 	    $(SAY) "'$(PYTHON_LATEST)' is no Python 3.12 with venv, which megatron-bridge needs; name one: make test-bridge PYTHON_LATEST=/path/to/python3.12"; exit 1; }; \
 	  echo "making $(BRIDGE) and installing into it: 5 GB, some minutes, once"; "$(PYTHON_LATEST)" -m venv $(BRIDGE); }
 	$(BRIDGE)/bin/python -m pip install --quiet -c tests/extras/bridge.txt torch==2.13.0 -e '.[dev]'
-	$(BRIDGE)/bin/python -m pip install --quiet --no-deps -c tests/extras/bridge.txt megatron-bridge einops omegaconf hydra-core antlr4-python3-runtime==4.9.3
+	$(BRIDGE)/bin/python -m pip install --quiet --no-deps -c tests/extras/bridge.txt megatron-bridge einops hydra-core antlr4-python3-runtime==4.9.3
 	$(BRIDGE)/bin/python -c 'import tests.bridge.engine; import megatron.bridge'
 	@touch $@
 

@@ -55,6 +55,7 @@ setup(
         "torch>=2.9",
         "megatron-core>=0.16.1,<0.20",
         "pyyaml>=6.0",
+        "omegaconf>=2.3",
         "transformers>=5.0",
         "safetensors>=0.4",
         "tokenizers>=0.20",
@@ -97,7 +98,6 @@ setup(
             "ray==2.60.0",
             "tensordict==0.10.0",
             "codetiming==1.4.0",
-            "omegaconf==2.4.0",
             "peft==0.21.2",
             "prefix-grouper==0.0.1.post1",
             # its interpreter runs model/logprob_kernels.py without a GPU; 0.2 GB to fetch, 0.7 GB on disk

@@ -27,6 +27,7 @@ REQUIRED = {
     "torch": "2.9",
     "megatron-core": MEGATRON_LEAST,
     "pyyaml": "6.0",
+    "omegaconf": "2.3",
     "transformers": "5.0",
     "safetensors": "0.4",
     "tokenizers": "0.20",

@@ -41,7 +41,7 @@ def load_config(
             for below in layers[:above]:
                 _check_over(below, layers[above])
         interpolations = Interpolations()
-        merged = OmegaConf.merge(*(OmegaConf.create(interpolations.taken_out(layer)) for layer in layers))
+        merged = OmegaConf.unsafe_merge(*(OmegaConf.create(interpolations.taken_out(layer)) for layer in layers))
         settings = interpolations.put_in(OmegaConf.to_container(merged), _plain_defaults)
         for section, key in (("skip", "mode"), ("rollout", "routing_replay")):
             if isinstance(found := settings.get(section), dict) and found.get(key) is False:
@@ -66,7 +66,7 @@ def _check_over(below: object, above: object, key: str = "") -> None:
 def _typed(settings: Tree) -> Config:
     """Return the configuration of settings that fit their fields, merged over the defaults of their sections."""
     defaults = {name: _structured(hints_of(Config)[name]) for name in settings}
-    merged = OmegaConf.merge(OmegaConf.create(defaults), escaped(settings))
+    merged = OmegaConf.unsafe_merge(OmegaConf.create(defaults), escaped(settings))
     return build_section(Config, OmegaConf.to_container(merged, resolve=True))
 
 
@@ -81,6 +81,7 @@ def _structured(section: type) -> DictConfig:
     return settings
 
 
+@functools.cache
 def _plain_defaults() -> Tree:
     return config_to_dict(Config())
 

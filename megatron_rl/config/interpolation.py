@@ -77,10 +77,9 @@ class Interpolations:
             return tree
         if sum(text.count("${") for text in self.texts) > MOST_INTERPOLATIONS:
             raise ConfigError(f"there are more than {MOST_INTERPOLATIONS} interpolations; write values out")
-        settings = OmegaConf.merge(OmegaConf.create(escaped(defaults())), OmegaConf.create(tree))
+        settings = OmegaConf.unsafe_merge(OmegaConf.create(escaped(defaults())), OmegaConf.create(tree))
         with self._guarded():
-            waiting = list(reversed(self.places))
-            for first in waiting:
+            for first in list(self.places):
                 self._settle(first, settings, tree)
         return tree
 
@@ -97,7 +96,7 @@ class Interpolations:
             elif self.needed in stack:
                 circle = [*stack[stack.index(self.needed) :], self.needed]
                 chain = " → ".join(_key(self.places[each]) for each in circle)
-                raise ConfigError(f"{self._named(number)} refers to itself: {chain}; write one of them out")
+                raise ConfigError(f"{self._named(self.needed)} refers to itself: {chain}; write one of them out")
             else:
                 stack.append(self.needed)
 
