@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron_rl.config import Config, load_config
-from megatron_rl.config.no_exit import exit_is_an_error
 from megatron_rl.distributed.agreement import announce
 from megatron_rl.distributed.child_process import end_with_launcher
 from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.doctor import explain_import_error
 from megatron_rl.errors import ConfigError, RunError, quoted
 from megatron_rl.simulator.command import add_arguments
+from megatron_rl.users_code import exit_is_an_error
 from megatron_rl.validate import validate_config
 
 EXIT_CONFIG, EXIT_FAILED = 2, 1

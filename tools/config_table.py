@@ -30,7 +30,7 @@ import yaml
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from megatron_rl.config import Config
-from megatron_rl.config.ranges import hints_of, range_of
+from megatron_rl.config.checks import hints_of, range_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"

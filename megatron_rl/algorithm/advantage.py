@@ -34,8 +34,8 @@ from megatron_rl.algorithm.estimators import (
 from megatron_rl.algorithm.finite import require_epsilon, require_finite
 from megatron_rl.algorithm.own_estimator import in_unequal_groups, own_advantages
 from megatron_rl.config import Config
-from megatron_rl.config.import_path import is_own
 from megatron_rl.types import Advantages, BatchFacts, LossInputs, StepPlan
+from megatron_rl.users_code import is_own
 
 BY_A_MODEL = ("gae", "distillation")  # estimators that measure each sample against another model, and not its group
 

@@ -13,7 +13,7 @@ from megatron_rl.algorithm.kl import kl_per_token
 from megatron_rl.algorithm.policy_loss import CompleteSums, PolicyTerm, identity, policy_term
 from megatron_rl.algorithm.sft_loss import cross_entropy
 from megatron_rl.config import LossConfig
-from megatron_rl.config.import_path import is_own
+from megatron_rl.users_code import is_own
 
 
 class LossTokens(Protocol):

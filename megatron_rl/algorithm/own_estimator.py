@@ -15,10 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_rl import users_code
 from megatron_rl.algorithm.contract import Finding
 from megatron_rl.algorithm.estimators import GroupRewards
 from megatron_rl.algorithm.finite import sample_name
-from megatron_rl.config import AdvantageConfig, import_path
+from megatron_rl.config import AdvantageConfig
 from megatron_rl.errors import ConfigError
 
 
@@ -34,7 +35,7 @@ def in_unequal_groups(rewards: GroupRewards) -> np.ndarray:
 def resolve(estimator: str, arguments: Mapping[str, object]) -> Callable[[GroupRewards], object]:
     """Return the function of ``advantage.estimator`` with its arguments, or raise ConfigError with the way out."""
     key = f"advantage.estimator={estimator!r}"
-    function = import_path.resolve(estimator, {}, what=key, form="module:function")
+    function = users_code.resolve(estimator, {}, what=key, form="module:function")
     if not callable(function):
         raise ConfigError(f"{key} is a {type(function).__name__}, which cannot be called; name a function")
     try:

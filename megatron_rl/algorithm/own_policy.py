@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_rl import users_code
 from megatron_rl.algorithm.policy_loss import CompleteSums, PolicyTerm, identity
-from megatron_rl.config import LossConfig, import_path
+from megatron_rl.config import LossConfig
 from megatron_rl.errors import ConfigError
 
 OwnPolicy = Callable[["PolicyTokens"], PolicyTerm]
@@ -52,7 +53,7 @@ class PolicyTokens:
 def resolve(config: LossConfig) -> OwnPolicy:
     """Return the function of ``loss.policy`` with ``loss.arguments``, or raise ConfigError with the way out."""
     key = f"loss.policy={config.policy!r}"
-    function = import_path.resolve(config.policy, {}, what=key, form="module:function")
+    function = users_code.resolve(config.policy, {}, what=key, form="module:function")
     if not callable(function):
         raise ConfigError(f"{key} is a {type(function).__name__}, which cannot be called; name a function")
     try:

@@ -23,8 +23,8 @@ import numpy as np
 
 from megatron_rl.algorithm.finite import require_epsilon, require_finite
 from megatron_rl.config import Config
-from megatron_rl.config.import_path import is_own
 from megatron_rl.errors import ConfigError
+from megatron_rl.users_code import is_own
 
 # Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics §2), with the values at
 # which they do not. Under another value, dropping a sample changes the computation of the others.

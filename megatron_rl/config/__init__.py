@@ -5,10 +5,9 @@ Markdown says its meaning; `make docs` writes docs/configuration.md from these l
 """
 
 from megatron_rl.config.correction import CORRECTIONS, CorrectionConfig
-from megatron_rl.config.critic import CriticConfig, critic_config, policy_ranks
-from megatron_rl.config.data import DataConfig
-from megatron_rl.config.endpoint import EndpointConfig
-from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.config.critic import CriticConfig
+from megatron_rl.config.data import DataConfig, ReplayConfig, RerollConfig
+from megatron_rl.config.environment import EndpointConfig, EnvironmentConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.file import config_to_dict, config_to_yaml, load_config
 from megatron_rl.config.lora import LoraConfig
@@ -22,17 +21,14 @@ from megatron_rl.config.objective import (
     LossConfig,
     SkipConfig,
 )
-from megatron_rl.config.optimizer import OptimizerConfig
-from megatron_rl.config.plan import PlanConfig
+from megatron_rl.config.optimizer import OptimizerConfig, PlanConfig
 from megatron_rl.config.preference import PAIR_LOSSES, PreferenceConfig
-from megatron_rl.config.reference import ReferenceConfig
-from megatron_rl.config.replay import ReplayConfig, RerollConfig
+from megatron_rl.config.reference import ReferenceConfig, TeacherConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.run import CheckpointConfig, MetricsConfig, RunConfig
 from megatron_rl.config.sections import Config
 from megatron_rl.config.serve import ServeConfig
-from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.config.train import SftConfig, TrainConfig
 
 __all__ = [
@@ -76,7 +72,5 @@ __all__ = [
     "WeightSyncConfig",
     "config_to_dict",
     "config_to_yaml",
-    "critic_config",
-    "policy_ranks",
     "load_config",
 ]

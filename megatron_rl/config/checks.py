@@ -1,12 +1,111 @@
-"""The check of a setting that is one of a few words; it raises a ConfigError that names key and value."""
+"""What a setting may be: one of a few words, or a number in the range that its field's type declares.
+
+    tensor: Annotated[int, Range(1, 10**5)] = 1
+
+NaN lies in no range, and infinity in none of those declared here: the end of a range says how much can be meant, so
+that a slip of the keyboard is an error at start and not a run that hangs.
+"""
 
 from __future__ import annotations
 
-from megatron_rl.config.import_path import is_own
+import dataclasses
+import functools
+import re
+import typing
+from collections.abc import Iterator
+
 from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.users_code import is_own
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds a number: ``low`` to ``high``, both allowed unless their end is open."""
+
+    low: float
+    high: float = 10**9
+    open_low: bool = dataclasses.field(default=False, kw_only=True)
+    open_high: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __contains__(self, number: float) -> bool:
+        above = number > self.low if self.open_low else number >= self.low
+        return above and (number < self.high if self.open_high else number <= self.high)
+
+    @property
+    def words(self) -> str:
+        """Return the range as a message says it: ``at least 1 and at most 1000``."""
+        low, high = ("above" if self.open_low else "at least"), ("below" if self.open_high else "at most")
+        return f"{low} {_short(self.low)} and {high} {_short(self.high)}"
+
+    @property
+    def cell(self) -> str:
+        """Return the range as a table says it: ``1 to 1000``, ``above 0 to 1``."""
+        low, high = "above " * self.open_low, "below " * self.open_high
+        return f"{low}{_short(self.low)} to {high}{_short(self.high)}"
+
+
+def _short(number: float) -> str:
+    text = f"{number:.0e}" if number and abs(number) >= 10**5 else f"{number:g}"
+    return re.sub(r"e\+?(-?)0?", r"e\1", text) if float(text) == number else str(number)
+
+
+@functools.cache
+def hints_of(section: type) -> dict[str, object]:
+    """Return the types of a section's fields, their ranges included."""
+    return typing.get_type_hints(section, include_extras=True)
+
+
+def parts_of(hint: object) -> Iterator[tuple[object, Range | None]]:
+    """Yield every plain type within a hint, each with its range.
+
+    Example: ``tuple[Annotated[int, Range(1)], ...] | None`` gives (int, Range(1)), (Ellipsis, None), (NoneType, None).
+    """
+    if typing.get_origin(hint) is typing.Annotated:
+        ranges = [extra for extra in hint.__metadata__ if isinstance(extra, Range)]
+        yield hint.__origin__, ranges[0] if ranges else None
+    elif arguments := typing.get_args(hint):
+        for part in arguments:
+            yield from parts_of(part)
+    else:
+        yield hint, None
+
+
+def range_of(hint: object) -> Range | None:
+    """Return the range of a field's numbers; None where it holds none."""
+    return next((bounds for _, bounds in parts_of(hint) if bounds is not None), None)
+
+
+def check_ranges(section: object, key: str = "") -> None:
+    """Check every numeric field of a section, and of the sections within it.
+
+    section: an instance of a dataclass of megatron_rl/config.
+    key: the section's own key, for messages; empty for the whole configuration.
+    Raises ConfigError with the key, the value and the range.
+    """
+    for field in dataclasses.fields(section):
+        name = f"{key}.{field.name}".lstrip(".")
+        value, hint = vars(section)[field.name], hints_of(type(section))[field.name]
+        if dataclasses.is_dataclass(value):
+            check_ranges(value, name)
+        elif (bounds := range_of(hint)) is not None and value is not None:
+            for number in value if isinstance(value, tuple | list) else (value,):
+                check_number(name, number, bounds, or_null=type(None) in dict(parts_of(hint)))
+
+
+def check_number(key: str, number: object, bounds: Range, *, or_null: bool = False) -> None:
+    """Raise ConfigError for anything but a number within its range.
+
+    or_null: whether the message offers null as well.
+    """
+    way_out = f"{bounds.words}{', or null' * or_null}"
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise ConfigError(f"{key}={quoted(number)} must be a number, {way_out}")
+    if number not in bounds:
+        raise ConfigError(f"{key}={quoted(number)} must be {way_out}")
 
 
 def choose(key: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError for anything but one of the words that are allowed."""
     if value not in allowed:
         raise ConfigError(f"{key}={quoted(value)} is not known; choose one of {', '.join(allowed)}")
 

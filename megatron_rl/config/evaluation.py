@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from megatron_rl.config.ranges import Range
+from megatron_rl.config.checks import Range
 from megatron_rl.errors import ConfigError, quoted
 
 

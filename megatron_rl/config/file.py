@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
 import os
 import re
@@ -13,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_rl.config.checks import hints_of
 from megatron_rl.config.interpolation import Interpolations, escaped
-from megatron_rl.config.ranges import hints_of
 from megatron_rl.config.sections import Config
 from megatron_rl.config.typed import RENAMED, build_section, fitted, hint_at, holds_text
 from megatron_rl.config.yaml_text import MOST_LEVELS, Lines, parse_yaml, read_yaml
@@ -37,9 +38,8 @@ def load_config(
     layers = [tree, *map(_parse_override, overrides)]
     lines = {key: line for key, line in lines.items() if not any(_holds(layer, key) for layer in layers[1:])}
     try:
-        for above in range(1, len(layers)):
-            for below in layers[:above]:
-                _check_over(below, layers[above])
+        for below, above in itertools.combinations(layers, 2):
+            _check_over(below, above)
         interpolations = Interpolations()
         merged = OmegaConf.unsafe_merge(*(OmegaConf.create(interpolations.taken_out(layer)) for layer in layers))
         settings = interpolations.put_in(OmegaConf.to_container(merged), _plain_defaults)

@@ -52,8 +52,8 @@ class Interpolations:
     def __init__(self) -> None:
         self.texts: list[str] = []  # by the number in their markers
         self.places: dict[int, Path] = {}
-        self.fault: ConfigError | None = None
-        self.needed: int | None = None
+        self.needed: int | None = None  # of the text under evaluation: another one's number
+        self.fault = ""  # of the same, found within a resolver
         self.num_calls = self.num_values = 0
 
     def taken_out(self, value: object) -> object:
@@ -102,7 +102,7 @@ class Interpolations:
 
     def _evaluated(self, number: int, settings) -> object:
         """Return the plain value of a text; None where it needs another one first, whose number is ``needed`` then."""
-        path, self.needed, self.fault = self.places[number], None, None
+        path, self.needed, self.fault = self.places[number], None, ""
         parent = functools.reduce(lambda node, name: node[name], path[:-1], settings)
         try:
             parent[path[-1]] = self.texts[number]
@@ -111,7 +111,8 @@ class Interpolations:
                 value = OmegaConf.to_container(value, resolve=True)
         except (OmegaConfBaseException, RecursionError) as error:
             if self.needed is None:
-                raise self.fault or ConfigError(f"{self._named(number)}{_reason(error)}") from None
+                reason = f": {self.fault}" if self.fault else _reason(error)
+                raise ConfigError(f"{self._named(number)}{reason}") from None
         if self.needed is not None:
             parent[path[-1]] = f"${{{_PENDING}:{number}}}"
             return None
@@ -150,16 +151,14 @@ class Interpolations:
         if threading.get_ident() == thread:
             self.num_calls += 1
             if name == "oc.env" and len(arguments) == 1 and str(arguments[0]) not in os.environ:
-                self.fault = ConfigError(
-                    f"{_place(node)}: the environment has no variable {quoted(arguments[0])}; set it, or give a "
-                    f"default, as in ${{oc.env:{arguments[0]},value}}"
-                )
+                way_out = f"set it, or give a default, as in ${{oc.env:{arguments[0]},value}}"
+                self.fault = f"the environment has no variable {quoted(arguments[0])}; {way_out}"
             elif name in _REFUSED:
-                self.fault = ConfigError(f"{_place(node)}: {name} is not read, {_REFUSED[name]}; write the value out")
+                self.fault = f"{name} is not read, {_REFUSED[name]}; write the value out"
             elif self.num_calls > MOST_CALLS:
-                self.fault = ConfigError(f"{_place(node)}: more than {MOST_CALLS} calls of resolvers; write values out")
-            if self.fault is not None:
-                raise self.fault
+                self.fault = f"more than {MOST_CALLS} calls of resolvers; write values out"
+            if self.fault:
+                raise LookupError(self.fault)
         return resolver(root, parent, node, arguments, texts)
 
     def _pending(self, root, parent, node, arguments, texts) -> object:
@@ -182,10 +181,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, GrammarParseError):
         return rf" is no interpolation that can be read ({shortened(said)}); write \${{ where ${{ is meant as it is"
     return f": {shortened(said, 200) or type(error).__name__}"
-
-
-def _place(node) -> str:
-    return f"{node._get_full_key(None)}={quoted(node._value())}"
 
 
 def _markers(value: object, path: Path) -> Iterator[tuple[Path, int]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from megatron_rl.config.checks import choose
-from megatron_rl.config.ranges import Range
+from megatron_rl.config.checks import Range, choose
 from megatron_rl.errors import ConfigError
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from megatron_rl.config.checks import choose, choose_or_own
-from megatron_rl.config.import_path import is_own
-from megatron_rl.config.ranges import Range
+from megatron_rl.config.checks import Range, choose, choose_or_own
 from megatron_rl.errors import ConfigError
+from megatron_rl.users_code import is_own
 
 REDUCTIONS = ("token_sum", "token_mean", "sequence_mean", "sequence_sum_mean", "sequence_sum_norm", "prompt_mean")
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "batch_std", "rloo", "reinforce_plus_plus", "gdpo")

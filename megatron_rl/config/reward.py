@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from megatron_rl.config.checks import choose
-from megatron_rl.config.ranges import Range
+from megatron_rl.config.checks import Range, choose
 from megatron_rl.errors import ConfigError, quoted
 
 REWARD_MODEL = "reward_model"  # of reward.functions: the model of reward.model_path

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from megatron_rl.config.checks import choose
-from megatron_rl.config.endpoint import EndpointConfig
-from megatron_rl.config.ranges import Range
+from megatron_rl.config.checks import Range, choose
+from megatron_rl.config.environment import EndpointConfig
 from megatron_rl.errors import ConfigError, quoted
 
 OWNED_ARGUMENTS = {

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from megatron_rl.config.checks import choose
-from megatron_rl.config.ranges import Range
+from megatron_rl.config.checks import Range, choose
 from megatron_rl.errors import ConfigError, quoted
 
 

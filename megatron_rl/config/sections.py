@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_rl.config.checks import check_ranges
 from megatron_rl.config.correction import CorrectionConfig
 from megatron_rl.config.critic import CriticConfig
-from megatron_rl.config.data import DataConfig
+from megatron_rl.config.data import DataConfig, ReplayConfig, RerollConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.model import MegatronConfig, ModelConfig, ParallelConfig
 from megatron_rl.config.objective import AdvantageConfig, LossConfig, SkipConfig
-from megatron_rl.config.optimizer import OptimizerConfig
-from megatron_rl.config.plan import PlanConfig
+from megatron_rl.config.optimizer import OptimizerConfig, PlanConfig
 from megatron_rl.config.preference import PreferenceConfig
-from megatron_rl.config.ranges import check_ranges
-from megatron_rl.config.reference import ReferenceConfig
-from megatron_rl.config.replay import ReplayConfig, RerollConfig
+from megatron_rl.config.reference import ReferenceConfig, TeacherConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
 from megatron_rl.config.run import CheckpointConfig, MetricsConfig, RunConfig
 from megatron_rl.config.serve import ServeConfig
-from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.config.train import SftConfig, TrainConfig
 
 

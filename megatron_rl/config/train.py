@@ -6,9 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
-from megatron_rl.config.checks import choose
+from megatron_rl.config.checks import Range, choose
 from megatron_rl.config.optimizer import OptimizerConfig
-from megatron_rl.config.ranges import Range
 from megatron_rl.errors import ConfigError, quoted
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import os
 import typing
 from collections.abc import Mapping
 
-from megatron_rl.config.ranges import Range, check_number, hints_of, parts_of
+from megatron_rl.config.checks import Range, check_number, hints_of, parts_of
 from megatron_rl.errors import ConfigError, quoted, shortened
 
 # Keys of earlier releases and their names of today; a section's name renames all of its keys.
@@ -158,8 +157,6 @@ def _written(value: object) -> str:
 def _converted(value: object, kind: type) -> object | None:
     """Return a value as ``kind``, or None where it has no such meaning."""
     if kind is str:
-        if isinstance(value, os.PathLike):  # of a mapping that Python code made
-            return os.fspath(value)
         return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
     if kind is bool:
         if isinstance(value, str):

@@ -26,11 +26,12 @@ from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.folder import STATE, DamagedCheckpoint
 from megatron_rl.checkpoint.state_file import read_model_state
 from megatron_rl.checkpoint.writer import PendingSave
-from megatron_rl.config import Config, critic_config
+from megatron_rl.config import Config
 from megatron_rl.critic.fresh_head import FreshHead
 from megatron_rl.distributed import topology
 from megatron_rl.model.head import values_of
 from megatron_rl.types import StepPlan, StepResult, ValueInputs
+from megatron_rl.validate.critic import critic_config
 from megatron_rl.weights.export import load_weights
 from megatron_rl.weights.reader import MemoryReader, WeightReader
 

@@ -24,11 +24,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import Config, policy_ranks
+from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import broadcast_on_host
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.rendezvous import join_world, meet
 from megatron_rl.errors import ConfigError, PeerError
+from megatron_rl.validate.critic import policy_ranks
 
 BEAT_S = 5.0
 POLL_S = 1.0

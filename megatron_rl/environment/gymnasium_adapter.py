@@ -9,10 +9,10 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from megatron_rl.config.import_path import is_own, resolve
 from megatron_rl.environment.protocol import Step
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
+from megatron_rl.users_code import is_own, resolve
 
 
 class GymnasiumAdapter:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.config import EnvironmentConfig
-from megatron_rl.config.import_path import resolve
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
+from megatron_rl.users_code import resolve
 
 BUILT_IN = {
     "calculator": "megatron_rl.environment.calculator:Calculator",

@@ -19,7 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 
-from megatron_rl.config.no_exit import exit_is_an_error
+from megatron_rl.users_code import exit_is_an_error
 
 log = logging.getLogger(__name__)
 

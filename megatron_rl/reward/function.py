@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.config import import_path
-from megatron_rl.config.no_exit import exit_is_an_error
+from megatron_rl import users_code
 from megatron_rl.config.reward import REWARD_MODEL
 from megatron_rl.data.columns import ANSWER, RequiredColumn
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Rollout
+from megatron_rl.users_code import exit_is_an_error
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
@@ -59,7 +59,7 @@ def resolve(name: str, model_path: str | None = None) -> RewardFunction:
         from megatron_rl.reward.reward_model import RewardModelScore  # brings torch along
 
         return RewardModelScore(model_path)
-    function = import_path.resolve(
+    function = users_code.resolve(
         name, BUILT_IN, what=f"reward function {name!r}", form="module:function", also=(*MODELS, ENVIRONMENT)
     )
     _check_callable(name, function)

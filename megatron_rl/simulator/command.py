@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.config import Config, policy_ranks
+from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
+from megatron_rl.validate.critic import policy_ranks
 
 MAX_ROLLOUTS = 16  # of a trace, evenly spaced: each is planned several times
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_rl.algorithm.sharing import shares_prompts
 from megatron_rl.algorithm.signal import signal_rule
-from megatron_rl.config import Config, critic_config
+from megatron_rl.config import Config
 from megatron_rl.planning.plan import PlanRules, plan_rules, plan_steps, split_mini_batches
 from megatron_rl.planning.timeline import Timeline, simulate
 from megatron_rl.planning.tokens import SampleTokens
@@ -22,6 +22,7 @@ from megatron_rl.simulator.machine import Costs
 from megatron_rl.simulator.memory import StageMemory, beside_critic, beside_teacher, stage_memory
 from megatron_rl.simulator.workload import Workload
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
+from megatron_rl.validate.critic import critic_config
 from megatron_rl.weights.model_shape import ModelShape
 
 MAX_OPERATIONS = 400_000  # per mini-batch; above, the clock runs for the busiest data-parallel ranks alone

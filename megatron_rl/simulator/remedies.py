@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from megatron_rl.config import Config, critic_config
+from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.simulator.degrees import Degrees, degrees_of
 from megatron_rl.simulator.engine_memory import GpuNeeds, engine_memory, gib, gpu_needs, shortfalls
 from megatron_rl.simulator.forecast import Job, critic_memory, memory_of, with_critic, with_teacher
 from megatron_rl.simulator.memory import full_recompute
 from megatron_rl.validate import validate_config
+from megatron_rl.validate.critic import critic_config
 from megatron_rl.weights.model_shape import ModelShape
 
 Change = Mapping[str, object]

@@ -22,10 +22,10 @@ from megatron_rl.algorithm.noise import with_noise
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.backend.routed_rows import RecordedExperts
 from megatron_rl.config import Config
-from megatron_rl.config.import_path import is_own
 from megatron_rl.distributed import collectives
 from megatron_rl.rollout.training_batch import ScoredBatch
 from megatron_rl.types import Advantages
+from megatron_rl.users_code import is_own
 
 _KL_IN_REWARD = (
     "reference.kl_in=reward takes it off the total: look at loss.kl_coefficient, loss.kl_estimator and how far the "

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.backend.optimizer import megatron_config
 from megatron_rl.backend.teacher_weights import look_at_teacher
-from megatron_rl.config import Config, policy_ranks
+from megatron_rl.config import Config
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import ConfigError
@@ -40,6 +40,7 @@ from megatron_rl.trainer.run_folder import look_at_checkpoints, look_at_run_fold
 from megatron_rl.trainer.supervised import held_out_responses, next_responses
 from megatron_rl.trainer.training_data import context_tokens, load_prompts
 from megatron_rl.validate import check_critic_model, check_lengths
+from megatron_rl.validate.critic import policy_ranks
 from megatron_rl.weights.config_json import check_served, load_hf_config
 from megatron_rl.weights.reader import HuggingFaceReader
 

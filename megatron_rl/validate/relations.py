@@ -8,11 +8,12 @@ import os
 from megatron_rl.algorithm import own_estimator
 from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import signal_rule
-from megatron_rl.config import Config, CriticConfig, TeacherConfig, critic_config
-from megatron_rl.config.import_path import is_own
+from megatron_rl.config import Config, CriticConfig, TeacherConfig
 from megatron_rl.errors import ConfigError, quoted, shortened
+from megatron_rl.users_code import is_own
 from megatron_rl.validate.agents import check_agents
 from megatron_rl.validate.bitwise import check_bitwise
+from megatron_rl.validate.critic import critic_config
 from megatron_rl.validate.partial_sync import check_adapters_alone, check_delta
 from megatron_rl.validate.stragglers import check_stragglers
 

@@ -12,8 +12,8 @@ import traceback
 import pytest
 
 from megatron_rl.config import Config, load_config
+from megatron_rl.config.checks import parts_of, range_of
 from megatron_rl.config.file import all_keys
-from megatron_rl.config.ranges import parts_of, range_of
 from megatron_rl.config.typed import hint_at
 from megatron_rl.errors import ConfigError
 from megatron_rl.validate import validate_config
@@ -40,6 +40,8 @@ WORDS = (
     *("1e999", "-0.0", "0.5", "3", "1" + "0" * 18, "9" * 5000, "'", '"', "\t", "*a", "&a", "!!int 3", "a: b", "é"),
     *("\u202e", "../..", "/dev/null", "%s", "None", "[[[]]]", "- 1", "#", "[" * 3000, "${oc.env:NO}", "${", "<<: 1"),
     *("\ud800", "0x10", "1_0"),
+    *("${.name}", "${run}", "${oc.select:run.seed}", "${oc.decode:'[1, 2]'}", "${oc.create:{a: 1}}", "${oc.env:NO,3}"),
+    *("${oc.dict.keys:optimizer}", "x${run.seed}", r"\${x}", "${oc.coerce:os,1}", "${a:}", "${oc.decode:[}"),
 )
 YAML_BITS = (*"\t\n :-[]{}&*!|>%@`'\"#?,\0\ud800é0", "<<", "---\n", "...", "!!python/none ", "&a ", "*a ", "${", "1e9")
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from megatron_rl.backend.teacher_weights import TeacherWeights
-from megatron_rl.config import critic_config, load_config
+from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
 from megatron_rl.model.hf_config import model_shape
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.engine_memory import EngineMemory, gpu_needs, shortfalls
 from megatron_rl.simulator.forecast import critic_memory, memory_of, with_critic, with_teacher
 from megatron_rl.simulator.memory import StageMemory, beside_critic
+from megatron_rl.validate.critic import critic_config
 from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig
 from tests.reference import LAYERS, file_weights, tiny_config, tiny_model
 from tests.tools.simulated_job import bytes_of, equal_samples, held_bytes, job_of

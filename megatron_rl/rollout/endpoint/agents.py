@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config, EndpointConfig
-from megatron_rl.config.import_path import resolve
 from megatron_rl.environment.step_pool import Overdue, StepPool, Ticket
 from megatron_rl.errors import ConfigError, EpisodeError
 from megatron_rl.rollout.endpoint.recorder import Record
@@ -38,6 +37,7 @@ from megatron_rl.rollout.engine import Engine, EngineLost, OnFinished
 from megatron_rl.rollout.engine_around import EngineAround
 from megatron_rl.rollout.http_server import keys_in, listening
 from megatron_rl.types import Prompt, Rollout
+from megatron_rl.users_code import resolve
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.05  # between two looks at agents that may have ended or be overdue

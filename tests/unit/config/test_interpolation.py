@@ -42,7 +42,7 @@ def referring(draw: st.DrawFn) -> dict[str, object]:
         form = draw(
             st.sampled_from(
                 (
-                    f"${{environment.arguments.v{j}}}", f"${{.v{j}}}", f"a ${{.v{j}}} b", f"${{oc.select:no.such,{j}}}",
+                    f"${{environment.arguments.v{j}}}", f"${{.v{j}}}", "a ${.v0} b", f"${{oc.select:no.such,{j}}}",
                     f"${{oc.select:environment.arguments.v{j}}}", f"${{oc.decode:'[{j}, x]'}}", "${oc.env:NO_SUCH,7}",
                     f"${{oc.create:{{x: {j}, y: [1]}}}}", "${oc.dict.keys:optimizer}", "${oc.dict.values:plan}",
                     rf"\${{.v{j}}} as it is", f"${{.${{.name{j}}}}}",

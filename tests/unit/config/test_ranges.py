@@ -10,7 +10,7 @@ from typing import Annotated
 import pytest
 
 from megatron_rl.config import Config
-from megatron_rl.config.ranges import Range, check_ranges, hints_of, parts_of, range_of
+from megatron_rl.config.checks import Range, check_ranges, hints_of, parts_of, range_of
 from megatron_rl.errors import ConfigError
 from tools import config_table
 
@@ -45,7 +45,7 @@ def test_types_within_a_hint_come_with_their_ranges() -> None:
 
 
 def test_every_number_has_a_range() -> None:
-    """A new numeric field declares its range: ``Annotated[int, Range(1)]`` (megatron_rl/config/ranges.py)."""
+    """A new numeric field declares its range: ``Annotated[int, Range(1)]`` (megatron_rl/config/checks.py)."""
     for key, hint in NUMERIC.items():
         for kind, bounds in parts_of(hint):
             if kind in (int, float):

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_rl import validate
 from megatron_rl.config import Config, load_config
 from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout import build
 from megatron_rl.rollout.build import EngineRole, RankLocation, engine_arguments, refuse_delta, role_of, shares_device
 from megatron_rl.rollout.vllm.process_replica import engine_environment
+from megatron_rl.validate import partial_sync
 
 CPU, GPU, URL = torch.device("cpu"), torch.device("cuda", 0), "http://127.0.0.1:8000"
 
@@ -226,8 +226,8 @@ def test_changes_alone_are_refused_for_engines_that_discard_or_quantize_their_we
     refused_with(f"{both}|rollout.vllm.quantization='fp8'", lambda: refuse_delta(quantized, False))
     refuse_delta(config_of("rollout.vllm={quantization: fp8}"), True)
     own_engine = config_of(delta, "rollout.engine=transformers")
-    refused_with(f"{both}|rollout.engine=transformers", lambda: validate.check_delta(own_engine))
-    validate.check_delta(shared)
+    refused_with(f"{both}|rollout.engine=transformers", lambda: partial_sync.check_delta(own_engine))
+    partial_sync.check_delta(shared)
 
 
 @pytest.mark.parametrize(("fields", "wanted"), [({}, True), ({"attn_temperature_tuning": False}, False)])

@@ -13,10 +13,9 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.config import Config, load_config
-from megatron_rl.config.import_path import resolve
-from megatron_rl.config.no_exit import exit_is_an_error
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.reward import worker
+from megatron_rl.users_code import exit_is_an_error, resolve
 
 FILE = """
 import dataclasses

@@ -1,0 +1,58 @@
+"""The configuration that a critic's model is built from, and the ranks that it leaves to the policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.config.checks import hints_of
+from megatron_rl.config.typed import typed_value
+from megatron_rl.errors import ConfigError, quoted
+
+OWN_SECTIONS = ("parallel", "optimizer")
+
+
+def policy_ranks(config: Config, num_ranks: int) -> int:
+    """Count the ranks of a job that hold its policy. Raises ConfigError where a separate critic leaves none."""
+    of_critic = (config.critic.ranks or 0) if config.has_critic else 0
+    if of_critic >= num_ranks:
+        raise ConfigError(
+            f"critic.ranks={of_critic} of {num_ranks} ranks leave the policy none; start more, or lower it"
+        )
+    return num_ranks - of_critic
+
+
+def critic_config(config: Config) -> Config:
+    """Return the Config that the critic's model is built from.
+
+    Raises ConfigError for a field that a section does not have.
+    """
+    critic = config.critic
+    sections = {name: _changed(config, name, dataclasses.asdict(critic)[name]) for name in OWN_SECTIONS}
+    sections["optimizer"] = dataclasses.replace(sections["optimizer"], lr=critic.lr)
+    samples_per_mini_batch = critic.samples_per_mini_batch or config.train.samples_per_mini_batch
+    own_weights = {"hf_path": critic.hf_path, "init": "pretrained"} if critic.hf_path is not None else {}
+    return dataclasses.replace(
+        config,
+        **sections,
+        model=dataclasses.replace(config.model, **own_weights),
+        train=dataclasses.replace(config.train, samples_per_mini_batch=samples_per_mini_batch),
+        skip=dataclasses.replace(config.skip, steps="match", ghost="dense"),
+        rollout=dataclasses.replace(config.rollout, bitwise=False),  # nobody samples from a critic
+    )
+
+
+def _changed(config: Config, section: str, fields: dict[str, Any]):
+    before = {"parallel": config.parallel, "optimizer": config.optimizer}[section]
+    known = [field.name for field in dataclasses.fields(before)]
+    for name, value in fields.items():
+        if (section, name) == ("optimizer", "lr"):
+            raise ConfigError(
+                f"critic.optimizer.lr={quoted(value)} is set by critic.lr={config.critic.lr}; set that alone"
+            )
+        if name not in known:
+            raise ConfigError(f"critic.{section}.{name}={quoted(value)} is not known; {section} has {', '.join(known)}")
+    hints = hints_of(type(before))
+    changed = {name: typed_value(f"critic.{section}.{name}", value, hints[name]) for name, value in fields.items()}
+    return dataclasses.replace(before, **changed)
