@@ -42,7 +42,7 @@ def load_config(
             _check_over(below, above)
         interpolations = Interpolations()
         merged = OmegaConf.unsafe_merge(*(OmegaConf.create(interpolations.taken_out(layer)) for layer in layers))
-        settings = interpolations.put_in(OmegaConf.to_container(merged), _plain_defaults)
+        settings = interpolations.put_in(OmegaConf.to_container(merged), lambda: config_to_dict(Config()))
         for section, key in (("skip", "mode"), ("rollout", "routing_replay")):
             if isinstance(found := settings.get(section), dict) and found.get(key) is False:
                 found[key] = "off"  # YAML reads a bare off as the boolean
@@ -54,7 +54,9 @@ def load_config(
 
 
 def _check_over(below: object, above: object, key: str = "") -> None:
-    """Raise ConfigError for a key that is set within a section which a layer below takes from elsewhere as a whole."""
+    """Raise ConfigError for a key within a section which a layer below takes as a whole, or for a list over keys."""
+    if {type(below), type(above)} == {dict, list}:
+        raise ConfigError(f"{key} is {quoted(below)} in one place and {quoted(above)} in another; write it once")
     if isinstance(below, str) and "${" in below and isinstance(above, dict) and above:
         name = next(iter(above))
         raise ConfigError(f"{key}={quoted(below)} is taken as a whole, and {key}.{name} is set too; write {key} out")
@@ -79,11 +81,6 @@ def _structured(section: type) -> DictConfig:
         if dataclasses.is_dataclass(hint):
             OmegaConf.set_readonly(settings[name], False)
     return settings
-
-
-@functools.cache
-def _plain_defaults() -> Tree:
-    return config_to_dict(Config())
 
 
 def _read(source: object) -> tuple[Tree, Lines]:

@@ -77,7 +77,7 @@ class Interpolations:
             return tree
         if sum(text.count("${") for text in self.texts) > MOST_INTERPOLATIONS:
             raise ConfigError(f"there are more than {MOST_INTERPOLATIONS} interpolations; write values out")
-        settings = OmegaConf.unsafe_merge(OmegaConf.create(escaped(defaults())), OmegaConf.create(tree))
+        settings = OmegaConf.create(_over(escaped(defaults()), tree))
         with self._guarded():
             for first in list(self.places):
                 self._settle(first, settings, tree)
@@ -181,6 +181,15 @@ def _reason(error: Exception) -> str:
     if isinstance(error, GrammarParseError):
         return rf" is no interpolation that can be read ({shortened(said)}); write \${{ where ${{ is meant as it is"
     return f": {shortened(said, 200) or type(error).__name__}"
+
+
+def _over(below: dict[str, object], above: dict[str, object]) -> dict[str, object]:
+    """Return a tree over another, whatever their types; OmegaConf merges no list into a mapping."""
+    both = dict(below)
+    for name, value in above.items():
+        inner = isinstance(value, dict) and isinstance(below.get(name), dict)
+        both[name] = _over(below[name], value) if inner else value
+    return both
 
 
 def _markers(value: object, path: Path) -> Iterator[tuple[Path, int]]:

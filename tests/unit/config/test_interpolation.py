@@ -170,3 +170,15 @@ def test_a_section_that_is_taken_as_a_whole_is_not_set_beside_it(tmp_path: pathl
     for override in ("eval.sets.c=d", "eval.sets={c: d}"):
         with pytest.raises(ConfigError, match=wanted):
             load_config(tmp_path / "run.yaml", [override])
+
+
+def test_lists_and_keys_do_not_meet(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "run.yaml").write_text("run: {name: x}\ndata: {weights: {a: 1}}\n")
+    for overrides, words in (
+        (["data.weights=[1]"], "data.weights is {'a': 1} in one place and [1] in another; write it once"),
+        (["run.name=s${run.seed}"], "run.yaml, line 2: data.weights={'a': 1} must be a list"),
+        (["run.name=s${run.seed}", "advantage.arguments=[1]"], "advantage.arguments=[1] must be keys with values"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_config(tmp_path / "run.yaml" if "data" in words else None, overrides)
+        assert words in str(error.value), str(error.value)
