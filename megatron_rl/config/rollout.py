@@ -88,6 +88,8 @@ class DynamicSamplingConfig:
     """Rounds of asking further prompts, per rollout; 0: never."""
     on_exhausted: str = "skip"
     """For groups without signal after the last round: `skip` drops them as ever; `fail` ends the run."""
+    metric: str | None = None
+    """Of `reward.functions`, or `reward`, `shaped`: groups equal by it give way too; null: docs/async.md says which."""
 
     def __post_init__(self) -> None:
         choose("rollout.dynamic_sampling.on_exhausted", self.on_exhausted, ("skip", "fail"))

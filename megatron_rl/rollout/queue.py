@@ -29,6 +29,7 @@ from megatron_rl.rollout.training_batch import (
     LogProbPass,
     ScoredBatch,
     TrainingBatch,
+    kept_places,
     merge_passes,
     reward_metrics,
     score_groups,
@@ -180,7 +181,7 @@ class RolloutQueue:
             self._send_weights()
             self._start_rollout(index, self.config.train.prompts_per_rollout)
         job = self.jobs[index]
-        live = {place for scored, _ in parts for place in scored.live_places()}
+        live = {place for scored, _ in parts for place in kept_places(self.config, scored)}
         selection = Selection.of_job(job, fresh, live)
         num_dropped += self._drop_stale(index, fresh)
         # Score the groups that are left as one batch; metrics are taken before other groups replace any of them.
@@ -298,7 +299,7 @@ class RolloutQueue:
             with self.timer.measure("reward"):
                 scored = score_groups(self.config, self.backend, job.groups())
             self._note(scored, prompts)
-            selection = selection.refill(prompts, job.groups(), scored.live_places())
+            selection = selection.refill(prompts, job.groups(), kept_places(self.config, scored))
         if not settings.max_rounds:
             return selection, {}
         num_dead, num_places = len(selection.dead), len(selection.prompts)

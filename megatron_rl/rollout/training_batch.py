@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megatron_rl.algorithm.advantage import GroupRewards, may_have_advantage
+from megatron_rl.algorithm.own_estimator import in_unequal_groups
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.backend import LogProbs, MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.config import Config
 from megatron_rl.observability.metrics import add_sums
+from megatron_rl.reward.function import BUILT_IN
 from megatron_rl.reward.overlong import overlong_shape
 from megatron_rl.rollout.worker import Group
 from megatron_rl.types import BatchFacts, Prompt
@@ -157,6 +159,27 @@ def scored_batch(config: Config, batch: Batch, totals: np.ndarray, by_function: 
     )
     live &= facts.loss_tokens > 0
     return ScoredBatch(batch=batch, rewards=rewards, by_function=by_function, overlong=shape, live=live)
+
+
+def kept_places(config: Config, scored: ScoredBatch) -> set[int]:
+    """Return the places whose group dynamic sampling keeps: it may have signal, and its answers differ by the metric.
+
+    DAPO keeps a group in which some answers are correct and some are not (arXiv:2503.14476, eq. 11): a penalty of their
+    lengths makes no group of wrong answers worth keeping. ``rollout.dynamic_sampling.metric``: a reward function;
+    ``reward``, the sum of all before the penalty; ``shaped``, signal alone; None: the first built-in function that
+    compares answers, else ``reward``. A function's missing value counts as 0.
+
+    Example: two wrong answers, of which one loses 0.5 to the overlong buffer: dropped, and kept under ``shaped``.
+    """
+    metric, functions = config.rollout.dynamic_sampling.metric, config.reward.functions
+    if metric is None:
+        metric = next((name for name in functions if name in BUILT_IN), "reward")
+    if metric == "shaped" or not functions or not config.rollout.dynamic_sampling.max_rounds:
+        return scored.live_places()
+    values = np.nan_to_num(scored.by_function)
+    column = values @ config.reward.resolved_weights if metric == "reward" else values[:, functions.index(metric)]
+    mixed = in_unequal_groups(replace(scored.rewards, totals=column))
+    return scored.live_places() & set(scored.facts.groups[mixed].tolist())
 
 
 def merge_passes(facts: BatchFacts, passes: Sequence[LogProbPass], unchanged: set[int]) -> KnownLogProbs:

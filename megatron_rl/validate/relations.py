@@ -9,6 +9,7 @@ from megatron_rl.algorithm import own_estimator
 from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, CriticConfig, TeacherConfig
+from megatron_rl.config.checks import choose
 from megatron_rl.errors import ConfigError, quoted, shortened
 from megatron_rl.users_code import is_own
 from megatron_rl.validate.agents import check_agents
@@ -177,6 +178,8 @@ def check_environment(config: Config) -> None:
 def _check_asynchronous(config: Config) -> None:
     """Raise ConfigError for settings of the rollouts made beside training that contradict one another."""
     producer, rounds = config.rollout.producer, config.rollout.dynamic_sampling.max_rounds
+    if (metric := config.rollout.dynamic_sampling.metric) is not None:
+        choose("rollout.dynamic_sampling.metric", metric, (*config.reward.functions, "reward", "shaped"))
     if config.replay.capacity_groups and rounds:
         raise ConfigError(
             f"replay.capacity_groups={config.replay.capacity_groups} and rollout.dynamic_sampling.max_rounds={rounds} "

@@ -270,6 +270,8 @@ def _advantages(found: Translation) -> None:
     if found.get("algorithm.filter_groups.enable"):
         rounds = found.get("algorithm.filter_groups.max_num_gen_batches")
         found.ours["rollout.dynamic_sampling.max_rounds"] = whole(rounds) if rounds else 10
+        if found.get("algorithm.filter_groups.metric") not in (None, "acc"):  # of scores with the overlong penalty
+            found.ours["rollout.dynamic_sampling.metric"] = "shaped"
     found.skip("algorithm.filter_groups.")
     weights = found.get("algorithm.rollout_correction.rollout_is")
     if weights in ("token", "sequence"):

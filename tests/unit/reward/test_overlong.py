@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward.overlong import overlong_shape
-from megatron_rl.rollout.training_batch import ScoredBatch, reward_metrics, scored_batch
+from megatron_rl.rollout.training_batch import ScoredBatch, kept_places, reward_metrics, scored_batch
 from megatron_rl.rollout.worker import Group
 from megatron_rl.trainer.advantages import group_advantages
 from megatron_rl.types import BatchFacts, Prompt, Score
@@ -90,6 +91,26 @@ def test_the_punishment_is_part_of_the_total_and_a_function_of_its_own_for_gdpo(
         assert found[0] == 0.25
     without = load_config(None, ["reward.functions=[a:f,b:g]", f"advantage.estimator={estimator}"])
     assert (advantages_of(without, scored_of(without, facts, np.full(4, 2.0), columns)) == 0.0).all()
+
+
+@functools.cache
+def refilling(metric: str) -> Config:
+    named = ("reward.functions=[arithmetic,b:g]", "reward.weights=[2,1]", f"rollout.dynamic_sampling.metric={metric}")
+    return load_config(None, [*SHAPED, *named, "rollout.dynamic_sampling.max_rounds=1"])
+
+
+@SETTINGS
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 1.0]), st.sampled_from([3, 8, 10])), min_size=1))
+def test_dynamic_sampling_keeps_the_groups_of_unequal_answers(samples: list[tuple[int, float, int]]) -> None:
+    """Eq. 11: some answers are correct and some are not; the penalty of eq. 13 alone keeps no group."""
+    groups, correct, lengths = (list(column) for column in zip(*sorted(samples), strict=True))
+    columns = np.column_stack([correct, np.arange(len(groups)) % 2])
+    totals = columns @ (2.0, 1.0)
+    scored = scored_of(refilling("null"), facts_of(lengths, groups), totals, columns)
+    for metric, values in (("null", columns[:, 0]), ("b:g", columns[:, 1]), ("reward", totals)):
+        mixed = {g for g in groups if len({v for v, own in zip(values, groups, strict=True) if own == g}) > 1}
+        assert kept_places(refilling(metric), scored) == mixed & scored.live_places()
+    assert kept_places(refilling("shaped"), scored) == scored.live_places()
 
 
 def test_metrics_show_the_mean_punishment_and_what_is_masked() -> None:
