@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_rl.data.rows import Rows
 from megatron_rl.errors import ConfigError
@@ -17,11 +17,13 @@ class RequiredColumn:
 
     needed_by: the setting that reads it, for the message.
     null: whether a row may say null, that it does not apply; else every row must hold a value.
+    fault: returns why a value cannot be used and the way out, None if it can; None: every value can.
     """
 
     name: str
     needed_by: str
     null: bool
+    fault: Callable[[object], str | None] | None = None
 
 
 def name_of_row(rows: Sequence[Mapping[str, object]], row: int) -> str:
@@ -43,7 +45,9 @@ def check_columns(
     *,
     prompt_setting: str = "data.prompt_key",
 ) -> None:
-    """Raise ConfigError for the first row that lacks a required column, or the answer where its file has answers.
+    """Raise ConfigError for the first row that lacks a required column, or whose value in it cannot be used.
+
+    Also for a row without an answer in a file that has answers.
 
     prompt_key: the column of the prompt, or of the conversation, which every row must have.
     answer_key: ``data.answer_key``; under another name than "answer", every row must have it.
@@ -53,9 +57,8 @@ def check_columns(
     wanted = {prompt_key: prompt} | {column.name: column for column in required if column.name != prompt_key}
     if ANSWER in wanted and answer_key != ANSWER:
         column = wanted.pop(ANSWER)
-        wanted[answer_key] = RequiredColumn(
-            name=answer_key, needed_by=f"{column.needed_by}, by data.answer_key", null=column.null
-        )
+        needed_by = f"{column.needed_by}, by data.answer_key"
+        wanted[answer_key] = replace(column, name=answer_key, needed_by=needed_by)
     elif answer_key != ANSWER:
         wanted.setdefault(answer_key, RequiredColumn(name=answer_key, needed_by="data.answer_key", null=True))
     for column in wanted.values():
@@ -71,6 +74,7 @@ def check_columns(
                     f"{name_of_row(rows, row)}: column {column.name!r} ({column.needed_by}) is null; fill it, or "
                     "remove the row"
                 )
+        _check_values(rows, column)
     for members in _files(rows):
         lacking = [row for row in members if answer_key not in rows[row]]
         if 0 < len(lacking) < len(members):
@@ -79,6 +83,21 @@ def check_columns(
                 f"its file have one; its columns are {names_of(rows[lacking[0]])}. Fill it, or write null where there "
                 "is no answer"
             )
+
+
+def _check_values(rows: Sequence[Mapping[str, object]], column: RequiredColumn) -> None:
+    """Raise ConfigError for the first row whose value in a column cannot be used; equal values are looked at once."""
+    if column.fault is None:
+        return
+    good: set[str] = set()
+    for row, columns in enumerate(rows):
+        value = columns[column.name]
+        if value is None or str(value) in good:
+            continue
+        fault = column.fault(value)
+        if fault is not None:
+            raise ConfigError(f"{name_of_row(rows, row)}: column {column.name!r} ({column.needed_by}): {fault}")
+        good.add(str(value))
 
 
 def _files(rows: Sequence[Mapping[str, object]]) -> list[range]:

@@ -89,15 +89,6 @@ def math_verify(
     return [scores[completion, str(gold)] or 0.0 for completion, gold in zip(completions, answer, strict=True)]
 
 
-def fault_of_gold(gold: object) -> str | None:
-    """Return why a gold answer cannot be compared with anything, and the way out; None if it can."""
-    try:
-        read_gold(str(gold))
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 @functools.lru_cache(maxsize=65536)
 def read_gold(gold: str) -> Gold:
     """Return a gold answer as it is compared, in GOLD_S at most; raise ValueError if it cannot be read."""

@@ -62,6 +62,11 @@ def test_a_row_that_lacks_a_column_is_named(own):
     for row, functions, message in (
         ({"prompt": "x"}, (), r"row 1 has no column 'answer' \(data.answer_key\), and other rows of its file have one"),
         ({"prompt": "x"}, ("arithmetic",), r"row 1 has no column 'answer' \(read by reward function 'arithmetic'\)"),
+        (
+            GOOD | {"answer": "{{{"},
+            ("math_verify", "arithmetic"),
+            "row 1: .*gold answer '{{{' .*; mend the dataset's answer",
+        ),
         (GOOD | {"answer": None}, ("math_verify",), "row 1: column 'answer' .* is null; fill it, or remove the row"),
         ({"prompt": "x", "answer": "1"}, "own", r"row 1 has no column 'level' \(a parameter of reward function"),
         ({"answer": "1"}, (), r"row 1 has no column 'prompt' \(data.prompt_key\); its columns are 'answer'"),
@@ -72,6 +77,15 @@ def test_a_row_that_lacks_a_column_is_named(own):
         functions = (own,) if functions == "own" else functions
         with pytest.raises(ConfigError, match=message):
             check([GOOD, row], functions)
+
+
+def test_every_answer_that_math_verify_reads_is_parsed_at_the_start():
+    rows = [GOOD | {"answer": answer} for answer in ("\\$18.90", "\\$32,\\!348", "#### 4", "\\frac{1}{2}", 7, "(1, 2)")]
+    check(rows, ["math_verify"])
+    check([*rows, GOOD | {"answer": "????"}], ["arithmetic"])
+    with pytest.raises(ConfigError, match=r"row 6: column 'gold' \(read by .*math_verify', by data.answer_key\): gold"):
+        rows = [{"prompt": "x", "gold": row["answer"]} for row in [*rows, {"answer": "????"}]]
+        check(rows, ["arithmetic", "math_verify"], answer_key="gold")
 
 
 def test_a_renamed_answer_is_the_column_that_rewards_need():
@@ -99,9 +113,15 @@ def test_a_row_that_the_model_or_the_reward_cannot_take_is_refused(tmp_path):
         (60, 99, {"prompt": "=", "answer": "2"}, "the token 61, and the model's vocabulary ends at 59"),
         (200, 3, {"prompt": "1+1=", "answer": "2"}, "has 4 tokens and at most 2 are allowed"),
         (200, 99, {"prompt": "1+1=", "answer": None}, "column 'answer' .* is null"),
+        (
+            200,
+            99,
+            {"prompt": "1+1=", "answer": "\\$"},
+            r"row 0 \(.*d.jsonl:1\): column 'answer' .* nothing that math-verify",
+        ),
     ):
         (tmp_path / "d.jsonl").write_text(json.dumps(row))
-        config = load_config(None, [f"data.train={tmp_path / 'd.jsonl'}", "reward.functions=arithmetic"])
+        config = load_config(None, [f"data.train={tmp_path / 'd.jsonl'}", "reward.functions=math_verify"])
         hf_config = SimpleNamespace(vocab_size=vocab_size, max_position_embeddings=context_tokens)
         with opened_reward(config.reward) as reward, pytest.raises(ConfigError, match=message):
             load_prompts(config, CountingTokenizer(), hf_config, reward.required_columns)
