@@ -18,51 +18,35 @@ from tests.unit.reward.rig import groups_of
 
 TOWERS = [f"\\boxed{{9^{{9^{{9^{{9}}}}}}+{i}}}" for i in range(4)]
 
-# (gold, completions that are right, completions that are wrong)
-JUDGED = [
-    ("72", "48+24 = 72\n#### 72|#### 72 dollars|#### $72|#### 72.|####72|#### **72** eggs", "#### 24|#### 72\n#### 71"),
-    ("72", "#### 72\n\nThat took 3 steps, 2 of them sums|#### 72 (that is, 8 times 9)", "#### |I do not know|"),
-    (
-        "72",
-        "#### 72\n\n#### Check\n8*9=72, 2 factors|#### 72\n#### 1. Check: 8|#### Answer: 72|#### x = 72",
-        "#### 71\n\nThat took 72 steps|#### -72|#### 72^{2}",
-    ),
-    (
-        "72",
-        "#### Step 3: add\n70+2\n#### 72|\\boxed{71}\n#### 72|#### \\boxed{72}\nin 3 steps|#### 144/2 eggs|#### 72%",
-        "\\boxed{72}\n#### 71|#### 72\n\\boxed{71}|\\boxed{\\frac{|\\boxed{72} or \\boxed{",
-    ),
-    (
-        "72",
-        "\\boxed{72}\n\nThe final answer is 3 steps away|\\boxed{71}\n\\boxed{72}|\\fbox{72}",
-        "\\boxed{71}. The final answer is 72|\\boxed{72 xyz}|\\boxed{72x}|\\boxed{72 \\text{ or } 71}",
-    ),
-    ("72", "\\boxed{72 dollars}|\\boxed{72 cm^2}|\\boxed{€72}|\\boxed{\\text{\\$}72}|\\boxed 72.", "7"),
-    (
-        "72",
-        "#### 1. Setup\nIt is \\boxed{72}|\\boxed{72}\n#### Check\n3 steps|### Final Answer\n72 eggs\nIn 3",
-        "71",
-    ),
-    ("worked out in 3\n#### -3", "#### -3\n\\boxed{5}|\\boxed{-3}|#### -3. That took 5 steps", "so -3.\n#### |#### 3"),
-    ("1000", "#### 1,000|\\boxed{1{,}000}|\\boxed{1\\,000}|\\boxed{1 000}|#### $1,000.00 a year", "#### 1,00"),
-    ("\\$18.90", "\\boxed{18.90}|#### $18.9 each|The answer is \\$18.90|18.90 dollars", "18|\\boxed{18,90}|#### 1890"),
-    ("\\$32,\\!348", "\\boxed{32348}|\\boxed{\\$32,\\!348}|#### 32,348", "\\boxed{32}"),
-    ("0.5", "so \\boxed{\\frac{1}{2}}|#### $\\frac{1}{2}$ cup|#### 1/2 of the 3 cakes|\\boxed{50\\%}", "#### 1|#### 2"),
-    ("\\frac{1}{2}", "The answer is $\\frac{2}{4}$.|\\boxed{1/2}|#### 0.5", "\\boxed{2}"),
-    ("$2\\frac{1}{2}$", "\\boxed{2.5}|#### 2 1/2 cups|\\boxed{\\frac52}", "\\boxed{2}|#### 2"),
-    ("10%", "#### 10% of 50|\\boxed{0.1}|\\boxed{10\\%}", "#### 50"),
-    ("x+1", "so \\boxed{1+x}|#### x+1|#### 1+x", "1|\\boxed{1}"),
-    ("3.", "\\boxed{3}", "\\boxed{0.3}"),
-    ("1, 2", "$\\boxed{1}$ and $\\boxed{2}$|\\boxed{2, 1}|#### 1, 2", "\\boxed{2}"),
-]
+# Each line: a gold answer; completions that are right; completions that are wrong.
+JUDGED = r"""
+72;; #### 72| #### 72 dollars| #### $72| #### 72.|####72| #### **72** eggs;; #### 72\n#### 71| #### | I do not know
+72;; #### 72\n\nThat took 3 steps, 2 of them sums| #### 72 (that is, 8 times 9)| #### 72\n#### 1. Check: 8;; #### -72
+72;; #### 72\n\n#### Check\n8*9=72, 2 factors| #### Answer: 72| #### x = 72;; #### 71\n\nThat took 72 steps| #### 72^{2}
+72;; #### Step 3: add\n70+2\n#### 72| #### \boxed{72}\nin 3 steps| #### 144/2 eggs| #### 72%;; \boxed{72} or \boxed{
+72;; \boxed{71}\n#### 72| \boxed{72}\n\nThe final answer is 3 steps away;; \boxed{72}\n#### 71| #### 72\n\boxed{71}
+72;; \boxed{71}\n\boxed{72}| \fbox{72}| \boxed 72.;; \boxed{71}. The final answer is 72| \boxed{72 xyz}| \boxed{\frac{
+72;; \boxed{72 dollars}| \boxed{72 cm^2}| \boxed{€72}| \boxed{\text{\$}72};; \boxed{72x}| \boxed{72 \text{ or } 71}
+72;; #### 1. Setup\nIt is \boxed{72}| \boxed{72}\n#### Check\n3 steps| ### Final Answer\n72 eggs\nIn 3;; 71
+worked out in 3\n#### -3;; #### -3\n\boxed{5}| \boxed{-3}| #### -3. That took 5 steps;; so -3.\n#### | #### 3
+1000;; #### 1,000| \boxed{1{,}000}| \boxed{1\,000}| \boxed{1 000}| #### $1,000.00 a year;; #### 1,00
+\$18.90;; \boxed{18.90}| #### $18.9 each| The answer is \$18.90| 18.90 dollars;; 18| \boxed{18,90}| #### 1890
+\$32,\!348;; \boxed{32348}| \boxed{\$32,\!348}| #### 32,348;; \boxed{32}
+0.5;; so \boxed{\frac{1}{2}}| #### $\frac{1}{2}$ cup| #### 1/2 of the 3 cakes| \boxed{50\%};; #### 1| #### 2
+\frac{1}{2};; The answer is $\frac{2}{4}$.| \boxed{1/2}| #### 0.5;; \boxed{2}
+$2\frac{1}{2}$;; \boxed{2.5}| #### 2 1/2 cups| \boxed{\frac52};; \boxed{2}| #### 2
+10%;; #### 10% of 50| \boxed{0.1}| \boxed{10\%};; #### 50
+x+1;; so \boxed{1+x}| #### x+1| #### 1+x;; 1| \boxed{1}
+1, 2;; $\boxed{1}$ and $\boxed{2}$| \boxed{2, 1}| #### 1, 2;; \boxed{2}
+"""
 
 
-@pytest.mark.parametrize(("gold", "right", "wrong"), JUDGED)
-def test_the_answer_is_what_stands_behind_the_mark(gold, right, wrong):
-    right, wrong = right.split("|"), wrong.split("|")
-    given = right + wrong
-    found = dict(zip(given, math_verify([], given, [], [gold] * len(given)), strict=True))
-    assert found == dict.fromkeys(right, 1.0) | dict.fromkeys(wrong, 0.0)
+def test_the_answer_is_what_stands_behind_the_mark():
+    for line in JUDGED.strip().splitlines():
+        gold, *given = line.replace("\\n", "\n").split(";; ")
+        for expected, texts in zip((1.0, 0.0), given, strict=True):
+            for text in texts.split("| "):
+                assert math_verify([], [text], [], [gold]) == [expected], (text, gold)
 
 
 def test_a_number_is_read_as_python_reads_it():

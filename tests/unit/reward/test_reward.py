@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import types
@@ -16,7 +15,7 @@ from megatron_rl.config import RewardConfig
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.reward import Reward
 from megatron_rl.types import Prompt, Rollout, Score
-from tests.unit.reward.rig import rollout_of, totals
+from tests.unit.reward.rig import rollout_of, totals, with_environment
 
 
 def make_rollouts(texts, answers=None, **columns) -> list[Rollout]:
@@ -159,6 +158,19 @@ def test_only_the_guilty_sample_meets_the_policy(module, function, message, on_e
     assert reward.last_errors == ()
 
 
+def test_the_log_has_the_first_error_of_each_kind_and_the_scores_have_every_one(module, caplog):
+    def fails(completions, **_):
+        return [{"a": 1.0, "b": float("nan")}[text] for text in completions]
+
+    reward = reward_of(module, fails, on_error="zero")
+    scores = reward.score(make_rollouts("axbyb"))
+    nan = "its value is nan; return a finite number, or None where it does not apply"
+    assert [score.error for score in scores] == [None, "KeyError: 'x'", nan, "KeyError: 'y'", nan]
+    reward.score(make_rollouts("zb"))
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split()[6] for text in said] == ["1@0#0,", "2@0#0,"] and "Traceback" in said[0] and nan in said[1]
+
+
 @pytest.mark.parametrize(("function", "message"), GUILTY_ON_B)
 def test_fail_names_the_sample_and_the_cause(module, function, message):
     with pytest.raises(RewardError, match="(?s)failed on sample 1@0#0 .1 of 3 .*reward.on_error") as caught:
@@ -217,13 +229,6 @@ def test_under_fail_the_samples_behind_the_first_failure_are_not_called(module):
 
 
 # --- what an environment gave
-
-
-def with_environment(rollouts, *values, excluded=()):
-    return [
-        dataclasses.replace(x, environment_reward=value, excluded="it hung" if k in excluded else None)
-        for k, (x, value) in enumerate(zip(rollouts, values, strict=True))
-    ]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
