@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.data.rows import Rows
+from megatron_rl.data.rows import Rows, has_column, value_of
 from megatron_rl.errors import ConfigError
 
 ANSWER = "answer"  # the name that the built-in rewards read; ``data.answer_key`` names another column for it
@@ -32,8 +32,10 @@ def name_of_row(rows: Sequence[Mapping[str, object]], row: int) -> str:
 
 
 def names_of(columns: Mapping[str, object]) -> str:
-    """Return a row's columns for a message."""
-    names = ", ".join(map(repr, columns)) or "none"
+    """Return a row's columns for a message, with the fields of those that are objects."""
+    fields = {name: value for name, value in columns.items() if isinstance(value, Mapping)}
+    inner = [f"{name}.{field}" for name, value in fields.items() for field in value]
+    names = ", ".join(map(repr, [*columns, *inner])) or "none"
     return names if len(names) <= 200 else f"{names[:200]}… ({len(columns)} columns)"
 
 
@@ -63,20 +65,20 @@ def check_columns(
         wanted.setdefault(answer_key, RequiredColumn(name=answer_key, needed_by="data.answer_key", null=True))
     for column in wanted.values():
         for row, columns in enumerate(rows):
-            if column.name not in columns:
+            if not has_column(columns, column.name):
                 null = "; null where it does not apply" if column.null else ""
                 raise ConfigError(
                     f"{name_of_row(rows, row)} has no column {column.name!r} ({column.needed_by}); its columns are "
                     f"{names_of(columns)}. Give every row one{null}"
                 )
-            if columns[column.name] is None and not column.null:
+            if value_of(columns, column.name) is None and not column.null:
                 raise ConfigError(
                     f"{name_of_row(rows, row)}: column {column.name!r} ({column.needed_by}) is null; fill it, or "
                     "remove the row"
                 )
         _check_values(rows, column)
     for members in _files(rows):
-        lacking = [row for row in members if answer_key not in rows[row]]
+        lacking = [row for row in members if not has_column(rows[row], answer_key)]
         if 0 < len(lacking) < len(members):
             raise ConfigError(
                 f"{name_of_row(rows, lacking[0])} has no column {answer_key!r} (data.answer_key), and other rows of "
@@ -91,7 +93,7 @@ def _check_values(rows: Sequence[Mapping[str, object]], column: RequiredColumn) 
         return
     good: set[str] = set()
     for row, columns in enumerate(rows):
-        value = columns[column.name]
+        value = value_of(columns, column.name)
         if value is None or str(value) in good:
             continue
         fault = column.fault(value)

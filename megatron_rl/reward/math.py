@@ -21,8 +21,8 @@ for _module in ("math_verify.parser", "math_verify.grader"):  # they warn of cal
     logging.getLogger(_module).addFilter(lambda record: not str(record.msg).startswith("Timeout is disabled"))
 
 QUICK_S = 0.25  # for each answer of a call; nearly all are judged in milliseconds
-PATIENT_S = 3.0  # for an answer that was not judged in that
-BATCH_S = 9.0  # for all answers of a call that are tried patiently
+PATIENT_S = 5.0  # for an answer that was not judged in that
+BATCH_S = 10.0  # for all answers of a call that are tried patiently
 GOLD_S = 5.0  # for the reading of one gold answer
 _AGAIN_S = 0.5  # an interrupt that some library swallowed comes again
 
