@@ -60,8 +60,7 @@ class Rollout:
     logprobs:       [T] float32, log-probs under the engine's policy at the sampling temperature; 0.0 where not sampled.
     text:           the whole response as text, without special tokens.
     finish_reason:  "stop" (a stop token or the episode's own end) or "length" (``rollout.max_response_tokens``).
-    weight_versions: (version, tokens) in order: the trainer's weights that so many tokens came from; several pairs if
-                    they changed midway. The environment's tokens count to the turn before them.
+    weight_versions: (version, tokens) in order, of the trainer's weights; an environment's count to the turn before.
     loss_mask:      [T] True where a token carries loss: the policy's own, never the environment's; None: all do.
     environment_reward: the sum of its environment's rewards; None where it failed or there is none.
     excluded:       its environment's error (``environment.on_error=drop``), which takes it out of its group, or None.
@@ -110,13 +109,14 @@ class Rollout:
 class Score:
     """Holds the verdict of the reward functions on one sample.
 
-    total:       the weighted sum over the functions that applied; None where the sample is taken out of its group
-                 (``reward.on_error=drop``, or no function applied).
+    total:       the weighted sum over the functions that applied; None if none did, or under ``reward.on_error=drop``.
     by_function: one value per configured function, None where it did not apply.
+    error:       the last line of a function's error, if one failed on the sample; None: none did.
     """
 
     total: float | None
     by_function: tuple[float | None, ...]
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

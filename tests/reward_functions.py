@@ -12,6 +12,10 @@ def explode_on_seven(prompts, completions, completion_ids, answer, **columns):
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
+def broken(prompts, completions, completion_ids, **columns):
+    return [float(text == undefined_name) for text in completions]  # noqa: F821
+
+
 def infinite(prompts, completions, completion_ids, **columns):
     return [float("inf")] * len(prompts)
 

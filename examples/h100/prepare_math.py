@@ -37,7 +37,6 @@ def boxed_answer(solution: str) -> str | None:
     r"""Return the last \boxed{...} or \fbox{...} of a solution as a \boxed{...}; None where there is none, or no end.
 
     Examples: ``so $x=\boxed{\frac{1}{2}}$.`` gives ``\boxed{\frac{1}{2}}``, and ``\boxed 7`` gives ``\boxed{7}``.
-    The box stays, because math-verify reads ``\$5`` within one and not without.
     """
     found = list(BOX.finditer(solution))
     if not found:
@@ -56,7 +55,7 @@ def can_be_earned(answer: str) -> bool:
     """Say whether a completion that gives this very answer is scored as right."""
     try:
         return math_verify([""], [answer], [[]], [answer]) == [1.0]
-    except (ValueError, TimeoutError):
+    except ValueError:
         return False
 
 

@@ -11,7 +11,10 @@ from megatron_rl.errors import ConfigError, quoted
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Names the training data and its columns, and turns a row into a prompt."""
+    """Names the training data and its columns, and turns a row into a prompt.
+
+    A column's name may have dots: `reward_model.ground_truth` is the field `ground_truth` of the column `reward_model`.
+    """
 
     train: tuple[str, ...] = ()
     """Paths or patterns (`*.parquet`) of the training data: JSONL, JSON, CSV, Parquet, `save_to_disk`; required."""

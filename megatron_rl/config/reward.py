@@ -28,6 +28,8 @@ class RewardConfig:
     """Weight of each function in the total; `[]`: 1 each."""
     on_error: str = "fail"
     """For a sample whose reward raises: `fail` ends the run; `drop` takes it out of its group; `zero` gives it 0."""
+    error_warning_share: Annotated[float, Range(0, 1)] = 0.05
+    """Share of a rollout's rewards that fail from which the log warns; if all fail, the run ends. 0: from the first."""
     num_workers: Annotated[int, Range(0, 1000)] = 0
     """Processes per rank that call the functions, a group each, up to twice as many if some are slow; 0: its own."""
     deadline_s: Annotated[float, Range(0.1, 10**6)] = 30.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from megatron_rl.data.rows import Rows
+from megatron_rl.data.rows import Rows, has_column, value_of
 from megatron_rl.errors import ConfigError
 
 ANSWER = "answer"  # the name that the built-in rewards read; ``data.answer_key`` names another column for it
@@ -17,11 +17,13 @@ class RequiredColumn:
 
     needed_by: the setting that reads it, for the message.
     null: whether a row may say null, that it does not apply; else every row must hold a value.
+    fault: returns why a value cannot be used and the way out, None if it can; None: every value can.
     """
 
     name: str
     needed_by: str
     null: bool
+    fault: Callable[[object], str | None] | None = None
 
 
 def name_of_row(rows: Sequence[Mapping[str, object]], row: int) -> str:
@@ -30,8 +32,10 @@ def name_of_row(rows: Sequence[Mapping[str, object]], row: int) -> str:
 
 
 def names_of(columns: Mapping[str, object]) -> str:
-    """Return a row's columns for a message."""
-    names = ", ".join(map(repr, columns)) or "none"
+    """Return a row's columns for a message, with the fields of those that are objects."""
+    fields = {name: value for name, value in columns.items() if isinstance(value, Mapping)}
+    inner = [f"{name}.{field}" for name, value in fields.items() for field in value]
+    names = ", ".join(map(repr, [*columns, *inner])) or "none"
     return names if len(names) <= 200 else f"{names[:200]}… ({len(columns)} columns)"
 
 
@@ -43,7 +47,9 @@ def check_columns(
     *,
     prompt_setting: str = "data.prompt_key",
 ) -> None:
-    """Raise ConfigError for the first row that lacks a required column, or the answer where its file has answers.
+    """Raise ConfigError for the first row that lacks a required column, or whose value in it cannot be used.
+
+    Also for a row without an answer in a file that has answers.
 
     prompt_key: the column of the prompt, or of the conversation, which every row must have.
     answer_key: ``data.answer_key``; under another name than "answer", every row must have it.
@@ -53,32 +59,47 @@ def check_columns(
     wanted = {prompt_key: prompt} | {column.name: column for column in required if column.name != prompt_key}
     if ANSWER in wanted and answer_key != ANSWER:
         column = wanted.pop(ANSWER)
-        wanted[answer_key] = RequiredColumn(
-            name=answer_key, needed_by=f"{column.needed_by}, by data.answer_key", null=column.null
-        )
+        needed_by = f"{column.needed_by}, by data.answer_key"
+        wanted[answer_key] = replace(column, name=answer_key, needed_by=needed_by)
     elif answer_key != ANSWER:
         wanted.setdefault(answer_key, RequiredColumn(name=answer_key, needed_by="data.answer_key", null=True))
     for column in wanted.values():
         for row, columns in enumerate(rows):
-            if column.name not in columns:
+            if not has_column(columns, column.name):
                 null = "; null where it does not apply" if column.null else ""
                 raise ConfigError(
                     f"{name_of_row(rows, row)} has no column {column.name!r} ({column.needed_by}); its columns are "
                     f"{names_of(columns)}. Give every row one{null}"
                 )
-            if columns[column.name] is None and not column.null:
+            if value_of(columns, column.name) is None and not column.null:
                 raise ConfigError(
                     f"{name_of_row(rows, row)}: column {column.name!r} ({column.needed_by}) is null; fill it, or "
                     "remove the row"
                 )
+        _check_values(rows, column)
     for members in _files(rows):
-        lacking = [row for row in members if answer_key not in rows[row]]
+        lacking = [row for row in members if not has_column(rows[row], answer_key)]
         if 0 < len(lacking) < len(members):
             raise ConfigError(
                 f"{name_of_row(rows, lacking[0])} has no column {answer_key!r} (data.answer_key), and other rows of "
                 f"its file have one; its columns are {names_of(rows[lacking[0]])}. Fill it, or write null where there "
                 "is no answer"
             )
+
+
+def _check_values(rows: Sequence[Mapping[str, object]], column: RequiredColumn) -> None:
+    """Raise ConfigError for the first row whose value in a column cannot be used; equal values are looked at once."""
+    if column.fault is None:
+        return
+    good: set[str] = set()
+    for row, columns in enumerate(rows):
+        value = value_of(columns, column.name)
+        if value is None or str(value) in good:
+            continue
+        fault = column.fault(value)
+        if fault is not None:
+            raise ConfigError(f"{name_of_row(rows, row)}: column {column.name!r} ({column.needed_by}): {fault}")
+        good.add(str(value))
 
 
 def _files(rows: Sequence[Mapping[str, object]]) -> list[range]:

@@ -12,7 +12,7 @@ from megatron_rl.data.chat import render_chat
 from megatron_rl.data.columns import ANSWER, RequiredColumn, check_columns, name_of_row
 from megatron_rl.data.order import Order, shares
 from megatron_rl.data.responses import Responses, TooLong, cut_conversation, text_or_messages
-from megatron_rl.data.rows import Rows
+from megatron_rl.data.rows import Rows, has_column, value_of
 from megatron_rl.data.solution import Solution
 from megatron_rl.data.token_limits import TokenLimits
 from megatron_rl.errors import ConfigError
@@ -64,8 +64,8 @@ class PromptDataset:
     when no row is left (``drop``; see ``num_dropped``). A response that does not fit in the context behind its prompt
     is over the limit too.
 
-    ``Prompt.columns`` is the row. Where ``data.answer_key`` is not "answer", the column it names is also given as
-    "answer", the name that the built-in reward functions read.
+    ``Prompt.columns`` is the row. Where ``data.answer_key`` is not "answer", the column it names, or the field within
+    one, is also given as "answer", the name that the built-in reward functions read.
     """
 
     def __init__(
@@ -250,8 +250,8 @@ class PromptDataset:
 
     def _prompt(self, row: int, epoch: int, attempt: int = 0) -> Prompt:
         columns = dict(self._rows[row])
-        if self._data.answer_key in columns:
-            columns[ANSWER] = columns[self._data.answer_key]
+        if has_column(columns, self._data.answer_key):
+            columns[ANSWER] = value_of(columns, self._data.answer_key)
         token_ids = tuple(self._token_ids[row].tolist())
         return Prompt(
             prompt_id=f"{row}@{epoch}", text=self._render(row), token_ids=token_ids, columns=columns, attempt=attempt

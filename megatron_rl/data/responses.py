@@ -8,6 +8,7 @@ from typing import NoReturn
 from megatron_rl.config import DataConfig
 from megatron_rl.data.chat import Message, check_messages
 from megatron_rl.data.columns import name_of_row, names_of
+from megatron_rl.data.rows import has_column, value_of
 from megatron_rl.data.solution import Solution, tokenize_solution
 from megatron_rl.data.token_limits import TokenLimits
 from megatron_rl.errors import ConfigError
@@ -19,9 +20,9 @@ def text_or_messages(
 ) -> str | list[Message]:
     """Return a column that holds text or, where ``messages`` allows it, messages; raise ConfigError otherwise."""
     columns, name = rows[row], name_of_row(rows, row)
-    if key not in columns:
+    if not has_column(columns, key):
         raise ConfigError(f"{name} has no column {key!r} ({setting}); its columns are {names_of(columns)}")
-    value = columns[key]
+    value = value_of(columns, key)
     if messages and isinstance(value, list):
         return check_messages(value, f"{name}: column {key!r} ({setting})")
     if not isinstance(value, str):
@@ -89,7 +90,8 @@ class Responses:
         return messages
 
     def _without_prompt(self, messages: list[Message], row: int) -> list[Message]:
-        prompt = self._rows[row].get(self._data.prompt_key)
+        columns, key = self._rows[row], self._data.prompt_key
+        prompt = value_of(columns, key) if has_column(columns, key) else None
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if isinstance(asked, list) and messages[: len(asked)] == asked:
             return messages[len(asked) :]

@@ -74,6 +74,32 @@ class Rows(Sequence[dict]):
         return next(part.place(row - first) for first, part in self.parts if row < first + len(part.rows))
 
 
+def value_of(row: Mapping[str, object], name: str) -> object:
+    """Return the value of a column, or of a field within one, as in ``reward_model.ground_truth``; null within null.
+
+    A column of that very name, dots included, comes first. Raises KeyError if there is neither.
+    """
+    if name in row:
+        return row[name]
+    value: object = row
+    for part in name.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or part not in value:
+            raise KeyError(name)
+        value = value[part]
+    return value
+
+
+def has_column(row: Mapping[str, object], name: str) -> bool:
+    """Return whether ``value_of`` finds a value."""
+    try:
+        value_of(row, name)
+    except KeyError:
+        return False
+    return True
+
+
 def load_rows(paths: str | pathlib.Path | Sequence[str], key: str = "data.train") -> Rows:
     """Read the rows of a data set.
 

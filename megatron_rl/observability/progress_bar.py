@@ -152,6 +152,9 @@ def summary_table(summary: RunSummary, elapsed_s: float, untrained_steps: Untrai
         )
         change = f"{before} → {after}" if last_step > first_step else after
         table.add_row(name, f"{change}  ({when})")
+    if summary.reward_errors:
+        share = f"{100 * summary.reward_error_share:.1f} % in the last {summary.window} steps"
+        table.add_row("[red]reward errors[/red]", f"[red]{summary.reward_errors:,} samples  ({share})[/red]")
     if summary.truncated_share is not None:
         table.add_row("truncated responses", f"{100 * summary.truncated_share:.1f} %  (last {summary.window} steps)")
     if summary.zero_advantage_ratio is not None:

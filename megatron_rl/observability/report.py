@@ -270,6 +270,11 @@ def _tiles(rows: Sequence[Row]) -> str:
             found = [f"{errors[step]:.3f}" for step in ([first_step] if before else []) + [last_step] if step in errors]
             note += f"; standard error {' and '.join(found)}"
         tiles.append(_tile(f"Evaluation: {name}", f"{last:.3f}", note, before=before))
+    if summary.reward_errors:
+        note = (
+            f"samples whose reward failed, {100 * summary.reward_error_share:.1f} % in the last {summary.window} steps"
+        )
+        tiles.append(_tile("Reward errors", f"{summary.reward_errors:,}", note))
     if summary.truncated_share is not None:
         note = f"of the last {summary.window} steps, at the limit of their tokens"
         tiles.append(_tile("Truncated responses", f"{100 * summary.truncated_share:.1f} %", note))

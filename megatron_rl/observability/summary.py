@@ -30,6 +30,8 @@ class RunSummary:
     total_s: seconds, the sum over all steps, warm-up included.
     evaluations: of each set's mean@k, as "<set> mean@k": (step, value) of the first and of the last evaluation.
     truncated_share: of the last window's mean, the share of samples that were cut off.
+    reward_errors: samples of all rollouts whose reward failed.
+    reward_error_share: of the last window's mean, their share of the samples that were scored.
     held_out: of held-out solutions or pairs, by the table's words: (step, value) of the first and the last evaluation.
     """
 
@@ -47,6 +49,8 @@ class RunSummary:
     evaluations: Mapping[str, tuple[tuple[int, float], tuple[int, float]]] = field(default_factory=dict)
     evaluation_errors: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     truncated_share: float | None = None
+    reward_errors: int = 0
+    reward_error_share: float | None = None
     held_out: Mapping[str, tuple[tuple[int, float], tuple[int, float]]] = field(default_factory=dict)
 
     @property
@@ -134,6 +138,8 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
             for name, metric in HELD_OUT.items()
             if (points := held_out_points(rows, metric))
         },
+        reward_errors=int(sum(_finite(trained, "reward/errors"))),
+        reward_error_share=share[1] if (share := ends("reward/error_share")) else None,
         truncated_share=truncated[1] if (truncated := ends("rollout/truncated_share")) else None,
     )
 

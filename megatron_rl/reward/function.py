@@ -21,10 +21,11 @@ from megatron_rl.users_code import exit_is_an_error
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
+MATH = "math_verify"
 # By path, so that sympy is imported only by runs that use it.
 BUILT_IN = {
     "arithmetic": "megatron_rl.reward.arithmetic:arithmetic",
-    "math_verify": "megatron_rl.reward.math:math_verify",
+    MATH: "megatron_rl.reward.math:math_verify",
 }
 
 MODELS = (REWARD_MODEL,)  # built-in functions that hold a model, which reward.model_path names
@@ -103,6 +104,8 @@ def required_columns(parameters: Mapping[str, Sequence[str]]) -> list[RequiredCo
 
     parameters: of each function by its name, in their order, as `needed_parameters` gives them.
 
+    `math_verify` parses every answer, so that one that it cannot read is named before anything is trained.
+
     A function of the user's meets null where a row says null. The built-in functions read an answer, which null is
     none of.
     """
@@ -111,12 +114,26 @@ def required_columns(parameters: Mapping[str, Sequence[str]]) -> list[RequiredCo
         if name in MODELS:
             continue
         if name in BUILT_IN:
-            needed[ANSWER] = RequiredColumn(name=ANSWER, needed_by=f"read by reward function {name!r}", null=False)
+            fault = fault_of_gold if name == MATH else None
+            column = RequiredColumn(name=ANSWER, needed_by=f"read by reward function {name!r}", null=False, fault=fault)
+            if ANSWER not in needed or needed[ANSWER].fault is None:
+                needed[ANSWER] = column
             continue
         for column in columns:
             column = RequiredColumn(name=column, needed_by=f"a parameter of reward function {name!r}", null=True)
             needed.setdefault(column.name, column)
     return list(needed.values())
+
+
+def fault_of_gold(gold: object) -> str | None:
+    """Return why `math_verify` cannot compare a gold answer, and the way out; None if it can."""
+    from megatron_rl.reward.math import read_gold  # brings sympy along
+
+    try:
+        read_gold(str(gold))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def needed_parameters(function: RewardFunction) -> list[str]:

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
+import signal
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from math_verify import parse, verify
-from math_verify.errors import TimeoutException
+from sympy import Expr, Number
 
-logger = logging.getLogger(__name__)
+from megatron_rl.reward.final_answer import final_answer, has_mark, number_text, without_currency
 
-# Whole seconds, math-verify's own default: it hands them to signal.alarm, which takes nothing finer.
-PARSE_TIMEOUT_S = 5
-COMPARE_TIMEOUT_S = 5
+log = logging.getLogger(__name__)
+for _module in ("math_verify.parser", "math_verify.grader"):  # they warn of calls without a deadline of theirs
+    logging.getLogger(_module).addFilter(lambda record: not str(record.msg).startswith("Timeout is disabled"))
 
-_FINAL_ANSWER = "####"  # GSM8K's mark
-_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
+QUICK_S = 0.25  # for each answer of a call; nearly all are judged in milliseconds
+PATIENT_S = 5.0  # for an answer that was not judged in that
+BATCH_S = 10.0  # for all answers of a call that are tried patiently
+GOLD_S = 5.0  # for the reading of one gold answer
+_AGAIN_S = 0.5  # an interrupt that some library swallowed comes again
+
+_MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)")
+_DELIMITERS = ("$", "\\(", "\\[")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gold:
+    """Holds a gold answer as it is compared.
+
+    values: what it may be equal to, of sympy.
+    is_number: whether it is a number, so that a number behind a mark is a completion's whole answer.
+    marks_first: whether it is in GSM8K's format.
+    """
+
+    values: tuple[object, ...]
+    is_number: bool
+    marks_first: bool
+
+
+class _Overdue(BaseException):
+    """Raised in the middle of a judgement whose time is over; no ``except Exception`` of a library takes it."""
 
 
 def math_verify(
@@ -28,61 +57,123 @@ def math_verify(
 ) -> list[float]:
     """Return [S]: 1.0 where a completion's answer equals the ``answer`` column mathematically, else 0.0.
 
-    So 1/2 equals 0.5, and 1,000 equals 1000. Of a text with ``####``, only the part after the last one is read (GSM8K).
-    A gold answer is one expression, with or without \\boxed{} or dollars around it. In a completion math-verify looks
-    for the answer: \\boxed{}, LaTeX between dollars, a plain number. A completion in which nothing parses, or that
-    cannot be compared with the gold answer, scores 0.0.
+    So 1/2 equals 0.5, and 1,000 equals 1000. A completion's answer stands behind the last mark, ``####`` (GSM8K) or
+    \\boxed{} (MATH), and the text around it counts for nothing (reward/final_answer.py). Without a mark math-verify
+    looks for it: LaTeX between dollars, a plain number. A gold answer is one expression, with or without a mark or
+    dollars around it. A completion in which nothing parses, or that cannot be compared, scores 0.0.
 
-    Raises ValueError for a gold answer that does not parse, TimeoutError where a parse or a comparison takes over 5 s
-    (a timeout is no verdict: ``reward.on_error`` decides), RuntimeError outside the main thread: the deadlines are
-    SIGALRM, which Python allows there only, and a completion such as 9**9**9**9 may not be left without one. The alarm
-    interrupts Python code; a single long operation inside a C extension ends first.
+    A completion that is not judged in time scores 0.0 too, and the log says so. Each has QUICK_S, and those that need
+    more PATIENT_S each, BATCH_S together: a call on n answers takes at most n · QUICK_S + BATCH_S.
+
+    Raises ValueError for a gold answer that does not parse, which the start of a run looks for, and RuntimeError
+    outside the main thread: the deadlines are SIGALRM, which Python allows there only. The alarm interrupts Python
+    code; a single long operation inside a C extension ends first.
     """
+    _need_main_thread()
+    golds = [read_gold(str(gold)) for gold in answer]
+    texts = dict.fromkeys(zip(completions, map(str, answer), strict=True))
+    by_gold = dict(zip(map(str, answer), golds, strict=True))
+    scores = {pair: _within(QUICK_S, _score, pair[0], by_gold[pair[1]]) for pair in texts}
+    until = time.monotonic() + BATCH_S
+    for pair in [pair for pair, score in scores.items() if score is None]:
+        left = until - time.monotonic()
+        if left > 0:
+            scores[pair] = _within(min(PATIENT_S, left), _score, pair[0], by_gold[pair[1]])
+    overdue = [pair for pair in texts if scores[pair] is None]
+    if overdue:
+        log.warning(
+            "math_verify could not judge %d of %d completions in time (%g s each, %g s in all); each counts as wrong. "
+            "The first, against the answer %.80r, ends in %r",
+            *(len(overdue), len(texts), PATIENT_S, BATCH_S, overdue[0][1], overdue[0][0][-200:]),
+        )
+    return [scores[completion, str(gold)] or 0.0 for completion, gold in zip(completions, answer, strict=True)]
+
+
+@functools.lru_cache(maxsize=65536)
+def read_gold(gold: str) -> Gold:
+    """Return a gold answer as it is compared, in GOLD_S at most; raise ValueError if it cannot be read."""
+    number = number_text(gold)
+    if number is not None:
+        return Gold(values=(Number(number),), is_number=True, marks_first=False)
+    _need_main_thread()
+    marks_first = has_mark(gold)
+    found = final_answer(gold, marks_first=marks_first, wants_number=True)
+    text = found.text.strip()
+    number = number_text(text)
+    if number is not None:
+        return Gold(values=(Number(number),), is_number=True, marks_first=marks_first)
+    values = _within(GOLD_S, _read_expression, text)
+    if values is None:
+        raise ValueError(
+            f"gold answer {gold[:200]!r} takes math-verify over {GOLD_S:g} s to parse; write it out, or remove the row"
+        )
+    if not values:
+        raise ValueError(
+            f"gold answer {gold[:200]!r} is nothing that math-verify can parse; mend the dataset's answer column, or "
+            "remove the row"
+        )
+    is_number = len(values) == 1 and isinstance(values[0], Expr) and bool(values[0].is_number)
+    return Gold(values=tuple(values), is_number=is_number, marks_first=marks_first)
+
+
+def _need_main_thread() -> None:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             f"math_verify was called from thread {threading.current_thread().name!r}: its deadlines need SIGALRM, "
             "which works in a process's main thread only; score in the main thread, or use a reward function of your "
             "own that needs no signal"
         )
-    return [_score(text, str(gold)) for text, gold in zip(completions, answer, strict=True)]
 
 
-def _score(completion: str, gold: str) -> float:
-    gold_values = _parse_gold(gold.rpartition(_FINAL_ANSWER)[2].strip())
-    if not gold_values:
-        raise ValueError(
-            f"gold answer {gold!r} is nothing that math-verify can parse; mend the dataset's answer column"
-        )
-    values = _parse(completion.rpartition(_FINAL_ANSWER)[2], "completion")
-    return float(any(_equal(gold_value, value) for gold_value in gold_values for value in values))
+def _within(seconds: float, function: Callable, *arguments: object) -> object:
+    """Return what ``function`` returns, or None if it takes longer."""
+
+    def interrupt(*_: object) -> None:
+        raise _Overdue
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+        try:
+            return function(*arguments)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except _Overdue:
+        return None
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
-def _parse_gold(gold: str) -> list:
+def _score(completion: str, gold: Gold) -> float:
+    found = final_answer(completion, marks_first=gold.marks_first, wants_number=gold.is_number)
+    number = number_text(found.text) if found.is_marked else None
+    if number is not None:
+        values = [Number(number)]
+    elif found.is_marked:
+        values = _read_expression(found.text)
+    else:
+        values = _parse(found.text, fallback_mode="first_match")
+    return float(any(_equal(gold_value, value) for gold_value in gold.values for value in values))
+
+
+def _read_expression(text: str) -> list:
+    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)  # which math-verify would read as a product
     # Boxed, because math-verify would look for a number in a bare text, and take "1+x" for 1.
-    if gold and not any(delimiter in gold for delimiter in _DELIMITERS):
-        boxed = _parse(f"\\boxed{{{gold}}}", "gold answer", fallback_mode="no_fallback")
+    if text and not any(delimiter in text for delimiter in _DELIMITERS):
+        boxed = _parse(f"\\boxed{{{text}}}", fallback_mode="no_fallback")
         if boxed:
             return boxed
-    return _parse(gold, "gold answer", fallback_mode="no_fallback")
+    return _parse(without_currency(text), fallback_mode="no_fallback")
 
 
-def _parse(text: str, what: str, fallback_mode: str = "first_match") -> list:
-    try:
-        return parse(text, fallback_mode=fallback_mode, parsing_timeout=PARSE_TIMEOUT_S)
-    except TimeoutException:
-        raise TimeoutError(f"parsing the {what} took over {PARSE_TIMEOUT_S} s: {text[-200:]!r}") from None
+def _parse(text: str, fallback_mode: str) -> list:
+    return parse(text, fallback_mode=fallback_mode, parsing_timeout=0)
 
 
 def _equal(gold_value: object, value: object) -> bool:
-    # raise_on_error, because without it math-verify turns a timeout into "not equal".
     try:
-        return verify(gold_value, value, timeout_seconds=COMPARE_TIMEOUT_S, raise_on_error=True)
-    except TimeoutException:
-        # Without the values: str() of those that sympy could not compare in time can itself take forever.
-        raise TimeoutError(
-            f"comparing the completion's answer with the gold answer took over {COMPARE_TIMEOUT_S} s"
-        ) from None
+        return verify(gold_value, value, timeout_seconds=0, raise_on_error=True)
     except Exception:
         # sympy refuses comparisons in many ways (sets with numbers, NaN): such values are not equal.
-        logger.debug("math-verify could not compare a completion's answer with the gold answer", exc_info=True)
+        log.debug("math-verify could not compare a completion's answer with the gold answer", exc_info=True)
         return False

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_rl.distributed.frames import is_json
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.reward.function import Outcome, columns_of
+from megatron_rl.reward.function import MATH, Outcome, columns_of
 from megatron_rl.reward.task_queue import Failure, Task, TaskQueue
 from megatron_rl.reward.worker_handle import CLOSE_S, START_S, Gone, WorkerProcess
 from megatron_rl.types import Rollout
@@ -93,7 +93,8 @@ class Pool:
         columns = columns_of(rollouts)
         _check_columns(rollouts)
         with self._used_here():
-            work = TaskQueue(rollouts, len(self.functions), self.most_samples)
+            lenient = [number for number, name in enumerate(self.functions) if name == MATH]
+            work = TaskQueue(rollouts, len(self.functions), self.most_samples, lenient)
             try:
                 self._wait(None, until=time.monotonic())  # a death since the last batch is no sample's fault
                 while not (work.done or (stop_at_failure and work.has_failed)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,10 @@ from megatron_rl.reward.function import (
 from megatron_rl.reward.pool import Pool
 from megatron_rl.types import Rollout, Score
 
+log = logging.getLogger(__name__)
+
+MOST_KINDS = 20  # of errors, that are logged
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
@@ -33,6 +39,19 @@ class RewardFailure:
     sample_id: str
     function: str
     message: str
+
+    @property
+    def last_line(self) -> str:
+        """Return what the message comes down to: the last line of a traceback, or the first of a sentence."""
+        lines = [line for line in self.message.splitlines() if line.strip()] or [""]
+        return (lines[-1] if "Traceback" in self.message else lines[0])[:300]
+
+    @property
+    def kind(self) -> str:
+        """Return what failures of one cause share: the exception's class, or a sentence without its values."""
+        if "Traceback" in self.message:
+            return self.last_line.partition(":")[0]
+        return re.sub(r"'[^']*'|[-\d.]+", "", self.last_line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +87,8 @@ class Reward:
     The name ``environment`` is no function: its value is the sum of the rewards that the sample's environment gave. A
     sample that its environment gave up (``Rollout.excluded``) has no total, and no function is called on it.
 
-    ``last_errors`` holds the failures of the last `score`, for metrics and the log; ``required_columns`` those that
-    every row of the data must have.
+    ``last_errors`` holds the failures of the last `score`, which the scores name too; the log has the first one of each
+    kind, whole. ``required_columns`` are those that every row of the data must have.
     """
 
     def __init__(self, config: RewardConfig, import_s: float | None = None) -> None:
@@ -89,6 +108,7 @@ class Reward:
             )
         self.names = tuple(config.functions)
         self.last_errors: tuple[RewardFailure, ...] = ()
+        self._kinds_logged: set[tuple[str, str]] = set()
         self._weights = tuple(config.resolved_weights)
         self._on_error = config.on_error
         called = [name for name in self.names if name != ENVIRONMENT]
@@ -137,9 +157,11 @@ class Reward:
             failures.extend(self._failures(name, answers, rollouts))
             values_by_function.append([outcome.value for outcome in answers.outcomes])
         self.last_errors = tuple(failures)
-        guilty = {failure.sample_id for failure in failures}
+        self._log_new_kinds(failures)
+        # of a sample that several functions failed on, the first is named
+        errors = {failure.sample_id: failure.last_line for failure in reversed(failures)}
         return [
-            self._combine(by_function, rollout.sample_id in guilty)
+            self._combine(by_function, errors.get(rollout.sample_id))
             for rollout, by_function in zip(rollouts, zip(*values_by_function, strict=True), strict=True)
         ]
 
@@ -163,9 +185,23 @@ class Reward:
             for number, name in enumerate(self.pool.functions)
         }
 
-    def _combine(self, by_function: tuple[float | None, ...], failed: bool) -> Score:
-        if failed:
-            return Score(total=0.0 if self._on_error == "zero" else None, by_function=by_function)
+    def _log_new_kinds(self, failures: Sequence[RewardFailure]) -> None:
+        """Log the first failure of each kind with its sample and traceback; the rest are counted (rollout/)."""
+        for failure in failures:
+            kind = (failure.function, failure.kind)
+            if kind in self._kinds_logged or len(self._kinds_logged) >= MOST_KINDS:
+                continue
+            self._kinds_logged.add(kind)
+            log.warning(
+                "reward function %r failed on sample %s, and reward.on_error=%s goes on; further errors of this kind "
+                "are counted in reward/errors and not logged:\n%s",
+                *(failure.function, failure.sample_id, self._on_error, failure.message),
+            )
+
+    def _combine(self, by_function: tuple[float | None, ...], error: str | None) -> Score:
+        if error is not None:
+            total = 0.0 if self._on_error == "zero" else None
+            return Score(total=total, by_function=by_function, error=error)
         applied = [
             weight * value for weight, value in zip(self._weights, by_function, strict=True) if value is not None
         ]

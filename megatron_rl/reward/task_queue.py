@@ -5,6 +5,7 @@
    machine may have been at fault. So a task of n samples costs at most 1 + 2n workers.
 2. The samples of a task that takes long (``suspect``) are tried alone before it has failed, beside the rest. Their
    results count once it fails; if it answers, they are forgotten: its answer is what it would have been without them.
+3. A sample that runs out of time, or kills its worker, alone counts as wrong under a function of ``lost_is_wrong``.
 
 This module knows no processes and no time.
 """
@@ -12,13 +13,16 @@ This module knows no processes and no time.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_rl.reward.function import Outcome
 from megatron_rl.types import Rollout
+
+log = logging.getLogger(__name__)
 
 
 class Failure(Enum):
@@ -81,14 +85,22 @@ class TaskQueue:
     """Queues the tasks of a batch and collects their outcomes.
 
     most_samples: the most samples of a task; a larger group is cut.
+    lost_is_wrong: the indices of functions under which a sample that is never judged is worth 0.0, and no failure.
     outcomes: [F][S], complete once ``done``.
     """
 
-    def __init__(self, rollouts: Sequence[Rollout], num_functions: int, most_samples: int | None = None) -> None:
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        num_functions: int,
+        most_samples: int | None = None,
+        lost_is_wrong: Collection[int] = (),
+    ) -> None:
         self.rollouts = rollouts
         self.outcomes: list[list[Outcome | None]] = [[None] * len(rollouts) for _ in range(num_functions)]
         self.splits: list[Split] = []
         self.has_failed = False  # a sample that is known to be guilty
+        self._lost_is_wrong = frozenset(lost_is_wrong)
         self._left = num_functions * len(rollouts)
         self._suspected: dict[Task, Split] = {}  # under way
         groups = [
@@ -175,7 +187,11 @@ class TaskQueue:
         else:
             if task.split is not None:
                 task.split.found_guilty = True
-            self.answered(task, [Outcome(error=error)])
+            is_wrong = failure is not Failure.RAISED and task.function in self._lost_is_wrong
+            if is_wrong:
+                sample = self.rollouts[task.samples[0]].sample_id
+                log.warning("sample %s counts as wrong, since it could not be judged: %s", sample, error)
+            self.answered(task, [Outcome(value=0.0) if is_wrong else Outcome(error=error)])
 
     def _split(self, task: Task, failure: Failure, error: str) -> None:
         split = self._suspected.pop(task, None)

@@ -21,6 +21,7 @@ from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.replay_buffer import Entry, ReplayBuffer, group_scores
 from megatron_rl.rollout.reroll_buffer import RerollBuffer, failed_groups
+from megatron_rl.rollout.reward_errors import judge_errors
 from megatron_rl.rollout.selection import Selection
 from megatron_rl.rollout.staleness import Start, may_start
 from megatron_rl.rollout.start_order import StartOrder
@@ -189,6 +190,7 @@ class RolloutQueue:
         if len(parts) > 1 or fresh != set(scored.facts.groups.tolist()):
             scored = score_groups(self.config, self.backend, selection.groups)
         staleness = self.backend.weight_version - scored.facts.weight_versions.min()
+        judge_errors(scored.errors, self.config.reward, f"rollout {index + 1}")
         metrics = reward_metrics(self.config, scored)
         metrics |= {"async/staleness_max": float(staleness), "async/dropped_stale": float(num_dropped)}
         if self.num_stragglers:

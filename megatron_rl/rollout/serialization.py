@@ -53,7 +53,7 @@ def pack_groups(groups: Mapping[str, SavedGroup]) -> bytes:
             shape = None if routed is None else routed.shape
             fields += [mask is not None, rollout.environment_reward, rollout.excluded, shape, rollout.context_ids]
             samples.append(fields)
-        scores = None if group.scores is None else [[score.total, score.by_function] for score in group.scores]
+        scores = None if group.scores is None else [[s.total, s.by_function, s.error] for s in group.scores]
         header.append([key, group.prompt.prompt_id, group.prompt.attempt, samples, scores])
     buffer = io.BytesIO()
     text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
@@ -106,6 +106,11 @@ def unpack_groups(data: bytes, recall: Callable[[str, int], Prompt]) -> dict[str
                 )
             )
             start += length
-        known = None if scores is None else [Score(total=total, by_function=tuple(values)) for total, values in scores]
+        known = None if scores is None else [_score(*fields) for fields in scores]
         groups[key] = SavedGroup(prompt=prompt, rollouts=rollouts, scores=known)
     return groups
+
+
+def _score(total: float | None, values: Sequence[float | None], error: str | None = None) -> Score:
+    """Make a score of its fields; older files have no error."""
+    return Score(total=total, by_function=tuple(values), error=error)

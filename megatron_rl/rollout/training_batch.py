@@ -16,6 +16,7 @@ from megatron_rl.config import Config
 from megatron_rl.observability.metrics import add_sums
 from megatron_rl.reward.function import BUILT_IN
 from megatron_rl.reward.overlong import overlong_shape
+from megatron_rl.rollout.reward_errors import RewardErrors, count_errors, gather_errors
 from megatron_rl.rollout.worker import Group
 from megatron_rl.types import BatchFacts, Prompt
 
@@ -28,6 +29,7 @@ class ScoredBatch:
     by_function: float64 [S, F], the configured functions alone; NaN where one did not apply.
     overlong:    float64 [S], 0 to −1, the penalty before its coefficient (reward/overlong.py).
     live:        bool [S], whether the sample may have signal, in any batch that its group joins.
+    errors:      the samples whose reward failed.
     """
 
     batch: Batch
@@ -35,6 +37,7 @@ class ScoredBatch:
     by_function: np.ndarray
     overlong: np.ndarray
     live: np.ndarray
+    errors: RewardErrors = field(default_factory=RewardErrors)
 
     @property
     def facts(self) -> BatchFacts:
@@ -124,14 +127,22 @@ def score_groups(config: Config, backend: MegatronBackend, groups: Mapping[int, 
     totals, by_function = batch_exchange.gather_scores(
         scores, places, len(config.reward.functions), sample_ids=[sample.sample_id for sample in samples]
     )
-    return scored_batch(config, batch, totals, by_function)
+    pairs = [pair for _, group in local_groups for pair in zip(group.rollouts, group.scores, strict=True)]
+    return scored_batch(config, batch, totals, by_function, gather_errors(count_errors(pairs)))
 
 
-def scored_batch(config: Config, batch: Batch, totals: np.ndarray, by_function: np.ndarray) -> ScoredBatch:
+def scored_batch(
+    config: Config,
+    batch: Batch,
+    totals: np.ndarray,
+    by_function: np.ndarray,
+    errors: RewardErrors = RewardErrors(),  # noqa: B008 (frozen)
+) -> ScoredBatch:
     """Add the overlong penalty to the totals, and find which samples may have signal.
 
     totals: [S], NaN where a sample is taken out of its group.
     by_function: [S, F].
+    errors: the samples whose reward failed.
     """
     facts, buffer_tokens = batch.facts, config.reward.overlong_buffer_tokens
     shape = overlong_shape(
@@ -158,7 +169,7 @@ def scored_batch(config: Config, batch: Batch, totals: np.ndarray, by_function: 
         moves_equal_rewards=settings.moves_equal_rewards,
     )
     live &= facts.loss_tokens > 0
-    return ScoredBatch(batch=batch, rewards=rewards, by_function=by_function, overlong=shape, live=live)
+    return ScoredBatch(batch=batch, rewards=rewards, by_function=by_function, overlong=shape, live=live, errors=errors)
 
 
 def kept_places(config: Config, scored: ScoredBatch) -> set[int]:
@@ -227,6 +238,8 @@ def reward_metrics(config: Config, scored: ScoredBatch) -> dict[str, float]:
     }
     if included.any() and config.reward.functions:
         metrics |= {f"reward/{name}": value for name, value in spread(rewards.totals[included]).items()}
+    if config.reward.functions:
+        metrics |= {f"reward/{name}": value for name, value in scored.errors.metrics().items()}
     if included.any() and config.reward.overlong_buffer_tokens:
         metrics["reward/overlong_penalty"] = config.reward.overlong_penalty * float(scored.overlong[included].mean())
     if config.loss.mask_truncated:

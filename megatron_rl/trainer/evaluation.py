@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from megatron_rl.distributed import collectives
 from megatron_rl.errors import ConfigError
 from megatron_rl.observability.completions import Completion
 from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.reward_errors import RewardErrors, count_errors, gather_errors, judge_errors
 from megatron_rl.rollout.worker import Group, RolloutJob
 from megatron_rl.trainer.completions import of_evaluation
 from megatron_rl.types import Prompt
@@ -41,6 +42,7 @@ class Outcomes:
     by_function: float64 [P, k, F], the reward of each function; NaN where it did not apply.
     response_tokens: the number of response tokens of all samples together.
     truncated:   the number of samples that were cut off at their most tokens.
+    errors:      the samples whose reward failed.
 
     Example: two prompts of one sample each, the second of which broke its reward function under
     ``reward.on_error=drop``: ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]], response_tokens=9, truncated=0``.
@@ -50,6 +52,7 @@ class Outcomes:
     by_function: np.ndarray
     response_tokens: int
     truncated: int
+    errors: RewardErrors = field(default_factory=RewardErrors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,8 @@ def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, thre
     functions: [F], the names of the reward functions.
     threshold: the total reward that a sample must have to count as passed.
 
-    An excluded sample has not passed and counts in no mean; if all are excluded, there is no mean.
+    An excluded sample has not passed and counts in no mean; if all are excluded, there is no mean. A set on which no
+    reward failed has no ``errors``.
     """
     totals = outcomes.totals
     num_prompts, num_samples = totals.shape
@@ -128,6 +132,8 @@ def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, thre
     metrics["response_tokens_mean"] = outcomes.response_tokens / totals.size
     metrics["truncated_share"] = outcomes.truncated / totals.size
     metrics["excluded"] = float(np.count_nonzero(~included))
+    if outcomes.errors.failed:
+        metrics |= outcomes.errors.metrics()
     return {f"eval/{name}/{key}": value for key, value in metrics.items()}
 
 
@@ -188,6 +194,7 @@ class Evaluation:
         metrics, completions = {}, []
         groups = self._groups(job)
         for name, outcomes in self._outcomes(job).items():
+            judge_errors(outcomes.errors, self.config.reward, f"eval/{name} after {step} steps")
             values = set_metrics(name, outcomes, self.config.reward.functions, threshold=settings.reward_threshold)
             summary = ", ".join(
                 f"{key.rpartition('/')[2]} {value:.4f}"
@@ -219,6 +226,12 @@ class Evaluation:
             number = np.searchsorted(ends, place, side="right")
             local[0, number] += sum(len(rollout.response_ids) for rollout in job.rollouts[place])
             local[1, number] += sum(rollout.finish_reason == "length" for rollout in job.rollouts[place])
+        errors = {
+            name: gather_errors(
+                count_errors(pair for x in groups.values() for pair in zip(x.rollouts, x.scores, strict=True))
+            )
+            for name, groups in self._groups(job).items()
+        }
         tokens, truncated = np.sum(collectives.gather_json(local.tolist()), axis=0)
         shape = (int(ends[-1]), size)
         totals_of = np.split(totals.reshape(shape), ends[:-1])
@@ -229,6 +242,7 @@ class Evaluation:
                 by_function=by_function_of[i],
                 response_tokens=int(tokens[i]),
                 truncated=int(truncated[i]),
+                errors=errors[name],
             )
             for i, name in enumerate(self.sets)
         }

@@ -157,8 +157,16 @@ def test_a_reward_that_raises_stops_every_rank_with_the_samples_id_and_traceback
 
 @pytest.mark.parametrize("policy", quick(["drop", "zero"], "drop"))
 def test_a_reward_that_raises_costs_only_its_sample(made, policy):
-    excluded = rows_of(made(2, *SEVENS, f"reward.on_error={policy}", "train.num_rollouts=1"))[0]["reward/excluded"]
-    assert excluded > 0 and excluded % 4 == 0 if policy == "drop" else excluded == 0  # a prompt's four fail together
+    row = rows_of(made(2, *SEVENS, f"reward.on_error={policy}", "train.num_rollouts=1"))[0]
+    errors, excluded = row["reward/errors"], row["reward/excluded"]
+    assert errors > 0 and errors % 4 == 0  # a prompt's four fail together
+    assert excluded == (errors if policy == "drop" else 0) and row["reward/error_share"] == errors / 240
+
+
+def test_a_reward_that_always_raises_ends_the_run_and_stands_in_the_log(made, tmp_path):
+    broken = ("reward.functions=[tests.reward_functions:broken]", "reward.on_error=zero")
+    for said in made.into(tmp_path, 2, *broken, code=1):
+        assert "the reward of all 32 samples failed" in said and "NameError: name 'undefined_name' is" in said, said
 
 
 def test_an_infinite_reward_is_refused_before_it_becomes_nan(made):

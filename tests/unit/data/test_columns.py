@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from types import SimpleNamespace
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from megatron_rl.config import RewardConfig, load_config
 from megatron_rl.data.columns import check_columns
@@ -74,6 +77,15 @@ def test_a_row_that_lacks_a_column_is_named(own):
             check([GOOD, row], functions)
 
 
+def test_every_answer_that_math_verify_reads_is_parsed_at_the_start():
+    rows = [GOOD | {"answer": answer} for answer in ("\\$18.90", "\\$32,\\!348", "#### 4", "\\frac{1}{2}", 7, "(1, 2)")]
+    check(rows, ["math_verify"])
+    check([*rows, GOOD | {"answer": "????"}], ["arithmetic"])
+    with pytest.raises(ConfigError, match=r"row 6: column 'gold' \(read by .*math_verify', by data.answer_key\): gold"):
+        rows = [{"prompt": "x", "gold": row["answer"]} for row in [*rows, {"answer": "????"}]]
+        check(rows, ["arithmetic", "math_verify"], answer_key="gold")
+
+
 def test_a_renamed_answer_is_the_column_that_rewards_need():
     gold = {"prompt": "x", "gold": "1"}
     check([gold], ["arithmetic"], answer_key="gold")
@@ -83,6 +95,28 @@ def test_a_renamed_answer_is_the_column_that_rewards_need():
     ]:
         with pytest.raises(ConfigError, match=message):
             check([gold, row], ["arithmetic"], answer_key="gold")
+
+
+def test_a_field_within_a_column_is_named_by_dots(tmp_path):
+    """As in verl's Parquet files; a column of that very name comes first, and null within null is null."""
+    inner = [{"ground_truth": "2", "style": "rule"}, {"ground_truth": None, "style": "rule"}, None]
+    rows = [{"extra": {"prompt": "1+1="}, "reward_model": value} for value in inner]
+    key = "reward_model.ground_truth"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    names = [f"data.train={tmp_path / 'd.parquet'}", f"data.answer_key={key}", "data.prompt_key=extra.prompt"]
+    hf_config = SimpleNamespace(vocab_size=200, max_position_embeddings=99)
+    config = load_config(None, [*names, "data.shuffle=false", "reward.functions=math_verify"])
+    found = load_prompts(config, CountingTokenizer(), hf_config, ()).next(3)
+    assert [(x.text, x.columns["answer"]) for x in found] == [("1+1=", "2"), ("1+1=", None), ("1+1=", None)]
+    assert found[0].columns == rows[0] | {"answer": "2"}
+    for bad, message in (
+        ({"reward_model": {"style": "rule"}}, f"row 1 has no column '{key}' .*'reward_model', 'reward_model.style'"),
+        ({key: "3", "reward_model": 1}, None),
+        ({"reward_model": 1}, f"row 1 has no column '{key}'"),
+        ({key: None}, f"row 1: column '{key}' .* is null"),
+    ):
+        with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+            check([{"prompt": "x", **rows[0]}, {"prompt": "x", **bad}], ["math_verify"], answer_key=key)
 
 
 def test_files_without_answers_stand_beside_files_with_them():
@@ -99,9 +133,10 @@ def test_a_row_that_the_model_or_the_reward_cannot_take_is_refused(tmp_path):
         (60, 99, {"prompt": "=", "answer": "2"}, "the token 61, and the model's vocabulary ends at 59"),
         (200, 3, {"prompt": "1+1=", "answer": "2"}, "has 4 tokens and at most 2 are allowed"),
         (200, 99, {"prompt": "1+1=", "answer": None}, "column 'answer' .* is null"),
+        (200, 99, {"prompt": "1+1=", "answer": "\\$"}, r"row 0 \(.*d.jsonl:1\): column 'answer' .* nothing that math-"),
     ):
         (tmp_path / "d.jsonl").write_text(json.dumps(row))
-        config = load_config(None, [f"data.train={tmp_path / 'd.jsonl'}", "reward.functions=arithmetic"])
+        config = load_config(None, [f"data.train={tmp_path / 'd.jsonl'}", "reward.functions=math_verify"])
         hf_config = SimpleNamespace(vocab_size=vocab_size, max_position_embeddings=context_tokens)
         with opened_reward(config.reward) as reward, pytest.raises(ConfigError, match=message):
             load_prompts(config, CountingTokenizer(), hf_config, reward.required_columns)

@@ -41,6 +41,7 @@ def test_the_final_table_has_evaluation_and_truncation():
     """An evaluation's first value may be that of before the first step; a single one stands alone."""
     rows = [row(step) | {"rollout/truncated_share": 0.5 if step < 10 else 0.125} for step in range(20)]
     rows = [x | {"distillation/reverse_kl": 2.0 - i / 10} for i, x in enumerate(rows)]
+    rows = [x | {"reward/errors": 3.0, "reward/error_share": 0.25} if i % 2 else x for i, x in enumerate(rows)]
     before = {"mean@4_before": 0.25, "pass@4_before": 0.5, "mean@4_se_before": 0.01}
     rows[0] |= {"step": 1} | {f"eval/test/{name}": value for name, value in before.items()}
     rows[10] |= {"eval/test/mean@4": 0.375, "eval/test/mean@4_se": 0.02}
@@ -50,6 +51,7 @@ def test_the_final_table_has_evaluation_and_truncation():
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert "eval test mean@4 0.250 ± 0.010 → 0.750 ± 0.030 (steps 0 → 19)" in lines
     assert "eval other mean@1 0.500 (step 19)" in lines
+    assert "reward errors 30 samples (25.0 % in the last 10 steps)" in lines
     assert "truncated responses 12.5 % (last 10 steps)" in lines
     assert "reverse KL 1.550 → 0.550 (first 10 → last 10 steps)" in lines
 

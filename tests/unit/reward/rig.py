@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -54,6 +55,14 @@ def reward_of(
         yield reward
     finally:
         reward.close()
+
+
+def with_environment(rollouts, *values, excluded=()) -> list[Rollout]:
+    """Give each rollout its environment's reward; take out those of the indices ``excluded``."""
+    return [
+        dataclasses.replace(x, environment_reward=value, excluded="it hung" if k in excluded else None)
+        for k, (x, value) in enumerate(zip(rollouts, values, strict=True))
+    ]
 
 
 def totals(scores: Sequence[Score]) -> list[float | None]:

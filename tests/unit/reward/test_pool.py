@@ -14,6 +14,7 @@ import pytest
 from megatron_rl.config import RewardConfig
 from megatron_rl.distributed.frames import Inbox, encode, is_json
 from megatron_rl.errors import ConfigError, RewardError
+from megatron_rl.reward import pool as pool_module
 from megatron_rl.types import Rollout
 from tests.pairwise import pairwise
 from tests.patience import HANG_S, patient, until
@@ -47,6 +48,13 @@ def test_math_verify_in_workers_equals_the_main_process():
     rollouts = groups_of(*[texts] * 4, answer=lambda n: ["72", "0.5", "1000", "71"][n])
     with reward_of("math_verify", num_workers=2) as apart, reward_of("math_verify", num_workers=0) as here:
         assert apart.score(rollouts) == here.score(rollouts)
+
+
+def test_math_verify_counts_a_sample_as_wrong_that_its_worker_does_not_judge(caplog, monkeypatch):
+    monkeypatch.setattr(pool_module, "MATH", f"{HERE}:act")
+    with reward_of("act", deadline_s=SHORT_S, on_error="fail") as reward:
+        assert totals(reward.score(groups_of(["hang"], ["a"]))) == [0.0, 1.0] and reward.last_errors == ()
+    assert [r.args[0] for r in caplog.records if "counts as wrong" in r.getMessage()] == ["0@0#0"]
 
 
 def test_failing_equals_the_main_process():
@@ -134,7 +142,6 @@ def test_columns_that_a_function_or_a_socket_cannot_take():
 FAILING = {
     "raise x": "RuntimeError: no reward for 'raise x'",
     "base": "OfBaseException: base",
-    "math_timeout": "TimeoutException: math_timeout",
     "exit": "SystemExit: 3",
     "os_exit": "os._exit(0) was called",
     "interrupt": "KeyboardInterrupt",

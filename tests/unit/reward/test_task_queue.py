@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from hypothesis import given
@@ -105,3 +106,12 @@ def test_samples_of_a_group_that_answered_are_moot() -> None:
     assert single.is_moot and run.work.done and not run.work.num_early
     run.work.failed(single, Failure.DIED, "said")  # tried once more by nobody
     assert not run.work.num_early and not run.work.num_waiting and not run.work.splits
+
+
+def test_a_sample_that_is_never_judged_is_worth_nothing_under_some_functions():
+    for failure, lost_is_wrong in itertools.product(Failure, ((), (0,))):
+        work = TaskQueue(groups_of(["a"]), 1, lost_is_wrong=lost_is_wrong)
+        while work.num_waiting:
+            work.failed(work.next(), failure, "said")
+        is_wrong = lost_is_wrong and failure is not Failure.RAISED
+        assert work.done and work.outcomes == [[Outcome(value=0.0) if is_wrong else Outcome(error="said")]]

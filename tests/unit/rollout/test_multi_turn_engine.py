@@ -61,9 +61,9 @@ def test_a_saved_group_comes_back_equal(inner) -> None:
     rollouts = episodes_of(inner).generate(PROMPTS[:2], 3)
     rollouts[1] = dataclasses.replace(rollouts[1], environment_reward=None, excluded="it hung")
     plain = inner.generate(PROMPTS[2:3], 3)
-    scores = [Score(total=None, by_function=(None, 1.0))] * 3
+    scores = [Score(total=None, by_function=(None, 1.0)), Score(total=0.0, by_function=(None, 1.0), error="E: x")] * 2
     groups = {
-        "a": SavedGroup(prompt=PROMPTS[0], rollouts=rollouts[:3], scores=scores),
+        "a": SavedGroup(prompt=PROMPTS[0], rollouts=rollouts[:3], scores=scores[:3]),
         "b": SavedGroup(prompt=PROMPTS[1], rollouts=rollouts[3:], scores=None),
         "c": SavedGroup(prompt=PROMPTS[2], rollouts=plain, scores=None),
     }

@@ -1,0 +1,184 @@
+r"""Finds the final answer in a text by its format's mark: GSM8K's ``#### 42`` and MATH's ``\boxed{42}``.
+
+GSM8K's answer is the number behind ``####`` (arXiv:2110.14168), MATH's what is in the last box (arXiv:2103.03874). What
+else the text says, before or behind, is none of it. Where both marks are in a text, the last one counts. A
+text without a mark has its answer below a Markdown heading "Final answer".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_MOST_DIGITS = 1000  # Python reads no decimal number of more than 4300
+_MARK = re.compile(r"(?<!#)####(?!#)")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s{$]+)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # behind a backslash it is a character, not a brace
+_BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or))[\s$]*")
+
+_ANSWER_HEADING = re.compile(
+    r"^[ \t]*(?:#{1,6}|\*\*)[ \t*]*(?:the[ ]+)?(?:final[ ]+)?(?:answer|result)[ \t:*]*\n", re.IGNORECASE | re.MULTILINE
+)
+_DOLLAR = r"\\(?:text|mathrm|textrm|mbox)\s*\{\s*\\?[$€£¥₹]\s*\}|(?<!\\)\\\$"
+_CURRENCY = re.compile(rf"{_DOLLAR}|\\(?:pounds|euro|yen)(?![A-Za-z])|[€£¥₹]")
+_OPENING = re.compile(r"(?:\s|\*\*|__|\$|\\\(|\\\[|~)*")
+_LEAD = re.compile(r"(?:(?:the|my|our|so|final|answer|result|is|equals)\b[\s*_]*|[:=][\s*_]*)+", re.IGNORECASE)
+_SEPARATOR = r"(?:,\\!|\{,\}|,|\\,|\\!|\\ |[ \u00a0\u202f])"
+_NUMBER = re.compile(
+    rf"(?P<sign>[-−+]?)[\s$]*(?:(?P<grouped>\d{{1,3}}(?:{_SEPARATOR}\d{{2,3}})*{_SEPARATOR}\d{{3}}(?!\d))"
+    r"|(?P<digits>\d+))?(?P<decimals>\.\d+)?"
+)
+# Behind a number, what makes it the first part of an expression: 2^{10}, 1/2, 40+2, 3\sqrt{2}, 10%, (1,2).
+_GOES_ON = re.compile(
+    r"\s+\d+/\d|\s*(?:[\^×÷+]|\*\s*[\d(\\a-z]|\*\*\s*[\d(]|/\s*[\d(\\]|[-−]\s*[\d(\\]|,\s*[-−]?\d|_\{?\d|:\d|\\?%|"
+    r"\\(?!text|mathrm|mbox|textrm|textbf|[\])$,;! ]|quad|circ))"
+)
+_NUMBERED_HEADING = re.compile(r"[.):]\s+\S")
+_WORDS = re.compile(r"\s+(?=[A-Za-z]{2,}|\(\s*[A-Za-z]{2,})|[.;,](?=\s|$)")  # behind an expression
+_HEADING = re.compile(r"[^\W\d_]{3,}(?=[\s:.!?,;*]|$)")
+# Units in words behind a number: "42 dollars", "42 cm^2"; no word that is mathematics.
+_UNIT = re.compile(
+    r"\s+(?!(?:and|or|to|pi|mod|inf|infinity|sqrt|sin|cos|tan|log|ln|exp|times)\b)"
+    r"(?:[a-z]*[aeiou][a-z]+[a-z]|cm|mm|km|kg|mg|ml|ft|lb|lbs|oz|hr|hrs|mph|sq)\b"
+    r"(?:[\s/.]+[a-z]+)*\.?(?:\^\{?[23]\}?)?\s*",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalAnswer:
+    """Holds the final answer of a text.
+
+    text: the answer's own text, without currency; the whole text if it has no mark.
+    is_marked: whether ``text`` is one expression, from behind a mark.
+    """
+
+    text: str
+    is_marked: bool
+
+
+def number_text(text: str) -> str | None:
+    r"""Return the number that a text is, as Python reads it, else None; units in words may follow it.
+
+    Examples: ``\$32,\!348`` gives "32348", ``-1,000.50 dollars`` "-1000.50", ``1/2`` and ``2x`` None.
+    """
+    found = _number_at(without_currency(text).strip().removesuffix("."))
+    if found is None or len(found[0]) > _MOST_DIGITS:
+        return None
+    number, rest = found
+    is_whole = not rest.strip(" $") or (_UNIT.fullmatch(rest) and not _GOES_ON.match(rest))
+    return number if is_whole else None
+
+
+def without_currency(text: str) -> str:
+    return _CURRENCY.sub("", text).replace("\\!", "")
+
+
+def has_mark(gold: str) -> bool:
+    """Return whether a gold answer is in GSM8K's format, so that a completion's ``####`` counts before any box."""
+    return _MARK.search(gold) is not None
+
+
+def final_answer(text: str, *, marks_first: bool, wants_number: bool) -> FinalAnswer:
+    """Find the final answer of a completion, or of a gold answer that shows its work.
+
+    marks_first: whether GSM8K's mark counts before boxes wherever it stands.
+    wants_number: whether the right answer is a number, so that the number behind the mark is the whole answer.
+    """
+    mark, box = _last_mark(text, marks_first, wants_number), _last_box(text)
+    if mark is not None and (marks_first or box is None or mark[0] > box[0]):
+        return FinalAnswer(text=mark[1], is_marked=True)
+    if box is not None:
+        return FinalAnswer(text=box[1], is_marked=True)
+    below = None if marks_first else _below_heading(text, wants_number)
+    if below is not None:
+        return FinalAnswer(text=below, is_marked=True)
+    marks = list(_MARK.finditer(text))
+    if marks and (marks_first or not text[marks[-1].end() :].strip()):
+        text = text[marks[-1].end() :]
+    return FinalAnswer(text=without_currency(text), is_marked=False)
+
+
+def _last_mark(text: str, marks_first: bool, wants_number: bool) -> tuple[int, str] | None:
+    """Return (place, answer) of the last ``####`` that has an answer behind it; a Markdown heading has none."""
+    for mark in reversed(list(_MARK.finditer(text))):
+        answer = _leading_answer(text[mark.end() :], wants_number, may_be_heading=not marks_first)
+        if answer is not None:
+            return mark.start(), answer
+    return None
+
+
+def _below_heading(text: str, wants_number: bool) -> str | None:
+    """Return the answer below the last heading "Answer" or "Final answer", in Markdown; None without one."""
+    for heading in reversed(list(_ANSWER_HEADING.finditer(text))):
+        answer = _leading_answer(text[heading.end() :], wants_number, may_be_heading=False)
+        if answer is not None:
+            return answer
+    return None
+
+
+def _leading_answer(text: str, wants_number: bool, *, may_be_heading: bool) -> str | None:
+    """Return the answer that a text's first line begins with, or None if it begins with words, or has a box.
+
+    may_be_heading: whether a number with words behind it, as in "1. Setup", is a heading's.
+    """
+    line = without_currency(text.lstrip().split("\n", 1)[0])
+    line = line[_OPENING.match(line).end() :]
+    lead = _LEAD.match(line)
+    line = line[lead.end() :] if lead else line
+    if _BOX.search(line):
+        return None  # the box is the answer
+    found = _number_at(line)
+    if found is not None and may_be_heading and _NUMBERED_HEADING.match(found[1]):
+        return None
+    if found is not None and wants_number and not _GOES_ON.match(found[1]):
+        return found[0]
+    if not line.strip() or _HEADING.match(line):
+        return None
+    line = _WORDS.split(line, maxsplit=1)[0] if wants_number else line
+    return re.sub(r"\*\*$|__$|\.$|(?:\$|\\\)|\\\])\s*\.?$", "", line.strip())
+
+
+def _last_box(text: str) -> tuple[int, str] | None:
+    """Return (place, content) of the last box, with those joined to it by a comma, "and", "or"; None without one.
+
+    A box that does not end has no content: the text was cut in the middle of its answer.
+    """
+    boxes: list[tuple[int, int, str]] = []
+    position = 0
+    while found := _BOX.search(text, position):
+        content, position = _content(text, found)
+        boxes.append((found.start(), position, content))
+    if not boxes:
+        return None
+    place, start, answer = boxes[-1][0], boxes[-1][0], boxes[-1][2]
+    for before in reversed(boxes[:-1]):
+        if not answer or not _BETWEEN_BOXES.fullmatch(text, before[1], start):
+            break
+        start, answer = before[0], f"{before[2]}, {answer}"
+    return place, without_currency(answer)
+
+
+def _content(text: str, found: re.Match) -> tuple[str, int]:
+    """Return a box's content and the place of its end."""
+    if found[1] != "{":
+        return found[1].rstrip(".,;"), found.end()
+    depth = 1
+    for brace in _BRACE.finditer(text, found.end()):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            content = text[found.end() : brace.start()]
+            inner = _last_box(content)
+            return (content if inner is None else inner[1]), brace.end()
+    return "", len(text)
+
+
+def _number_at(text: str) -> tuple[str, str] | None:
+    """Return the number at a text's beginning and the text behind it, or None."""
+    text = text[_OPENING.match(text).end() :]
+    found = _NUMBER.match(text)
+    if not (found["grouped"] or found["digits"] or found["decimals"]):
+        return None
+    whole = re.sub(r"\D", "", found["grouped"] or found["digits"] or "0")
+    sign = "-" if found["sign"] in ("-", "−") else ""
+    return f"{sign}{whole}{found['decimals'] or ''}", text[found.end() :]

@@ -1,0 +1,84 @@
+"""Counts the samples whose reward failed, warns of many, and ends a run whose rewards all failed.
+
+Under ``reward.on_error`` drop or zero a failed sample does not end the run. A function that fails on every sample does:
+nothing can be learned from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_rl.config import RewardConfig
+from megatron_rl.distributed import collectives
+from megatron_rl.errors import RewardError
+from megatron_rl.types import Rollout, Score
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardErrors:
+    """Counts samples, of one rank or of all.
+
+    failed: those on which a reward function failed.
+    scored: those on which reward functions were called: an environment did not give them up.
+    first: the first failure, with its sample's id; None without one.
+    is_here: whether ``first`` is this rank's, which then is the one that warns.
+
+    Example: one of four samples raised: ``failed=1, scored=4, first="0@0#2: NameError: name 'gold' is not defined"``.
+    """
+
+    failed: int = 0
+    scored: int = 0
+    first: str | None = None
+    is_here: bool = False
+
+    @property
+    def share(self) -> float:
+        return self.failed / self.scored if self.scored else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        return {"errors": float(self.failed), "error_share": self.share}
+
+
+def count_errors(pairs: Iterable[tuple[Rollout, Score]]) -> RewardErrors:
+    """Count this rank's samples. Not a collective."""
+    called = [(rollout, score) for rollout, score in pairs if rollout.excluded is None]
+    failed = [f"{rollout.sample_id}: {score.error}" for rollout, score in called if score.error is not None]
+    first = failed[0] if failed else None
+    return RewardErrors(failed=len(failed), scored=len(called), first=first, is_here=first is not None)
+
+
+def gather_errors(local: RewardErrors) -> RewardErrors:
+    """Return the counts of all ranks. A collective."""
+    parts = collectives.gather_json([local.failed, local.scored, local.first])
+    first = next((first for _, _, first in parts if first is not None), None)
+    return RewardErrors(
+        failed=sum(failed for failed, _, _ in parts),
+        scored=sum(scored for _, scored, _ in parts),
+        first=first,
+        is_here=first is not None and first == local.first,
+    )
+
+
+def judge_errors(errors: RewardErrors, config: RewardConfig, where: str) -> None:
+    """Warn of a share of failures that is not small; raise RewardError, on every rank, if all samples failed.
+
+    where: what was scored, for the message: "rollout 3".
+    """
+    if not errors.failed:
+        return
+    if errors.failed == errors.scored:
+        raise RewardError(
+            f"{where}: the reward of all {errors.scored} samples failed, and under reward.on_error={config.on_error} "
+            f"nothing is learned from them; mend the function. The first was {errors.first}"
+        )
+    if errors.is_here and errors.share >= config.error_warning_share:
+        log.warning(
+            "WARNING: %s: the reward of %d of %d samples failed (%.1f %%, reward.error_warning_share=%g), and "
+            "reward.on_error=%s goes on without them; the first was %s",
+            *(where, errors.failed, errors.scored, 100 * errors.share, config.error_warning_share, config.on_error),
+            errors.first,
+        )
