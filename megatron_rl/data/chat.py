@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.errors import ConfigError
 
-Message = Mapping[str, str]
+Message = Mapping[str, object]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TURN = "the-text-of-this-turn"  # stands in for a turn's text; a template writes the same behind every text
 
@@ -41,23 +41,28 @@ def check_messages(value: object, where: str) -> list[Message]:
     return list(value)
 
 
+def source_of(tokenizer) -> str:
+    """Return the text of the tokenizer's chat template; of several, all of them."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+
 def render_chat(
     tokenizer,
     messages: Sequence[Message],
     where: str,
     *,
     add_generation_prompt: bool,
-    tools: Sequence[Mapping] | None = None,
+    beside: Mapping[str, object] | None = None,
 ) -> str:
     """Return the messages as text, written by the tokenizer's chat template.
 
     where: begins the message of the ConfigError that is raised where the template refuses the messages.
-    tools: descriptions of functions that the template writes into the text; None: none.
+    beside: the template's variables beside the messages, such as ``tools``.
     """
-    beside = {} if tools is None else {"tools": list(tools)}
     try:
         return tokenizer.apply_chat_template(
-            [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **beside
+            [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **(beside or {})
         )
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
@@ -73,7 +78,7 @@ def text_behind_turn(
     messages: Sequence[Message],
     where: str,
     *,
-    tools: Sequence[Mapping] | None = None,
+    beside: Mapping[str, object] | None = None,
 ) -> str:
     """Return the text that the template writes behind an assistant's turn that follows ``before``.
 
@@ -85,7 +90,7 @@ def text_behind_turn(
     while any(turn in message["content"] for message in messages):  # the last one in the text must be the turn's
         turn += _TURN
     conversation = [*before, {"role": "assistant", "content": turn}, *messages]
-    rendered = render_chat(tokenizer, conversation, where, add_generation_prompt=bool(messages), tools=tools)
+    rendered = render_chat(tokenizer, conversation, where, add_generation_prompt=bool(messages), beside=beside)
     _, marker, behind = rendered.rpartition(turn)
     if not marker:
         raise ConfigError(
@@ -114,6 +119,7 @@ class Observations:
 
     template: ``data.template``.
     role: ``environment.role``, the role of an observation that is a text.
+    variables: ``data.template_variables``.
 
     Under "chat" the tokens are those that the template writes behind a turn once the observation follows it, with the
     generation prompt, less the end of the turn that the policy sampled itself. Else they are those of the observation's
@@ -123,9 +129,11 @@ class Observations:
     tokens of ``\\n<|im_start|>tool\\n408<|im_end|>\\n<|im_start|>assistant\\n``.
     """
 
-    def __init__(self, tokenizer, template: str, role: str = "tool") -> None:
+    def __init__(
+        self, tokenizer, template: str, role: str = "tool", variables: Mapping[str, object] | None = None
+    ) -> None:
         """Raise ConfigError where the chat template changes a turn's text."""
-        self._tokenizer, self._chat, self._role = tokenizer, template == "chat", role
+        self._tokenizer, self._chat, self._role, self._variables = tokenizer, template == "chat", role, variables
         self._end = self._behind_turn([]) if self._chat else ""
 
     def token_ids(self, observation: str | Sequence[Message], stop_id: int | None) -> tuple[int, ...]:
@@ -147,7 +155,8 @@ class Observations:
 
     def _behind_turn(self, messages: Sequence[Message]) -> str:
         where = f"an observation (environment.role={self._role})"
-        return text_behind_turn(self._tokenizer, [{"role": "user", "content": "0"}], messages, where)
+        before = [{"role": "user", "content": "0"}]
+        return text_behind_turn(self._tokenizer, before, messages, where, beside=self._variables)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)

@@ -6,44 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.chat import Message, check_messages
-from megatron_rl.data.columns import name_of_row, names_of
+from megatron_rl.data.chat import Message
+from megatron_rl.data.columns import name_of_row
+from megatron_rl.data.conversations import cut_conversation, text_or_messages
 from megatron_rl.data.solution import Solution, tokenize_solution
 from megatron_rl.data.token_limits import TokenLimits
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
-
-
-def text_or_messages(
-    rows: Sequence[Mapping[str, object]], row: int, key: str, setting: str, *, messages: bool
-) -> str | list[Message]:
-    """Return a column that holds text or, where ``messages`` allows it, messages; raise ConfigError otherwise."""
-    columns, name = rows[row], name_of_row(rows, row)
-    if key not in columns:
-        raise ConfigError(f"{name} has no column {key!r} ({setting}); its columns are {names_of(columns)}")
-    value = columns[key]
-    if messages and isinstance(value, list):
-        return check_messages(value, f"{name}: column {key!r} ({setting})")
-    if not isinstance(value, str):
-        kind = type(value).__name__
-        wanted = "text; a list of messages needs data.template=chat" if isinstance(value, list) else "text"
-        raise ConfigError(f"{name}: column {key!r} ({setting}) is a {kind}, {value!r:.80}; it must be {wanted}")
-    return value
-
-
-def cut_conversation(messages: Sequence[Message], where: str) -> tuple[list[Message], list[Message]]:
-    """Return a conversation's messages before the assistant's first, and from there to the assistant's last.
-
-    where: begins the message of the ConfigError that is raised where there is no assistant's message, or none before.
-    """
-    own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not own or own[0] == 0:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ConfigError(
-            f"{where} has messages of the roles {roles}; a conversation begins with another's message and holds one of "
-            "the assistant's, which carries the loss"
-        )
-    return list(messages[: own[0]]), list(messages[own[0] : own[-1] + 1])
 
 
 class Responses:
