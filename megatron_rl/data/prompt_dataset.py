@@ -95,7 +95,7 @@ class PromptDataset:
         else:
             check_columns(rows, required, data.messages_key, data.answer_key, prompt_setting="data.messages_key")
         self._conversations = Conversations(rows, tokenizer, data)
-        self._responses = Responses(rows, tokenizer, data, self._limits)
+        self._responses = Responses(rows, tokenizer, data, self._conversations, self._limits)
         # int32 arrays, not tuples: a dataset of a million prompts stays well under a gigabyte.
         self._token_ids: dict[int, np.ndarray] = {}
         for start in range(0, len(rows), _ROWS_PER_TOKENIZER_CALL):
@@ -154,11 +154,13 @@ class PromptDataset:
     def next_solutions(self, count: int) -> list[Solution]:
         """Return the next ``count`` solutions for the supervised warm-up, on a cursor of their own.
 
-        The response is the tokenized ``data.solution_key`` column and the end-of-sequence token. It is tokenized apart
-        from the prompt, because the model will meet it in that way: the prompt's tokens are fixed when it starts to
-        answer. A column of messages is an episode: the assistant's messages are turns, and the messages between two
-        turns are an observation, without loss (written by the template under ``data.template=chat``, else as unchanged
-        text).
+        The response is the ``data.solution_key`` column. Under ``data.template=chat`` it is the assistant's message, or
+        messages of an episode, as the template writes them: each turn with the token by which the template ends it
+        (data/turns.py). Else it is the text and the end-of-sequence token, and of an episode's messages, those between
+        two turns are unchanged text without loss.
+
+        Turns are tokenized apart from what stands before them, because the model will meet them in that way: a prompt's
+        tokens are fixed when it starts to answer.
 
         Raises ConfigError where a row has no such column, or one that does not end in an assistant's message, the
         tokenizer has no end-of-sequence token, or prompt and solution together exceed ``context_tokens``.

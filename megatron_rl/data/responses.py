@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.chat import Message
+from megatron_rl.data.chat import Message, check_messages
 from megatron_rl.data.columns import name_of_row
-from megatron_rl.data.conversations import cut_conversation, text_or_messages
-from megatron_rl.data.solution import Solution, tokenize_solution
+from megatron_rl.data.conversations import Conversations, cut_conversation, text_or_messages
+from megatron_rl.data.solution import Solution, tokenize_solution, tokenize_turns
 from megatron_rl.data.token_limits import TokenLimits
+from megatron_rl.data.turns import TurnFinder, words_of
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
 
@@ -18,15 +19,24 @@ from megatron_rl.types import Prompt
 class Responses:
     """Reads and tokenizes the responses of a data set's rows.
 
-    rows, tokenizer, data, limits: those of the data set.
+    rows, tokenizer, data, conversations, limits: those of the data set.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, object]], tokenizer, data: DataConfig, limits: TokenLimits) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, object]],
+        tokenizer,
+        data: DataConfig,
+        conversations: Conversations,
+        limits: TokenLimits,
+    ) -> None:
         self._rows, self._tokenizer, self._data, self._limits = rows, tokenizer, data, limits
+        self._conversations = conversations
+        self._words = words_of(tokenizer) if conversations.is_chat else None
 
     def require_end(self) -> None:
-        """Raise ConfigError where the tokenizer has no token that could end a response."""
-        if self._tokenizer.eos_token_id is None:
+        """Raise ConfigError where the tokenizer has no token that could end a response; a chat template has its own."""
+        if self._tokenizer.eos_token_id is None and not self._conversations.is_chat:
             raise ConfigError(
                 "the tokenizer has no eos_token and a solution must end in one; set it in tokenizer_config.json"
             )
@@ -60,6 +70,8 @@ class Responses:
     def _without_prompt(self, messages: list[Message], row: int) -> list[Message]:
         prompt = self._rows[row].get(self._data.prompt_key)
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if isinstance(asked, list):
+            asked = check_messages(asked, self._where(row, self._data.prompt_key, "data.prompt_key"))
         if isinstance(asked, list) and messages[: len(asked)] == asked:
             return messages[len(asked) :]
         return messages
@@ -77,12 +89,25 @@ class Responses:
         context = self._limits.context_tokens
         if context is not None and self._limits.is_endless(length, context):
             self._refuse_long(row, key, f"more than {length} characters")
-        solution = tokenize_solution(prompt, given, self._tokenizer, self._data.template)
+        solution = self._solution(prompt, given, row, self._where(row, key, setting))
         self._limits.check_vocabulary(name_of_row(self._rows, row), key, solution.response_ids)
         total = len(prompt.token_ids) + len(solution.response_ids)
         if context is not None and total > context:
             self._refuse_long(row, key, f"{total} tokens (end-of-sequence included)")
         return solution
+
+    def _solution(self, prompt: Prompt, given: str | list[Message], row: int, where: str) -> Solution:
+        if not self._conversations.is_chat:
+            if not isinstance(given, str) and any(message.get("tool_calls") for message in given):
+                raise ConfigError(
+                    f"{where} has tool_calls, which a chat template writes; set data.template=chat, or write the calls "
+                    "into the content"
+                )
+            return tokenize_solution(prompt, given, self._tokenizer, self._data.template)
+        messages = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
+        asked, beside = self._conversations.asked(row), self._conversations.beside(row)
+        turns = TurnFinder(self._tokenizer, self._words, asked, messages, beside, where).turns()
+        return tokenize_turns(prompt, turns, self._tokenizer, masked=not isinstance(given, str))
 
     def _refuse_long(self, row: int, key: str, size: str) -> NoReturn:
         raise TooLong(
