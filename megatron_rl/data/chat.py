@@ -122,7 +122,8 @@ def tokens_behind(
     common = os.path.commonprefix([token_ids, end_ids])
     if stop_id in common:
         return token_ids[common.index(stop_id) + 1 :]
-    ends_otherwise = not common and stop_id in end_ids[:1]
+    # Every message ends by that other token, so it stands again behind the one that follows.
+    ends_otherwise = not common and stop_id in end_ids[:1] and token_ids[0] in token_ids[1:]
     return token_ids[1:] if stop_id in token_ids[:1] or ends_otherwise else token_ids
 
 

@@ -15,7 +15,9 @@ from tests.unit.data.templates import tokenizer_of
 
 FOLDER = pathlib.Path(tests.published.__file__).parent / "chat_templates"
 CHATML = "<|im_end|> <|im_start|>"
-DEEPSEEK = "tool▁calls▁begin tool▁calls▁end tool▁call▁begin tool▁call▁end tool▁sep tool▁outputs▁begin tool▁outputs▁end"
+GLM = "<|endoftext|> <|user|> <|assistant|> <|system|> <|observation|>"
+GPT_OSS = "<|return|> <|start|> <|end|> <|message|> <|channel|> <|call|>"
+DEEPSEEK = "<｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>"
 # A family's template; its special tokens, the tokenizer's end of sequence first; the end of a turn that a user's
 # message, a tool's, or nothing follows (None: it takes no such message); what it writes before a turn's content.
 FAMILIES = {
@@ -29,24 +31,10 @@ FAMILIES = {
     "olmo2": ("olmo2", "<|endoftext|>", "<|endoftext|>", None, "<|endoftext|>", ""),
     "olmo3": ("olmo3", f"<|endoftext|> {CHATML}", "<|im_end|>", None, "<|endoftext|>", ""),
     "gemma3_text": ("gemma3", "<eos> <start_of_turn> <end_of_turn>", "<end_of_turn>", None, "<end_of_turn>", ""),
-    "glm4_moe": (
-        *("glm4moe", "<|endoftext|> <|user|> <|assistant|> <|system|> <|observation|>"),
-        *("<|user|>", "<|observation|>", "<|user|>", "\n<think></think>\n"),
-    ),
-    "deepseek_v3": (
-        *("deepseekv3", " ".join(f"<｜{x}｜>" for x in f"end▁of▁sentence User Assistant {DEEPSEEK}".split())),
-        *(*["<｜end▁of▁sentence｜>"] * 3, ""),
-    ),
-    "gpt_oss": (
-        *("gptoss", "<|return|> <|start|> <|end|> <|message|> <|channel|> <|call|>"),
-        *("<|end|>", "<|call|>", "<|return|>", "<|channel|>final<|message|>"),
-    ),
-    "llama4_text": (
-        "",
-        "<|eot|> <|header_start|> <|header_end|> <|python_start|> <|python_end|>",
-        *["<|eot|>"] * 3,
-        "",
-    ),
+    "glm4_moe": ("glm4moe", GLM, "<|user|>", "<|observation|>", "<|user|>", "\n<think></think>\n"),
+    "deepseek_v3": ("deepseekv3", DEEPSEEK, *["<｜end▁of▁sentence｜>"] * 3, ""),
+    "gpt_oss": ("gptoss", GPT_OSS, "<|end|>", "<|call|>", "<|return|>", "<|channel|>final<|message|>"),
+    "llama4_text": ("", "<|eot|> <|header_start|> <|header_end|> <|python_start|>", *["<|eot|>"] * 3, ""),
 }
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}]
 ID = "call12345"
