@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from megatron_rl.config.checks import Range, choose
 from megatron_rl.errors import ConfigError, quoted
+
+# Arguments of transformers' apply_chat_template, and what the run itself gives; no template has such a variable.
+NO_VARIABLES = (
+    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    "return_assistant_tokens_mask",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,10 @@ class DataConfig:
     """Text around the prompt, with `{prompt}` in it; or `chat`: the tokenizer's chat template."""
     system_prompt: str = ""
     """Text of a system message before the messages of each row that begins with none; needs `data.template=chat`."""
+    template_columns: tuple[str, ...] = ("tools", "documents", "chat_template_kwargs")
+    """Columns that the chat template reads as variables, where a row has them; the last one is an object of several."""
+    template_variables: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for every row, such as `{enable_thinking: false}`; a row's columns come first."""
     max_prompt_tokens: Annotated[int, Range(1, 10**8)] = 512
     """Tokens of a prompt at most."""
     on_long_prompt: str = "fail"
@@ -56,6 +67,16 @@ class DataConfig:
         if self.messages_key is not None and self.template != "chat":
             raise ConfigError(
                 f"data.messages_key={quoted(self.messages_key)} names conversations, and data.template="
+                f"{quoted(self.template)} is a text; set data.template=chat"
+            )
+        named = {"data.template_columns": self.template_columns, "data.template_variables": self.template_variables}
+        for key, names in named.items():
+            taken = next((name for name in names if name in NO_VARIABLES), None)
+            if taken is not None:
+                raise ConfigError(f"{key} names {taken!r}, which is no variable of a template; leave it out")
+        if self.template_variables and self.template != "chat":
+            raise ConfigError(
+                f"data.template_variables={quoted(self.template_variables)} are the chat template's, and data.template="
                 f"{quoted(self.template)} is a text; set data.template=chat"
             )
         choose("data.on_long_prompt", self.on_long_prompt, ("fail", "drop"))

@@ -11,13 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.errors import ConfigError
 
-Message = Mapping[str, str]
+Message = Mapping[str, object]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_TURN = "the-text-of-this-turn"  # stands in for a turn's text; a template writes the same behind every text
+TURN = "the-text-of-this-turn"  # stands in for a turn's text; a template writes the same behind every text
 
 
 def check_messages(value: object, where: str) -> list[Message]:
-    """Return a list of at least one message ``{"role": ..., "content": ...}``, both texts.
+    """Return a list of at least one message, each with a role and a content that are texts.
+
+    A field that is null is left out, as Arrow's are. A message of the assistant's that calls tools may have no content:
+    it gets an empty one. Other fields are the template's to read.
 
     where: begins the message of the ConfigError that is raised for anything else.
     """
@@ -25,20 +28,30 @@ def check_messages(value: object, where: str) -> list[Message]:
         raise ConfigError(
             f'{where} is {value!r:.80}; it must be a text, or a list of messages {{"role": ..., "content": ...}}'
         )
-    for number, message in enumerate(value):
-        if (
-            not isinstance(message, Mapping)
-            or not isinstance(message.get("role"), str)
-            or not isinstance(message.get("content"), str)
-        ):
-            raise ConfigError(
-                f'{where}: message {number} is {message!r:.80}; it must be {{"role": ..., "content": ...}}, both texts'
-            )
-        if message["role"] not in ROLES:
-            raise ConfigError(
-                f"{where}: message {number} has role {message['role']!r}; choose one of {', '.join(ROLES)}"
-            )
-    return list(value)
+    return [_checked(message, f"{where}: message {number}") for number, message in enumerate(value)]
+
+
+def _checked(message: object, where: str) -> Message:
+    fault = ConfigError(f'{where} is {message!r:.80}; it must be {{"role": ..., "content": ...}}, both texts')
+    if not isinstance(message, Mapping):
+        raise fault
+    held = {name: part for name, part in message.items() if part is not None}
+    calls = held.get("tool_calls", [])
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise ConfigError(f"{where} has tool_calls={calls!r:.80}; they must be a list of objects")
+    if calls and held.get("role") == "assistant":
+        held.setdefault("content", "")
+    if not isinstance(held.get("role"), str) or not isinstance(held.get("content"), str):
+        raise fault
+    if held["role"] not in ROLES:
+        raise ConfigError(f"{where} has role {held['role']!r}; choose one of {', '.join(ROLES)}")
+    return held
+
+
+def source_of(tokenizer) -> str:
+    """Return the text of the tokenizer's chat template; of several, all of them."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
 
 def render_chat(
@@ -47,23 +60,24 @@ def render_chat(
     where: str,
     *,
     add_generation_prompt: bool,
-    tools: Sequence[Mapping] | None = None,
+    beside: Mapping[str, object] | None = None,
 ) -> str:
     """Return the messages as text, written by the tokenizer's chat template.
 
     where: begins the message of the ConfigError that is raised where the template refuses the messages.
-    tools: descriptions of functions that the template writes into the text; None: none.
+    beside: the template's variables beside the messages, such as ``tools``.
     """
-    beside = {} if tools is None else {"tools": list(tools)}
     try:
         return tokenizer.apply_chat_template(
-            [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **beside
+            [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **(beside or {})
         )
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
+        called = any(message.get("tool_calls") for message in messages)
+        calls = " (a call's arguments are an object to most templates, a JSON text to DeepSeek-V3's)" if called else ""
         raise ConfigError(
             f"{where}: the tokenizer's chat template refuses messages of the roles {roles} ({type(error).__name__}: "
-            f"{error}); give messages that it takes"
+            f"{error}); give messages that it takes{calls}"
         ) from error
 
 
@@ -73,7 +87,7 @@ def text_behind_turn(
     messages: Sequence[Message],
     where: str,
     *,
-    tools: Sequence[Mapping] | None = None,
+    beside: Mapping[str, object] | None = None,
 ) -> str:
     """Return the text that the template writes behind an assistant's turn that follows ``before``.
 
@@ -81,11 +95,11 @@ def text_behind_turn(
 
     Raises ConfigError for a template that does not write the turn's content as it is, or that refuses the messages.
     """
-    turn = _TURN
+    turn = TURN
     while any(turn in message["content"] for message in messages):  # the last one in the text must be the turn's
-        turn += _TURN
+        turn += TURN
     conversation = [*before, {"role": "assistant", "content": turn}, *messages]
-    rendered = render_chat(tokenizer, conversation, where, add_generation_prompt=bool(messages), tools=tools)
+    rendered = render_chat(tokenizer, conversation, where, add_generation_prompt=bool(messages), beside=beside)
     _, marker, behind = rendered.rpartition(turn)
     if not marker:
         raise ConfigError(
@@ -100,13 +114,17 @@ def tokens_behind(
     """Return the tokens of the text behind a turn, less the end of the turn that the policy sampled itself.
 
     end: the text behind a turn that nothing follows. stop_id: the last token of the turn.
+
+    A template may end a turn by the token that begins what follows (GLM-4.5's ``<|observation|>``), or a last turn by
+    another token than one that is followed (gpt-oss: ``<|return|>``, ``<|end|>``); neither end is written twice.
     """
-    token_ids, end_ids = encode(behind), encode(os.path.commonprefix([behind, end]))
-    if stop_id in end_ids:
-        sampled = end_ids.index(stop_id) + 1
-        if token_ids[:sampled] == end_ids[:sampled]:
-            return token_ids[sampled:]
-    return token_ids
+    token_ids, end_ids = encode(behind), encode(end)
+    common = os.path.commonprefix([token_ids, end_ids])
+    if stop_id in common:
+        return token_ids[common.index(stop_id) + 1 :]
+    # Every message ends by that other token, so it stands again behind the one that follows.
+    ends_otherwise = not common and stop_id in end_ids[:1] and token_ids[0] in token_ids[1:]
+    return token_ids[1:] if stop_id in token_ids[:1] or ends_otherwise else token_ids
 
 
 class Observations:
@@ -114,6 +132,7 @@ class Observations:
 
     template: ``data.template``.
     role: ``environment.role``, the role of an observation that is a text.
+    variables: ``data.template_variables``.
 
     Under "chat" the tokens are those that the template writes behind a turn once the observation follows it, with the
     generation prompt, less the end of the turn that the policy sampled itself. Else they are those of the observation's
@@ -123,9 +142,11 @@ class Observations:
     tokens of ``\\n<|im_start|>tool\\n408<|im_end|>\\n<|im_start|>assistant\\n``.
     """
 
-    def __init__(self, tokenizer, template: str, role: str = "tool") -> None:
+    def __init__(
+        self, tokenizer, template: str, role: str = "tool", variables: Mapping[str, object] | None = None
+    ) -> None:
         """Raise ConfigError where the chat template changes a turn's text."""
-        self._tokenizer, self._chat, self._role = tokenizer, template == "chat", role
+        self._tokenizer, self._chat, self._role, self._variables = tokenizer, template == "chat", role, variables
         self._end = self._behind_turn([]) if self._chat else ""
 
     def token_ids(self, observation: str | Sequence[Message], stop_id: int | None) -> tuple[int, ...]:
@@ -147,7 +168,8 @@ class Observations:
 
     def _behind_turn(self, messages: Sequence[Message]) -> str:
         where = f"an observation (environment.role={self._role})"
-        return text_behind_turn(self._tokenizer, [{"role": "user", "content": "0"}], messages, where)
+        before = [{"role": "user", "content": "0"}]
+        return text_behind_turn(self._tokenizer, before, messages, where, beside=self._variables)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.chat import render_chat
 from megatron_rl.data.columns import ANSWER, RequiredColumn, check_columns, name_of_row
+from megatron_rl.data.conversations import Conversations
 from megatron_rl.data.order import Order, shares
-from megatron_rl.data.responses import Responses, TooLong, cut_conversation, text_or_messages
+from megatron_rl.data.responses import Responses, TooLong
 from megatron_rl.data.rows import Rows, has_column, value_of
 from megatron_rl.data.solution import Solution
 from megatron_rl.data.token_limits import TokenLimits
@@ -90,11 +90,12 @@ class PromptDataset:
         self._data = data
         self._seed = seed
         self._limits = TokenLimits(tokenizer, context_tokens, vocab_size)
-        self._responses = Responses(rows, tokenizer, data, self._limits)
         if data.messages_key is None:
             check_columns(rows, required, data.prompt_key, data.answer_key)
         else:
             check_columns(rows, required, data.messages_key, data.answer_key, prompt_setting="data.messages_key")
+        self._conversations = Conversations(rows, tokenizer, data)
+        self._responses = Responses(rows, tokenizer, data, self._conversations, self._limits)
         # int32 arrays, not tuples: a dataset of a million prompts stays well under a gigabyte.
         self._token_ids: dict[int, np.ndarray] = {}
         for start in range(0, len(rows), _ROWS_PER_TOKENIZER_CALL):
@@ -153,11 +154,13 @@ class PromptDataset:
     def next_solutions(self, count: int) -> list[Solution]:
         """Return the next ``count`` solutions for the supervised warm-up, on a cursor of their own.
 
-        The response is the tokenized ``data.solution_key`` column and the end-of-sequence token. It is tokenized apart
-        from the prompt, because the model will meet it in that way: the prompt's tokens are fixed when it starts to
-        answer. A column of messages is an episode: the assistant's messages are turns, and the messages between two
-        turns are an observation, without loss (written by the template under ``data.template=chat``, else as unchanged
-        text).
+        The response is the ``data.solution_key`` column. Under ``data.template=chat`` it is the assistant's message, or
+        messages of an episode, as the template writes them: each turn with the token by which the template ends it
+        (data/turns.py). Else it is the text and the end-of-sequence token, and of an episode's messages, those between
+        two turns are unchanged text without loss.
+
+        Turns are tokenized apart from what stands before them, because the model will meet them in that way: a prompt's
+        tokens are fixed when it starts to answer.
 
         Raises ConfigError where a row has no such column, or one that does not end in an assistant's message, the
         tokenizer has no end-of-sequence token, or prompt and solution together exceed ``context_tokens``.
@@ -254,28 +257,12 @@ class PromptDataset:
             columns[ANSWER] = value_of(columns, self._data.answer_key)
         token_ids = tuple(self._token_ids[row].tolist())
         return Prompt(
-            prompt_id=f"{row}@{epoch}", text=self._render(row), token_ids=token_ids, columns=columns, attempt=attempt
+            prompt_id=f"{row}@{epoch}",
+            text=self._conversations.text(row),
+            token_ids=token_ids,
+            columns=columns,
+            attempt=attempt,
         )
-
-    def _render(self, row: int) -> str:
-        chat, conversation = self._data.template == "chat", self._data.messages_key is not None
-        key = self._data.messages_key if conversation else self._data.prompt_key
-        setting = "data.messages_key" if conversation else "data.prompt_key"
-        content = text_or_messages(self._rows, row, key, setting, messages=chat)
-        if chat:
-            where = f"{self._name(row)}: column {key!r} ({setting})"
-            messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-            messages = cut_conversation(messages, where)[0] if conversation else messages
-            if messages[-1]["role"] == "assistant":
-                raise ConfigError(
-                    f"{where} ends in an assistant's message, and the response is what the assistant says; end it "
-                    "before that"
-                )
-            if self._data.system_prompt and messages[0]["role"] != "system":
-                messages = [{"role": "system", "content": self._data.system_prompt}, *messages]
-            return render_chat(self._tokenizer, messages, where, add_generation_prompt=True)
-        # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of braces.
-        return self._data.template.replace("{prompt}", content)
 
     def _limit(self) -> tuple[int, str]:
         """Return the most tokens that a prompt may have, and the name of the limit."""
@@ -289,7 +276,7 @@ class PromptDataset:
 
     def _admit(self, row_numbers: range) -> None:
         """Render and tokenize rows; keep those that fit."""
-        texts = {row: self._render(row) for row in row_numbers}
+        texts = {row: self._conversations.text(row) for row in row_numbers}
         limit, limit_name = self._limit()
         for row, text in [*texts.items()]:
             if self._limits.is_endless(len(text), limit):

@@ -7,58 +7,37 @@ from typing import NoReturn
 
 from megatron_rl.config import DataConfig
 from megatron_rl.data.chat import Message, check_messages
-from megatron_rl.data.columns import name_of_row, names_of
+from megatron_rl.data.columns import name_of_row
+from megatron_rl.data.conversations import Conversations, cut_conversation, text_or_messages
 from megatron_rl.data.rows import has_column, value_of
-from megatron_rl.data.solution import Solution, tokenize_solution
+from megatron_rl.data.solution import Solution, tokenize_solution, tokenize_turns
 from megatron_rl.data.token_limits import TokenLimits
+from megatron_rl.data.turns import TurnFinder, words_of
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
-
-
-def text_or_messages(
-    rows: Sequence[Mapping[str, object]], row: int, key: str, setting: str, *, messages: bool
-) -> str | list[Message]:
-    """Return a column that holds text or, where ``messages`` allows it, messages; raise ConfigError otherwise."""
-    columns, name = rows[row], name_of_row(rows, row)
-    if not has_column(columns, key):
-        raise ConfigError(f"{name} has no column {key!r} ({setting}); its columns are {names_of(columns)}")
-    value = value_of(columns, key)
-    if messages and isinstance(value, list):
-        return check_messages(value, f"{name}: column {key!r} ({setting})")
-    if not isinstance(value, str):
-        kind = type(value).__name__
-        wanted = "text; a list of messages needs data.template=chat" if isinstance(value, list) else "text"
-        raise ConfigError(f"{name}: column {key!r} ({setting}) is a {kind}, {value!r:.80}; it must be {wanted}")
-    return value
-
-
-def cut_conversation(messages: Sequence[Message], where: str) -> tuple[list[Message], list[Message]]:
-    """Return a conversation's messages before the assistant's first, and from there to the assistant's last.
-
-    where: begins the message of the ConfigError that is raised where there is no assistant's message, or none before.
-    """
-    own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not own or own[0] == 0:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ConfigError(
-            f"{where} has messages of the roles {roles}; a conversation begins with another's message and holds one of "
-            "the assistant's, which carries the loss"
-        )
-    return list(messages[: own[0]]), list(messages[own[0] : own[-1] + 1])
 
 
 class Responses:
     """Reads and tokenizes the responses of a data set's rows.
 
-    rows, tokenizer, data, limits: those of the data set.
+    rows, tokenizer, data, conversations, limits: those of the data set.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, object]], tokenizer, data: DataConfig, limits: TokenLimits) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, object]],
+        tokenizer,
+        data: DataConfig,
+        conversations: Conversations,
+        limits: TokenLimits,
+    ) -> None:
         self._rows, self._tokenizer, self._data, self._limits = rows, tokenizer, data, limits
+        self._conversations = conversations
+        self._words = words_of(tokenizer) if conversations.is_chat else None
 
     def require_end(self) -> None:
-        """Raise ConfigError where the tokenizer has no token that could end a response."""
-        if self._tokenizer.eos_token_id is None:
+        """Raise ConfigError where the tokenizer has no token that could end a response; a chat template has its own."""
+        if self._tokenizer.eos_token_id is None and not self._conversations.is_chat:
             raise ConfigError(
                 "the tokenizer has no eos_token and a solution must end in one; set it in tokenizer_config.json"
             )
@@ -93,6 +72,8 @@ class Responses:
         columns, key = self._rows[row], self._data.prompt_key
         prompt = value_of(columns, key) if has_column(columns, key) else None
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if isinstance(asked, list):
+            asked = check_messages(asked, self._where(row, self._data.prompt_key, "data.prompt_key"))
         if isinstance(asked, list) and messages[: len(asked)] == asked:
             return messages[len(asked) :]
         return messages
@@ -110,12 +91,25 @@ class Responses:
         context = self._limits.context_tokens
         if context is not None and self._limits.is_endless(length, context):
             self._refuse_long(row, key, f"more than {length} characters")
-        solution = tokenize_solution(prompt, given, self._tokenizer, self._data.template)
+        solution = self._solution(prompt, given, row, self._where(row, key, setting))
         self._limits.check_vocabulary(name_of_row(self._rows, row), key, solution.response_ids)
         total = len(prompt.token_ids) + len(solution.response_ids)
         if context is not None and total > context:
             self._refuse_long(row, key, f"{total} tokens (end-of-sequence included)")
         return solution
+
+    def _solution(self, prompt: Prompt, given: str | list[Message], row: int, where: str) -> Solution:
+        if not self._conversations.is_chat:
+            if not isinstance(given, str) and any(message.get("tool_calls") for message in given):
+                raise ConfigError(
+                    f"{where} has tool_calls, which a chat template writes; set data.template=chat, or write the calls "
+                    "into the content"
+                )
+            return tokenize_solution(prompt, given, self._tokenizer, self._data.template)
+        messages = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
+        asked, beside = self._conversations.asked(row), self._conversations.beside(row)
+        turns = TurnFinder(self._tokenizer, self._words, asked, messages, beside, where).turns()
+        return tokenize_turns(prompt, turns, self._tokenizer, masked=not isinstance(given, str))
 
     def _refuse_long(self, row: int, key: str, size: str) -> NoReturn:
         raise TooLong(

@@ -2,6 +2,9 @@
 
 A row is a dict of JSON values: texts, numbers, true and false, null, lists and objects. Every fault is a ConfigError
 that names the file, and its line or row.
+
+Arrow gives the objects of a column one set of fields, and fills those that an object lacks with null. Such a null is
+no value: an object within a column of Parquet holds the fields that are not null, as its line of JSON does.
 """
 
 from __future__ import annotations
@@ -298,11 +301,15 @@ def _rows_of_tables(tables: Iterable, path: str) -> Iterator[dict]:
 
 
 def _json_value(value: object, path: str, row: int, name: str) -> object:
-    """Return an Arrow value as a JSON value: dates, times and decimals as text. Raises ConfigError for bytes."""
+    """Return an Arrow value as a JSON value, objects without null fields; dates, times and decimals are texts.
+
+    Raises ConfigError for bytes.
+    """
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(inner): _json_value(part, path, row, name) for inner, part in value.items()}
+        held = {inner: part for inner, part in value.items() if part is not None}
+        return {str(inner): _json_value(part, path, row, name) for inner, part in held.items()}
     if isinstance(value, list | tuple):
         return [_json_value(part, path, row, name) for part in value]
     if isinstance(value, bytes):

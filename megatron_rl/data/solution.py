@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.data.chat import Message, Observations
+from megatron_rl.data.turns import Turns
 from megatron_rl.types import Prompt
 
 
@@ -14,7 +15,7 @@ from megatron_rl.types import Prompt
 class Solution:
     """Holds a response that a supervised warm-up imitates.
 
-    response_ids: [T] behind the prompt, every turn ended by the end-of-sequence token.
+    response_ids: [T] behind the prompt, every turn with the token that ends it.
     loss_mask:    [T] True on the assistant's turns; None: the whole response is one turn.
     """
 
@@ -24,9 +25,10 @@ class Solution:
 
 
 def tokenize_solution(prompt: Prompt, given: str | Sequence[Message], tokenizer, template: str) -> Solution:
-    """Return the tokens of a solution, with a loss on the assistant's turns alone.
+    """Return the tokens of a solution behind a prompt that is a text, with a loss on the assistant's turns alone.
 
-    given: a text, or messages of which the first and the last are the assistant's.
+    given: a text, or messages of which the first and the last are the assistant's; every turn ends in the tokenizer's
+        end of sequence, and the others' messages are unchanged text.
     template: ``data.template``.
     """
 
@@ -38,18 +40,42 @@ def tokenize_solution(prompt: Prompt, given: str | Sequence[Message], tokenizer,
     observations = Observations(tokenizer, template)
     token_ids: list[int] = []
     mask: list[bool] = []
-    waiting: list[Message] = []
+    waiting = ""
     for message in given:
         if message["role"] != "assistant":
-            waiting.append(message)
+            waiting += message["content"]
             continue
-        if waiting:
-            text = "".join(other["content"] for other in waiting)
-            between = observations.token_ids(waiting if template == "chat" else text, tokenizer.eos_token_id)
-            token_ids, mask, waiting = [*token_ids, *between], [*mask, *[False] * len(between)], []
-        said = turn(message["content"])
-        token_ids, mask = [*token_ids, *said], [*mask, *[True] * len(said)]
+        between = observations.token_ids(waiting, tokenizer.eos_token_id)
+        said, waiting = turn(message["content"]), ""
+        token_ids += (*between, *said)
+        mask += [False] * len(between) + [True] * len(said)
     return Solution(prompt=prompt, response_ids=tuple(token_ids), loss_mask=tuple(mask))
+
+
+def tokenize_turns(prompt: Prompt, turns: Turns, tokenizer, *, masked: bool) -> Solution:
+    """Return the tokens of a conversation that the chat template wrote, with a loss on its turns alone.
+
+    masked: whether the response has a mask though it is one turn.
+
+    Turns are tokenized apart from what stands before them, as the policy meets them. The prompt is the text before the
+    first turn: it may lack an end of the generation prompt that the template does not write before a turn.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    behind = turns.spans[0][0]
+    if turns.text[:behind] != prompt.text:
+        text = turns.text[:behind]
+        prompt = dataclasses.replace(prompt, text=text, token_ids=tuple(encode(text)))
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    for first, last in turns.spans:
+        between, said = encode(turns.text[behind:first]) if first > behind else [], encode(turns.text[first:last])
+        token_ids += [*between, *said]
+        mask += [False] * len(between) + [True] * len(said)
+        behind = last
+    return Solution(prompt=prompt, response_ids=tuple(token_ids), loss_mask=tuple(mask) if masked else None)
 
 
 def read_at_end(solution: Solution) -> Solution:

@@ -301,6 +301,6 @@ def with_environment(engine: Engine, config: Config, tokenizer: PreTrainedTokeni
 def environment_parts(config: Config, tokenizer: PreTrainedTokenizerBase):
     """Return the maker of environments, and the template of their observations. Raises ConfigError."""
     settings = config.environment
-    observations = Observations(tokenizer, config.data.template, settings.role)
+    observations = Observations(tokenizer, config.data.template, settings.role, config.data.template_variables)
     observations.token_ids("0", None)  # raises now if the template does not take the role
     return environment_maker(settings), observations

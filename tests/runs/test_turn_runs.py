@@ -20,8 +20,8 @@ TURNS = (
     *("sft.steps=20", "sft.samples_per_step=8"),  # on short answers: turns end soon
 )
 CHAT = (
-    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}{% if "
-    "add_generation_prompt %} {% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content }}<|endoftext|>{% else %}{{ m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ ' ' }}{% endif %}"
 )
 
 

@@ -108,7 +108,7 @@ class AgentEngine(EngineAround):
     """Runs agents' sessions on an inner engine (see the module).
 
     agent: called with the session's base_url and the row. port: of the endpoint; 0: any free one.
-    on_error: ``environment.on_error``.
+    on_error: ``environment.on_error``. template_variables: ``data.template_variables``.
     """
 
     def __init__(
@@ -123,6 +123,7 @@ class AgentEngine(EngineAround):
         max_prompt_tokens: int,
         max_response_tokens: int,
         on_error: str,
+        template_variables: Mapping[str, object] | None = None,
     ) -> None:
         try:
             from megatron_rl.rollout.endpoint.front import Front
@@ -135,7 +136,7 @@ class AgentEngine(EngineAround):
         self._agent, self._config, self._on_error = agent, config, on_error
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_response_tokens
         self._filler = tokenizer.eos_token_id or 0
-        self._rendering, self.tally = Rendering(tokenizer), Tally()
+        self._rendering, self.tally = Rendering(tokenizer, template_variables), Tally()
         self._calls: dict[str, _Call] = {}  # by the key of a session
         self._ended: deque[str] = deque()
         keys = keys_in(config.api_key_env, setting="rollout.endpoint.api_key_env")
@@ -346,4 +347,5 @@ def with_agents(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBa
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         on_error=config.environment.on_error,
+        template_variables=config.data.template_variables,
     )

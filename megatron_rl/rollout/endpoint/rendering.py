@@ -18,10 +18,13 @@ CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class Rendering:
-    """Turns what is new in a request into tokens, by the tokenizer's chat template."""
+    """Turns what is new in a request into tokens, by the tokenizer's chat template.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    variables: ``data.template_variables``.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] | None = None) -> None:
+        self._tokenizer, self._variables = tokenizer, variables or {}
 
     def new_ids(self, asked: Asked, parent: Turn | None) -> tuple[int, ...]:
         """Return the tokens between the parent's last one and the first one to sample; without a parent all of them.
@@ -32,16 +35,17 @@ class Rendering:
             return asked.conversation[0 if parent is None else len(parent.known) :]
         if not asked.is_chat:
             return self._encode(asked.conversation[0 if parent is None else len(parent.known) :])
+        beside = dict(self._variables) if asked.tools is None else {**self._variables, "tools": list(asked.tools)}
         try:
             if parent is None:
                 text = render_chat(
-                    self._tokenizer, asked.messages, "messages", add_generation_prompt=True, tools=asked.tools
+                    self._tokenizer, asked.messages, "messages", add_generation_prompt=True, beside=beside
                 )
                 return self._encode(text)
             # The parent's reply, which its messages end with, is not rendered: its tokens are those that were sampled.
             before, new = asked.messages[: len(parent.known) - 1], asked.messages[len(parent.known) :]
-            behind = text_behind_turn(self._tokenizer, before, new, "messages", tools=asked.tools)
-            end = text_behind_turn(self._tokenizer, before, [], "messages", tools=asked.tools)
+            behind = text_behind_turn(self._tokenizer, before, new, "messages", beside=beside)
+            end = text_behind_turn(self._tokenizer, before, [], "messages", beside=beside)
             return tokens_behind(self._encode, behind, end, parent.ids[-1])
         except ConfigError as error:
             raise Refused(str(error)) from error

@@ -11,6 +11,7 @@ class LetterTokenizer:
     def __init__(self, chat_template: str | None = None, eos_token_id: int | None = 0) -> None:
         self.chat_template = chat_template
         self.eos_token_id = eos_token_id
+        self.all_special_tokens, self.added_tokens_decoder, self.get_added_vocab = ["\0"], {}, dict
 
     def __call__(self, text, add_special_tokens):
         assert add_special_tokens is False

@@ -15,15 +15,20 @@ STRICT = (
 )
 
 
-def tokenizer_of(template: str | None) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with a token per byte, and ChatML's two, either of which may end a turn."""
+def tokenizer_of(template: str | None, *special: str, words: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with a token per byte, one for each of the words, and special ones, of which the first is eos.
+
+    Without any they are ChatML's two, either of which may end a turn.
+    """
+    special = special or ("<|im_end|>", "<|im_start|>")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: index + 3 for index, symbol in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(
-        [AddedToken("<|endoftext|>", special=True), AddedToken("<|im_start|>"), AddedToken("<|im_end|>")]
+        [AddedToken(word, special=True) for word in ("<|endoftext|>", *sorted(special, reverse=True))]
     )
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    core.add_tokens([AddedToken(word) for word in words])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[0], pad_token="<|endoftext|>")
     made.chat_template = template
     return made

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import pytest
 
 from megatron_rl.config import DataConfig
@@ -29,23 +27,23 @@ def text_of(ids) -> str:
     return tokenizer_of(CHATML).decode(ids)
 
 
-@pytest.mark.parametrize(
-    "turns",
-    [
-        ("u:hi", "a:hello"),
-        ("s:be kind", "u:hi", "a:hello", "u:and?", "a:bye"),
-        ("u:go", "a:call", "t:7", "t:8", "a:done"),
-    ],
-)
-def test_a_conversations_tokens_are_the_templates_and_its_loss_is_the_assistants(turns) -> None:
-    tokenizer = tokenizer_of(CHATML)
-    (found,) = source([{"messages": say(*turns)}]).next_solutions(1)
-    ids = [*found.prompt.token_ids, *found.response_ids]
-    whole = tokenizer.apply_chat_template(say(*turns), tokenize=False)
-    assert text_of(ids) + "\n" == whole
-    mask = [False] * len(found.prompt.token_ids) + list(found.loss_mask)
-    runs = [[token for token, _ in run] for own, run in groupby(zip(ids, mask, strict=True), lambda x: x[1]) if own]
-    assert [text_of(run) for run in runs] == [turn[2:] + "<|im_end|>" for turn in turns if turn[0] == "a"]
+def test_the_templates_marks_give_the_turns_that_rendering_finds() -> None:
+    said = "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}<|im_end|>"
+    plain = CHATML.replace("{{ m.content }}<|im_end|>", said)
+    marked = f"{{% generation %}}{said}{{% endgeneration %}}"
+    own = f"{{% if m.role == 'assistant' %}}{marked}{{% else %}}{said}{{% endif %}}{{{{ '' }}}}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    row = {"messages": [*say("s:be kind", "u:hi"), call, *say("t:7", "a:seven", "u:and?", "a:bye", "u:thanks")]}
+    found = []
+    for template in (plain, plain.replace(said, own)):
+        found += PromptDataset([row], tokenizer_of(template), CHAT, 0).next_solutions(1)
+    one, other = ((x.prompt.token_ids, x.response_ids, x.loss_mask) for x in found)
+    assert one == other and text_of([i for i, own in zip(*one[1:], strict=True) if own]).count("<|im_end|>") == 3
+    with pytest.raises(ConfigError, match="row 0: .*tool_calls, which a chat template writes; set data.template=chat"):
+        source([{"prompt": "x", "solution": [call]}], DataConfig()).next_solutions(1)
+    with pytest.raises(ConfigError, match="row 0: .*writes no special token behind message 1"):
+        turns = "{% for m in messages %}{{ m.content }};{% endfor %}"
+        PromptDataset([row | {"messages": row["messages"][1:]}], tokenizer_of(turns), CHAT, 0).next_solutions(1)
 
 
 def test_messages_behind_the_assistants_last_are_left_out_and_no_turn_to_train_is_named() -> None:

@@ -48,7 +48,8 @@ def test_rows_of_parquet_and_of_a_saved_data_set_equal_what_was_written(tmp_path
 
     import pyarrow.parquet
 
-    rows = [{"prompt": f"{i}", "chat": [{"role": "user", "n": i}], "x": i / 4, "known": i > 2} for i in range(2500)]
+    said = [{"role": "user", "n": 1}, {"call": {"name": "f", "x": {"city": "Rome"}}}, {"call": {}, "of": [None]}]
+    rows = [{"prompt": f"{i}", "chat": [said[i % 3]], "x": i / 4, "known": [True, None][i % 2]} for i in range(2500)]
     dated = [{**row, "at": datetime.date(2026, 1, 2), "price": decimal.Decimal("1.50")} for row in rows]
     wanted = [{**row, "at": "2026-01-02", "price": "1.50"} for row in rows]
     table = arrow.Table.from_pylist(dated)

@@ -1,0 +1,252 @@
+"""The assistant's turns in a conversation that the chat template wrote: where each begins and ends.
+
+1. The tokens of a conversation are those of the template's rendering of the whole of it, up to the end of its last
+   turn.
+2. A turn begins behind the template's generation prompt, and ends with the token that the template writes behind it.
+   That token need not be the tokenizer's end of sequence: Gemma 3 writes ``<end_of_turn>``.
+3. A template that only begins the next speaker's turn (GLM-4.5: ``<|user|>``, ``<|observation|>``) ends turns by that
+   token. It is added behind a last turn, as a user's message would follow.
+4. Where the template marks the assistant's text (``{% generation %}``), the marks are the turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatron_rl.data.chat import TURN, Message, render_chat, source_of, text_behind_turn
+from megatron_rl.errors import ConfigError, quoted
+
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Holds a rendered conversation.
+
+    text: of the whole conversation, to the end of the last turn.
+    spans: [turns] (first, last + 1) character of each, its end included.
+
+    Example (ChatML), without its system message: text ``<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n``
+    ``yo<|im_end|>`` and spans ((53, 65),).
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """Holds the words of a tokenizer that are one token each: the special ones, and all that were added."""
+
+    special: tuple[str, ...]
+    added: tuple[str, ...]
+
+
+def words_of(tokenizer) -> Words:
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = [word for word in (*tokenizer.all_special_tokens, *special) if word]
+    return Words(special=tuple(dict.fromkeys(special)), added=tuple({*special, *tokenizer.get_added_vocab()}))
+
+
+class TurnFinder:
+    """Finds the assistant's turns of one conversation.
+
+    words: the tokenizer's.
+    asked: the messages of the prompt. given: those of the response, the first and the last the assistant's.
+    beside: the template's variables. where: begins the message of every ConfigError.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        words: Words,
+        asked: Sequence[Message],
+        given: Sequence[Message],
+        beside: Mapping[str, object],
+        where: str,
+    ) -> None:
+        self._tokenizer, self._words, self._beside, self._where = tokenizer, words, beside, where
+        self._messages = [*asked, *given]
+        own = [number for number, message in enumerate(self._messages) if message["role"] == "assistant"]
+        self._own = [number for number in own if number >= len(asked)]
+        self._asked_turns = len(own) - len(self._own)
+        self._prompts: dict[str, str] = {}  # generation prompts, by the role that stands before them
+
+    def turns(self) -> Turns:
+        """Return the conversation with its turns.
+
+        Raises ConfigError where a turn cannot be found, or the template leaves its calls or text out.
+        """
+        marked = MARKS.search(source_of(self._tokenizer)) is not None
+        found = self._marked() if marked else self._rendered()
+        for number, (first, last) in zip(self._own, found.spans, strict=True):
+            self._check_whole(number, found.text[first:last])
+        return found
+
+    # ---- by the template's marks -----------------------------------------------------------------------------------
+
+    def _marked(self) -> Turns:
+        tokenizer, tools = self._tokenizer, self._beside.get("tools")
+        self._render(self._messages)  # raises the error that names the row
+        (text,), (spans,) = render_jinja_template(
+            conversations=[[dict(message) for message in self._messages]],
+            chat_template=tokenizer.get_chat_template(None, tools),
+            return_assistant_tokens_mask=True,
+            **{**tokenizer.special_tokens_map, **self._beside},
+        )
+        if len(spans) != self._asked_turns + len(self._own):
+            raise ConfigError(
+                f"{self._where}: the chat template's {{% generation %}} marks {len(spans)} texts, and the conversation "
+                f"has {self._asked_turns + len(self._own)} messages of the assistant's; mark each of them once"
+            )
+        turns = []
+        for number, (first, last) in zip(self._own, spans[self._asked_turns :], strict=True):
+            prompt = self._render(self._messages[:number], prompt=True)
+            turns.append((max(first, len(prompt)) if text.startswith(prompt) else first, last))
+        return Turns(text=text[: turns[-1][1]], spans=tuple(turns))
+
+    # ---- by rendering the messages before and behind a turn ----------------------------------------------------------
+
+    def _rendered(self) -> Turns:
+        text, spans = self._render(self._messages), []
+        first = self._first(text)
+        for number, then in zip(self._own, self._own[1:], strict=False):
+            following = self._messages[number + 1 : then]
+            prompt = self._generation_prompt(self._messages[:then])
+            stem = next((stem for stem in self._behind(number, following, prompt) if text.find(stem, first) >= 0), None)
+            if stem is None:
+                raise self._not_found(number)
+            at = text.find(stem, first)
+            spans.append((first, at + self._end_in(stem, number)))
+            first = at + len(stem)
+            first += self._shared(prompt, text[first:])
+        text, last = self._end_of_last(text, first)
+        return Turns(text=text, spans=(*spans, (first, last)))
+
+    def _first(self, text: str) -> int:
+        """Return where the first turn begins: behind the prompt, or as much of its end as stands before a turn."""
+        asked = self._messages[: self._own[0]]
+        prompt = self._render(asked, prompt=True)
+        before = prompt[: self._shared(prompt, self._render(asked))]
+        own = self._prompts[asked[-1]["role"]] = prompt[len(before) :]
+        if not text.startswith(before):
+            raise ConfigError(
+                f"{self._where}: the chat template writes the prompt's messages otherwise once message {self._own[0]} "
+                "follows, so its turn cannot be found; mark the assistant's text by {% generation %} in the template, "
+                "or end the row before that message"
+            )
+        return len(before) + self._shared(own, text[len(before) :])
+
+    def _generation_prompt(self, messages: Sequence[Message]) -> str:
+        """Return what the template writes behind messages of which the last one has this role, for the assistant."""
+        role = messages[-1]["role"]
+        if role not in self._prompts:
+            prompt = self._render(messages, prompt=True)
+            self._prompts[role] = prompt[self._shared(prompt, self._render(messages)) :]
+        return self._prompts[role]
+
+    def _shared(self, text: str, other: str) -> int:
+        """Return how many characters of a text another one begins with; a token's word that is cut counts as none."""
+        if other.startswith(text):
+            return len(text)
+        most = len(os.path.commonprefix([text, other]))
+        cut = most
+        for word in self._words.added:
+            begin = text.rfind(word, 0, most + len(word) - 1)
+            if 0 <= begin < most < begin + len(word):
+                cut = min(cut, begin)
+        return cut
+
+    def _behind(self, number: int, following: Sequence[Message], prompt: str) -> Iterator[str]:
+        """Yield what the template may have written behind the turn of a message, without the generation prompt.
+
+        First what it writes behind a turn that is a text; then, for a turn with calls, what it writes behind a call.
+        """
+        before, message, refused = self._messages[:number], self._messages[number], None
+        try:
+            behind = text_behind_turn(self._tokenizer, before, following, self._where, beside=self._beside)
+            yield behind.removesuffix(prompt)
+        except ConfigError as error:  # a template may refuse a tool's message behind a turn without calls
+            refused = error
+        if message.get("tool_calls"):
+            called = self._render([*before, _marked_call(message), *following], prompt=bool(following))
+            called = called.rpartition(TURN)[2].removesuffix(prompt)
+            if (special := self._special_in(called)) is not None:
+                yield called[special[0] :]
+        elif refused is not None:
+            raise refused
+
+    def _not_found(self, number: int) -> ConfigError:
+        return ConfigError(
+            f"{self._where}: what the chat template writes behind message {number} does not show where its turn ends; "
+            "mark the assistant's text by {% generation %} in the template"
+        )
+
+    def _end_in(self, behind: str, number: int) -> int:
+        """Return where the token ends that ends a turn, in the text behind it."""
+        special = self._special_in(behind)
+        if special is None:
+            raise ConfigError(
+                f"{self._where}: the chat template writes no special token behind message {number}, so nothing would "
+                f"end the turn ({quoted(behind)}); write one there, such as eos_token"
+            )
+        return special[1]
+
+    def _end_of_last(self, text: str, first: int) -> tuple[str, int]:
+        """Return the text up to the end of the last turn, and where that is."""
+        number = self._own[-1]
+        behind = next((x for x in self._behind(number, [], "") if text[first:].endswith(x)), None)
+        if behind is None:
+            raise self._not_found(number)
+        text = text.removesuffix(behind)
+        if self._special_in(behind) is None:
+            role = "tool" if self._messages[number].get("tool_calls") else "user"
+            before, answer = self._messages[:number], [{"role": role, "content": "0"}]
+            behind = text_behind_turn(self._tokenizer, before, answer, self._where, beside=self._beside)
+        last = len(text) + self._end_in(behind, number)
+        return (text + behind)[:last], last
+
+    def _special_in(self, text: str) -> tuple[int, int] | None:
+        """Return the place of the first special token in a text."""
+        found = [(text.find(word), text.find(word) + len(word)) for word in self._words.special]
+        return min((place for place in found if place[0] >= 0), key=lambda place: (place[0], -place[1]), default=None)
+
+    # ---- both --------------------------------------------------------------------------------------------------------
+
+    def _check_whole(self, number: int, turn: str) -> None:
+        """Raise ConfigError where the template leaves out a message's calls, or what it says behind a thought."""
+        message = self._messages[number]
+        calls = message.get("tool_calls")
+        if calls and TURN not in self._render([*self._messages[:number], _marked_call(message)]):
+            raise ConfigError(
+                f"{self._where}: the chat template does not write the calls of message {number} ({calls!r:.80}), so "
+                "the model would learn to say nothing there; take a template that writes tool_calls, or write them "
+                "into the content"
+            )
+        said = message["content"].split("</think>")[-1].strip()
+        if said not in turn:
+            raise ConfigError(
+                f"{self._where}: the chat template does not write an assistant's content as it is: {quoted(said)} of "
+                f"message {number} is not in {quoted(turn)}; take one that does"
+            )
+
+    def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        return render_chat(self._tokenizer, messages, self._where, add_generation_prompt=prompt, beside=self._beside)
+
+
+def _marked_call(message: Message) -> Message:
+    """Return a message with calls whose last one has the argument TURN."""
+    *others, last = message["tool_calls"]
+    function = last.get("function", last)
+    arguments: object = {TURN: TURN}
+    if isinstance(function.get("arguments"), str):
+        arguments = json.dumps(arguments)
+    function = {**function, "arguments": arguments}
+    last = {**last, "function": function} if "function" in last else function
+    return {**message, "tool_calls": [*others, last]}

@@ -1,0 +1,84 @@
+"""Our tokens of a conversation equal the published templates' rendering of it: supervised, multi-turn, the endpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.data.chat import Observations
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.endpoint.asked import asked_chat
+from megatron_rl.rollout.endpoint.recorder import Turn
+from megatron_rl.rollout.endpoint.rendering import Rendering
+from tests.unit.data.families import FAMILIES, ID, TOOLS, calling, parts_of, said, trained
+
+
+def check(family: str, messages: list[dict], wanted: list[str], **columns) -> None:
+    """Hold tokens against the template's rendering of the whole, and the loss against the turns' texts."""
+    tokenizer, ends, _ = parts_of(family)
+    _, runs, ids = trained(tokenizer, messages, **columns)
+    whole, text = tokenizer.apply_chat_template(messages, tokenize=False, **columns), tokenizer.decode(ids)
+    if family == "glm4_moe":  # which ends a turn by what follows
+        text = text.removesuffix(ends["tool" if messages[-1].get("tool_calls") else "user"])
+    assert whole.removeprefix(text) in ("", "\n", "\n<|endoftext|>")  # Phi-3 writes the last one behind its turns' end
+    assert [turn for own, turn in runs if own] == wanted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_of_one_and_of_several_turns(family: str) -> None:
+    _, ends, before = parts_of(family)
+    last = f"{before}bye{ends[None]}"
+    check(family, [said("user", "hi"), said("assistant", "bye")], [last])
+    first = "" if family == "qwen3" else before
+    messages = [said("user", "hi"), said("assistant", "yo <|x|>"), said("user", "and?"), said("assistant", "bye")]
+    check(family, messages, [f"{first}yo <|x|>{ends['user']}", last])
+
+
+@pytest.mark.parametrize("family", [name for name, parts in FAMILIES.items() if parts[3]])
+def test_calls_of_tools(family: str) -> None:
+    """Every call is trained, up to the end that the template writes behind a call, and the tools are in the prompt."""
+    tokenizer, ends, _ = parts_of(family)
+    result = said("tool", "sunny", tool_call_id=ID, name="look")
+    messages = [said("user", "w?"), calling(family, "Rome"), result, said("assistant", "ok"), said("user", "w?")]
+    both = [*messages, calling(family, "Oslo")]
+    columns = {} if family == "mistral" else {"tools": TOOLS}  # which writes them before the last user's message
+    prompt, runs, _ = trained(tokenizer, both, **columns)
+    turns = [turn for own, turn in runs if own]
+    check(family, both, turns, **columns)
+    assert [turn.endswith(ends["tool"]) and turn.count("look") == 1 for turn in turns] == [True, False, True]
+    assert "Rome" in turns[0] and "Oslo" in turns[2] and turns[1].endswith("ok" + ends["user"])
+    assert "sunny" in runs[1][1] and ("look" in prompt.text) is (family not in ("mistral", "deepseek_v3"))
+    with pytest.raises(ConfigError, match=r"row 0: .* does not write the calls of message 1 .*look"):
+        trained(parts_of("phi3")[0], messages[:2])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe", "gpt_oss"])
+def test_thoughts(family: str) -> None:
+    """Thoughts are trained where the template writes them: not those of turns that a user's message follows."""
+    both = {"reasoning_content": "hm", "thinking": "hm"}
+    result = said("tool", "sunny", tool_call_id=ID, name="look")
+    messages = [said("user", "w?"), calling(family, "Rome", **both), result, said("assistant", "ok", **both)]
+    for conversation in (messages, [*messages, said("user", "w?"), said("assistant", "ok", **both)]):
+        _, runs, _ = trained(parts_of(family)[0], conversation)
+        turns = [turn for own, turn in runs if own]
+        check(family, conversation, turns)
+        assert "hm" in turns[-1] and len(turns) == sum(x["role"] == "assistant" for x in conversation)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_follows_a_sampled_turn_equals_the_conversations_rendering(family: str) -> None:
+    """No end is written twice, whichever of a turn's ends the policy sampled, by multi-turn and by the endpoint."""
+    tokenizer, ends, _ = parts_of(family)
+    answer, before = said("user", "and?"), [said("user", "hi"), said("assistant", "yo")]
+    _, runs, _ = trained(tokenizer, [*before, answer, said("assistant", "bye")])
+    # The end of two generation prompts, which the templates do not write before a turn without a thought.
+    wanted = runs[1][1] + {"olmo3": "<think>", "deepseek_v3": "<think>\n"}.get(family, "")
+    for end in {ends["user"], ends[None]}:
+        stop = tokenizer.convert_tokens_to_ids(end)
+        assert tokenizer.decode(Observations(tokenizer, "chat", "user").token_ids("and?", stop)) == wanted
+        asked, first = (asked_chat({"messages": x}, 1.0) for x in ([*before, answer], before[:1]))
+        parent = dict(frame=asked.frame, parent=None, known=asked.conversation[:2], new_ids=(), ids=(stop,))
+        turn = Turn(**parent, logprobs=(0.0,), weight_versions=((0, 1),), finish_reason="stop")
+        assert tokenizer.decode(Rendering(tokenizer).new_ids(asked, turn)) == wanted
+    if family == "glm4_moe":
+        observed = Observations(tokenizer, "chat").token_ids("7", tokenizer.convert_tokens_to_ids("<|observation|>"))
+        assert tokenizer.decode(observed) == "\n<tool_response>\n7\n</tool_response><|assistant|>"
