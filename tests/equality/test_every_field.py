@@ -35,7 +35,7 @@ def others(hint: object, default: object, folder: object) -> list[object]:
     kinds, todo = [], [hint]
     while todo:
         kinds.append(typing.get_origin(todo[0]) or todo[0])
-        todo += typing.get_args(todo.pop(0))
+        todo += [x for x in typing.get_args(todo.pop(0)) if not isinstance(x, list)]
     named = ["true", "false"] if bool in kinds else [x for x in kinds if isinstance(x, str)]
     named += [x for kind in kinds if isinstance(kind, enum.EnumType) for x in kind.__members__]
     if named:
