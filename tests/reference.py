@@ -111,6 +111,7 @@ def _mixture_fields(family: str, untied: dict, wide: dict, hidden: int) -> dict[
         # mscale_all_dim is other than mscale, so that cos and sin are multiplied too
         "deepseek_v3": dict(**deepseek, q_lora_rank=28, n_group=3, topk_group=2)
         | dict(rope_parameters=rope("yarn", 4.0, 64, **yarn, mscale=1.0, mscale_all_dim=0.7)),
+        "deepseek_v3_wide": dict(**deepseek | dict(v_head_dim=40), q_lora_rank=28, n_group=1, topk_group=1),
         # q of the hidden state, plain angles, no groups
         "moonlight": dict(**deepseek, q_lora_rank=None, n_group=1, topk_group=1, rms_norm_eps=1e-5, num_mtp_layers=0),
     }

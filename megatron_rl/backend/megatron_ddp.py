@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
 from megatron_rl.config import Config
+from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.megatron_fields import Refusals, resolve_fields
 
@@ -14,14 +17,18 @@ _SEAM = "the token-sum seam owns it"
 _OWNED_FIELDS = {
     "average_in_collective": f"{_SEAM}: data-parallel ranks add, they are not averaged",
     "use_distributed_optimizer": "it is set by optimizer.distributed",
-    "use_megatron_fsdp": "its buffers have no ghost step yet",
+    **dict.fromkeys(("use_megatron_fsdp", "use_custom_fsdp"), "its buffers have no ghost step yet"),
     "num_distributed_optimizer_instances": "a silent rank would not know the second reduction",
 }
 _UNSUPPORTED_FIELDS = {
     **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), "weights in FP8 are not built here"),
+    "fp4_param_gather": "weights in FP4 are not built here",
     "delay_wgrad_compute": "weight gradients would wait for a call that the schedule here does not make",
 }
-REFUSED_DDP_FIELDS = Refusals(owned=_OWNED_FIELDS, unsupported=_UNSUPPORTED_FIELDS)
+_FIELDS = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}  # 0.16.1 and 0.19.2 differ
+REFUSED_DDP_FIELDS = Refusals(
+    owned=_OWNED_FIELDS, unsupported={name: x for name, x in _UNSUPPORTED_FIELDS.items() if name in _FIELDS}
+)
 
 
 def distributed_fields(config: Config) -> dict:
@@ -37,4 +44,23 @@ def distributed_fields(config: Config) -> dict:
             "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it "
             "gathers"
         )
+    local = "param_name_patterns_for_fp32_local_accumulation"
+    if fields.get(local) and fields.get("grad_reduce_in_fp32", True):
+        raise ConfigError(
+            f"megatron.ddp.{local}={fields[local]} is for gradients that are reduced in another dtype, and "
+            f"grad_reduce_in_fp32 is true; set megatron.ddp.grad_reduce_in_fp32=false, or remove {local}"
+        )
+    if settings.ddp.get("nccl_ub"):
+        _require_compiler()
     return {"grad_reduce_in_fp32": True, **fields, "use_distributed_optimizer": config.optimizer.distributed}
+
+
+def _require_compiler() -> None:
+    """Raise ConfigError where Megatron-Core could not compile the allocator whose buffers NCCL registers."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None or not HOST.is_cuda:
+        raise ConfigError(
+            "megatron.ddp.nccl_ub=true has Megatron-Core compile an allocator for NCCL, which needs a GPU and CUDA's "
+            f"compiler (CUDA_HOME={CUDA_HOME}); set CUDA_HOME, or remove megatron.ddp.nccl_ub"
+        )

@@ -47,6 +47,14 @@ _OWNED_FIELDS = {
     "params_dtype": "it is set by model.dtype",
     "optimizer": "ghost steps are defined for AdamW",
     "overlap_param_gather_with_optimizer_step": "it starts a gather that a silent rank would never join",
+    "overlap_param_gather": "it is set by megatron.ddp.overlap_param_gather",
+    "decoupled_weight_decay": "ghost steps are defined for AdamW, whose weight decay is decoupled",
+    **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "one learning rate, optimizer.lr, is scheduled and reported"),
+    **dict.fromkeys(
+        ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+        "gradients, masters and moments are of float32; another dtype needs use_precision_aware_optimizer",
+    ),
+    "timers": "no timers of Megatron-LM's are made here",
 }
 _UNSUPPORTED_FIELDS = {
     "use_precision_aware_optimizer": "a checkpoint would lose its moments and masters: Megatron-Core (0.16.1 "
@@ -55,8 +63,15 @@ _UNSUPPORTED_FIELDS = {
     "optimizer_cpu_offload": "rollouts move the optimizer's state off the device and checkpoints read it, and neither "
     "knows the copies that it keeps",
     "reuse_grad_buf_for_mxfp8_param_ag": "weights in FP8 are not built here",
+    "loss_scale": "the gradient would be divided by a scale that the token-sum seam does not apply",
+    "use_layer_wise_distributed_optimizer": "ghost steps are defined for AdamW",
+    "optimizer_cuda_graph": "a ghost step runs outside of the graph",
+    "grad_norm_skip_threshold": "it is read by a step of Megatron-Core's that is not called here",
 }
-REFUSED_OPTIMIZER_FIELDS = Refusals(owned=_OWNED_FIELDS, unsupported=_UNSUPPORTED_FIELDS)
+_FIELDS = {field.name for field in dataclasses.fields(OptimizerConfig)}  # 0.16.1 and 0.19.2 differ
+REFUSED_OPTIMIZER_FIELDS = Refusals(
+    owned=_OWNED_FIELDS, unsupported={name: x for name, x in _UNSUPPORTED_FIELDS.items() if name in _FIELDS}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

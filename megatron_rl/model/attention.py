@@ -292,8 +292,11 @@ class TorchAttention(torch.nn.Module):
             cos, sin = _turns(packed_seq_params, self.inv_freq, query.dtype)
             query, key = turn(query, cos, sin), turn(key, cos, sin)
         scale, width = self.softmax_scale or query.shape[-1] ** -0.5, value.shape[-1]
-        if width < key.shape[-1]:
-            value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
+        short = key.shape[-1] - width  # latent attention's values and keys differ; zeros make them alike
+        if short > 0:
+            value = torch.nn.functional.pad(value, (0, short))
+        elif short < 0:
+            query, key = (torch.nn.functional.pad(x, (0, -short)) for x in (query, key))
         if packed_seq_params.context.size > 1:
             both = _GatherContext.apply(torch.stack([key, value], dim=1), packed_seq_params.context.group)
             key, value = both.index_select(0, packed_seq_params.key_order).unbind(1)

@@ -21,6 +21,7 @@ from megatron_rl.model.bridge_family import read_provider
 from megatron_rl.model.layer_spec import RMSNorm
 from megatron_rl.model.post_norm import ShiftedRMSNorm
 from megatron_rl.model.seam_fields import seam_fields, users_fields
+from megatron_rl.model.transformer_fields import overruled
 from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
@@ -77,7 +78,7 @@ def bridged_config(shape: ModelShape, hf_config: Any, config: Config, topology: 
     )
     if not engine:
         fields["attention_backend"] = AttnBackend.auto  # whose variables of the environment torch's attention ignores
-    for name, value in {**fields, **extra}.items():
+    for name, value in overruled(fields, extra, shape.family).items():
         setattr(provider, name, value)
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     try:

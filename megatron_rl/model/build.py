@@ -7,7 +7,7 @@ config settles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.positions import angles_of, give_inputs, half_on_gpu, turning_attention
 from megatron_rl.model.post_norm import put_norms_around, put_norms_behind, put_wide_norms
 from megatron_rl.model.seam_fields import seam_fields, users_fields
+from megatron_rl.model.transformer_fields import overruled, require_installed
 from megatron_rl.weights.families.gpt_oss import QUICK_GELU
 from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.mapping import stage_layers
@@ -83,7 +84,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
     )
     fields |= FAMILIES[shape.family].layer_fields(shape)
     fields |= latent_fields(shape, hf_config, extra)
-    return _build_config({**fields, **extra}, extra, shape)
+    return _build_config(overruled(fields, extra, shape.family), extra, shape)
 
 
 def _scale(shape: ModelShape, hf_config: Any) -> float | None:
@@ -171,12 +172,7 @@ def build_model(
     check_kernel(config.model.logprob_kernel)
     bitwise = config.rollout.bitwise
     layer_spec = "torch" if bitwise else choose_layer_spec(config.model.layer_spec, config.model.dtype)
-    if config.megatron.transformer.get("fp8") and layer_spec != "transformer_engine":
-        raise ConfigError(
-            f"megatron.transformer.fp8={config.megatron.transformer['fp8']} needs Transformer Engine's layers, and "
-            f"these are {layer_spec}'s (model.layer_spec={config.model.layer_spec}, model.dtype={config.model.dtype}); "
-            "install Transformer Engine, or remove megatron.transformer.fp8"
-        )
+    require_installed(config, layer_spec)
     shape = model_shape(hf_config, config, topology, layer_spec=layer_spec)
     if bitwise:
         refuse_bitwise(shape)
@@ -193,7 +189,7 @@ def build_model(
     for chunk in range(topology.virtual_size):
         layers = stage_layers(shape, chunk * topology.pipeline_size + topology.pipeline_rank, stages)
         spec = _block_spec(transformer, shape, layers, tables.get(None), bitwise=bitwise, shares=shares)
-        model = _make_chunk(transformer, shape, spec, topology, chunk, bridged=bridged)
+        model = _make_chunk(transformer, shape, spec, topology, chunk, bridged=bridged, given=given)
         if bridged:
             check_frequencies(model, tables[None])
         if bitwise:
@@ -225,27 +221,39 @@ def _make_chunk(
     chunk: int,
     *,
     bridged: bool,
+    given: Mapping[str, Any],
 ) -> GPTModel:
-    """Build one chunk of this rank's stage: a GPTModel, by Megatron-Bridge's provider where ``bridged``."""
+    """Build one chunk of this rank's stage: a GPTModel, by Megatron-Bridge's provider where ``bridged``.
+
+    given: the user's fields. Raises ConfigError where Megatron-Core's layers refuse them.
+    """
     first = topology.is_first_stage and chunk == 0
     last = topology.is_last_stage and chunk == topology.virtual_size - 1
     number = chunk if topology.virtual_size > 1 else None
-    if bridged:
-        put_norms(spec, transformer, shape.layer_spec)
-        model = provide_chunk(transformer, spec, first=first, last=last, chunk=number)
-    else:
-        model = GPTModel(
-            transformer,
-            spec,
-            vocab_size=shape.padded_vocab_size,
-            max_sequence_length=shape.context_tokens,
-            pre_process=first,
-            post_process=last,
-            parallel_output=True,
-            share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="rope",
-            vp_stage=number,
-        )
+    try:
+        if bridged:
+            put_norms(spec, transformer, shape.layer_spec)
+            model = provide_chunk(transformer, spec, first=first, last=last, chunk=number)
+        else:
+            model = GPTModel(
+                transformer,
+                spec,
+                vocab_size=shape.padded_vocab_size,
+                max_sequence_length=shape.context_tokens,
+                pre_process=first,
+                post_process=last,
+                parallel_output=True,
+                share_embeddings_and_output_weights=shape.tied_embeddings,
+                position_embedding_type="rope",
+                vp_stage=number,
+            )
+    except (AssertionError, AttributeError, ImportError, TypeError, ValueError) as error:
+        if not given or isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"Megatron-Core builds no {shape.family} model under megatron.transformer={dict(given)}: "
+            f"{type(error).__name__}: {error}; remove the field that it names"
+        ) from error
     model.model_type = ModelType.encoder_or_decoder
     return model
 

@@ -13,6 +13,7 @@ gradients, and finalize sums the weights'.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -64,6 +65,12 @@ def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> d
             "multi-latent attention reads a table of positions from 0, and here positions come with the tokens; "
             "remove the setting"
         )
+    if shape.value_head_dim > shape.head_dim and shape.layer_spec == "transformer_engine":
+        raise ConfigError(
+            f"v_head_dim={shape.value_head_dim} above qk_nope_head_dim + qk_rope_head_dim={shape.head_dim} of "
+            f"{shape.family}: Transformer Engine's attention was not run with values wider than keys; set "
+            "model.layer_spec=torch"
+        )
     rope = hf_config.rope_parameters
     return dict(
         multi_latent_attention=True,
@@ -73,7 +80,7 @@ def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> d
         qk_head_dim=shape.head_dim - shape.rope_head_dim,
         qk_pos_emb_head_dim=shape.rope_head_dim,
         v_head_dim=shape.value_head_dim,
-        rope_type="rope",  # ``give_latent_rotary`` makes it yarn, whose own table asks for pinned memory when built
+        rope_type="rope",  # SpecifiedLatentAttention says why
         rotary_base=rope["rope_theta"],
         rotary_scaling_factor=rope.get("factor") or 1.0,
         mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
@@ -109,7 +116,13 @@ class SpecifiedLatentAttention(MLASelfAttention):
 
     Megatron-Core 0.19.2 (``transformer/mla_qk_norm_config.py``) would have a norm before the queries' projection too
     where queries have no latents, as in Moonlight, whose model has none; 0.16.1 takes the spec's as they are.
+    It is built under ``rope_type="rope"``, since yarn's own table asks for pinned memory, and computes under "yarn",
+    under which an embedding returns a factor on cos and sin beside the angles.
     """
+
+    def __init__(self, config: MLATransformerConfig, *args, **kwargs):
+        super().__init__(copy.copy(config), *args, **kwargs)  # its own: other layers and chunks are still to be built
+        self.config.rope_type = "yarn"
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, ModuleSpec | type]:
         return {name: getattr(submodules, name) for name in _BUILT_BY_SPEC}
@@ -201,11 +214,7 @@ def _engine_parts(plain: ModuleSpec) -> tuple[type, ModuleSpec]:
 
 
 def give_latent_rotary(model: GPTModel, frequencies: torch.Tensor, factor: float) -> None:
-    """Give every attention of a model its rotary angles, by the positions that come with the tokens.
-
-    Under ``rope_type="yarn"`` an embedding returns a factor on cos and sin beside the angles.
-    """
-    model.config.rope_type = "yarn"
+    """Give every attention of a model its rotary angles, by the positions that come with the tokens."""
     for module in model.modules():
         if isinstance(module, MLASelfAttention):
             module.rotary_pos_emb = LatentRotary(frequencies, factor)

@@ -27,15 +27,16 @@ class Refusals:
     """Holds the fields of one class that may not be set, each with its reason.
 
     owned:       fields that the seam or another key sets; no value is accepted.
-    unsupported: features that do not work here; only the values that leave them off are accepted.
+    unsupported: features that do not work here; only the values that leave them off, and Megatron-Core's own, are
+                 accepted.
     """
 
     owned: Mapping[str, str]
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def refuse(self, name: str, value: Any, section: str) -> None:
-        """Raise ConfigError where the field may not have this value."""
-        off = value in OFF or value == [] or value == ()
+    def refuse(self, name: str, value: Any, section: str, default: Any) -> None:
+        """Raise ConfigError where the field may not have this value. default: Megatron-Core's own."""
+        off = value in OFF or value in ([], (), default)
         reason = self.owned.get(name) or ("" if off else self.unsupported.get(name))
         if reason:
             raise ConfigError(f"{section}.{name}={quoted(value)} is refused: {reason}; remove it")
@@ -49,11 +50,11 @@ def resolve_fields(given: Mapping[str, Any], cls: type, section: str, refusals: 
     section: the key of ``given``, for messages.
     Raises ConfigError for a field that ``cls`` lacks, that is refused, or whose value has no meaning.
     """
-    known = {f.name for f in dataclasses.fields(cls)}
+    known = {f.name: f.default for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     resolved = {}
     for name, value in given.items():
-        refusals.refuse(name, value, section)
+        refusals.refuse(name, value, section, known.get(name))
         if name not in known:
             nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
             raise ConfigError(

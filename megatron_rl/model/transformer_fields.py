@@ -3,125 +3,86 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
-from megatron_rl.errors import ConfigError
-from megatron_rl.model.megatron_fields import Refusals, resolve_fields
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.model.megatron_fields import OFF, Refusals, resolve_fields
 
+from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
 _SEAM = "the token-sum seam owns it: the loss is a sum, nothing divides and backend/schedule.py reduces once"
 _SHAPE = "it comes from the Hugging Face config in model.hf_path"
 _SECTION = "it is set by {}"
 _FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
-OWNED_FIELDS = {
-    **dict.fromkeys(
-        ("calculate_per_token_loss", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
-        _SEAM,
+_OWNED = {  # by reason
+    _SEAM: (
+        *("calculate_per_token_loss", "finalize_model_grads_func", "no_sync_func", "grad_sync_func"),
+        *("param_sync_func", "grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func"),
+        *("experimental_attention_variant_loss_scale_func", "variable_seq_lengths", "deallocate_pipeline_outputs"),
+        "timers",
     ),
-    **dict.fromkeys(("grad_scale_func", "variable_seq_lengths", "deallocate_pipeline_outputs", "timers"), _SEAM),
-    **dict.fromkeys(
-        (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "normalization",
-            "layernorm_epsilon",
-            "qk_layernorm",
-            "gated_linear_unit",
-            "activation_func",
-            "add_bias_linear",
-            "add_qkv_bias",
-        ),
-        _SHAPE,
+    _SHAPE: (
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+        *("normalization", "layernorm_epsilon", "qk_layernorm", "gated_linear_unit", "activation_func"),
+        *("add_bias_linear", "add_qkv_bias", "rotary_interleaved", "layernorm_zero_centered_gamma", "window_size"),
+        *("window_attn_skip_freq", "softmax_scale", "softmax_type", "multi_latent_attention", "attention_output_gate"),
+        *("qk_l2_norm", "apply_residual_connection_post_layernorm", "activation_func_clamp_value"),
+        *("glu_linear_offset", "no_rope_freq", "experimental_attention_variant", "heterogeneous_block_specs"),
+        *("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function"),
+        *("moe_router_pre_softmax", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
+        *("moe_shared_expert_gate", "moe_apply_probs_on_input", "moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_topk_limited_devices", "moe_router_topk_scaling_factor", "moe_latent_size"),
+        *("use_mup", "mup_width_mult", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult"),
+        *("mup_base_head_dim", "mup_attn_scale_power"),
     ),
-    **dict.fromkeys(
-        (
-            "rotary_interleaved",
-            "layernorm_zero_centered_gamma",
-            "window_size",
-            "softmax_scale",
-            "softmax_type",
-            "multi_latent_attention",
-            "attention_output_gate",
-            "qk_l2_norm",
-            "apply_residual_connection_post_layernorm",
-            "activation_func_clamp_value",
-            "glu_linear_offset",
-            "no_rope_freq",
-            "experimental_attention_variant",
-            "heterogeneous_block_specs",
-        ),
-        _SHAPE,
+    "weights/mapping.py splits the layers evenly over the stages": (
+        *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
+        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     ),
-    **dict.fromkeys(
-        (
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "pipeline_model_parallel_layout",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-        ),
-        "weights/mapping.py splits the layers evenly over the stages",
+    "weights/mapping.py splits weights over tensor ranks, and no further": (
+        *("tensor_parallel_num_weight_shards", "gtp_weight_remat_size"),
+        *("expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
     ),
-    **dict.fromkeys(
-        (
-            "defer_embedding_wgrad_compute",
-            "num_microbatches_with_partial_activation_checkpoints",
-            "hybrid_context_parallel",
-            "overlap_moe_expert_parallel_comm",
-        ),
-        "it needs a schedule or a finalize that backend/schedule.py does not run",
+    "it needs a schedule or a finalize that backend/schedule.py does not run": (
+        *("defer_embedding_wgrad_compute", "num_microbatches_with_partial_activation_checkpoints"),
+        *("hybrid_context_parallel", "overlap_moe_expert_parallel_comm"),
     ),
-    "tensor_model_parallel_size": _SECTION.format("parallel.tensor"),
-    "pipeline_model_parallel_size": _SECTION.format("parallel.pipeline"),
-    "virtual_pipeline_model_parallel_size": _SECTION.format("parallel.virtual_pipeline"),
-    **{name: _SECTION.format("rollout.routing_replay") for name in ("moe_enable_routing_replay",) if name in _FIELDS},
-    "microbatch_group_size_per_vp_stage": "the planner cuts micro-batches for groups of parallel.pipeline",
-    "sequence_parallel": _SECTION.format("parallel.sequence_parallel"),
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _SECTION.format("model.dtype")),
-    "context_parallel_size": _SECTION.format("parallel.context"),
-    "expert_model_parallel_size": _SECTION.format("parallel.expert"),
-    "expert_tensor_parallel_size": _SECTION.format("parallel.expert_tensor"),
-    **dict.fromkeys(
-        (
-            "num_moe_experts",
-            "moe_ffn_hidden_size",
-            "moe_router_topk",
-            "moe_router_score_function",
-            "moe_router_pre_softmax",
-            "moe_layer_freq",
-            "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_gate",
-            "moe_apply_probs_on_input",
-            "moe_router_num_groups",
-            "moe_router_group_topk",
-            "moe_router_topk_limited_devices",
-            "moe_router_topk_scaling_factor",
-            "moe_latent_size",
-        ),
-        _SHAPE,
+    "the planner cuts micro-batches for groups of parallel.pipeline": ("microbatch_group_size_per_vp_stage",),
+    "parallel.virtual_pipeline decides it; otherwise shapes could arrive crossed": (
+        *("overlap_p2p_comm", "batch_p2p_comm"),
+    ),
+    "every weight is read from the model's files": ("perform_initialization",),
+    "model.layer_spec decides how experts lie in memory, and weights/mapping.py knows its two ways": (
+        *("moe_grouped_gemm", "moe_extended_tp", "moe_use_legacy_grouped_gemm", "moe_single_grouped_weight"),
+        *("moe_single_grouped_bias", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
     ),
     **{
-        name: "model.layer_spec decides how experts lie in memory, and weights/mapping.py knows its two ways"
-        for name in (
-            "moe_grouped_gemm",
-            "moe_extended_tp",
-            "moe_use_legacy_grouped_gemm",
-            "moe_single_grouped_weight",
-            "moe_mlp_glu_interleave_size",
-        )
-        if name in _FIELDS
-    },  # 0.16.1 and 0.19.2 each have some of these fields
+        _SECTION.format(key): names
+        for key, names in {
+            "parallel.tensor": ("tensor_model_parallel_size",),
+            "parallel.pipeline": ("pipeline_model_parallel_size",),
+            "parallel.virtual_pipeline": ("virtual_pipeline_model_parallel_size",),
+            "parallel.sequence_parallel": ("sequence_parallel",),
+            "parallel.context": ("context_parallel_size",),
+            "parallel.expert": ("expert_model_parallel_size",),
+            "parallel.expert_tensor": ("expert_tensor_parallel_size",),
+            "rollout.routing_replay": ("moe_enable_routing_replay",),
+            "model.dtype": ("params_dtype", "pipeline_dtype", "bf16", "fp16", "enable_autocast", "autocast_dtype"),
+        }.items()
+    },
 }
+OWNED_FIELDS = {name: reason for reason, names in _OWNED.items() for name in names if name in _FIELDS}
+# 0.16.1 and 0.19.2 each have some of these fields
 _FP8_PARTS = "of FP8 the products of the layers' linears are built here, and no more"
 _FP8_ROUTES = "it routes pads to experts, and Megatron-Core's grouped linears pad by themselves"
 _CUDA_GRAPH = "a CUDA graph replays one shape, and every micro-batch here has its own"
+_WAITS = "weight gradients would wait for a call that the schedule here does not make"
+_CAPACITY = "it drops the tokens above a rank's capacity, by the other tokens of the micro-batch"
 UNSUPPORTED_FIELDS = {
     name: reason
     for name, reason in {
@@ -130,17 +91,34 @@ UNSUPPORTED_FIELDS = {
         **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention"), _FP8_PARTS),
         **dict.fromkeys(("moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), _FP8_ROUTES),
         **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _CUDA_GRAPH),
+        **dict.fromkeys(("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"), _WAITS),
+        **dict.fromkeys(("moe_expert_rank_capacity_factor", "moe_paged_stash"), _CAPACITY),
         "tp_comm_overlap": "it needs Transformer Engine's user buffers (initialize_ub), which have one size, and "
         "every micro-batch here has its own",
         "moe_pad_expert_input_to_capacity": "it pads each expert to its capacity, and drops the tokens above it by "
         "the other tokens of the micro-batch",
-        "delay_wgrad_compute": "weight gradients would wait for a call that the schedule here does not make",
+        "moe_router_force_biased": "it routes by numbers drawn at random, which the rollout engine lacks",
+        "fused_single_qkv_rope": "Megatron-Core has it for padded batches alone, and every micro-batch here is packed",
+        "init_model_with_meta_device": "only Megatron-Core's FSDP fills such weights, and it does not run here",
+        "qk_clip": "a call of Megatron-LM's training loop clips the weights, and it does not run here",
+        "test_mode": "it is for the layers of Megatron-Core's own tests",
+        "use_ring_exchange_p2p": "torch as published has no ring_exchange",
     }.items()
     if name in _FIELDS
 }  # 0.16.1 and 0.19.2 each have some of these fields
 REFUSED_TRANSFORMER_FIELDS = Refusals(owned=OWNED_FIELDS, unsupported=UNSUPPORTED_FIELDS)
-
-
+# Settled here for every family, and the user's word wins: each changes the way of computing, or adds dropout, which
+# skip.mode judges.
+USERS_CHOICE = frozenset(
+    (
+        *("attention_dropout", "hidden_dropout", "use_cpu_initialization", "deterministic_mode", "attention_backend"),
+        *("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
+        "gradient_accumulation_fusion",
+    )
+)
+_ENGINE_LAYERS = ("fp8", "cpu_offloading", "symmetric_ar_type", "use_te_activation_func")
+_ENGINE_KERNELS = {"moe_permute_fusion": "fused_permute", "moe_router_fusion": "fused_topk_with_score_function"}
+_BALANCED_BY_LOSS = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed")
 
 
@@ -149,7 +127,56 @@ def transformer_fields(config: Config) -> dict[str, Any]:
     fields = resolve_fields(
         config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS
     )
+    balancing = fields.get("moe_router_load_balancing_type", "none")
+    if any(kind not in _BALANCED_BY_LOSS for kind in (balancing if isinstance(balancing, list) else [balancing])):
+        raise ConfigError(
+            f"megatron.transformer.moe_router_load_balancing_type={balancing} would choose experts by the other tokens "
+            f"of a micro-batch, and the rollout engine does not; take one of {', '.join(_BALANCED_BY_LOSS)}, or remove "
+            "it"
+        )
     return _with_fp8(fields, config) if fields.get("fp8") else fields
+
+
+def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return the settled fields under the user's; raise ConfigError for a value that would change the model.
+
+    settled: the fields that the family, the topology and the token-sum seam need.
+    extra: the user's fields.
+    """
+    for name in sorted((settled.keys() & extra.keys()) - USERS_CHOICE):
+        if extra[name] != settled[name]:
+            raise ConfigError(
+                f"megatron.transformer.{name}={quoted(extra[name])} is refused: it is {quoted(settled[name])} for a "
+                f"model of {family}, whose weights want no other; remove it"
+            )
+    return {**settled, **extra}
+
+
+def require_installed(config: Config, layer_spec: str) -> None:
+    """Raise ConfigError for a field of ``megatron.transformer`` that needs layers or kernels which are not here.
+
+    layer_spec: of the layers that are built.
+    """
+    given = {name: value for name, value in config.megatron.transformer.items() if value not in OFF}
+    for name in _ENGINE_LAYERS:
+        if name in given and layer_spec != "transformer_engine":
+            raise ConfigError(
+                f"megatron.transformer.{name}={given[name]} needs Transformer Engine's layers, and these are "
+                f"{layer_spec}'s (model.layer_spec={config.model.layer_spec}, model.dtype={config.model.dtype}); "
+                f"install Transformer Engine, or remove megatron.transformer.{name}"
+            )
+    for name, kernel in _ENGINE_KERNELS.items():
+        if name in given and vars(moe_utils).get(kernel) is None:
+            raise ConfigError(
+                f"megatron.transformer.{name}={given[name]} needs {kernel} of Transformer Engine, which is not "
+                f"installed, or too old; install it, or remove megatron.transformer.{name}"
+            )
+    name, extension = "gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"
+    if name in given and importlib.util.find_spec(extension) is None:
+        raise ConfigError(
+            f"megatron.transformer.{name}={given[name]} needs Apex's {extension}, which is not installed; remove it: "
+            "without it the product adds a weight's gradient to main_grad on a GPU"
+        )
 
 
 def _with_fp8(fields: dict[str, Any], config: Config) -> dict[str, Any]:

@@ -33,7 +33,7 @@ QUICK = (
     # experts' gradients are scattered over the tensor ranks here, dense ones over no rank
     "TP2-SP-ETP1-sharded qwen3_moe",
     "PP2 glm4_moe",  # a dense layer on one stage, a mixture on the other
-    *("CP2 llama4", "CP2 deepseek_v3"),  # chunks of attention that end within a rank's tokens; latents
+    *("CP2 llama4", "PP2-VPP2-CP2 deepseek_v3"),  # chunks of attention that end within a rank's tokens; latents
 )
 LARGE = ("one", "EP2", "TP2-SP-EP2-ETP1", "EP2-PP2", "EP2-DP2", "TP2-SP-EP2", "EP2-PP2-VPP2")
 ROWS = dict.fromkeys(
