@@ -75,11 +75,10 @@ def _typed(settings: Tree) -> Config:
 @functools.cache
 def _structured(section: type) -> DictConfig:
     """Return a section as OmegaConf's structured config, with its defaults; merging copies it."""
-    settings = OmegaConf.structured(section)
-    OmegaConf.set_readonly(settings, False)  # OmegaConf 2.3 merges nothing into a frozen dataclass's
-    for name, hint in hints_of(section).items():
-        if dataclasses.is_dataclass(hint):
-            OmegaConf.set_readonly(settings[name], False)
+    settings = OmegaConf.structured(section, flags={"no_deepcopy_set_nodes": True})  # its nodes are new
+    inner = [settings[name] for name, hint in hints_of(section).items() if dataclasses.is_dataclass(hint)]
+    for part in (settings, *inner):
+        OmegaConf.set_readonly(part, False)  # OmegaConf 2.3 merges nothing into a frozen dataclass's
     return settings
 
 
@@ -97,8 +96,8 @@ def _read(source: object) -> tuple[Tree, Lines]:
 def _plain(value: object, key: str) -> object:
     """Return a mapping of Python's or OmegaConf's, or a part of one, as dicts, lists and scalars."""
     if isinstance(value, DictConfig | ListConfig):
-        # what another configuration holds refers to that one
-        return _plain(OmegaConf.to_container(value, resolve=value._get_parent() is not None), key)
+        is_part = value._get_parent() is not None  # and then refers to that whole
+        return _plain(OmegaConf.to_container(value, resolve=is_part), key)
     if key.count(".") > MOST_LEVELS:
         raise ConfigError(f"{shortened(key)} is nested deeper than {MOST_LEVELS} levels")
     if isinstance(value, Mapping):

@@ -28,9 +28,9 @@ MOST_INTERPOLATIONS = 1_000  # in one configuration
 MOST_CALLS = 1_000  # of resolvers
 MOST_VALUES = 10_000  # that interpolations bring
 Path = tuple[str | int, ...]
-
 _PENDING = "megatron_rl.pending"
 _MARKER = re.compile(rf"\$\{{{re.escape(_PENDING)}:(\d+)\}}")
+_PLAIN = re.compile(r"\$\{\s*(?:[\w.]+|oc\.env:[^${}]*)\s*\}")
 _REFUSED = {"oc.coerce": "it imports modules"}
 _PATCHED = threading.RLock()  # a resolver of the user's may load a configuration itself
 
@@ -75,9 +75,13 @@ class Interpolations:
         self.places = {number: path for path, number in _markers(tree, ())}
         if not self.places:
             return tree
-        if sum(text.count("${") for text in self.texts) > MOST_INTERPOLATIONS:
+        texts = "\n".join(self.texts)
+        if texts.count("${") > MOST_INTERPOLATIONS:
             raise ConfigError(f"there are more than {MOST_INTERPOLATIONS} interpolations; write values out")
-        settings = OmegaConf.create(_over(escaped(defaults()), tree))
+        every, own = _over(escaped(defaults()), tree), {path[0] for path in self.places.values()}
+        if len(_PLAIN.findall(texts)) == texts.count("${"):  # then they name every section that they need
+            every = {name: part for name, part in every.items() if name in own or name in texts}
+        settings = OmegaConf.create(every)
         with self._guarded():
             for first in list(self.places):
                 self._settle(first, settings, tree)
@@ -116,26 +120,23 @@ class Interpolations:
         if self.needed is not None:
             parent[path[-1]] = f"${{{_PENDING}:{number}}}"
             return None
-        self._check_size(number, value)
-        return value
+        return self._bounded(number, value)
 
-    def _check_size(self, number: int, value: object) -> None:
+    def _bounded(self, number: int, value: object) -> object:
         if isinstance(value, str) and len(value) > MOST_CHARACTERS:
             raise ConfigError(f"{self._named(number)} becomes a text of more than {MOST_CHARACTERS} characters")
         self.num_values += _size(value)
         if self.num_values > MOST_VALUES:
             raise ConfigError(f"{self._named(number)}: interpolations bring more than {MOST_VALUES} values")
+        return value
 
     def _named(self, number: int) -> str:
         return f"{_key(self.places[number])}={quoted(self.texts[number])}"
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Count this thread's calls of resolvers, refuse those that may not be read, and know the markers' own.
-
-        OmegaConf holds its resolvers in one table of the process (BaseContainer._resolvers, 2.3 and 2.4).
-        """
-        table = BaseContainer._resolvers
+        """Count this thread's calls of resolvers, refuse those that may not be read, and know the markers' own."""
+        table = BaseContainer._resolvers  # OmegaConf's one table of them, in 2.3 and 2.4
         with _PATCHED:
             before = dict(table)
             for name, resolver in before.items():
