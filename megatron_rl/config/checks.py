@@ -1,4 +1,4 @@
-"""What a setting may be: one of a few words, or a number in the range that its field's type declares.
+"""Checks that a setting is one of a few words, or a number in the range that its field's type declares.
 
     tensor: Annotated[int, Range(1, 10**5)] = 1
 

@@ -154,7 +154,7 @@ def _override_value(key: str, text: str, override: str) -> object:
     hint = hint_at(Config, key)
     wants_text = holds_text(hint) and not (text.lstrip()[0] == "[" and hint == tuple[str, ...])
     try:
-        value = parse_yaml(text, f"override {quoted(override)}")
+        value = text.strip() if text.lstrip()[:2] == "${" else parse_yaml(text, f"override {quoted(override)}")
     except ConfigError:
         if wants_text:
             return text
