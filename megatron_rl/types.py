@@ -271,7 +271,7 @@ class MicroBatch:
     """Holds samples that go through the model in one forward, packed one after the other (THD).
 
     samples: int64 [K], indices into the batch's facts.
-    filler:  True where it only keeps ranks in step: one sample that runs elsewhere too, every loss weight 0.
+    filler:  True where it only keeps ranks in step: one sample of the mini-batch, every loss weight 0.
     """
 
     samples: np.ndarray
@@ -287,7 +287,7 @@ class StepPlan:
     order:               int64 [K], the samples that run, rank by rank and micro-batch by micro-batch.
     microbatch_offsets:  int64 [M + 1] into ``order``.
     rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: rank d runs rank_offsets[d]:rank_offsets[d+1].
-    filler_microbatches: bool [M], True where one only keeps its rank in step; its sample is in ``order`` again.
+    filler_microbatches: bool [M], True where one only keeps its rank in step; its sample may be dropped, or run too.
     microbatches_dropped: the dense plan's number of micro-batches less this plan's, fillers counted in both.
 
     Example: two ranks, rank 0 runs [3, 1] and [4], rank 1 is silent:
@@ -309,6 +309,11 @@ class StepPlan:
         return np.diff(self.rank_offsets)
 
     @property
+    def ran(self) -> np.ndarray:
+        """Return int64, the members that run; a filler's sample is none of them by that alone."""
+        return np.setdiff1d(self.members, self.dropped)
+
+    @property
     def silent_ranks(self) -> int:
         """Count the data-parallel ranks without a micro-batch in a REAL step; a rank with fillers is not silent."""
         return int((self.num_microbatches == 0).sum()) if self.kind is StepKind.REAL else 0
@@ -325,7 +330,7 @@ class StepPlan:
 
     def rank_samples(self, data_parallel_rank: int) -> np.ndarray:
         """Return int64: every sample that a data-parallel rank runs, in order."""
-        first, last = self.rank_offsets[data_parallel_rank], self.rank_offsets[data_parallel_rank + 1]
+        first, last = self.rank_offsets[data_parallel_rank : data_parallel_rank + 2]
         return self.order[self.microbatch_offsets[first] : self.microbatch_offsets[last]]
 
 
@@ -345,12 +350,8 @@ class BatchPlan:
             arrays = {name: [int(x) for x in getattr(mini_batch, name)] for name in _PLAN_ARRAYS}
             return {"kind": mini_batch.kind.value, "microbatches_dropped": mini_batch.microbatches_dropped, **arrays}
 
-        content = {
-            "purpose": self.purpose,
-            "mini_batches": [encode(x) for x in self.mini_batches],
-            "details": dict(self.details),
-        }
-        return json.dumps(content)
+        entries = [encode(x) for x in self.mini_batches]
+        return json.dumps({"purpose": self.purpose, "mini_batches": entries, "details": dict(self.details)})
 
     @staticmethod
     def from_json(text: str) -> BatchPlan:
@@ -361,11 +362,8 @@ class BatchPlan:
             arrays["filler_microbatches"] = arrays["filler_microbatches"].astype(bool)
             return StepPlan(kind=StepKind(entry["kind"]), microbatches_dropped=entry["microbatches_dropped"], **arrays)
 
-        return BatchPlan(
-            purpose=content["purpose"],
-            mini_batches=tuple(decode(x) for x in content["mini_batches"]),
-            details=content["details"],
-        )
+        mini_batches = tuple(decode(x) for x in content["mini_batches"])
+        return BatchPlan(purpose=content["purpose"], mini_batches=mini_batches, details=content["details"])
 
     def held(self) -> BatchPlan:
         """Return the same plan with HELD steps, or raise ValueError if one of its steps has samples to run."""

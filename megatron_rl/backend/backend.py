@@ -172,7 +172,7 @@ class MegatronBackend(TrainableModel):
         read, parts = read_tokens(facts), {}
         for packed, by_index in recorded.values():
             samples, layout = packed.source.samples, packed.packed.layout
-            if packed.source.filler:  # its sample runs elsewhere too
+            if packed.source.filler:  # its sample runs elsewhere, or nobody needs it
                 continue
             places = [
                 token_places(layout, slot, int(facts.prompt_tokens[i]), int(read[i])) for slot, i in enumerate(samples)
@@ -180,7 +180,7 @@ class MegatronBackend(TrainableModel):
             found = read_experts(by_index, layout, places, packed.positions, self.routers)
             parts.update(zip(samples.tolist(), found, strict=True))
         passed = np.zeros(facts.num_samples, dtype=bool)
-        passed[mini_batch.order] = True
+        passed[mini_batch.ran] = True
         return gather_recorded(batch, parts, passed, self.routers, self.topology.rank)
 
     def require_routed(self, batch: Batch) -> None:

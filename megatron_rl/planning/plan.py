@@ -10,12 +10,14 @@ Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 5. No micro-batch is empty; a mini-batch is a GHOST iff none of its samples runs.
 6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
 7. Without ``repack``, the micro-batches that run are those of the dense plan, on the same ranks, in the same order.
+    Those of a block of ``lockstep_ranks`` are its rows with signal: what runs at the same time on all of its ranks,
+    the dense plan's fillers included, for their experts compute it together.
 8. Data-parallel ranks are within one costliest sample of each other in cost (token cap, with ``repack``).
 9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the largest count of any of them without
    fillers, rounded up to a multiple of ``microbatch_multiple``. A block without samples stays silent.
-10. A filler holds one sample, the shortest that runs anyway; fillers come last on their rank and count neither as run
-    in 1 and 3 nor as dropped. Under a token cap, with ``repack`` or nothing dropped, a rank with fillers has no
-    micro-batch left to cut in two.
+10. A filler holds one sample, the shortest that runs anyway, without ``repack`` the shortest member; fillers come last
+    on their rank and count neither as run in 1 and 3 nor as dropped. Under a token cap, with ``repack`` or nothing
+    dropped, a rank with fillers has no micro-batch left to cut in two.
 11. Under ``on_long_sample="fail"`` whether planning fails depends on the members' lengths, not on signal or ``drops``.
 12. On a pipeline under a token cap a rank's micro-batches, fillers apart, rise in cost and then fall.
 """
@@ -208,8 +210,22 @@ def _plan_mini_batch(
     elif rules.repack:
         kept = cut(live, costs, rules)
     else:
-        kept = [[m for m in rank if signal[m].any()] for rank in dense]
+        kept = _rows_with_signal(dense, signal, rules)
     return _assemble(members, kept, costs.tokens.whole, rules, num_dense=int(_lockstep_counts(dense, rules).sum()))
+
+
+def _rows_with_signal(dense: Cut, signal: np.ndarray, rules: PlanRules) -> Cut:
+    """Return the micro-batches of the rows of each block in which some micro-batch has signal.
+
+    A row is what the ranks of a block run at the same time. Their experts' products hold the tokens of all of it, so
+    that without one of its micro-batches the sums would round in another order than the dense run's.
+    """
+    kept: Cut = []
+    for start in range(0, rules.data_size, rules.lockstep_ranks):
+        block = dense[start : start + rules.lockstep_ranks]
+        live = {row for rank in block for row, samples in enumerate(rank) if signal[samples].any()}
+        kept += [[samples for row, samples in enumerate(rank) if row in live] for rank in block]
+    return kept
 
 
 def _rounded_up(microbatches: int, rules: PlanRules) -> int:
@@ -225,11 +241,12 @@ def _lockstep_counts(per_rank: Cut, rules: PlanRules) -> np.ndarray:
 def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> StepPlan:
     """Lay the cut out as a StepPlan, with fillers where a rank falls short of its block's count.
 
-    A filler is the shortest sample that runs, without a loss.
+    A filler is the shortest sample that runs, without a loss; without ``repack`` the dense plan's, the shortest member.
     """
     with_loss = [m for rank in per_rank for m in rank]
     run = np.concatenate(with_loss) if with_loss else np.empty(0, dtype=np.int64)
-    shortest = run[[np.argmin(padded[run])]] if len(run) else run
+    among = run if rules.repack else members
+    shortest = among[[np.argmin(padded[among])]] if len(run) else run
     counts = _lockstep_counts(per_rank, rules).tolist()
     # The fillers that bring each rank to its block's count.
     evened = [[*rank, *[shortest] * (count - len(rank))] for rank, count in zip(per_rank, counts, strict=True)]

@@ -143,7 +143,7 @@ def run(backend: MegatronBackend, prepared: Prepared) -> TrainingAnswer:
         flat = backend.forward_backward_logprobs(
             batch, step, prepared.inputs, fingerprint=plan.fingerprints()[0], objective=objective
         )
-        ran[step.order] = True
+        ran[step.ran] = True
     rest = prepared.wanted & ~ran
     if rest.any():
         plan = plan_steps("logprob", [members], tokens, rest, backend.rules, drops=True)

@@ -175,7 +175,7 @@ class UpdatePlanner:
         if self.needs_old_logprobs or first is None or first.kind is not StepKind.REAL:
             return None
         given = taken.known.covered if self.config.replay.recompute_logprobs else taken.known.covered | taken.replayed
-        return None if given[first.order].any() else first
+        return None if given[first.ran].any() else first
 
     def old_logprobs(
         self, taken: TrainingBatch, trained: np.ndarray, index: int, *, own: StepPlan | None = None
@@ -197,7 +197,7 @@ class UpdatePlanner:
             from_engine |= taken.replayed
         runs_own = np.zeros_like(trained)
         if own is not None:
-            runs_own[own.order] = True
+            runs_own[own.ran] = True
         drops = self.rule.drops_logprob_passes and not config.rollout.bitwise  # which compares every sample
         wanted = (trained if drops else np.ones_like(trained)) & ~from_engine & ~runs_own
         every = config.metrics.dense_every_rollouts
@@ -285,5 +285,5 @@ def runs_S(plan: BatchPlan, num_samples: int) -> np.ndarray:
     """
     runs = np.zeros(num_samples, dtype=bool)
     for step in plan.mini_batches:
-        runs[step.order] = True
+        runs[step.ran] = True
     return runs

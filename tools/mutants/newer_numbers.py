@@ -53,10 +53,20 @@ SKIP = (
     Mutant(
         name="micro-batch-of-survivors-alone",
         file="megatron_rl/planning/plan.py",
-        line="kept = [[m for m in rank if signal[m].any()] for rank in dense]",
-        becomes="kept = [[m for m in rank if signal[m].all()] for rank in dense]",
+        line="live = {row for rank in block for row, samples in enumerate(rank) if signal[samples].any()}",
+        becomes="live = {row for rank in block for row, samples in enumerate(rank) if signal[samples].all()}",
         fault="without `plan.repack` a survivor is dropped with the neighbours that have no signal",
         tests=("tests/unit/planning/test_plan.py::test_invariants",),
+    ),
+    Mutant(
+        name="experts-beside-another-row",
+        file="megatron_rl/planning/plan.py",
+        line="kept += [[samples for row, samples in enumerate(rank) if row in live] for rank in block]",
+        becomes="kept += [[samples for samples in rank if signal[samples].any()] for rank in block]",
+        fault="without `plan.repack` ranks that share experts run other micro-batches side by side than the dense run",
+        tests=(
+            "tests/unit/planning/test_plan_lockstep.py::test_survivors_on_one_rank_only[1]",
+        ),
     ),
     Mutant(
         name="dense-without-its-fillers",

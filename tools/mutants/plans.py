@@ -40,8 +40,8 @@ PLAN = (
     Mutant(
         name="filler-is-the-longest",
         file="megatron_rl/planning/plan.py",
-        line="shortest = run[[np.argmin(padded[run])]] if len(run) else run",
-        becomes="shortest = run[[np.argmax(padded[run])]] if len(run) else run",
+        line="shortest = among[[np.argmin(padded[among])]] if len(run) else run",
+        becomes="shortest = among[[np.argmax(padded[among])]] if len(run) else run",
         fault="fillers run the longest sample",
         tests=("tests/unit/planning/test_plan_lockstep.py", "tests/unit/planning/test_plan.py::test_invariants"),
     ),

@@ -46,9 +46,10 @@ def assert_lockstep(plan: StepPlan, rules: PlanRules, padded: np.ndarray) -> Non
         for rank in block:  # 10
             true, fillers = [m for m in rank if not m.filler], [m for m in rank if m.filler]
             assert [m.filler for m in rank] == [False] * len(true) + [True] * len(fillers)
+            among = ran if rules.repack else plan.members
             for sample, *others in (m.samples for m in fillers):
-                assert not others and sample in ran and sample not in plan.dropped
-                assert padded[sample] == padded[ran].min()
+                assert not others and sample in among and padded[sample] == padded[among].min()
+            assert plan.ran.tolist() == sorted(ran)
             if fillers and rules.samples_per_microbatch is None and (rules.repack or len(plan.dropped) == 0):
                 assert all(len(m.samples) == 1 for m in true)
             num_fillers += len(fillers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -122,7 +123,13 @@ def assert_invariants(plan: BatchPlan, case: Case) -> None:
         assert all(flat) and (planned.kind is StepKind.GHOST) == (not ran)  # 5
         dense_per_rank = microbatches_of(dense_one, rules.data_size)
         if not rules.repack:  # 7
-            live = [[m for m in rank if case.signal[m].any()] for rank in dense_per_rank]
+            live = [[] for _ in dense_per_rank]
+            for first in range(0, rules.data_size, rules.lockstep_ranks):
+                block = range(first, first + rules.lockstep_ranks)
+                for row in zip_longest(*(dense_per_rank[rank] for rank in block)):
+                    if any(case.signal[m].any() for m in row if m is not None):
+                        for rank, m in zip(block, row, strict=True):
+                            live[rank] += [] if m is None else [m]
             assert per_rank == (live if case.drops else dense_per_rank)
         if rules.samples_per_microbatch is None and (rules.repack or len(ran) == len(members)):  # 8
             shares = [np.array([i for m in rank for i in m], dtype=np.int64) for rank in per_rank]

@@ -49,10 +49,13 @@ def test_fewer_survivors_than_ranks_wake_as_few_blocks_as_they_can() -> None:
 
 @pytest.mark.parametrize("static", [None, 1])
 def test_survivors_on_one_rank_only(static: int | None) -> None:
-    """Without ``repack`` survivors stay: their block runs, the other is silent, and no dropped sample is a filler."""
+    """Without ``repack`` the rows of the dense plan that have a survivor run, its fillers too; other blocks do not."""
     rules = PlanRules(data_size=4, lockstep_ranks=2, max_tokens=10, samples_per_microbatch=static, repack=False)
     one, found = layout([3, 7], rules, lengths=[1, 1, 10, 10, 1, 1, 9, 9] if static else [10] * 8)
-    assert found == (["", "", "7* 7*", "3 7"] if static else ["", "", "3* 3*", "3 7"]) and one.silent_ranks == 2
+    assert found == ["", "", "2 6", "3 7"] and one.silent_ranks == 2 and one.num_fillers == 0
+    one, found = layout([6], rules, lengths=[10, 10, 10, 10, 9, 10, 10])
+    assert found == (["", "", "6", "4*"] if static else ["5", "6", "", ""])
+    assert one.ran.tolist() == ([6] if static else [5, 6]) and one.microbatches_dropped == 6
 
 
 def test_nothing_survives_and_no_filler_runs() -> None:
