@@ -31,10 +31,6 @@ from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 # Fields of Megatron-Core's TransformerConfig under which a router does not take experts from elsewhere, with the values
 # at which it does, and the reason.
 REFUSED_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
-    "moe_router_load_balancing_type": (
-        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
-        "it balances experts over a batch and takes none from elsewhere",
-    ),
     "moe_router_fusion": ((False, None), "the fused kernel chooses experts itself"),
     "moe_router_force_load_balancing": ((False, None), "its logits are random"),
     "moe_expert_capacity_factor": ((None,), "it drops tokens of the experts that would be replayed"),

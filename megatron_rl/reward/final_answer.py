@@ -179,6 +179,6 @@ def _number_at(text: str) -> tuple[str, str] | None:
     found = _NUMBER.match(text)
     if not (found["grouped"] or found["digits"] or found["decimals"]):
         return None
-    whole = re.sub(r"\D", "", found["grouped"] or found["digits"] or "0")
+    whole = re.sub(r"\D", "", found["grouped"] or found["digits"] or "0").lstrip("0") or "0"
     sign = "-" if found["sign"] in ("-", "−") else ""
     return f"{sign}{whole}{found['decimals'] or ''}", text[found.end() :]

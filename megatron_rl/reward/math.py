@@ -62,8 +62,9 @@ def math_verify(
     looks for it: LaTeX between dollars, a plain number. A gold answer is one expression, with or without a mark or
     dollars around it. A completion in which nothing parses, or that cannot be compared, scores 0.0.
 
-    A completion that is not judged in time scores 0.0 too, and the log says so. Each has QUICK_S, and those that need
-    more PATIENT_S each, BATCH_S together: a call on n answers takes at most n · QUICK_S + BATCH_S.
+    A completion that is not judged in time, or that the library fails on, scores 0.0 too, and the log says so. Each
+    has QUICK_S, and those that need more PATIENT_S each, BATCH_S together: a call on n answers takes at most
+    n · QUICK_S + BATCH_S.
 
     Raises ValueError for a gold answer that does not parse, which the start of a run looks for, and RuntimeError
     outside the main thread: the deadlines are SIGALRM, which Python allows there only. The alarm interrupts Python
@@ -73,20 +74,40 @@ def math_verify(
     golds = [read_gold(str(gold)) for gold in answer]
     texts = dict.fromkeys(zip(completions, map(str, answer), strict=True))
     by_gold = dict(zip(map(str, answer), golds, strict=True))
-    scores = {pair: _within(QUICK_S, _score, pair[0], by_gold[pair[1]]) for pair in texts}
+    scores = {pair: _within(QUICK_S, _judge, pair[0], by_gold[pair[1]]) for pair in texts}
     until = time.monotonic() + BATCH_S
     for pair in [pair for pair, score in scores.items() if score is None]:
         left = until - time.monotonic()
         if left > 0:
-            scores[pair] = _within(min(PATIENT_S, left), _score, pair[0], by_gold[pair[1]])
+            scores[pair] = _within(min(PATIENT_S, left), _judge, pair[0], by_gold[pair[1]])
     overdue = [pair for pair in texts if scores[pair] is None]
-    if overdue:
+    _warn(f"could not judge within {PATIENT_S:g} s each and {BATCH_S:g} s in all", overdue, len(texts))
+    failed: dict[type, list] = {}
+    for pair, score in scores.items():
+        if isinstance(score, Exception):
+            failed.setdefault(type(score), []).append(pair)
+    for pairs in failed.values():
+        _warn(f"failed on ({scores[pairs[0]]!r:.200})", pairs, len(texts))
+    judged = {pair: score for pair, score in scores.items() if isinstance(score, float)}
+    return [judged.get(pair, 0.0) for pair in zip(completions, map(str, answer), strict=True)]
+
+
+def _warn(fault: str, pairs: Sequence[tuple[str, str]], num_texts: int) -> None:
+    """Log that completions count as wrong, with the end of the first; pairs: (completion, gold)."""
+    if pairs:
         log.warning(
-            "math_verify could not judge %d of %d completions in time (%g s each, %g s in all); each counts as wrong. "
-            "The first, against the answer %.80r, ends in %r",
-            *(len(overdue), len(texts), PATIENT_S, BATCH_S, overdue[0][1], overdue[0][0][-200:]),
+            "math_verify %s: %d of %d completions; each counts as wrong. The first, against the answer %.80r, ends in "
+            "%r",
+            *(fault, len(pairs), num_texts, pairs[0][1], pairs[0][0][-200:]),
         )
-    return [scores[completion, str(gold)] or 0.0 for completion, gold in zip(completions, answer, strict=True)]
+
+
+def _judge(completion: str, gold: Gold) -> float | Exception:
+    """Return a completion's score, or the error that the library raised over it."""
+    try:
+        return _score(completion, gold)
+    except Exception as error:  # noqa: BLE001  (RecursionError, sympy's own, what Python's eval raises)
+        return error
 
 
 @functools.lru_cache(maxsize=65536)

@@ -52,7 +52,7 @@ def test_the_answer_is_what_stands_behind_the_mark():
 def test_a_number_is_read_as_python_reads_it():
     for text, number in {
         "\\$32,\\!348": "32348", "-1,000.50 dollars": "-1000.50", "−.5": "-0.5", "12,34,567": "1234567", "-\\$5": "-5",
-        "1/2": None, "2x": None, "1,2": None, "1001_2": None, "6:30": None, "3 pi": None, "9" * 5000: None, "": None,
+        "007": "7", "1/2": None, "2x": None, "1001_2": None, "6:30": None, "3 pi": None, "9" * 5000: None, "": None,
     }.items():  # fmt: skip
         assert number_text(text) == number, text
 
@@ -75,7 +75,19 @@ def test_an_answer_that_takes_too_long_is_wrong_and_logged_and_the_call_is_bound
     # 0.1 s for each of six texts and 0.3 s together; a host under load may stop the process for longer
     assert time.monotonic() - began < patient(5)
     (record,) = caplog.records
-    assert "could not judge 4 of 6 completions in time" in record.getMessage() and "9^{9}}}+0" in record.getMessage()
+    assert "could not judge within 0.2 s each and 0.3 s in all: 4 of 6 completions" in record.getMessage()
+    assert "9^{9}}}+0" in record.getMessage()
+
+
+def test_an_answer_that_the_library_fails_on_is_wrong_and_logged(monkeypatch, caplog):
+    def fail(text, **_):
+        raise RecursionError(f"too deep: {text}") if "deep" in text else ValueError("no text of mine")
+
+    monkeypatch.setattr(math_module, "parse", fail)
+    assert math_verify([], ["\\boxed{deep}", "a", "b", "#### 7"], [], ["7"] * 4) == [0.0, 0.0, 0.0, 1.0]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "RecursionError" in said[0] and "1 of 4 completions" in said[0]
+    assert "no text of mine" in said[1] and "2 of 4 completions; each counts as wrong" in said[1]
 
 
 def test_a_slow_answer_has_time_once_the_others_are_judged(monkeypatch):
