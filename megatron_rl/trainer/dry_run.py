@@ -96,7 +96,8 @@ def check_inputs(config: Config) -> list[int]:
     limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
     Evaluation(config, tokenizer, *limits, required=required)
     held_out_responses(config, prompts, tokenizer, context_tokens(config, hf_config), hf_config.vocab_size)
-    next_responses(config, prompts, min(len(prompts), config.sft.steps * config.sft.samples_per_step))
+    if config.sft.is_on:
+        next_responses(config, prompts, min(len(prompts), config.sft.steps * config.sft.samples_per_step))
     if config.environment.name is not None:
         with time_limit("the import of environment.name", config.run.deadline_s):
             environment_parts(config, tokenizer)
