@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
 from megatron_rl.config.lora import PROJECTIONS
-from megatron_rl.config.rollout import VLLM_LORA_RANKS
 from megatron_rl.distributed.weight_channel import LOOPBACK, choose_channel
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.rollout.bitwise_engine import BitwiseEngine
@@ -24,6 +23,7 @@ from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica, engine_environment
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from megatron_rl.rollout.weight_sync.sender import WeightSender
+from megatron_rl.validate.vllm_arguments import VLLM_LORA_RANKS
 from megatron_rl.weights.config_json import read_fields
 from megatron_rl.weights.families.register import family_of
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_rl.config import Config
-from megatron_rl.config.rollout import VLLM_LORA_RANKS
 from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.validate.vllm_arguments import VLLM_LORA_RANKS
 
 
 def check_delta(config: Config) -> None:

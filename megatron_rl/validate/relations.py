@@ -17,6 +17,7 @@ from megatron_rl.validate.bitwise import check_bitwise
 from megatron_rl.validate.critic import critic_config
 from megatron_rl.validate.partial_sync import check_adapters_alone, check_delta
 from megatron_rl.validate.stragglers import check_stragglers
+from megatron_rl.validate.vllm_arguments import check_vllm_arguments
 
 MOST_SAMPLES = 10**7  # of a rollout
 
@@ -62,6 +63,7 @@ def validate_config(config: Config) -> None:
     _check_sizes(config)
     _check_asynchronous(config)
     check_bitwise(config)
+    check_vllm_arguments(config)
     check_adapters_alone(config)
     check_delta(config)
     _check_critic(config)

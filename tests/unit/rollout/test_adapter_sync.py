@@ -129,12 +129,15 @@ def test_an_engine_is_built_for_the_next_rank_that_vllm_knows(rank: int, most: i
     assert not [name for name in merged if "lora" in name]
 
 
-@pytest.mark.parametrize("overrides, words", [
-    (["lora.rank=null"], "lora.rank=null, rollout.engine=vllm.*weight_sync.adapters=merged"),
-    (["rollout.engine=transformers"], "lora.rank=5, rollout.engine=transformers"),
-    (["lora.rank=513"], "lora.rank=513 is more than vLLM's engines hold, 512"),
-    (["rollout.servers=[http://127.0.0.1:8000]"], r"rollout.servers=\['http://127.0.0.1:8000'\]: a vLLM server"),
-])
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["lora.rank=null"], "lora.rank=null, rollout.engine=vllm.*weight_sync.adapters=merged"),
+        (["rollout.engine=transformers"], "lora.rank=5, rollout.engine=transformers"),
+        (["lora.rank=513"], "lora.rank=513 is more than vLLM's engines hold, 512"),
+        (["rollout.servers=[http://127.0.0.1:8000]"], r"rollout.servers=\['http://127.0.0.1:8000'\]: a vLLM server"),
+    ],
+)
 def test_adapters_alone_where_they_cannot_be_are_refused(arithmetic: pathlib.Path, overrides, words) -> None:
     given = (f"model.hf_path={arithmetic}/model", "reward.functions=arithmetic")
     validate_config(config_of(*given))
@@ -142,10 +145,11 @@ def test_adapters_alone_where_they_cannot_be_are_refused(arithmetic: pathlib.Pat
         validate_config(config_of(*given, *overrides))
 
 
-def test_vllms_own_settings_of_adapters_are_refused() -> None:
+def test_vllms_own_settings_of_adapters_are_refused(arithmetic: pathlib.Path) -> None:
+    given = (f"model.hf_path={arithmetic}/model", "reward.functions=arithmetic")
     for name, value in {"enable_lora": "true", "max_loras": 2, "max_lora_rank": 64, "lora_dtype": "bfloat16"}.items():
         with pytest.raises(ConfigError, match=f"rollout.vllm.{name}=.* may not be set there"):
-            config_of(f"rollout.vllm={{{name}: {value}}}")
+            validate_config(config_of(*given, f"rollout.vllm={{{name}: {value}}}"))
     with pytest.raises(ConfigError, match="weight_sync.adapters='both'"):
         config_of("weight_sync.adapters=both")
 
