@@ -79,7 +79,8 @@ class Conversations:
     def beside(self, row: int) -> dict[str, object]:
         """Return the variables that the template is given beside a row's messages: the run's, then the row's own.
 
-        Raises ConfigError for tools or documents that are no list of objects.
+        A null one is left out, and so is a null field of an object. Raises ConfigError for tools or documents that are
+        no list of objects.
         """
         found, columns = dict(self._data.template_variables), self._rows[row]
         for name in self._data.template_columns:
@@ -89,6 +90,8 @@ class Conversations:
             where = f"{name_of_row(self._rows, row)}: column {name!r} (data.template_columns)"
             if name in (*LISTS, VARIABLES) and isinstance(value, str):
                 value = parse_json(value, where)  # Arrow's way to hold objects of different fields
+            if isinstance(value, Mapping):
+                value = _without_nulls(value)
             if name == VARIABLES:
                 found |= _variables(value, where)
                 continue
@@ -128,6 +131,12 @@ class Conversations:
                     name_of_row(self._rows, row),
                     name,
                 )
+
+
+def _without_nulls(value: Mapping) -> dict[str, object]:
+    """Return an object without its null fields, which Arrow fills in for another row's (data/rows.py)."""
+    held = {name: part for name, part in value.items() if part is not None}
+    return {name: _without_nulls(part) if isinstance(part, Mapping) else part for name, part in held.items()}
 
 
 def _variables(value: object, where: str) -> Mapping[str, object]:

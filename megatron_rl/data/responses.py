@@ -47,12 +47,18 @@ class Responses:
 
         Messages that begin with those of the row's prompt lose them. Raises ConfigError for anything else.
         """
-        if self._data.messages_key is not None and key == self._data.solution_key:
-            key, setting = self._data.messages_key, "data.messages_key"
+        key, setting = self._column(key, setting)
+        if setting == "data.messages_key":
             messages = text_or_messages(self._rows, row, key, setting, messages=True)
             return self._turns(cut_conversation(messages, self._where(row, key, setting))[1], row, key, setting)
         value = text_or_messages(self._rows, row, key, setting, messages=True)
         return value if isinstance(value, str) else self._turns(self._without_prompt(value, row), row, key, setting)
+
+    def _column(self, key: str, setting: str) -> tuple[str, str]:
+        """Return the column that a response is read from, and its setting: a conversation's holds the solution."""
+        if self._data.messages_key is not None and key == self._data.solution_key:
+            return self._data.messages_key, "data.messages_key"
+        return key, setting
 
     def _turns(self, messages: list[Message], row: int, key: str, setting: str) -> list[Message]:
         roles = [message["role"] for message in messages]
@@ -87,7 +93,8 @@ class Responses:
         Raises ConfigError for one that does not fit in the model's context, or with a token that the model lacks.
         """
         given = self.given(row, key, setting)
-        length = len(given) if isinstance(given, str) else sum(len(message["content"]) for message in given)
+        key, setting = self._column(key, setting)
+        length = len(given) if isinstance(given, str) else sum(len(message.get("content") or "") for message in given)
         context = self._limits.context_tokens
         if context is not None and self._limits.is_endless(length, context):
             self._refuse_long(row, key, f"more than {length} characters")

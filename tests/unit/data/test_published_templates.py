@@ -47,8 +47,25 @@ def test_calls_of_tools(family: str) -> None:
     assert [turn.endswith(ends["tool"]) and turn.count("look") == 1 for turn in turns] == [True, False, True]
     assert "Rome" in turns[0] and "Oslo" in turns[2] and turns[1].endswith("ok" + ends["user"])
     assert "sunny" in runs[1][1] and ("look" in prompt.text) is (family not in ("mistral", "deepseek_v3"))
-    with pytest.raises(ConfigError, match=r"row 0: .* does not write the calls of message 1 .*look"):
-        trained(parts_of("phi3")[0], messages[:2])
+
+
+def test_calls_that_a_template_does_not_write_are_refused() -> None:
+    one = calling("deepseek_r1", "Rome")  # whose template writes them beside null alone, and no end behind a single one
+    both = [said("user", "w?"), {**one, "tool_calls": one["tool_calls"] * 2}]
+    (_, turn) = trained(parts_of("deepseek_r1")[0], both)[1][0]
+    check("deepseek_r1", both, [turn])
+    assert turn.count("Rome") == 2, turn
+    for family, like, words, more in (
+        ("phi3", "qwen2", r"column 'messages' .* does not write the calls of message 1 .*look", {}),
+        ("deepseek_r1", "deepseek_v3", "does not write the calls of message 1 .*null", {}),
+        ("deepseek_r1", "deepseek_r1", "message 1 does not show where its turn ends", {}),
+        ("gpt_oss", "gpt_oss", "the first alone", {"tool_calls": calling("gpt_oss", "Rome")["tool_calls"] * 2}),
+        ("glm4_moe", "glm4_moe", "writes the word None for a content that is null", {"content": None}),
+        ("deepseek_v3", "qwen2", "an object to most templates, a JSON text to DeepSeek", {}),
+        ("llama", "llama", "'hm' of message 1 is not in .*; empty it", {"content": "hm"}),
+    ):
+        with pytest.raises(ConfigError, match=f"row 0: .*{words}"):
+            trained(parts_of(family)[0], [said("user", "w?"), {**calling(like, "Rome"), **more}])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4_moe", "gpt_oss"])
@@ -71,7 +88,7 @@ def test_what_follows_a_sampled_turn_equals_the_conversations_rendering(family: 
     answer, before = said("user", "and?"), [said("user", "hi"), said("assistant", "yo")]
     _, runs, _ = trained(tokenizer, [*before, answer, said("assistant", "bye")])
     # The end of two generation prompts, which the templates do not write before a turn without a thought.
-    wanted = runs[1][1] + {"olmo3": "<think>", "deepseek_v3": "<think>\n"}.get(family, "")
+    wanted = runs[1][1] + {"olmo3": "<think>", "deepseek_v3": "<think>\n", "deepseek_r1": "<think>\n"}.get(family, "")
     for end in {ends["user"], ends[None]}:
         stop = tokenizer.convert_tokens_to_ids(end)
         assert tokenizer.decode(Observations(tokenizer, "chat", "user").token_ids("and?", stop)) == wanted

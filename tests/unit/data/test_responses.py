@@ -32,7 +32,7 @@ def test_the_templates_marks_give_the_turns_that_rendering_finds() -> None:
     plain = CHATML.replace("{{ m.content }}<|im_end|>", said)
     marked = f"{{% generation %}}{said}{{% endgeneration %}}"
     own = f"{{% if m.role == 'assistant' %}}{marked}{{% else %}}{said}{{% endif %}}{{{{ '' }}}}"
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
     row = {"messages": [*say("s:be kind", "u:hi"), call, *say("t:7", "a:seven", "u:and?", "a:bye", "u:thanks")]}
     found = []
     for template in (plain, plain.replace(said, own)):
@@ -42,7 +42,7 @@ def test_the_templates_marks_give_the_turns_that_rendering_finds() -> None:
     with pytest.raises(ConfigError, match="row 0: .*tool_calls, which a chat template writes; set data.template=chat"):
         source([{"prompt": "x", "solution": [call]}], DataConfig()).next_solutions(1)
     with pytest.raises(ConfigError, match="row 0: .*writes no special token behind message 1"):
-        turns = "{% for m in messages %}{{ m.content }};{% endfor %}"
+        turns = "{% for m in messages %}{{ m.content or m.tool_calls }};{% endfor %}"
         PromptDataset([row | {"messages": row["messages"][1:]}], tokenizer_of(turns), CHAT, 0).next_solutions(1)
 
 
