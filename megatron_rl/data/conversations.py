@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rl.config import DataConfig
 from megatron_rl.config.data import NO_VARIABLES
-from megatron_rl.data.chat import Message, check_messages, render_chat, source_of
+from megatron_rl.data.chat import TURN, Message, check_messages, check_stays, render_chat, source_of
 from megatron_rl.data.columns import name_of_row, names_of
 from megatron_rl.data.rows import has_column, value_of
 from megatron_rl.errors import ConfigError, quoted
@@ -113,6 +113,21 @@ class Conversations:
         content = text_or_messages(self._rows, row, self._data.prompt_key, "data.prompt_key", messages=False)
         # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of braces.
         return self._data.template.replace("{prompt}", content)
+
+    def check_followed(self, rows: Iterable[int], role: str) -> None:
+        """Raise ConfigError for a row whose prompt the template writes otherwise once observations of a role follow it.
+
+        One row is looked at of those that have the same roles and the same variables.
+        """
+        seen = set()
+        for row in rows:
+            asked, beside = self.asked(row), self.beside(row)
+            kind = (*(message["role"] for message in asked), *sorted(beside))
+            if kind not in seen:
+                then = [{"role": "assistant", "content": TURN}, {"role": role, "content": "0"}]
+                where = f"{name_of_row(self._rows, row)} (environment.role={role})"
+                check_stays(self._tokenizer, asked, then, where, beside)
+            seen.add(kind)
 
     def _warn(self) -> None:
         """Warn of columns of a known meaning that are not read, and of variables that the template does not read."""
