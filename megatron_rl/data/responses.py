@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -12,9 +13,12 @@ from megatron_rl.data.conversations import Conversations, cut_conversation, text
 from megatron_rl.data.rows import has_column, value_of
 from megatron_rl.data.solution import Solution, tokenize_solution, tokenize_turns
 from megatron_rl.data.token_limits import TokenLimits
-from megatron_rl.data.turns import TurnFinder, words_of
+from megatron_rl.data.turns import TurnFinder, Turns, words_of
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
+
+log = logging.getLogger(__name__)
+THOUGHTS = ("</think>", "<|channel|>analysis")  # what templates write in a turn with a thought, an empty one too
 
 
 class Responses:
@@ -33,6 +37,7 @@ class Responses:
     ) -> None:
         self._rows, self._tokenizer, self._data, self._limits = rows, tokenizer, data, limits
         self._conversations = conversations
+        self._warned = False
         self._words = words_of(tokenizer) if conversations.is_chat else None
 
     def require_end(self) -> None:
@@ -116,7 +121,21 @@ class Responses:
         messages = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
         asked, beside = self._conversations.asked(row), self._conversations.beside(row)
         turns = TurnFinder(self._tokenizer, self._words, asked, messages, beside, where).turns()
+        self._warn_of_thoughts(turns, where)
         return tokenize_turns(prompt, turns, self._tokenizer, masked=not isinstance(given, str))
+
+    def _warn_of_thoughts(self, turns: Turns, where: str) -> None:
+        """Warn, once, of a template that writes a thought in the last turn and leaves it out of an earlier one."""
+        *earlier, last = (turns.text[first:end] for first, end in turns.spans)
+        mark = next((mark for mark in THOUGHTS if mark in last and not all(mark in turn for turn in earlier)), None)
+        if mark is not None and not self._warned:
+            log.warning(
+                "%s: the chat template writes a thought (%s) in the assistant's last turn and none in an earlier one, "
+                "which is trained without; to train every turn as it is said, give each a row that ends with it",
+                where,
+                mark,
+            )
+            self._warned = True
 
     def _refuse_long(self, row: int, key: str, size: str) -> NoReturn:
         raise TooLong(

@@ -73,7 +73,7 @@ def test_calls_that_a_template_does_not_write_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4_moe", "gpt_oss"])
-def test_thoughts(family: str) -> None:
+def test_thoughts(family: str, caplog) -> None:
     """Thoughts are trained where the template writes them: not those of turns that a user's message follows."""
     both = {"reasoning_content": "hm", "thinking": "hm"}
     result = said("tool", "sunny", tool_call_id=ID, name="look")
@@ -83,6 +83,8 @@ def test_thoughts(family: str) -> None:
         turns = [turn for own, turn in runs if own]
         check(family, conversation, turns)
         assert "hm" in turns[-1] and len(turns) == sum(x["role"] == "assistant" for x in conversation)
+        warned = [record.getMessage() for record in caplog.records]
+        assert all("writes a thought" in x for x in warned) and bool(warned) is not all("think>" in x for x in turns)
 
 
 def extension(tokenizer, messages: list[dict], stop: int, **more) -> str:
