@@ -41,7 +41,7 @@ class Conversations:
 
         The columns that the setting names by itself may be absent.
         """
-        self._rows, self._tokenizer, self._data = rows, tokenizer, data
+        self._rows, self._tokenizer, self._data, self._warned = rows, tokenizer, data, False
         given = DataConfig().template_columns
         for name in data.template_columns:
             if name not in given and not any(has_column(columns, name) for columns in rows):
@@ -63,10 +63,12 @@ class Conversations:
         conversation = self._data.messages_key is not None
         key = self._data.messages_key if conversation else self._data.prompt_key
         setting = "data.messages_key" if conversation else "data.prompt_key"
-        content = text_or_messages(self._rows, row, key, setting, messages=True)
         where = f"{name_of_row(self._rows, row)}: column {key!r} ({setting})"
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        messages = cut_conversation(messages, where)[0] if conversation else messages
+        if conversation:
+            messages = cut_conversation(conversation_of(self._rows, row, key), where)[0]
+        else:
+            content = text_or_messages(self._rows, row, key, setting, messages=True)
+            messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         if messages[-1]["role"] == "assistant":
             raise ConfigError(
                 f"{where} ends in an assistant's message, and the response is what the assistant says; end it before "
@@ -107,9 +109,10 @@ class Conversations:
             setting = "data.prompt_key" if self._data.messages_key is None else "data.messages_key"
             key = self._data.messages_key or self._data.prompt_key
             where = f"{name_of_row(self._rows, row)}: column {key!r} ({setting})"
-            return render_chat(
-                self._tokenizer, self.asked(row), where, add_generation_prompt=True, beside=self.beside(row)
-            )
+            asked = self.asked(row)
+            text = render_chat(self._tokenizer, asked, where, add_generation_prompt=True, beside=self.beside(row))
+            self._warn_of_left_out(asked, text, where)
+            return text
         content = text_or_messages(self._rows, row, self._data.prompt_key, "data.prompt_key", messages=False)
         # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of braces.
         return self._data.template.replace("{prompt}", content)
@@ -129,6 +132,19 @@ class Conversations:
                 check_stays(self._tokenizer, asked, then, where, beside)
             seen.add(kind)
 
+    def _warn_of_left_out(self, asked: Sequence[Message], text: str, where: str) -> None:
+        """Warn, once, of a message that the template leaves out, or whose calls it leaves out."""
+        number = next((number for number, message in enumerate(asked) if not _is_in(message, text)), None)
+        if number is not None and not self._warned:
+            log.warning(
+                "%s: the chat template does not write message %d, of role %s, as the row has it, so the policy does "
+                "not read it; take a template that writes it, or write it into another message",
+                where,
+                number,
+                asked[number]["role"],
+            )
+            self._warned = True
+
     def _warn(self) -> None:
         """Warn of columns of a known meaning that are not read, and of variables that the template does not read."""
         data, named = self._data, self._data.template_columns if self.is_chat else ()
@@ -146,6 +162,14 @@ class Conversations:
                     name_of_row(self._rows, row),
                     name,
                 )
+
+
+def _is_in(message: Message, text: str) -> bool:
+    """Return whether a text holds what a message says; of calls, their functions' names."""
+    called = [call.get("function", call) for call in message.get("tool_calls", ())]
+    if message["role"] in ("assistant", "tool"):  # thoughts are left out, and a tool's result may be written as JSON
+        return all(str(call["name"]) in text for call in called if isinstance(call, Mapping) and "name" in call)
+    return message["content"].strip() in text
 
 
 def _without_nulls(value: Mapping) -> dict[str, object]:
@@ -182,6 +206,15 @@ def text_or_messages(
         wanted = "text; a list of messages needs data.template=chat" if isinstance(value, list) else "text"
         raise ConfigError(f"{name}: column {key!r} ({setting}) is a {kind}, {value!r:.80}; it must be {wanted}")
     return value
+
+
+def conversation_of(rows: Sequence[Mapping[str, object]], row: int, key: str) -> list[Message]:
+    """Return the messages of ``data.messages_key``; a text is their JSON. Raises ConfigError for anything else."""
+    value = text_or_messages(rows, row, key, "data.messages_key", messages=True)
+    if not isinstance(value, str):
+        return value
+    where = f"{name_of_row(rows, row)}: column {key!r} (data.messages_key)"
+    return check_messages(parse_json(value, where), where)
 
 
 def cut_conversation(messages: Sequence[Message], where: str) -> tuple[list[Message], list[Message]]:
