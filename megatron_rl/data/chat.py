@@ -13,14 +13,16 @@ from megatron_rl.errors import ConfigError
 
 Message = Mapping[str, object]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+CONTENTS = 'null to DeepSeek-R1\'s distillates, "" to GLM-4.5, gpt-oss and most others'
 TURN = "the-text-of-this-turn"  # stands in for a turn's text; a template writes the same behind every text
 
 
 def check_messages(value: object, where: str) -> list[Message]:
     """Return a list of at least one message, each with a role and a content that are texts.
 
-    A field that is null is left out, as Arrow's are. A message of the assistant's that calls tools may have no content:
-    it gets an empty one. Other fields are the template's to read.
+    A field that is null is left out, as Arrow's are, and so are calls of which there are none. A message of the
+    assistant's that calls tools may have no content, or null; it stays as it is, since templates tell the two apart.
+    Other fields are the template's to read.
 
     where: begins the message of the ConfigError that is raised for anything else.
     """
@@ -35,13 +37,20 @@ def _checked(message: object, where: str) -> Message:
     fault = ConfigError(f'{where} is {message!r:.80}; it must be {{"role": ..., "content": ...}}, both texts')
     if not isinstance(message, Mapping):
         raise fault
-    held = {name: part for name, part in message.items() if part is not None}
-    calls = held.get("tool_calls", [])
-    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)):
         raise ConfigError(f"{where} has tool_calls={calls!r:.80}; they must be a list of objects")
-    if calls and held.get("role") == "assistant":
-        held.setdefault("content", "")
-    if not isinstance(held.get("role"), str) or not isinstance(held.get("content"), str):
+    silent = bool(calls) and message.get("role") == "assistant"
+    empty = {name for name, part in message.items() if part is None and not (silent and name == "content")}
+    held = {name: part for name, part in message.items() if name not in empty and (name != "tool_calls" or calls)}
+    content = held.get("content")
+    if isinstance(content, list | tuple):
+        kinds = ", ".join(str(part.get("type")) if isinstance(part, Mapping) else repr(part) for part in content)
+        raise ConfigError(
+            f"{where} has a content of parts of the types {kinds:.80}; models here read texts alone: write it as one "
+            "text, and leave out rows with images, sound or video"
+        )
+    if not isinstance(held.get("role"), str) or not (isinstance(content, str) or (silent and content is None)):
         raise fault
     if held["role"] not in ROLES:
         raise ConfigError(f"{where} has role {held['role']!r}; choose one of {', '.join(ROLES)}")
@@ -67,18 +76,45 @@ def render_chat(
     where: begins the message of the ConfigError that is raised where the template refuses the messages.
     beside: the template's variables beside the messages, such as ``tools``.
     """
+    messages = [dict(message) for message in messages]
     try:
-        return tokenizer.apply_chat_template(
-            [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **(beside or {})
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=False, **(beside or {})
         )
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
-        called = any(message.get("tool_calls") for message in messages)
-        calls = " (a call's arguments are an object to most templates, a JSON text to DeepSeek-V3's)" if called else ""
         raise ConfigError(
             f"{where}: the tokenizer's chat template refuses messages of the roles {roles} ({type(error).__name__}: "
-            f"{error}); give messages that it takes{calls}"
+            f"{error}); give messages that it takes{_what_calls_want(messages)}"
         ) from error
+    if any(message.get("content", "") is None for message in messages):
+        _refuse_written_null(tokenizer, messages, text, where, add_generation_prompt, beside or {})
+    return text
+
+
+def _what_calls_want(messages: Sequence[Message]) -> str:
+    """Return what templates differ in about the messages that call tools; nothing if there are none."""
+    calling = [message for message in messages if message.get("tool_calls")]
+    if not calling:
+        return ""
+    content = "" if all(message.get("content") for message in calling) else f"; a call's content: {CONTENTS}"
+    return f" (a call's arguments are an object to most templates, a JSON text to DeepSeek's{content})"
+
+
+def _refuse_written_null(
+    tokenizer, messages: list[Message], text: str, where: str, prompt: bool, beside: Mapping[str, object]
+) -> None:
+    """Raise ConfigError where the template writes a content that is null as the word None, as GLM-4.5's does."""
+    said = [{**message, "content": TURN} if message.get("content", "") is None else message for message in messages]
+    try:
+        instead = tokenizer.apply_chat_template(said, add_generation_prompt=prompt, tokenize=False, **beside)
+    except Exception:  # noqa: BLE001 (it refuses a text there, so null is what it wants)
+        return
+    if TURN in instead and instead.replace(TURN, "None") == text:
+        raise ConfigError(
+            f"{where}: the tokenizer's chat template writes the word None for a content that is null beside "
+            f"tool_calls; give it {CONTENTS}"
+        )
 
 
 def text_behind_turn(
@@ -96,7 +132,7 @@ def text_behind_turn(
     Raises ConfigError for a template that does not write the turn's content as it is, or that refuses the messages.
     """
     turn = TURN
-    while any(turn in message["content"] for message in messages):  # the last one in the text must be the turn's
+    while any(turn in (message.get("content") or "") for message in messages):  # the text's last must be the turn's
         turn += TURN
     conversation = [*before, {"role": "assistant", "content": turn}, *messages]
     rendered = render_chat(tokenizer, conversation, where, add_generation_prompt=bool(messages), beside=beside)
@@ -106,6 +142,29 @@ def text_behind_turn(
             "the tokenizer's chat template does not write an assistant's content as it is; episodes need one that does"
         )
     return behind
+
+
+def check_stays(
+    tokenizer, asked: Sequence[Message], then: Sequence[Message], where: str, beside: Mapping[str, object]
+) -> None:
+    """Raise ConfigError where the template writes the messages of a prompt otherwise once others follow them.
+
+    The policy has read the prompt by then. Mistral's templates write tools before the last of the user's messages.
+
+    then: those that follow, the last one not the assistant's.
+    """
+    whole = [{**message, "content": str(message.get("content") or "").split("</think>")[-1]} for message in asked]
+    plain, prompt = (
+        render_chat(tokenizer, whole, where, add_generation_prompt=prompt, beside=beside) for prompt in (False, True)
+    )
+    rendered = render_chat(tokenizer, [*whole, *then], where, add_generation_prompt=True, beside=beside)
+    if not rendered.startswith(os.path.commonprefix([plain, prompt])):
+        named = ", ".join([*dict.fromkeys(f"a {message['role']}'s message" for message in asked), *beside])
+        raise ConfigError(
+            f"{where}: the chat template writes the prompt ({named}) otherwise once a message of role "
+            f"{then[-1]['role']!r} follows the policy's turn, which has read it as it was; write tools and system "
+            "message into the user's text, answer a turn by role tool, or take a template that leaves them in place"
+        )
 
 
 def tokens_behind(

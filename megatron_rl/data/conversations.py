@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rl.config import DataConfig
 from megatron_rl.config.data import NO_VARIABLES
-from megatron_rl.data.chat import Message, check_messages, render_chat, source_of
+from megatron_rl.data.chat import TURN, Message, check_messages, check_stays, render_chat, source_of
 from megatron_rl.data.columns import name_of_row, names_of
 from megatron_rl.data.rows import has_column, value_of
 from megatron_rl.errors import ConfigError, quoted
@@ -41,7 +41,7 @@ class Conversations:
 
         The columns that the setting names by itself may be absent.
         """
-        self._rows, self._tokenizer, self._data = rows, tokenizer, data
+        self._rows, self._tokenizer, self._data, self._warned = rows, tokenizer, data, False
         given = DataConfig().template_columns
         for name in data.template_columns:
             if name not in given and not any(has_column(columns, name) for columns in rows):
@@ -63,10 +63,12 @@ class Conversations:
         conversation = self._data.messages_key is not None
         key = self._data.messages_key if conversation else self._data.prompt_key
         setting = "data.messages_key" if conversation else "data.prompt_key"
-        content = text_or_messages(self._rows, row, key, setting, messages=True)
         where = f"{name_of_row(self._rows, row)}: column {key!r} ({setting})"
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        messages = cut_conversation(messages, where)[0] if conversation else messages
+        if conversation:
+            messages = cut_conversation(conversation_of(self._rows, row, key), where)[0]
+        else:
+            content = text_or_messages(self._rows, row, key, setting, messages=True)
+            messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         if messages[-1]["role"] == "assistant":
             raise ConfigError(
                 f"{where} ends in an assistant's message, and the response is what the assistant says; end it before "
@@ -79,7 +81,8 @@ class Conversations:
     def beside(self, row: int) -> dict[str, object]:
         """Return the variables that the template is given beside a row's messages: the run's, then the row's own.
 
-        Raises ConfigError for tools or documents that are no list of objects.
+        A null one is left out, and so is a null field of an object. Raises ConfigError for tools or documents that are
+        no list of objects.
         """
         found, columns = dict(self._data.template_variables), self._rows[row]
         for name in self._data.template_columns:
@@ -89,6 +92,8 @@ class Conversations:
             where = f"{name_of_row(self._rows, row)}: column {name!r} (data.template_columns)"
             if name in (*LISTS, VARIABLES) and isinstance(value, str):
                 value = parse_json(value, where)  # Arrow's way to hold objects of different fields
+            if isinstance(value, Mapping):
+                value = _without_nulls(value)
             if name == VARIABLES:
                 found |= _variables(value, where)
                 continue
@@ -104,12 +109,41 @@ class Conversations:
             setting = "data.prompt_key" if self._data.messages_key is None else "data.messages_key"
             key = self._data.messages_key or self._data.prompt_key
             where = f"{name_of_row(self._rows, row)}: column {key!r} ({setting})"
-            return render_chat(
-                self._tokenizer, self.asked(row), where, add_generation_prompt=True, beside=self.beside(row)
-            )
+            asked = self.asked(row)
+            text = render_chat(self._tokenizer, asked, where, add_generation_prompt=True, beside=self.beside(row))
+            self._warn_of_left_out(asked, text, where)
+            return text
         content = text_or_messages(self._rows, row, self._data.prompt_key, "data.prompt_key", messages=False)
         # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of braces.
         return self._data.template.replace("{prompt}", content)
+
+    def check_followed(self, rows: Iterable[int], role: str) -> None:
+        """Raise ConfigError for a row whose prompt the template writes otherwise once observations of a role follow it.
+
+        One row is looked at of those that have the same roles and the same variables.
+        """
+        seen = set()
+        for row in rows:
+            asked, beside = self.asked(row), self.beside(row)
+            kind = (*(message["role"] for message in asked), *sorted(beside))
+            if kind not in seen:
+                then = [{"role": "assistant", "content": TURN}, {"role": role, "content": "0"}]
+                where = f"{name_of_row(self._rows, row)} (environment.role={role})"
+                check_stays(self._tokenizer, asked, then, where, beside)
+            seen.add(kind)
+
+    def _warn_of_left_out(self, asked: Sequence[Message], text: str, where: str) -> None:
+        """Warn, once, of a message that the template leaves out, or whose calls it leaves out."""
+        number = next((number for number, message in enumerate(asked) if not _is_in(message, text)), None)
+        if number is not None and not self._warned:
+            log.warning(
+                "%s: the chat template does not write message %d, of role %s, as the row has it, so the policy does "
+                "not read it; take a template that writes it, or write it into another message",
+                where,
+                number,
+                asked[number]["role"],
+            )
+            self._warned = True
 
     def _warn(self) -> None:
         """Warn of columns of a known meaning that are not read, and of variables that the template does not read."""
@@ -128,6 +162,20 @@ class Conversations:
                     name_of_row(self._rows, row),
                     name,
                 )
+
+
+def _is_in(message: Message, text: str) -> bool:
+    """Return whether a text holds what a message says; of calls, their functions' names."""
+    called = [call.get("function", call) for call in message.get("tool_calls", ())]
+    if message["role"] in ("assistant", "tool"):  # thoughts are left out, and a tool's result may be written as JSON
+        return all(str(call["name"]) in text for call in called if isinstance(call, Mapping) and "name" in call)
+    return message["content"].strip() in text
+
+
+def _without_nulls(value: Mapping) -> dict[str, object]:
+    """Return an object without its null fields, which Arrow fills in for another row's (data/rows.py)."""
+    held = {name: part for name, part in value.items() if part is not None}
+    return {name: _without_nulls(part) if isinstance(part, Mapping) else part for name, part in held.items()}
 
 
 def _variables(value: object, where: str) -> Mapping[str, object]:
@@ -158,6 +206,15 @@ def text_or_messages(
         wanted = "text; a list of messages needs data.template=chat" if isinstance(value, list) else "text"
         raise ConfigError(f"{name}: column {key!r} ({setting}) is a {kind}, {value!r:.80}; it must be {wanted}")
     return value
+
+
+def conversation_of(rows: Sequence[Mapping[str, object]], row: int, key: str) -> list[Message]:
+    """Return the messages of ``data.messages_key``; a text is their JSON. Raises ConfigError for anything else."""
+    value = text_or_messages(rows, row, key, "data.messages_key", messages=True)
+    if not isinstance(value, str):
+        return value
+    where = f"{name_of_row(rows, row)}: column {key!r} (data.messages_key)"
+    return check_messages(parse_json(value, where), where)
 
 
 def cut_conversation(messages: Sequence[Message], where: str) -> tuple[list[Message], list[Message]]:

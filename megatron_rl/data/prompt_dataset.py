@@ -56,6 +56,7 @@ class PromptDataset:
     required:       the columns that every row must have beside the prompt.
     held_out_share: the share of the rows, drawn by the seed, that are never drawn; see ``held_out_solutions``.
     responses:      (column, setting) of each response that supervised steps read: all rows' are checked at once.
+    followed_by:    the role of the observations that follow a prompt's turns, whose prompts are checked; None: none do.
 
     Every row is tokenized here, so that a bad row ends the run before its first step and not in the middle of it.
     Raises ConfigError for a row without ``data.prompt_key`` or another column that it must have (data/columns.py), a
@@ -79,6 +80,7 @@ class PromptDataset:
         required: Sequence[RequiredColumn] = (),
         held_out_share: float = 0.0,
         responses: Sequence[tuple[str, str]] = (),
+        followed_by: str | None = None,
     ) -> None:
         if data.template == "chat" and tokenizer.chat_template is None:
             raise ConfigError(
@@ -102,6 +104,8 @@ class PromptDataset:
             self._admit(range(start, min(start + _ROWS_PER_TOKENIZER_CALL, len(rows))))
         for key, setting in responses:
             self._admit_responses(key, setting)
+        if followed_by is not None and self._conversations.is_chat:
+            self._conversations.check_followed(self._token_ids, followed_by)
         if not self._token_ids:
             raise ConfigError(
                 f"no prompt is left: all {len(rows)} rows are longer than {self._limit()[0]} tokens "

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from megatron_rl.config import DataConfig
 from megatron_rl.data.chat import Message, check_messages
 from megatron_rl.data.columns import name_of_row
-from megatron_rl.data.conversations import Conversations, cut_conversation, text_or_messages
+from megatron_rl.data.conversations import Conversations, conversation_of, cut_conversation, text_or_messages
 from megatron_rl.data.rows import has_column, value_of
 from megatron_rl.data.solution import Solution, tokenize_solution, tokenize_turns
 from megatron_rl.data.token_limits import TokenLimits
-from megatron_rl.data.turns import TurnFinder, words_of
+from megatron_rl.data.turns import TurnFinder, Turns, words_of
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
+
+log = logging.getLogger(__name__)
+THOUGHTS = ("</think>", "<|channel|>analysis")  # what templates write in a turn with a thought, an empty one too
 
 
 class Responses:
@@ -33,6 +37,7 @@ class Responses:
     ) -> None:
         self._rows, self._tokenizer, self._data, self._limits = rows, tokenizer, data, limits
         self._conversations = conversations
+        self._warned: set[str] = set()
         self._words = words_of(tokenizer) if conversations.is_chat else None
 
     def require_end(self) -> None:
@@ -47,12 +52,18 @@ class Responses:
 
         Messages that begin with those of the row's prompt lose them. Raises ConfigError for anything else.
         """
-        if self._data.messages_key is not None and key == self._data.solution_key:
-            key, setting = self._data.messages_key, "data.messages_key"
-            messages = text_or_messages(self._rows, row, key, setting, messages=True)
+        key, setting = self._column(key, setting)
+        if setting == "data.messages_key":
+            messages = conversation_of(self._rows, row, key)
             return self._turns(cut_conversation(messages, self._where(row, key, setting))[1], row, key, setting)
         value = text_or_messages(self._rows, row, key, setting, messages=True)
         return value if isinstance(value, str) else self._turns(self._without_prompt(value, row), row, key, setting)
+
+    def _column(self, key: str, setting: str) -> tuple[str, str]:
+        """Return the column that a response is read from, and its setting: a conversation's holds the solution."""
+        if self._data.messages_key is not None and key == self._data.solution_key:
+            return self._data.messages_key, "data.messages_key"
+        return key, setting
 
     def _turns(self, messages: list[Message], row: int, key: str, setting: str) -> list[Message]:
         roles = [message["role"] for message in messages]
@@ -87,7 +98,8 @@ class Responses:
         Raises ConfigError for one that does not fit in the model's context, or with a token that the model lacks.
         """
         given = self.given(row, key, setting)
-        length = len(given) if isinstance(given, str) else sum(len(message["content"]) for message in given)
+        key, setting = self._column(key, setting)
+        length = len(given) if isinstance(given, str) else sum(len(message.get("content") or "") for message in given)
         context = self._limits.context_tokens
         if context is not None and self._limits.is_endless(length, context):
             self._refuse_long(row, key, f"more than {length} characters")
@@ -109,7 +121,35 @@ class Responses:
         messages = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
         asked, beside = self._conversations.asked(row), self._conversations.beside(row)
         turns = TurnFinder(self._tokenizer, self._words, asked, messages, beside, where).turns()
+        self._warn_of_thoughts(turns, where)
+        self._warn_of_nothing(messages, where)
         return tokenize_turns(prompt, turns, self._tokenizer, masked=not isinstance(given, str))
+
+    def _warn_of_thoughts(self, turns: Turns, where: str) -> None:
+        """Warn, once, of a template that writes a thought in the last turn and leaves it out of an earlier one."""
+        *earlier, last = (turns.text[first:end] for first, end in turns.spans)
+        mark = next((mark for mark in THOUGHTS if mark in last and not all(mark in turn for turn in earlier)), None)
+        if mark is not None and "thoughts" not in self._warned:
+            log.warning(
+                "%s: the chat template writes a thought (%s) in the assistant's last turn and none in an earlier one, "
+                "which is trained without; to train every turn as it is said, give each a row that ends with it",
+                where,
+                mark,
+            )
+            self._warned.add("thoughts")
+
+    def _warn_of_nothing(self, messages: Sequence[Message], where: str) -> None:
+        """Warn, once, of an assistant's message that says nothing and calls nothing."""
+        own = [message for message in messages if message["role"] == "assistant" and not message.get("tool_calls")]
+        empty = next((message for message in own if not message["content"].strip()), None)
+        if empty is not None and "nothing" not in self._warned:
+            log.warning(
+                "%s has an assistant's message without text and tool_calls (its fields: %s), which trains the turn's "
+                "end alone; fill it, or leave the row out",
+                where,
+                ", ".join(empty),
+            )
+            self._warned.add("nothing")
 
     def _refuse_long(self, row: int, key: str, size: str) -> NoReturn:
         raise TooLong(

@@ -3,8 +3,9 @@
 A row is a dict of JSON values: texts, numbers, true and false, null, lists and objects. Every fault is a ConfigError
 that names the file, and its line or row.
 
-Arrow gives the objects of a column one set of fields, and fills those that an object lacks with null. Such a null is
-no value: an object within a column of Parquet holds the fields that are not null, as its line of JSON does.
+Arrow gives the objects of a column one set of fields, and fills those that an object lacks with null. Within a list,
+as of messages or tools, such a null is no value: an object there holds the fields that are not null, as its line of
+JSON does. A message's ``content`` alone stays null beside its calls. A column that is an object keeps its fields.
 """
 
 from __future__ import annotations
@@ -300,18 +301,23 @@ def _rows_of_tables(tables: Iterable, path: str) -> Iterator[dict]:
         first += len(rows)
 
 
-def _json_value(value: object, path: str, row: int, name: str) -> object:
-    """Return an Arrow value as a JSON value, objects without null fields; dates, times and decimals are texts.
+def _json_value(value: object, path: str, row: int, name: str, *, in_list: bool = False) -> object:
+    """Return an Arrow value as a JSON value; dates, times and decimals are texts. Raises ConfigError for bytes.
 
-    Raises ConfigError for bytes.
+    in_list: whether it stands within a list, where an object loses its null fields.
     """
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        held = {inner: part for inner, part in value.items() if part is not None}
-        return {str(inner): _json_value(part, path, row, name) for inner, part in held.items()}
+        calls = value.get("tool_calls") is not None  # beside them null may be what the message says
+        held = {
+            inner: part
+            for inner, part in value.items()
+            if part is not None or not in_list or (calls and inner == "content")
+        }
+        return {str(inner): _json_value(part, path, row, name, in_list=in_list) for inner, part in held.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(part, path, row, name) for part in value]
+        return [_json_value(part, path, row, name, in_list=True) for part in value]
     if isinstance(value, bytes):
         raise ConfigError(
             f"{path}, row {row}: column {name!r} holds bytes, and rows hold texts, numbers, lists and objects; write "

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_rl.data.chat import TURN, Message, render_chat, source_of, text_behind_turn
+from megatron_rl.data.chat import CONTENTS, TURN, Message, render_chat, source_of, text_behind_turn
 from megatron_rl.errors import ConfigError, quoted
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -83,10 +83,12 @@ class TurnFinder:
 
         Raises ConfigError where a turn cannot be found, or the template leaves its calls or text out.
         """
+        for number in self._own:
+            self._check_calls(number)
         marked = MARKS.search(source_of(self._tokenizer)) is not None
         found = self._marked() if marked else self._rendered()
         for number, (first, last) in zip(self._own, found.spans, strict=True):
-            self._check_whole(number, found.text[first:last])
+            self._check_content(number, found.text[first:last])
         return found
 
     # ---- by the template's marks -----------------------------------------------------------------------------------
@@ -100,6 +102,8 @@ class TurnFinder:
             return_assistant_tokens_mask=True,
             **{**tokenizer.special_tokens_map, **self._beside},
         )
+        if len(spans) == self._asked_turns + len(self._own) + 1 and not self._without_words(text[slice(*spans[-1])]):
+            spans = spans[:-1]  # Phi-3's <|endoftext|>, behind the end of the last turn
         if len(spans) != self._asked_turns + len(self._own):
             raise ConfigError(
                 f"{self._where}: the chat template's {{% generation %}} marks {len(spans)} texts, and the conversation "
@@ -219,22 +223,34 @@ class TurnFinder:
 
     # ---- both --------------------------------------------------------------------------------------------------------
 
-    def _check_whole(self, number: int, turn: str) -> None:
-        """Raise ConfigError where the template leaves out a message's calls, or what it says behind a thought."""
+    def _check_calls(self, number: int) -> None:
+        """Raise ConfigError where the template leaves out a message's calls."""
         message = self._messages[number]
         calls = message.get("tool_calls")
         if calls and TURN not in self._render([*self._messages[:number], _marked_call(message)]):
             raise ConfigError(
                 f"{self._where}: the chat template does not write the calls of message {number} ({calls!r:.80}), so "
-                "the model would learn to say nothing there; take a template that writes tool_calls, or write them "
-                "into the content"
+                "the model would learn to say nothing there; take a template that writes each of tool_calls (gpt-oss' "
+                "writes the first alone), write them into the content, or give it the content that it wants beside "
+                f"calls: {CONTENTS}"
             )
-        said = message["content"].split("</think>")[-1].strip()
+
+    def _check_content(self, number: int, turn: str) -> None:
+        """Raise ConfigError where the template leaves out what a message says behind a thought."""
+        message = self._messages[number]
+        said = (message.get("content") or "").split("</think>")[-1].strip()
         if said not in turn:
+            way = "empty it, as the template leaves it out beside tool_calls" if message.get("tool_calls") else ""
             raise ConfigError(
                 f"{self._where}: the chat template does not write an assistant's content as it is: {quoted(said)} of "
-                f"message {number} is not in {quoted(turn)}; take one that does"
+                f"message {number} is not in {quoted(turn)}; {way or 'take one that does'}"
             )
+
+    def _without_words(self, text: str) -> str:
+        """Return a text without special tokens, and without space around."""
+        for word in self._words.special:
+            text = text.replace(word, "")
+        return text.strip()
 
     def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         return render_chat(self._tokenizer, messages, self._where, add_generation_prompt=prompt, beside=self._beside)

@@ -165,9 +165,10 @@ class Evaluation:
 
     def _load(self, name: str, path: str, key: str, tokenizer, *limits) -> list[Prompt]:
         data = dataclasses.replace(self.config.data, shuffle=False, weights=())
-        rows = load_rows(path, key)
+        rows, environment = load_rows(path, key), self.config.environment
+        role = None if environment.name is None else environment.role
         try:
-            source = PromptDataset(rows, tokenizer, data, self.config.run.seed, *limits)
+            source = PromptDataset(rows, tokenizer, data, self.config.run.seed, *limits, followed_by=role)
         except ConfigError as error:
             raise ConfigError(f"{key}={path!r}: {error}") from error
         drawn = source.next(min(len(source), self.config.eval.max_prompts or len(source)))

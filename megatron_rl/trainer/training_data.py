@@ -27,6 +27,7 @@ def load_prompts(config: Config, tokenizer, hf_config, required: Sequence[Requir
         required=required,
         held_out_share=config.sft.eval_share if config.sft.is_on else 0.0,
         responses=response_columns(config),
+        followed_by=None if config.environment.name is None else config.environment.role,
     )
 
 

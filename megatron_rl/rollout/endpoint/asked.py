@@ -46,7 +46,7 @@ class Asked:
     """Holds a request that was checked.
 
     frame, conversation: as in ``recorder.Turn``.
-    messages: the conversation as the template reads it; None for a text or token ids.
+    messages: the conversation, each message in its one form; None for a text or token ids.
     tools: descriptions of functions, for the template; None: none.
     max_tokens: the most tokens that are sampled; None: as many as the session has left.
     """
@@ -82,7 +82,7 @@ def asked_chat(body: Mapping, temperature: float) -> Asked:
     return Asked(
         frame=("chat", json.dumps(tools, sort_keys=True)),
         conversation=tuple(canonical(message) for message in messages),
-        messages=tuple(for_template(message) for message in messages),
+        messages=tuple(messages),
         tools=None if tools is None else tuple(tools),
         **_common(body, temperature, ("max_completion_tokens", "max_tokens")),
     )
@@ -175,18 +175,3 @@ def _checked_call(call: object, where: str) -> dict:
 def canonical(message: Mapping) -> str:
     """Return a checked message as the text by which conversations are compared."""
     return json.dumps(message, sort_keys=True)
-
-
-def for_template(message: Mapping) -> dict:
-    """Return a checked message as chat templates read it: the arguments of calls as objects, where they are JSON."""
-    if "tool_calls" not in message:
-        return dict(message)
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:  # a policy's own words, which no template need parse
-            arguments = call["function"]["arguments"]
-        calls.append({**call, "function": {"name": call["function"]["name"], "arguments": arguments}})
-    return {**message, "tool_calls": calls}

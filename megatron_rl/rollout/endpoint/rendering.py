@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.data.chat import render_chat, text_behind_turn, tokens_behind
+from megatron_rl.data.chat import TURN, check_stays, render_chat, text_behind_turn, tokens_behind
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.endpoint.asked import Asked, Refused
 from megatron_rl.rollout.endpoint.recorder import Turn
 
+FORMS = ((True, ""), (False, ""), (True, None), (False, None))  # arguments as an object; a content that is empty
 # The form in which Hermes', Qwen's and other templates ask for calls; a call in another form stays in the content.
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
@@ -21,10 +23,14 @@ class Rendering:
     """Turns what is new in a request into tokens, by the tokenizer's chat template.
 
     variables: ``data.template_variables``.
+
+    Calls come with arguments as JSON texts and a content that is "", as OpenAI's clients write them. The template gets
+    the first of FORMS in which it writes calls.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] | None = None) -> None:
         self._tokenizer, self._variables = tokenizer, variables or {}
+        self._form: tuple[bool, str | None] | None = None
 
     def new_ids(self, asked: Asked, parent: Turn | None) -> tuple[int, ...]:
         """Return the tokens between the parent's last one and the first one to sample; without a parent all of them.
@@ -35,20 +41,46 @@ class Rendering:
             return asked.conversation[0 if parent is None else len(parent.known) :]
         if not asked.is_chat:
             return self._encode(asked.conversation[0 if parent is None else len(parent.known) :])
+        messages = self._as_template_reads(asked.messages)
         beside = dict(self._variables) if asked.tools is None else {**self._variables, "tools": list(asked.tools)}
         try:
             if parent is None:
-                text = render_chat(
-                    self._tokenizer, asked.messages, "messages", add_generation_prompt=True, beside=beside
+                return self._encode(
+                    render_chat(self._tokenizer, messages, "messages", add_generation_prompt=True, beside=beside)
                 )
-                return self._encode(text)
             # The parent's reply, which its messages end with, is not rendered: its tokens are those that were sampled.
-            before, new = asked.messages[: len(parent.known) - 1], asked.messages[len(parent.known) :]
+            before, new = messages[: len(parent.known) - 1], messages[len(parent.known) :]
+            first = len(parent.path()[0].known) - 1
+            then = [*before[first:], {"role": "assistant", "content": TURN}, *new]
+            check_stays(self._tokenizer, before[:first], then, "messages", beside)
             behind = text_behind_turn(self._tokenizer, before, new, "messages", beside=beside)
             end = text_behind_turn(self._tokenizer, before, [], "messages", beside=beside)
             return tokens_behind(self._encode, behind, end, parent.ids[-1])
         except ConfigError as error:
             raise Refused(str(error)) from error
+
+    def _as_template_reads(self, messages: Sequence[Mapping]) -> list[Mapping]:
+        if not any("tool_calls" in message for message in messages):
+            return list(messages)
+        if self._form is None:
+            self._form = next((form for form in FORMS if self._writes(form)), FORMS[0])
+        return [_in_form(message, *self._form) for message in messages]
+
+    def _writes(self, form: tuple[bool, str | None]) -> bool:
+        """Return whether the template writes a call that has this form."""
+        call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": json.dumps({TURN: TURN})}}
+        calling = _in_form({"role": "assistant", "content": "", "tool_calls": [call]}, *form)
+        try:
+            text = render_chat(
+                self._tokenizer,
+                [{"role": "user", "content": "0"}, calling],
+                "messages",
+                add_generation_prompt=False,
+                beside=self._variables,
+            )
+        except ConfigError:
+            return False
+        return TURN in text
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token's own text."""
@@ -59,6 +91,19 @@ class Rendering:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _in_form(message: Mapping, as_object: bool, content: str | None) -> Mapping:
+    """Return a message in one of FORMS; one without calls as it is."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        with contextlib.suppress(ValueError):  # a policy's own words, which no template need parse
+            arguments = json.loads(arguments) if as_object else arguments
+        calls.append({**call, "function": {"name": call["function"]["name"], "arguments": arguments}})
+    return {**message, "content": message["content"] or content, "tool_calls": calls}
 
 
 def reply_of(text: str, asked: Asked, turn_number: int) -> dict:

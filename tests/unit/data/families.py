@@ -33,6 +33,7 @@ FAMILIES = {
     "gemma3_text": ("gemma3", "<eos> <start_of_turn> <end_of_turn>", "<end_of_turn>", None, "<end_of_turn>", ""),
     "glm4_moe": ("glm4moe", GLM, "<|user|>", "<|observation|>", "<|user|>", "\n<think></think>\n"),
     "deepseek_v3": ("deepseekv3", DEEPSEEK, *["<｜end▁of▁sentence｜>"] * 3, ""),
+    "deepseek_r1": ("deepseek_r1_distill", DEEPSEEK, "<｜end▁of▁sentence｜>", None, "<｜end▁of▁sentence｜>", ""),
     "gpt_oss": ("gptoss", GPT_OSS, "<|end|>", "<|call|>", "<|return|>", "<|channel|>final<|message|>"),
     "llama4_text": ("", "<|eot|> <|header_start|> <|header_end|> <|python_start|>", *["<|eot|>"] * 3, ""),
 }
@@ -48,14 +49,15 @@ def parts_of(family: str):
     return tokenizer, dict(zip(("user", "tool", None), ends, strict=True)), before
 
 
-def said(role: str, content: str, **more) -> dict:
+def said(role: str, content: str | None, **more) -> dict:
     return {"role": role, "content": content, **more}
 
 
 def calling(family: str, city: str, **more) -> dict:
     arguments = {"city": city}
-    function = {"name": "look", "arguments": json.dumps(arguments) if family == "deepseek_v3" else arguments}
-    return said("assistant", "", tool_calls=[{"type": "function", "id": ID, "function": function}], **more)
+    function = {"name": "look", "arguments": json.dumps(arguments) if "deepseek" in family else arguments}
+    calls = [{"type": "function", "id": ID, "function": function}]
+    return said("assistant", None if family == "deepseek_r1" else "", tool_calls=calls, **more)
 
 
 def trained(tokenizer, messages: list[dict], **columns):

@@ -60,6 +60,7 @@ def test_what_is_no_list_of_messages() -> None:
         (["hello"], "message 0 is 'hello'"),
         ([{"role": "user"}], "message 0"),
         ([{"role": "user", "content": None}], "both texts"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "parts of the types image; models here read texts alone"),
         ([{"role": "assistant", "tool_calls": ["f"]}], "message 0 has tool_calls=.*list of objects"),
         ([{"role": "robot", "content": "x"}], "role 'robot'; choose one of system"),
     ):

@@ -15,6 +15,7 @@ from tests.unit.data.templates import CHATML, tokenizer_of
 
 TEMPLATE = "{{ tools | tojson }}{{ documents | tojson }}{{ mood }}{{ enable_thinking }}" + CHATML
 CALL = {"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "number", "default": None}}}}
+NULLS = {"mood": 7, "enable_thinking": None}  # as Arrow fills them in
 ROW = {"prompt": [{"role": "user", "content": "go"}]}
 
 
@@ -25,7 +26,7 @@ def texts(*rows: dict, jinja: str = TEMPLATE, **data) -> list[str]:
 
 def test_a_prompt_equals_the_templates_rendering_with_the_rows_columns(caplog) -> None:
     own = [{"tools": [CALL]}, {"documents": [{"title": "a", "text": "b"}]}, {"mood": 7}, {}, {"enable_thinking": True}]
-    rows = [*own, {"tools": json.dumps([CALL])}, {"tools": [], "chat_template_kwargs": {"mood": 7}}]
+    rows = [*own, {"tools": json.dumps([CALL])}, {"tools": [], "chat_template_kwargs": NULLS}]
     wanted = [*own, own[0], own[2]]
     names = ("tools", "documents", "mood", "enable_thinking", "chat_template_kwargs")
     data = dict(template="chat", shuffle=False, template_columns=names, template_variables={"enable_thinking": False})
@@ -52,6 +53,17 @@ def test_columns_of_a_known_meaning_that_nobody_reads_are_warned_of(caplog) -> N
         texts({"tools": None, **prompt}, row | prompt, jinja=CHATML, **data)
         [record] = caplog.records
         assert re.search(words, record.getMessage())
+
+
+def test_messages_that_are_left_out_or_say_nothing_are_warned_of_once(caplog) -> None:
+    jinja = "{% for m in messages if m.role != 'developer' %}{{ m.content }}<|im_end|>{% endfor %}"
+    whole = [{"role": "developer", "content": "be"}, *ROW["prompt"], {"role": "assistant", "content": " "}]
+    row = {"messages": json.dumps(whole), **ROW}  # a text of JSON
+    source = PromptDataset([row, row], tokenizer_of(jinja), DataConfig(template="chat", messages_key="messages"), 0)
+    assert [x.prompt.text for x in source.next_solutions(2)] == ["go<|im_end|>"] * 2
+    left_out, nothing = (record.getMessage() for record in caplog.records)
+    assert "row 0: column 'messages'" in left_out and "does not write message 0, of role developer" in left_out
+    assert "without text and tool_calls (its fields: role, content)" in nothing
 
 
 def test_what_is_no_variable_names_row_and_column() -> None:

@@ -49,6 +49,7 @@ def test_rows_of_parquet_and_of_a_saved_data_set_equal_what_was_written(tmp_path
     import pyarrow.parquet
 
     said = [{"role": "user", "n": 1}, {"call": {"name": "f", "x": {"city": "Rome"}}}, {"call": {}, "of": [None]}]
+    said[0] |= {"content": None, "tool_calls": [{"name": "f"}]}  # the one null that is kept
     rows = [{"prompt": f"{i}", "chat": [said[i % 3]], "x": i / 4, "known": [True, None][i % 2]} for i in range(2500)]
     dated = [{**row, "at": datetime.date(2026, 1, 2), "price": decimal.Decimal("1.50")} for row in rows]
     wanted = [{**row, "at": "2026-01-02", "price": "1.50"} for row in rows]
