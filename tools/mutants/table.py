@@ -46,6 +46,8 @@ AREAS: dict[str, tuple[str, ...]] = {
     "sessions": ("rollout/endpoint/",),
     "server": ("serve/",),
     "checkpoints": ("checkpoint/",),
+    "rewards": ("reward/", "rollout/reward_errors.py"),
+    "templates": ("data/",),
 }
 
 
