@@ -1,7 +1,5 @@
 """Checks the benchmarks of rollouts: async_modes.py, refill.py and bitwise.py whole too, steps of stragglers.py."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

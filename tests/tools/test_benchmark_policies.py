@@ -1,7 +1,5 @@
 """Checks the plans of tools/benchmarks/policies.py, by hand and on random batches, and where each trajectory ends."""
 
-from __future__ import annotations
-
 import functools
 import json
 

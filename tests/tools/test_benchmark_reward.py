@@ -1,7 +1,5 @@
 """Checks the refusals of tools/benchmarks/reward_pool.py, the faults that it finds, and the whole of it in small."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib

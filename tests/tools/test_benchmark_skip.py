@@ -1,7 +1,5 @@
 """Checks skip.py, shared_prompts.py and planner.py by small real runs, whose figures follow from one another."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from types import SimpleNamespace

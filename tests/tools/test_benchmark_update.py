@@ -1,7 +1,5 @@
 """Checks settings, padding, comparison and tables of tools/benchmarks/update.py; the whole where trl is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -1,7 +1,5 @@
 """Checks that the table of tools/check_mutants.py fits this tree; on a small tree, that it tells kills from errors."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Checks tools/gpu_report.py: no step stops the rest, each record says how it ended, every command can be parsed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

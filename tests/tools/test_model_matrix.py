@@ -1,7 +1,5 @@
 """The table of families has a row for each family of the register, and its cells count tests that exist."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """What make_tokenizer.py, make_model.py and the examples' scripts write loads, round-trips, and has right answers."""
 
-from __future__ import annotations
-
 import json
 import operator
 import pathlib

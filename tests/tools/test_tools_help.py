@@ -1,7 +1,5 @@
 """Every tool says how to call it, with an example, and refuses by exit code 2 what it does not know or cannot do."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """Checks what tools/verify_topology.py does without a process group: comparing, naming, the thin model, its samples."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Each estimator and each reduction is compared with a loop over its formula.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

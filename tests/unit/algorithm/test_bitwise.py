@@ -1,7 +1,5 @@
 """The check of rollout.bitwise: one differing bit is found, and named by sample and position."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """algorithm/cancellation.py: a sum of standardised rewards that is 0 in exact arithmetic is 0, and no other is."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -3,8 +3,6 @@
 Between a reward and an advantage NaN, infinity and overflow are never "no signal", and rounding is never signal.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

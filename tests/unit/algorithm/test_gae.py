@@ -3,8 +3,6 @@
 The recursion is compared with a sum per token written from the paper, whitening with numpy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

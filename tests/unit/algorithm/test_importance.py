@@ -3,8 +3,6 @@
 Masks change the signal and the denominators; settings that cannot work are refused.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

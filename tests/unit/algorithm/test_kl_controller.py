@@ -1,7 +1,5 @@
 """algorithm/kl_controller.py against its recursion, one update at a time."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

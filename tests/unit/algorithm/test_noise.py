@@ -1,7 +1,5 @@
 """algorithm/noise.py: every invariant under Hypothesis, the distribution, and runs with noise on several layouts."""
 
-from __future__ import annotations
-
 import math
 import pathlib
 from statistics import NormalDist

@@ -1,7 +1,5 @@
 """Checks own policy losses and estimators: what passes the contract, what breaks it, and what ``exact`` says."""
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 import re

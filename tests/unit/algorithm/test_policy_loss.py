@@ -1,7 +1,5 @@
 """loss/: each term's value and gradient against its equation, token by token and case by case, in double precision."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

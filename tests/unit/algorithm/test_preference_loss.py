@@ -1,7 +1,5 @@
 """algorithm/preference_loss.py against each paper's equation, pair by pair, and its numbered invariants."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

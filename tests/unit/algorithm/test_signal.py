@@ -1,7 +1,5 @@
 """algorithm/signal.py: the samples that may be dropped, and every setting under which dropping is not exact."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

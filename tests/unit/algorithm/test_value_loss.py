@@ -1,7 +1,5 @@
 """algorithm/value_loss.py against its equation, token by token and case by case, in double precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

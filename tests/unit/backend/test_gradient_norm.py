@@ -1,7 +1,5 @@
 """backend/gradient_norm.py: the norm of large gradients is float64's, and Megatron-Core's clipping takes it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Checks backend/packing.py and model/attention.py: sequences see no other, and loss tokens are in their places."""
 
-from __future__ import annotations
-
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Checks checkpoint/pickled.py: nothing runs that a checkpoint or a rank names; the lists hold what is met alone."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Ranks that cannot start agree on one message, or name the port; a failed backend leaves no groups behind."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

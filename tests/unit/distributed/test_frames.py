@@ -1,7 +1,5 @@
 """Frames between a rank and its engine's process come out as they went in, and what is no frame is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """The device that a process takes: never the CPU in silence on a host whose GPU does not work."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import pathlib

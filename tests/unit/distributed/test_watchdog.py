@@ -1,7 +1,5 @@
 """distributed/watchdog*.py: bytes of strangers, slow stages, and a user's function that does not return."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

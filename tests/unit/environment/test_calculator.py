@@ -1,7 +1,5 @@
 """Checks the calculator: it computes as Python does, evaluates nothing else, and says so in its episodes."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from fractions import Fraction

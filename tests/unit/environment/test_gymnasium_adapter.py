@@ -1,7 +1,5 @@
 """Checks that an episode through the adapter equals gymnasium's own loop, and that rows and faults are told."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks the environments' threads: order, deadlines, and calls that hang without taking the others with them."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

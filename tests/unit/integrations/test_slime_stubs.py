@@ -1,7 +1,5 @@
 """Stubs in slime's train data: the gradient by its documented formula, and what is kept, cut, counted and refused."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

@@ -1,7 +1,5 @@
 """Checks the keys that Transformer Engine's attention gets over shared prompts: a segment's own, after its prompt's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Checks model/logprob.py's path from hidden states and the head's weight against the path over logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

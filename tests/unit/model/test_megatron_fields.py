@@ -1,7 +1,5 @@
 """All fields of the installed Megatron-Core's config classes are accepted, typed as these want them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

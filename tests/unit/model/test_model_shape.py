@@ -1,7 +1,5 @@
 """Checks the shape that a Hugging Face config becomes, and its refusals, without a model being built."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks model/{attention,window,chunked}_spans.py, and attention within windows, against masks made pair by pair."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

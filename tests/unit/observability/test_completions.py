@@ -1,7 +1,5 @@
 """Which completions are recorded, that hostile text stays text, and that whole rollouts come back as written."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Checks observability/metrics.py: sums are divided last, rows survive the file, nothing of an earlier run is lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

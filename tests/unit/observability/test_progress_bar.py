@@ -1,7 +1,5 @@
 """The progress bar is sparse in a log, live on a terminal; a run that trains nothing says so in log and final table."""
 
-from __future__ import annotations
-
 import io
 import logging
 

@@ -1,7 +1,5 @@
 """Checks observability/report.py and svg.py: a page is well-formed and names every series that its run has or lacks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

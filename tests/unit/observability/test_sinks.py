@@ -1,7 +1,5 @@
 """The real TensorBoard, W&B (offline) and MLflow (files) get a run's numbers, completions and configuration."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import shutil

@@ -3,8 +3,6 @@
 Fits are compared with the models that generated them, the closed form with planning/timeline.py's clock.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """planning/plan.py under lockstep: ranks that share experts run equally many, by finer cuts first, then by fillers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """planning/plan.py on a pipeline: the number of micro-batches and their order."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rl.planning.plan import PlanRules

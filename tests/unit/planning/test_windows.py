@@ -1,7 +1,5 @@
 """Checks the squared tokens of sliding windows against a count of the pairs that a token sees."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Adapters travel alone to engines that have the weights beside them, and with those weights to every other."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Iterator
 

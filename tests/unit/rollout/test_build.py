@@ -1,7 +1,5 @@
 """The engine of each rank, the arguments and environment of its process, and the settings that are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The order in which a device changes hands between trainer and engine."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pathlib

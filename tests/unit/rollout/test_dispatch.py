@@ -1,7 +1,5 @@
 """Requests over replicas that fail in every way: each is finished exactly once, or handed back as lost."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """Episodes equal a plain loop, also where they end early, fail or lose their engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Episodes on the real embedded engine: their log-probs equal Hugging Face's where a token was sampled."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

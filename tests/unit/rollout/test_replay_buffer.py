@@ -1,7 +1,5 @@
 """Checks rollout/replay_buffer.py: every invariant under Hypothesis, and draws against their odds."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """Routed experts on their way from an engine to a sample: read, checked, merged over turns, saved and loaded."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Sampling by request with the embedded engine, against its own rollouts and plain Hugging Face forwards."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """rollout/vllm/server_replica.py's control messages, to a server that is a thread of this process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

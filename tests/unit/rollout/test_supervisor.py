@@ -1,7 +1,5 @@
 """The supervisor of vLLM servers, with real processes and a stand-in for vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The embedded engine against plain Hugging Face forwards."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The memory that weights travel through: nothing of it outlives its use, and a killed owner's is removed."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import signal

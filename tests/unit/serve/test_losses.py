@@ -1,7 +1,5 @@
 """Each loss is refused what it cannot read, by name; its inputs and clip counts are those of its formula."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The queue of the server keeps its invariants, whatever the order in which requests arrive and how they end."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """The server's file holds what was written, for another process too, and says what a crash has lost."""
 
-from __future__ import annotations
-
 import pathlib
 import subprocess
 import sys

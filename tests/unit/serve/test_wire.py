@@ -1,7 +1,5 @@
 """Bodies of requests become the server's values, and what is wrong with them is named."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Values that are not finite end a run before a plan is made; what rollout.bitwise asks of updates and servers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

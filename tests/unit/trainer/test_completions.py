@@ -1,7 +1,5 @@
 """Checks trainer/completions.py: the completions of a rollout carry the rewards and advantages that are trained on."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

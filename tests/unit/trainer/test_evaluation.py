@@ -1,7 +1,5 @@
 """Evaluation without engines: pass@k equals enumeration, a set's metrics equal the naive loop; names of prompts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The reference policy's rules: a KL in the reward, settings that go together, the moves of the coefficient."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks weights/bucket_digest.py: equal buckets have equal digests, and whatever changed or moved shows."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Anything else gives another checksum.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

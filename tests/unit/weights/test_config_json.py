@@ -1,7 +1,5 @@
 """An odd config.json or generation_config.json ends in one sentence that names file and field."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """Checks weights/delta.py against a naive loop over the words: positions, values, bytes, and the patched bucket."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks weights/model_dtype.py: the dtype that `model.dtype: auto` stands for."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import types

@@ -1,7 +1,5 @@
 """Stacks of transposed experts: gate, up and down of each are read, written and put together as they lie there."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

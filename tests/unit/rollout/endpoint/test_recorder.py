@@ -1,7 +1,5 @@
 """The record of a session: chains by prefix, branches, and the sample of the last one."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
