@@ -1,7 +1,5 @@
 """Tests of the tools. Importing this puts the tools' own folders on the search path, as `python FILE` would."""
 
-from __future__ import annotations
-
 import importlib.util
 import pathlib
 import sys

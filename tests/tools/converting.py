@@ -1,7 +1,5 @@
 """Calls tools/convert_checkpoint.py on folders of tiny models, which may be changed."""
 
-from __future__ import annotations
-
 import pathlib
 
 import convert_checkpoint

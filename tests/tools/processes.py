@@ -1,7 +1,5 @@
 """Runs a tool on ranks that are forked from the nursery, as torchrun would start them; says what still runs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

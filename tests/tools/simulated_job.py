@@ -1,7 +1,5 @@
 """Makes the jobs of the simulator's tests, and names settings of layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

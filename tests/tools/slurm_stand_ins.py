@@ -1,7 +1,5 @@
 """Submits an sbatch template without SLURM: stand-ins for srun, scontrol and curl write down how they are called."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

@@ -1,7 +1,5 @@
 """Checks that tools/acceptance.py passes a right cell, names planted faults, ends hangs, and names cells not run."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

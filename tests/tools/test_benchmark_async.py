@@ -1,7 +1,5 @@
 """Checks the benchmarks of rollouts: async_modes.py, refill.py and bitwise.py whole too, steps of stragglers.py."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
@@ -25,16 +23,13 @@ def test_the_embedded_engine_has_no_mode_in_flight():
     assert "streaming, in flight" in benchmark_async.parse([]).modes
 
 
-def test_overlap_is_of_the_shorter_of_the_two():
+def test_overlap_is_of_the_shorter_of_the_two_and_a_live_group_costs_what_the_dead_ones_took():
     """Production takes 6 and training 4: 10 in turn, 6 at best; a run of 7 hides 3 of 4."""
     rows = {"seconds": 10.0, "production": 6.0, "staleness": 0.0}
     ahead = {"seconds": 7.0, "production": 6.5, "staleness": 1.0}
     sync, prefetch = benchmark_async.table_of({"sync": [rows] * 3, "prefetch": [ahead] * 3})
     assert (sync["overlap"], sync["over sync"]) == (0.0, 1.0)
     assert (prefetch["overlap"], prefetch["over sync"], prefetch["over ideal"]) == (0.75, 0.7, 7.0 / 6.0)
-
-
-def test_a_live_group_costs_what_the_dead_ones_took():
     row = {"groups with signal": 8.0, "tokens": 800.0, "rollout s": 1.0, "logprob s": 1.0, "update s": 2.0}
     (found,) = benchmark_refill.table_of({"skip": [row | {"all s": 4.0}] * 2})
     assert found["tokens a live group"] == 100.0 and found["s a live group"] == 0.5

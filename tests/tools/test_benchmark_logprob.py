@@ -1,7 +1,5 @@
 """Checks that tools/benchmarks/logprob.py, at sizes of a test, reports all its figures, and that they add up."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

@@ -1,7 +1,5 @@
 """Checks the plans of tools/benchmarks/policies.py, by hand and on random batches, and where each trajectory ends."""
 
-from __future__ import annotations
-
 import functools
 import json
 
@@ -116,16 +114,13 @@ def assert_shortest_padding(kept: list[int], lengths: np.ndarray, signal: np.nda
     assert not padding or not len(left) or lengths[padding].max() <= lengths[left].min()
 
 
-def test_fewest_steps_are_as_few_as_the_mini_batch_size_allows() -> None:
+def test_fewest_steps_are_as_few_as_the_size_allows_and_policies_of_eight_samples_by_hand() -> None:
     for mini_batches, lengths, signal, rules in cases():
         kept = all_ran(plans.filter_pad(mini_batches, lengths, signal, rules), rules)
         plan = plans.fewest_steps(mini_batches, lengths, signal, rules)
         assert len(plan.mini_batches) == -(-len(kept) // len(mini_batches[0]))
         assert all(x.kind is StepKind.REAL for x in plan.mini_batches) and sorted(all_ran(plan, rules)) == sorted(kept)
-
-
-def test_policies_of_eight_samples_by_hand() -> None:
-    """There are two steps of four, signal in 0, 1, 2; 7 is the shortest."""
+    # there are two steps of four, signal in 0, 1, 2; 7 is the shortest
     mini_batches, lengths = split_mini_batches(np.arange(8), 4), np.array([5, 6, 7, 8, 9, 9, 9, 3])
     signal = np.isin(np.arange(8), [0, 1, 2])
     found = {name: policy(mini_batches, lengths, signal, PlanRules()) for name, policy in plans.POLICIES.items()}

@@ -1,7 +1,5 @@
 """Checks the refusals of tools/benchmarks/reward_pool.py, the faults that it finds, and the whole of it in small."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib
@@ -21,12 +19,16 @@ pytestmark = pytest.mark.process
 ROWS = [{"question": f"{i} and {i}?", "answer": f"{i} and {i} is {2 * i}.\n#### {2 * i:,}"} for i in (0, 7, 600)]
 
 
-def test_kinds_are_as_many_as_asked_for() -> None:
+def test_kinds_are_as_many_as_asked_for_and_half_of_the_math_answers_are_right() -> None:
     given = parse(["--samples", "1000", "--raising", "0.002", "--hanging", "0.01", "--killing", "0.1"])
     kinds = draw_kinds(given)
     assert {kind: kinds.count(kind) for kind in kinds} == {"answer": 888, "raise": 2, "hang": 10, "kill": 100}
     assert kinds == draw_kinds(given)
     assert len(set(draw_kinds(parse(words("--samples 9 --raising 1 --hanging 0 --killing 0"))))) == 1
+    given = parse(["--math-samples", "7", "--group-size", "4"])
+    rollouts, wanted = math_rollouts(ROWS, 1, given)
+    assert [x.text.rpartition("#### ")[2] for x in rollouts] == ["1200", "12001", "1200", "1200111", "0", "01", "0"]
+    assert wanted == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
 
 
 def test_every_wrong_outcome_is_found() -> None:
@@ -53,13 +55,6 @@ def test_seconds_of_a_hang_run_from_its_first_call_to_its_last_kill() -> None:
     found = hang_seconds(calls, [(7, 11.0), (9, 11.5), (8, 12.2), (7, 21.5), (2, 30.0)])
     assert found == pytest.approx([2.2, 1.0, 1.5])  # process number 7 was given out twice
     assert math.isnan(hang_seconds("7 3 10.0\n", [])[0])
-
-
-def test_half_of_the_math_answers_are_right() -> None:
-    given = parse(["--math-samples", "7", "--group-size", "4"])
-    rollouts, wanted = math_rollouts(ROWS, 1, given)
-    assert [x.text.rpartition("#### ")[2] for x in rollouts] == ["1200", "12001", "1200", "1200111", "0", "01", "0"]
-    assert wanted == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
 
 
 def test_the_whole_in_small(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,7 +1,5 @@
 """Checks skip.py, shared_prompts.py and planner.py by small real runs, whose figures follow from one another."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from types import SimpleNamespace
@@ -106,7 +104,7 @@ def test_figures_of_shared_prompts_follow_from_one_another(nursery: Nursery, tmp
     assert row["dense after"]["ideal"] > apart / row["dense after"]["tokens"]
 
 
-def test_a_recorded_rollout_without_any_signal_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_recorded_rollout_without_any_signal_is_refused_and_dead_groups_are_whole(tmp_path: pathlib.Path) -> None:
     row = {"rollout": 0, "group": 0, "prompt_tokens": 5, "response_tokens": 4, "loss_tokens": 4}
     trace = tmp_path / "trace.jsonl"
     given = shared_prompts.parse(["--trace", str(trace)])
@@ -115,9 +113,6 @@ def test_a_recorded_rollout_without_any_signal_is_refused(tmp_path: pathlib.Path
     trace.write_text((json.dumps(row | {"reward": 1.0}) + "\n") * 2)
     with pytest.raises(SystemExit, match=r"trace\.jsonl: no group of its last rollout has signal"):
         shared_prompts.recorded(given)
-
-
-def test_dead_groups_are_whole() -> None:
     lengths = shared_prompts.drawn(shared_prompts.parse(words(SHARED)), "1:1", 8)
     by_group = [set(lengths.signal[lengths.groups == g].tolist()) for g in range(4)]
     assert sorted(map(sorted, by_group)) == [[False], [False], [False], [True]]

@@ -1,7 +1,5 @@
 """Checks settings, padding, comparison and tables of tools/benchmarks/update.py; the whole where trl is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json
@@ -59,7 +57,7 @@ def test_every_size_is_there_once_in_every_layout() -> None:
     assert more[:10] == settings and len({x.name for x in more}) == 16 and all(x.compiled for x in more[10:])
 
 
-def test_prompts_are_padded_left_and_responses_right() -> None:
+def test_prompts_are_padded_left_responses_right_and_layouts_pad_less_and_less() -> None:
     rows = [np.array([7, 8]), np.array([9])]
     ids, mask = pad_rows(rows, left=True, width=3)
     assert ids.tolist() == [[0, 7, 8], [0, 0, 9]] and mask.tolist() == [[0, 1, 1], [0, 0, 1]]
@@ -67,6 +65,10 @@ def test_prompts_are_padded_left_and_responses_right() -> None:
     assert ids.tolist() == [[7, 8], [9, 0]] and mask.tolist() == [[1, 1], [1, 0]]
     with pytest.raises(ValueError, match="a row of 2 tokens does not fit a width of 1"):
         pad_rows(rows, left=True, width=1)
+    samples, settings = make_samples(LENGTHS), [x for x in trl_settings([2]) if not x.checkpointing]
+    sizes = {x.layout: padded_tokens(make_microbatches(samples, np.zeros(8), x)) for x in settings}
+    assert sizes["batch"] == 8 * (10 + 30)  # the longest prompt and the longest response, for every sample
+    assert sizes["sorted"] < sizes["trimmed"] < sizes["batch"]
 
 
 @pytest.mark.parametrize("setting", trl_settings([2, 4, 8]), ids=lambda x: x.name)
@@ -84,25 +86,15 @@ def test_microbatches_hold_every_sample_once_with_its_advantage(setting) -> None
     assert found == {ids[0]: (ids, *rest) for ids, *rest in wanted}
 
 
-def test_layouts_pad_less_and_less() -> None:
-    samples, settings = make_samples(LENGTHS), [x for x in trl_settings([2]) if not x.checkpointing]
-    sizes = {x.layout: padded_tokens(make_microbatches(samples, np.zeros(8), x)) for x in settings}
-    assert sizes["batch"] == 8 * (10 + 30)  # the longest prompt and the longest response, for every sample
-    assert sizes["sorted"] < sizes["trimmed"] < sizes["batch"]
-
-
 def gradients() -> dict[str, torch.Tensor]:
     return {"a.weight": torch.tensor([[3.0, 0.0], [0.0, 0.0]]), "b.bias": torch.tensor([4.0])}
 
 
-def test_error_is_relative_to_the_norm_over_all_weights() -> None:
+def test_error_is_relative_to_the_norm_over_all_weights_and_another_models_are_refused() -> None:
     found = gradients()
     found["b.bias"] += 0.5
     assert update_compare.gradient_error(gradients(), gradients())["error"] == 0.0
     assert update_compare.gradient_error(found, gradients()) == {"error": 0.1, "norm": 5.0, "worst": "b.bias"}
-
-
-def test_weights_of_another_model_are_refused() -> None:
     one, both = {"a.weight": gradients()["a.weight"]}, gradients()
     for found, wanted, said in (
         (one, both, r"missing \['b.bias'\]"),
@@ -125,9 +117,15 @@ def compare(**wrong: dict) -> list[dict]:
     return update_compare.compare_gradients(contenders, BAR)
 
 
-def test_each_setting_is_compared_with_the_other_side() -> None:
+def test_each_setting_is_compared_with_the_other_side_and_contenders_take_turns() -> None:
     assert [(x["setting"], x["against"]) for x in compare()] == [("x", "z"), ("y", "z"), ("z", "x"), ("w", "x")]
     assert {x["error"] for x in compare()} == {0}
+    turns: list[str] = []
+    both = [contender(f, n, update=lambda n=n: turns.append(n)) for f, n in (("dense", "z"), ("skip", "w"))]
+    rows = update_compare.time_contenders(both, repeats=3, tokens=100)
+    assert turns == ["z", "w"] * 4  # one round to warm up
+    for row in rows:
+        assert len(row["all_s"]) == 3 and row["s"] == sorted(row["all_s"])[1] and row["tokens_per_s"] == 100 / row["s"]
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -138,15 +136,6 @@ def test_one_wrong_gradient_on_either_side_is_found(family, wrong) -> None:
     zero = {name: torch.zeros_like(x) for name, x in gradients().items()}
     with pytest.raises(GradientsDiffer, match="nothing was measured"):  # no gradient is no agreement
         compare(**dict.fromkeys(FAMILIES, zero))
-
-
-def test_contenders_take_turns() -> None:
-    turns: list[str] = []
-    both = [contender(f, n, update=lambda n=n: turns.append(n)) for f, n in (("dense", "z"), ("skip", "w"))]
-    rows = update_compare.time_contenders(both, repeats=3, tokens=100)
-    assert turns == ["z", "w"] * 4  # one round to warm up
-    for row in rows:
-        assert len(row["all_s"]) == 3 and row["s"] == sorted(row["all_s"])[1] and row["tokens_per_s"] == 100 / row["s"]
 
 
 def make_rows(**seconds: float) -> list[dict]:

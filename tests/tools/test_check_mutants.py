@@ -1,7 +1,5 @@
 """Checks that the table of tools/check_mutants.py fits this tree; on a small tree, that it tells kills from errors."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pathlib
@@ -18,14 +16,11 @@ from tests.tools import ROOT
 pytestmark = pytest.mark.process
 
 
-def test_every_line_occurs_once_and_still_parses_with_its_fault() -> None:
+def test_every_line_occurs_once_and_parses_with_its_fault_and_every_test_named_exists() -> None:
     for mutant in MUTANTS:
         text = read(ROOT, mutant)
         assert len(mutant.places(text)) == 1 and mutant.line != mutant.becomes, mutant.name
         assert ast.dump(ast.parse(mutant.planted(text))) != ast.dump(ast.parse(text)), mutant.name
-
-
-def test_every_test_named_exists() -> None:
     for mutant in MUTANTS:
         assert mutant.tests, mutant.name
         for test in mutant.tests:
@@ -36,14 +31,11 @@ def test_every_test_named_exists() -> None:
             assert not function or function.partition("[")[0] in defined, (mutant.name, test)
 
 
-def test_names_are_unique_and_every_area_has_two() -> None:
+def test_names_are_unique_every_area_has_two_and_the_page_names_every_mutant_and_its_file() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 40
     counts = Counter(mutant.area for mutant in MUTANTS)
     assert set(counts) == set(AREAS) and min(counts.values()) >= 2, counts
     assert {"gspo-single-token", "plan-cap-one-too-large"} <= {mutant.name for mutant in MUTANTS}
-
-
-def test_the_page_names_every_mutant_and_its_file() -> None:
     rows = [line.split(" | ") for line in (ROOT / "docs/mutants.md").read_text().splitlines() if line.startswith("| `")]
     found = [(row[0].strip("| `"), row[1].strip("`")) for row in rows]
     assert found == [(mutant.name, mutant.file.removeprefix("megatron_rl/")) for mutant in MUTANTS]

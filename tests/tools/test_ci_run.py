@@ -1,7 +1,5 @@
 """`.ci/run` over a small project: what failed by chance is named, what fails again is red, six sixths are all."""
 
-from __future__ import annotations
-
 import pathlib
 import shutil
 import subprocess

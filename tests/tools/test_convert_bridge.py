@@ -1,7 +1,5 @@
 """Our tables equal those of NVIDIA megatron-bridge, where ``make test-bridge`` has installed it (docs/bridge.md)."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -180,14 +180,11 @@ def test_a_sliding_window_is_the_model_s(tmp_path: pathlib.Path, capsys) -> None
     assert run("roundtrip", tmp_path / "hf", "--check-logits") == 0
 
 
-def test_a_cut_that_does_not_divide_is_refused(tmp_path: pathlib.Path, capsys) -> None:
+def test_a_cut_that_does_not_divide_and_dtypes_that_one_tensor_cannot_hold_are_refused(tmp_path, capsys) -> None:
     write_model(tmp_path / "hf", "llama")
     for option, value in (("--tp", 3), ("--pp", 3), ("--ep", 2)):
         assert run("import", tmp_path / "hf", tmp_path / "megatron", option, value) == 2
         assert f"{option} {value} does not divide" in capsys.readouterr().err
-
-
-def test_dtypes_that_one_tensor_cannot_hold_are_refused_and_cast_when_asked(tmp_path: pathlib.Path, capsys) -> None:
     write_model(tmp_path / "hf", "llama")
     tensors(lambda held: held.update({KEY: held[KEY].half()}))(tmp_path / "hf")
     assert run("import", tmp_path / "hf", tmp_path / "megatron") == 2

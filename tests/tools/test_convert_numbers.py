@@ -1,7 +1,5 @@
 """convert_checkpoint.py's numbers: those that are not finite, block FP8, MXFP4, a router's float32 bias."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

@@ -1,7 +1,5 @@
 """Checks tools/gpu_report.py: no step stops the rest, each record says how it ended, every command can be parsed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib
@@ -146,7 +144,14 @@ def test_steps_share_a_process_until_one_does_not_pass(tmp_path: pathlib.Path) -
     assert (folder / "steps" / "second" / "log.txt").read_text() == "" and not alive(third["found"]["pid"])
 
 
-def test_only_scripts_of_one_process_that_run_alone_share_one() -> None:
+def test_parts_fit_their_calls_and_only_scripts_of_one_process_that_run_alone_share_one() -> None:
+    assert {step.part for step in STEPS} == set(PARTS) and {step.carried for step in STEPS} == {"", *EXTRAS}
+    for part in PARTS:
+        steps = [step for step in STEPS if step.part == part]
+        limits_s = sum(x.limit_s for x in steps if not x.cores) + max([x.limit_s for x in steps if x.cores] or [0])
+        # a limit is twice what a step takes
+        assert limits_s / 2 <= 60 * gpu_report.PART_MINUTES - 30, (part, limits_s / 2)
+    assert len({step.name for step in STEPS}) == len(STEPS)
     shared = [step for step in STEPS if step.shares]
     assert {step.carried for step in shared} == {""} and not any(step.cores for step in shared)
     for command in (x for step in shared for x in (step.command, step.cpu) if x):
@@ -204,16 +209,6 @@ def test_the_command_writes_the_report_of_a_real_step(tmp_path: pathlib.Path) ->
     assert record["found"]["bytes"] > 0 and record["machine"]["versions"]["torch"]
     page = (tmp_path / "report.md").read_text()
     assert "| 2 | offload | passed |" in page and str(tmp_path) not in page and str(ROOT) not in page
-
-
-def test_parts_fit_their_calls() -> None:
-    assert {step.part for step in STEPS} == set(PARTS) and {step.carried for step in STEPS} == {"", *EXTRAS}
-    for part in PARTS:
-        steps = [step for step in STEPS if step.part == part]
-        limits_s = sum(x.limit_s for x in steps if not x.cores) + max([x.limit_s for x in steps if x.cores] or [0])
-        # a limit is twice what a step takes
-        assert limits_s / 2 <= 60 * gpu_report.PART_MINUTES - 30, (part, limits_s / 2)
-    assert len({step.name for step in STEPS}) == len(STEPS)
 
 
 def test_every_cell_of_the_report_exists_and_its_shapes_are_folders_with_a_config() -> None:

@@ -1,7 +1,5 @@
 """Checks tools/gpu_report.py --carry as far as it asks no package index, and the table that --table writes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pathlib

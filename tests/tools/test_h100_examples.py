@@ -3,8 +3,6 @@
 Sizes are the models' published ones. No GPU is at hand: that the runs work there is not shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib

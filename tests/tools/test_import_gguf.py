@@ -1,7 +1,5 @@
 """Checks `convert_checkpoint.py import --gguf` on small files: tensors to the bit, tokenizer, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pathlib

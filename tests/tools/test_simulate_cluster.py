@@ -1,7 +1,5 @@
 """Checks the simulator's memory against built models, its plans against the backend's, and its clock's arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

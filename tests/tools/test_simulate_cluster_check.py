@@ -1,7 +1,5 @@
 """Checks simulate_cluster_check.py without measuring: its fit finds the rates that made the times."""
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks a critic's and a teacher's memory in the forecast against those of built ones, and against a count by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

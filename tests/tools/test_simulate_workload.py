@@ -1,7 +1,5 @@
 """Checks workloads, coefficients and command lines of the simulator."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

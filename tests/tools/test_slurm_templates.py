@@ -72,7 +72,7 @@ def test_template_directives(template):
     assert "set -euo pipefail" in text and "# Launch:" in text
 
 
-def test_one_task_per_node_meets_at_the_head_node(tmp_path):
+def test_one_task_per_node_meets_at_the_head_node_and_container_command_lines(tmp_path):
     given = ("--config", "x.yaml", "train.num_rollouts=3")
     code, (call,), said = submit(tmp_path, "multi_node.sbatch", *given, SAVE_EVERY="4")
     assert code == 0
@@ -80,6 +80,15 @@ def test_one_task_per_node_meets_at_the_head_node(tmp_path):
     assert "bash examples/slurm/node.sh a1:20007 -m megatron_rl.train" in call
     assert call.endswith("checkpoint.save_every_rollouts=4 --config x.yaml train.num_rollouts=3")
     assert "attempt 1: a1 a2;" in said and "checkpoint: none" in said
+    _, (pyxis,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="pyxis", IMAGE="img.sqsh", MOUNTS="/data:/data")
+    mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data --container-workdir={ROOT}"
+    assert f"--container-image=img.sqsh {mounts}" in pyxis
+    _, (apptainer,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="apptainer", IMAGE="img.sif")
+    assert f"apptainer exec --nv --bind {ROOT} --pwd {ROOT} img.sif bash examples/slurm/node.sh" in apptainer
+    code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="docker")
+    assert code == 2 and not calls and "choose none, pyxis or apptainer" in said
+    code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="pyxis")
+    assert code != 0 and not calls and "needs IMAGE" in said
 
 
 @pytest.mark.parametrize(("trainer_code", "saves", "requeued"), [
@@ -92,19 +101,7 @@ def test_job_requeues_itself_when_it_was_asked_to_leave_and_has_saved(tmp_path, 
     assert ("not requeued" in said) == (trainer_code == "75" and not requeued)
 
 
-def test_container_command_lines(tmp_path):
-    _, (pyxis,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="pyxis", IMAGE="img.sqsh", MOUNTS="/data:/data")
-    mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data --container-workdir={ROOT}"
-    assert f"--container-image=img.sqsh {mounts}" in pyxis
-    _, (apptainer,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="apptainer", IMAGE="img.sif")
-    assert f"apptainer exec --nv --bind {ROOT} --pwd {ROOT} img.sif bash examples/slurm/node.sh" in apptainer
-    code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="docker")
-    assert code == 2 and not calls and "choose none, pyxis or apptainer" in said
-    code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="pyxis")
-    assert code != 0 and not calls and "needs IMAGE" in said
-
-
-def test_vllm_takes_the_last_nodes(tmp_path):
+def test_vllm_takes_the_last_nodes_and_several_servers_on_one_have_successive_ports(tmp_path):
     given = dict(MODEL="m", VLLM_TP="8", VLLM_ARGS="--max-model-len 64", TRAINER_CODE="0")
     code, calls, _ = submit(tmp_path, "trainer_and_vllm.sbatch", "a=b", nodes="a1 a2 a3", **given)
     assert code == 0
@@ -117,9 +114,6 @@ def test_vllm_takes_the_last_nodes(tmp_path):
     assert "--replicas 1 " in server
     code, calls, said = submit(tmp_path, "trainer_and_vllm.sbatch", nodes="a1", MODEL="m")
     assert code == 2 and not calls and "VLLM_NODES=1 of --nodes=1" in said
-
-
-def test_several_servers_on_a_node_have_successive_ports(tmp_path):
     variables = {"MODEL": "m", "VLLM_NODES": "2", "VLLM_TP": "4", "VLLM_REPLICAS": "2"}
     code, calls, _ = submit(tmp_path, "trainer_and_vllm.sbatch", nodes="a1 a2 a3", **variables)
     assert code == 0

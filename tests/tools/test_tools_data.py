@@ -1,7 +1,5 @@
 """What make_tokenizer.py, make_model.py and the examples' scripts write loads, round-trips, and has right answers."""
 
-from __future__ import annotations
-
 import json
 import operator
 import pathlib
@@ -70,12 +68,17 @@ def test_bpe_round_trips_and_cuts_digits_apart(tmp_path, capsys):
         assert tokenizer.decode(token_ids(tokenizer, text)) == text
 
 
-def test_character_tokenizer_has_just_those_characters(tmp_path):
+def test_character_tokenizer_has_just_those_characters_and_what_cannot_be_tokens_is_refused(tmp_path):
     assert make_tokenizer.main(["--characters", "0123456789+-= ", "--out", str(tmp_path)]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == 2 + 14
     ids = token_ids(tokenizer, "12 + 3=")
     assert len(ids) == 7 and tokenizer.decode(ids) == "12 + 3="
+    for characters, message in (("", "is empty"), ("12é", "'é', which is more than one byte")):
+        with pytest.raises(ConfigError, match=message):
+            make_tokenizer.make_characters(characters)
+    with pytest.raises(ConfigError, match="--vocab-size 257 must be at least 258"):
+        make_tokenizer.train_bpe(["x"], 257)
 
 
 def test_what_cannot_round_trip_fails_the_tool(tmp_path, capsys):
@@ -85,14 +88,6 @@ def test_what_cannot_round_trip_fails_the_tool(tmp_path, capsys):
     assert "'1+x' came back as '1+'" in capsys.readouterr().err
     assert make_tokenizer.main([*arguments, "answer"]) == 1
     assert "--columns answer: row 0" in capsys.readouterr().err
-
-
-def test_characters_and_vocabularies_that_cannot_be_tokens_are_refused():
-    for characters, message in (("", "is empty"), ("12é", "'é', which is more than one byte")):
-        with pytest.raises(ConfigError, match=message):
-            make_tokenizer.make_characters(characters)
-    with pytest.raises(ConfigError, match="--vocab-size 257 must be at least 258"):
-        make_tokenizer.train_bpe(["x"], 257)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -163,7 +158,7 @@ def test_gsm8k_row_without_a_number_is_named(tmp_path, capsys):
     assert "--hidden 256 / --heads 3" in capsys.readouterr().err
 
 
-def test_quickstart_writes_every_problem_once(tmp_path):
+def test_quickstart_writes_every_problem_once_in_the_seeds_order(tmp_path):
     assert quickstart.main(["--out", str(tmp_path), "--test-rows", "20"]) == 0
     train, test = load_rows(tmp_path / "train.jsonl"), load_rows(tmp_path / "test.jsonl")
     assert (len(train), len(test), len({row["prompt"] for row in [*train, *test]})) == (180, 20, 200)
@@ -171,9 +166,6 @@ def test_quickstart_writes_every_problem_once(tmp_path):
         assert row["answer"] == row["solution"] == str(eval(row["prompt"].rstrip("=")))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(0.8e6, rel=0.05)
-
-
-def test_quickstart_order_is_the_seeds():
     assert quickstart.generate(1, ["+"], 5) == quickstart.generate(1, ["+"], 5) != quickstart.generate(1, ["+"], 6)
     with pytest.raises(ConfigError, match="--operations '/' must be"):
         quickstart.generate(1, ["/"], 0)
@@ -242,16 +234,13 @@ def test_answers_are_those_of_the_working_and_rows_repeat(tmp_path: pathlib.Path
         assert math_verify([], [row["solution"] for row in rows[:40]], [], answers) == [1.0] * 40
 
 
-def test_no_kind_and_numbers_are_both_trained_and_held_out_and_steps_are_those_asked_for(tmp_path) -> None:
+def test_no_problem_is_trained_and_held_out_and_steps_are_those_asked_for_or_refused(tmp_path, capsys) -> None:
     assert problems.main(["--out", str(tmp_path), "--test-rows", "200"]) == 0
     rows = [read(tmp_path / name) for name in ("train.jsonl", "test.jsonl")]
     train, test = ({(row["kind"], *re.findall(r"\d+", question(row))) for row in part} for part in rows)
     assert train and len(test) == 200 and not train & test
     assert problems.main(words(f"--out {tmp_path}/two --train-rows 90 --test-rows 90 --steps 2")) == 0
     assert {problems.KINDS[row["kind"]].steps for row in read(tmp_path / "two" / "test.jsonl")} == {2}
-
-
-def test_more_problems_than_there_are_and_other_steps_are_refused(tmp_path: pathlib.Path, capsys) -> None:
     for given, said in (
         (("--steps", "1", "--test-rows", "1000"), r"error: \d+ problems to hold out and 0 to train on were found"),
         (("--steps", "3"), "--steps 3 must name 1, 2 or both"),

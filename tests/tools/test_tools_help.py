@@ -1,7 +1,5 @@
 """Every tool says how to call it, with an example, and refuses by exit code 2 what it does not know or cannot do."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -58,13 +56,10 @@ def answers(nursery: Nursery, tmp_path_factory) -> dict[str, tuple[int, str]]:
     return json.loads((folder / "found.json").read_text())
 
 
-def test_every_help_has_an_example(answers) -> None:
+def test_every_help_has_an_example_and_an_unknown_option_ends_with_2(answers) -> None:
     helps = {tool: answers[f"{tool} --help"] for tool in CALLED}
     wrong = {x: y for x, y in helps.items() if y[0] != 0 or "example" not in y[1].lower() or x.stem not in y[1]}
     assert len(helps) > 40 and not wrong
-
-
-def test_an_unknown_option_ends_with_2(answers) -> None:
     ends = {tool: answers[f"{tool} {UNKNOWN}"] for tool in CALLED}
     assert not {x: y for x, y in ends.items() if y[0] != 2 or (UNKNOWN not in y[1] and "required" not in y[1])}
 

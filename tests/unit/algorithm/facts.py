@@ -1,7 +1,5 @@
 """Facts of a batch made by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rl.types import BatchFacts

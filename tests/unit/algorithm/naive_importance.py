@@ -1,7 +1,5 @@
 """Importance weights by a loop over tokens."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_rl.config import CORRECTIONS, CorrectionConfig

@@ -1,7 +1,5 @@
 """The policy's loss of one token, by its equations."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from megatron_rl.config import LossConfig

@@ -1,7 +1,5 @@
 """Optimizer steps and reduction weights by a naive loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 Each estimator and each reduction is compared with a loop over its formula.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -237,11 +235,15 @@ def test_rewards_that_differ_by_rounding_are_not_equal() -> None:
     assert (found != 0).any() and (np.abs(found) < NOISE).all()
 
 
-def test_gdpo_names_the_sample_of_an_infinite_reward() -> None:
+def test_gdpo_names_the_sample_of_an_infinite_reward_and_unknown_names_are_errors() -> None:
     """The total may hide it behind a weight of 0; the advantages would be NaN all the same."""
     named = dict(by_function=np.array([[1.0, math.inf], [0.0, 1.0]]), function_weights=(1.0, 0.0))
     with pytest.raises(ValueError, match="s0 is inf"):
         advantages(of_all([1.0, 0.0], [0, 0], sample_ids=("s0", "s1"), **named), estimator="gdpo")
+    with pytest.raises(ValueError, match=r"advantage\.estimator='mean'"):
+        advantages(of_all([1.0], [0]), estimator="mean")
+    with pytest.raises(ValueError, match=r"loss\.reduction='mean'"):
+        reduction_weights("mean", make_facts([0], [1]), np.arange(1), max_response_tokens=1)
 
 
 def weight_naive(reduction: str, facts: BatchFacts, counted: list[int], i: int, max_response_tokens: int) -> float:
@@ -277,13 +279,6 @@ def test_reduction_weights_equal_the_table(reduction: str, case: Case, seed: int
     found = reduction_weights(reduction, facts, counted, max_response_tokens=11)
     wanted = [weight_naive(reduction, facts, counted.tolist(), i, 11) for i in range(facts.num_samples)]
     np.testing.assert_allclose(found, wanted, rtol=1e-15)  # one division each side
-
-
-def test_unknown_names_are_errors() -> None:
-    with pytest.raises(ValueError, match=r"advantage\.estimator='mean'"):
-        advantages(of_all([1.0], [0]), estimator="mean")
-    with pytest.raises(ValueError, match=r"loss\.reduction='mean'"):
-        reduction_weights("mean", make_facts([0], [1]), np.arange(1), max_response_tokens=1)
 
 
 def of(values: list[float], groups: list[int]) -> Rewards:

@@ -1,7 +1,5 @@
 """algorithm/cancellation.py: a sum of standardised rewards that is 0 in exact arithmetic is 0, and no other is."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np
@@ -44,16 +42,13 @@ def test_functions_that_cancel_give_advantages_of_exactly_0(functions, weights, 
     assert (gdpo_of(*shifted, weights=weights, epsilon=epsilon) != 0.0).any()
 
 
-def test_functions_may_cancel_on_some_samples_alone() -> None:
+def test_functions_may_cancel_on_some_samples_alone_and_a_tiny_sum_that_is_not_0_is_signal() -> None:
     """Two mirror each other around 0.4 on the first two samples; a third that applies elsewhere has no part there."""
     found = gdpo_of([0.1, 0.7, 0.3, 0.4, 0.5], [0.7, 0.1, 0.4, 0.3, 0.5])
     assert (found == 0.0).tolist() == [True, True, False, False, False]
     found = gdpo_of([0.2, 0.9, 0.4, np.nan], [0.9, 0.2, 0.7, np.nan], [np.nan, np.nan, 1.0, 0.0], weights=(1.0,) * 3)
     assert (found == 0.0).tolist() == [True, True, False, False]
-
-
-def test_a_tiny_sum_that_is_not_0_is_signal() -> None:
-    """ε weighs on the function r twice as much as on 2 · (1 − r), so that their sum is some 1e-6."""
+    # ε weighs on the function r twice as much as on 2 · (1 − r), so that their sum is some 1e-6
     mirrored = np.array([1.8, 0.6, 1.6, 0.2, 1.1])
     assert (gdpo_of(BASE, mirrored, epsilon=1e-6) != 0.0).all()
     assert (gdpo_of(BASE, mirrored, epsilon=0.0) == 0.0).all()

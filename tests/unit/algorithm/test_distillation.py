@@ -1,7 +1,5 @@
 """algorithm/distillation.py against a loop over tokens, and what it refuses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 Between a reward and an advantage NaN, infinity and overflow are never "no signal", and rounding is never signal.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 
@@ -59,9 +57,11 @@ def test_weights_that_overflow_a_sum_of_standardised_rewards_are_named(weights: 
         advantages(group_of([1.0, 0.0], function_weights=weights), estimator="gdpo")
 
 
-def test_an_advantage_that_overflows_is_an_error_that_names_sample_and_estimator() -> None:
+def test_an_advantage_that_overflows_names_its_sample_and_whitening_refuses_an_epsilon_of_nan() -> None:
     with pytest.raises(NonFiniteAdvantage, match=r"the advantage of sample s0 is .*e\+38, .*estimator=rloo"):
         advantages(group_of([0.9 * LARGEST, -0.9 * LARGEST]), estimator="rloo")
+    with pytest.raises(ConfigError, match=r"advantage\.epsilon=nan"):
+        whiten_tokens(np.array([1.0, -1.0]), np.ones(2, dtype=bool), "scale", math.nan)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "batch_std"])
@@ -94,11 +94,6 @@ def test_gae_names_sample_and_settings_of_what_is_not_finite(gamma: float, value
     given = dict(gamma=gamma, lam=1.0, sample_ids=("a", "b"))
     with pytest.raises(NonFiniteAdvantage, match=said):
         generalised_advantages(rewards, values, np.ones(4, dtype=bool), np.array([1, 3]), **given)
-
-
-def test_whitening_refuses_an_epsilon_that_is_no_number() -> None:
-    with pytest.raises(ConfigError, match=r"advantage\.epsilon=nan"):
-        whiten_tokens(np.array([1.0, -1.0]), np.ones(2, dtype=bool), "scale", math.nan)
 
 
 # ---- zero, decided exactly ------------------------------------------------------------------------------------------

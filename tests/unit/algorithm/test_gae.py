@@ -3,8 +3,6 @@
 The recursion is compared with a sum per token written from the paper, whitening with numpy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 
@@ -114,11 +112,16 @@ def test_non_finite_number_at_a_loss_token_names_the_sample(which: int, name: st
             generalised_advantages(*arrays, mask, np.array([3, 2]), gamma=1.0, lam=1.0, sample_ids=sample_ids)
 
 
-def test_lengths_that_do_not_fit_are_errors() -> None:
+def test_lengths_that_do_not_fit_are_errors_and_one_token_or_equal_ones_are_not_whitened() -> None:
     with pytest.raises(ValueError, match=r"values has shape \(2,\), and response_tokens sum to 3"):
         generalised_advantages(np.zeros(3), np.zeros(2), np.ones(3, dtype=bool), np.array([3]), gamma=1.0, lam=1.0)
     with pytest.raises(ValueError, match="loss_mask is of int64"):
         token_rewards(np.ones(1), np.ones(3, dtype=np.int64), np.array([3]))
+    # there is no spread to divide by: one token stays as it is, and so do equal tokens without an ε
+    assert whiten_tokens(np.array([5.0, 3.0]), np.array([True, False]), "center_and_scale", 0.0).tolist() == [5.0, 0.0]
+    assert whiten_tokens(np.array([3.0, 3.0]), np.array([True, True]), "scale", 0.0).tolist() == [3.0, 3.0]
+    with pytest.raises(ValueError, match="advantage.whiten='centre'"):
+        whiten_tokens(np.zeros(1), np.ones(1, dtype=bool), "centre", 0.0)
 
 
 @SETTINGS
@@ -154,14 +157,6 @@ def test_whitening_is_over_loss_tokens(case: Case, epsilon: float) -> None:
         np.testing.assert_allclose(found["scale"][case.mask], inside / spread, **ROUNDING)
         centred = inside - np.mean(inside)
         np.testing.assert_allclose(found["center_and_scale"][case.mask], centred / spread, **ROUNDING)
-
-
-def test_one_token_and_equal_tokens_are_not_whitened() -> None:
-    """There is no spread to divide by: one token stays as it is, and so do equal tokens without an ε."""
-    assert whiten_tokens(np.array([5.0, 3.0]), np.array([True, False]), "center_and_scale", 0.0).tolist() == [5.0, 0.0]
-    assert whiten_tokens(np.array([3.0, 3.0]), np.array([True, True]), "scale", 0.0).tolist() == [3.0, 3.0]
-    with pytest.raises(ValueError, match="advantage.whiten='centre'"):
-        whiten_tokens(np.zeros(1), np.ones(1, dtype=bool), "centre", 0.0)
 
 
 def test_a_million_tokens_are_no_loop_over_tokens() -> None:

@@ -3,8 +3,6 @@
 Masks change the signal and the denominators; settings that cannot work are refused.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -100,24 +98,23 @@ def test_tokens_without_loss_are_in_no_sum_and_no_mean() -> None:
         np.testing.assert_allclose(weights, [math.exp(level), 0.0, math.exp(level), 0.0], **CLOSE)
 
 
-def test_samples_that_were_not_passed_have_weight_zero() -> None:
+def test_samples_not_passed_have_weight_zero_an_impossible_token_is_capped_and_nan_is_named() -> None:
     """Their π_old is unknown (0 in the flat array), so nothing may be trained on it."""
     flat = np.zeros(4), np.full(4, -1.0), np.ones(4, dtype=bool)
     samples = np.array([2, 2]), np.array([1.0, 0.0]), np.array([True, False])
     found = importance_weights(*flat, *samples, CorrectionConfig(mode="token_truncate", cap=5.0))
     np.testing.assert_allclose(found.weights, [math.e, math.e, 0.0, 0.0], **CLOSE)
-
-
-def test_an_impossible_token_is_capped_and_nan_is_named() -> None:
-    """The engine says −inf and the trainer does not: capped or masked. Where both do, the gap is NaN."""
+    # the engine says −inf and the trainer does not: capped or masked. Where both do, the gap is NaN.
     for mode, wanted in (("token_truncate", 2.0), ("sequence_mask", 0.0)):
         assert run(CorrectionConfig(mode=mode), [1.0], [[math.inf]], [[True]]).weights.tolist() == [wanted]
     with pytest.raises(ValueError, match="sample index 1 is NaN"):
         run(CorrectionConfig(mode="token_mask"), [1.0, 1.0], [[0.0], [math.nan]], [[True], [True]])
 
 
-def test_metrics_are_of_the_tokens_with_an_advantage() -> None:
-    """Of 8 tokens, 5 loss tokens have A ≠ 0: e^1 > 2, 1, 1 and, of the sample wholly masked, twice e^1."""
+def test_the_default_corrects_nothing_and_metrics_are_of_the_tokens_with_an_advantage() -> None:
+    assert not CorrectionConfig().is_on
+    assert CorrectionConfig(mode="token_mask").is_on and CorrectionConfig(off_policy_delta=0.0).is_on
+    # of 8 tokens, 5 loss tokens have A ≠ 0: e^1 > 2, 1, 1 and, of the sample wholly masked, twice e^1
     gaps, masks = [[1.0, 0.0, 9.0, 0.0], [1.0, 1.0], [1.0, 0.0]], [[True, True, False, True], [True] * 2, [True] * 2]
     flat = np.array(sum(masks, [])), np.array([4, 2, 2])
     for mode, mean, masked, capped in (("token_mask", 0.4, 0.6, 0.0), ("token_truncate", 8 / 5, 0.0, 0.6)):
@@ -164,11 +161,6 @@ def test_settings_that_cannot_work_are_refused_with_the_ways_out(overrides: list
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides)
     assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_the_default_corrects_nothing() -> None:
-    assert not CorrectionConfig().is_on
-    assert CorrectionConfig(mode="token_mask").is_on and CorrectionConfig(off_policy_delta=0.0).is_on
 
 
 # ---- a rollout's corrections, without a world ------------------------------------------------------------------------

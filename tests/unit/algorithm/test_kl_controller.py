@@ -1,7 +1,5 @@
 """algorithm/kl_controller.py against its recursion, one update at a time."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -28,7 +26,7 @@ def test_coefficient_equals_the_recursion() -> None:
     assert (coefficient.target, coefficient.horizon) == (6.0, 10_000)
 
 
-def test_coefficient_moves_towards_the_target_and_not_beyond_the_clip_and_a_fixed_one_not_at_all() -> None:
+def test_coefficient_moves_to_the_target_within_the_clip_a_fixed_one_not_and_nan_is_an_error() -> None:
     start = KLCoefficient(value=0.2, target=6.0, horizon=10_000)
     assert start.updated(9.0, 256).value == pytest.approx(0.201024, rel=1e-12)  # the docstring's
     assert start.updated(6.0, 256).value == 0.2
@@ -36,6 +34,11 @@ def test_coefficient_moves_towards_the_target_and_not_beyond_the_clip_and_a_fixe
     assert start.updated(-3.0, 256).value == pytest.approx(0.2 * (1 - 0.2 * 0.0256), rel=1e-12)
     fixed = KLCoefficient(value=0.2)
     assert fixed.updated(float("nan"), 10**9) is fixed
+    start = KLCoefficient(value=0.2, target=6.0, horizon=100)
+    with pytest.raises(ValueError, match="the measured KL is NaN"):
+        start.updated(float("nan"), 10)
+    with pytest.raises(ValueError, match="500 samples at once against a KL horizon of 100"):
+        start.updated(1.0, 500)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +54,3 @@ def test_coefficient_moves_towards_the_target_and_not_beyond_the_clip_and_a_fixe
 def test_impossible_coefficients_are_errors(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KLCoefficient(**settings)
-
-
-def test_measured_nan_and_too_many_samples_are_errors() -> None:
-    start = KLCoefficient(value=0.2, target=6.0, horizon=100)
-    with pytest.raises(ValueError, match="the measured KL is NaN"):
-        start.updated(float("nan"), 10)
-    with pytest.raises(ValueError, match="500 samples at once against a KL horizon of 100"):
-        start.updated(1.0, 500)

@@ -1,7 +1,5 @@
 """algorithm/noise.py: every invariant under Hypothesis, the distribution, and runs with noise on several layouts."""
 
-from __future__ import annotations
-
 import math
 import pathlib
 from statistics import NormalDist
@@ -56,7 +54,7 @@ def test_noise_has_its_invariants(seed: int, count: int, std: float, share: floa
     assert_invariants(np.where(signal, random.normal(size=count), 0.0), signal, ids, std, seed)
 
 
-def test_numbers_are_normal_and_pinned() -> None:
+def test_noise_is_normal_and_pinned_and_refused_without_steps() -> None:
     """Mean and deviation are within five standard errors, and each quantile within Kolmogorov's bound for 1e-6."""
     count = 4_000
     numbers = np.sort([standard_normal(7, f"{i}@0#0") for i in range(count)])
@@ -67,9 +65,6 @@ def test_numbers_are_normal_and_pinned() -> None:
     # library's) and the middle.
     for name, value in {"17@0#19": 2.7173410046028237, "17@0.1#3": -0.7336562692372715}.items():
         assert standard_normal(0, name) == pytest.approx(value, rel=1e-14)
-
-
-def test_noise_without_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"advantage\.noise_std=0\.1 .* advantage\.noise_steps=0"):
         load_config(None, ["advantage.noise_std=0.1"])
     with pytest.raises(ConfigError, match=r"advantage\.noise_std=-1"):

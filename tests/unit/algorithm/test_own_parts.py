@@ -1,7 +1,5 @@
 """Checks own policy losses and estimators: what passes the contract, what breaks it, and what ``exact`` says."""
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 import re
@@ -132,15 +130,12 @@ REWARDS = GroupRewards(
 )
 
 
-def test_an_own_estimator_gives_the_advantages_of_the_built_in_one():
+def test_an_own_estimator_gives_the_built_in_ones_advantages_and_says_which_groups_are_dropped():
     by_own = advantages(REWARDS, estimator="tests.own_parts:centred", arguments={"scale": 2.0})
     assert by_own.tolist() == (2 * advantages(REWARDS, estimator="dr_grpo")).tolist() == [1.0, -1.0, 0.0, 0, 0, 0]
     assert all(finding.holds for finding in own_estimator.check(own("centred")))
     assert all(finding.holds for finding in own_estimator.check(own("by_batch", moves_equal_rewards=True)))
-
-
-def test_groups_are_dropped_early_by_what_an_own_estimator_says():
-    """Of a group of unequal rewards every sample may move: another baseline than the mean moves the sample at it."""
+    # of a group of unequal rewards every sample may move: another baseline than the mean moves the sample at it
     for name, moves, wanted in (("centred", False, [True] * 3 + [False] * 3), ("by_batch", True, [True] * 5 + [False])):
         live = may_have_advantage(REWARDS, estimator=f"tests.own_parts:{name}", moves_equal_rewards=moves)
         assert live.tolist() == wanted

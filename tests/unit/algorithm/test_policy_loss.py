@@ -1,7 +1,5 @@
 """loss/: each term's value and gradient against its equation, token by token and case by case, in double precision."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -236,7 +234,7 @@ def test_metrics_count_the_measured_tokens_alone() -> None:
     assert run_objective(LossConfig(), tokens, entropy)[1].isfinite()[1:].all()
 
 
-def test_objective_without_old_logprobs_is_on_policy() -> None:
+def test_objective_is_on_policy_without_old_logprobs_and_zero_weights_take_kl_and_entropy_along() -> None:
     """The ratio is exactly 1 and nothing is clipped: the first step needs no pass for π_old = π_θ."""
     tokens = make_tokens()
     tokens.old_logprobs = tokens.reference_logprobs = None
@@ -244,10 +242,7 @@ def test_objective_without_old_logprobs_is_on_policy() -> None:
     torch.testing.assert_close(loss, -tokens.advantages.sum(), **DOUBLE)
     torch.testing.assert_close(gradient, -tokens.advantages, **DOUBLE)
     assert entropy_gradient is None and sums.tolist()[4:6] == [0.0, 60.0]
-
-
-def test_zero_weights_take_kl_and_entropy_along() -> None:
-    """A filler runs with weights of 0: no term of the objective moves a weight of the model, bit by bit."""
+    # a filler runs with weights of 0: no term of the objective moves a weight of the model, bit by bit
     tokens = make_tokens()
     zeros = torch.zeros(60, dtype=torch.float64)
     tokens.advantages = tokens.weights = zeros

@@ -1,7 +1,5 @@
 """algorithm/preference_loss.py against each paper's equation, pair by pair, and its numbered invariants."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -37,8 +35,15 @@ def drawn(seed: int, pairs: int = 6) -> PairScores:
     )
 
 
-def test_every_loss_is_tried_here() -> None:
+def test_every_loss_is_tried_here_and_worked_examples_hold() -> None:
     assert tuple(SETTINGS) == PAIR_LOSSES
+    scores = PairScores(sums=np.array([-4.0, -9.0]), reference=np.array([-5.0, -8.0]), loss_tokens=np.array([3, 4]))
+    found = compare(scores, PreferenceConfig(loss="dpo"))
+    assert found.rewards.tolist() == pytest.approx([0.1, -0.1]) and found.losses[0] == pytest.approx(0.59814, abs=1e-5)
+    metrics = pair_metrics(found, scores, suffix="_before")
+    assert metrics["preference/accuracy_before"] == 1 and metrics["preference/margin_before"] == pytest.approx(0.2)
+    linear = linearised(lambda s: -torch.nn.functional.logsigmoid(s[:1] - s[1:]), np.array([-1.0, -3.0]))
+    assert linear.terms[0] == pytest.approx(0.126928) and linear.coefficients == pytest.approx([0.119203, -0.119203])
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, *PLAIN], ids=lambda c: c.loss)
@@ -81,16 +86,6 @@ def assert_invariants(config: PreferenceConfig, scores: PairScores) -> None:
 @given(seed=st.integers(0, 10**6), number=st.integers(0, len(CONFIGS) + len(PLAIN) - 1))
 def test_invariants(seed: int, number: int) -> None:
     assert_invariants([*CONFIGS, *PLAIN][number], drawn(seed))
-
-
-def test_worked_examples() -> None:
-    scores = PairScores(sums=np.array([-4.0, -9.0]), reference=np.array([-5.0, -8.0]), loss_tokens=np.array([3, 4]))
-    found = compare(scores, PreferenceConfig(loss="dpo"))
-    assert found.rewards.tolist() == pytest.approx([0.1, -0.1]) and found.losses[0] == pytest.approx(0.59814, abs=1e-5)
-    metrics = pair_metrics(found, scores, suffix="_before")
-    assert metrics["preference/accuracy_before"] == 1 and metrics["preference/margin_before"] == pytest.approx(0.2)
-    linear = linearised(lambda s: -torch.nn.functional.logsigmoid(s[:1] - s[1:]), np.array([-1.0, -3.0]))
-    assert linear.terms[0] == pytest.approx(0.126928) and linear.coefficients == pytest.approx([0.119203, -0.119203])
 
 
 def test_faults_are_named() -> None:

@@ -4,8 +4,6 @@ The loop says which samples run in which step, with which weight. tests/equality
 products through real schedules.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks algorithm/sharing.py: prompts run once only where every number stays that of the sample alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.algorithm.sharing import shares_prompts, sharing_refusal, token_coupling

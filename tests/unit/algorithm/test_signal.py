@@ -1,7 +1,5 @@
 """algorithm/signal.py: the samples that may be dropped, and every setting under which dropping is not exact."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -90,12 +88,7 @@ def test_invariants(rows: list[tuple[float, int]], epsilon: float) -> None:
     assert_invariants(np.array([r[0] for r in rows]), np.array([r[1] for r in rows], dtype=np.int64), epsilon)
 
 
-def test_every_coupling_field_is_tested() -> None:
-    assert set(COUPLED) == set(COUPLING_FIELDS)
-    assert set(UNCOUNTED) == set(UNCOUNTED_FIELDS)
-
-
-def test_coupling_fields_are_megatrons_and_its_defaults_are_known() -> None:
+def test_coupling_fields_are_megatrons_tested_and_neutral_under_exact_the_default() -> None:
     """A renamed field would let a coupled run pass; model/build.py overrides each default that couples."""
     from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 
@@ -106,6 +99,14 @@ def test_coupling_fields_are_megatrons_and_its_defaults_are_known() -> None:
     assert not any(fields[name] for name in UNCOUNTED_FIELDS)
     coupled = {name for name, harmless in COUPLING_FIELDS.items() if fields[name] not in harmless}
     assert coupled == {"attention_dropout", "hidden_dropout"}  # 0.1 in Megatron-Core 0.16.1; model/build.py sets 0.0
+    assert set(COUPLED) == set(COUPLING_FIELDS)
+    assert set(UNCOUNTED) == set(UNCOUNTED_FIELDS)
+    neutral = COUPLING_FIELDS | dict.fromkeys(UNCOUNTED, (None, 0, 0.0, False, [0.0, 0.0]))
+    for name, value in [(name, value) for name, values in neutral.items() for value in values]:
+        assert signal_rule(make_config("exact", transformer={name: value})).drops, (name, value)
+    rule = signal_rule(Config())
+    assert rule.drops and rule.drops_logprob_passes and rule.advantage_epsilon == 0.0 and rule.approximated == ()
+    assert not signal_rule(make_config("exact", skip={"logprob_passes": False})).drops_logprob_passes
 
 
 @pytest.mark.parametrize(("term", "changes"), REFUSED, ids=[term for term, _ in REFUSED])
@@ -124,18 +125,17 @@ def test_exact_refuses(term: str, changes: dict) -> None:
     assert not off.drops and not off.drops_logprob_passes and off.approximated == ()
 
 
-def test_a_refusal_names_every_setting_at_once() -> None:
+def test_a_refusal_names_every_setting_at_once_and_the_library_refuses_uncounted_losses_too() -> None:
     """Mending one after the other would cost a start each."""
     with pytest.raises(ConfigError) as caught:
         signal_rule(make_config("exact", loss={"kl_coefficient": 0.1, "policy": "dro", "denominator": "kept"}))
     for word in ("loss.kl_coefficient to its neutral value", "another loss.policy", "loss.denominator=original"):
         assert word in str(caught.value)
+    # before anything is joined or built: a user of MegatronBackend alone passes no ``signal_rule``
+    from megatron_rl.backend import MegatronBackend
 
-
-def test_exact_allows_neutral_values() -> None:
-    neutral = COUPLING_FIELDS | dict.fromkeys(UNCOUNTED, (None, 0, 0.0, False, [0.0, 0.0]))
-    for name, value in [(name, value) for name, values in neutral.items() for value in values]:
-        assert signal_rule(make_config("exact", transformer={name: value})).drops, (name, value)
+    with pytest.raises(ConfigError, match="moe_aux_loss_coeff=0.01 is refused in every skip.mode"):
+        MegatronBackend(make_config("off", transformer={"moe_aux_loss_coeff": 0.01}))
 
 
 @pytest.mark.parametrize("mode", ["exact", "approximate", "off"])
@@ -150,17 +150,3 @@ def test_uncounted_losses_are_refused_in_every_mode(name: str, value: object, mo
         assert f"megatron.transformer.{name}={value} is refused in every skip.mode" in message
         assert UNCOUNTED_FIELDS[name] in message and "remove it" in message
         assert ("dropping samples would change it too" in message) == (mode == "exact")
-
-
-def test_the_library_refuses_uncounted_losses_too() -> None:
-    """Before anything is joined or built: a user of MegatronBackend alone passes no ``signal_rule``."""
-    from megatron_rl.backend import MegatronBackend
-
-    with pytest.raises(ConfigError, match="moe_aux_loss_coeff=0.01 is refused in every skip.mode"):
-        MegatronBackend(make_config("off", transformer={"moe_aux_loss_coeff": 0.01}))
-
-
-def test_exact_is_the_default_and_drops() -> None:
-    rule = signal_rule(Config())
-    assert rule.drops and rule.drops_logprob_passes and rule.advantage_epsilon == 0.0 and rule.approximated == ()
-    assert not signal_rule(make_config("exact", skip={"logprob_passes": False})).drops_logprob_passes

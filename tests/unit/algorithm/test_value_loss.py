@@ -1,7 +1,5 @@
 """algorithm/value_loss.py against its equation, token by token and case by case, in double precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -49,14 +47,11 @@ def test_value_loss_equals_equation(clip: float | None) -> None:
         assert not clipped.any()
 
 
-def test_no_tokens_give_zero_with_a_gradient() -> None:
+def test_no_tokens_give_zero_with_a_gradient_and_the_clip_must_be_positive() -> None:
     """A rank of context parallelism without a loss token runs this; its backward must not fail."""
     values = torch.zeros(0, requires_grad=True)
     term = value_loss(values, *torch.zeros(3, 0), clip=0.2)
     term.loss.backward()
     assert term.loss.item() == 0.0 and values.grad.shape == (0,)
-
-
-def test_clip_must_be_positive() -> None:
     with pytest.raises(ValueError, match="the value clip is 0"):
         value_loss(*make_tokens(), clip=0)

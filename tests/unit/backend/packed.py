@@ -1,7 +1,5 @@
 """Packs samples as the tests do."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks backend/batch_exchange.py without a world: the rows that ranks need, and that a row comes back as sent."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

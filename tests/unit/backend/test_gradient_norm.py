@@ -1,7 +1,5 @@
 """backend/gradient_norm.py: the norm of large gradients is float64's, and Megatron-Core's clipping takes it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -28,13 +26,10 @@ def test_norm_equals_float64s(sizes: tuple[int, ...], dtype: torch.dtype) -> Non
     assert float(l2_norm(tensors)) == pytest.approx(norm_of(tensors), rel=1e-7 if dtype is torch.float32 else 1e-6)
 
 
-def test_shape_and_cut_make_no_difference() -> None:
+def test_shape_and_cut_make_no_difference_and_what_is_not_finite_stays_so() -> None:
     (whole,) = gradients(1 << 20)
     parts = [part.t() for part in whole.view(1024, 1024).split(341)]  # rows for three ranks, not contiguous
     assert float(l2_norm(parts)) == pytest.approx(float(l2_norm([whole])), rel=1e-7)
-
-
-def test_what_is_not_finite_stays_so_and_nothing_has_norm_0() -> None:
     assert torch.isinf(l2_norm([torch.tensor([1.0, float("inf")])])) and float(l2_norm([])) == 0.0
     assert torch.isnan(l2_norm([torch.cat([torch.ones(PIECE), torch.tensor([float("nan")])])]))
 

@@ -1,7 +1,5 @@
 """Checks the learning rate of every step, ghosts included, against the formulas of a linear warm-up and each decay."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

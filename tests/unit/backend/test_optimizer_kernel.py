@@ -1,7 +1,5 @@
 """The Adam class that each part of Megatron-Core takes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

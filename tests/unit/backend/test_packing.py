@@ -1,7 +1,5 @@
 """Checks backend/packing.py and model/attention.py: sequences see no other, and loss tokens are in their places."""
 
-from __future__ import annotations
-
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
@@ -78,11 +76,13 @@ def test_packed_attention_equals_each_sequence_alone(
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 
 
-def test_packed_attention_equals_sdpa_bit_by_bit() -> None:
+def test_packed_attention_equals_sdpa_bit_by_bit_and_refuses_what_is_not_packed() -> None:
     qkv = make_qkv(12, torch.float32)
     q, k, v = (x.view(2, 6, *x.shape[1:]).transpose(1, 2) for x in qkv)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(12, -1)
     assert torch.equal(attend(qkv, (6, 6)), wanted)
+    with pytest.raises(TypeError, match="PackedSequences .* not NoneType"):
+        make_attention()(*make_qkv(3, torch.float32), None, packed_seq_params=None)
 
 
 def attend_split(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], size: int) -> torch.Tensor:
@@ -163,11 +163,6 @@ def test_context_ranks_share_out_the_micro_batch(seed: int, size: int, count: in
         )
 
 
-def test_attention_refuses_what_is_not_packed() -> None:
-    with pytest.raises(TypeError, match="PackedSequences .* not NoneType"):
-        make_attention()(*make_qkv(3, torch.float32), None, packed_seq_params=None)
-
-
 @SETTINGS
 @given(seed=st.integers(0, 50), pad_multiple=st.sampled_from([1, 2, 4, 8]), count=st.integers(1, 6))
 def test_microbatch_equals_naive(seed: int, pad_multiple: int, count: int) -> None:
@@ -220,12 +215,14 @@ def test_filler_runs_the_same_tokens_and_has_no_loss_token() -> None:
         assert len(getattr(filler, name)) == 0 < len(getattr(real, name))
 
 
-def test_sample_without_loss_token_packs() -> None:
+def test_a_sample_without_loss_token_packs_and_a_logprob_pass_has_no_loss_inputs() -> None:
     samples = make_samples(2, seed=1)
     silent = dataclasses.replace(samples[1], loss_mask=np.zeros(len(samples[1].loss_mask), dtype=bool))
     found = run_pack([samples[0], silent], [1])
     assert found.targets.shape == found.weights.shape == (0,) and found.targets.dtype == torch.int64
     assert found.tokens.tolist() == [silent.token_ids.tolist()]
+    found = run_pack(make_samples(2), [0, 1], inputs=None)
+    assert found.advantages is found.weights is found.old_logprobs is None and len(found.targets) > 0
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -245,15 +242,10 @@ def test_a_stage_gets_what_it_needs(first: bool, last: bool) -> None:
         assert (getattr(found, name) is not None) == last, name
 
 
-def test_logprob_pass_has_no_loss_inputs() -> None:
-    found = run_pack(make_samples(2), [0, 1], inputs=None)
-    assert found.advantages is found.weights is found.old_logprobs is None and len(found.targets) > 0
-
-
 # ---- ahead of their use ---------------------------------------------------------------------------------------------
 
 
-def test_packed_ahead_is_one_ahead_and_packs_each_once() -> None:
+def test_packed_ahead_is_one_ahead_once_each_and_raises_where_the_microbatch_is_asked_for() -> None:
     """While k runs, k + 1 is packed and k + 2 is not; a second pass (another chunk) gets the same objects."""
     asked: list[int] = []
     plans = [MicroBatch(samples=np.array([i]), filler=False) for i in range(4)]
@@ -266,9 +258,6 @@ def test_packed_ahead_is_one_ahead_and_packs_each_once() -> None:
             assert asked == list(range(min(k + 2, 4)))
         assert len(ahead) == 4 and asked == [0, 1, 2, 3]
         assert [a is b for a, b in zip(first, ahead, strict=True)] == [True] * 4
-
-
-def test_packed_ahead_raises_where_the_microbatch_is_asked_for() -> None:
     plans = [MicroBatch(samples=np.array([i]), filler=False) for i in range(2)]
 
     def pack(microbatch: MicroBatch) -> object:

@@ -1,7 +1,5 @@
 """Checks backend/routed_rows.py: a row of a packed micro-batch gets the experts of the first sample that knows them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rl.backend.routed_rows import RouterRows, lay_experts

@@ -1,7 +1,5 @@
 """Checks the measurements of backend/schedule.py without a world, against loops over sequences, chunks and runs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks backend/trainable_model.py without a model: plans that merge, measurements that reach the fitted costs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

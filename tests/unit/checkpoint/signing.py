@@ -1,7 +1,5 @@
 """Signs a manifest again after its files were changed."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

@@ -1,7 +1,5 @@
 """Exports of an earlier run do not stand beside a new one's; a checkpoint of another model is refused."""
 
-from __future__ import annotations
-
 import pathlib
 from types import SimpleNamespace
 

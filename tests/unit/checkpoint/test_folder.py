@@ -1,7 +1,5 @@
 """Checks checkpoint/folder.py: a checkpoint is whole or invisible; damage is named; pruning spares the newest."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

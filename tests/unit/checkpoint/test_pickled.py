@@ -1,7 +1,5 @@
 """Checks checkpoint/pickled.py: nothing runs that a checkpoint or a rank names; the lists hold what is met alone."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import pathlib
@@ -87,13 +85,10 @@ def met(pool, tmp_path_factory) -> tuple[pathlib.Path, set, set]:
     return root / "iter_0000001", on_disk, between
 
 
-def test_a_real_checkpoint_passes_and_names_the_list_and_no_more(met):
+def test_a_real_checkpoint_and_what_ranks_send_name_one_list_each_and_no_more(met):
     folder, on_disk, _ = met
     assert check_pickle(folder / ".metadata").state_dict_metadata
     assert flat(pickled.ALLOWED) - OBJECTS <= on_disk <= flat(pickled.ALLOWED), flat(pickled.ALLOWED) ^ on_disk
-
-
-def test_what_ranks_send_one_another_is_the_other_list_and_no_more(met):
     _, _, between = met
     own = flat(BETWEEN_RANKS)
     assert not own & flat(pickled.ALLOWED) and between - flat(pickled.ALLOWED) <= own, (
@@ -165,10 +160,13 @@ def load_poisoned(rank: int, world: int, root: str, ran: str) -> str:
     return "loaded"
 
 
-def test_an_object_in_a_tensors_place_is_not_unpickled(pool, tmp_path):
+def test_an_object_in_a_tensors_place_and_a_call_from_another_rank_do_not_run(pool, tmp_path):
     (said,) = pool.run(1, load_poisoned, str(tmp_path / "checkpoints"), str(tmp_path / "ran"), timeout_s=60)
     assert said.startswith("DamagedCheckpoint") and "\n" not in said, said
     assert "weights_only" in said.lower().replace(" ", "_"), said
+    assert not (tmp_path / "ran").exists()
+    for said in pool.run(2, send_planted, str(tmp_path / "ran"), timeout_s=30):
+        assert "names posix.system" in said
     assert not (tmp_path / "ran").exists()
 
 
@@ -180,12 +178,6 @@ def send_planted(rank: int, world: int, ran: str) -> str:
         except pickle.UnpicklingError as error:
             return str(error)
     return "received"
-
-
-def test_a_call_from_another_rank_is_refused_and_does_not_run(pool, tmp_path):
-    for said in pool.run(2, send_planted, str(tmp_path / "ran"), timeout_s=30):
-        assert "names posix.system" in said
-    assert not (tmp_path / "ran").exists()
 
 
 def declared(opcode: bytes, size: bytes) -> bytes:

@@ -1,7 +1,5 @@
 """Manifests and state.json are read whole, or refused as damage by file and field though their checksums hold."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """The memory that saving a distributed optimizer's state takes."""
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Checks distributed/child_process.py: a rank ends with its launcher, and only with a launcher."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The variables that a run adds before CUDA starts, and those of the user that it leaves or refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Frames between a rank and its engine's process come out as they went in, and what is no frame is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
@@ -60,7 +58,7 @@ def test_what_is_received_equals_what_was_sent(messages):
                 assert found[name].tobytes() == array.tobytes()
 
 
-def test_a_frame_larger_than_the_sockets_memory_arrives():
+def test_a_large_frame_arrives_a_view_equals_its_copy_and_an_array_of_another_dtype_is_refused():
     with pair() as (left, right):
         array = np.arange(1 << 20)
         sender = threading.Thread(target=frames.send, args=(left, {"kind": "large"}, {"array": array}))
@@ -68,9 +66,6 @@ def test_a_frame_larger_than_the_sockets_memory_arrives():
         header, found = frames.receive(right)
         sender.join(BOUND_S)
         assert header == {"kind": "large"} and np.array_equal(found["array"], array)
-
-
-def test_a_view_with_strides_equals_its_copy_and_an_array_of_another_dtype_is_refused():
     with pair() as (left, right):
         array = np.arange(24, dtype=np.int32).reshape(4, 6)[::2, ::3]
         frames.send(left, {}, {"array": array})

@@ -1,7 +1,5 @@
 """The device that a process takes: never the CPU in silence on a host whose GPU does not work."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import pathlib
@@ -21,7 +19,7 @@ def choose(environment: dict[str, str], *, driver: bool, works: bool) -> str:
     return choose_device(environment, driver_loaded=driver, is_available=lambda: works, reason=lambda: TOO_OLD)
 
 
-def test_the_device_is_the_one_that_works_or_was_asked_for():
+def test_the_device_is_the_one_that_works_or_was_asked_for_and_one_not_there_is_an_error():
     for environment, driver, works, device in (
         ({}, True, True, "cuda"),
         ({}, False, False, "cpu"),
@@ -33,6 +31,12 @@ def test_the_device_is_the_one_that_works_or_was_asked_for():
         ({"CUDA_VISIBLE_DEVICES": "3"}, True, True, "cuda"),
     ):
         assert choose(environment, driver=driver, works=works) == device
+    for device, message in (
+        ("cuda", "MEGATRON_RL_DEVICE=cuda, and CUDA does not work here.*too old"),
+        ("tpu", "MEGATRON_RL_DEVICE='tpu' is no device; set it to cpu or cuda"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            choose({"MEGATRON_RL_DEVICE": device}, driver=False, works=False)
 
 
 @pytest.mark.parametrize("environment", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}, {"MEGATRON_RL_DEVICE": "cuda"}])
@@ -40,15 +44,6 @@ def test_a_gpu_host_on_which_cuda_does_not_work_is_an_error_with_torchs_reason(e
     with pytest.raises(ConfigError) as error:
         choose(environment, driver=True, works=False)
     assert TOO_OLD in str(error.value) and "MEGATRON_RL_DEVICE=cpu" in str(error.value)
-
-
-def test_cuda_that_was_asked_for_and_is_not_there_and_an_unknown_device_are_errors():
-    for device, message in (
-        ("cuda", "MEGATRON_RL_DEVICE=cuda, and CUDA does not work here.*too old"),
-        ("tpu", "MEGATRON_RL_DEVICE='tpu' is no device; set it to cpu or cuda"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            choose({"MEGATRON_RL_DEVICE": device}, driver=False, works=False)
 
 
 def its_modules() -> list[str]:

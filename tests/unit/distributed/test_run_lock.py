@@ -1,7 +1,5 @@
 """Checks distributed/run_lock.py: one run in a folder at a time, and none kept out by a run that is gone."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

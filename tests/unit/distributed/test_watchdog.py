@@ -1,7 +1,5 @@
 """distributed/watchdog*.py: bytes of strangers, slow stages, and a user's function that does not return."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -235,8 +233,12 @@ def waits_for_rank_0(rank: int, world: int) -> str | None:
     return None if watch._cause is None else watch._cause.text
 
 
-def test_a_rank_that_waits_for_another_in_its_function_is_not_to_blame(pool: Pool) -> None:
+def test_a_rank_that_waits_in_its_function_is_not_to_blame_and_the_cause_is_known_before_nccl_ends(pool: Pool) -> None:
     assert pool.run(2, waits_for_rank_0, timeout_s=60) == [None, None]
+    # the waiting rank asks once it has waited for run.deadline_s, and the rank that is busy elsewhere is named
+    for text, rank in pool.run(2, stalls_under_nccl, timeout_s=60):
+        assert rank == 1 and text.startswith("rank 1 keeps the others waiting: it has been in 'update'"), text
+        assert "rank 0 met a wait of " in text
 
 
 def test_a_users_own_line_waits_for_no_rank_though_it_looks_like_it() -> None:
@@ -311,13 +313,6 @@ def stalls_under_nccl(rank: int, world: int) -> tuple[str, int]:
     if server is not None:
         server.close(failed=False)
     return watch._cause.text, watch._cause.rank
-
-
-def test_the_cause_is_known_before_nccl_would_end_the_process(pool: Pool) -> None:
-    """The waiting rank asks once it has waited for run.deadline_s, and the rank that is busy elsewhere is named."""
-    for text, rank in pool.run(2, stalls_under_nccl, timeout_s=60):
-        assert rank == 1 and text.startswith("rank 1 keeps the others waiting: it has been in 'update'"), text
-        assert "rank 0 met a wait of " in text
 
 
 def test_user_code_before_the_watch_has_a_limit_too(monkeypatch, capfd) -> None:

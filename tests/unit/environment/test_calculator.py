@@ -1,7 +1,5 @@
 """Checks the calculator: it computes as Python does, evaluates nothing else, and says so in its episodes."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from fractions import Fraction
@@ -65,7 +63,7 @@ def prompt_of(answer: object) -> Prompt:
     return Prompt(prompt_id="0@0", text="", token_ids=(1,), columns={"answer": answer})
 
 
-def test_an_episode() -> None:
+def test_an_episode_and_the_marks_and_words_that_are_given() -> None:
     calculator = Calculator()
     calculator.reset(prompt_of("1,408"))
     assert calculator.step("I try <calc>1</calc> and <calc>11*128</calc>") == Step(observation="1408")
@@ -73,9 +71,6 @@ def test_an_episode() -> None:
     assert calculator.step("of 3 tries: 1408.") == Step(reward=1.0, done=True)
     assert calculator.step("1,408") == Step(reward=1.0, done=True)
     assert calculator.step("</calc> 1407 <calc>") == calculator.step("none") == Step(reward=0.0, done=True)
-
-
-def test_its_marks_and_its_words_are_given() -> None:
     calculator = Calculator(opening="[", closing="]", observation="={result};", answer_key="gold")
     calculator.reset(Prompt(prompt_id="0@0", text="", token_ids=(1,), columns={"gold": 7}))
     assert calculator.step("[3+4]") == Step(observation="=7;")

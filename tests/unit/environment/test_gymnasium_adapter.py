@@ -1,7 +1,5 @@
 """Checks that an episode through the adapter equals gymnasium's own loop, and that rows and faults are told."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -69,7 +67,7 @@ def test_an_episode_equals_gymnasiums_own_loop(slippery: bool) -> None:
     assert len(ends) > 1
 
 
-def test_texts_are_actions_of_an_own_class_with_own_functions() -> None:
+def test_texts_are_actions_of_an_own_class_and_a_text_that_is_none_changes_nothing() -> None:
     name = "tests.unit.environment.test_gymnasium_adapter"
     settings = {"arguments": {"prefix": ">"}, "observation": f"{name}:shouted", "action": f"{name}:backwards"}
     game = GymnasiumAdapter(f"{name}:Echo", **settings)
@@ -78,9 +76,6 @@ def test_texts_are_actions_of_an_own_class_with_own_functions() -> None:
     said = [game.step(text) for text in ("ab", "cd", "ef")]
     assert row["observation"] == ">5!" and [x.observation for x in said] == [">ba!", ">dc!", ">fe!"]
     assert [(x.reward, x.done) for x in said] == [(0.5, False), (0.5, False), (0.5, True)] and game.env.closed
-
-
-def test_a_text_that_is_no_action_is_answered_and_changes_nothing() -> None:
     game = GymnasiumAdapter("FrozenLake-v1", {"is_slippery": False}, invalid="? {error}")
     game.reset(prompt_of({"seed": 1}))
     assert game.step("go left").observation == "? there is no whole number in it"

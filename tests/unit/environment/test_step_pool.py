@@ -1,7 +1,5 @@
 """Checks the environments' threads: order, deadlines, and calls that hang without taking the others with them."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -15,12 +13,19 @@ BOUND_S = patient(HANG_S)
 SHORT_S = 0.5  # a deadline, where some calls hang for ever and the others return at once
 
 
-def test_results_and_errors_reach_who_asks() -> None:
+def test_results_and_errors_reach_who_asks_and_a_deadline_is_met_though_nobody_waits() -> None:
     pool = StepPool(3, BOUND_S)
     tickets = [pool.submit(lambda k=k: 10 // k) for k in range(20)]
     assert [pool.wait(ticket).result() for ticket in tickets[1:]] == [10 // k for k in range(1, 20)]
     with pytest.raises(ZeroDivisionError):
         pool.wait(tickets[0]).result()
+    pool.close()
+    # a call that hangs is given up while its caller does something else, and the next one begins
+    pool, held, began = StepPool(1, SHORT_S), threading.Event(), threading.Event()
+    first = pool.submit(held.wait)
+    pool.submit(began.set)
+    assert began.wait(BOUND_S) and first.ended
+    held.set()
     pool.close()
 
 
@@ -106,17 +111,7 @@ def test_what_was_forgotten_never_begins() -> None:
         pool.submit(lambda: 5)
 
 
-def test_a_deadline_is_met_though_nobody_waits() -> None:
-    """A call that hangs is given up while its caller does something else, and the next one begins."""
-    pool, held, began = StepPool(1, SHORT_S), threading.Event(), threading.Event()
-    first = pool.submit(held.wait)
-    pool.submit(began.set)
-    assert began.wait(BOUND_S) and first.ended
-    held.set()
-    pool.close()
-
-
-def test_where_a_failure_ends_the_run_nobody_waits_for_the_others() -> None:
+def test_a_failure_that_ends_the_run_and_a_call_that_raises_wait_for_no_other() -> None:
     """The first overdue call ends the wait for one that waits for its thread, and that one never begins."""
     pool, held, began = StepPool(1, SHORT_S, stops=True), threading.Event(), []
     first, second = pool.submit(held.wait, "first"), pool.submit(lambda: began.append(1), "second")
@@ -128,9 +123,6 @@ def test_where_a_failure_ends_the_run_nobody_waits_for_the_others() -> None:
     held.set()
     assert not began and pool.wait(first) is first
     pool.close()
-
-
-def test_a_call_that_raises_ends_the_wait_for_one_that_takes_its_time() -> None:
     pool, held = StepPool(2, BOUND_S, stops=True), threading.Event()
     slow, raising = pool.submit(lambda: held.wait(BOUND_S)), pool.submit(lambda: 1 // 0)
     assert pool.wait(slow) is raising and not slow.ended

@@ -1,7 +1,5 @@
 """Stubs in slime's train data: the gradient by its documented formula, and what is kept, cut, counted and refused."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math
@@ -117,15 +115,12 @@ def test_nothing_but_stubs_keeps_every_sample_and_samples_of_nobody_are_an_error
     assert cut["rollout_ids"] == train_data()["rollout_ids"] and counts.dead_groups == 3
 
 
-def test_a_sample_without_prompt_or_response_stays() -> None:
+def test_a_sample_without_prompt_or_response_stays_and_kept_tokens_of_nucleus_sampling_are_cut() -> None:
     data = train_data()
     data["tokens"][0] = data["tokens"][0][-data["response_lengths"][0] :]
     data["response_lengths"][1], data["loss_masks"][1], data["rollout_log_probs"][1] = 0, [], []
     cut, counts = slime.with_stubs(data, GROUPS, per_token=False)
     assert cut["tokens"][:2] == data["tokens"][:2] and counts.stubs == 4
-
-
-def test_kept_tokens_of_nucleus_sampling_are_cut_along() -> None:
     data = train_data()
     data["rollout_top_p_token_offsets"] = [list(range(0, 3 * n + 1, 3)) for n in data["response_lengths"]]
     data["rollout_top_p_token_ids"] = [torch.arange(3 * n) for n in data["response_lengths"]]

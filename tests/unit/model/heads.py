@@ -1,7 +1,5 @@
 """A small output layer for the tests of model/logprob.py, its gradients, and the interpreter of its Triton kernels."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Its models are tested where it is installed (tests/bridge).
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import types

@@ -3,8 +3,6 @@
 This holds this host's kernels to what model/invariant.py takes for granted of them.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks the keys that Transformer Engine's attention gets over shared prompts: a segment's own, after its prompt's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -15,12 +13,15 @@ CPU = torch.device("cpu")
 LAYOUT = lay_out(np.array([3, 3, 2]), np.array([2, 1, 4]), np.array([5, 5, 6]), pad_multiple=2)
 
 
-def test_a_prompt_of_three_with_two_answers() -> None:
+def test_a_prompt_of_three_with_two_answers_and_nothing_is_copied_where_nothing_is_shared() -> None:
     layout = lay_out(np.array([3, 3]), np.array([2, 1]), np.array([5, 5]))
     found = KeySegments.of(layout, CPU)
     assert (found.pieces, found.order) == ((3, 2, 1), (0, 0, 1, 0, 2))
     assert found.query_bounds.tolist() == [0, 3, 5, 6] and found.key_bounds.tolist() == [0, 3, 8, 12]
     assert (found.longest_query, found.longest_key) == (3, 5)
+    layout = lay_out(np.array([3, 3]), np.array([2, 1]), np.array([5, 6]))
+    found, keys = KeySegments.of(layout, CPU), torch.randn(9, 1, 2)
+    assert found.gather(keys) is keys and found.query_bounds.tolist() == found.key_bounds.tolist() == [0, 5, 9]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -88,9 +89,3 @@ def test_gathered_keys_are_not_kept_for_the_backward(monkeypatch: pytest.MonkeyP
     found = torch.autograd.grad(total, (keys, values))
     assert [x.data_ptr() for x in gathered[2:]] == [keys.data_ptr(), values.data_ptr()]
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-def test_nothing_is_copied_where_nothing_is_shared() -> None:
-    layout = lay_out(np.array([3, 3]), np.array([2, 1]), np.array([5, 6]))
-    found, keys = KeySegments.of(layout, CPU), torch.randn(9, 1, 2)
-    assert found.gather(keys) is keys and found.query_bounds.tolist() == found.key_bounds.tolist() == [0, 5, 9]

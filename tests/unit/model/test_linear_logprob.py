@@ -1,7 +1,5 @@
 """Checks model/logprob.py's path from hidden states and the head's weight against the path over logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional
@@ -67,15 +65,7 @@ def test_linear_passes_gradcheck_in_double() -> None:
     assert torch.autograd.gradcheck(lean, (hidden.requires_grad_(), weight.requires_grad_()), fast_mode=True)
 
 
-def test_linear_entropy_carries_gradient_only_where_it_is_trained() -> None:
-    hidden, weight, targets, _ = make_head()
-    for train_entropy in (False, True):
-        leaf = hidden.clone().requires_grad_()
-        logprobs, entropy = linear_logprob(leaf, weight, targets, vocab_size=VOCAB, train_entropy=train_entropy)
-        assert logprobs.requires_grad and entropy.requires_grad == train_entropy
-
-
-def test_linear_gives_only_the_gradients_asked_for() -> None:
+def test_linear_gives_only_the_gradients_asked_for_and_trains_entropy_only_where_asked() -> None:
     """With a frozen output layer, or hidden states from a frozen trunk, the other gradient is unchanged, bit by bit."""
     hidden, weight, targets, coefficients = make_head()
     for index, gradient in enumerate(linear_path(hidden, weight, targets, coefficients)[2:]):
@@ -83,11 +73,18 @@ def test_linear_gives_only_the_gradients_asked_for() -> None:
         leaves[index].requires_grad_()
         (coefficients[0] * linear_logprob(*leaves, targets, vocab_size=VOCAB)[0]).sum().backward()
         assert torch.equal(leaves[index].grad, gradient) and leaves[1 - index].grad is None
+    hidden, weight, targets, _ = make_head()
+    for train_entropy in (False, True):
+        leaf = hidden.clone().requires_grad_()
+        logprobs, entropy = linear_logprob(leaf, weight, targets, vocab_size=VOCAB, train_entropy=train_entropy)
+        assert logprobs.requires_grad and entropy.requires_grad == train_entropy
 
 
-def test_linear_of_no_rows_gives_no_outputs_and_zero_gradients() -> None:
+def test_linear_of_no_rows_gives_zero_gradients_and_stays_in_lockstep_without_collectives(pool) -> None:
     wanted = torch.zeros(0), torch.zeros(0), torch.zeros(0, WIDTH), torch.zeros(PADDED, WIDTH)
     assert all(map(torch.equal, linear_path(*make_head(0), train_entropy=True), wanted))
+    for found, calls in pool.run(2, shard_of_linear, 0, False, dict(train_entropy=True), timeout_s=60):
+        assert calls == 0 and found[0].shape == (0,) and torch.equal(found[3], torch.zeros(PADDED // 2, WIDTH))
 
 
 @pytest.mark.parametrize("train_entropy", [False, True])
@@ -195,11 +192,6 @@ def test_linear_tp2_leaves_the_sum_of_hiddens_gradient_to_the_caller(pool) -> No
     (first, *calls), (second, *others) = pool.run(2, shard_of_linear, TOKENS, False, options, timeout_s=60)
     assert_near((*wanted[:2], first[2] + second[2], wanted[3]), wanted, CLOSE)
     assert calls == others == [2]
-
-
-def test_linear_tp2_of_no_rows_stays_in_lockstep_without_collectives(pool) -> None:
-    for found, calls in pool.run(2, shard_of_linear, 0, False, dict(train_entropy=True), timeout_s=60):
-        assert calls == 0 and found[0].shape == (0,) and torch.equal(found[3], torch.zeros(PADDED // 2, WIDTH))
 
 
 def test_linear_tp2_with_one_ranks_logits_all_masked(pool) -> None:

@@ -1,7 +1,5 @@
 """Checks log-probs by model/logprob.py, and by the reference of the tests over whole logits, against torch's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

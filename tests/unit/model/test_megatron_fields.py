@@ -1,7 +1,5 @@
 """All fields of the installed Megatron-Core's config classes are accepted, typed as these want them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 
@@ -43,16 +41,13 @@ def test_every_field_of_the_installed_class_is_known(cls):
     assert resolve_fields(given, cls, "megatron.x", NONE) == given
 
 
-def test_names_become_dtypes_and_enum_members_where_the_type_asks_for_them():
+def test_names_become_dtypes_and_enum_members_and_what_means_nothing_is_named():
     for cls, given, wanted in (
         (OptimizerConfig, {"exp_avg_dtype": "bfloat16"}, {"exp_avg_dtype": torch.bfloat16}),
         (TransformerConfig, {"attention_backend": "flash"}, {"attention_backend": AttnBackend.flash}),
         (TransformerConfig, {"fp8": "hybrid"}, {"fp8": "hybrid"}),
     ):
         assert resolve_fields(given, cls, "megatron.x", NONE) == wanted
-
-
-def test_what_means_nothing_is_named():
     for cls, given, words in (
         (OptimizerConfig, {"exp_avg_dtype": "bfloat61"}, ["megatron.x.exp_avg_dtype", "bfloat61"]),
         (TransformerConfig, {"attention_backend": "flush"}, ["megatron.x.attention_backend", "flush", "flash"]),
@@ -77,7 +72,7 @@ def test_refused_fields_exist_and_say_why(cls, refused):
 FP8 = "megatron.transformer.fp8=hybrid"
 
 
-def test_fp8_says_what_it_cannot_be_combined_with():
+def test_fp8_refuses_torchs_layers_the_exact_skip_and_what_it_cannot_be_combined_with():
     for overrides, words in (
         (["megatron.transformer.fp8_recipe=mxfp8"], ["fp8_recipe=mxfp8", "tensorwise, blockwise, delayed"]),
         (["megatron.transformer.tp_only_amax_red=false"], ["tp_only_amax_red=false", "different numbers of them"]),
@@ -85,6 +80,11 @@ def test_fp8_says_what_it_cannot_be_combined_with():
     ):
         config = load_config(None, [FP8, "skip.mode=off", *overrides])
         refused_by(words, transformer_fields, config)
+    config = load_config(None, [FP8, "skip.mode=off", "model.dtype=bfloat16"])
+    with pytest.raises(ConfigError, match="fp8=hybrid needs Transformer Engine's layers, and these are torch's"):
+        build_model(config, tiny_config("qwen2_untied"), topology=None)
+    with pytest.raises(ConfigError, match="fp8=hybrid makes that untrue .an FP8 number's scale is the maximum"):
+        signal_rule(load_config(None, [FP8, "skip.mode=exact"]))
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise", "blockwise", "delayed"])
@@ -94,11 +94,3 @@ def test_fp8_maxima_are_never_reduced_over_data_parallel_ranks(recipe):
     fields = transformer_fields(load_config(None, overrides))
     assert fields["fp8"] == "hybrid" and fields["tp_only_amax_red"] is True
     assert "tp_only_amax_red" not in transformer_fields(load_config(None, []))
-
-
-def test_fp8_refuses_torchs_layers_and_the_exact_skip():
-    config = load_config(None, [FP8, "skip.mode=off", "model.dtype=bfloat16"])
-    with pytest.raises(ConfigError, match="fp8=hybrid needs Transformer Engine's layers, and these are torch's"):
-        build_model(config, tiny_config("qwen2_untied"), topology=None)
-    with pytest.raises(ConfigError, match="fp8=hybrid makes that untrue .an FP8 number's scale is the maximum"):
-        signal_rule(load_config(None, [FP8, "skip.mode=exact"]))

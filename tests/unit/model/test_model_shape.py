@@ -1,7 +1,5 @@
 """Checks the shape that a Hugging Face config becomes, and its refusals, without a model being built."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -101,9 +99,11 @@ def test_what_cannot_be_built_is_named(hf_config, parallel: dict, message: str) 
         shape_of(hf_config, **parallel)
 
 
-def test_an_expert_that_only_tensor_ranks_could_not_split_is_accepted() -> None:
+def test_experts_are_split_by_their_own_ranks_and_the_routers_weights_add_up_to_one() -> None:
     shape = shape_of(changed("mixtral", intermediate_size=97), tensor=2, sequence_parallel=True, expert_tensor=1)
     assert shape.ffn_hidden_size == 97 and shape.num_experts == 4 and shape.experts_per_token == 2
+    pre_softmax = [family for family in MIXTURES if shape_of(tiny_config(family)).router_pre_softmax]
+    assert pre_softmax == ["qwen3_moe_unnormalised"]
 
 
 def test_a_part_of_each_head_turns_where_the_family_says_so() -> None:
@@ -146,11 +146,6 @@ def test_yarn_turns_and_scales_as_transformers(changes: dict) -> None:
 def test_layers_that_were_shown_on_torchs_alone_refuse_transformer_engines(put) -> None:
     with pytest.raises(ConfigError, match="model.layer_spec=transformer_engine: .* set model.layer_spec=torch"):
         put(SimpleNamespace(layer_specs=[]), "transformer_engine")
-
-
-def test_the_routers_weights_add_up_to_one_unless_the_config_says_not() -> None:
-    pre_softmax = [family for family in MIXTURES if shape_of(tiny_config(family)).router_pre_softmax]
-    assert pre_softmax == ["qwen3_moe_unnormalised"]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])

@@ -1,7 +1,5 @@
 """Shapes of released models: every tensor's name and size is transformers', at full size and on the meta device."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

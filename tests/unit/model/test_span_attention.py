@@ -4,8 +4,6 @@ torch's CUDA kernels cannot run without a GPU. Loops with their signatures stand
 code to the kernels' contract: bounds, rows, padded log-sum-exps, grouped heads.
 """
 
-from __future__ import annotations
-
 import types
 
 import numpy as np

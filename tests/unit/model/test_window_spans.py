@@ -1,7 +1,5 @@
 """Checks model/{attention,window,chunked}_spans.py, and attention within windows, against masks made pair by pair."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -96,13 +94,17 @@ def test_spans_are_the_mask(kind: str, drawn: tuple[Layout, ContextShard], reach
     assert packed.qkv_format == "thd" and packed.layout.lengths == layout.lengths and packed.cu_seqlens_q is None
 
 
-def test_the_mask_is_that_of_transformers() -> None:
+def test_the_mask_is_that_of_transformers_and_a_window_megatron_cores_and_one() -> None:
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     for window in (1, 2, 5, 9):
         seen = sliding_window_causal_mask_function(window)
         wanted = [[bool(seen(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(9)] for q in range(9)]
         assert np.array_equal(window_mask(Layout.of((9,)), window), wanted)
+    # Megatron-Core counts the tokens before the token; transformers, and we, count the token too
+    config = attention_config(6, 6, 0)
+    assert config.window_size == (5, 0) and [window_of(config, layer) for layer in (1, 2, 3)] == [6, 6, None]
+    assert window_of(attention_config(), 1) is None
 
 
 def heads(tokens: int) -> list[torch.Tensor]:
@@ -153,26 +155,11 @@ def test_context_ranks_attend_within_the_window(size: int, monkeypatch: pytest.M
     assert_equal_with_gradients(found, masked(qkv, window_mask(layout, 5)), qkv)
 
 
-def test_layers_of_one_window_or_chunk_share_their_spans() -> None:
+def test_layers_of_one_window_share_their_spans_and_a_configs_windows_are_by_its_layers() -> None:
     packed = pack(Layout.of((9, 4)), CPU)
     within, cut = (functools.partial(packed.spans_cut, kind) for kind in (windowed_spans, chunked_spans))
     assert within(3) is within(3) is not cut(3) is cut(3) is not packed.spans
     assert within(None) is within(9) is cut(9) is packed.spans
-
-
-def test_a_window_is_megatron_core_s_and_one() -> None:
-    """Megatron-Core counts the tokens before the token; transformers, and we, count the token too."""
-    config = attention_config(6, 6, 0)
-    assert config.window_size == (5, 0) and [window_of(config, layer) for layer in (1, 2, 3)] == [6, 6, None]
-    assert window_of(attention_config(), 1) is None
-
-
-def hf_config(**fields: object) -> SimpleNamespace:
-    fields = dict(sliding_window=4, max_position_embeddings=64, num_hidden_layers=3) | fields
-    return SimpleNamespace(**fields, model_type="mistral", to_dict=lambda: fields)
-
-
-def test_windows_of_a_config_are_by_the_kinds_of_its_layers() -> None:
     mixed = ["sliding_attention", "full_attention", "sliding_attention"]
     assert windows_of(hf_config(layer_types=mixed)) == (4, 0, 4)
     assert windows_of(hf_config()) == (4, 4, 4)
@@ -180,6 +167,11 @@ def test_windows_of_a_config_are_by_the_kinds_of_its_layers() -> None:
     assert windows_of(hf_config(sliding_window=None, layer_types=["full_attention"] * 3)) == ()
     with pytest.raises(ConfigError, match="sliding_window=None of mistral with sliding_attention"):
         windows_of(hf_config(layer_types=mixed, sliding_window=None))
+
+
+def hf_config(**fields: object) -> SimpleNamespace:
+    fields = dict(sliding_window=4, max_position_embeddings=64, num_hidden_layers=3) | fields
+    return SimpleNamespace(**fields, model_type="mistral", to_dict=lambda: fields)
 
 
 def test_each_layer_s_window_reaches_megatron_core_and_where_none_is_computed_it_is_refused() -> None:

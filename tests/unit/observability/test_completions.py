@@ -1,7 +1,5 @@
 """Which completions are recorded, that hostile text stays text, and that whole rollouts come back as written."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json
@@ -75,13 +73,10 @@ def test_visible_text_holds_nothing_that_is_obeyed(text):
     assert shown.count("\n") == text.count("\n")
 
 
-def test_plain_text_stays_as_it_is_and_half_a_surrogate_pair_is_replaced():
+def test_plain_text_stays_half_a_surrogate_pair_is_replaced_and_every_line_is_marked():
     assert cut("a\ud800b", 10) == "a\ufffdb" and cut({"x": "\udfff"}, 30).encode("utf-8")
     assert visible("x² + ﬁ\täöü 漢字\u3000🙂\n") == "x² + ﬁ\täöü 漢字\u3000🙂\n"
     assert visible("\x1b[2J") == "\\x1b[2J"
-
-
-def test_every_line_of_a_completion_is_marked():
     lines = recorded.as_text(completion(response=HOSTILE, sample="1@0#0", excluded=HOSTILE)).split("\n")
     assert lines[0].startswith("1@0#0: reward 1, advantage 0.5, 2 tokens, stop, excluded: \\x1b[2J")
     assert all(line[10:13] == " | " for line in lines[1:])

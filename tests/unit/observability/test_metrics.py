@@ -1,7 +1,5 @@
 """Checks observability/metrics.py: sums are divided last, rows survive the file, nothing of an earlier run is lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -41,15 +39,12 @@ def test_sums_are_divided_last():
     assert abs(metrics["train/entropy"] - mean_of_means) > 0.1
 
 
-def test_every_sum_has_its_name():
+def test_every_sum_has_its_name_absent_ones_none_and_a_step_adds_norm_and_rate():
     sums = dict(loss=2.0, tokens=10, entropy=5.0, kl=1.0, clipped=3, ratio=11.0)
     gaps = dict(logprob_gap_abs=0.5, logprob_gap_max=0.2, logprob_gap_k3=0.1)
     wanted = dict(loss=2.0, entropy=0.5, kl=0.1, clip_ratio=0.3, ratio=1.1)
     wanted |= dict(logprob_gap_mean=0.05, logprob_gap_max=0.2, logprob_gap_k3=0.01)
     assert divide(sums | gaps) == {f"train/{name}": value for name, value in wanted.items()}
-
-
-def test_absent_sums_and_zero_tokens_give_no_metric_and_a_step_adds_norm_and_rate():
     assert divide({}) == {}
     assert divide({"loss": 0.0, "tokens": 0, "entropy": 0.0, "logprob_gap_max": 0.0}) == {"train/loss": 0.0}
     with pytest.raises(ValueError, match="entropy and no tokens"):
@@ -73,15 +68,23 @@ def mini_batch(kind: StepKind, members: list[int], dropped: list[int], order: li
     return StepPlan(kind=kind, filler_microbatches=np.zeros(count, dtype=bool), microbatches_dropped=2, **arrays)
 
 
-def test_skip_metrics_of_a_real_step():
+def test_skip_metrics_of_a_real_step_of_skip_off_and_of_a_ghost():
     signal_S = np.asarray([True, False, True, False, True, True])
     metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [1, 3], [2, 0]), facts(), signal_S)
     wanted = dict(zero_advantage_ratio=0.5, samples_dropped=2, tokens_dropped=60, microbatches_dropped=2)
     wanted |= dict(silent_ranks=1, filler_microbatches=0, tokens_executed=40, tokens_dense=100, speedup_ideal=2.5)
     assert metrics == {f"skip/{name}": value for name, value in wanted.items()} | {"tokens/trailing": 0}
+    metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [], [0, 1, 2, 3]), facts(), np.arange(6) == 0)
+    names = ("skip/zero_advantage_ratio", "skip/samples_dropped", "skip/speedup_ideal")
+    assert [metrics[name] for name in names] == [0.75, 0, 1.0]
+    ghost = skip_metrics(mini_batch(StepKind.GHOST, [0, 1], [0, 1], []), facts(), np.zeros(6, dtype=bool))
+    names = ("skip/zero_advantage_ratio", "skip/tokens_executed", "skip/silent_ranks")
+    assert [ghost[name] for name in names] == [1.0, 0, 0] and "skip/speedup_ideal" not in ghost
+    with pytest.raises(ValueError, match=r"shape \(5,\) and the batch 6 samples"):
+        skip_metrics(mini_batch(StepKind.GHOST, [0], [0], []), facts(), np.zeros(5, dtype=bool))
 
 
-def test_tokens_that_no_loss_token_needs_are_counted_apart():
+def test_tokens_that_no_loss_token_needs_are_counted_apart_and_a_shared_prompt_once():
     """Of samples of 10, 20, ... 60 tokens, numbers 0 and 2 read 3 and 9 response tokens, the others all."""
     whole = facts()
     read = whole.response_tokens.copy()
@@ -91,27 +94,13 @@ def test_tokens_that_no_loss_token_needs_are_counted_apart():
     trailing = int((whole.response_tokens - read).sum())
     assert metrics["tokens/trailing"] == trailing > 0
     assert (metrics["skip/tokens_executed"], metrics["skip/tokens_dense"]) == (40 - trailing, 100 - trailing)
-
-
-def test_a_shared_prompt_is_counted_once():
-    """Samples 0 and 2 have one prompt of 4 tokens, sample 3 another; three of them run in one micro-batch."""
+    # samples 0 and 2 have one prompt of 4 tokens, sample 3 another; three of them run in one micro-batch
     given = dataclasses.replace(facts(), prompt_keys=np.array([7, 8, 7, 9, 9, 9]))
     step = mini_batch(StepKind.REAL, [0, 1, 2, 3], [1], [2, 0, 3])
     metrics = skip_metrics(step, given, np.arange(6) != 1, share_prompts=True)
     assert (metrics["skip/tokens_executed"], metrics["tokens/shared"]) == (10 + 30 + 40 - 4, 4)
     apart = skip_metrics(step, given, np.arange(6) != 1)
     assert apart["skip/tokens_executed"] == 80 and "tokens/shared" not in apart
-
-
-def test_skip_off_still_reports_the_ratio_and_a_ghost_has_no_speedup():
-    metrics = skip_metrics(mini_batch(StepKind.REAL, [0, 1, 2, 3], [], [0, 1, 2, 3]), facts(), np.arange(6) == 0)
-    names = ("skip/zero_advantage_ratio", "skip/samples_dropped", "skip/speedup_ideal")
-    assert [metrics[name] for name in names] == [0.75, 0, 1.0]
-    ghost = skip_metrics(mini_batch(StepKind.GHOST, [0, 1], [0, 1], []), facts(), np.zeros(6, dtype=bool))
-    names = ("skip/zero_advantage_ratio", "skip/tokens_executed", "skip/silent_ranks")
-    assert [ghost[name] for name in names] == [1.0, 0, 0] and "skip/speedup_ideal" not in ghost
-    with pytest.raises(ValueError, match=r"shape \(5,\) and the batch 6 samples"):
-        skip_metrics(mini_batch(StepKind.GHOST, [0], [0], []), facts(), np.zeros(5, dtype=bool))
 
 
 def test_rows_survive_the_file(tmp_path):

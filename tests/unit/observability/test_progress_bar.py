@@ -1,7 +1,5 @@
 """The progress bar is sparse in a log, live on a terminal; a run that trains nothing says so in log and final table."""
 
-from __future__ import annotations
-
 import io
 import logging
 
@@ -56,13 +54,10 @@ def test_the_final_table_has_evaluation_and_truncation():
     assert "reverse KL 1.550 → 0.550 (first 10 → last 10 steps)" in lines
 
 
-def test_log_lines_come_at_most_every_five_seconds():
+def test_a_log_has_a_line_at_most_every_five_seconds_and_ends_with_the_runs_table():
     lines = [line for line in run(terminal=False).splitlines() if line.startswith("rl step")]
     assert [int(line.split()[2]) for line in lines] == [*range(0, 20, 3), 19]  # the first, every third (6 s), the last
     assert lines[2] == "rl step 6 (7/20) | reward 0.060 | zero-adv 25 % | ghosts 1 | 2 s/step | ETA 26 s"
-
-
-def test_final_table_is_the_run():
     out = run(terminal=False)
     figures = ("0.045 → 0.145", "25.0 % → 25.0 %", "1,500 of 2,000 dense  (75.0 %)", "19 REAL, 1 GHOST", "40 s")
     for said in (*figures, "report: runs/x/report.html"):
@@ -70,12 +65,9 @@ def test_final_table_is_the_run():
     assert "\x1b" not in out, "a log has no terminal codes"
 
 
-def test_terminal_has_a_live_bar():
+def test_a_terminal_has_a_live_bar_disabled_is_silent_and_a_run_without_steps_has_a_table():
     out = run(terminal=True)
     assert "20/20" in out and "ghosts 1" in out and "ETA 0 s" in out
-
-
-def test_disabled_is_silent_and_a_run_without_steps_has_a_table():
     assert run(terminal=True, enabled=False) == "" == run(terminal=False, enabled=False)
     assert "0 REAL, 0 GHOST" in run(terminal=False, num_steps=0)
 
@@ -102,16 +94,13 @@ def warnings_of(steps: str, warning_steps: int | None, caplog: pytest.LogCapture
     return [record.getMessage() for record in caplog.records]
 
 
-def test_the_log_warns_at_the_setting_and_at_every_doubling(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_warns_at_every_doubling_and_anew_after_a_step_that_trains(caplog: pytest.LogCaptureFixture) -> None:
     said = warnings_of("R" + "G" * 3 + "N" * 10, 3, caplog)
     assert len(said) == 3
     for warning, count in zip(said, (3, 6, 12), strict=True):
         assert warning.startswith(f"WARNING: the last {count} optimizer steps trained nothing (3 ghosts")
         assert "skip/zero_advantage_ratio" in warning and "docs/skip.md" in warning
     assert "3 with a gradient that is not finite" in said[1]
-
-
-def test_a_step_that_trains_starts_the_count_anew(caplog: pytest.LogCaptureFixture) -> None:
     assert len(warnings_of("GGG" + "R" + "GG" + "R" + "GGG", 3, caplog)) == 2
     assert warnings_of("GGRGGRGG", 3, caplog) == []
     assert warnings_of("G" * 100, None, caplog) == []

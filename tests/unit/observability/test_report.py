@@ -1,7 +1,5 @@
 """Checks observability/report.py and svg.py: a page is well-formed and names every series that its run has or lacks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -89,34 +87,33 @@ def whole(tmp_path_factory) -> str:
     return page
 
 
-def test_page_has_every_plot_and_fetches_nothing(whole):
+def test_page_has_every_plot_ghost_and_unclaimed_time_and_fetches_nothing(whole):
     for title in TITLES:
         assert f"<b>{title}</b>" in whole
         assert 'class="shade"' in svg_of(whole, title) and svg_of(whole, title).count("optimizer step") == 1
     assert "Not in this run's metrics" not in whole and "Spread of rewards" not in whole
     assert not re.search(r"https?://|<script|<link|@import|url\(|src=", whole)
-
-
-def test_every_ghost_step_has_a_mark_and_no_gradient_norm(whole):
-    """The seven ghost steps (14, 21, ... 56) have a mark in every plot, and the tile counts them."""
+    # the seven ghost steps (14, 21, ... 56) have a mark in every plot, and the tile counts them
     for title in TITLES:
         marks = ElementTree.fromstring(svg_of(whole, title)).find("path[@class='ghost']")
         assert marks.get("d").count("M") == 7
     assert re.search(r'Ghost steps</div><div class="value">7</div>', whole)
     tips = svg_of(whole, "Gradient norm")
     assert "step 13\n" in tips and "step 14\n" not in tips
-
-
-def test_unclaimed_time_is_shown(whole):
     said = "step 30\nrollout: 1 s\nupdate: 0.5 s\nother: 0.25 s\nwhole step: 1.75 s"
     assert said in svg_of(whole, "Step time")
 
 
-def test_missing_series_are_named_not_drawn(tmp_path):
+def test_missing_series_are_named_not_drawn_and_values_that_are_not_finite_counted(tmp_path):
     write_run(tmp_path, **{"train/entropy": "leave out", "reward/mean": math.nan})
     page = report(tmp_path)
     assert "<b>Entropy</b>" not in page and "<b>Reward</b>" not in page
     assert "so not drawn: Reward, Entropy." in page
+    write_run(tmp_path, num_steps=40)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines[20] = re.sub(r'"train/grad_norm": [\d.]+', '"train/grad_norm": "inf"', lines[20])
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert "1 non-finite values are not drawn" in report(tmp_path)
 
 
 def test_rewards_have_a_band(tmp_path):
@@ -198,14 +195,6 @@ def test_pass_at_1_that_is_the_mean_is_drawn_once_and_axes_hold_what_lies_beyond
     assert float(ticks[0]) <= -1.0 and float(ticks[-1]) >= 2.5
 
 
-def test_non_finite_values_break_the_line_and_are_counted(tmp_path):
-    write_run(tmp_path, num_steps=40)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    lines[20] = re.sub(r'"train/grad_norm": [\d.]+', '"train/grad_norm": "inf"', lines[20])
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert "1 non-finite values are not drawn" in report(tmp_path)
-
-
 def test_text_is_escaped(tmp_path):
     write_run(tmp_path, **{"eval/<b>&/mean@1": 0.5})
     page = report(tmp_path, config_yaml="name: <script>alert('&')</script>")
@@ -236,7 +225,7 @@ def test_command_line(tmp_path, capsys):
     assert "does not exist; give the folder of a run" in capsys.readouterr().err
 
 
-def test_running_mean_equals_the_naive_loop():
+def test_running_mean_equals_the_naive_loop_stays_in_its_phase_and_a_plot_of_nothing_is_refused():
     values = np.random.default_rng(1).normal(size=40)
     values[[3, 4, 5, 6, 7, 20]] = math.nan
     for window in (1, 3, 5, 61):
@@ -245,6 +234,11 @@ def test_running_mean_equals_the_naive_loop():
             near = [v for v in values[max(0, i - window // 2) : i + window // 2 + 1] if math.isfinite(v)]
             naive.append(sum(near) / len(near) if near else math.nan)
         np.testing.assert_allclose(running_mean(values, window), naive, rtol=1e-12, atol=1e-15)  # order of additions
+    svg = plot(np.arange(20) >= 10, phase_starts=(0, 10))
+    raw, smooth = (re.search(rf'class="{css} c1" d="(.*?)"', svg).group(1) for css in ("raw", "line"))
+    assert raw == smooth
+    with pytest.raises(ValueError, match="'x' has no finite value"):
+        plot([math.nan, math.inf])
 
 
 def plot(values, **more: object) -> str:
@@ -253,21 +247,10 @@ def plot(values, **more: object) -> str:
     return line_plot("x", [series], frame)
 
 
-def test_running_mean_stays_inside_its_phase_and_a_plot_of_nothing_is_refused():
-    svg = plot(np.arange(20) >= 10, phase_starts=(0, 10))
-    raw, smooth = (re.search(rf'class="{css} c1" d="(.*?)"', svg).group(1) for css in ("raw", "line"))
-    assert raw == smooth
-    with pytest.raises(ValueError, match="'x' has no finite value"):
-        plot([math.nan, math.inf])
-
-
-def test_spikes_survive_thinning():
+def test_spikes_survive_thinning_and_axes_cover_their_values():
     raw = re.search(r'class="raw c1" d="(.*?)"', plot(np.arange(20_000) == 12_345)).group(1)
     assert any(float(y) == 16.0 for y in re.findall(r"[ML][\d.]+ ([\d.]+)", raw)), "the top of the plot is reached"
     assert len(raw) < 15_000
-
-
-def test_axes_cover_their_values():
     assert ticks_between(0.0, 0.93) == (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     assert ticks_between(-3.0, 12.0) == (-5.0, 0.0, 5.0, 10.0, 15.0)
     for values in ([0.0], [5.0, 5.0], [-2.0], [1e-12, 3e-12], [-1e9, 1e9]):

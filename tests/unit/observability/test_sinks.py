@@ -1,7 +1,5 @@
 """The real TensorBoard, W&B (offline) and MLflow (files) get a run's numbers, completions and configuration."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import shutil
@@ -139,13 +137,16 @@ def test_mlflow_gets_all_and_the_same_run_goes_on(tmp_path, mlflow_runs):
     assert "\\x1b[2J</pre>" in (files / "completions/eval/x/step_00000002.txt").read_text()
 
 
-def test_mlflow_says_that_a_run_failed(tmp_path, mlflow_runs):
+def test_mlflow_says_that_a_run_failed_and_one_that_does_not_start_is_one_sentence(tmp_path, mlflow_runs, monkeypatch):
     settings = MetricsConfig(mlflow_experiment="e")
     with pytest.raises(RuntimeError), MetricsWriter(tmp_path / "run", settings, 1, True) as writer:
         writer.write(row(1))
         raise RuntimeError("in the middle")
     (run,), _ = mlflow_runs()
     assert run.info.status == "FAILED"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://x")
+    with pytest.raises(ConfigError, match="mlflow_experiment='e': MLflow does not start: .*MLFLOW_TRACKING_URI"):
+        MetricsWriter(tmp_path, MetricsConfig(mlflow_experiment="e"), 1, True)
 
 
 def test_a_server_that_takes_nothing_more_is_said_once(tmp_path, mlflow_runs, caplog):
@@ -157,12 +158,6 @@ def test_a_server_that_takes_nothing_more_is_said_once(tmp_path, mlflow_runs, ca
             writer.write(row(step))
     assert caplog.text.count("MLflow did not take a call") == 1
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-def test_mlflow_that_does_not_start_is_one_sentence(tmp_path, mlflow_runs, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://x")
-    with pytest.raises(ConfigError, match="mlflow_experiment='e': MLflow does not start: .*MLFLOW_TRACKING_URI"):
-        MetricsWriter(tmp_path, MetricsConfig(mlflow_experiment="e"), 1, True)
 
 
 @pytest.mark.parametrize(("package", "setting"), [("wandb", "wandb_project"), ("mlflow", "mlflow_experiment")])

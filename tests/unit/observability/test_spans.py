@@ -1,7 +1,5 @@
 """Checks observability/spans.py and otlp.py: what is sent, to whom, and what a run feels of it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Plans of one mini-batch, a pipeline's cost model, and the invariants of lockstep between data-parallel ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rl.planning.cost import CostModel, StageCost

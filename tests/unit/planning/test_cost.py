@@ -3,8 +3,6 @@
 Fits are compared with the models that generated them, the closed form with planning/timeline.py's clock.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -121,10 +119,17 @@ def test_seconds_of_a_count_equal_the_ranks_that_runs_so_many(model, count, toke
     assert found == pytest.approx(model.rank_seconds(each * tokens, each * squares), rel=1e-12)
 
 
-def test_a_longest_sample_is_not_cut_and_asks_for_fewer() -> None:
+def test_a_longest_sample_asks_for_fewer_and_an_unmeasured_fixed_cost_stays_the_priors() -> None:
     """Beyond the count at which all others are as short, more micro-batches only cost their overhead."""
     model = CostModel(stages=(StageCost(overhead=10, token=1, square=0),) * 4)
     assert model.best_count(10_000, 0) == 55 and model.best_count(10_000, 0, longest=2_500) == 4
+    # worth 256 tokens, where the laps have no fixed cost at all; tokens cost what was measured
+    truth = CostModel(stages=(StageCost(overhead=0.0, token=2e-5, square=0.0),) * 2)
+    fit = CostFit(prior=PRIOR)
+    fit.add(step_of(truth, *microbatches(1, 2000)))
+    for stage, before in zip(fit.model().stages, PRIOR.stages, strict=True):
+        assert stage.token == pytest.approx(2e-5, rel=0.03)
+        assert stage.overhead == pytest.approx(before.overhead / before.token * stage.token, rel=1e-9)
 
 
 @SETTINGS
@@ -163,16 +168,6 @@ def test_other_proportions_are_found_from_enough_microbatches() -> None:
     for found, wanted in zip(fit.model().stages, truth.stages, strict=True):
         expected = wanted.seconds(tokens, squares)
         np.testing.assert_allclose(found.seconds(tokens, squares), expected, rtol=0, atol=0.01 * expected.mean())
-
-
-def test_a_fixed_cost_that_no_lap_shows_stays_the_priors() -> None:
-    """Worth 256 tokens, where the laps have no fixed cost at all; tokens cost what was measured."""
-    truth = CostModel(stages=(StageCost(overhead=0.0, token=2e-5, square=0.0),) * 2)
-    fit = CostFit(prior=PRIOR)
-    fit.add(step_of(truth, *microbatches(1, 2000)))
-    for stage, before in zip(fit.model().stages, PRIOR.stages, strict=True):
-        assert stage.token == pytest.approx(2e-5, rel=0.03)
-        assert stage.overhead == pytest.approx(before.overhead / before.token * stage.token, rel=1e-9)
 
 
 @SETTINGS

@@ -1,7 +1,5 @@
 """planning/plan.py: every invariant under Hypothesis, fingerprints, ghosts, and the number of micro-batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """planning/plan.py under lockstep: ranks that share experts run equally many, by finer cuts first, then by fillers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -58,9 +56,11 @@ def test_survivors_on_one_rank_only(static: int | None) -> None:
     assert one.ran.tolist() == ([6] if static else [5, 6]) and one.microbatches_dropped == 6
 
 
-def test_nothing_survives_and_no_filler_runs() -> None:
+def test_nothing_survives_and_no_filler_runs_and_blocks_that_do_not_divide_are_refused() -> None:
     one, found = layout([], PlanRules(data_size=4, lockstep_ranks=4, microbatch_multiple=2))
     assert found == [""] * 4 and one.kind is StepKind.GHOST and (one.silent_ranks, one.num_fillers) == (0, 0)
+    with pytest.raises(ValueError, match="6 data-parallel ranks do not divide into blocks of lockstep_ranks=4"):
+        PlanRules(data_size=6, lockstep_ranks=4)
 
 
 def test_dense_run_gets_fillers_too() -> None:
@@ -88,8 +88,3 @@ def test_cut_that_greedy_cannot_fit_takes_its_block_along() -> None:
     alone, together = (PlanRules(data_size=2, lockstep_ranks=n, max_tokens=12) for n in (1, 2))
     assert layout([], alone, lengths=lengths, drops=False)[1] == ["0 1,5 2", "3,7 4,6"]
     assert layout([], together, lengths=lengths, drops=False)[1] == ["0 1,5 2", "3 4,7 6"]
-
-
-def test_blocks_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="6 data-parallel ranks do not divide into blocks of lockstep_ranks=4"):
-        PlanRules(data_size=6, lockstep_ranks=4)

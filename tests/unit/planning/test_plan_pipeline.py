@@ -1,7 +1,5 @@
 """planning/plan.py on a pipeline: the number of micro-batches and their order."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rl.planning.plan import PlanRules
@@ -9,11 +7,18 @@ from megatron_rl.planning.timeline import simulate
 from tests.unit.planning.lockstep import one_step, pipeline
 
 
-def test_pipeline_takes_the_best_number_under_the_cap() -> None:
+def test_pipeline_takes_the_best_number_under_the_cap_and_balance_counts_attention_too() -> None:
     """For 64 equal samples at p = 4 the cap alone asks for 4 micro-batches and the cost for more."""
     rules = PlanRules(cost=pipeline(4, overhead=64), max_tokens=2048)
     sizes = np.diff(one_step([128] * 64, rules).microbatch_offsets)
     assert len(sizes) == rules.cost.best_count(64 * 128, 64 * 128**2) == 20 and sizes.max() - sizes.min() <= 1
+    # one sample of 1,000 tokens costs as much as 2,000 tokens in short ones where a square costs 1/1000 of a token
+    lengths = [1000, *[100] * 20]
+    plain, squared = (PlanRules(data_size=2, cost=pipeline(1, square=x)) for x in (0.0, 1e-3))
+    for rules, with_the_long_one in ((plain, 6), (squared, 2)):
+        one = one_step(lengths, rules)
+        ranks = [one.rank_samples(rank).tolist() for rank in range(2)]
+        assert len(next(rank for rank in ranks if 0 in rank)) == with_the_long_one
 
 
 def test_the_order_of_microbatches_saves_time_on_the_clock() -> None:
@@ -31,13 +36,3 @@ def test_the_order_of_microbatches_saves_time_on_the_clock() -> None:
                 clock[name] = simulate(forward_s, 2 * forward_s, pipeline=stages).makespan
             saved.append(clock["planned"] / clock["as they come"])
         assert np.mean(saved) < 0.995 and max(saved) < 1.05, (stages, np.mean(saved), max(saved))
-
-
-def test_balance_counts_attention_too() -> None:
-    """One sample of 1,000 tokens costs as much as 2,000 tokens in short ones where a square costs 1/1000 of a token."""
-    lengths = [1000, *[100] * 20]
-    plain, squared = (PlanRules(data_size=2, cost=pipeline(1, square=x)) for x in (0.0, 1e-3))
-    for rules, with_the_long_one in ((plain, 6), (squared, 2)):
-        one = one_step(lengths, rules)
-        ranks = [one.rank_samples(rank).tolist() for rank in range(2)]
-        assert len(next(rank for rank in ranks if 0 in rank)) == with_the_long_one

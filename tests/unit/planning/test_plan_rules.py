@@ -1,7 +1,5 @@
 """Checks the rules that a run gives its plan (planning/plan.py), and FP8's pads in them and in packed micro-batches."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

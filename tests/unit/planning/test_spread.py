@@ -1,7 +1,5 @@
 """Checks planning/spread.py: bins of near-equal cost, whole groups where cutting them gains nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -3,8 +3,6 @@
 The reference is an independent search for the longest path.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

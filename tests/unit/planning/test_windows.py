@@ -1,7 +1,5 @@
 """Checks the squared tokens of sliding windows against a count of the pairs that a token sees."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -25,7 +23,7 @@ def test_squares_are_less_what_a_window_leaves_out(length: int) -> None:
     assert abs(2 * pairs - wanted) <= length
 
 
-def test_a_shared_prompt_s_squares_are_the_samples_own_less_the_prompt_that_runs_once() -> None:
+def test_a_shared_prompts_squares_run_once_and_flops_within_a_window_grow_with_the_length() -> None:
     """A plan's squares, a layout's, and those of the samples alone agree under windows, prompts shared or not."""
     prompts, responses = np.array([6, 6, 6, 9]), np.array([5, 1, 8, 4])
     tokens = SampleTokens(own=responses, prompt=np.array([6, 6, 6, 9]), group=np.array([0, 0, 0, 1]), windows=WINDOWS)
@@ -35,10 +33,7 @@ def test_a_shared_prompt_s_squares_are_the_samples_own_less_the_prompt_that_runs
     assert layout.shared and layout.squares(WINDOWS) == pytest.approx(tokens.total(np.arange(4))[1], rel=1e-12)
     assert layout.squares(WINDOWS) < layout.squares(())
     assert tokens.padded(4).windows == WINDOWS
-
-
-def test_attention_s_flops_within_a_window_grow_with_the_length_and_not_with_its_square() -> None:
-    """Beyond the window each token costs window keys in a windowed layer, and all before it in a full one."""
+    # beyond the window each token costs window keys in a windowed layer, and all before it in a full one
     shape = read_shape(tiny_config("olmo3"), layer_spec="torch")
     assert shape.windows == (5, 0)
 

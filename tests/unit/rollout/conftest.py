@@ -1,7 +1,5 @@
 """The fixtures of several files of this room."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Engines and rewards without a model, and workers and managers over them."""
 
-from __future__ import annotations
-
 import math
 import random
 import threading

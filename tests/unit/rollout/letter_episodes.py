@@ -1,7 +1,5 @@
 """Episodes over an engine that samples letters, and the environment that plays them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

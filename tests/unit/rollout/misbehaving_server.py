@@ -3,8 +3,6 @@
 It has the routes that server_replica.py uses, and answers from memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import http.server

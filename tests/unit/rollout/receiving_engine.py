@@ -1,7 +1,5 @@
 """Stand-ins for what takes the sender's weights: a replica in this process, and functions of processes of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Replicas and requests of the tests of servers."""
 
-from __future__ import annotations
-
 from megatron_rl.rollout.vllm.replica import GenerateRequest
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from tests.patience import HANG_S, patient

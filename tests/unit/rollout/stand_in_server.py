@@ -9,8 +9,6 @@ STAND_IN_DIES     "at once": it ends with exit code 3. "never healthy": it has n
 A file PID.sick in the folder makes /health answer 503.
 """
 
-from __future__ import annotations
-
 import http.server
 import json
 import os

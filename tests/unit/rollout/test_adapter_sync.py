@@ -1,7 +1,5 @@
 """Adapters travel alone to engines that have the weights beside them, and with those weights to every other."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Iterator
 
@@ -82,7 +80,10 @@ def test_an_engine_that_does_not_use_its_adapters_has_no_version(sync: WeightSen
     assert report.failed == {"one": "one is gone"} and sync.lacks_weights(engine)
 
 
-def test_without_adapters_of_its_own_a_sync_is_what_it_was(senders) -> None:
+def test_pairs_are_told_by_their_names_and_without_them_a_sync_is_what_it_was(senders) -> None:
+    shape = read_shape(Qwen2Config(num_hidden_layers=2), layer_spec="torch").with_adapters(config_of().lora)
+    assert all(is_adapter(name) for entry in adapter_entries(shape, 0, 1, 1) for name in entry.hf)
+    assert not any(is_adapter(name) for entry in stage_entries(shape, 0, 1, 1) for name in entry.hf)
     engine = Engine("one")
     assert not senders(bucket_bytes=256).deliver(iter(WEIGHTS.items()), 1, [engine]).failed
     assert "adapter" not in engine.end and "use_adapter" not in engine.asked
@@ -145,16 +146,13 @@ def test_adapters_alone_where_they_cannot_be_are_refused(arithmetic: pathlib.Pat
         validate_config(config_of(*given, *overrides))
 
 
-def test_vllms_own_settings_of_adapters_are_refused(arithmetic: pathlib.Path) -> None:
+def test_what_does_not_go_with_adapters_alone_is_refused(arithmetic: pathlib.Path) -> None:
     given = (f"model.hf_path={arithmetic}/model", "reward.functions=arithmetic")
     for name, value in {"enable_lora": "true", "max_loras": 2, "max_lora_rank": 64, "lora_dtype": "bfloat16"}.items():
         with pytest.raises(ConfigError, match=f"rollout.vllm.{name}=.* may not be set there"):
             validate_config(config_of(*given, f"rollout.vllm={{{name}: {value}}}"))
     with pytest.raises(ConfigError, match="weight_sync.adapters='both'"):
         config_of("weight_sync.adapters=both")
-
-
-def test_engines_that_would_drop_the_weights_or_round_the_pairs_are_refused() -> None:
     with pytest.raises(ConfigError, match="weight_sync.adapters=alone .*rollout.sleep=never"):
         refuse_sharing(config_of(), shares_device(config_of(), GPU))
     never = config_of("rollout.sleep=never", "model.dtype=bfloat16")
@@ -163,18 +161,9 @@ def test_engines_that_would_drop_the_weights_or_round_the_pairs_are_refused() ->
     with pytest.raises(ConfigError, match="model.dtype=float32.*model.dtype=bfloat16"):
         adapter_arguments(config_of("model.dtype=float32"), on_gpu=True)
     assert adapter_arguments(config_of("model.dtype=float32"), on_gpu=False)["lora_dtype"] == "auto"
-
-
-def test_a_mixture_and_a_server_of_many_models_are_refused_with_adapters_alone_only(arithmetic: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="a model of 8 experts"):
         refuse_mixture(config_of(), 8)
     refuse_mixture(config_of(), 0)
     refuse_mixture(config_of("weight_sync.adapters=merged"), 8)
     with pytest.raises(ConfigError, match="weight_sync.adapters=alone is for one policy"):
         check_config(config_of(f"model.hf_path={arithmetic}/model"))
-
-
-def test_pairs_are_told_from_weights_by_their_names() -> None:
-    shape = read_shape(Qwen2Config(num_hidden_layers=2), layer_spec="torch").with_adapters(config_of().lora)
-    assert all(is_adapter(name) for entry in adapter_entries(shape, 0, 1, 1) for name in entry.hf)
-    assert not any(is_adapter(name) for entry in stage_entries(shape, 0, 1, 1) for name in entry.hf)

@@ -1,7 +1,5 @@
 """Checks rollout/weight_sync/group.py: one broadcast per bucket reaches every server, and a lost one harms no other."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

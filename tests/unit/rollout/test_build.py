@@ -1,7 +1,5 @@
 """The engine of each rank, the arguments and environment of its process, and the settings that are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -90,7 +88,7 @@ def test_every_prompt_has_one_engine():
                 assert all(right - left >= width for left, right in zip(starts, [*starts[1:], world_size], strict=True))
 
 
-def test_an_engines_environment_is_not_a_ranks_and_names_its_gpus():
+def test_an_engines_environment_names_its_gpus_and_its_arguments_are_the_configs():
     of_ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_PROCID", "TORCH_NCCL_X")
     dropped = (*of_ranks, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "VLLM_ALLOW_INSECURE_SERIALIZATION")
     kept = {"PATH": "/bin", "HOME": "/root", "VLLM_CPU_KVCACHE_SPACE": "4"}
@@ -104,9 +102,6 @@ def test_an_engines_environment_is_not_a_ranks_and_names_its_gpus():
     found = engine_environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "OMP_NUM_THREADS": "9"}, ["2", "3"], None)
     assert (found["CUDA_VISIBLE_DEVICES"], found["OMP_NUM_THREADS"]) == ("2,3", "9")
     assert "VLLM_CPU_OMP_THREADS_BIND" not in found
-
-
-def test_an_engines_arguments():
     given = "rollout.vllm={max_num_seqs: 7, enforce_eager: false, block_size: 16}"
     config = config_of(given, "data.max_prompt_tokens=100")
     wanted = {"max_num_seqs": 7, "enforce_eager": False, "block_size": 16, "enable_sleep_mode": False}
@@ -143,13 +138,17 @@ CUDA_IPC, SHARED, BROADCAST = (f"weight_sync.channel={name}" for name in ("cuda_
 ELSEWHERE = "rollout.servers=[http://10.0.0.7:8000]"
 
 
-def test_a_channel_that_engines_cannot_take_is_refused():
+def test_a_channel_that_engines_cannot_take_and_sleep_without_a_shared_gpu_are_refused():
     """Handles need a GPU and engines of the run's own; NCCL refuses a broadcast between two ranks of one GPU."""
     refused_with("cuda_ipc needs engines of the run's own|this run is on cpu", lambda: channel_of(CUDA_IPC))
     refused_with("on cuda with rollout.servers=['http://1", lambda: channel_of(CUDA_IPC, ELSEWHERE, device=GPU))
     assert channel_of(CUDA_IPC, device=GPU) == "cuda_ipc"
     refused_with(f"{BROADCAST}|NCCL refuses that|channel=auto", lambda: channel_of(BROADCAST, device=GPU))
     assert channel_of(BROADCAST) == channel_of(BROADCAST, ELSEWHERE, device=GPU) == "broadcast"
+    assert shares_device(config_of(), torch.device("cuda")) and not shares_device(config_of(), CPU)
+    assert not shares_device(config_of("rollout.sleep=never"), torch.device("cuda"))
+    assert not shares_device(config_of("rollout.servers=[http://a:1]"), torch.device("cuda"))
+    refused_with("rollout.sleep=always needs a GPU", lambda: shares_device(config_of("rollout.sleep=always"), CPU))
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
@@ -185,23 +184,13 @@ def test_an_engine_gets_its_ranks_gpus(width, first, visible, count, expected):
     assert build.engine_devices(width, first, environment, count) == expected
 
 
-def test_an_engine_wider_than_the_gpus_its_rank_sees_is_refused():
+def test_an_engine_wider_than_the_gpus_its_rank_sees_and_one_without_vllm_are_refused(monkeypatch):
     words = "tensor_parallel=2 begins at GPU 0|sees 1|=5|--gpus-per-node"
     refused_with(words, lambda: build.engine_devices(2, 0, {"CUDA_VISIBLE_DEVICES": "5"}, 1))
-
-
-def test_without_vllm_an_engine_of_ones_own_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     seat = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
     words = "pip install 'megatron_rl[vllm]'|rollout.servers"
     refused_with(words, lambda: build._process(config_of(), seat, CPU))
-
-
-def test_sleeping_needs_a_shared_gpu():
-    assert shares_device(config_of(), torch.device("cuda")) and not shares_device(config_of(), CPU)
-    assert not shares_device(config_of("rollout.sleep=never"), torch.device("cuda"))
-    assert not shares_device(config_of("rollout.servers=[http://a:1]"), torch.device("cuda"))
-    refused_with("rollout.sleep=always needs a GPU", lambda: shares_device(config_of("rollout.sleep=always"), CPU))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores that a process may use are not said here")

@@ -1,7 +1,5 @@
 """The order in which a device changes hands between trainer and engine."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pathlib
@@ -65,13 +63,18 @@ def device_of(engine: RecordingEngine) -> ColocatedDevice:
     return ColocatedDevice(engine, note("offload"), note("restore"), lambda act: act(), ended)
 
 
-def test_a_round_goes_in_order():
+def test_a_round_goes_in_order_and_a_device_that_is_not_shared_is_left_alone():
     engine = RecordingEngine()
     device = device_of(engine)
     for move, turn in zip(MOVES, (DeviceOwner.WEIGHTS, DeviceOwner.ENGINE, DeviceOwner.TRAINER), strict=True):
         getattr(device, move)()
         assert device.turn is turn
     assert engine.events == ["ended trainer", *TO_WEIGHTS, *TO_ENGINE, "ended engine", *TO_TRAINER]
+    engine = RecordingEngine()
+    device = ColocatedDevice(engine, None, None, lambda act: act(), lambda _: None)
+    for move in MOVES:
+        getattr(device, move)()
+    assert engine.events == []
 
 
 @pytest.mark.parametrize("first", MOVES)
@@ -100,14 +103,6 @@ def test_any_moves_keep_the_order(first):
         assert set(awake.split()) == engine.awake and away == (device.turn is not DeviceOwner.TRAINER)
 
 
-def test_a_device_that_is_not_shared_is_left_alone():
-    engine = RecordingEngine()
-    device = ColocatedDevice(engine, None, None, lambda act: act(), lambda _: None)
-    for move in MOVES:
-        getattr(device, move)()
-    assert engine.events == []
-
-
 def generation_of(engine: RecordingEngine) -> RolloutManager:
     versions = itertools.count(1)
     engine.awake = {"weights", "kv_cache"}  # as it starts; the trainer has it sleep before its first step
@@ -118,7 +113,7 @@ def generation_of(engine: RecordingEngine) -> RolloutManager:
     return found
 
 
-def test_generation_goes_in_order(alone):
+def test_generation_goes_in_order_and_an_engine_lost_while_it_has_the_device_keeps_it(alone):
     engine = RecordingEngine()
     generation = generation_of(engine)
     for _ in range(2):
@@ -126,9 +121,6 @@ def test_generation_goes_in_order(alone):
     step = [*TO_WEIGHTS, "recover", "load", *TO_ENGINE, "generate", *TO_TRAINER]
     assert engine.events == step * 2
     assert {"perf/update_peak_memory_bytes", "perf/rollout_peak_memory_bytes"} <= set(generation.take_metrics())
-
-
-def test_an_engine_lost_while_it_has_the_device_keeps_it(alone):
     engine = RecordingEngine(losses=1)
     generation_of(engine).produce(prompts_of(range(3)), 1)
     lost = ["generate", "recover", "load"]

@@ -1,7 +1,5 @@
 """Checks that the sender and held.py give engines what changed, and all of it where they need all."""
 
-from __future__ import annotations
-
 import errno
 import os
 

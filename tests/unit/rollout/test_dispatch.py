@@ -1,7 +1,5 @@
 """Requests over replicas that fail in every way: each is finished exactly once, or handed back as lost."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -229,7 +227,7 @@ def test_the_least_loaded_replica_comes_first_and_rotation_starts_clients_on_dif
         assert [len(replica.given) for replica in replicas] == [int(index == rotation % 3) for index in range(3)]
 
 
-def test_a_replica_gets_requests_with_newer_weights_or_in_an_update_and_not_with_others():
+def test_a_replica_of_newer_weights_or_in_an_update_gets_requests_and_its_tokens_are_taken():
     versions = {"old": 2, "failed": -1, "newer": 4, "updating": UPDATING}
     replicas = {name: FakeReplica(name, version=version) for name, version in versions.items()}
     found = run(requests_of(6, 1), replicas.values())
@@ -237,6 +235,11 @@ def test_a_replica_gets_requests_with_newer_weights_or_in_an_update_and_not_with
     assert len(found.finished) == 6
     told = {name: f"it holds weight version {versions[name]}, this call asks for 3" for name in ("old", "failed")}
     assert found.down == told
+    # of files: the server was started again between two calls, under the same URL
+    names = ("of files", "older", "newer")
+    found = run([request_of("q")], [FakeReplica(name, [name]) for name in names])
+    assert found.finished["q"][-1].weight_versions == ((3, 1), (4, 2)) and list(found.down) == ["of files", "older"]
+    assert "version -1, not 3" in found.down["of files"] and "version 2, not 3" in found.down["older"]
 
 
 def test_an_update_that_fails_within_the_call_takes_its_replica_out():
@@ -251,14 +254,6 @@ def test_an_update_that_fails_within_the_call_takes_its_replica_out():
     updating.submit = submit_and_fail
     found = run(requests_of(6, 1), [updating, sound], max_in_flight=1)
     assert len(found.finished) == 6 and updating.given == ["q0"] and list(found.down) == ["updating"]
-
-
-def test_tokens_of_newer_weights_are_taken_and_of_older_ones_not():
-    """Of files: the server was started again between two calls, under the same URL."""
-    names = ("of files", "older", "newer")
-    found = run([request_of("q")], [FakeReplica(name, [name]) for name in names])
-    assert found.finished["q"][-1].weight_versions == ((3, 1), (4, 2)) and list(found.down) == ["of files", "older"]
-    assert "version -1, not 3" in found.down["of files"] and "version 2, not 3" in found.down["older"]
 
 
 @pytest.mark.parametrize("word, told", [

@@ -1,7 +1,5 @@
 """Rollouts and weights over an engine that fails."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

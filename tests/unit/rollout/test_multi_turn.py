@@ -1,7 +1,5 @@
 """Episodes equal a plain loop, also where they end early, fail or lose their engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Sequence
@@ -124,7 +122,7 @@ def test_episodes_equal_a_plain_loop_over_samples_and_turns(prompts, samples, ro
         assert rollout.text == text and 1 <= rollout.num_turns <= max_turns
 
 
-def test_all_samples_first_turn_is_one_call_and_names_hold_no_place() -> None:
+def test_a_first_turn_is_one_call_names_hold_no_place_and_turns_keep_their_versions() -> None:
     engine = LetterEngine()
     found = episodes_of(engine).generate([prompt_of(4), dataclasses.replace(prompt_of(7), attempt=2)], 3)
     assert engine.calls[0] == ["4@0", "7@0.2"]
@@ -134,9 +132,6 @@ def test_all_samples_first_turn_is_one_call_and_names_hold_no_place() -> None:
     prompts = (dataclasses.replace(prompt_of(7), attempt=2), prompt_of(4))
     alone = [x for prompt in prompts for x in episodes_of(LetterEngine()).generate([prompt], 3)]
     assert sorted(map(repr, alone)) == sorted(map(repr, found))  # whichever rank takes which prompt
-
-
-def test_turns_of_newer_weights_keep_their_versions() -> None:
     engine = LetterEngine(newer_every=2)
     for rollout in episodes_of(engine, max_turns=4).generate([prompt_of(k) for k in range(6)], 2):
         assert sum(count for _, count in rollout.weight_versions) == len(rollout.response_ids)
@@ -145,7 +140,7 @@ def test_turns_of_newer_weights_keep_their_versions() -> None:
         assert len(versions) == (rollout.num_turns // 2 + 1)  # call 1 by version 3, calls 2 and 3 by 4, call 4 by 5
 
 
-def test_an_observation_is_appended_only_where_a_token_fits_behind_it() -> None:
+def test_an_observation_is_the_templates_and_appended_only_where_a_token_fits_behind_it() -> None:
     """At every room from one token to enough, for an episode of two turns."""
     wholes = ((k, plain_episode(prompt_of(k), 0, 99, 3)) for k in range(99))
     prompt, whole = next((prompt_of(k), x) for k, x in wholes if len(x["mask"]) > 9 and x["mask"].count(False) == 3)
@@ -159,9 +154,6 @@ def test_an_observation_is_appended_only_where_a_token_fits_behind_it() -> None:
         assert reasons[room] == ("length", first, 1)
     assert reasons[first + 4] == ("length", first + 4, 2)
     assert reasons[len(whole["ids"])] == ("stop", len(whole["ids"]), 2)
-
-
-def test_a_chat_observation_is_the_templates() -> None:
     tokenizer = tokenizer_of(CHATML)
     episodes = episodes_of(LetterEngine(room=400), tokenizer=tokenizer, template="chat", role="user")
     rollout = next(x for x in episodes.generate([prompt_of(k) for k in range(9)], 1) if x.num_turns == 2)

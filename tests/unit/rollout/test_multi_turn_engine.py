@@ -1,7 +1,5 @@
 """Episodes on the real embedded engine: their log-probs equal Hugging Face's where a token was sampled."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -75,8 +73,18 @@ def test_a_saved_group_comes_back_equal(inner) -> None:
         assert found[key].rollouts == exact and found[key].scores == group.scores and found[key].prompt == group.prompt
 
 
-def test_a_group_of_before_masks_is_read(inner) -> None:
-    """A group that an earlier release wrote is read: it has five fields a sample and no array of masks."""
+def test_rows_carry_the_mask_and_a_group_of_before_masks_is_read(inner) -> None:
+    rollout = next(x for x in episodes_of(inner).generate(PROMPTS, 4) if x.num_turns > 1)
+    rollout = dataclasses.replace(rollout, finish_reason="stop")
+    row = to_sample(rollout, included=True)
+    assert row.loss_mask.tolist() == list(rollout.loss_mask) and int(row.loss_mask.sum()) == rollout.num_sampled
+    assert not to_sample(rollout, included=False).loss_mask.any()
+    cut = dataclasses.replace(rollout, finish_reason="length")
+    group = Group(rollouts=(rollout, cut), scores=(Score(total=1.0, by_function=(1.0,)),) * 2)
+    assert [s.loss_mask.any() for s in group.samples(mask_truncated=True)] == [True, False]
+    with pytest.raises(ValueError, match=f"{rollout.sample_id} has .* response tokens and a loss_mask of 1"):
+        to_sample(dataclasses.replace(rollout, loss_mask=(True,)), included=True)
+    # a group that an earlier release wrote is read: it has five fields a sample and no array of masks
     plain = inner.generate(PROMPTS[:1], 2)
     packed = pack_groups({"a": SavedGroup(prompt=PROMPTS[0], rollouts=plain, scores=None)})
     with np.load(io.BytesIO(packed)) as file:
@@ -88,16 +96,3 @@ def test_a_group_of_before_masks_is_read(inner) -> None:
     np.savez(buffer, **arrays)
     found, wanted = (unpack_groups(x, lambda *_: PROMPTS[0])["a"].rollouts for x in (buffer.getvalue(), packed))
     assert found == wanted and all(x.loss_mask is None for x in found)
-
-
-def test_rows_carry_the_mask_and_nothing_where_the_sample_is_out(inner) -> None:
-    rollout = next(x for x in episodes_of(inner).generate(PROMPTS, 4) if x.num_turns > 1)
-    rollout = dataclasses.replace(rollout, finish_reason="stop")
-    row = to_sample(rollout, included=True)
-    assert row.loss_mask.tolist() == list(rollout.loss_mask) and int(row.loss_mask.sum()) == rollout.num_sampled
-    assert not to_sample(rollout, included=False).loss_mask.any()
-    cut = dataclasses.replace(rollout, finish_reason="length")
-    group = Group(rollouts=(rollout, cut), scores=(Score(total=1.0, by_function=(1.0,)),) * 2)
-    assert [s.loss_mask.any() for s in group.samples(mask_truncated=True)] == [True, False]
-    with pytest.raises(ValueError, match=f"{rollout.sample_id} has .* response tokens and a loss_mask of 1"):
-        to_sample(dataclasses.replace(rollout, loss_mask=(True,)), included=True)

@@ -1,7 +1,5 @@
 """Checks rollout/queue.py and rollout/training_batch.py without a world."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks rollout/replay_buffer.py: every invariant under Hypothesis, and draws against their odds."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -158,7 +156,7 @@ def test_invariants(config: ReplayConfig, seed: int, steps: list) -> None:
 # ---- draws ----------------------------------------------------------------------------------------------------------
 
 
-def test_draws_and_the_next_of_a_draw_are_in_proportion_to_the_scores_that_are_left() -> None:
+def test_draws_are_in_proportion_to_the_scores_left_and_another_rollout_or_seed_draws_anew() -> None:
     scores, rounds = {"a": 5.0, "b": 3.0, "c": 1.0, "d": 1.0}, 4000
     chances = {(x, y): scores[x] / 10 * scores[y] / (10 - scores[x]) for x in scores for y in scores if x != y}
     buffer = buffer_of(scores, ReplayConfig(capacity_groups=4, max_uses=10**9), seed=7)
@@ -168,6 +166,13 @@ def test_draws_and_the_next_of_a_draw_are_in_proportion_to_the_scores_that_are_l
     # 11 degrees of freedom: one seed in a million is above 48.9. The seed is fixed, so it is not a matter of luck.
     assert chi_square < 48.9
 
+    def drawn(seed: int, rollout: int) -> list[str]:
+        buffer = buffer_of({f"{i}@0": 1.0 for i in range(100)}, ReplayConfig(capacity_groups=100), seed)
+        return buffer.draw(10, rollout=rollout)
+
+    assert drawn(1, 2) == drawn(1, 2)
+    assert len({tuple(drawn(seed, rollout)) for seed in (0, 1, 2, -1) for rollout in (0, 1, 2)}) == 12
+
 
 @pytest.mark.parametrize(("uniform", "key"), [(0.0, "a"), (0.5 - 2**-53, "a"), (0.5, "b"), (1 - 2**-53, "b")])
 def test_ends_of_the_line_of_scores(uniform: float, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,15 +181,6 @@ def test_ends_of_the_line_of_scores(uniform: float, key: str, monkeypatch: pytes
     buffer = buffer_of({"a": 1e300, "b": 1e300, "c": 5e-324}, ReplayConfig(capacity_groups=4))
     drawn = buffer.draw(3, rollout=0)
     assert drawn[0] == key and drawn[2] == "c"
-
-
-def test_another_rollout_or_seed_draws_anew_and_the_same_draws_the_same() -> None:
-    def drawn(seed: int, rollout: int) -> list[str]:
-        buffer = buffer_of({f"{i}@0": 1.0 for i in range(100)}, ReplayConfig(capacity_groups=100), seed)
-        return buffer.draw(10, rollout=rollout)
-
-    assert drawn(1, 2) == drawn(1, 2)
-    assert len({tuple(drawn(seed, rollout)) for seed in (0, 1, 2, -1) for rollout in (0, 1, 2)}) == 12
 
 
 # ---- the faults that such buffers are known for ---------------------------------------------------------------------
@@ -208,15 +204,12 @@ def test_age_is_in_weight_versions_and_null_never_expires() -> None:
         assert buffer.expire(7) == late
 
 
-def test_a_smaller_size_tells_what_left() -> None:
+def test_a_smaller_size_tells_what_left_and_numbers_of_numpy_are_json() -> None:
     large = buffer_of({str(score): score for score in (1, 2, 3, 4)}, ReplayConfig(capacity_groups=5))
     small = ReplayBuffer(ReplayConfig(capacity_groups=2), 0)
     assert small.load_state(json.loads(json.dumps(large.state()))) == ["2", "1"]
     assert [x.key for x in small.entries] == ["4", "3"]
     assert small.load_state({"entries": []}) == [] and len(small) == 0  # the state replaces the entries that it had
-
-
-def test_numbers_of_numpy_are_json() -> None:
     buffer = ReplayBuffer(ReplayConfig(capacity_groups=5), 0)
     buffer.add([Entry(key="a", score=np.float32(0.1), version=np.int64(3))])
     assert through_json(buffer, ReplayConfig(capacity_groups=5), 0).entries[0].version == 3

@@ -1,7 +1,5 @@
 """rollout/reroll_buffer.py: every invariant under Hypothesis against a plain list, and failed groups against a loop."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """rollout/reward_errors.py: failed rewards are counted (over ranks: tests/runs), and all of them end the run."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.config import RewardConfig

@@ -1,7 +1,5 @@
 """Routed experts on their way from an engine to a sample: read, checked, merged over turns, saved and loaded."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io
@@ -68,16 +66,13 @@ def as_text(array: np.ndarray, **given: bool) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def test_a_servers_text_is_read_and_nothing_is_unpickled() -> None:
+def test_a_servers_text_is_read_nothing_is_unpickled_and_a_sample_gets_a_row_for_each_token() -> None:
     given = experts_of(4)
     assert np.array_equal(routed_experts.of_choice({"routed_experts": as_text(given)}), given)
     assert routed_experts.of_choice({}) is None and routed_experts.of_choice({"routed_experts": None}) is None
     for text in ("no base64!", as_text(np.array([{}], dtype=object), allow_pickle=True)):
         with pytest.raises(ValueError):
             routed_experts.of_choice({"routed_experts": text})
-
-
-def test_a_sample_gets_a_row_for_each_token() -> None:
     given = experts_of(6)  # 3 tokens of the prompt, 4 of the response, the last one's row less
     (rollout,) = rollouts_of(4, given)
     row = to_sample(rollout, included=True).routed_experts
@@ -98,15 +93,12 @@ def test_experts_that_misfit_their_sample_are_refused(experts: np.ndarray | None
     assert "start the engine with --enable-return-routed-experts" in str(raised.value)
 
 
-def test_an_engine_that_returns_no_experts_is_refused_at_its_start() -> None:
+def test_engines_are_asked_for_experts_and_one_that_returns_none_is_refused_at_its_start() -> None:
     facts = ReplicaFacts(vllm_version="0.32.0", vocab_size=9, max_model_tokens=8, logprobs_mode="processed_logprobs")
     check_facts("http://h:1", facts, 9, 8, RolloutConfig())
     check_facts("http://h:1", dataclasses.replace(facts, routed_experts=True), 9, 8, REPLAY)
     with pytest.raises(ConfigError, match="http://h:1 is vLLM 0.32.0 without --enable-return-routed-experts"):
         check_facts("http://h:1", facts, 9, 8, REPLAY)
-
-
-def test_an_engine_of_the_runs_own_is_asked_for_experts_and_not_on_a_cpu() -> None:
     config = load_config(None, ["rollout.engine=vllm", "rollout.routing_replay=rollout", "rollout.sleep=never"])
     assert engine_arguments(config, torch.device("cuda", 0))["enable_return_routed_experts"] is True
     off = load_config(None, ["rollout.engine=vllm", "rollout.routing_replay=old_logprobs"])
@@ -115,7 +107,7 @@ def test_an_engine_of_the_runs_own_is_asked_for_experts_and_not_on_a_cpu() -> No
         engine_arguments(config, torch.device("cpu"))
 
 
-def test_off_is_a_word_without_quotes_and_replay_of_a_pass_that_is_not_made_is_refused() -> None:
+def test_off_is_a_word_and_replay_of_a_pass_that_is_not_made_or_of_a_dense_model_is_refused(hf_path) -> None:
     assert load_config(None, ["rollout.routing_replay=off"]).rollout.routing_replay == "off"
     with pytest.raises(ConfigError, match="rollout.routing_replay='on' .*off, old_logprobs, rollout"):
         RolloutConfig(routing_replay="on")
@@ -123,6 +115,8 @@ def test_off_is_a_word_without_quotes_and_replay_of_a_pass_that_is_not_made_is_r
         given = ["rollout.routing_replay=old_logprobs", "replay.capacity_groups=4", setting]
         with pytest.raises(ConfigError, match=f"under {setting}"):
             validate_config(load_config(None, given))
+    with pytest.raises(ConfigError, match="a Qwen2ForCausalLM has none; set rollout.routing_replay=off"):
+        engine_of(hf_path, None, routing_replay="rollout")
 
 
 def saved(rollouts: list) -> bytes:
@@ -200,8 +194,3 @@ def test_the_embedded_engine_notes_where_its_tokens_went(tmp_path) -> None:
         noted = np.sort(sampled.routed_experts, axis=2)
         assert sampled.routed_experts.dtype == np.int16 and len(noted) == len(tokens)
         assert np.array_equal(noted[:-1], wanted[:-1]) and (noted[-1] == -1).all()
-
-
-def test_a_dense_model_has_no_experts_to_note(hf_path) -> None:
-    with pytest.raises(ConfigError, match="a Qwen2ForCausalLM has none; set rollout.routing_replay=off"):
-        engine_of(hf_path, None, routing_replay="rollout")

@@ -1,7 +1,5 @@
 """Sampling by request with the embedded engine, against its own rollouts and plain Hugging Face forwards."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -33,16 +31,13 @@ def distribution(model, tokens: tuple[int, ...]) -> torch.Tensor:
         return model(torch.tensor(tokens)[None]).logits[0, -1].float().log_softmax(-1)
 
 
-def test_draws_are_those_of_a_rollout_with_the_same_seed(engine) -> None:
+def test_draws_are_those_of_a_rollout_with_the_same_seed_and_logprobs_a_plain_forwards(engine, model) -> None:
     prompt = prompt_of(0, token_ids=PROMPT)
     for rollout in engine.generate([prompt], 4):
         seed = sample_seed(3, prompt.prompt_id, rollout.sample_index, 1, 0)
         (result,) = engine.sample([ask(seed=seed, max_tokens=12, stop_ids=(EOS,))])
         assert tuple(result.sequences[0].token_ids.tolist()) == rollout.response_ids
         assert np.allclose(result.sequences[0].logprobs, rollout.logprobs, atol=ROUNDING)
-
-
-def test_logprobs_are_those_of_a_plain_forward_and_greedy_takes_the_most_likely_token(engine, model) -> None:
     drawn, greedy = engine.sample([ask(max_tokens=8, num_samples=3), ask(1, temperature=0.0, max_tokens=5)])
     for sequence in [*drawn.sequences, *greedy.sequences]:
         tokens = PROMPT

@@ -1,7 +1,5 @@
 """Checks rollout/weight_sync/sender.py over shared memory: every tensor arrives bit by bit, or no version."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """rollout/vllm/server_replica.py's control messages, to a server that is a thread of this process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 
@@ -78,7 +76,7 @@ def test_control_messages_are_the_servers_routes():
     assert seen == [(path, body) for *_, path, body in messages] and last["method"] == "weights_received"
 
 
-def test_a_control_message_that_fails_tells_the_servers_words():
+def test_a_message_that_fails_tells_the_servers_words_and_a_held_prefix_cache_is_tried_again(monkeypatch):
     with fake_vllm(update_weights=Answer(500, {"error": {"message": "checksum 5, the trainer sent 6"}})) as server:
         with pytest.raises(ReplicaLost, match="POST /update_weights: 500, checksum 5, the trainer sent 6"):
             replica_of(server.url).control("update_weights", {}, LONG_S)
@@ -87,9 +85,6 @@ def test_a_control_message_that_fails_tells_the_servers_words():
         server.routes["/start_weight_update"] = FAULTS["cut in the headers"]  # must not pass for an empty success
         with pytest.raises(ReplicaLost, match="an answer without a length"):
             replica_of(server.url).control("start_weight_update", {}, LONG_S)
-
-
-def test_a_prefix_cache_that_is_held_is_tried_again(monkeypatch):
     answers = [{"success": False}, {"success": False}, {"success": True}]
     with fake_vllm(reset_prefix_cache=lambda body: answers.pop(0)) as server:
         replica_of(server.url).control("reset_prefix_cache", {}, LONG_S)

@@ -1,7 +1,5 @@
 """A replica over HTTP against a server that misbehaves."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import time

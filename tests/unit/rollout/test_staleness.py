@@ -1,7 +1,5 @@
 """The rollouts that may be started, over every state of the counters and over whole runs of them."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given

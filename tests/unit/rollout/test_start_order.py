@@ -1,7 +1,5 @@
 """The order in which groups are started equals a naive choice, moves no sample, and survives a checkpoint."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

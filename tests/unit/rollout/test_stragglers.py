@@ -1,7 +1,5 @@
 """Rollouts that leave groups under way: nothing is lost, nothing is trained twice, and each trains as many groups."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

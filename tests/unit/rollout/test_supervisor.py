@@ -1,7 +1,5 @@
 """The supervisor of vLLM servers, with real processes and a stand-in for vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -99,31 +97,25 @@ def test_a_killed_server_is_started_again_and_all_end_with_the_supervisor(tmp_pa
         assert "asked to end: ending all servers" in running.said()
 
 
-def test_stubborn_servers_end_when_the_supervisor_is_killed(tmp_path):
+def test_stubborn_servers_end_when_the_supervisor_is_killed_and_after_their_grace(tmp_path):
     with tool(tmp_path, "--replicas", "2", STAND_IN_DIES="stubborn") as running:
         running.wait_ready(2)
         running.process.kill()
         running.process.wait(BOUND_S)
         running.wait_all_gone()
         assert len(running.pids()) == 4
-
-
-def test_a_stubborn_server_is_killed_after_its_grace(tmp_path):
     with tool(tmp_path, STAND_IN_DIES="stubborn") as running:
         running.wait_ready()
         running.end(signal.SIGINT)
 
 
-def test_restarts_are_bounded_and_the_log_is_shown(tmp_path):
+def test_restarts_are_bounded_the_log_is_shown_and_a_server_never_healthy_counts_as_dead(tmp_path):
     with tool(tmp_path, "--max-restarts", "2", STAND_IN_DIES="at once") as running:
         assert running.process.wait(BOUND_S) == 1
         said = running.said()
     assert said.count("starting, process") == 3 and "restart 2 of 2 in 600 s" in said
     assert "ended with exit code 3, after 2 restarts in 600 s (--max-restarts 2): ending all servers" in said
     assert f"stand-in server of port {running.port}: no memory left" in said
-
-
-def test_a_server_that_is_never_healthy_counts_as_dead(tmp_path):
     with tool(tmp_path, "--max-restarts", "0", "--ready-s", "1", STAND_IN_DIES="never healthy") as running:
         assert running.process.wait(BOUND_S) == 1
         assert "did not answer /health in 1 s, after 0 restarts" in running.said()

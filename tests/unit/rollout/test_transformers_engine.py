@@ -1,7 +1,5 @@
 """The embedded engine against plain Hugging Face forwards."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -94,7 +92,7 @@ def test_finished_groups_are_told_once_and_whole(hf_path, model, max_batch_sampl
     assert max(np.diff([*batches, len(told)])) == at_once
 
 
-def test_draws_differ_by_sample_attempt_and_version(model, hf_path):
+def test_draws_differ_by_sample_attempt_and_version_and_their_seeds_are_stable(model, hf_path):
     engine = engine_of(hf_path, model)
     ids = _ids(engine.generate(PROMPTS[:3], 8))
     assert len(set(ids[:8])) > 4 and _ids(engine.generate(PROMPTS[:3], 8)) == ids
@@ -102,6 +100,10 @@ def test_draws_differ_by_sample_attempt_and_version(model, hf_path):
     engine.load_weights(iter(model.state_dict().items()), version=2)
     second = engine.generate(PROMPTS[:3], 8)
     assert _ids(second) != ids and {r.weight_version for r in second} == {2}
+    # A changed value here means that resumed runs draw other rollouts.
+    assert sample_seed(0, "17@0", 0, 0, 0) == 6775039251563253706
+    seeds = {sample_seed(*x) for x in itertools.product((0, 1), ("1@0", "11@0"), (0, 1, 11), (0, 1), (0, 1))}
+    assert len(seeds) == 48 and all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_a_calls_temperature_equals_the_configs(model, hf_path):
@@ -111,13 +113,6 @@ def test_a_calls_temperature_equals_the_configs(model, hf_path):
     before, asked = engine.generate(PROMPTS, 4), engine.generate(PROMPTS, 4, temperature=0.4)
     assert asked == colder.generate(PROMPTS, 4) and engine.generate(PROMPTS, 4) == before != asked
     assert torch.equal(state, torch.random.get_rng_state())
-
-
-def test_sample_seed_is_stable_and_distinct():
-    # A changed value here means that resumed runs draw other rollouts.
-    assert sample_seed(0, "17@0", 0, 0, 0) == 6775039251563253706
-    seeds = {sample_seed(*x) for x in itertools.product((0, 1), ("1@0", "11@0"), (0, 1, 11), (0, 1), (0, 1))}
-    assert len(seeds) == 48 and all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_first_token_frequencies_match_softmax(model, hf_path):
@@ -144,7 +139,7 @@ def test_draw_never_takes_an_impossible_token():
     assert torch.equal(logprobs, torch.log_softmax(logits[0], dim=-1)[tokens])
 
 
-def test_stop_token_ends_a_row_and_is_not_text(model, hf_path):
+def test_stop_tokens_end_a_row_are_no_text_and_generation_config_adds_some(model, hf_path, tmp_path):
     rollouts = engine_of(hf_path, model).generate(PROMPTS, 16)
     assert {r.finish_reason for r in rollouts} == {"stop", "length"}
     for rollout in rollouts:
@@ -155,9 +150,6 @@ def test_stop_token_ends_a_row_and_is_not_text(model, hf_path):
         body = rollout.response_ids[:-1] if stopped else rollout.response_ids
         assert rollout.text == tiny_model._tokenizer().decode(list(body), skip_special_tokens=True)
         assert "<eos>" not in rollout.text
-
-
-def test_generation_config_adds_stop_tokens(model, tmp_path):
     model.config.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9]}))
     rollouts = engine_of(tmp_path, model).generate(PROMPTS, 16)
@@ -235,15 +227,12 @@ def test_tied_lm_head_may_be_absent_or_equal(tmp_path):
         engine.load_weights(iter([*parameters.items(), ("lm_head.weight", embedding + 1)]), version=0)
 
 
-def test_large_model_is_refused_before_allocation(tmp_path):
+def test_unusable_calls_and_a_large_model_are_config_errors(tmp_path, model, hf_path):
     # 5 TB in float32: only a count without storage can answer at all.
     large = {"vocab_size": 10**6, "hidden_size": 2**16, "intermediate_size": 2**16, "num_hidden_layers": 40}
     Qwen2Config(**large, num_attention_heads=64).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"[\d,]{13,} parameters.*rollout.allow_large_embedded_model=true"):
         engine_of(tmp_path, None)
-
-
-def test_unusable_calls_are_config_errors(model, hf_path, tmp_path):
     engine = engine_of(hf_path, model, max_response_tokens=60)
     unusable = {"0 tokens": (_prompts(3, 0), 1), "above .*=64": (_prompts(5), 1), "samples_per_prompt=0": (PROMPTS, 0)}
     for words, (prompts, samples) in unusable.items():

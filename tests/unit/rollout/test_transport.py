@@ -1,7 +1,5 @@
 """The memory that weights travel through: nothing of it outlives its use, and a killed owner's is removed."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import signal
@@ -25,13 +23,21 @@ def folder(tmp_path, monkeypatch) -> pathlib.Path:
     return path
 
 
-def test_a_segment_is_this_users_alone_and_gone_when_closed(folder):
+def test_a_segment_is_this_users_alone_and_gone_when_closed_and_no_room_says_what_to_do(folder, monkeypatch):
     segment = Segment(1000)
     assert segment.path.stat().st_mode & 0o777 == 0o600 and segment.path.stat().st_size == 1000
     segment.bytes[:] = 7
     assert segment.path.read_bytes() == b"\7" * 1000
     segment.close()
     segment.close()
+    assert list(folder.iterdir()) == []
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="4,096 bytes.*No space left.*weight_sync.bucket_mb.*--shm-size"):
+        Segment(4096)
     assert list(folder.iterdir()) == []
 
 
@@ -55,16 +61,6 @@ def test_what_a_killed_owner_left_is_removed_and_a_living_ones_is_not(folder, nu
     finally:
         living.kill()
         killed.kill()
-
-
-def test_no_room_says_what_to_do_and_leaves_nothing(folder, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="4,096 bytes.*No space left.*weight_sync.bucket_mb.*--shm-size"):
-        Segment(4096)
-    assert list(folder.iterdir()) == []
 
 
 def test_a_tally_is_of_the_order_and_of_the_counts():

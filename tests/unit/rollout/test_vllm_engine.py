@@ -1,7 +1,5 @@
 """VllmEngine over stand-in replicas: its start, its sleep, and engines that are lost on the way."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.config import load_config

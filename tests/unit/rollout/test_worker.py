@@ -1,7 +1,5 @@
 """The producer's invariants under engines and rewards that fail."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """rollout/worker.py's end, its waits, long ones too while an engine computes, and how much it holds."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """A model and a tokenizer of a few thousand parameters, the embedded engine on them, and a plain forward pass."""
 
-from __future__ import annotations
-
 import pathlib
 
 import torch

@@ -1,7 +1,5 @@
 """Each loss is refused what it cannot read, by name; its inputs and clip counts are those of its formula."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -28,7 +26,7 @@ def datum(tokens=(3, 4), width: int = 1, **inputs: float) -> Datum:
 POLICY = dict(logprobs=-1.0, advantages=1.0)
 
 
-def test_a_loss_or_setting_that_is_not_served_is_named() -> None:
+def test_a_loss_or_setting_that_is_not_served_and_a_datum_that_cannot_be_read_are_named() -> None:
     for name, settings, words in (
         ("stable_reinforce", {}, "no published formula.*importance_sampling.*ppo.*cispo.*gspo"),
         ("grpo", {}, "pass one of cross_entropy, importance_sampling, ppo, cispo, dro, gspo"),
@@ -40,9 +38,6 @@ def test_a_loss_or_setting_that_is_not_served_is_named() -> None:
     ):
         with pytest.raises(RequestError, match=words):
             served_loss(name, settings)
-
-
-def test_a_datum_that_cannot_be_read_is_named() -> None:
     for loss, data, words in (
         ("ppo", datum(advantages=1.0), r"data\[0\] has no logprobs, which loss_fn='ppo' reads"),
         ("ppo", datum(weights=0.5, **POLICY), "weights is not read by loss_fn='ppo'; multiply the advantages by them"),
@@ -56,14 +51,11 @@ def test_a_datum_that_cannot_be_read_is_named() -> None:
             check_inputs(served_loss(loss, {}), [data], 9, 4)
 
 
-def test_weights_that_say_nothing_and_missing_ones_are_taken() -> None:
+def test_missing_weights_are_taken_and_only_the_square_trains_without_a_coefficient() -> None:
     check_inputs(served_loss("ppo", {}), [datum(weights=1.0, **POLICY)], 9, 4)  # the cookbook sends a mask so
     plain = served_loss("cross_entropy", {})
     check_inputs(plain, [datum()], 9, 4)
     assert coefficients(plain, datum()).tolist() == [[1], [1]]
-
-
-def test_only_the_square_trains_without_a_coefficient() -> None:
     assert [name for name in LOSSES if served_loss(name, {}).trains_all] == ["dro"]
     assert not served_loss("dro", {"beta": 0.0}).trains_all
 

@@ -1,7 +1,5 @@
 """The queue of the server keeps its invariants, whatever the order in which requests arrive and how they end."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 
@@ -73,15 +71,12 @@ def test_operations_run_once_and_in_order_however_they_arrive(sizes, chance, dat
     assert all(x.state == ENDED and x.content == (b"answer", "text") for x in answers.values())  # 4
 
 
-def test_a_number_that_was_used_is_refused() -> None:
+def test_a_number_that_was_used_or_forgotten_is_refused() -> None:
     queue = one_line()
     queue.add(operation_of("m", 0, body=b"one"))
     with pytest.raises(RequestError, match="number 0 of m was used by another") as refused:  # 3
         queue.add(operation_of("m", 0, body=b"two"))
     assert refused.value.status == 422
-
-
-def test_a_forgotten_number_is_refused_as_over() -> None:
     queue = one_line(clock := Clock())
     queue.add(operation_of("m", 0))
     take_all(queue)
@@ -105,7 +100,7 @@ def test_what_waits_behind_a_gap_ends_with_its_number() -> None:
     assert [x.seq for x in take_all(queue)] == [3]
 
 
-def test_what_waits_for_its_turn_too_long_ends() -> None:
+def test_what_waits_too_long_ends_too_much_is_refused_and_a_failure_alone_stops_nothing() -> None:
     queue = one_line(clock := Clock())
     queue.add(operation_of("m", 0))
     (running,) = queue.take(0.0)
@@ -113,9 +108,22 @@ def test_what_waits_for_its_turn_too_long_ends() -> None:
     clock.now = 101.0
     assert queue.take(0.0) == []
     assert "serve.queue_s=100" in second.error[0] and running.state != ENDED
+    queue = one_line()
+    queue.add(operation_of("m", 0))
+    queue.add(operation_of("m", 1))
+    (taken,) = queue.take(0.0)
+    queue.fail(taken, "no room", Fault.SERVER)
+    assert [x.seq for x in take_all(queue)] == [1]
+    queue = one_line(max_bytes=10)
+    queue.add(operation_of("m", 0, body=b"123456"))
+    with pytest.raises(RequestError, match="serve.max_queue_mb") as refused:
+        queue.add(operation_of("m", 1, body=b"123456"))
+    assert refused.value.status == 429
+    take_all(queue)
+    queue.add(operation_of("m", 1, body=b"123456"))
 
 
-def test_what_is_queued_behind_a_failure_fails_until_the_client_was_told() -> None:
+def test_what_is_queued_behind_a_failure_or_in_a_failed_line_fails_until_the_client_was_told() -> None:
     queue = one_line()
     first = queue.add(operation_of("m", 0, depends=True))
     second = queue.add(operation_of("m", 1))
@@ -128,15 +136,19 @@ def test_what_is_queued_behind_a_failure_fails_until_the_client_was_told() -> No
     queue.tell(first)
     queue.add(operation_of("m", 3))
     assert [x.seq for x in take_all(queue)] == [3]
-
-
-def test_a_failure_that_nothing_depends_on_stops_nothing() -> None:
-    queue = one_line()
-    queue.add(operation_of("m", 0))
-    queue.add(operation_of("m", 1))
-    (taken,) = queue.take(0.0)
-    queue.fail(taken, "no room", Fault.SERVER)
-    assert [x.seq for x in take_all(queue)] == [1]
+    queue, why = queue_of(), ("lost", Fault.SERVER)
+    queue.open_line("m")
+    ran = queue.add(operation_of("m", 0))
+    queue.fail(*queue.take(0.0), "no room", Fault.SERVER)
+    waiting = queue.add(operation_of("m", 2))
+    queue.fail_line("m", why)
+    late = queue.add(operation_of("m", 1))  # it was on its way, and a later number has failed
+    assert waiting.error == late.error == queue.failure_of("m") == why
+    queue.tell(ran)  # an older answer, asked for again, says nothing of it
+    assert queue.failure_of("m") == why
+    queue.tell(late)
+    queue.add(operation_of("m", 3))
+    assert [x.seq for x in take_all(queue)] == [3]
 
 
 def test_lines_take_turns() -> None:
@@ -168,16 +180,6 @@ def test_sampling_requests_of_the_same_weights_run_together() -> None:
     assert {"u:7", "u:3"} in batches
 
 
-def test_too_much_that_waits_is_answered_by_try_again() -> None:
-    queue = one_line(max_bytes=10)
-    queue.add(operation_of("m", 0, body=b"123456"))
-    with pytest.raises(RequestError, match="serve.max_queue_mb") as refused:
-        queue.add(operation_of("m", 1, body=b"123456"))
-    assert refused.value.status == 429
-    take_all(queue)
-    queue.add(operation_of("m", 1, body=b"123456"))
-
-
 def test_a_client_that_waits_is_woken_by_the_end() -> None:
     queue = one_line()
     operation = queue.add(operation_of("m", 0))
@@ -188,22 +190,6 @@ def test_a_client_that_waits_is_woken_by_the_end() -> None:
         return early, await queue.wait(operation, patient(60.0))
 
     assert asyncio.run(ask()) == (False, True)
-
-
-def test_a_failed_lines_requests_fail_until_its_client_was_told() -> None:
-    queue, why = queue_of(), ("lost", Fault.SERVER)
-    queue.open_line("m")
-    ran = queue.add(operation_of("m", 0))
-    queue.fail(*queue.take(0.0), "no room", Fault.SERVER)
-    waiting = queue.add(operation_of("m", 2))
-    queue.fail_line("m", why)
-    late = queue.add(operation_of("m", 1))  # it was on its way, and a later number has failed
-    assert waiting.error == late.error == queue.failure_of("m") == why
-    queue.tell(ran)  # an older answer, asked for again, says nothing of it
-    assert queue.failure_of("m") == why
-    queue.tell(late)
-    queue.add(operation_of("m", 3))
-    assert [x.seq for x in take_all(queue)] == [3]
 
 
 @pytest.mark.parametrize("how", ["failed", "behind a gap", "too long", "lost"])

@@ -1,7 +1,5 @@
 """The server's file holds what was written, for another process too, and says what a crash has lost."""
 
-from __future__ import annotations
-
 import pathlib
 import subprocess
 import sys
@@ -52,13 +50,25 @@ def test_rows_outlive_the_process_that_wrote_them(tmp_path: pathlib.Path) -> Non
     assert Store(path).get("sessions", "s").facts == {"a": 1, "b": [2]}
 
 
-def test_an_owner_sees_its_own_rows_alone(tmp_path: pathlib.Path) -> None:
+def test_an_owner_sees_its_own_rows_alone_no_expired_checkpoint_and_no_finished_session(tmp_path: pathlib.Path) -> None:
     books = books_of(tmp_path)
     mine, other = model_of(books, "me"), model_of(books, "you")
     assert [row.id for row in books.store.of_owner("models", "me")] == [mine]
     with pytest.raises(RequestError, match="is not known here, or is another client's") as refused:
         books.model(other, "me")
     assert refused.value.status == 404
+    books = books_of(tmp_path)
+    path = CheckpointPath(model=model_of(books), kind="weights", name="a")
+    books.note_checkpoint(path, "o", seq=1, ttl_s=-1.0, metadata=None)
+    with pytest.raises(RequestError, match="has expired"):
+        books.checkpoint(str(path), "o")
+    assert [row.id for row in books.expired()] == [str(path)]
+    books = books_of(tmp_path)
+    session = books.open_session("o", {})
+    books.finish_session(session, "o")
+    with pytest.raises(RequestError, match="was finished") as refused:
+        books.session(session, "o")
+    assert refused.value.status == 410 and books.known_session(session, "o").id == session
 
 
 def test_a_restart_names_what_was_lost_since_the_last_save(tmp_path: pathlib.Path) -> None:
@@ -86,24 +96,6 @@ def test_a_model_without_a_save_starts_anew(tmp_path: pathlib.Path) -> None:
     assert books.restore_header(model) == {"do": "create", "model": model, "spec": None}
     queue = Operations(gap_s=1, queue_s=1, max_bytes=1, max_batch=1)
     assert restore_lines(books, queue) == 1 and queue.failure_of(model)[0] == words
-
-
-def test_an_expired_checkpoint_is_as_if_it_were_not_there(tmp_path: pathlib.Path) -> None:
-    books = books_of(tmp_path)
-    path = CheckpointPath(model=model_of(books), kind="weights", name="a")
-    books.note_checkpoint(path, "o", seq=1, ttl_s=-1.0, metadata=None)
-    with pytest.raises(RequestError, match="has expired"):
-        books.checkpoint(str(path), "o")
-    assert [row.id for row in books.expired()] == [str(path)]
-
-
-def test_a_finished_session_takes_no_more(tmp_path: pathlib.Path) -> None:
-    books = books_of(tmp_path)
-    session = books.open_session("o", {})
-    books.finish_session(session, "o")
-    with pytest.raises(RequestError, match="was finished") as refused:
-        books.session(session, "o")
-    assert refused.value.status == 410 and books.known_session(session, "o").id == session
 
 
 def test_a_models_own_save_never_overwrites_the_one_that_it_would_go_on_from(tmp_path: pathlib.Path) -> None:

@@ -1,7 +1,5 @@
 """Bodies of requests become the server's values, and what is wrong with them is named."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,7 +27,7 @@ def floats(*values: float) -> np.ndarray:
     return np.array(values, dtype=np.float32)
 
 
-def test_a_request_is_read_and_its_chunks_of_text_are_one_input() -> None:
+def test_a_request_is_read_its_chunks_are_one_input_and_a_sparse_tensor_is_the_dense_one() -> None:
     message = request(weights=floats(0, 1, -2))
     message.forward_only = True
     message.loss_fn_config["beta"] = 0.5
@@ -43,9 +41,6 @@ def test_a_request_is_read_and_its_chunks_of_text_are_one_input() -> None:
     message = request(tokens=(3,), weights=floats(0, 1, 1))
     message.data[0].model_input.add().encoded_text.tokens = np.array([8, 9], dtype=np.int32).tobytes()
     assert parse_training(message.SerializeToString()).data[0].tokens.tolist() == [3, 8, 9]
-
-
-def test_a_sparse_tensor_is_the_dense_one() -> None:
     dense = np.array([[0, 1.5], [0, 0], [2.0, 0]], dtype=np.float32)
     message = request(target_tokens=np.array([[4, 1], [5, 2], [6, 3]]))
     tensor = message.data[0].loss_fn_inputs["weights"]
@@ -61,7 +56,7 @@ def test_a_sparse_tensor_is_the_dense_one() -> None:
         parse_training(message.SerializeToString())
 
 
-def test_what_is_wrong_is_named() -> None:
+def test_what_is_wrong_images_and_missing_targets_are_named() -> None:
     for changed, words in (
         (dict(tokens=()), "model_input has no token"),
         (dict(tokens=(3, 4)), r"target_tokens has shape \[3\] and the model input has 2 tokens"),
@@ -71,9 +66,6 @@ def test_what_is_wrong_is_named() -> None:
     ):
         with pytest.raises(RequestError, match=words):
             parse_training(request(**changed).SerializeToString())
-
-
-def test_images_and_missing_targets_are_refused() -> None:
     message = request()
     message.data[0].model_input.add()
     with pytest.raises(RequestError, match=r"model_input\[1\] is empty; only text is served"):
@@ -104,7 +96,7 @@ def test_a_damaged_body_is_read_or_refused(place: int, patch: bytes) -> None:
     read_or_refused(bytes(body))
 
 
-def test_an_answer_has_a_record_for_each_width() -> None:
+def test_an_answer_has_a_record_for_each_width_and_a_samples_its_tokens_and_logprobs() -> None:
     rows = [floats(-1, -2), floats(-3), np.array([[-4, -5]], dtype=np.float32), floats(-6)]
     answer = TrainingAnswer(logprobs=rows, metrics={"loss:sum": 1.5})
     message = messages.ForwardBackwardOutput.FromString(training_answer(answer))
@@ -114,9 +106,6 @@ def test_an_answer_has_a_record_for_each_width() -> None:
     assert np.frombuffer(first.data, np.float32).tolist() == [-1, -2, -3]
     assert np.frombuffer(first.offsets, np.int64).tolist() == [0, 8, 12]
     assert list(message.loss_fn_outputs[1].fields["logprobs"].trailing_shape) == [2]
-
-
-def test_a_samples_answer_is_its_tokens_and_logprobs() -> None:
     sequence = SampledSequence(token_ids=np.array([5, 6], np.int32), logprobs=floats(-1, -2), finish_reason="stop")
     prompt = floats(np.nan, -3)
     body = sample_answer(SampleResult(sequences=[sequence], prompt_logprobs=prompt))

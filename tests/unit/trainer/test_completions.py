@@ -1,7 +1,5 @@
 """Checks trainer/completions.py: the completions of a rollout carry the rewards and advantages that are trained on."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
@@ -42,7 +40,7 @@ def recorded(config, taken, index: int = 0) -> list[tuple]:
     return [(c.sample, c.response, c.answer, c.reward, dict(c.rewards), c.advantage, c.rollout) for c in found]
 
 
-def test_each_has_its_own_samples_numbers():
+def test_each_rank_records_its_own_samples_every_third_rollout_and_none_where_it_is_turned_off():
     """Of places 0, 4 and 7 this rank has 4 and 7, rows 3 to 5 and 6 to 8: the best, then the one taken out."""
     config = load_config(None, ["reward.functions=[f]", "metrics.log_completions=3"])
     assert recorded(config, taken_of([0, 4, 7], [7, 4]), index=5) == [
@@ -50,9 +48,6 @@ def test_each_has_its_own_samples_numbers():
         ("4@0#2", "text 2", "4", None, {"f": None}, 0.05, 6),
         ("7@0#1", "text 1", "7", 17.0, {"f": 7.1}, 0.07, 6),
     ]
-
-
-def test_every_third_rollout_is_recorded_and_none_where_it_is_turned_off():
     config = load_config(None, ["reward.functions=[f]", "metrics.completions_every_rollouts=3"])
     assert [bool(recorded(config, taken_of([0], [0]), index)) for index in range(7)] == [i % 3 == 0 for i in range(7)]
     config = load_config(None, ["reward.functions=[f]", "metrics.log_completions=0"])

@@ -1,7 +1,5 @@
 """Evaluation without engines: pass@k equals enumeration, a set's metrics equal the naive loop; names of prompts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -55,9 +53,17 @@ def test_pass_at_k_refuses_what_is_no_draw(num_samples, num_passed, k):
         pass_at_k(num_samples, num_passed, k)
 
 
-def test_powers_of_two():
+def test_powers_of_two_and_when_it_is_due():
     found = [powers_of_two(limit) for limit in (1, 2, 3, 4, 6, 8)]
     assert found == [[1], [1, 2], [1, 2], [1, 2, 4], [1, 2, 4], [1, 2, 4, 8]]
+
+    def due(*overrides: str) -> tuple[bool, list[int]]:
+        evaluation = evaluation_of("train.num_rollouts=5", *overrides)
+        return evaluation.due_at_start(), [n for n in range(1, 6) if evaluation.due(n, last=n == 5)]
+
+    assert due() == (True, [5]) and due("eval.every_rollouts=2") == (True, [2, 4, 5])
+    assert due("eval.at_start=false", "eval.every_rollouts=1") == (False, [1, 2, 3, 4, 5])
+    assert due("eval.at_start=false", "train.num_rollouts=0")[0]  # after its warm-up such a run is at its end
 
 
 @st.composite
@@ -194,13 +200,3 @@ def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
         for index in (1, 0)
     ]
     assert {each.rewards["m:f"] for each in found.completions} == {each.reward for each in found.completions}
-
-
-def test_when_it_is_due():
-    def due(*overrides: str) -> tuple[bool, list[int]]:
-        evaluation = evaluation_of("train.num_rollouts=5", *overrides)
-        return evaluation.due_at_start(), [n for n in range(1, 6) if evaluation.due(n, last=n == 5)]
-
-    assert due() == (True, [5]) and due("eval.every_rollouts=2") == (True, [2, 4, 5])
-    assert due("eval.at_start=false", "eval.every_rollouts=1") == (False, [1, 2, 3, 4, 5])
-    assert due("eval.at_start=false", "train.num_rollouts=0")[0]  # after its warm-up such a run is at its end

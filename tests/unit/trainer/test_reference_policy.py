@@ -1,7 +1,5 @@
 """The reference policy's rules: a KL in the reward, settings that go together, the moves of the coefficient."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,7 +33,7 @@ def test_penalty_equals_the_losss_estimate_at_the_old_policy(estimator: str) -> 
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-11, atol=1e-15)
 
 
-def test_penalty_of_equal_policies_is_zero_and_the_docstrings_example_holds() -> None:
+def test_penalty_of_equal_policies_is_zero_and_values_that_are_not_known_are_refused() -> None:
     same = np.linspace(-5, 0, 7, dtype=np.float32)
     assert all((kl_penalty_per_token(same, same, x) == 0).all() for x in ("k1", "k2", "k3"))
     old, reference = np.array([-1.0, -2.0]), np.array([-1.5, -2.0])
@@ -43,9 +41,15 @@ def test_penalty_of_equal_policies_is_zero_and_the_docstrings_example_holds() ->
     assert kl_penalty_per_token(old, reference, "k3").round(5).tolist() == [0.10653, 0.0]
     with pytest.raises(ValueError, match="'unbiased' is no penalty for a reward; choose one of k1, k2, k3"):
         kl_penalty_per_token(old, reference, "unbiased")
+    for override in ("kl_in=both", "placement=disk", "controller=pid", "refresh_every_rollouts=0"):
+        with pytest.raises(ConfigError, match=f"reference.{override.split('=')[0]}"):
+            load_config(None, [f"reference.{override}"])
+    in_reward = ["loss.kl_coefficient=0.1", "reference.kl_in=reward"]
+    for overrides in ([], [*ADAPTIVE, "train.prompts_per_rollout=124"], in_reward):
+        check_reference(load_config(None, overrides))
 
 
-def test_refusals_name_what_does_not_go_together() -> None:
+def test_refusals_name_what_does_not_go_together_and_a_checkpoint_without_the_reference() -> None:
     for overrides, words in (
         (["reference.kl_in=reward", "loss.kl_estimator=unbiased"], ["loss.kl_estimator=k3", "reference.kl_in=loss"]),
         (["reference.kl_in=reward", "advantage.estimator=gdpo"], ["advantage.estimator=gdpo", "reference.kl_in=loss"]),
@@ -57,15 +61,9 @@ def test_refusals_name_what_does_not_go_together() -> None:
         with pytest.raises(ConfigError) as caught:
             check_reference(config)
         assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_values_that_are_not_known_are_refused_and_what_goes_together_is_accepted() -> None:
-    for override in ("kl_in=both", "placement=disk", "controller=pid", "refresh_every_rollouts=0"):
-        with pytest.raises(ConfigError, match=f"reference.{override.split('=')[0]}"):
-            load_config(None, [f"reference.{override}"])
-    in_reward = ["loss.kl_coefficient=0.1", "reference.kl_in=reward"]
-    for overrides in ([], [*ADAPTIVE, "train.prompts_per_rollout=124"], in_reward):
-        check_reference(load_config(None, overrides))
+    with pytest.raises(CheckpointError, match=r"0\.3 needs the reference policy, .* under loss\.kl_coefficient=0;"):
+        open_reference("loss.kl_coefficient=0.3", kept=0).load_state({"coefficient": None})
+    open_reference(kept=0).load_state({"coefficient": None})
 
 
 def test_kl_in_the_reward_couples_nothing_and_its_passes_drop_nothing() -> None:
@@ -154,7 +152,7 @@ def test_kl_in_the_reward_is_observed_by_hand_and_stays_out_of_the_loss() -> Non
     assert (reference.coefficient, reference.loss_coefficient) == (pytest.approx(0.2 * (1 + 0.2 * 0.32)), 0.0)
 
 
-def test_fixed_coefficient_stays_and_an_unneeded_reference_is_not_kept() -> None:
+def test_an_unneeded_reference_is_not_kept_and_a_needed_one_renewed_after_every_so_many() -> None:
     fixed = open_reference("loss.kl_coefficient=0.3")
     fixed.measure(step(50.0, 1.0))
     fixed.after_rollout(0, 64)
@@ -162,9 +160,6 @@ def test_fixed_coefficient_stays_and_an_unneeded_reference_is_not_kept() -> None
     none = open_reference(kept=0)
     none.keep()
     assert none.backend.kept == 0 and not none.is_needed
-
-
-def test_the_reference_is_renewed_after_every_so_many_rollouts() -> None:
     reference, kept = open_reference("loss.kl_coefficient=0.3", "reference.refresh_every_rollouts=3", kept=0), []
     for index in range(7):
         reference.after_rollout(index, 8)
@@ -187,9 +182,3 @@ def test_state_brings_an_adaptive_coefficient_back_to_the_bit() -> None:
     fixed = open_reference("loss.kl_coefficient=0.3")
     fixed.load_state(first.state())  # adaptive until now: the configuration's from here on
     assert fixed.coefficient == 0.3
-
-
-def test_a_checkpoint_without_the_reference_that_is_needed_now_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"0\.3 needs the reference policy, .* under loss\.kl_coefficient=0;"):
-        open_reference("loss.kl_coefficient=0.3", kept=0).load_state({"coefficient": None})
-    open_reference(kept=0).load_state({"coefficient": None})

@@ -1,7 +1,5 @@
 """Checks trainer/run_folder.py: folders that cannot be a run's, records cut short, and runs that have ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Bytes that the tests take digests of, and the digests' mixing function in Python's integers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 

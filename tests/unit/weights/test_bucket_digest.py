@@ -1,7 +1,5 @@
 """Checks weights/bucket_digest.py: equal buckets have equal digests, and whatever changed or moved shows."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
@@ -91,10 +89,15 @@ def test_digest_equals_naive_sum(length: int, monkeypatch: pytest.MonkeyPatch) -
         assert value(data) == (length, *wanted)
 
 
-def test_factors_are_odd_and_differ_in_their_lower_half() -> None:
+def test_factors_are_odd_and_every_flipped_bit_and_missing_byte_shows() -> None:
     """The factors are odd and differ below bit 32, so that one changed word, and two that swapped, always show."""
     factors = factors_on(CPU)
     assert bool((factors & 1).all()) and len((factors & (2**32 - 1)).unique()) == ROW_WORDS
+    data = random_bytes(3 * ROW_BYTES + 11)
+    seen = {*under_flips(value, data, (0, 3, 4, ROW_BYTES - 1, ROW_BYTES, 2 * ROW_BYTES + 4, len(data) - 1))}
+    seen |= {value(data[:-1]), value(data[:-4]), value(data[:ROW_BYTES]), value(data[4:]), value(data[ROW_BYTES:])}
+    assert len(seen) == 1 + 7 * 8 + 5
+    assert len({value(torch.zeros(n, dtype=torch.uint8)) for n in LENGTHS}) == len(LENGTHS)
 
 
 def test_bucket_of_any_dtypes_equals_naive_sum_and_forgets_earlier_buckets() -> None:
@@ -114,14 +117,6 @@ def test_bucket_of_any_dtypes_equals_naive_sum_and_forgets_earlier_buckets() -> 
         at = len(data)
     assert data == packed.numpy().tobytes() and len(data) == half.used
     assert half.message()["checksum"] == bucket_checksum(half.tensors, packed.clone())
-
-
-def test_every_flipped_bit_and_missing_byte_shows() -> None:
-    data = random_bytes(3 * ROW_BYTES + 11)
-    seen = {*under_flips(value, data, (0, 3, 4, ROW_BYTES - 1, ROW_BYTES, 2 * ROW_BYTES + 4, len(data) - 1))}
-    seen |= {value(data[:-1]), value(data[:-4]), value(data[:ROW_BYTES]), value(data[4:]), value(data[ROW_BYTES:])}
-    assert len(seen) == 1 + 7 * 8 + 5
-    assert len({value(torch.zeros(n, dtype=torch.uint8)) for n in LENGTHS}) == len(LENGTHS)
 
 
 def test_swapped_words_signs_and_rectangles_show() -> None:

@@ -3,8 +3,6 @@
 Anything else gives another checksum.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -69,14 +67,11 @@ def test_checksum_of_strided_equals_contiguous() -> None:
         assert checksum(tensor) == checksum(tensor.contiguous()), name
 
 
-def test_every_flipped_bit_shows() -> None:
+def test_every_flipped_bit_and_swapped_elements_rows_and_signs_show() -> None:
     data = random_bytes(3 * ROW_BYTES + 11)
     seen = {*under_flips(checksum, data, (0, 7, 8, ROW_BYTES - 1, ROW_BYTES, 2 * ROW_BYTES + 4, len(data) - 1))}
     assert len(seen) == 1 + 7 * 8
-
-
-def test_swapped_elements_rows_and_signs_show() -> None:
-    """So do those that differ in the top bit of a word alone, which weights modulo 2⁶⁴ lose."""
+    # so do those that differ in the top bit of a word alone, which weights modulo 2⁶⁴ lose
     tensor = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     changed = [tensor, tensor.flip(0), tensor.flip(1), tensor.t(), tensor.roll(1)]
     for a, b in [((0, 0), (0, 1)), ((0, 3), (0, 7)), ((0, 0), (17, 0)), ((2, 5), (33, 801)), ((0, 0), (63, 1023))]:

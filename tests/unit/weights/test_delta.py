@@ -1,7 +1,5 @@
 """Checks weights/delta.py against a naive loop over the words: positions, values, bytes, and the patched bucket."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest
@@ -72,8 +70,10 @@ def test_positions_values_and_bytes_equal_a_naive_loop(dtype):
     assert chosen == {0, 1, 2} and found is None
 
 
-def test_bits_are_compared_and_not_numbers():
-    """−0.0 after 0.0 has changed; a NaN that kept its bits has not, and one of other bits has."""
+def test_bits_of_the_smallest_element_are_compared_and_nothing_changed_is_nothing():
+    assert word_bytes_of(["float32", "bfloat16"]) == 2 and word_bytes_of(["float32"]) == 4
+    assert word_bytes_of(["float64", "float32"]) == 4 and word_bytes_of(["float8_e4m3fn"]) == 2
+    # −0.0 after 0.0 has changed; a NaN that kept its bits has not, and one of other bits has
     old = torch.tensor([0x0000, 0x7FC0, 0x7FC0, 0x3F80, -0x8000], dtype=torch.int16)
     new = torch.tensor([-0x8000, 0x7FC0, 0x7FC1, 0x3F80, -0x8000], dtype=torch.int16)
     assert new.view(torch.bfloat16).isnan().tolist() == [False, True, True, False, False]
@@ -82,6 +82,12 @@ def test_bits_are_compared_and_not_numbers():
     assert changed.nonzero().flatten().tolist() == [x for k in range(0, 100, 5) for x in (k, k + 2)]
     apply(old, *encode(changed, new, 2))
     assert torch.equal(old, new)
+    same = torch.arange(64, dtype=torch.uint8)
+    difference, payload = encode(changed_words(same, same, 2), same, 2)
+    assert (difference.num_changed, len(payload)) == (0, 0)
+    apply(same, difference, payload)
+    empty = torch.empty(0, dtype=torch.uint8)
+    assert encode(changed_words(empty, empty, 2), empty, 2) is None
 
 
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 65533, 65534, 65535, 65536, 131069, 131070])
@@ -97,20 +103,6 @@ def test_every_gap_has_its_code(monkeypatch, gap, code_bytes):
     assert bytes(payload.tolist()) == naive_payload(old, new, 2, code_bytes)
     apply(old, difference, payload)
     assert torch.equal(old, new)
-
-
-def test_nothing_changed_and_nothing_there():
-    same = torch.arange(64, dtype=torch.uint8)
-    difference, payload = encode(changed_words(same, same, 2), same, 2)
-    assert (difference.num_changed, len(payload)) == (0, 0)
-    apply(same, difference, payload)
-    empty = torch.empty(0, dtype=torch.uint8)
-    assert encode(changed_words(empty, empty, 2), empty, 2) is None
-
-
-def test_words_are_the_smallest_element():
-    assert word_bytes_of(["float32", "bfloat16"]) == 2 and word_bytes_of(["float32"]) == 4
-    assert word_bytes_of(["float64", "float32"]) == 4 and word_bytes_of(["float8_e4m3fn"]) == 2
 
 
 def test_what_does_not_fit_is_refused_by_name():

@@ -1,7 +1,5 @@
 """Checks weights/model_dtype.py: the dtype that `model.dtype: auto` stands for."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import types
@@ -23,8 +21,10 @@ def settled(config: Config, stated: object, *, on_gpu: bool) -> str:
     return settle_dtype(config, types.SimpleNamespace(dtype=stated), on_gpu=on_gpu).model.dtype
 
 
-def test_a_cpu_takes_float32_whatever_the_files_say() -> None:
+def test_a_cpu_and_a_folder_without_weights_or_word_take_float32(tmp_path: pathlib.Path) -> None:
     assert {settled(Config(), stated, on_gpu=False) for stated in [*FILES, "float16", "bfloat16", None]} == {"float32"}
+    config = load_config(None, [f"model.hf_path={tmp_path}"])
+    assert settled(config, None, on_gpu=True) == "float32"
 
 
 @pytest.mark.parametrize("stated", FILES, ids=str)
@@ -52,8 +52,3 @@ def test_files_speak_where_their_config_does_not(tmp_path: pathlib.Path, dtype: 
     hf_config = parse_hf_config(tmp_path)
     config = load_config(None, [f"model.hf_path={tmp_path}"])
     assert settle_dtype(config, hf_config, on_gpu=True).model.dtype == FILES[dtype]
-
-
-def test_a_folder_without_weights_or_word_is_float32(tmp_path: pathlib.Path) -> None:
-    config = load_config(None, [f"model.hf_path={tmp_path}"])
-    assert settled(config, None, on_gpu=True) == "float32"

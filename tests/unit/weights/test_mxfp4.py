@@ -1,7 +1,5 @@
 """MXFP4 is read as transformers reads it, and experts' slices lie where their stack has them."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

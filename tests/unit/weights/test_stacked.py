@@ -1,7 +1,5 @@
 """Stacks of transposed experts: gate, up and down of each are read, written and put together as they lie there."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 
@@ -49,7 +47,7 @@ def test_views_and_copies_are_each_others_inverse() -> None:
     assert whole[f"{WITHIN}.gate_up_proj"][2, :, FFN:].abs().sum() == 0
 
 
-def test_a_file_is_read_in_slices(tmp_path: pathlib.Path) -> None:
+def test_a_file_is_read_in_slices_and_written_expert_by_expert(tmp_path: pathlib.Path) -> None:
     whole = stacks()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4_text"}))
     save_file(whole, tmp_path / "model.safetensors")
@@ -60,9 +58,6 @@ def test_a_file_is_read_in_slices(tmp_path: pathlib.Path) -> None:
         assert torch.equal(reader.read(name, 0, 1, 3), tensor[1:3])
         if tensor.dim() == 2:
             assert torch.equal(reader.read(name, 1, 1, 3), tensor[:, 1:3])
-
-
-def test_a_file_is_written_expert_by_expert(tmp_path: pathlib.Path) -> None:
     whole = stacks()
     parts = apart(whole)
     order = [name for name in parts if "down_proj" not in name] + [name for name in parts if "down_proj" in name]

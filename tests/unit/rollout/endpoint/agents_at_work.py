@@ -1,7 +1,5 @@
 """A real embedded engine behind an endpoint, a chat template for its tokenizer, and a client in plain HTTP."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -1,7 +1,5 @@
 """Agents on the real embedded engine, over HTTP: what was sampled is what is trained."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The record of a session: chains by prefix, branches, and the sample of the last one."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -23,7 +21,7 @@ def answered(record: Record, asked, reply, new_ids, ids, *, version=1, frame=CHA
     return turn
 
 
-def test_what_extends_a_conversation_chains_with_the_latest_of_equal_ones_and_nothing_else_does() -> None:
+def test_what_extends_a_conversation_a_text_or_ids_chains_with_the_latest_and_nothing_else() -> None:
     record = Record()
     turn = answered(record, ("u",), ("a",), (5,), (8, 0))
     assert record.parent_of(CHAT, ("u", "a", "t")) is turn
@@ -33,9 +31,6 @@ def test_what_extends_a_conversation_chains_with_the_latest_of_equal_ones_and_no
     # of a request that was sent again, and answered alike, the client goes on from the later answer
     again = answered(record, ("u",), ("a",), (5,), (8, 8, 0))
     assert record.parent_of(CHAT, ("u", "a", "t")) is again and len(record.leaves()) == 2
-
-
-def test_texts_and_ids_chain_by_their_own_prefix() -> None:
     record, text, ids = Record(), ("text", ""), ("ids", "")
     first = answered(record, "1+1=", "2", (5,), (8, 0), frame=text)
     assert record.parent_of(text, "1+1=2;") is first and record.parent_of(text, "1+1=2") is None
