@@ -9,7 +9,7 @@ workers form a new gloo world; afterwards they leave every process group, Megatr
 
 What is NOT fresh: a worker keeps what it imported, and with it module globals, patches of torch.cuda, entered
 TorchFunctionModes, default dtypes and RNG state. A task that needs a seed sets it; a task that must start in a pristine
-process is a subprocess test, not a pool test.
+process is a subprocess test, not a pool test. A task that leaves globals changed says so: ``spoils=True``.
 
 Bounds, each times MEGATRON_RL_TEST_PATIENCE: a task ends within LOADED · ``timeout_s``, or within GRACE_S after the
 first rank raised or died. Ranks that have not finished by then are asked for their stacks and killed; the next task
@@ -143,9 +143,17 @@ class Pool:
         self._store = self._own_nursery = None
 
     def run(
-        self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any
+        self,
+        world: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+        spoils: bool = False,
+        **kwargs: Any,
     ) -> list[Any]:
         """Run ``function(rank, world, *args, **kwargs)`` on ``world`` ranks; return its results in rank order.
+
+        spoils: whether it changes what modules hold, so that the next task needs other workers.
 
         Raises PoolError, with ranks, tracebacks and output, where one raises, dies or outlives LOADED · ``timeout_s``.
         """
@@ -178,7 +186,7 @@ class Pool:
                 self._kill(ranks)
             raise
         # the next task starts fresh ones
-        self._kill([rank for rank in ranks if self._workers[rank].num_threads() > MOST_THREADS])
+        self._kill([rank for rank in ranks if spoils or self._workers[rank].num_threads() > MOST_THREADS])
         return [pickle.loads(outcomes[rank][1]) for rank in ranks]
 
     def _start(self, ranks: list[int]) -> None:
