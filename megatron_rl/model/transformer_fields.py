@@ -116,7 +116,9 @@ USERS_CHOICE = frozenset(
         "gradient_accumulation_fusion",
     )
 )
-_ENGINE_LAYERS = ("fp8", "cpu_offloading", "symmetric_ar_type", "use_te_activation_func")
+_ENGINE_LAYERS = (
+    *("fp8", "cpu_offloading", "fine_grained_activation_offloading", "symmetric_ar_type", "use_te_activation_func"),
+)
 _ENGINE_KERNELS = {"moe_permute_fusion": "fused_permute", "moe_router_fusion": "fused_topk_with_score_function"}
 _BALANCED_BY_LOSS = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed")
@@ -134,6 +136,11 @@ def transformer_fields(config: Config) -> dict[str, Any]:
             f"of a micro-batch, and the rollout engine does not; take one of {', '.join(_BALANCED_BY_LOSS)}, or remove "
             "it"
         )
+    if (layers := fields.get("recompute_num_layers")) is not None and layers < 1:
+        raise ConfigError(
+            f"megatron.transformer.recompute_num_layers={layers} of recompute_method=uniform would be a forward pass "
+            "without an end, by so many layers at a time; give 1 or more, or remove it"
+        )
     return _with_fp8(fields, config) if fields.get("fp8") else fields
 
 
@@ -150,6 +157,33 @@ def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str)
                 f"model of {family}, whose weights want no other; remove it"
             )
     return {**settled, **extra}
+
+
+def build_config(cls: type, settled: dict[str, Any], extra: dict[str, Any], family: str) -> TransformerConfig:
+    """Build Megatron-Core's config of the settled fields under the user's; raise ConfigError that names the faulty one.
+
+    The faulty field makes the same fault by itself. If none does, each field whose removal mends is named, or all.
+    """
+    fields = overruled(settled, extra, family)
+    fault = _fault(cls, fields)
+    if not fault:
+        return cls(**fields)
+    names = [name for name in extra if str(_fault(cls, settled | {name: extra[name]})) == str(fault)]
+    names = names or [x for x in extra if not _fault(cls, settled | {y: extra[y] for y in extra if y != x})]
+    raise ConfigError(
+        f"Megatron-Core's TransformerConfig refuses "
+        f"{', '.join(f'megatron.transformer.{x}={quoted(extra[x])}' for x in names or extra) or f'a {family} model'}: "
+        f"{fault}; give what it asks for, or remove {', '.join(names or extra) or 'the section megatron.transformer'}"
+    ) from fault
+
+
+def _fault(cls: type, fields: Mapping[str, Any]) -> Exception | None:
+    """Return why no object of a class is made of the fields; None if one is."""
+    try:
+        cls(**fields)
+    except (AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+        return error
+    return None
 
 
 def require_installed(config: Config, layer_spec: str) -> None:
