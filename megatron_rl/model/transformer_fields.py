@@ -58,6 +58,7 @@ _OWNED = {  # by reason
     ),
     "every weight is read from the model's files": ("perform_initialization",),
     "model.layer_spec decides how experts lie in memory, and weights/mapping.py knows its two ways": (
+        *("use_grouped_gemm_for_shared_expert", "use_grouped_gemm_for_dense_mlp"),
         *("moe_grouped_gemm", "moe_extended_tp", "moe_use_legacy_grouped_gemm", "moe_single_grouped_weight"),
         *("moe_single_grouped_bias", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
     ),

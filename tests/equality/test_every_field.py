@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 pytestmark = pytest.mark.distributed
 MODELS = (*FAMILIES, *MIXTURES, *WINDOWED, "deepseek_v3_wide")  # whose values are wider than its keys
-SOME = ("qwen3", "gpt_oss", "deepseek_v3")  # plain, windows and experts, latent attention
+SOME = ("qwen3", "gpt_oss", "deepseek_v3")  # plain, windows and experts, latent attention and shared experts
 CLASSES = dict(transformer=MLATransformerConfig, ddp=DistributedDataParallelConfig, optimizer=OptimizerConfig)
 LATENT_FIELDS = MLATransformerConfig.__dataclass_fields__.keys() - TransformerConfig.__dataclass_fields__.keys()
 ENDS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
@@ -59,7 +59,7 @@ def settings(section: str, folder: object) -> list[str]:
 
 def of_whom(setting: str) -> str:
     """Return the one of SOME whose layers read a field."""
-    if setting.partition("=")[0].rpartition(".")[2] in LATENT_FIELDS:
+    if setting.partition("=")[0].rpartition(".")[2] in LATENT_FIELDS or "shared_expert" in setting:
         return "deepseek_v3"
     return "gpt_oss" if re.search("moe|expert|window|softmax|glu|rout", setting) else "qwen3"
 
