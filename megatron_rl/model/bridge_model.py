@@ -85,7 +85,8 @@ def bridged_config(shape: ModelShape, hf_config: Any, config: Config, topology: 
         provider.finalize()
     except (ValueError, AssertionError) as error:
         raise ConfigError(
-            f"megatron-bridge's {type(provider).__name__} refuses megatron.transformer={extra}: {error}"
+            f"megatron-bridge's {type(provider).__name__} refuses megatron.transformer={extra}: {error}; remove the "
+            "field that it names"
         ) from error
     return provider
 

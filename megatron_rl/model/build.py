@@ -41,7 +41,7 @@ from megatron_rl.model.logit_chunks import check_kernel
 from megatron_rl.model.positions import angles_of, give_inputs, half_on_gpu, turning_attention
 from megatron_rl.model.post_norm import put_norms_around, put_norms_behind, put_wide_norms
 from megatron_rl.model.seam_fields import seam_fields, users_fields
-from megatron_rl.model.transformer_fields import overruled, require_installed
+from megatron_rl.model.transformer_fields import build_config, require_installed
 from megatron_rl.weights.families.gpt_oss import QUICK_GELU
 from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.mapping import stage_layers
@@ -84,7 +84,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
     )
     fields |= FAMILIES[shape.family].layer_fields(shape)
     fields |= latent_fields(shape, hf_config, extra)
-    return _build_config(overruled(fields, extra, shape.family), extra, shape)
+    return _build_config(fields, extra, shape)
 
 
 def _scale(shape: ModelShape, hf_config: Any) -> float | None:
@@ -132,10 +132,8 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
     ``transformer_config.py:1641``). A checkpoint may ask for just that, p / p = 1, as transformers computes it: the
     field is set behind the check.
     """
-    try:
-        transformer = (MLATransformerConfig if shape.kv_lora_rank else TransformerConfig)(**fields)
-    except (ValueError, AssertionError) as error:
-        raise ConfigError(f"Megatron-Core's TransformerConfig refuses megatron.transformer={extra}: {error}") from error
+    cls = MLATransformerConfig if shape.kv_lora_rank else TransformerConfig
+    transformer = build_config(cls, fields, extra, shape.family)
     transformer.moe_router_pre_softmax = shape.router_pre_softmax
     return transformer
 
@@ -247,7 +245,7 @@ def _make_chunk(
                 position_embedding_type="rope",
                 vp_stage=number,
             )
-    except (AssertionError, AttributeError, ImportError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, ImportError, OSError, TypeError, ValueError) as error:
         if not given or isinstance(error, ConfigError):
             raise
         raise ConfigError(

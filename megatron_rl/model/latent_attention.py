@@ -173,6 +173,10 @@ class LatentAttention(SpecifiedLatentAttention):
             self.linear_q_down_proj = ReplicatedLinear(config, hidden, config.q_lora_rank).to(device)
             self.q_layernorm.eps = LATENT_NORM_EPS
 
+    def _run_core_attention(self, query, key, value, attention_mask, attn_mask_type=None, **given):
+        """Run torch's attention, which pads by itself; Megatron-Core 0.19.2 would cut values to the keys' width."""
+        return self.core_attention(query, key, value, attention_mask, attn_mask_type=attn_mask_type, **given)
+
 
 def put_latent_attention(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
     """Give every layer of a block multi-latent attention, in place."""

@@ -1,9 +1,9 @@
 """``megatron.{transformer,ddp,optimizer}.*``: a user's fields → values of the installed Megatron-Core's config classes.
 
 Every field of the installed version is accepted, but those that the seam owns and those of features that cannot work
-here, each refused with its reason. YAML has
-no dtypes and no enums: "bfloat16" becomes torch.bfloat16 and an enum's name its member where the field's type asks for
-one.
+here, each refused with its reason. YAML has no dtypes and no enums: "bfloat16" becomes torch.bfloat16 and an enum's
+name its member where the field's type asks for one. A value of another type is refused, and null leaves a field that
+lacks it as it is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -61,33 +62,49 @@ def resolve_fields(given: Mapping[str, Any], cls: type, section: str, refusals: 
                 f"unknown field {section}.{name} (value {quoted(value)}); the nearest field of {cls.__name__} is "
                 f"{nearest}"
             )
-        resolved[name] = _typed(value, hints[name], f"{section}.{name}")
+        read = [None] if value is known[name] is None else _read(value, hints[name])
+        if not read and value is not None:
+            raise ConfigError(
+                f"{section}.{name}={quoted(value)} means nothing: the field takes "
+                f"{' or '.join(dict.fromkeys(_words(hints[name])))}; give that, or remove it"
+            )
+        resolved.update(zip([name], read, strict=False))
     return resolved
 
 
-def _typed(value: Any, hint: Any, key: str) -> Any:
-    """Return the dtype or enum member that a string names, if the type hint asks for one, else the value unchanged."""
-    kinds = _members(hint)
-    if not isinstance(value, str) or str in kinds:
-        return value
-    if torch.dtype in kinds:
-        dtype = vars(torch).get(value.removeprefix("torch."))
-        if not isinstance(dtype, torch.dtype):
-            raise ConfigError(
-                f"{key}={quoted(value)} names no torch dtype; use one as in bfloat16, float32, float8_e4m3fn"
-            )
-        return dtype
-    for kind in kinds:
-        if isinstance(kind, type) and issubclass(kind, enum.Enum):
-            if value not in kind.__members__:
-                raise ConfigError(
-                    f"{key}={quoted(value)} is no {kind.__name__}; choose one of {', '.join(kind.__members__)}"
-                )
-            return kind[value]
-    return value
+def _read(value: Any, hint: Any) -> list[Any]:
+    """Return a list of the value as a type hint wants it; an empty one if the hint has no such value."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return next((found for part in parts if (found := _read(value, part))), [])
+    if origin is typing.Literal:
+        return [value] if value in parts else []
+    if list in (origin, hint) or origin is tuple:
+        if not isinstance(value, list | tuple) or (origin is tuple and ... not in parts and len(parts) != len(value)):
+            return []
+        every = [_read(x, [*parts, typing.Any][0]) for x in value]
+        return [(origin or hint)(x for (x,) in every)] if all(every) else []
+    if isinstance(hint, enum.EnumType):
+        value = hint.__members__.get(value, value) if isinstance(value, str) else value
+    elif hint is torch.dtype and isinstance(value, str):
+        value = vars(torch).get(value.removeprefix("torch."))
+    elif hint is bool and type(value) is int and value in (0, 1):
+        value = bool(value)
+    wanted = {float: float | int, typing.Any: object}.get(hint, origin or hint)
+    return [value] if isinstance(value, wanted) and (hint in (bool, typing.Any) or not isinstance(value, bool)) else []
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the types that a hint admits: the parts of a Union or an Optional, or the hint itself."""
-    parts = typing.get_args(hint)
-    return tuple(x for part in parts for x in _members(part)) if parts else (hint,)
+def _words(hint: Any) -> list[str]:
+    """Return what a type hint admits, in words."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return [word for part in parts for word in _words(part)]
+    if origin is typing.Literal:
+        return [str(part) for part in parts]
+    if list in (origin, hint) or origin is tuple:
+        return [" of ".join(["a list", *(" or ".join(_words(part)) for part in parts[:1])])]
+    if isinstance(hint, enum.EnumType):
+        return list(hint.__members__)
+    known = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "null"}
+    known[torch.dtype] = "a torch dtype (bfloat16, float32, float8_e4m3fn)"
+    return [known.get(hint, "a Python object, which no setting names")]

@@ -32,7 +32,6 @@ from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 # at which it does, and the reason.
 REFUSED_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
     "moe_router_fusion": ((False, None), "the fused kernel chooses experts itself"),
-    "moe_router_force_load_balancing": ((False, None), "its logits are random"),
     "moe_expert_capacity_factor": ((None,), "it drops tokens of the experts that would be replayed"),
 }
 

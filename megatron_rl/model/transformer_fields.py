@@ -58,6 +58,7 @@ _OWNED = {  # by reason
     ),
     "every weight is read from the model's files": ("perform_initialization",),
     "model.layer_spec decides how experts lie in memory, and weights/mapping.py knows its two ways": (
+        *("use_grouped_gemm_for_shared_expert", "use_grouped_gemm_for_dense_mlp"),
         *("moe_grouped_gemm", "moe_extended_tp", "moe_use_legacy_grouped_gemm", "moe_single_grouped_weight"),
         *("moe_single_grouped_bias", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
     ),
@@ -82,6 +83,7 @@ _FP8_PARTS = "of FP8 the products of the layers' linears are built here, and no 
 _FP8_ROUTES = "it routes pads to experts, and Megatron-Core's grouped linears pad by themselves"
 _CUDA_GRAPH = "a CUDA graph replays one shape, and every micro-batch here has its own"
 _WAITS = "weight gradients would wait for a call that the schedule here does not make"
+_RANDOM = "it routes by numbers drawn at random, which the rollout engine lacks"
 _CAPACITY = "it drops the tokens above a rank's capacity, by the other tokens of the micro-batch"
 UNSUPPORTED_FIELDS = {
     name: reason
@@ -97,7 +99,7 @@ UNSUPPORTED_FIELDS = {
         "every micro-batch here has its own",
         "moe_pad_expert_input_to_capacity": "it pads each expert to its capacity, and drops the tokens above it by "
         "the other tokens of the micro-batch",
-        "moe_router_force_biased": "it routes by numbers drawn at random, which the rollout engine lacks",
+        **dict.fromkeys(("moe_router_force_biased", "moe_router_force_load_balancing"), _RANDOM),
         "fused_single_qkv_rope": "Megatron-Core has it for padded batches alone, and every micro-batch here is packed",
         "init_model_with_meta_device": "only Megatron-Core's FSDP fills such weights, and it does not run here",
         "qk_clip": "a call of Megatron-LM's training loop clips the weights, and it does not run here",
@@ -116,7 +118,9 @@ USERS_CHOICE = frozenset(
         "gradient_accumulation_fusion",
     )
 )
-_ENGINE_LAYERS = ("fp8", "cpu_offloading", "symmetric_ar_type", "use_te_activation_func")
+_ENGINE_LAYERS = (
+    *("fp8", "cpu_offloading", "fine_grained_activation_offloading", "symmetric_ar_type", "use_te_activation_func"),
+)
 _ENGINE_KERNELS = {"moe_permute_fusion": "fused_permute", "moe_router_fusion": "fused_topk_with_score_function"}
 _BALANCED_BY_LOSS = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed")
@@ -134,6 +138,11 @@ def transformer_fields(config: Config) -> dict[str, Any]:
             f"of a micro-batch, and the rollout engine does not; take one of {', '.join(_BALANCED_BY_LOSS)}, or remove "
             "it"
         )
+    if (layers := fields.get("recompute_num_layers")) is not None and layers < 1:
+        raise ConfigError(
+            f"megatron.transformer.recompute_num_layers={layers} of recompute_method=uniform would be a forward pass "
+            "without an end, by so many layers at a time; give 1 or more, or remove it"
+        )
     return _with_fp8(fields, config) if fields.get("fp8") else fields
 
 
@@ -150,6 +159,33 @@ def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str)
                 f"model of {family}, whose weights want no other; remove it"
             )
     return {**settled, **extra}
+
+
+def build_config(cls: type, settled: dict[str, Any], extra: dict[str, Any], family: str) -> TransformerConfig:
+    """Build Megatron-Core's config of the settled fields under the user's; raise ConfigError that names the faulty one.
+
+    The faulty field makes the same fault by itself. If none does, each field whose removal mends is named, or all.
+    """
+    fields = overruled(settled, extra, family)
+    fault = _fault(cls, fields)
+    if not fault:
+        return cls(**fields)
+    names = [name for name in extra if str(_fault(cls, settled | {name: extra[name]})) == str(fault)]
+    names = names or [x for x in extra if not _fault(cls, settled | {y: extra[y] for y in extra if y != x})]
+    raise ConfigError(
+        f"Megatron-Core's TransformerConfig refuses "
+        f"{', '.join(f'megatron.transformer.{x}={quoted(extra[x])}' for x in names or extra) or f'a {family} model'}: "
+        f"{fault}; give what it asks for, or remove {', '.join(names or extra) or 'the section megatron.transformer'}"
+    ) from fault
+
+
+def _fault(cls: type, fields: Mapping[str, Any]) -> Exception | None:
+    """Return why no object of a class is made of the fields; None if one is."""
+    try:
+        cls(**fields)
+    except (AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+        return error
+    return None
 
 
 def require_installed(config: Config, layer_spec: str) -> None:

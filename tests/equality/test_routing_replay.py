@@ -282,7 +282,7 @@ def test_what_cannot_be_replayed_is_refused(pool):
     refusals = {
         "": "replays the experts of a mixture, and the model of model.hf_path has none",
         "moe_router_load_balancing_type=sinkhorn": "would choose experts by the other tokens of a micro-batch",
-        "moe_router_force_load_balancing=true": "its logits are random",
+        "moe_router_force_load_balancing=true": "it routes by numbers drawn at random",
         "moe_expert_capacity_factor=1.0": "it drops tokens of the experts",
         "moe_enable_routing_replay=true": "set by rollout.routing_replay",
     }

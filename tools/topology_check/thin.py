@@ -38,14 +38,7 @@ EXECUTION_FIELDS = (
     "distribute_saved_activations",
 )
 # These need optimizer.distributed=true.
-SHARDED_FIELDS = (
-    "overlap_param_gather",
-    "use_precision_aware_optimizer",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "exp_avg",
-    "optimizer_",
-)
+SHARDED_FIELDS = ("overlap_param_gather",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,10 +285,7 @@ def user_config(config: Config, dtype: str, work: Work, world: int) -> Config:
 
 def gradient_config(config: Config) -> Config:
     """Return the config with gradients whole on every rank: a reduce-scatter would leave each its shard."""
-    fields = config.megatron
-    megatron = dataclasses.replace(
-        fields, ddp=_without(fields.ddp, SHARDED_FIELDS), optimizer=_without(fields.optimizer, SHARDED_FIELDS)
-    )
+    megatron = dataclasses.replace(config.megatron, ddp=_without(config.megatron.ddp, SHARDED_FIELDS))
     return dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, distributed=False), megatron=megatron
     )

@@ -37,8 +37,13 @@ def refused_by(words: list[str], act: Callable[..., object], *given: object) -> 
 
 @pytest.mark.parametrize("cls", [TransformerConfig, DistributedDataParallelConfig, OptimizerConfig])
 def test_every_field_of_the_installed_class_is_known(cls):
-    given = {field.name: None for field in dataclasses.fields(cls)}
+    """Null leaves a field as it is, and Megatron-Core's own value is of the field's type."""
+    fields = [x for x in dataclasses.fields(cls) if x.default is not dataclasses.MISSING]
+    given = {x.name: x.default for x in fields}
     assert resolve_fields(given, cls, "megatron.x", NONE) == given
+    nothing = resolve_fields(dict.fromkeys(given), cls, "megatron.x", NONE)
+    assert {x.name for x in fields if x.default is None} <= nothing.keys() < given.keys()
+    assert {*nothing.values()} == {None}
 
 
 def test_names_become_dtypes_and_enum_members_and_what_means_nothing_is_named():
@@ -46,11 +51,20 @@ def test_names_become_dtypes_and_enum_members_and_what_means_nothing_is_named():
         (OptimizerConfig, {"exp_avg_dtype": "bfloat16"}, {"exp_avg_dtype": torch.bfloat16}),
         (TransformerConfig, {"attention_backend": "flash"}, {"attention_backend": AttnBackend.flash}),
         (TransformerConfig, {"fp8": "hybrid"}, {"fp8": "hybrid"}),
+        (TransformerConfig, {"window_size": [3, 0]}, {"window_size": (3, 0)}),
+        (TransformerConfig, {"recompute_modules": ["mlp"]}, {"recompute_modules": ["mlp"]}),
+        (OptimizerConfig, {"clip_grad": 1, "bf16": 1}, {"clip_grad": 1, "bf16": True}),
     ):
         assert resolve_fields(given, cls, "megatron.x", NONE) == wanted
     for cls, given, words in (
         (OptimizerConfig, {"exp_avg_dtype": "bfloat61"}, ["megatron.x.exp_avg_dtype", "bfloat61"]),
         (TransformerConfig, {"attention_backend": "flush"}, ["megatron.x.attention_backend", "flush", "flash"]),
+        (OptimizerConfig, {"clip_grad": "much"}, ["megatron.x.clip_grad='much' means nothing", "takes a number; give"]),
+        (OptimizerConfig, {"hysteresis": True}, ["megatron.x.hysteresis=True", "takes an integer"]),
+        (TransformerConfig, {"fp8": "e5m2"}, ["fp8='e5m2'", "takes e4m3 or hybrid or null"]),
+        (TransformerConfig, {"recompute_modules": [1]}, ["recompute_modules=[1]", "takes a list of a text or null"]),
+        (TransformerConfig, {"window_size": [1]}, ["window_size=[1]", "a list of an integer"]),
+        (TransformerConfig, {"init_method": "zeros"}, ["init_method='zeros'", "a Python object"]),
         (DistributedDataParallelConfig, {"bucket_sise": 3}, ["megatron.x.bucket_sise", "bucket_size"]),
     ):
         refused_by(words, resolve_fields, given, cls, "megatron.x", NONE)
@@ -67,6 +81,11 @@ def test_refused_fields_exist_and_say_why(cls, refused):
         assert reason in str(error.value)
     for name in refused.unsupported:  # and the value that Megatron-Core has by itself is let through
         assert resolve_fields({name: defaults[name]}, cls, "megatron.x", refused) == {name: defaults[name]}
+
+
+def test_recomputing_no_layers_at_a_time_is_refused():
+    config = load_config(None, ["megatron.transformer.recompute_num_layers=0"])
+    refused_by(["recompute_num_layers=0", "give 1 or more"], transformer_fields, config)
 
 
 FP8 = "megatron.transformer.fp8=hybrid"

@@ -1,5 +1,6 @@
 """Checks the shape that a Hugging Face config becomes, and its refusals, without a model being built."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from megatron_rl.model import adapter
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.flops import adapter_parameters, flops_per_token
 from megatron_rl.model.hf_config import inverse_frequencies, model_shape, softmax_scale
+from megatron_rl.model.latent_attention import latent_fields
 from megatron_rl.model.post_norm import put_norms_behind, put_wide_norms
 from megatron_rl.weights.mapping import adapter_entries
 from tests.adapted import adapt
@@ -146,6 +148,13 @@ def test_yarn_turns_and_scales_as_transformers(changes: dict) -> None:
 def test_layers_that_were_shown_on_torchs_alone_refuse_transformer_engines(put) -> None:
     with pytest.raises(ConfigError, match="model.layer_spec=transformer_engine: .* set model.layer_spec=torch"):
         put(SimpleNamespace(layer_specs=[]), "transformer_engine")
+
+
+def test_values_wider_than_keys_refuse_transformer_engines_layers() -> None:
+    config = tiny_config("deepseek_v3_wide")
+    shape = dataclasses.replace(shape_of(config), layer_spec="transformer_engine")
+    with pytest.raises(ConfigError, match="v_head_dim=40 above .*=24 .* set model.layer_spec=torch"):
+        latent_fields(shape, config, {})
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
