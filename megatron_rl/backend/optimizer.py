@@ -155,7 +155,13 @@ class Optimizer:
         self.kernel = choose_kernel(settings.kernel)
         self._offload = Offload()
         use_accurate_norm()
-        self._megatron = get_megatron_optimizer(megatron_config(config, settings), self.chunks)
+        try:
+            self._megatron = get_megatron_optimizer(megatron_config(config, settings), self.chunks)
+        except OSError as error:
+            folder = config.megatron.optimizer.get("config_logger_dir")
+            raise ConfigError(
+                f"megatron.optimizer.config_logger_dir={folder} cannot be written ({error}); name a folder that can be"
+            ) from error
         if self.kernel == "torch" and HOST.is_cuda:
             self._fuse_adam()
         self.scheduler = OptimizerParamScheduler(

@@ -127,23 +127,23 @@ def wrong(rank: int, world: int, model: str, given: list[str], plain: tuple = ()
 def test_a_field_leaves_the_model_as_it_is_or_is_refused(pool, tmp_path, model):
     """Each field is tried with one of the models, many at once; the long test has all values with all, each alone."""
     mine = {x.partition("=")[0]: x for x in settings("transformer", tmp_path / "x") if of_whom(x) == model}
-    assert pool.run(1, wrong, model, [*mine.values()], at_once=16, timeout_s=120) == [[]]
+    assert pool.run(1, wrong, model, [*mine.values()], at_once=16, timeout_s=120, spoils=True) == [[]]
 
 
 @pytest.mark.long(seconds=25)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_field_leaves_every_model_as_it_is_or_is_refused(pool, tmp_path, model):
-    assert pool.run(1, wrong, model, settings("transformer", tmp_path / "x"), timeout_s=300) == [[]]
+    assert pool.run(1, wrong, model, settings("transformer", tmp_path / "x"), timeout_s=300, spoils=True) == [[]]
 
 
 def test_a_field_leaves_the_steps_as_they_are_or_is_refused(pool, tmp_path):
     """All but ``apply_wd_to_qk_layernorm``, which asks for another decay."""
     every = [x for section in ("ddp", "optimizer") for x in settings(section, tmp_path / "x")]
-    assert pool.run(1, wrong, "qwen3", every, SHARDED, at_once=16, timeout_s=120) == [[]]
+    assert pool.run(1, wrong, "qwen3", every, SHARDED, at_once=16, timeout_s=120, spoils=True) == [[]]
 
 
 @pytest.mark.long(seconds=20)
 @pytest.mark.parametrize("plain", [PLAIN, SHARDED], ids=["plain", "sharded"])
 def test_every_field_alone_leaves_the_steps_as_they_are_or_is_refused(pool, tmp_path, plain):
     every = [x for section in ("ddp", "optimizer") for x in settings(section, tmp_path / "x")]
-    assert pool.run(1, wrong, "qwen3", every, plain, timeout_s=300) == [[]]
+    assert pool.run(1, wrong, "qwen3", every, plain, timeout_s=300, spoils=True) == [[]]
