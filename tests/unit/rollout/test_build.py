@@ -14,6 +14,7 @@ from megatron_rl.rollout import build
 from megatron_rl.rollout.build import EngineRole, RankLocation, engine_arguments, refuse_delta, role_of, shares_device
 from megatron_rl.rollout.vllm.process_replica import engine_environment
 from megatron_rl.validate import partial_sync
+from megatron_rl.validate.vllm_arguments import check_vllm_arguments
 
 CPU, GPU, URL = torch.device("cpu"), torch.device("cuda", 0), "http://127.0.0.1:8000"
 
@@ -127,7 +128,7 @@ def test_an_engines_environment_names_its_gpus_and_its_arguments_are_the_configs
     ("rollout.max_logprob_gap=-1", "rollout.max_logprob_gap=-1|above 0|null"),
 ])
 def test_a_setting_that_cannot_work_is_refused(overrides, words):
-    refused_with(words, lambda: config_of(*overrides.split("|")))
+    refused_with(words, lambda: check_vllm_arguments(config_of(*overrides.split("|"))))
 
 
 def channel_of(*overrides: str, device: torch.device = CPU, **environment: str) -> str:
