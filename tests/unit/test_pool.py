@@ -89,11 +89,15 @@ def test_results_in_rank_order(pool: Pool) -> None:
     assert [total.item() for _, total in results] == [42.0, 42.0]  # (10 + 11) · 2
 
 
-def test_launcher_variables_do_not_reach_a_worker_which_close_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_variables_do_not_reach_a_worker_which_close_ends_and_one_that_was_spoiled_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_PROCID"):
         monkeypatch.setenv(name, "7")
     with Pool(max_world=1) as fresh:
+        pids = [fresh.run(1, describe, spoils=spoils)[0]["pid"] for spoils in (False, True, False)]
         (found,) = fresh.run(1, describe)
+    assert pids[0] == pids[1] != pids[2] == found["pid"]
     assert found["threads"] == 1 and not found["inherited"]
     with pytest.raises(ProcessLookupError):
         os.kill(found["pid"], 0)
