@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
 from megatron_rl.config import Config
 from megatron_rl.distributed.platform import HOST
@@ -25,10 +23,7 @@ _UNSUPPORTED_FIELDS = {
     "fp4_param_gather": "weights in FP4 are not built here",
     "delay_wgrad_compute": "weight gradients would wait for a call that the schedule here does not make",
 }
-_FIELDS = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}  # 0.16.1 and 0.19.2 differ
-REFUSED_DDP_FIELDS = Refusals(
-    owned=_OWNED_FIELDS, unsupported={name: x for name, x in _UNSUPPORTED_FIELDS.items() if name in _FIELDS}
-)
+REFUSED_DDP_FIELDS = Refusals.of(DistributedDataParallelConfig, owned=_OWNED_FIELDS, unsupported=_UNSUPPORTED_FIELDS)
 
 
 def distributed_fields(config: Config) -> dict:

@@ -68,10 +68,7 @@ _UNSUPPORTED_FIELDS = {
     "optimizer_cuda_graph": "a ghost step runs outside of the graph",
     "grad_norm_skip_threshold": "it is read by a step of Megatron-Core's that is not called here",
 }
-_FIELDS = {field.name for field in dataclasses.fields(OptimizerConfig)}  # 0.16.1 and 0.19.2 differ
-REFUSED_OPTIMIZER_FIELDS = Refusals(
-    owned=_OWNED_FIELDS, unsupported={name: x for name, x in _UNSUPPORTED_FIELDS.items() if name in _FIELDS}
-)
+REFUSED_OPTIMIZER_FIELDS = Refusals.of(OptimizerConfig, owned=_OWNED_FIELDS, unsupported=_UNSUPPORTED_FIELDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from megatron_rl.errors import ConfigError
 Message = Mapping[str, object]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENTS = 'null to DeepSeek-R1\'s distillates, "" to GLM-4.5, gpt-oss and most others'
+THOUGHT_END = "</think>"
 TURN = "the-text-of-this-turn"  # stands in for a turn's text; a template writes the same behind every text
 
 
@@ -55,6 +56,11 @@ def _checked(message: object, where: str) -> Message:
     if held["role"] not in ROLES:
         raise ConfigError(f"{where} has role {held['role']!r}; choose one of {', '.join(ROLES)}")
     return held
+
+
+def said_in(message: Message) -> str:
+    """Return what a message says behind its thought."""
+    return str(message.get("content") or "").split(THOUGHT_END)[-1]
 
 
 def source_of(tokenizer) -> str:
@@ -153,7 +159,7 @@ def check_stays(
 
     then: those that follow, the last one not the assistant's.
     """
-    whole = [{**message, "content": str(message.get("content") or "").split("</think>")[-1]} for message in asked]
+    whole = [{**message, "content": said_in(message)} for message in asked]
     plain, prompt = (
         render_chat(tokenizer, whole, where, add_generation_prompt=prompt, beside=beside) for prompt in (False, True)
     )

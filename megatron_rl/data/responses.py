@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.chat import Message, check_messages
+from megatron_rl.data.chat import THOUGHT_END, Message, check_messages
 from megatron_rl.data.columns import name_of_row
 from megatron_rl.data.conversations import Conversations, conversation_of, cut_conversation, text_or_messages
 from megatron_rl.data.rows import has_column, value_of
@@ -18,7 +18,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
 
 log = logging.getLogger(__name__)
-THOUGHTS = ("</think>", "<|channel|>analysis")  # what templates write in a turn with a thought, an empty one too
+THOUGHTS = (THOUGHT_END, "<|channel|>analysis")  # what templates write in a turn with a thought, an empty one too
 
 
 class Responses:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_rl.data.chat import CONTENTS, TURN, Message, render_chat, source_of, text_behind_turn
+from megatron_rl.data.chat import CONTENTS, TURN, Message, render_chat, said_in, source_of, text_behind_turn
 from megatron_rl.errors import ConfigError, quoted
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -238,7 +238,7 @@ class TurnFinder:
     def _check_content(self, number: int, turn: str) -> None:
         """Raise ConfigError where the template leaves out what a message says behind a thought."""
         message = self._messages[number]
-        said = (message.get("content") or "").split("</think>")[-1].strip()
+        said = said_in(message).strip()
         if said not in turn:
             way = "empty it, as the template leaves it out beside tool_calls" if message.get("tool_calls") else ""
             raise ConfigError(

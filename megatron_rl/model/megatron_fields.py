@@ -35,6 +35,13 @@ class Refusals:
     owned: Mapping[str, str]
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @classmethod
+    def of(cls, config: type, *, owned: Mapping[str, str], unsupported: Mapping[str, str]) -> Refusals:
+        """Hold those of the fields that a class has: Megatron-Core's releases differ (0.16.1, 0.19.2)."""
+        known = {field.name for field in dataclasses.fields(config)}
+        owned, unsupported = ({x: why for x, why in part.items() if x in known} for part in (owned, unsupported))
+        return cls(owned=owned, unsupported=unsupported)
+
     def refuse(self, name: str, value: Any, section: str, default: Any) -> None:
         """Raise ConfigError where the field may not have this value. default: Megatron-Core's own."""
         off = value in OFF or value in ([], (), default)

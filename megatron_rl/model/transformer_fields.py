@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +17,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 _SEAM = "the token-sum seam owns it: the loss is a sum, nothing divides and backend/schedule.py reduces once"
 _SHAPE = "it comes from the Hugging Face config in model.hf_path"
 _SECTION = "it is set by {}"
-_FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
 _OWNED = {  # by reason
     _SEAM: (
         *("calculate_per_token_loss", "finalize_model_grads_func", "no_sync_func", "grad_sync_func"),
@@ -77,38 +75,36 @@ _OWNED = {  # by reason
         }.items()
     },
 }
-OWNED_FIELDS = {name: reason for reason, names in _OWNED.items() for name in names if name in _FIELDS}
-# 0.16.1 and 0.19.2 each have some of these fields
 _FP8_PARTS = "of FP8 the products of the layers' linears are built here, and no more"
 _FP8_ROUTES = "it routes pads to experts, and Megatron-Core's grouped linears pad by themselves"
 _CUDA_GRAPH = "a CUDA graph replays one shape, and every micro-batch here has its own"
 _WAITS = "weight gradients would wait for a call that the schedule here does not make"
 _RANDOM = "it routes by numbers drawn at random, which the rollout engine lacks"
 _CAPACITY = "it drops the tokens above a rank's capacity, by the other tokens of the micro-batch"
-UNSUPPORTED_FIELDS = {
-    name: reason
-    for name, reason in {
-        "fp4": "it needs a Blackwell GPU, and nothing is built for it here",
-        **dict.fromkeys(("fp8_param", "fp8_output_proj", "fp8_quantizer_factory"), _FP8_PARTS),
-        **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention"), _FP8_PARTS),
-        **dict.fromkeys(("moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), _FP8_ROUTES),
-        **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _CUDA_GRAPH),
-        **dict.fromkeys(("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"), _WAITS),
-        **dict.fromkeys(("moe_expert_rank_capacity_factor", "moe_paged_stash"), _CAPACITY),
-        "tp_comm_overlap": "it needs Transformer Engine's user buffers (initialize_ub), which have one size, and "
-        "every micro-batch here has its own",
-        "moe_pad_expert_input_to_capacity": "it pads each expert to its capacity, and drops the tokens above it by "
-        "the other tokens of the micro-batch",
-        **dict.fromkeys(("moe_router_force_biased", "moe_router_force_load_balancing"), _RANDOM),
-        "fused_single_qkv_rope": "Megatron-Core has it for padded batches alone, and every micro-batch here is packed",
-        "init_model_with_meta_device": "only Megatron-Core's FSDP fills such weights, and it does not run here",
-        "qk_clip": "a call of Megatron-LM's training loop clips the weights, and it does not run here",
-        "test_mode": "it is for the layers of Megatron-Core's own tests",
-        "use_ring_exchange_p2p": "torch as published has no ring_exchange",
-    }.items()
-    if name in _FIELDS
-}  # 0.16.1 and 0.19.2 each have some of these fields
-REFUSED_TRANSFORMER_FIELDS = Refusals(owned=OWNED_FIELDS, unsupported=UNSUPPORTED_FIELDS)
+_UNSUPPORTED_FIELDS = {
+    "fp4": "it needs a Blackwell GPU, and nothing is built for it here",
+    **dict.fromkeys(("fp8_param", "fp8_output_proj", "fp8_quantizer_factory"), _FP8_PARTS),
+    **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention"), _FP8_PARTS),
+    **dict.fromkeys(("moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), _FP8_ROUTES),
+    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _CUDA_GRAPH),
+    **dict.fromkeys(("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"), _WAITS),
+    **dict.fromkeys(("moe_expert_rank_capacity_factor", "moe_paged_stash"), _CAPACITY),
+    "tp_comm_overlap": "it needs Transformer Engine's user buffers (initialize_ub), which have one size, and "
+    "every micro-batch here has its own",
+    "moe_pad_expert_input_to_capacity": "it pads each expert to its capacity, and drops the tokens above it by "
+    "the other tokens of the micro-batch",
+    **dict.fromkeys(("moe_router_force_biased", "moe_router_force_load_balancing"), _RANDOM),
+    "fused_single_qkv_rope": "Megatron-Core has it for padded batches alone, and every micro-batch here is packed",
+    "init_model_with_meta_device": "only Megatron-Core's FSDP fills such weights, and it does not run here",
+    "qk_clip": "a call of Megatron-LM's training loop clips the weights, and it does not run here",
+    "test_mode": "it is for the layers of Megatron-Core's own tests",
+    "use_ring_exchange_p2p": "torch as published has no ring_exchange",
+}
+REFUSED_TRANSFORMER_FIELDS = Refusals.of(
+    TransformerConfig,
+    owned={name: reason for reason, names in _OWNED.items() for name in names},
+    unsupported=_UNSUPPORTED_FIELDS,
+)
 # Settled here for every family, and the user's word wins: each changes the way of computing, or adds dropout, which
 # skip.mode judges.
 USERS_CHOICE = frozenset(
