@@ -120,6 +120,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--iteration {given.iteration} must be above 0, or Megatron-LM refuses it; leave it out for release"
         )
+    if given.command == "export" and not 0 < given.max_shard_gb < 1e9:
+        parser.error(f"--max-shard-gb {given.max_shard_gb} must be above 0 and below 1e9")
     if given.command == "import" and given.gguf and (given.tp, given.pp, given.ep, given.iteration) != (1, 1, 1, None):
         parser.error("--gguf writes a Hugging Face directory; leave --tp, --pp, --ep and --iteration out")
     return given
@@ -333,7 +335,8 @@ def give_back_freed_memory() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     import megatron_rl.distributed.platform  # noqa: F401  (before anything of Megatron-Core)
-    from megatron_rl.errors import CheckpointError, ConfigError
+    from megatron_rl.checkpoint.folder import DamagedCheckpoint
+    from megatron_rl.errors import CheckpointError, ConfigError, shortened
 
     commands = {
         "import": import_command,
@@ -345,13 +348,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         code, report = (bridge_command if needs_bridge(given) else commands[given.command])(given)
+        if given.json:
+            given.json.write_text(json.dumps(report, indent=2) + "\n")
+            print(f"wrote {given.json}")
+    except DamagedCheckpoint as error:
+        fault = f"{error}; copy the checkpoint again, or name another by --iteration"
     except (ConfigError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if given.json:
-        given.json.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"wrote {given.json}")
-    return code
+        fault = str(error)
+    except OSError as error:
+        fault = f"{shortened(str(error), 400)}; mend that path, its permissions or its disk's space, and start again"
+    else:
+        return code
+    print(f"error: {fault}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.checkpoint.folder import LATEST, name_of
+from megatron_rl.checkpoint.folder import LATEST, DamagedCheckpoint, name_of
 from megatron_rl.checkpoint.torch_dist import TorchDistReader
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.json_text import read_bytes
 from megatron_rl.weights.entry import Entry, Layout
 from megatron_rl.weights.mapping import (
     EMBEDDING,
@@ -254,17 +255,20 @@ def iteration_name(iteration: int | None) -> str:
 def open_folder(folder: pathlib.Path, iteration: int | None = None) -> MegatronFolder:
     """Find the latest checkpoint of a Megatron-LM folder, or that of ``iteration``.
 
-    ``folder`` may also be a checkpoint's own folder. Raises ConfigError where there is none.
+    ``folder`` may also be a checkpoint's own folder. Raises ConfigError where there is none, and DamagedCheckpoint
+    where the file that names the latest cannot be read.
     """
     if (folder / "metadata.json").exists():
         folder, name = folder.parent, folder.name
     elif iteration is not None:
         name = iteration_name(iteration)
     elif (folder / LATEST).exists():
-        text = (folder / LATEST).read_text().strip()
-        if text != RELEASE and not text.isdigit():
+        content = read_bytes(folder / LATEST, "a number", most_bytes=64, error=DamagedCheckpoint)
+        text = content.decode("ascii", "backslashreplace").strip()
+        if text != RELEASE and not re.fullmatch("[0-9]{1,15}", text):
             raise ConfigError(
-                f"{folder / LATEST} says {text!r}, neither a number nor {RELEASE!r}; name an iteration with --iteration"
+                f"{folder / LATEST} says {quoted(text)}, neither a number nor {RELEASE!r}; name an iteration with "
+                "--iteration"
             )
         name = RELEASE if text == RELEASE else iteration_name(int(text))
     else:

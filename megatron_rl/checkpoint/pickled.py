@@ -12,6 +12,8 @@ import io
 import os
 import pathlib
 import pickle
+import stat
+import zipfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -19,12 +21,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed.distributed_c10d as between_ranks
 from torch.distributed.checkpoint import filesystem as on_disk
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.pickle_scan import scan
 from megatron_rl.errors import quoted, shortened
-from megatron_rl.json_text import field, read_object
+from megatron_rl.json_text import field, read_bytes, read_object
 
+METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 ALLOWED = {  # of .metadata as 0.16.1 and 0.19.2 write it; the latter has BytesStorageMetadata, of its common_state
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -104,7 +108,7 @@ def check_pickle(path: pathlib.Path) -> object:
         most = min(MOST_BYTES, SMALL_BYTES + sum(file.stat().st_size for file in path.parent.glob("*.distcp")))
         if size > most:
             raise pickle.UnpicklingError(f"it has {size} bytes, and an index of the tensors beside it at most {most}")
-        content = path.read_bytes()
+        content = read_bytes(path, "an index of tensors", most_bytes=most, error=DamagedCheckpoint)
         scan(content)
         return MetadataUnpickler(io.BytesIO(content)).load()
     except (
@@ -127,32 +131,100 @@ def check_pickle(path: pathlib.Path) -> object:
 def check_torch_files(folder: pathlib.Path) -> None:
     """Raise DamagedCheckpoint, naming the file, where torch's own files of a checkpoint are not whole.
 
-    These are the index of its tensors (``.metadata``), which must lie within the files that it names, the format
-    (``metadata.json``) and, of Megatron-Core 0.16.1, the common state (``common.pt``).
+    These are the index of its tensors (``.metadata``), the format (``metadata.json``) and, of Megatron-Core 0.16.1, the
+    common state (``common.pt``).
     """
-    path = folder / ".metadata"
+    read_index(folder)
+    read_backend(folder)
+    if (common := folder / COMMON).exists():
+        try:
+            load_plain(common)
+        except pickle.UnpicklingError as error:
+            raise DamagedCheckpoint(f"{common} is refused: {_reason(error)}") from error
+
+
+def read_index(folder: pathlib.Path) -> Metadata:
+    """Return a checkpoint's index of tensors, each of which lies within a regular file of the folder.
+
+    Raises DamagedCheckpoint, naming the file that is missing, cut short or replaced. Tensors are not read.
+    """
+    path = folder / METADATA
     metadata = check_pickle(path)
+    sizes: dict[str, int] = {}
     try:
-        for info in metadata.storage_data.values():
-            size = (folder / info.relative_path).stat().st_size
-            if pathlib.PurePath(info.relative_path).name != info.relative_path:
-                raise DamagedCheckpoint(f"{path} names {quoted(info.relative_path)}, which is no file of its folder")
+        for place, info in metadata.storage_data.items():
+            name = info.relative_path
+            size = sizes[name] if name in sizes else sizes.setdefault(name, _size_of(folder, name))
             if not 0 <= info.offset <= info.offset + info.length <= size:
                 raise DamagedCheckpoint(
-                    f"{path} has a tensor at bytes {quoted(info.offset)} to {quoted(info.offset + info.length)} of "
-                    f"{info.relative_path}, which has {size}"
+                    f"{folder / name} has {size} bytes, and {METADATA} has {quoted(place.fqn)} at bytes "
+                    f"{quoted(info.offset)} to {quoted(info.offset + info.length)} of it: the checkpoint is damaged"
                 )
-        if not metadata.state_dict_metadata:
-            raise DamagedCheckpoint(f"{path} names no tensor")
-    except (AttributeError, TypeError, ValueError, OSError) as error:
-        raise DamagedCheckpoint(f"{path} is no index of tensors: {shortened(str(error), 500)}") from error
-    kind = read_object(folder / "metadata.json", error=DamagedCheckpoint)
-    field(kind, "sharded_backend", str, str(folder / "metadata.json"), error=DamagedCheckpoint)
-    if (common := folder / "common.pt").exists():
-        try:
-            torch.load(common, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise DamagedCheckpoint(f"{common} is refused: {shortened(str(error), 500)}") from error
+        for key, entry in metadata.state_dict_metadata.items():
+            _check_entry(entry, f"{path}: {quoted(key)}")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(f"{path} is no index of tensors: {_reason(error)}") from error
+    if not metadata.state_dict_metadata:
+        raise DamagedCheckpoint(f"{path} names no tensor")
+    return metadata
+
+
+def _size_of(folder: pathlib.Path, name: str) -> int:
+    file = folder / name
+    if pathlib.PurePath(name).name != name:
+        raise DamagedCheckpoint(f"{folder / METADATA} names {quoted(name)}, which is no file of its folder")
+    try:
+        facts = file.stat()
+    except OSError as error:
+        raise DamagedCheckpoint(
+            f"{file} cannot be read ({error.strerror}), and {METADATA} has tensors in it: the checkpoint is damaged"
+        ) from error
+    if not stat.S_ISREG(facts.st_mode):
+        raise DamagedCheckpoint(f"{file} is no regular file, and {METADATA} has tensors in it")
+    return facts.st_size
+
+
+def _check_entry(entry: object, where: str) -> None:
+    if isinstance(entry, BytesStorageMetadata):
+        return
+    lists = [entry.size, *(numbers for chunk in entry.chunks for numbers in (chunk.offsets, chunk.sizes))]
+    counts = all(type(number) is int and number >= 0 for numbers in lists for number in numbers)
+    if not counts or {len(numbers) for numbers in lists} != {len(entry.size)}:
+        raise DamagedCheckpoint(f"{where} has sizes that are no tensor's: {quoted(lists)}")
+    if not isinstance(entry.properties.dtype, torch.dtype):
+        raise DamagedCheckpoint(f"{where} has {quoted(entry.properties.dtype)} for a dtype")
+
+
+def read_backend(folder: pathlib.Path) -> str:
+    """Return the format that ``metadata.json`` names. Raises DamagedCheckpoint where it names none."""
+    kind = read_object(folder / FORMAT, most_bytes=SMALL_BYTES, error=DamagedCheckpoint)
+    return field(kind, "sharded_backend", str, str(folder / FORMAT), error=DamagedCheckpoint)
+
+
+def load_plain(source: pathlib.Path | io.RawIOBase, what: str = "") -> object:
+    """Return what torch saved in a file, of the types that ``weights_only`` reads.
+
+    what: names a part of a file that is open, for messages.
+
+    Raises UnpicklingError for other types, DamagedCheckpoint for whatever else is no file of torch's.
+    """
+    if isinstance(source, pathlib.Path):
+        what = str(source)
+        source = io.BytesIO(read_bytes(source, "torch's", most_bytes=MOST_BYTES, error=DamagedCheckpoint))
+    try:
+        if not zipfile.is_zipfile(source):  # torch before 1.6 wrote others, and Megatron-Core none
+            raise DamagedCheckpoint(f"{what} is no file of torch's, or was cut short")
+        source.seek(0)
+        return torch.load(source, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, DamagedCheckpoint):
+        raise
+    except Exception as error:
+        raise DamagedCheckpoint(f"{what} is refused: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's first line: torch's messages go on with advice to trust the file."""
+    return shortened((str(error).splitlines() or [""])[0] or type(error).__name__, 150)
 
 
 @contextlib.contextmanager

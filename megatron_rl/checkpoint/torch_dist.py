@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_rl.checkpoint.pickled import check_pickle
-from megatron_rl.errors import ConfigError
+from megatron_rl.checkpoint.folder import DamagedCheckpoint
+from megatron_rl.checkpoint.pickled import COMMON, FORMAT, METADATA, load_plain, read_backend, read_index
+from megatron_rl.errors import ConfigError, quoted
 
-METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
 COMMON_OBJECT = "common_state/shard_0_1"
 
 
@@ -68,23 +68,24 @@ class _Window(io.RawIOBase):
 class TorchDistReader:
     """Reads tensors of a torch_dist folder by key, and no more than the chunks that a tensor touches.
 
-    Raises ConfigError where the folder is no such checkpoint, DamagedCheckpoint where other classes than its metadata's
-    own would be unpickled.
+    Raises ConfigError where the folder is no such checkpoint, DamagedCheckpoint where a file is missing, cut short or
+    replaced, or other classes than its metadata's own would be unpickled.
     """
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
-        for name in (CONFIG, METADATA):
+        for name in (FORMAT, METADATA):
             if not (folder / name).exists():
                 raise ConfigError(
                     f"{folder} has no {name}: it is no complete torch_dist checkpoint; name a folder that has one"
                 )
-        self.backend = json.loads((folder / CONFIG).read_text())["sharded_backend"]
+        self.backend = read_backend(folder)
         if self.backend != "torch_dist":
             raise ConfigError(
-                f"{folder} was saved with sharded_backend={self.backend}; only torch_dist is read: save it with that"
+                f"{folder} was saved with sharded_backend={quoted(self.backend)}; only torch_dist is read: save it "
+                "with that"
             )
-        metadata = check_pickle(folder / METADATA)
+        metadata = read_index(folder)
         entries = metadata.state_dict_metadata
         self.tensors: dict[str, TensorStorageMetadata] = {
             k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)
@@ -100,7 +101,9 @@ class TorchDistReader:
 
     def _stored(self, key: str, offset: tuple[int, ...] | None) -> object:
         """Load one torch.save of the folder: a chunk (contiguous), or an object."""
-        storage = self._places[key, offset]
+        storage = self._places.get((key, offset))
+        if storage is None:
+            raise DamagedCheckpoint(f"{self.folder / METADATA} does not say where {key} at {offset} lies")
         if vars(storage).get("transform_descriptors"):
             raise ConfigError(
                 f"{key} in {self.folder} is stored through {storage.transform_descriptors}, which is not read; save it "
@@ -109,7 +112,21 @@ class TorchDistReader:
         if self._file is None or self._file[0] != storage.relative_path:
             self.close()
             self._file = (storage.relative_path, (self.folder / storage.relative_path).open("rb", buffering=0))
-        return torch.load(_Window(self._file[1], storage.offset, storage.length), map_location="cpu", weights_only=True)
+        where = f"{key} in {self.folder / storage.relative_path}"
+        return load_plain(_Window(self._file[1], storage.offset, storage.length), where)
+
+    def _chunk(self, key: str, start: tuple[int, ...], extent: tuple[int, ...]) -> torch.Tensor:
+        try:
+            chunk = self._stored(key, start)
+        except pickle.UnpicklingError as error:
+            raise DamagedCheckpoint(f"{key} in {self.folder} holds no tensor that weights_only reads") from error
+        if not isinstance(chunk, torch.Tensor) or (tuple(chunk.shape), chunk.dtype) != (extent, self.dtype(key)):
+            found = f"{chunk.dtype} {list(chunk.shape)}" if isinstance(chunk, torch.Tensor) else type(chunk).__name__
+            raise DamagedCheckpoint(
+                f"{key} in {self.folder} is {found} where {METADATA} says {self.dtype(key)} {list(extent)}: a file was "
+                "changed"
+            )
+        return chunk
 
     def size(self, key: str) -> tuple[int, ...]:
         return tuple(self.tensors[key].size)
@@ -128,7 +145,7 @@ class TorchDistReader:
             start, extent = tuple(chunk.offsets), tuple(chunk.sizes)
             if any(not o <= i < o + s for i, o, s in zip(lead, start, extent, strict=False)):
                 continue
-            part = self._stored(key, start)[tuple(i - o for i, o in zip(lead, start, strict=False))]
+            part = self._chunk(key, start, extent)[tuple(i - o for i, o in zip(lead, start, strict=False))]
             if tuple(part.shape) == size:
                 return part
             inner = tuple(slice(o, o + s) for o, s in zip(start[len(lead) :], extent[len(lead) :], strict=True))
@@ -144,10 +161,15 @@ class TorchDistReader:
     def common(self) -> Mapping[str, object]:
         """Read the state saved once for all ranks; ``weights_only`` allows numbers, text, tensors and containers."""
         if (self.folder / COMMON).exists():
-            return torch.load(self.folder / COMMON, map_location="cpu", weights_only=True)
-        if COMMON_OBJECT in self.objects:
-            return self._stored(COMMON_OBJECT, None)[0]
-        return {}
+            state, where = load_plain(self.folder / COMMON), self.folder / COMMON
+        elif COMMON_OBJECT in self.objects:
+            state, where = self._stored(COMMON_OBJECT, None), f"{COMMON_OBJECT} in {self.folder}"
+            state = state[0] if isinstance(state, list) and state else state
+        else:
+            return {}
+        if not isinstance(state, Mapping):
+            raise DamagedCheckpoint(f"{where} holds a {type(state).__name__} in place of the common state")
+        return state
 
 
 class TorchDistWriter:
@@ -219,7 +241,7 @@ class TorchDistWriter:
             "common_backend": "torch",
             "common_backend_version": 1,
         }
-        (self.folder / CONFIG).write_text(json.dumps(backends))
+        (self.folder / FORMAT).write_text(json.dumps(backends))
 
     def abandon(self) -> None:
         """Close the files of a checkpoint that will not be finished."""

@@ -132,8 +132,10 @@ class HuggingFaceReader:
         """Return safetensors' handle of a file, opened once."""
         if file not in self.open_files:
             try:
+                if file.exists() and not file.is_file():  # safetensors would wait for a pipe's writer
+                    raise OSError("it is no regular file")
                 self.open_files[file] = safe_open(file, framework="pt")
-            except (SafetensorError, OSError, ValueError) as error:
+            except (SafetensorError, OSError, ValueError, MemoryError) as error:
                 reason = "it does not exist" if not file.exists() else " ".join(str(error).split())[:200]
                 raise ConfigError(
                     f"{file} cannot be read as safetensors: {reason}; copy or download it again"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
+import os
 import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
@@ -108,8 +111,8 @@ def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: pathlib.Path, c
     full = Mock(side_effect=OSError("no space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(TorchDistWriter, "finish", full)
-        with pytest.raises(OSError, match="no space"):
-            run("import", tmp_path / "hf", tmp_path / "megatron", "--overwrite")
+        assert run("import", tmp_path / "hf", tmp_path / "megatron", "--overwrite") == 2
+    assert "no space left on device; mend that path" in capsys.readouterr().err
     assert (tmp_path / "megatron" / "release" / ".metadata").read_bytes() == before
     assert not list(tmp_path.rglob("*.partial"))
     assert run("import", tmp_path / "hf", tmp_path / "megatron", "--overwrite") == 0
@@ -236,6 +239,58 @@ def test_parts_that_the_configs_model_has_not_are_refused_on_the_way_out(tmp_pat
     changed(tmp_path / "megatron" / "hf", tie_word_embeddings=False, vocab_size=100)
     assert run("export", tmp_path / "megatron", tmp_path / "out", "--dtype", "bfloat16") == 2
     assert "has shape (99, 64) and the config asks for (100, 64)" in capsys.readouterr().err
+
+
+def cut(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def pipe(path: pathlib.Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def zeros(path: pathlib.Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def text(content: str) -> Callable[[pathlib.Path], object]:
+    return lambda path: path.write_text(content)
+
+
+LATEST = "latest_checkpointed_iteration.txt"
+DAMAGED = [
+    ("release/__0_0.distcp", cut, "bytes, and .metadata has 'decoder.final_layernorm._extra_state/shard_0_1' at"),
+    ("release/__0_0.distcp", pathlib.Path.unlink, "__0_0.distcp cannot be read (No such file or directory)"),
+    ("release/__0_0.distcp", pipe, "__0_0.distcp is no regular file"),
+    ("release/.metadata", pipe, ".metadata is no regular file"),
+    ("release/metadata.json", text("{"), "metadata.json: not valid JSON"),
+    ("release/metadata.json", text("{}"), "metadata.json lacks the field sharded_backend"),
+    ("release/common.pt", cut, "common.pt is no file of torch's, or was cut short"),
+    ("release/common.pt", zeros, "common.pt is no file of torch's, or was cut short"),
+    (LATEST, text("\xb2"), "says '\\\\xc2\\\\xb2', neither a number nor 'release'"),
+    (LATEST, text("9" * 5000), "has 5000 bytes; at most 64 are read"),
+    (LATEST, pipe, f"{LATEST} is no regular file"),
+]
+
+
+def test_a_damaged_checkpoint_ends_in_one_line_that_names_the_file(tmp_path: pathlib.Path, capsys) -> None:
+    """``inspect`` and ``export`` say the same, but of the common state, which no export reads."""
+    write_model(tmp_path / "hf")
+    assert run("import", tmp_path / "hf", tmp_path / "megatron") == 0
+    for number, (name, damage, words) in enumerate(DAMAGED):
+        folder = shutil.copytree(tmp_path / "megatron", tmp_path / f"damaged{number}")
+        damage(folder / name)
+        for asked in (["inspect", folder], ["export", folder, tmp_path / "out"])[: 1 + ("common" not in name)]:
+            capsys.readouterr()
+            assert run(*asked) == 2, (name, words)
+            (said,) = capsys.readouterr().err.splitlines()
+            assert words in said and "--iteration" in said, said
+    zeros(tmp_path / "megatron" / "release" / "__0_0.distcp")
+    assert run("export", tmp_path / "megatron", tmp_path / "out") == 2 and not (tmp_path / "out").exists()
+    assert "weight in" in (said := capsys.readouterr().err) and "__0_0.distcp is no file of torch's" in said
+    pipe(tmp_path / "hf" / "model.safetensors")
+    assert run("inspect", tmp_path / "hf") == 2 and "it is no regular file" in capsys.readouterr().err
 
 
 class Payload:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from megatron_rl.checkpoint.convert import MODEL_KEYS, check_source, plan_export
-from megatron_rl.checkpoint.folder import LATEST
+from megatron_rl.checkpoint.folder import LATEST, MANIFEST, verify
 from megatron_rl.checkpoint.megatron_lm import MegatronFolder, open_folder
 from megatron_rl.checkpoint.torch_dist import TorchDistReader
 from megatron_rl.errors import ConfigError
@@ -22,7 +22,10 @@ ReadModel = Callable[[pathlib.Path], tuple[object, object]]
 
 
 def inspect(source: pathlib.Path, hf: pathlib.Path | None, iteration: int | None, read_model: ReadModel) -> dict:
-    """Return facts by name, in display order; ``convertible`` is "yes" or the reason why not."""
+    """Return facts by name, in display order; ``convertible`` is "yes" or the reason why not.
+
+    Raises DamagedCheckpoint where a file of a checkpoint is missing, cut short or of another kind than it was.
+    """
     if (source / "config.json").exists() and not (source / LATEST).exists():
         return _inspect_hugging_face(source, read_model)
     return _inspect_megatron(open_folder(source, iteration), hf, read_model)
@@ -62,6 +65,8 @@ def _inspect_hugging_face(source: pathlib.Path, read_model: ReadModel) -> dict:
 
 
 def _inspect_megatron(source: MegatronFolder, hf: pathlib.Path | None, read_model: ReadModel) -> dict:
+    if (source.path / MANIFEST).exists():  # a training run's checkpoint: its files' names and sizes
+        verify(source.path, share=None)
     reader = TorchDistReader(source.path)
     everything = [(key, reader.size(key), reader.dtype(key)) for key in sorted(reader.tensors)]
     weights = [x for x in everything if x[0].startswith(MODEL_KEYS)]
