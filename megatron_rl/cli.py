@@ -102,9 +102,15 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
 
 
 def _run(train: Callable[[Config], bool], config: Config) -> bool:
-    """Call ``train``. Raises RunError where something within it asks to exit, with whatever code: no run ended well."""
+    """Call ``train``.
+
+    Raises RunError where something within it asks to exit, with whatever code: no run ended well. PeerError is raised
+    where another rank ended outside the watch.
+    """
+    from megatron_rl.distributed.lost_rank import losses_named  # torch is imported by now
+
     try:
-        with exit_is_an_error():
+        with exit_is_an_error(), losses_named():
             return train(config)
     except SystemExit as error:
         raise RunError(

@@ -227,13 +227,15 @@ def run(given: argparse.Namespace) -> int:
 
     from megatron_rl.cli import EXIT_CONFIG, EXIT_FAILED
     from megatron_rl.distributed.collectives import gather_json
+    from megatron_rl.distributed.lost_rank import losses_named
     from megatron_rl.errors import ConfigError, LockstepError, NonFiniteGradient, PeerError
 
     is_main = os.environ.get("RANK", "0") == "0"
     try:
         thin = prepare(given)
-        measured, reference = measure(given, thin)
-        all_pass = gather_json(report(given, thin, measured, reference) if is_main else None)[0]
+        with losses_named():
+            measured, reference = measure(given, thin)
+            all_pass = gather_json(report(given, thin, measured, reference) if is_main else None)[0]
         dist.destroy_process_group()
         return 0 if all_pass else EXIT_FAILED
     except (ConfigError, FileNotFoundError) as error:

@@ -62,9 +62,12 @@ class Job:
         if number % self.size == 0:
             self.store.compare_set(key, "", READY)
         if not self._waits(key, deadline_s):
+            from megatron_rl.distributed.lost_rank import ADVICE, UNNAMED, gone
+
+            lost = "" if (who := gone()) == UNNAMED else f"; it lost {who}: {ADVICE}"
             raise PeerError(
                 f"rank {self.rank} waited {deadline_s:g} s (run.deadline_s) for all {self.size} ranks to read model "
-                "and data; see their logs"
+                f"and data; see their logs{lost}"
             )
         if (verdict := self.store.get(key).decode()) != READY:
             found = json.loads(verdict)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import queue
+import socket
 import threading
+import time
 
 import torch.distributed as dist
 
 from megatron_rl.distributed.collectives import open_host_group
 from megatron_rl.distributed.installation import has_address
+from megatron_rl.distributed.lost_rank import ADVICE, UNNAMED, gone, note_process
+from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import PeerError
 
 NCCL_GRACE_S = 60.0  # beyond the deadline, for the watchdog to find the cause before NCCL ends the process
+NO_ANSWER = f"a rank that met the others does not answer, or has ended: {ADVICE}"
 GRACE_S = 5.0  # beyond the deadline, which torch keeps by itself but where a connection is accepted and never answered
 
 
@@ -28,6 +34,8 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
 
     def join() -> None:
         try:
+            if url == "env://":
+                _wait_for_listener(deadline_s)
             outcome = next(dist.rendezvous(url, timeout=datetime.timedelta(seconds=deadline_s)))
         except Exception as error:  # noqa: BLE001 (raised by the main thread)
             outcome = error
@@ -41,12 +49,44 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
         found = TimeoutError("the program that listens there does not answer as a rendezvous")
     if isinstance(found, Exception):
         raise _failure(found, deadline_s) from found
+    if url == "env://":
+        note_process(found[0], found[1])
     return found
+
+
+def _wait_for_listener(deadline_s: float) -> None:
+    """Return when somebody listens at MASTER_PORT: torch tries for twice its time-out, and prints stacks meanwhile.
+
+    Raises TimeoutError after ``deadline_s``. Rank 0 listens itself, unless torchrun does.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not address or not port.isdecimal() or (os.environ.get("RANK") == "0" and not by_launcher):
+        return  # torch says what is missing
+    until = time.monotonic() + deadline_s
+    while True:
+        try:
+            socket.create_connection((address, int(port)), timeout=deadline_s).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > until:
+                whose = "torchrun" if by_launcher else "rank 0"
+                raise TimeoutError(f"nobody listens there ({error}): {whose} did not start, or has ended") from error
+        time.sleep(0.1)
 
 
 def group_timeout(backend: str, deadline_s: float) -> datetime.timedelta:
     """Return the time-out of a process group: ``deadline_s``, and NCCL_GRACE_S more for NCCL's."""
     return datetime.timedelta(seconds=deadline_s + (NCCL_GRACE_S if backend == "nccl" else 0.0))
+
+
+def joining(backend: str, deadline_s: float) -> contextlib.AbstractContextManager[None]:
+    """End this process where the groups of the body are not built in time.
+
+    gloo (torch 2.13) tries five times, each for the group's time-out, to reach a rank that met the others and ended.
+    """
+    grace_s = group_timeout(backend, GRACE_S).total_seconds()
+    return time_limit("joining the other ranks' process groups", deadline_s, grace_s=grace_s, way_out=NO_ANSWER)
 
 
 def join_world(backend: str, store: dist.Store, rank: int, world_size: int, deadline_s: float) -> None:
@@ -57,14 +97,15 @@ def join_world(backend: str, store: dist.Store, rank: int, world_size: int, dead
     backend: "nccl" or "gloo".
     """
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=group_timeout(backend, deadline_s),
-        )
-        open_host_group(deadline_s)
+        with joining(backend, deadline_s):
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=group_timeout(backend, deadline_s),
+            )
+            open_host_group(deadline_s)
     except RuntimeError as error:  # torch's DistError, and gloo's own
         raise _failure(error, deadline_s) from error
 
@@ -75,13 +116,15 @@ def _failure(error: Exception, deadline_s: float) -> PeerError:
     rank, world_size, address, port = (os.environ.get(name, "?") for name in names)
     way_out = (
         "another program may hold that port (choose another MASTER_PORT), a firewall may close it, or a rank did not "
-        "start"
+        "start, or has ended"
     )
     if "MASTER_ADDR" in os.environ and not has_address(address):
         way_out = (
             f"{address} has no address on this host: give it a line in /etc/hosts, or set MASTER_ADDR to an address of "
             "rank 0's host (on one host: torchrun --local-addr 127.0.0.1)"
         )
+    if (who := gone()) != UNNAMED:
+        way_out = f"{who} is lost: {ADVICE}"
     return PeerError(
         f"rank {rank} of {world_size} could not join the others at {address}:{port} (MASTER_ADDR, MASTER_PORT) within "
         f"{deadline_s:g} s (run.deadline_s): {lines[0][:300]}; {way_out}"

@@ -1,4 +1,4 @@
-"""A limit on the time of user's code that runs before the watch is open: its import, and the check of its contract."""
+"""A limit on the time of what runs before the watch is open: user's code, and the building of process groups."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ import threading
 import traceback
 from collections.abc import Iterator
 
+OWN = "mend the function that does not return, or raise run.deadline_s"
+
 
 @contextlib.contextmanager
-def time_limit(what: str, deadline_s: float | None) -> Iterator[None]:
+def time_limit(what: str, deadline_s: float | None, *, grace_s: float = 0.0, way_out: str = OWN) -> Iterator[None]:
     """End this process where the body takes longer than ``deadline_s``, and say what, and where it stood.
 
     what: names the body, for the message.
-    deadline_s: ``run.deadline_s``, in seconds; None: no limit.
+    deadline_s: ``run.deadline_s``, in seconds; None: no limit. grace_s: beyond it, for the body's own time-out.
+    way_out: for the message, which goes on with the stack of user's code.
 
     Nothing can interrupt a user's function. A call that never gives the interpreter's lock back is not ended.
     """
     ended = threading.Event()
-    watch = threading.Thread(target=_watch, args=(threading.get_ident(), ended, what, deadline_s), daemon=True)
+    given = (threading.get_ident(), ended, what, deadline_s, grace_s, way_out)
+    watch = threading.Thread(target=_watch, args=given, daemon=True)
     watch.start()
     try:
         yield
@@ -28,14 +32,16 @@ def time_limit(what: str, deadline_s: float | None) -> Iterator[None]:
         ended.set()
 
 
-def _watch(thread: int, ended: threading.Event, what: str, deadline_s: float | None) -> None:
-    if ended.wait(deadline_s):
+def _watch(
+    thread: int, ended: threading.Event, what: str, deadline_s: float | None, grace_s: float, way_out: str
+) -> None:
+    if ended.wait(None if deadline_s is None else deadline_s + grace_s):
         return
-    frame = sys._current_frames().get(thread)
-    stack = "" if frame is None else "".join(traceback.format_stack(frame))
+    frame = sys._current_frames().get(thread) if way_out == OWN else None
+    stack = "" if frame is None else f". It stood at:\n{''.join(traceback.format_stack(frame))}"
     print(
         f"megatron_rl: rank {os.environ.get('RANK', '0')} has been in {what} for longer than run.deadline_s="
-        f"{deadline_s:g} s; mend the function that does not return, or raise run.deadline_s. It stood at:\n{stack}",
+        f"{deadline_s:g} s; {way_out}{stack}",
         file=sys.__stderr__,
         flush=True,
     )

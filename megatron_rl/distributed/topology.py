@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed.collectives import open_host_group
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.distributed.rendezvous import group_timeout, join_world, meet
+from megatron_rl.distributed.rendezvous import group_timeout, join_world, joining, meet
 from megatron_rl.errors import ConfigError
 
 from megatron.core import parallel_state  # isort: skip  (after platform)
@@ -148,15 +148,16 @@ def initialize(
     expert_tensor = expert_tensor or tensor
     check_degrees(dist.get_world_size(), tensor, context, pipeline, expert, expert_tensor)
     # Megatron's groups ignore init_process_group's time-out and would wait 30 minutes on a hang.
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
-        context_parallel_size=context,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=expert_tensor,
-        distributed_timeout_minutes=group_timeout(HOST.backend, deadline_s).total_seconds() / 60,
-    )
+    with joining(HOST.backend, deadline_s):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor,
+            distributed_timeout_minutes=group_timeout(HOST.backend, deadline_s).total_seconds() / 60,
+        )
     # A CPU has no CUDA generators and gets a tracker whose forks do nothing. Dropout is refused elsewhere.
     if HOST.is_cuda:
         tensor_parallel_random.model_parallel_cuda_manual_seed(seed)

@@ -18,8 +18,8 @@ keepalive tells of a lost host after about 25 s), and since a broken store print
    a thread that is in C.
 6. Once a stage has taken ``run.slow_stage_s``, rank 0 says which stage each rank is in, and for how long.
 
-The run before ``open_watchdog`` (building groups, loading weights) is not watched. Neither NCCL nor a second host has
-been tried.
+The run before ``open_watchdog`` (building groups, loading weights) is not watched: distributed/lost_rank.py names whom
+a collective misses there. Neither NCCL nor a second host has been tried.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import psutil
-import torch.distributed as dist
 
 from megatron_rl.distributed.collectives import gather_json
+from megatron_rl.distributed.lost_rank import is_peer_failure
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.thread_position import LongWait, where_is
 from megatron_rl.distributed.topology import Topology
@@ -71,11 +71,6 @@ LOOK_S = 0.5  # between two looks at the time that the main thread's stage has t
 STACK_FRAMES = 12  # of a main thread that is ended, in its last words
 # These errors name their cause already.
 KNOWN_EVERYWHERE = (CheckpointError, ConfigError, EngineError, LockstepError, NonFiniteGradient, RewardError)
-
-
-def is_peer_failure(error: BaseException) -> bool:
-    """Return whether a collective raised ``error`` for want of another rank; gloo raises plain RuntimeErrors."""
-    return isinstance(error, dist.DistError | PeerError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 class Watchdog:

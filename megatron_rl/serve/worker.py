@@ -22,7 +22,8 @@ import torch
 from megatron_rl.backend.optimizer import AdamStep
 from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import broadcast_on_host, gather_json
-from megatron_rl.distributed.watchdog import Watchdog, is_peer_failure
+from megatron_rl.distributed.lost_rank import is_peer_failure
+from megatron_rl.distributed.watchdog import Watchdog
 from megatron_rl.errors import CheckpointError, ConfigError, EngineError, LockstepError, NonFiniteAdvantage
 from megatron_rl.rollout.sampling import SampleRequest
 from megatron_rl.serve.models import Models

@@ -9,6 +9,7 @@ its environment, as under torchrun but with nobody to end the others. The faults
   reward           sleeps in its reward
   loss             sleeps in its own policy loss
   plan             makes a plan of its own
+  early            SIGKILL where it would open the watch: groups are built and weights are loaded
   raise_and_stay   as raise, but the process and its sockets live on
 """
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from megatron_rl import cli, train
 from megatron_rl.algorithm.own_policy import PolicyTokens
 from megatron_rl.backend import schedule
+from megatron_rl.distributed import watchdog
 from megatron_rl.distributed.watchdog_server import WatchdogServer
 from megatron_rl.trainer import update
 from tests.patience import until
@@ -89,12 +91,16 @@ def break_plan() -> None:
     update.has_signal = other
 
 
+def end_early() -> None:
+    watchdog.gather_json = lambda value: os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main(fault: str, guilty: int) -> NoReturn:
     """Run ``megatron_rl.train`` by this process's arguments, with the fault where RANK is the guilty one's."""
     os.environ["GUILTY_RANK"] = str(guilty)
     note_what_is_told()
     if os.environ["RANK"] == str(guilty):
-        break_plan() if fault == "plan" else break_forward(fault)
+        {"plan": break_plan, "early": end_early}.get(fault, lambda: break_forward(fault))()
     try:
         code = train.main()
     except RuntimeError:

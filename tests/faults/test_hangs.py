@@ -93,6 +93,18 @@ def test_a_fault_ends_every_rank_and_is_named(nursery, arithmetic, tmp_path, cas
             assert "Traceback" not in printed and "Error" not in printed[: wanted.search(printed).start()], printed
 
 
+@pytest.mark.parametrize("named", ["rank 0 (it keeps the job's store", "rank 1 (its process on this host has ended)"])
+def test_a_rank_that_is_killed_before_the_watch_opens_is_named(nursery, arithmetic, tmp_path, named):
+    """gloo's error once ended the other rank with a traceback that named nobody."""
+    guilty = int(named[5])
+    given = arguments(arithmetic, tmp_path / "run", f"run.deadline_s={NEVER_S}")
+    with nursery.ranks(2, given, tmp_path, f"{RANK}:main", ["early", guilty]) as ranks:
+        codes = ranks.wait(BOUND_S)
+        printed = ranks.printed[1 - guilty].read_text()
+    assert codes == [(-signal.SIGKILL if rank == guilty else 1) for rank in (0, 1)], printed
+    assert f"megatron_rl: rank {1 - guilty} of 2 lost {named}" in printed and "Traceback" not in printed, printed
+
+
 def peer(rank: int, *, number: int = 5, waits: bool = True, **given) -> RankState:
     answer = {"at": f"somewhere:{rank}", "waits": waits, "left": False}
     return RankState(rank=rank, who=f"rank {rank} (here)", stage="update", number=number, **{"answer": answer, **given})
