@@ -32,7 +32,13 @@ def new_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", default="", metavar="PATH", help="Hugging Face folder to train; default: left open")
     parser.add_argument("--prompts", metavar="FILE", help="your own prompts (JSONL, CSV, Parquet); default: 100 sums")
     given = parser.parse_args(arguments)
-    write_run(given.folder, model=given.model, prompts=given.prompts, environment=_environment())
+    try:
+        write_run(given.folder, model=given.model, prompts=given.prompts, environment=_environment())
+    except OSError as error:
+        raise ConfigError(
+            f"{given.folder} cannot be made: {error.strerror} ({error.filename}); name a folder on a disk that you "
+            "may write to"
+        ) from error
     missing = "" if given.model else " model.hf_path=/path/to/a/hugging-face/model"
     print(
         f"{given.folder}: run.yaml, reward.py, job.sbatch{'' if given.prompts else ', prompts.jsonl'}\n"

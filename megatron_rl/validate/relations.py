@@ -195,6 +195,11 @@ def _check_asynchronous(config: Config) -> None:
             "and rollout.producer.mode=prefetch"
         )
     check_stragglers(config)
+    if config.reward.worker_environment and not config.reward.num_workers:
+        raise ConfigError(
+            f"reward.worker_environment={quoted(list(config.reward.worker_environment))} is for workers, and "
+            "reward.num_workers=0 starts none; start some, or leave it out: the rank's own process has its environment"
+        )
     if config.reward.num_workers and config.reward.deadline_s >= config.run.deadline_s:
         raise ConfigError(
             f"reward.deadline_s={config.reward.deadline_s:g} must be below run.deadline_s={config.run.deadline_s:g}, "

@@ -51,6 +51,7 @@ REFUSED = [
         "reward.functions=[reward_model,arithmetic] reward.model_path=POLICY reward.num_workers=1",
         "reward.in_process=[reward_model]",
     ),
+    ("reward.worker_environment=[NOPE]", "['NOPE'] is for workers, and reward.num_workers=0 starts none"),
     (f"{STARTED} sft.eval_share=0.999", "sft.eval_share=0.999 holds out 180 of 180 rows"),
     (f"{STARTED} sft.eval_path=none.jsonl", "sft.eval_path='none.jsonl' does not exist"),
     (f"{STARTED} sft.eval_every_steps=2", "nothing is held out"),

@@ -59,6 +59,7 @@ def test_a_mistake_ends_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
         (["train", "--nproc", "0"], "--nproc '0' is no number of processes"),
         (["train", "--nproc=two"], "--nproc 'two' is no number of processes"),
         (["train", "--nproc", "2", "--nproc", "3"], "--nproc stands twice: 2 and '3'"),
+        (["new", "/proc/no/run"], "/proc/no/run cannot be made: No such file or directory (/proc/no)"),
         (["doctor", "--nproc", "2"], "megatron-rl doctor runs as one process; leave --nproc 2 out"),
     ):
         assert command.main(words) == command.EXIT_CONFIG
