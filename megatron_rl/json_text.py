@@ -6,6 +6,7 @@ a key that an object has twice, halves of surrogate pairs, and more than MOST_LE
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import pathlib
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from typing import BinaryIO
 
 from megatron_rl.errors import ConfigError, quoted, shortened
 
@@ -121,6 +123,19 @@ def read_json(
     return parse_json(read_bytes(path, "a JSON file", most_bytes=most_bytes, error=error), str(path), error=error)
 
 
+def _without_waiting(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)
+
+
+def open_regular(path: str | pathlib.Path) -> BinaryIO:
+    """Open a regular file to read. Raises OSError for anything else; a pipe is not waited for."""
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (the caller's)
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
 def read_bytes(path: str | pathlib.Path, wanted: str, *, most_bytes: int, error: type[Exception]) -> bytes:
     """Return the bytes of a regular file.
 
@@ -129,7 +144,7 @@ def read_bytes(path: str | pathlib.Path, wanted: str, *, most_bytes: int, error:
     Raises ``error`` for a file that is missing, larger, or no regular one; a pipe is not waited for.
     """
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        with open(path, "rb", opener=_without_waiting) as file:
             facts = os.fstat(file.fileno())
             is_regular = stat.S_ISREG(facts.st_mode)
             content = file.read(most_bytes + 1) if is_regular else b""

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_rl.errors import quoted
-from megatron_rl.json_text import check, parse_json
+from megatron_rl.json_text import check, open_regular, parse_json
 from megatron_rl.types import Rollout
 
 log = logging.getLogger(__name__)
 
 FILE_NAME = "completions.jsonl"
 TRAIN = "train"  # the source of a rollout's completions
+MOST_LINE_BYTES = 1 << 24  # of a completion's
 LOGGED_CHARS = 400  # of each text in the log
 LOGGED_PER_SOURCE = 2  # the best and the worst of one prompt
 _ASIDE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # numbers that JSON cannot hold
@@ -186,13 +187,15 @@ def _from_row(row: Mapping[str, object], where: str) -> Completion:
 def read_completions(path: str | pathlib.Path) -> Iterator[Completion]:
     """Yield the completions of a completions.jsonl, in order; a last line that was cut off is left out.
 
-    Raises ValueError ``<file>:<line>: ...`` for a malformed line.
+    Raises ValueError ``<file>:<line>: ...`` for a malformed line, OSError for what is no regular file.
     """
-    with pathlib.Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), b""), start=1):
+            where = f"{path}:{number}"
+            if len(line) == MOST_LINE_BYTES:
+                raise ValueError(f"{where}: the line has {MOST_LINE_BYTES} bytes or more; delete it")
             if not line.endswith(b"\n"):
                 return  # the run was interrupted while writing it
-            where = f"{path}:{number}"
             row = check(parse_json(line, where, error=ValueError), where, dict, error=ValueError)
             yield _from_row(row, where)
 

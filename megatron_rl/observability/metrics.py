@@ -20,6 +20,7 @@ import numpy as np
 
 from megatron_rl.config import MetricsConfig
 from megatron_rl.errors import RunError
+from megatron_rl.json_text import open_regular
 from megatron_rl.observability import completions, saved_rollouts
 from megatron_rl.observability.completions import Completion
 from megatron_rl.observability.sinks import Sink, TimedSink, open_sinks, set_aside
@@ -317,7 +318,8 @@ def read_metrics(path: str | pathlib.Path) -> list[Row]:
     newline: that line is left out, with a warning in the log.
     """
     path = pathlib.Path(path)
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    with open_regular(path) as file:
+        lines = file.read().decode("utf-8", "replace").split("\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

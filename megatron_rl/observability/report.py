@@ -17,6 +17,7 @@ from itertools import groupby
 import numpy as np
 
 from megatron_rl.distributed.atomic_file import replace_text
+from megatron_rl.json_text import read_bytes
 from megatron_rl.observability.completions import FILE_NAME
 from megatron_rl.observability.metrics import Row, read_metrics
 from megatron_rl.observability.report_completions import CSS as COMPLETIONS_CSS
@@ -359,16 +360,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.observability.report", description=description)
     parser.add_argument("run_dir", type=pathlib.Path, metavar="RUN_DIR")
     run_dir = parser.parse_args(arguments).run_dir
-    metrics_path, config_path = run_dir / "metrics.jsonl", run_dir / "config.yaml"
-    if not metrics_path.exists():
-        print(f"{metrics_path} does not exist; give the folder of a run, the one that run.dir named", file=sys.stderr)
+    try:
+        print(_report_of(run_dir))
+    except (OSError, ValueError) as error:
+        print(f"megatron_rl: {error}; give the folder of a run, the one that run.dir named", file=sys.stderr)
         return 2
-    config_yaml = f"# {config_path.name} is not in the run's folder"
-    if config_path.exists():
-        config_yaml = config_path.read_text(encoding="utf-8")
-    write_report(metrics_path, config_yaml, run_dir / "report.html")
-    print(run_dir / "report.html")
     return 0
+
+
+def _report_of(run_dir: pathlib.Path) -> pathlib.Path:
+    config_path, config_yaml = run_dir / "config.yaml", "# config.yaml is not in the run's folder"
+    if config_path.exists():
+        config_yaml = read_bytes(config_path, "text", most_bytes=1 << 24, error=ValueError).decode("utf-8", "replace")
+    write_report(run_dir / "metrics.jsonl", config_yaml, run_dir / "report.html")
+    return run_dir / "report.html"
 
 
 if __name__ == "__main__":

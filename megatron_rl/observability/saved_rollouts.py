@@ -17,11 +17,13 @@ import math
 import os
 import pathlib
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 
-from megatron_rl.json_text import check, parse_json
+from megatron_rl.json_text import check, field, parse_json, read_bytes
 
 FOLDER = "rollouts"
+MOST_BYTES = 1 << 28  # of a rollout's JSON, over all ranks
 _NAME = re.compile(r"rollout_(\d+)\.rank(\d+)\.json\.gz")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -89,19 +91,38 @@ def read_rollout(run_dir: pathlib.Path, number: int) -> dict[str, object]:
     if not paths:
         raise FileNotFoundError(f"{run_dir / FOLDER} holds no rollout {number}")
     whole: dict[str, object] = {"rollout": number, "functions": [], "tokens": {}, "groups": []}
+    left = MOST_BYTES
     for path in sorted(paths):
-        try:
-            text = gzip.decompress(path.read_bytes())
-        except (OSError, EOFError) as error:
-            raise ValueError(f"{path} is no gzipped rollout: {error}") from error
+        text = _unpacked(path, left)
+        left -= len(text)
         row = check(parse_json(text, str(path), error=ValueError), str(path), dict, error=ValueError)
         if row.keys() != whole.keys():
             raise ValueError(f"{path} has the fields {sorted(row)}; a saved rollout's are {sorted(whole)}")
+        field(row, "functions", list, str(path), error=ValueError)
+        field(row, "tokens", dict, str(path), error=ValueError)
+        for number, group in enumerate(field(row, "groups", list, str(path), error=ValueError)):
+            where = f"{path}: groups[{number}]"
+            field(check(group, where, dict, error=ValueError), "prompt_id", str, where, error=ValueError)
         whole["functions"] = row["functions"]
         whole["tokens"] |= row["tokens"]
         whole["groups"] += row["groups"]
     whole["groups"].sort(key=lambda group: group["prompt_id"])
     return whole
+
+
+def _unpacked(path: pathlib.Path, most_bytes: int) -> bytes:
+    """Return the text of a gzipped file; a file that would unpack to more than ``most_bytes`` is left at that."""
+    content = read_bytes(path, "a gzipped rollout", most_bytes=MOST_BYTES, error=ValueError)
+    stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        text = stream.decompress(content, most_bytes + 1)
+    except zlib.error as error:
+        raise ValueError(f"{path} is no gzipped rollout: {error}; delete it") from error
+    if len(text) > most_bytes:
+        raise ValueError(f"{path} unpacks to more than a rollout's {MOST_BYTES} bytes over all ranks; delete it")
+    if not stream.eof or stream.unused_data:
+        raise ValueError(f"{path} is no gzipped rollout: it was cut short or has a tail; delete it")
+    return text
 
 
 def forget_after(run_dir: pathlib.Path, number: int) -> None:

@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         server = WatchServer(RunFolder(given.run), given.port)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:  # the latter of a path that cannot be looked at
         print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_CONFIG
     with server:

@@ -6,12 +6,14 @@ import json
 import pathlib
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.json_text import check, parse_json
+from megatron_rl.json_text import check, open_regular, parse_json, read_bytes
 from megatron_rl.observability.completions import FILE_NAME, read_completions, to_row
 from megatron_rl.observability.saved_rollouts import plain, read_rollout, saved_numbers
 
 METRICS = "metrics.jsonl"
 MOST_BYTES = 1 << 22  # of one answer's rows; the page asks again until it has them all
+
+MOST_COMPLETIONS_BYTES = 1 << 28
 
 
 class RunFolder:
@@ -24,12 +26,17 @@ class RunFolder:
 
     def facts(self) -> dict[str, object]:
         """Return the run's name, its configuration's text, and the numbers of its saved rollouts."""
-        config = self.path / "config.yaml"
         return {
             "name": self.path.resolve().name,
-            "config": config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+            "config": self._config(),
             "rollouts": saved_numbers(self.path),
         }
+
+    def _config(self) -> str:
+        file = self.path / "config.yaml"
+        if not file.is_file():
+            return ""
+        return read_bytes(file, "text", most_bytes=MOST_BYTES, error=ValueError).decode("utf-8", "replace")
 
     def rows(self, offset: int) -> dict[str, object]:
         """Return whole rows of metrics.jsonl from byte ``offset`` on, and the offset behind them.
@@ -43,11 +50,11 @@ class RunFolder:
         start = 0 if restarted else offset
         if size == start:
             return {"rows": [], "offset": start, "restarted": restarted}
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             opened.seek(start)
             part = opened.read(MOST_BYTES)
-            if b"\n" not in part:
-                part += opened.readline()
+        if len(part) == MOST_BYTES and b"\n" not in part:
+            raise ValueError(f"{file} has a line of more than {MOST_BYTES} bytes behind byte {start}; delete it")
         part = part[: part.rfind(b"\n") + 1]
         rows = []
         for line in part.splitlines():
@@ -62,6 +69,8 @@ class RunFolder:
     def completions(self) -> dict[str, object]:
         """Return the recorded completions, which a run has that saves no rollouts."""
         file = self.path / FILE_NAME
+        if file.is_file() and (size := file.stat().st_size) > MOST_COMPLETIONS_BYTES:
+            raise ValueError(f"{file} has {size} bytes; the page shows at most {MOST_COMPLETIONS_BYTES}")
         rows = map(to_row, read_completions(file)) if file.is_file() else ()
         return {"completions": [_nulled(row) for row in rows]}
 

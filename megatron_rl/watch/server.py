@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http
 import http.server
 import pathlib
+import socket
 import sys
+import threading
 import urllib.parse
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.watch.run_folder import RunFolder, as_json
 
 HOST = "127.0.0.1"
@@ -22,15 +25,42 @@ class WatchServer(http.server.ThreadingHTTPServer):
     """Listens on this host alone. ``port`` 0 takes a free one. Raises ConfigError where it is taken."""
 
     daemon_threads = True
+    request_queue_size = 128  # of connections that are not accepted yet; the default, 5, drops a burst
+    most_connections = 64
 
     def __init__(self, run: RunFolder, port: int) -> None:
         self.run = run
+        self.reader = threading.Lock()  # one answer from the run's files is made at a time: each may take much memory
+        self._open: dict[socket.socket, None] = {}  # the connection that was used last stands last
+        self._guard = threading.Lock()
         try:
             super().__init__((HOST, port), WatchHandler)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"port {port} of {HOST} cannot be listened on ({error}); name another by --port"
             ) from error
+
+    def process_request(self, request: socket.socket, client_address: object) -> None:
+        """Answer in a thread; beyond ``most_connections`` the one that has been idle the longest is closed."""
+        with self._guard:
+            self._open[request] = None
+            oldest = next(iter(self._open)) if len(self._open) > self.most_connections else None
+            if oldest is not None:
+                del self._open[oldest]
+                with contextlib.suppress(OSError):  # it has gone already
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def is_used(self, connection: socket.socket) -> None:
+        with self._guard:
+            if connection in self._open:
+                del self._open[connection]
+                self._open[connection] = None
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        with self._guard:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Pass over a browser that closed its page; print any other error of an answer, and go on."""
@@ -50,18 +80,29 @@ class WatchHandler(http.server.BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        address = urllib.parse.urlsplit(self.path)
-        query = dict(urllib.parse.parse_qsl(address.query))
-        if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
+        self.server.is_used(self.connection)
+        hosts = [name.rsplit(":", 1)[0] for name in self.headers.get_all("Host", [])]
+        if hosts not in ([HOST], ["localhost"]):
             # a page from elsewhere whose name was pointed at this host would read the run
             self._answer(http.HTTPStatus.FORBIDDEN, f"this server is {self.server.address}".encode(), "text/plain")
             return
         try:
-            self._answer(http.HTTPStatus.OK, *self._content(address.path, query))
-        except FileNotFoundError as error:
-            self._answer(http.HTTPStatus.NOT_FOUND, str(error).encode("utf-8", "replace"), "text/plain")
+            address = urllib.parse.urlsplit(self.path)
+            query = dict(urllib.parse.parse_qsl(address.query))
         except ValueError as error:
-            self._answer(http.HTTPStatus.UNPROCESSABLE_ENTITY, str(error).encode("utf-8", "replace"), "text/plain")
+            said = f"{quoted(self.path)} is no address: {error}"
+            self._answer(http.HTTPStatus.BAD_REQUEST, said.encode("utf-8", "replace"), "text/plain")
+            return
+        status = http.HTTPStatus.OK
+        try:
+            with self.server.reader:
+                content, kind = self._content(address.path, query)
+        except FileNotFoundError as error:
+            status, content, kind = http.HTTPStatus.NOT_FOUND, str(error).encode("utf-8", "replace"), "text/plain"
+        except (ValueError, OSError) as error:
+            status = http.HTTPStatus.UNPROCESSABLE_ENTITY
+            content, kind = str(error).encode("utf-8", "replace"), "text/plain"
+        self._answer(status, content, kind)
 
     def _content(self, path: str, query: dict[str, str]) -> tuple[bytes, str]:
         """Return an answer's bytes and type. Raises FileNotFoundError, and ValueError for a malformed file or query."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import http.client
 import json
+import os
 import pathlib
+import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.observability import saved_rollouts
 from megatron_rl.observability.completions import Completion, to_row
 from megatron_rl.observability.saved_rollouts import sample_row, write_rollout
 from megatron_rl.watch.run_folder import RunFolder
 from megatron_rl.watch.server import WatchServer
 from tests.browser import find_browser, open_page
-from tests.patience import HANG_S, patient
+from tests.patience import HANG_S, patient, until
 
 BROWSER = pytest.mark.skipif(
     find_browser() is None, reason="no Chromium or Chrome on PATH; make test-browser installs Debian's and runs this"
@@ -92,6 +97,7 @@ def test_a_rollout_is_that_of_all_ranks(server: WatchServer) -> None:
     ("/api/rollout?number=9", None, 404, "holds no rollout 9"),
     ("/api/metrics?offset=-1", None, 422, "offset='-1' is no whole number"),
     ("/../config.yaml", None, 404, "is no part of this page"),
+    ("http://[", "127.0.0.1", 400, "'http://[' is no address"),
     ("/api/run", "elsewhere.example:80", 403, "this server is http://127.0.0.1:"),
 ])
 def test_a_question_without_an_answer_is_told_why(path, host, status, said, server: WatchServer) -> None:
@@ -99,13 +105,41 @@ def test_a_question_without_an_answer_is_told_why(path, host, status, said, serv
     assert found == status and said in text
 
 
-def test_a_damaged_file_is_named(server: WatchServer, run: pathlib.Path) -> None:
-    (run / "rollouts" / "rollout_1.rank1.json.gz").write_bytes(b"no gzip")
-    status, text = answer_of(server, "/api/rollout?number=1")
-    assert status == 422 and "rollout_1.rank1.json.gz is no gzipped rollout" in text
+def test_a_damaged_file_is_named(server: WatchServer, run: pathlib.Path, monkeypatch) -> None:
+    """No byte that changed, and no file that unpacks to a hundred times its size, ends in anything but an answer."""
+    file = run / "rollouts" / "rollout_1.rank1.json.gz"
+    whole = file.read_bytes()
+    monkeypatch.setattr(saved_rollouts, "MOST_BYTES", 1 << 20)
+    for content, words in (
+        *((whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :], file.name) for place in range(10, 60, 7)),
+        (whole[:-9], f"{file.name} is no gzipped rollout: it was cut short"),
+        (gzip.compress(b"[]"), f"{file.name} must be an object, and it is []"),
+        (gzip.compress(b'{"rollout":1,"functions":[],"tokens":{},"groups":[{}]}'), "groups[0] lacks the field prompt"),
+        (gzip.compress(bytes(1 << 24)), f"{file.name} unpacks to more than a rollout's 1048576 bytes"),
+    ):
+        file.write_bytes(content)
+        status, text = answer_of(server, "/api/rollout?number=1")
+        assert status == 422 and words in text, text
+    file.unlink()
+    os.mkfifo(file)
+    assert "rank1.json.gz is no regular file" in answer_of(server, "/api/rollout?number=1")[1]
     (run / "metrics.jsonl").write_text("{]\n")
     status, text = answer_of(server, "/api/metrics")
     assert status == 422 and "metrics.jsonl" in text
+    os.truncate(run / "metrics.jsonl", 0)
+    os.truncate(run / "metrics.jsonl", 1 << 36)  # a hole: no line ends
+    assert "has a line of more than 4194304 bytes behind byte 0" in answer_of(server, "/api/metrics?offset=0")[1]
+
+
+def test_idle_connections_make_room_for_a_new_one(server: WatchServer) -> None:
+    server.most_connections = 4
+    with contextlib.ExitStack() as held:
+        idle = [held.enter_context(socket.create_connection(server.server_address)) for _ in range(20)]
+        assert answer_of(server, "/api/run")[0] == 200
+        for connection in idle[:16]:
+            connection.settimeout(patient(HANG_S))
+            assert connection.recv(1) == b""
+        assert until(lambda: sum("process_request" in x.name for x in threading.enumerate()) <= 4)
 
 
 def test_what_is_no_run_is_refused(tmp_path: pathlib.Path, server: WatchServer) -> None:

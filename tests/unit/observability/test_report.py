@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -222,7 +223,11 @@ def test_command_line(tmp_path, capsys):
     write_run(tmp_path, num_steps=12)
     assert main([str(tmp_path)]) == 0 and (tmp_path / "report.html").exists()
     assert main([str(tmp_path / "x")]) == 2
-    assert "does not exist; give the folder of a run" in capsys.readouterr().err
+    assert "metrics.jsonl'; give the folder of a run" in capsys.readouterr().err
+    for name, words in (("metrics.jsonl", "it is no regular file"), ("config.yaml", "is no regular file; text")):
+        (tmp_path / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name)
+        assert main([str(tmp_path)]) == 2 and words in capsys.readouterr().err
 
 
 def test_running_mean_equals_the_naive_loop_stays_in_its_phase_and_a_plot_of_nothing_is_refused():
