@@ -147,15 +147,15 @@ def read_bytes(path: str | pathlib.Path, wanted: str, *, most_bytes: int, error:
         with open(path, "rb", opener=_without_waiting) as file:
             facts = os.fstat(file.fileno())
             is_regular = stat.S_ISREG(facts.st_mode)
-            content = file.read(most_bytes + 1) if is_regular else b""
+            content = file.read(most_bytes + 1) if is_regular and facts.st_size <= most_bytes else b""
     except (OSError, ValueError) as fault:  # ValueError: a path with NUL in it
         reason = fault.strerror if isinstance(fault, OSError) else str(fault)
         place = f" (working directory {os.getcwd()})" * (isinstance(fault, FileNotFoundError) and str(path)[:1] != "/")
         raise error(f"{shortened(str(path), 300)} cannot be read: {reason}{place}") from None
     if not is_regular:
         raise error(f"{path} is no regular file; {wanted} is wanted")
-    if len(content) > most_bytes:
-        raise error(f"{path} has {max(facts.st_size, len(content))} bytes; at most {most_bytes} are read")
+    if (size := max(facts.st_size, len(content))) > most_bytes:
+        raise error(f"{path} has {size} bytes; at most {most_bytes} are read")
     return content
 
 

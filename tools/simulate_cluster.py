@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         if shortfall is not None:
             raise ConfigError(shortfall)
         return 0
-    except (ConfigError, FileNotFoundError) as error:
+    except (ConfigError, OSError) as error:
         print(f"simulate_cluster: {error}", file=sys.stderr)
         return EXIT_CONFIG
 

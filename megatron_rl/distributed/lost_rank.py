@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_rl.errors import PeerError, RunError, shortened
 
 SETTLE_S = 1.0  # a killed process closes its connections before it is gone
+NAMESPACE = "/proc/self/ns/pid"  # of Linux alone
 MOST_RANKS = 64  # of one host, of which the store is asked
 ADVICE = (
     "its own log and the launcher's say how it ended (killed for want of memory?); then start the same command again"
@@ -42,7 +43,8 @@ def note_process(store: dist.Store, rank: int) -> None:
 
 def _host() -> str:
     """Return a name of this host, and of the numbers that its processes have here: containers may share a host."""
-    return f"{socket.gethostname()}/{uuid.getnode()}/{os.readlink('/proc/self/ns/pid')}"
+    numbers = os.readlink(NAMESPACE) if os.path.exists(NAMESPACE) else "one"
+    return f"{socket.gethostname()}/{uuid.getnode()}/{numbers}"
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
+from megatron_rl.json_text import read_bytes
 from megatron_rl.planning.cost import CostModel, StageCost
 from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.simulator.memory import full_recompute, stage_parameters
@@ -171,8 +172,9 @@ def load_coefficients(
             f"--coefficients {path} does not exist; give a file, or the folder of a run that has taken an optimizer "
             "step"
         )
+    text = read_bytes(path, "coefficients", most_bytes=1 << 24, error=ConfigError)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(text.decode())
         source = f"coefficients of {path.name}: {content.get('measured_on', 'not said where measured')}"
         # Rates of a machine give every stage's costs; a run's own stages are taken as they were fitted.
         if "machine" in content:

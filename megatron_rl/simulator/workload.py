@@ -29,11 +29,13 @@ from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import has_signal, signal_rule
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
+from megatron_rl.json_text import read_bytes
 from megatron_rl.planning.tokens import SampleTokens
 
 log = logging.getLogger(__name__)
 
 TOKENS = ("group", "prompt_tokens", "response_tokens", "loss_tokens")
+MOST_BYTES = 1 << 30  # of a trace: a sample takes about 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,7 +129,8 @@ def read_trace(path: str | pathlib.Path) -> list[Workload]:
             "rollout"
         )
     rollouts: dict[int, list[dict]] = {}
-    *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    content = read_bytes(file, "a trace", most_bytes=MOST_BYTES, error=ConfigError)
+    *lines, rest = content.decode("utf-8", "replace").split("\n")
     for number, line in enumerate([*lines, rest], start=1):
         if not line.strip():
             continue

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import xml.etree.ElementTree as ElementTree
 
@@ -160,6 +161,9 @@ def test_a_trace_forecasts_as_its_samples_do(arguments, tmp_path: pathlib.Path, 
     trace.write_text('{"prompt_tokens": 3}\n')
     assert simulate_cluster.main(command) == simulate_cluster.EXIT_CONFIG
     assert "trace.jsonl:1: " in capsys.readouterr().err
+    os.truncate(trace, 1 << 36)  # a hole, which was read whole
+    assert simulate_cluster.main(command) == simulate_cluster.EXIT_CONFIG
+    assert "bytes; at most 1073741824 are read" in capsys.readouterr().err
     for option in ("--trace", "--coefficients", "--from-run"):
         given = [*arguments, "--nodes", "1", option, str(tmp_path / "none")]
         assert simulate_cluster.main(given) == simulate_cluster.EXIT_CONFIG
