@@ -114,6 +114,20 @@ REFUSED = {
     "a part of a head": (dict(keys={"llama.rope.dimension_count": 8}), "has llama.rope.dimension_count=8; only 16"),
     "yarn": (dict(keys={"llama.rope.scaling.type": "yarn"}), "scales its rotary frequencies by 'yarn'"),
     "llama3's": (dict(tensors={"rope_freqs.weight": np.ones(8, np.float32)}), "by the tensor rope_freqs.weight"),
+    "a window": (dict(keys={"llama.attention.sliding_window": 5}), "has llama.attention.sliding_window=5; only 0 is"),
+    "no mask": (dict(keys={"llama.attention.causal": False}), "has llama.attention.causal=False; only True is read"),
+    "clamps": (dict(keys={"llama.attention.clamp_kqv": 8.0}), "has llama.attention.clamp_kqv=8.0; only 0 is read"),
+    "a scale": (dict(keys={"llama.residual_scale": 0.5}), "has llama.residual_scale=0.5; only 0 or 1 is read"),
+    "a list of counts": (dict(keys={"llama.expert_count": [8, 8]}), "has llama.expert_count=memmap([8, 8], dtype"),
+    "an unknown key": (dict(keys={"llama.new_part": 1}), "has llama.new_part=1, a key that import --gguf does not"),
+    "another model's key": (dict(keys={"qwen2.rope.scaling.factor": 4.0}), "has qwen2.rope.scaling.factor=4.0, a key"),
+    "an adapter": (dict(keys={"general.type": "adapter"}), "has general.type='adapter', which is no whole model"),
+    "an adapter's key": (dict(keys={"adapter.lora.alpha": 1.0}), "has adapter.lora.alpha=1.0, a key that import"),
+    "spaces": (dict(keys={"tokenizer.ggml.remove_extra_whitespaces": True}), "whitespaces=True; only False is read"),
+    "an unnamed BOS": (
+        dict(keys={"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}),
+        "says tokenizer.ggml.add_bos_token=true and lacks tokenizer.ggml.bos_token_id",
+    ),
     "a part of a model": (dict(keys={"split.count": 3}), "is one of 3 files; join them"),
     "other heads": (dict(keys={"llama.attention.head_count_kv": 3}), "num_key_value_heads=3 does not divide"),
     "a bias": (dict(tensors={"blk.0.attn_q.bias": np.ones(64, np.float32)}), "holds 1 tensors that the llama model"),
@@ -134,6 +148,40 @@ def test_models_that_are_not_built_are_refused_by_name(tmp_path: pathlib.Path, c
     change, message = REFUSED[case]
     write_gguf(tmp_path / "m.gguf", **change)
     assert message in refused(capsys, tmp_path / "m.gguf", tmp_path / "hf") and not list(tmp_path.glob("hf*"))
+
+
+LINEAR, PLAIN = dict(rope_type="linear", rope_theta=1e4, factor=4.0), dict(rope_type="default", rope_theta=1e4)
+SCALINGS = [
+    ({"scaling.factor": 4.0}, LINEAR),
+    ({"scale_linear": 4.0}, LINEAR),
+    ({"scaling.type": "linear", "scaling.factor": 4.0, "scale_linear": 2.0, "scaling.attn_factor": 1.0}, LINEAR),
+    ({"scaling.type": "none", "scaling.factor": 4.0}, PLAIN),
+    ({"scaling.factor": 0.0, "scale_linear": 4.0}, PLAIN),
+    ({"scaling.type": "linear", "scaling.original_context_length": 64, "scaling.finetuned": True}, PLAIN),
+]
+
+
+@pytest.mark.parametrize(("keys", "wanted"), SCALINGS, ids=range(len(SCALINGS)))
+def test_scalings_are_those_that_llama_cpp_reads(tmp_path: pathlib.Path, keys: dict, wanted: dict) -> None:
+    """src/llama-model.cpp: no type is linear; the old key counts where the new one is absent; 0 is no scaling."""
+    write_gguf(tmp_path / "m.gguf", keys={f"llama.rope.{key}": value for key, value in keys.items()})
+    assert gguf_import.config_fields(GgufFile(tmp_path / "m.gguf"), torch.float32)[0]["rope_parameters"] == wanted
+
+
+def test_keys_that_change_nothing_are_taken_and_texts_begin_as_the_file_says(tmp_path: pathlib.Path) -> None:
+    harmless = {"llama.logit_scale": 1.0, "llama.attention.causal": True, "general.license": "mit", "split.no": 0}
+    harmless |= {"quantize.imatrix.file": "x", "tokenizer.ggml.add_sep_token": False, "llama.attention.scale": 0.0}
+    for i, (keys, wanted) in enumerate(
+        [
+            (harmless, [3]),
+            ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, [1, 3, 0]),
+            ({"tokenizer.ggml.pre": "llama-bpe"}, [1, 3]),
+            ({"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False}, [3]),
+        ]
+    ):
+        write_gguf(tmp_path / f"{i}.gguf", keys=keys)
+        assert run(tmp_path / f"{i}.gguf", tmp_path / f"{i}") == 0
+        assert AutoTokenizer.from_pretrained(tmp_path / f"{i}", local_files_only=True)("ab").input_ids == wanted, keys
 
 
 def header(*parts: bytes, version: int = 3, tensors: int = 0, keys: int = 0) -> bytes:
@@ -164,6 +212,7 @@ DAMAGED = {
     "a list that ends": (header(text(b"k") + struct.pack("<IIQ", 9, 4, 9), keys=1), "ends inside k"),
     "lists in lists": (header(NESTED, keys=1), "gives the list 'k' elements of type 9; numbers and texts are read"),
     "a key's type": (header(text(b"k") + struct.pack("<I", 77), keys=1), "gives the key 'k' the type 77"),
+    "NaN": (header(text(b"k") + struct.pack("<If", 6, float("nan")), keys=1), "gives the key 'k' the number nan"),
     "a key twice": (header((text(b"k") + struct.pack("<IB", 0, 1)) * 2, keys=2), "holds the key 'k' twice"),
     "UTF-8": (header(text(b"\xff"), keys=1), "holds a text that is not UTF-8"),
     "alignment": (header(text(b"general.alignment") + struct.pack("<II", 4, 3), keys=1), "has general.alignment=3,"),

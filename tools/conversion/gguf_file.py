@@ -120,7 +120,10 @@ class GgufFile:
         if kind == STRING:
             return self._string(key)
         if kind in SCALARS:
-            return self._number(SCALARS[kind], key)
+            value = self._number(SCALARS[kind], key)
+            if not math.isfinite(value):
+                self._refuse(f"gives the key {quoted(key)} the number {value}")
+            return value
         if kind != ARRAY:
             self._refuse(f"gives the key {quoted(key)} the type {kind}, which GGUF does not have")
         kind, count = self._number("<u4", key), self._count("<u8", f"the length of {quoted(key)}")

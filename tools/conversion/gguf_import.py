@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from conversion.gguf_file import GgufFile, gguf_library
+from conversion.gguf_keys import added_tokens, check_keys, check_kind, rope_scaling, single
 
 from megatron_rl.checkpoint.convert import WIDER, appearing
 from megatron_rl.errors import ConfigError, quoted
@@ -111,20 +112,19 @@ def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
             f"{where} holds a {quoted(family)} model; import --gguf reads {', '.join(CLASSES)}: for another, convert "
             "the Hugging Face directory that it was made from"
         )
-    if values.get("split.count", 0) not in (0, 1):
-        raise ConfigError(f"{where} is one of {values['split.count']} files; join them by llama-gguf-split --merge")
+    check_kind(file)
     fields = {name: field(values, f"{family}.{key}", int, where, least=1, most=2**40) for key, name in SIZES.items()}
     heads = fields["num_attention_heads"]
-    groups = check(values.get(f"{family}.attention.head_count_kv", heads), f"{where}: head_count_kv", int, least=1)
+    groups = single(file, f"{family}.attention.head_count_kv", int, heads, least=1)
     eps = field(values, f"{family}.attention.layer_norm_rms_epsilon", float, where, least=1e-30, most=1.0)
     tokens = field(values, "tokenizer.ggml.tokens", list, where)
     if len(tokens) != (different := len(set(tokens))):
         raise ConfigError(f"{where} has {len(tokens)} tokens, and only {different} of them are different")
     fields |= {"num_key_value_heads": groups, "rms_norm_eps": shortest(eps), "vocab_size": len(tokens)}
-    head_dim = values.get(f"{family}.attention.key_length", fields["hidden_size"] // heads)
-    refuse_unknown(file, family, head_dim)
+    head_dim = fields["hidden_size"] // heads
     if family != "qwen2":
-        fields["head_dim"] = head_dim
+        head_dim = fields["head_dim"] = single(file, f"{family}.attention.key_length", int, head_dim, least=1)
+    check_keys(file, family, head_dim)
     found = {
         key: check(values[f"tokenizer.ggml.{key}"], f"{where}: {key}", int, least=0, most=len(tokens) - 1)
         for key in ("bos_token_id", "padding_token_id", "unknown_token_id", *STOPS)
@@ -139,32 +139,11 @@ def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
 
 
 def rope(file: GgufFile, family: str) -> dict:
-    """Return config.json's ``rope_parameters``; raises ConfigError for a scaling that the file's keys do not settle."""
-    values, where = file.values, str(file.path)
-    base = check(values.get(f"{family}.rope.freq_base", 10000.0), f"{where}: rope.freq_base", float, least=1.0)
-    kind = values.get(f"{family}.rope.scaling.type", "none")
-    scaled_by = "the tensor rope_freqs.weight" if "rope_freqs.weight" in file.tensors else quoted(kind)
-    if scaled_by not in ("'none'", "'linear'"):
-        raise ConfigError(
-            f"{where} scales its rotary frequencies by {scaled_by}, which config.json cannot be made from; convert the "
-            "Hugging Face directory that it was made from"
-        )
-    if kind == "none":
-        return {"rope_type": "default", "rope_theta": shortest(base)}
-    factor = field(values, f"{family}.rope.scaling.factor", float, where, least=1e-6, most=1e6)
-    return {"rope_type": "linear", "rope_theta": shortest(base), "factor": shortest(factor)}
-
-
-def refuse_unknown(file: GgufFile, family: str, head_dim: object) -> None:
-    """Raise ConfigError for keys that describe a part that the model built here lacks."""
-    for key, wanted in (
-        ("rope.dimension_count", head_dim),
-        ("attention.value_length", head_dim),
-        ("vocab_size", len(file.values["tokenizer.ggml.tokens"])),
-        ("expert_count", 0),
-    ):
-        if (found := file.values.get(f"{family}.{key}", wanted)) != wanted:
-            raise ConfigError(f"{file.path} has {family}.{key}={quoted(found)}; only {quoted(wanted)} is read")
+    """Return config.json's ``rope_parameters``."""
+    base = shortest(single(file, f"{family}.rope.freq_base", float, 10000.0, least=1.0))
+    if (factor := rope_scaling(file, family)) == 1.0:
+        return {"rope_type": "default", "rope_theta": base}
+    return {"rope_type": "linear", "rope_theta": base, "factor": shortest(factor)}
 
 
 def match_tensors(file: GgufFile, shape: ModelShape) -> dict[str, str]:
@@ -231,7 +210,7 @@ def write_tokenizer(file: GgufFile, folder: pathlib.Path, vocab_size: int) -> No
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     where = str(file.path)
-    cut = file.values.get("tokenizer.ggml.pre", "default")
+    cut = single(file, "tokenizer.ggml.pre", str, "default")
     byte_level = field(file.values, "tokenizer.ggml.model", str, where) == "gpt2"
     if byte_level and cut not in SPLITS + DIGITS:
         raise ConfigError(
@@ -258,6 +237,6 @@ def write_tokenizer(file: GgufFile, folder: pathlib.Path, vocab_size: int) -> No
         for name, key in SPECIAL.items()
         if f"tokenizer.ggml.{key}_token_id" in file.values
     }
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-    made.chat_template = check(file.values.get("tokenizer.chat_template", ""), f"{where}: chat_template", str) or None
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **special, **added_tokens(file))
+    made.chat_template = single(file, "tokenizer.chat_template", str, "") or None
     made.save_pretrained(folder)

@@ -1,0 +1,129 @@
+"""Settles every key of a GGUF file: `gguf_import.py` uses it, its value changes nothing, or it is refused by name.
+
+What a key means is what llama.cpp does with it (src/llama-model.cpp ``load_hparams``, src/llama-vocab.cpp ``load``,
+2026); the names are those of the gguf library (0.19 ``constants.py`` Keys).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.gguf_file import GgufFile
+
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.json_text import check
+
+# Below "<architecture>.": the keys that gguf_import.py reads, or that llama.cpp shows and computes nothing with.
+READ = {
+    *("block_count", "embedding_length", "feed_forward_length", "context_length", "attention.head_count"),
+    *("attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length", "rope.freq_base"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
+    *("rope.scaling.original_context_length", "rope.scaling.finetuned"),  # yarn's, and of the log
+}
+# There: the values that leave a Llama layer as it is built here. 0 is llama.cpp's for "none" of a scale or a cap.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (0, 1)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "nextn_predict_layers"), (0,)),
+    **dict.fromkeys(("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias"), (0,)),
+    **dict.fromkeys(("attention.sliding_window", "expert_used_count", "pooling_type"), (0,)),
+    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), (1,)),
+    **dict.fromkeys(("rope.scaling.alpha", "rope.scaling.yarn_ext_factor"), (0,)),
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "tensor_data_layout": ("Meta AI original pth",),
+    "expert_count": (0,),
+}
+TOKENIZER = {
+    *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token"),
+    *("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id", "unknown_token_id", "padding_token_id"),
+    # tokens of other tasks, to which no text is cut
+    *("seperator_token_id", "mask_token_id", "cls_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
+    *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
+}
+# Names, authors and licences; who quantized the file, and how; its parts; templates beside the model's own.
+PREFIXES = ("general.", "quantize.", "mradermacher.", "split.", "tokenizer.chat_template", "tokenizer.huggingface.json")
+# tokenizer.ggml.pre of the Llama 3 family, whose texts begin with BOS where the file says nothing
+BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3")
+
+
+def single(file: GgufFile, key: str, kind: type, absent: Any, **bounds: float):
+    """Return the value of a key, ``absent`` where the file lacks it, checked as ``json_text.check`` does."""
+    return check(file.values.get(key, absent), f"{file.path}: {key}", kind, **bounds)
+
+
+def check_kind(file: GgufFile) -> None:
+    """Raise ConfigError for a file that holds no whole model: an adapter, or one part of several."""
+    if (kind := single(file, "general.type", str, "model")) != "model":
+        raise ConfigError(
+            f"{file.path} has general.type={quoted(kind)}, which is no whole model; name the model's file, an adapter "
+            "merged into it (llama-export-lora)"
+        )
+    if (parts := single(file, "split.count", int, 1)) not in (0, 1):
+        raise ConfigError(f"{file.path} is one of {parts} files; join them by llama-gguf-split --merge")
+
+
+def check_keys(file: GgufFile, family: str, head_dim: int) -> None:
+    """Raise ConfigError for the first key that is neither read, nor known, nor of a value that changes nothing.
+
+    head_dim: the width of a head, as the file's other keys say.
+    """
+    bpe = file.values.get("tokenizer.ggml.model") == "gpt2"
+    wanted = {f"{family}.{name}": values for name, values in NEUTRAL.items()} | {
+        f"{family}.rope.dimension_count": (head_dim,),
+        f"{family}.attention.key_length": (head_dim,),
+        f"{family}.attention.value_length": (head_dim,),
+        f"{family}.vocab_size": (len(file.values["tokenizer.ggml.tokens"]),),
+        # a list of merges takes no space before a text; spm pieces do, as transformers' LlamaTokenizer makes them
+        "tokenizer.ggml.add_space_prefix": (False, True) if bpe else (True,),
+        "tokenizer.ggml.remove_extra_whitespaces": (False,),
+        "tokenizer.ggml.add_sep_token": (False,),
+    }
+    read = {f"{family}.{name}" for name in READ} | {f"tokenizer.ggml.{name}" for name in TOKENIZER}
+    for key, value in file.values.items():
+        if key in wanted:
+            if not isinstance(value, int | float | str) or value not in wanted[key]:
+                only = " or ".join(map(quoted, wanted[key]))
+                raise ConfigError(
+                    f"{file.path} has {quoted(key)[1:-1]}={quoted(value)}; only {only} is read. Convert the Hugging "
+                    "Face directory that it was made from"
+                )
+        elif key not in read and not key.startswith(PREFIXES):
+            raise ConfigError(
+                f"{file.path} has {quoted(key)[1:-1]}={quoted(value)}, a key that import --gguf does not know: the "
+                "model may be another than its other keys say. Convert the Hugging Face directory that it was made from"
+            )
+
+
+def rope_scaling(file: GgufFile, family: str) -> float:
+    """Return what positions are divided by, 1.0 for none; raise ConfigError for another scaling.
+
+    llama.cpp takes no type for linear, ``rope.scale_linear`` in place of a missing factor, and 0 for none.
+    """
+    kind = single(file, f"{family}.rope.scaling.type", str, "linear")
+    scaled_by = "the tensor rope_freqs.weight" if "rope_freqs.weight" in file.tensors else quoted(kind)
+    if scaled_by not in ("'none'", "'linear'"):
+        raise ConfigError(
+            f"{file.path} scales its rotary frequencies by {scaled_by}, which config.json cannot be made from; convert "
+            "the Hugging Face directory that it was made from"
+        )
+    old, new = (f"{family}.rope.{name}" for name in ("scale_linear", "scaling.factor"))
+    factor = single(file, new if new in file.values else old, float, 0.0, least=0.0, most=1e6)
+    return factor if factor and kind == "linear" else 1.0
+
+
+def added_tokens(file: GgufFile) -> dict[str, bool]:
+    """Return whether texts begin with BOS and end with EOS, by the names of transformers' settings.
+
+    Raises ConfigError where the file asks for a token that it does not name.
+    """
+    values = file.values
+    begins = values.get("tokenizer.ggml.model") == "llama" or values.get("tokenizer.ggml.pre") in BEGINS
+    usual = {"bos": begins and "tokenizer.ggml.bos_token_id" in values, "eos": False}
+    added = {name: single(file, f"tokenizer.ggml.add_{name}_token", bool, usual[name]) for name in usual}
+    for name, wanted in added.items():
+        if wanted and f"tokenizer.ggml.{name}_token_id" not in values:
+            raise ConfigError(
+                f"{file.path} says tokenizer.ggml.add_{name}_token=true and lacks tokenizer.ggml.{name}_token_id; "
+                "convert the Hugging Face directory that it was made from"
+            )
+    return {f"add_{name}_token": wanted for name, wanted in added.items()}
