@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import BinaryIO
 
 from megatron_rl.errors import ConfigError, quoted, shortened
@@ -38,8 +38,7 @@ def parse_json(text: str | bytes, where: str, *, error: type[Exception] = Config
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            double = next(name for name in found if names.count(name) > 1)
+            double = first_double(name for name, _ in pairs)
             refuse(f"the key {quoted(double)} stands twice in one object; keep one of the two")
         return found
 
@@ -70,6 +69,16 @@ def parse_json(text: str | bytes, where: str, *, error: type[Exception] = Config
     except _Refused as fault:
         reason = str(fault)
     raise error(f"{where}: {reason}")
+
+
+def first_double(names: Iterable[str]) -> str | None:
+    """Return the first name that stands there a second time, None if each stands once."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 class _Refused(Exception):

@@ -72,17 +72,17 @@ def parse_yaml(text: str, where: str, lines: Lines | None = None) -> object:
 
 
 def _check_tokens(text: str, reader: _Reader) -> None:
-    """Raise ConfigError for tags, and for brackets so deep that reading them would take minutes."""
-    depth = 0
+    """Raise ConfigError for tags, and for so many values or levels that reading them would take minutes."""
+    depth = count = 0
     for token in yaml.scan(text, _Loader):
         if isinstance(token, yaml.TagToken):
             tag = "".join(part or "" for part in token.value)
             raise reader.fault(token, f"the tag {quoted(tag)} is not read; remove it")
         kind = type(token).__name__
-        depth += kind.endswith(("MappingStartToken", "SequenceStartToken"))
-        depth -= kind in ("FlowMappingEndToken", "FlowSequenceEndToken", "BlockEndToken")
-        if depth > MOST_LEVELS:
-            raise reader.fault(token, f"nested deeper than {MOST_LEVELS} levels; shorten it")
+        starts = kind.endswith(("MappingStartToken", "SequenceStartToken"))
+        depth += starts - (kind in ("FlowMappingEndToken", "FlowSequenceEndToken", "BlockEndToken"))
+        count += starts or kind in ("ScalarToken", "AliasToken")
+        reader.bound(token, count, depth)
 
 
 def _reason(error: yaml.MarkedYAMLError) -> str:
@@ -111,19 +111,19 @@ class _Reader:
         line = f", line {place.line + 1}" if isinstance(place, yaml.Mark) and self.lines is not None else ""
         return ConfigError(f"{self.where}{line}: {reason}")
 
+    def bound(self, place: object, count: int, depth: int) -> None:
+        if count > MOST_VALUES or depth > MOST_LEVELS:
+            most = f"{MOST_VALUES} values" if count > MOST_VALUES else f"{MOST_LEVELS} levels"
+            raise self.fault(place, f"more than {most}, aliases written out; shorten it")
+
     def read(self, text: str) -> object:
         self.loader = _Loader(text)
-        try:
-            node = self.loader.get_single_node()
-            return None if node is None else self.build(node, "", 0)
-        finally:
-            self.loader.dispose()
+        node = self.loader.get_single_node()
+        return None if node is None else self.build(node, "", 0)
 
     def build(self, node: yaml.Node, key: str, depth: int) -> object:
         self.count += 1
-        if self.count > MOST_VALUES or depth > MOST_LEVELS:
-            most = f"{MOST_VALUES} values" if self.count > MOST_VALUES else f"{MOST_LEVELS} levels"
-            raise self.fault(node, f"more than {most}, aliases written out; shorten it")
+        self.bound(node, self.count, depth)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(part, f"{key}[{i}]", depth + 1) for i, part in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode):

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from megatron_rl.errors import ConfigError, quoted
-from megatron_rl.json_text import parse_json, read_json, read_object
+from megatron_rl.json_text import first_double, parse_json, read_json, read_object
 
 MOST_LINE_BYTES = 64 * 2**20  # of a line of text
-MOST_TABLE_ROWS = 10_000_000  # of a Parquet file, a few bytes of which can stand for any number of rows
+# Of a table of Arrow's, a few bytes of which can stand for any number of rows, or of nulls in them.
+MOST_TABLE_ROWS, MOST_TABLE_CELLS = 10_000_000, 200_000_000
 FORMS = "JSON Lines (.jsonl), JSON (.json), CSV (.csv, .tsv), Parquet (.parquet) or a folder of datasets' save_to_disk"
 _ROWS_PER_BATCH = 1024
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
@@ -216,10 +217,10 @@ def _rows_of_csv(path: str, delimiter: str) -> Iterator[tuple[int, dict]]:
     reader = csv.reader(decoded(), delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
-        for name in names:
-            if not name.strip() or names.count(name) > 1:
-                fault = f"the column {quoted(name)} twice" if name.strip() else "a column without a name"
-                raise ConfigError(f"{path}:1: {fault}; the first line names every column once")
+        double = "" if not all(name.strip() for name in names) else first_double(names)
+        if double is not None:
+            fault = f"the column {quoted(double)} twice" if double else "a column without a name"
+            raise ConfigError(f"{path}:1: {fault}; the first line names every column once")
         start = reader.line_num + 1
         for cells in reader:
             if cells and len(cells) != len(names):
@@ -250,14 +251,20 @@ def _rows_of_parquet(path: str) -> Iterator[dict]:
     arrow = _library("pyarrow", path)
     try:
         with parquet.ParquetFile(path) as file:
-            if file.metadata.num_rows > MOST_TABLE_ROWS:
-                raise ConfigError(
-                    f"{path} says that it has {file.metadata.num_rows} rows; at most {MOST_TABLE_ROWS} are read from "
-                    "one Parquet file: every rank holds all rows in memory"
-                )
+            _check_size(path, file.metadata.num_rows, file.metadata.num_columns)
             yield from _rows_of_tables(file.iter_batches(_ROWS_PER_BATCH), path)
     except (arrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path} is no Parquet file that pyarrow reads: {quoted(str(error), 200)}") from error
+
+
+def _check_size(path: str, num_rows: int, num_columns: int) -> None:
+    """Raise ConfigError for a table that would not fit in memory."""
+    if num_rows > MOST_TABLE_ROWS or num_rows * num_columns > MOST_TABLE_CELLS:
+        raise ConfigError(
+            f"{path} says that it has {num_rows} rows of {num_columns} columns; at most {MOST_TABLE_ROWS} rows and "
+            f"{MOST_TABLE_CELLS} values are read from one table, since every rank holds all of them in memory; write "
+            "several, or leave out the columns that nothing reads"
+        )
 
 
 def _rows_of_folder(folder: pathlib.Path, key: str) -> Iterator[dict]:
@@ -273,8 +280,9 @@ def _rows_of_folder(folder: pathlib.Path, key: str) -> Iterator[dict]:
         )
     datasets = _library("datasets", str(folder))
     try:
-        tables = datasets.load_from_disk(str(folder)).with_format("arrow").iter(_ROWS_PER_BATCH)
-        yield from _rows_of_tables(tables, str(folder))
+        data = datasets.load_from_disk(str(folder))
+        _check_size(str(folder), len(data), len(data.column_names))
+        yield from _rows_of_tables(data.with_format("arrow").iter(_ROWS_PER_BATCH), str(folder))
     except ConfigError:
         raise
     except Exception as error:  # damaged files raise errors of datasets, pyarrow, json and Python
@@ -288,10 +296,8 @@ def _rows_of_tables(tables: Iterable, path: str) -> Iterator[dict]:
     """Yield the rows of Arrow tables or record batches."""
     first = 0
     for table in tables:
-        names = table.schema.names
-        double = next((name for name in names if names.count(name) > 1), None)
-        if double is not None:
-            raise ConfigError(f"{path} has the column {double!r} twice; rename one of them")
+        if (double := first_double(table.schema.names)) is not None:
+            raise ConfigError(f"{path} has the column {quoted(double)} twice; rename one of them")
         try:
             rows = table.to_pylist()
         except UnicodeDecodeError as error:

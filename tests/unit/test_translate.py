@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import pytest
 import yaml
@@ -227,3 +228,32 @@ def test_the_command_prints_what_it_could_not(tmp_path: pathlib.Path, capsys: py
     ):
         assert command.main(["translate", "verl", str(tmp_path / name)]) == command.EXIT_CONFIG
         assert why in capsys.readouterr().err
+
+
+BOMB = "a: &a0 [x, x]\n" + "".join(f"b{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
+HOSTILE = {
+    "bomb.yaml": (BOMB, "bomb.yaml, line 1: more than 10000 values, aliases written out"),
+    "large.yaml": ("a: " + "x" * 2**18, "bytes; at most 262144 are read"),
+    "large.sh": ("a.b=" + "x" * 20_000_000, "has 20000004 bytes; at most 262144 are read"),
+    "double.sh": (
+        "A=" + "x" * 99 + "\nA=$A$A" * 40 + "\na.b=$A",
+        "holds a word, 'A=$A$A', of more than 8192 characters; shorten it",
+    ),
+    "open.sh": ("a.b=" + "${a:-" * 40_000, "holds a word, 'a.b=${a:-${a:-"),
+    "lines.yaml": ('"x.y\\nreward:\\n  functions: [a.py:f]\\n#": 1', "which is no text of one line"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_too_large_or_would_grow_is_refused(tmp_path: pathlib.Path, name: str) -> None:
+    content, why = HOSTILE[name]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        read_settings(tmp_path / name)
+
+
+def test_a_value_that_cannot_be_read_stays_a_text_of_one_line() -> None:
+    deep, grows = "[" * 4000, "{a: &a [1, 1, 1], b: &b [*a, *a], c: [" + "*b, " * 2000 + "]}"
+    assert overrides_of(f"x.a={deep} x.b={'{' * 4000} 'x.c={grows}'") == {"x.a": [""], "x.b": "{" * 4000, "x.c": grows}
+    left = Translation(given={}, assumed={}, left={"x": "a\nreward:\n  functions: [a.py:f]\u2028b: 1"})
+    assert yaml.safe_load(as_yaml(left, "theirs", "verl")) == {}

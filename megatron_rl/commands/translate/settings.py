@@ -1,4 +1,7 @@
-"""Reads a file of another framework's settings: a YAML, or the script that gives them as overrides."""
+"""Reads a file of another framework's settings: a YAML, or the script that gives them as overrides.
+
+Either is bounded as a configuration of ours is (megatron_rl/config/yaml_text.py), a script's words by MOST_WORD.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,28 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from megatron_rl.commands.translate.translation import flat, number
-from megatron_rl.errors import ConfigError
+from megatron_rl.config.yaml_text import MOST_BYTES, parse_yaml, read_yaml
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.json_text import read_bytes
+
+MOST_WORD = 2**13  # characters of a script's word, and of a variable's value
 
 
 def read_settings(path: pathlib.Path) -> dict[str, Any]:
     """Return the settings of a YAML, or of the overrides ``a.b=c`` in a script. Raises ConfigError for a bad file."""
+    if path.suffix in (".yaml", ".yml"):
+        return flat(read_yaml(path)[0])
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if path.suffix not in (".yaml", ".yml"):
-        return overrides_of(text)
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{path} holds no settings: its YAML is no mapping")
-    return flat(values)
+        return overrides_of(read_bytes(path, "a YAML or a script", most_bytes=MOST_BYTES, error=ConfigError).decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} cannot be read: not UTF-8 (byte {error.start + 1}); save it as UTF-8") from error
+    except _TooLong as error:
+        raise ConfigError(f"{path} holds {error} of more than {MOST_WORD} characters; shorten it") from None
+
+
+class _TooLong(Exception):
+    """Carries the beginning of a word that is too long."""
 
 
 def overrides_of(script: str) -> dict[str, Any]:
@@ -47,7 +51,10 @@ def overrides_of(script: str) -> dict[str, Any]:
             continue  # half of a quoted text, of a heredoc say
         for word in words:
             name, equals, value = word.partition("=")
-            value = re.sub(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})", lambda m: _variable(m, variables), value)
+            if len(word) <= MOST_WORD:
+                value = re.sub(r"\$(?:(\w+)|\{(\w+)(?::-([^{}]*))?\})", lambda m: _variable(m, variables), value)
+            if equals and max(len(word), len(value)) > MOST_WORD:
+                raise _TooLong(f"a word, {quoted(word, 40)},")
             if equals and re.fullmatch(r"\w+", name) and len(words) <= 2:
                 variables[name] = value
             elif equals and re.fullmatch(r"[+~]{0,2}\w+(\.\w+)+|model_engine", name):
@@ -66,15 +73,10 @@ def _parsed(text: str) -> Any:
     if text.startswith("["):
         try:
             return list(ast.literal_eval(text))
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two of many brackets
             return [part.strip(" '\"") for part in text.strip("[]").split(",")]
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = parse_yaml(text, "a word")
+        return number(value) if isinstance(value, str) or (isinstance(value, float) and "e" in text.lower()) else value
+    except ValueError:  # no number; a ConfigError of what is no YAML is one too
         return text
-    if isinstance(value, str):
-        try:
-            return number(value)
-        except ValueError:
-            return text
-    return value

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,11 +106,11 @@ def paths(value: Any) -> list[str]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one with dotted names. Raises ConfigError for a name that is no text."""
+    """Return nested mappings as one with dotted names. Raises ConfigError for a name that is no text of one line."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"the settings hold the name {name!r}, which is no text")
+        if not isinstance(name, str) or not name.isprintable():
+            raise ConfigError(f"the settings hold the name {quoted(name)}, which is no text of one line")
         if isinstance(value, Mapping) and value:
             found |= flat(value, f"{prefix}{name}.")
         else:
@@ -131,7 +131,8 @@ def as_yaml(translation: Translation, source: str, framework: str) -> str:
         f"# Translated from {framework}'s {source}. docs/coming-from.md says what each setting means there and here."
     ]
     if translation.left:
-        lines += ["#", "# NOT translated:", *(f"#   {name}: {why}" for name, why in sorted(translation.left.items()))]
+        left = (" ".join(f"{name}: {why}".splitlines()) for name, why in sorted(translation.left.items()))
+        lines += ["#", "# NOT translated:", *(f"#   {each}" for each in left)]
     if translation.needless:
         lines += ["#", "# Needs no setting here:", *_wrapped(sorted(translation.needless))]
     text = yaml.safe_dump(sections, sort_keys=True, default_flow_style=False, allow_unicode=True, width=120)

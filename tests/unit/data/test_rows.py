@@ -124,6 +124,19 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch):
         load_rows(write(tmp_path, "d.csv", b"x" * 10_000))
 
 
+def test_many_columns_are_read_in_time_that_grows_with_them(tmp_path):
+    """Comparing each of 200,000 names with all others takes minutes."""
+    names = [f"c{i}" for i in range(200_000)]
+    row, head = dict.fromkeys(names, "x"), ",".join(names)
+    cells = "\n" + ",".join("x" for _ in names)
+    assert list(load_rows(write(tmp_path, "d.jsonl", json.dumps(row)))) == [row]
+    assert list(load_rows(write(tmp_path, "d.csv", head + cells))) == [row]
+    with pytest.raises(ConfigError, match="d.csv:1: the column 'c199999' twice"):
+        load_rows(write(tmp_path, "d.csv", f"{head},c199999{cells},x"))
+    with pytest.raises(ConfigError, match="d.jsonl:1: the key 'c199999' stands twice"):
+        load_rows(write(tmp_path, "d.jsonl", json.dumps(row)[:-1] + ', "c199999": 1}'))
+
+
 def test_paths_that_are_no_data_name_the_key(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     for path, message in [
@@ -152,6 +165,7 @@ def test_damaged_tables_are_named(tmp_path):
         return (tmp_path / name).read_bytes()
 
     good = written("good.parquet", prompt=["a" * 5000, "b"])
+    nulls = {f"c{i}": pyarrow.nulls(700_000) for i in range(300)}
     not_text = pyarrow.array([b"ok", b"\xff\xfe"]).cast(pyarrow.binary()).view(pyarrow.string())
     for name, content, message in [
         ("cut.parquet", good[: len(good) // 2], "cut.parquet is no Parquet file that pyarrow reads"),
@@ -159,6 +173,11 @@ def test_damaged_tables_are_named(tmp_path):
         ("text.parquet", b'{"prompt": "a"}\n', "text.parquet is no Parquet file that pyarrow reads"),
         ("none.parquet", written("x", prompt=pyarrow.array([], pyarrow.string())), "none.parquet' has no rows"),
         ("twice.parquet", written("x", a=["b"], a_=["c"]), "has the column 'a' twice"),
+        (
+            "nulls.parquet",
+            written("x", **nulls),
+            "says that it has 700000 rows of 300 columns; at most 10000000 rows and",
+        ),
         ("bytes.parquet", written("x", image=[b"\x89PNG"]), "bytes.parquet, row 0: column 'image' holds bytes"),
         ("latin.parquet", written("x", prompt=not_text), "a text of rows 0 to 1 is not UTF-8"),
     ]:
