@@ -10,6 +10,7 @@ from megatron_rl.backend.schedule import Schedule
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.config import Config, LoraConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.build import settled_shape
 from megatron_rl.model.frozen import build_frozen
 from megatron_rl.validate import check_lengths
 from megatron_rl.weights.config_json import load_hf_config
@@ -35,9 +36,10 @@ class TeacherWeights:
         config = dataclasses.replace(
             model.config, model=dataclasses.replace(model.config.model, hf_path=path), lora=LoraConfig()
         )
-        self.chunks, self.shape = build_frozen(config, hf_config, model.topology)
         reader = HuggingFaceReader(path)
-        check_tensors(reader, self.shape, allow_unread=config.model.allow_unread_tensors)
+        shape = settled_shape(config, hf_config, model.topology)
+        check_tensors(reader, shape, allow_unread=config.model.allow_unread_tensors)
+        self.chunks, self.shape = build_frozen(config, hf_config, model.topology)
         load_weights([chunk.module for chunk in self.chunks], self.shape, model.topology, reader)
         reader.close()
         self.schedule = Schedule(self.chunks, model.topology)

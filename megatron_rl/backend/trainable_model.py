@@ -37,7 +37,7 @@ from megatron_rl.distributed.cuda_environment import prepare_cuda
 from megatron_rl.distributed.platform import HOST, send
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.attention_spans import ContextShard
-from megatron_rl.model.build import build_model
+from megatron_rl.model.build import build_model, settled_shape
 from megatron_rl.planning.cost import CostFit
 from megatron_rl.planning.plan import plan_rules, plan_steps, split_mini_batches
 from megatron_rl.planning.tokens import tokens_of
@@ -106,8 +106,10 @@ class TrainableModel:
         config = self.config
         ddp_fields = distributed_fields(config)
         self.hf_config = hf_config
-        models, self.shape = build_model(config, hf_config, self.topology, value_head=value_head)
-        self._fill(models, weights)
+        self.shape = settled_shape(config, hf_config, self.topology, value_head=value_head)
+        reader = self._reader(weights)  # which refuses a config of other files before the model takes memory
+        models, _ = build_model(config, hf_config, self.topology, value_head=value_head)
+        load_weights(models, self.shape, self.topology, reader)
         if lora is not None and lora.rank is not None:
             self.shape = put_adapters(models, self.shape, lora, self.topology, config.run.seed)
         ddp = DistributedDataParallelConfig(**ddp_fields)
@@ -125,9 +127,6 @@ class TrainableModel:
         self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
         self._copies = torch.cuda.Stream() if HOST.is_cuda else None
         self.zero_grad()
-
-    def _fill(self, models: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor] | None) -> None:
-        load_weights(models, self.shape, self.topology, self._reader(weights))
 
     def _join(self) -> topology.Topology:
         parallel = self.config.parallel
@@ -150,7 +149,8 @@ class TrainableModel:
             check_tensors(reader, self.shape, allow_unread=self.config.model.allow_unread_tensors)
             return reader
         config = self.config
-        state = random_state(self.hf_config, config.model.hf_path, seed=config.run.seed, device=HOST.device)
+        path, seed = config.model.hf_path, config.run.seed
+        state = random_state(self.hf_config, self.shape, path, seed=seed, device=HOST.device)
         return MemoryReader(file_tensors(state, self.hf_config.model_type))
 
     def reset_optimizer(self, *, total_steps: int, settings: OptimizerConfig | None = None) -> None:

@@ -159,6 +159,18 @@ def _fusions(shape: ModelShape, extra: dict[str, Any], config: Config) -> dict[s
     )
 
 
+def settled_shape(config: Config, hf_config: Any, topology: Topology, *, value_head: bool = False) -> ModelShape:
+    """Return the shape of ``build_model``'s model; nothing is allocated."""
+    check_kernel(config.model.logprob_kernel)
+    bitwise = config.rollout.bitwise
+    layer_spec = "torch" if bitwise else choose_layer_spec(config.model.layer_spec, config.model.dtype)
+    require_installed(config, layer_spec)
+    shape = model_shape(hf_config, config, topology, layer_spec=layer_spec)
+    if bitwise:
+        refuse_bitwise(shape)
+    return dataclasses.replace(shape, value_head=True, tied_embeddings=False) if value_head else shape
+
+
 def build_model(
     config: Config, hf_config: Any, topology: Topology, *, value_head: bool = False
 ) -> tuple[list[GPTModel], ModelShape]:
@@ -167,15 +179,8 @@ def build_model(
     Return them with the model's shape. The weights hold no meaning until weights/export loads them.
     """
     # Settings that all chunks share.
-    check_kernel(config.model.logprob_kernel)
-    bitwise = config.rollout.bitwise
-    layer_spec = "torch" if bitwise else choose_layer_spec(config.model.layer_spec, config.model.dtype)
-    require_installed(config, layer_spec)
-    shape = model_shape(hf_config, config, topology, layer_spec=layer_spec)
-    if bitwise:
-        refuse_bitwise(shape)
-    if value_head:
-        shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
+    shape = settled_shape(config, hf_config, topology, value_head=value_head)
+    bitwise, layer_spec = config.rollout.bitwise, shape.layer_spec
     bridged = config.model.provider == "bridge"
     transformer = (bridged_config if bridged else transformer_config)(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)

@@ -11,6 +11,8 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.model.bridge_family import bridged_shape
+from megatron_rl.weights.families.family import class_fields
+from megatron_rl.weights.families.refusals import refuse_other_masks
 from megatron_rl.weights.families.register import FAMILIES, check_family
 from megatron_rl.weights.families.windows import FULL
 from megatron_rl.weights.model_shape import ModelShape
@@ -88,6 +90,7 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, prov
         return bridged_shape(hf_config, layer_spec=layer_spec, vocab_multiple=vocab_multiple)
     check_family(hf_config.model_type, "model.hf_path")
     family = FAMILIES[hf_config.model_type]
+    refuse_other_masks(hf_config)
     family.refuse(hf_config)
     heads, vocab = hf_config.num_attention_heads, hf_config.vocab_size
     # head_dim is absent in qwen2's config, None in some llamas'
@@ -161,28 +164,51 @@ def inverse_frequencies(
     frequencies, factor = _scaled(hf_config, layer_kind)
     if factor != 1.0 and kind != "yarn":
         raise ConfigError(f"rope_type={kind!r} with attention factor {factor} is not supported; only 1.0 is")
+    return _checked(frequencies, rope, head_dim)
+
+
+def _checked(frequencies: torch.Tensor, rope: dict[str, Any], head_dim: int) -> torch.Tensor:
+    """Return transformers' frequencies in float32; raise ConfigError unless they are finite, and one for each pair.
+
+    Its functions read ``head_dim`` and ``partial_rotary_factor`` beside ``rope_parameters`` too.
+    """
     if not frequencies.isfinite().all():
         raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
+    if 2 * len(frequencies) != head_dim:
+        raise ConfigError(
+            f"rope_parameters={quoted(dict(rope), 200)} turn {2 * len(frequencies)} of {head_dim} elements of a head, "
+            "which is not supported; remove partial_rotary_factor, or a head_dim of other width, from the config"
+        )
     return frequencies.float()
 
 
 def _scaled(hf_config: Any, kind: str | None) -> tuple[torch.Tensor, float]:
-    """Return transformers' own inverse frequencies and attention factor of a config with one of ``SCALINGS``."""
+    """Return transformers' own inverse frequencies and attention factor of a config with one of ``SCALINGS``.
+
+    Raises ConfigError where it can compute none.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    initial = ROPE_INIT_FUNCTIONS[_rope(hf_config, kind)["rope_type"]]
-    return initial(hf_config, torch.device("cpu"), layer_type=kind)
+    rope = _rope(hf_config, kind)
+    try:
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf_config, torch.device("cpu"), layer_type=kind)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # of a number that others rule out
+        raise ConfigError(
+            f"rope_parameters={quoted(dict(rope), 200)} of {hf_config.model_type} give no frequencies in transformers "
+            f"({type(error).__name__}: {error}); mend the number that it speaks of, or head_dim"
+        ) from error
 
 
 def softmax_scale(hf_config: Any, head_dim: int, kind: str | None = None) -> float | None:
     """Return what attention's scores are multiplied by; None for 1 / sqrt(head_dim). kind: one of ``angle_kinds``.
 
-    Gemma's config has ``query_pre_attn_scalar`` in place of head_dim.
+    Gemma's config class has ``query_pre_attn_scalar`` in place of head_dim; no other family's module reads the field.
     Yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) multiplies cosines and sines of q and of k by its attention
     factor, ``0.1 · ln(factor) + 1`` where none is given: all of a head turns here, so that each score is multiplied by
     its square. Megatron-Core's fused rotary kernel takes no factor (0.16.1 ``rope_utils.py``), and its scores do.
     """
-    scalar = hf_config.to_dict().get("query_pre_attn_scalar")
+    name = "query_pre_attn_scalar"
+    scalar = hf_config.to_dict()[name] if name in class_fields(type(hf_config)) else None
     if _rope(hf_config, kind)["rope_type"] != "yarn":
         return None if scalar is None else scalar**-0.5
     _, factor = _scaled(hf_config, kind)
@@ -196,12 +222,10 @@ def latent_angles(hf_config: Any, shape: ModelShape) -> tuple[torch.Tensor, floa
 
     They are as transformers computes them, under yarn too. Raises ConfigError where they are not finite.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope = hf_config.rope_parameters
     if rope["rope_type"] != "yarn":
         return inverse_frequencies(hf_config, shape.rope_head_dim), 1.0
-    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
-    if not (frequencies.isfinite().all() and math.isfinite(factor)):
-        raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give frequencies that are NaN or infinite")
-    return frequencies.float(), float(factor)
+    frequencies, factor = _scaled(hf_config, None)
+    if not math.isfinite(factor):
+        raise ConfigError(f"rope_parameters={quoted(dict(rope), 200)} give an attention factor that is {factor}")
+    return _checked(frequencies, rope, shape.rope_head_dim), float(factor)

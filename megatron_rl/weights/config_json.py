@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import os
 import pathlib
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check, field, read_object
-from megatron_rl.weights.families.register import ALIASES, FAMILIES, check_family
+from megatron_rl.weights.families.family import class_fields
+from megatron_rl.weights.families.register import ALIASES, FAMILIES, check_family, family_of
+from megatron_rl.weights.mapping import hf_size
+from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.quantization import WAY_OUT, block_size, is_mxfp4
-from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights, heads_differ
+from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights, heads_differ, used_names
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_CONFIG_BYTES = 16 * 2**20
 # Random weights of so many parameters at most (8 GiB in float32) are drawn on a GPU. The bound is no share of the
 # memory that is free: ranks would choose differently, and draw other weights.
 DRAWN_ON_DEVICE = 2**31
-# The fields that are numbers, with the bounds that any model keeps; null leaves the family's default.
+# The fields that are numbers, with the bounds that any model keeps; null leaves the family's default, but for SIZES.
 RANGES: dict[str, tuple[type, float, float]] = {
     "num_hidden_layers": (int, 1, 10_000),
     "hidden_size": (int, 1, 2**20),
@@ -53,13 +60,30 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "qk_nope_head_dim": (int, 1, 2**16),
     "qk_rope_head_dim": (int, 2, 2**16),
     "v_head_dim": (int, 1, 2**16),
+    "query_pre_attn_scalar": (float, 1e-6, 1e9),
+    "partial_rotary_factor": (float, 1e-3, 1.0),
+    "original_max_position_embeddings": (int, 1, 2**40),
     "num_labels": (int, 0, 2**16),  # transformers makes a name for each
 }
+# What a config.json must say: transformers' own defaults are the sizes of a model of 7,000,000,000 parameters.
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+OF_MIXTURES = {"num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"}
+OF_MIXTURES |= {"first_k_dense_replace"}
+MOST_EXPERTS = 2**20  # of all layers together: each is a tensor by name
+# Fields by which transformers would take another config, other fields or other code for the model of the folder.
+NESTED = ("text_config", "text_encoder", "decoder", "generator")
+REPLACING = {"attribute_map", "per_layer_config"}
+KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 # The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are made.
 ROPE_NUMBERS = {
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("rope_theta", "factor", "original_max_position_embeddings"),
+}
+# Those that any of them may have.
+ROPE_OPTIONS = {
+    "partial_rotary_factor": (1e-3, 1.0),
+    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), (0.0, 1e6)),
 }
 # The fields that the model built here, its checks or transformers' own config classes settle.
 _READ = {
@@ -73,6 +97,12 @@ _READ = {
     *("rope_interleave", "scoring_func", "topk_method", "moe_layer_freq"),
     *("max_window_layers", "quantization_config", "compression_config", "eos_token_id", "bos_token_id", "pad_token_id"),
     *("original_max_position_embeddings", "resid_pdrop", "embd_pdrop"),
+}
+# Those that count whether or not transformers' class of the family has them.
+_ANYWHERE = {
+    *("model_type", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
+    *("head_dim", "is_causal", "quantization_config", "compression_config", "num_labels"),
+    "max_window_layers",  # Qwen's mixtures write it, for windows that are off
 }
 # The fields that say nothing of the numbers that a forward pass gives.
 _NEUTRAL = {
@@ -124,12 +154,34 @@ def read_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, pr
     fields = read_fields(folder, key)
     if provider == "native":
         check_family(fields.get("model_type"), str(path))
+        _check_own(fields, str(path))
     for name, (kind, least, most) in RANGES.items():  # before transformers makes a list of num_hidden_layers
         if fields.get(name) is not None:
             check(fields[name], f"{path}: {name}", kind, least=least, most=most)
     config = parse_hf_config(folder, key)
     _check_sizes(config, str(path))
     return config
+
+
+def _check_own(fields: Mapping[str, object], where: str) -> None:
+    """Raise ConfigError for a config.json of a family built here that lacks a size, or holds another model or code."""
+    from transformers import CONFIG_MAPPING
+
+    family = family_of(fields["model_type"])
+    if nested := [name for name in NESTED if fields.get(name) is not None]:
+        raise ConfigError(
+            f"{where} holds a model within the model, {nested[0]}={quoted(fields[nested[0]])}, which a "
+            f"{family.model_type} model does not have; write its fields beside model_type, and no {nested[0]}"
+        )
+    for name in dict.fromkeys((*SIZES, family.ffn_field)):
+        if fields.get(name) is None:
+            raise ConfigError(f"{where} lacks the field {name}, a size of the model; give the config of its weights")
+    methods = {name for name, _ in inspect.getmembers(CONFIG_MAPPING[family.model_type], callable)}
+    if replaced := sorted(fields.keys() & (methods | REPLACING)):
+        raise ConfigError(f"{where}: {replaced[0]} would replace a part of transformers' config class; remove it")
+    for name in KERNELS:
+        if isinstance(value := fields.get(name), str) and re.search("[/:|]", value):
+            raise ConfigError(f"{where}: {name}={quoted(value)} names code to download; remove it")
 
 
 def load_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path", *, provider: str = "native") -> Any:
@@ -159,18 +211,25 @@ def transformers_model(config: Any, folder: str | pathlib.Path, **settings: obje
         ) from error
 
 
-def random_state(config: Any, folder: str | pathlib.Path, *, seed: int, device: Any) -> dict[str, Any]:
+def random_state(
+    config: Any, shape: ModelShape, folder: str | pathlib.Path, *, seed: int, device: Any
+) -> dict[str, Any]:
     """Return the state dict of ``transformers_model`` with weights drawn by ``seed``; raise ConfigError as it does.
 
+    It raises it before it draws anything, too, where the weights would not fit in the host's memory.
+    shape: the config's, of the same family.
     device: a torch.device. A GPU draws those of a small model itself, other ones than the host would, in a tenth of its
     time; the host draws all others.
     """
     import torch
 
-    if device.type != "cpu":
-        with torch.device("meta"):
-            count = transformers_model(config, folder).num_parameters()
-        device = device if count <= DRAWN_ON_DEVICE else torch.device("cpu")
+    count = sum(math.prod(hf_size(shape, name)) for name in used_names(shape))
+    if 4 * count > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        raise ConfigError(
+            f"{pathlib.Path(folder) / CONFIG} asks for {count:,} random weights, {4 * count / 2**30:,.0f} GiB in "
+            f"float32, and this host has {memory / 2**30:,.0f} GiB of memory; set smaller sizes"
+        )
+    device = device if count <= DRAWN_ON_DEVICE else torch.device("cpu")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
         return transformers_model(config, folder).state_dict()
@@ -198,8 +257,11 @@ def read_fields(folder: str | pathlib.Path, key: str = "model.hf_path") -> dict[
 
 def _check_sizes(config: Any, where: str) -> None:
     """Raise ConfigError for a size that another one contradicts, and for a rotary embedding's number out of range."""
-    fields = config.to_dict()
-    fields = {config.attribute_map.get(name, name): value for name, value in fields.items()}
+    family, fields = family_of(config.model_type), config.to_dict()
+    if family is not None:
+        own = class_fields(type(config)) | {"head_dim"}
+        fields = {config.attribute_map.get(name, name): value for name, value in fields.items() if name in own}
+        _check_experts(fields, where)
     heads, groups, hidden = (fields[x] for x in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if heads % groups:
         raise ConfigError(f"{where}: num_key_value_heads={groups} does not divide num_attention_heads={heads}")
@@ -208,33 +270,54 @@ def _check_sizes(config: Any, where: str) -> None:
     head_dim = fields.get("head_dim") or hidden // heads
     if head_dim % 2:
         raise ConfigError(f"{where}: head_dim={head_dim} is odd, and rotary embeddings turn pairs")
-    if fields.get("num_local_experts", math.inf) < fields.get("num_experts_per_tok", 0):
-        raise ConfigError(
-            f"{where}: num_experts_per_tok={fields['num_experts_per_tok']} is more than the "
-            f"{fields['num_local_experts']} experts"
-        )
     if isinstance(pad := fields.get("pad_token_id"), int) and pad >= fields["vocab_size"]:
         raise ConfigError(f"{where}: pad_token_id={pad} is beyond vocab_size={fields['vocab_size']}; set it to null")
     rope = check(fields.get("rope_parameters"), f"{where}: rope_parameters", dict)
     by_kind = {name: value for name, value in rope.items() if name in ("full_attention", "sliding_attention")}
+    if by_kind and family is not None and (not family.turns_by_kind or set(config.layer_types) - by_kind.keys()):
+        kinds = f"the numbers of {', '.join(set(config.layer_types))}" if family.turns_by_kind else "one set of numbers"
+        raise ConfigError(f"{where}: rope_parameters has {', '.join(by_kind)}; a {family.model_type} model has {kinds}")
     for name, own in by_kind.items():
         _check_rope(check(own, f"{where}: rope_parameters: {name}", dict), f"{where}: rope_parameters: {name}")
     if not by_kind:
         _check_rope(rope, f"{where}: rope_parameters")
 
 
+def _check_experts(fields: Mapping[str, Any], where: str) -> None:
+    for name in OF_MIXTURES & fields.keys():
+        check(fields[name], f"{where}: {name}", int)
+    experts, layers = fields.get("num_local_experts", fields.get("n_routed_experts", 0)), fields["num_hidden_layers"]
+    if experts and experts < fields["num_experts_per_tok"]:
+        raise ConfigError(
+            f"{where}: num_experts_per_tok={fields['num_experts_per_tok']} is more than the {experts} experts"
+        )
+    if experts * layers > MOST_EXPERTS:
+        raise ConfigError(f"{where}: {experts} experts in each of {layers} layers are more than {MOST_EXPERTS}")
+
+
 def _check_rope(rope: dict, where: str) -> None:
     kind = field(rope, "rope_type", str, where)
     for name in ROPE_NUMBERS.get(kind, ("rope_theta",)):
-        field(rope, name, float, where, least=1e-6, most=1e15)
+        field(rope, name, float, where, least=1.001 if name == "rope_theta" else 1e-6, most=1e15)
+    for name, (least, most) in ROPE_OPTIONS.items():
+        if rope.get(name) is not None:
+            check(rope[name], f"{where}: {name}", float, least=least, most=most)
 
 
 def ignored_fields(folder: str | pathlib.Path) -> dict[str, object]:
-    """Return the fields of config.json that are set and that the model built here does not read, dropout for one."""
+    """Return the fields of config.json that are set and that the model built here does not read.
+
+    Such are dropout, and another family's fields: transformers' class does not have them.
+    """
+    from transformers import CONFIG_MAPPING
+
+    fields, read = read_fields(folder), _READ
+    if (family := family_of(fields.get("model_type"))) is not None:
+        read = _READ & (class_fields(CONFIG_MAPPING[family.model_type]) | _ANYWHERE | set(family.reads))
     return {
         name: value
-        for name, value in read_fields(folder).items()
-        if name not in _READ | _NEUTRAL and value not in (None, False, 0, "", [], {})
+        for name, value in fields.items()
+        if name not in read | _NEUTRAL and value not in (None, False, 0, "", [], {})
     }
 
 

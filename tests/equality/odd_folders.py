@@ -16,6 +16,7 @@ from tests.reference import tiny_model
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
 BLOCK, TIED = 16, "qwen2_tied"
+HUGE, RANDOM = dict(hidden_size=2**20, intermediate_size=2**24, vocab_size=2**26), ("model.init=random",)
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[pathlib.Path], object]
 
@@ -142,7 +143,7 @@ READ = {  # with transformers' log-probs
         with_tensor("model.layers.0.self_attn.rotary_emb.inv_freq", lambda t: torch.ones(8)), family="llama"
     ),
     "dropout": Folder(config(attention_dropout=0.5)),
-    "fields of no meaning": Folder(config(final_logit_softcapping=30.0, qk_norm=True)),
+    "fields of other families": Folder(config(final_logit_softcapping=3.0, qk_norm=True, query_pre_attn_scalar=7)),
     "other weights beside": Folder(file("consolidated.safetensors", b"")),
     "a tensor too many, allowed": Folder(EXTRA, overrides=UNREAD),
     "block FP8": Folder(both(IN_FP8, config(**fp8()))),
@@ -197,6 +198,8 @@ DISAGREE = {  # config and files
     ),
     "another width": Folder(config(intermediate_size=128), r"has shape \(64, 96\) and the config asks for \(64, 128\)"),
     "another vocabulary": Folder(config(vocab_size=100), r"has shape \(99, 64\) and the config asks for \(100, 64\)"),
+    "a width beyond any memory": Folder(config(**HUGE), r"has shape .* and the config asks for \("),
+    "random weights beyond any memory": Folder(config(**HUGE), "asks for .* random weights", overrides=RANDOM),
     "a layer of sliding attention": Folder(
         config(layer_types=["full_attention", "sliding_attention"]),
         "sliding_window=None of qwen2 with sliding_attention",

@@ -139,6 +139,7 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     ffn_field="moe_intermediate_size",
+    reads=tuple(_ONLY),
     refuse=refuse,
     refuse_served=refuse_served,
     features=features,

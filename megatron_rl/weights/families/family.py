@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,12 @@ from typing import Any
 from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.families.dense_layer import dense_layer, dense_sizes
 from megatron_rl.weights.model_shape import ModelShape
+
+
+def class_fields(config_class: type) -> set[str]:
+    """Return the fields of a config class of transformers; an object of it holds any others of its file too."""
+    renamed = config_class.attribute_map
+    return {field.name for field in dataclasses.fields(config_class)} | renamed.keys() | set(renamed.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +51,7 @@ class Family:
 
     ffn_field:    the config's field for the width of the MLP, or of one expert.
     experts:      the names of its mixture; None for a dense family.
+    reads:        the fields of a config.json that count here beside those of transformers' config class.
     refuse:       raises ConfigError for a config that asks for a feature that the model built here lacks.
     refuse_served: fields of a config.json and its path → raises ConfigError where vLLM would build another model.
     engine_arguments: the fields of a config.json → the fields of vllm.EngineArgs by which vLLM computes what they say.
@@ -60,12 +68,14 @@ class Family:
     last:         entries beside the final norm's weight, on the last stage.
     layer_fields: shape → the fields of Megatron-Core's TransformerConfig that its layers need beside the common ones.
     turns_partly: whether its module in transformers reads ``partial_rotary_factor``.
+    turns_by_kind: whether its ``rope_parameters`` hold numbers for each kind of layer.
     expert_adapters: whether adapters on its experts were shown (tests/equality/test_adapter.py).
     bitwise:      whether ``rollout.bitwise`` was shown for it (tests/equality/test_bitwise.py).
     """
 
     model_type: str
     refuse: Callable[[Any], None]
+    reads: tuple[str, ...] = ()
     refuse_served: Callable[[Mapping[str, Any], str], object] = nothing
     engine_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] = nothing
     counts_pads: Callable[[Any], bool] = never
@@ -79,5 +89,6 @@ class Family:
     expert_layer: Callable[[ModelShape, int], tuple[Entry, ...]] | None = None
     experts: ExpertNames | None = None
     turns_partly: bool = False
+    turns_by_kind: bool = False
     expert_adapters: bool = False
     bitwise: bool = False

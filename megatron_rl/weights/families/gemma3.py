@@ -54,6 +54,8 @@ def layer(shape: ModelShape) -> tuple[Entry, ...]:
 
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
+    turns_by_kind=True,
+    reads=("sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
     refuse=refuse,
     features=features,
     layer=layer,

@@ -23,6 +23,7 @@ def features(hf_config: Any) -> dict[str, Any]:
 
 OLMO3 = Family(
     model_type="olmo3",
+    turns_by_kind=True,
     refuse=refuse,
     features=features,
     layer=post_norm_layer,

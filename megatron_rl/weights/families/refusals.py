@@ -8,7 +8,7 @@ from megatron_rl.errors import ConfigError, quoted
 
 
 def refuse_other_layers(hf_config: Any, *, windows: bool = False) -> None:
-    """Raise ConfigError unless every layer has causal attention and silu in its MLP.
+    """Raise ConfigError unless every layer has full attention and silu in its MLP.
 
     windows: whether layers may have a sliding window; their kinds are ``windows.windows_of``'s to check then.
     """
@@ -17,8 +17,14 @@ def refuse_other_layers(hf_config: Any, *, windows: bool = False) -> None:
         raise ConfigError(f"hidden_act={hf_config.hidden_act!r} of {family} is not supported; only silu is")
     if not windows and set(kinds := fields.get("layer_types") or []) - {"full_attention"}:
         raise ConfigError(f"layer_types={quoted(kinds)} of {family} is not supported; only full_attention is")
-    if fields.get("is_causal", True) is not True:
-        raise ConfigError(f"is_causal={fields['is_causal']} of {family} is not supported; only causal attention is")
+
+
+def refuse_other_masks(hf_config: Any) -> None:
+    """Raise ConfigError unless attention is causal; transformers' masks read the field for every family."""
+    if (causal := hf_config.to_dict().get("is_causal", True)) is not True:
+        raise ConfigError(
+            f"is_causal={quoted(causal)} of {hf_config.model_type} is not supported; only causal attention is"
+        )
 
 
 def refuse_attention_bias(hf_config: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.weights.families.family import class_fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -18,12 +19,21 @@ def windows_of(hf_config: Any) -> tuple[int, ...]:
     Example: sliding_window 4, layer_types sliding, full: (4, 0).
     """
     fields = hf_config.to_dict()
-    window, kinds = fields["sliding_window"], fields.get("layer_types") or [SLIDING] * hf_config.num_hidden_layers
+    window, listed = fields["sliding_window"], fields.get("layer_types")
+    if "layer_types" not in class_fields(type(hf_config)):
+        alike = FULL if window is None else SLIDING
+        if listed and set(listed) != {alike}:
+            raise ConfigError(
+                f"layer_types={quoted(listed)} of {hf_config.model_type} is not supported: transformers does not read "
+                f"it for that family, and gives every layer {alike}; remove it"
+            )
+        listed = None
+    kinds = listed or [SLIDING] * hf_config.num_hidden_layers
     if set(kinds) - {FULL, SLIDING}:
         raise ConfigError(
             f"layer_types={quoted(kinds)} of {hf_config.model_type} is not supported; only {FULL} and {SLIDING} are"
         )
-    if SLIDING not in kinds or (window is None and not fields.get("layer_types")):
+    if SLIDING not in kinds or (window is None and not listed):
         return ()
     if window is None or window < 1:
         raise ConfigError(

@@ -11,7 +11,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model import adapter
 from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.flops import adapter_parameters, flops_per_token
-from megatron_rl.model.hf_config import inverse_frequencies, model_shape, softmax_scale
+from megatron_rl.model.hf_config import inverse_frequencies, latent_angles, model_shape, softmax_scale
 from megatron_rl.model.latent_attention import latent_fields
 from megatron_rl.model.post_norm import put_norms_behind, put_wide_norms
 from megatron_rl.weights.mapping import adapter_entries
@@ -57,6 +57,8 @@ REFUSED = [
     (changed("gemma3_text", final_logit_softcapping=30.0), {}, "final_logit_softcapping=30.0 of gemma3_text is not"),
     (changed("gemma3_text", attn_logit_softcapping=50.0), {}, "attn_logit_softcapping=50.0 of gemma3_text is not"),
     (changed("gemma3_text", use_bidirectional_attention=True), {}, "use_bidirectional_attention=true of gemma3_text"),
+    (changed("gemma3_text", is_causal=False), {}, "is_causal=False of gemma3_text is not supported"),
+    (changed("llama4", is_causal=False), {}, "is_causal=False of llama4_text is not supported"),
     (changed("gemma3_text", hidden_activation="silu"), {}, "hidden_activation='silu' of gemma3_text is not supported"),
     (changed("phi3", resid_pdrop=0.1), {}, "resid_pdrop=0.1 of phi3 is not supported: set it to 0.0"),
     (changed("olmo2", attention_bias=True), {}, "a olmo2 model with attention_bias is not supported"),
@@ -115,6 +117,14 @@ def test_a_part_of_each_head_turns_where_the_family_says_so() -> None:
     config.rope_parameters["rope_type"] = "linear"
     with pytest.raises(ConfigError, match="partial_rotary_factor=0.5 of glm4_moe with rope_type='linear'"):
         inverse_frequencies(config, 32)
+    olmo3 = changed("olmo3", partial_rotary_factor=0.5)  # which transformers' yarn takes from beside rope_parameters
+    latent = changed("deepseek_v3", head_dim=20)
+    for own, angles in (
+        (16, lambda: inverse_frequencies(olmo3, 16, "full_attention")),
+        (8, lambda: latent_angles(latent, shape_of(latent))),
+    ):
+        with pytest.raises(ConfigError, match=f"turn [0-9]+ of {own} elements of a head, which is not supported"):
+            angles()
     other = tiny_config("qwen3")
     other.rope_parameters["partial_rotary_factor"] = 0.5
     with pytest.raises(ConfigError, match="partial_rotary_factor=0.5 of qwen3"):

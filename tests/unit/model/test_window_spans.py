@@ -161,17 +161,21 @@ def test_layers_of_one_window_share_their_spans_and_a_configs_windows_are_by_its
     assert within(3) is within(3) is not cut(3) is cut(3) is not packed.spans
     assert within(None) is within(9) is cut(9) is packed.spans
     mixed = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert windows_of(hf_config(layer_types=mixed)) == (4, 0, 4)
-    assert windows_of(hf_config()) == (4, 4, 4)
-    assert windows_of(hf_config(sliding_window=64)) == windows_of(hf_config(sliding_window=None)) == ()
-    assert windows_of(hf_config(sliding_window=None, layer_types=["full_attention"] * 3)) == ()
-    with pytest.raises(ConfigError, match="sliding_window=None of mistral with sliding_attention"):
-        windows_of(hf_config(layer_types=mixed, sliding_window=None))
+    assert windows("olmo3", layer_types=mixed) == (4, 0, 4)
+    assert windows() == windows(layer_types=mixed[:1] * 3) == (4, 4, 4)
+    assert windows(sliding_window=256) == windows(sliding_window=None) == ()
+    assert windows(sliding_window=None, layer_types=mixed[1:2] * 3) == ()
+    with pytest.raises(ConfigError, match="sliding_window=None of olmo3 with sliding_attention"):
+        windows("olmo3", layer_types=mixed, sliding_window=None)
+    with pytest.raises(ConfigError, match="layer_types=.* of mistral is not supported: .* every layer sliding_"):
+        windows(layer_types=mixed)
 
 
-def hf_config(**fields: object) -> SimpleNamespace:
-    fields = dict(sliding_window=4, max_position_embeddings=64, num_hidden_layers=3) | fields
-    return SimpleNamespace(**fields, model_type="mistral", to_dict=lambda: fields)
+def windows(family: str = "mistral", *, sliding_window: int | None = 4, **fields: object) -> tuple[int, ...]:
+    config = tiny_config(family, layers=3)
+    for name, value in dict(sliding_window=sliding_window, **fields).items():
+        setattr(config, name, value)
+    return windows_of(config)
 
 
 def test_each_layer_s_window_reaches_megatron_core_and_where_none_is_computed_it_is_refused() -> None:

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.hf_config import angle_kinds, read_shape, softmax_scale
+from megatron_rl.model.positions import angles_of
 from megatron_rl.weights.config_json import check_served, ignored_fields, read_hf_config, stop_ids, transformers_model
 from tests.reference import FAMILIES, MIXTURES, tiny_config
 
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # changed fields of config.json, and the message behind "<folder>/config.json"
 FIELDS: list[tuple[dict[str, object], str]] = [
     ({"model_type": "gemma2"}, " holds a 'gemma2' model; this version builds .*; missing for gemma2: soft-capped"),
@@ -20,6 +23,17 @@ FIELDS: list[tuple[dict[str, object], str]] = [
     ({"num_hidden_layers": 0}, ": num_hidden_layers must be 1 to 10000, and it is 0"),
     ({"num_hidden_layers": 10**9, "layer_types": None}, ": num_hidden_layers must be 1 to 10000, and it is 1000000000"),
     ({"num_hidden_layers": 3}, " is refused by transformers: .*num_hidden_layers"),
+    ({"hidden_size": None}, " lacks the field hidden_size, a size of the model; give the config of its weights"),
+    (
+        {"text_config": {"hidden_size": 64}},
+        " holds a model within the model, text_config=.* a qwen3 model does not",
+    ),
+    ({"to_dict": 1}, ": to_dict would replace a part of transformers' config class; remove it"),
+    ({"per_layer_config": {"0": {"head_dim": 8}}}, ": per_layer_config would replace a part of"),
+    ({"attn_implementation": "a/b"}, ": attn_implementation='a/b' names code to download; remove it"),
+    ({"partial_rotary_factor": 2.0}, ": partial_rotary_factor must be 0.001 to 1.0, and it is 2.0"),
+    ({"rope_parameters": {"full_attention": ROPE} | ROPE}, ": rope_parameters has full_attention; a qwen3 .* one set"),
+    ({"rope_parameters": ROPE | {"attention_factor": "x"}}, ": attention_factor must be a number, and it is 'x'"),
     ({"hidden_size": -64}, ": hidden_size must be 1 to 1048576, and it is -64"),
     ({"hidden_size": 64.5}, ": hidden_size must be an integer, and it is 64.5"),
     ({"hidden_size": True}, ": hidden_size must be an integer, and it is True"),
@@ -90,6 +104,52 @@ def test_odd_text_is_refused_by_file(tmp_path: pathlib.Path, text: bytes, messag
     (tmp_path / "generation_config.json").write_bytes(text)
     with pytest.raises(ConfigError, match=f"^{tmp_path}/generation_config.json{message}"):
         stop_ids(tmp_path)
+
+
+def test_a_file_without_sizes_or_with_experts_without_number_is_refused(tmp_path: pathlib.Path) -> None:
+    """transformers' defaults for the sizes are those of a model of 7,000,000,000 parameters."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    with pytest.raises(ConfigError, match="lacks the field num_hidden_layers, a size of the model"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "text_config": {"hidden_size": 64}}))
+    with pytest.raises(ConfigError, match="holds a model within the model, text_config="):
+        read_hf_config(tmp_path)
+    for changes, message in (
+        ({"n_routed_experts": 2**16, "num_hidden_layers": 99}, "65536 experts in each of 99 layers are more than"),
+        ({"n_group": None}, "n_group must be an integer, and it is None"),
+    ):
+        write(tmp_path, "deepseek_v3", **changes)
+        with pytest.raises(ConfigError, match=message):
+            read_hf_config(tmp_path)
+
+
+FOREIGN: dict[str, object] = dict(
+    **dict(query_pre_attn_scalar=7, attn_logit_softcapping=1.0, final_logit_softcapping=1.0, sliding_window=3),
+    **dict(use_sliding_window=True, attention_bias=True, mlp_bias=True, hidden_activation="gelu", use_qk_norm=True),
+    **dict(use_bidirectional_attention=True, norm_topk_prob=True, router_jitter_noise=0.5, attention_chunk_size=3),
+    **dict(num_experts=3, num_local_experts=3, n_routed_experts=3, num_experts_per_tok=4, n_group=2, topk_group=1),
+    **dict(q_lora_rank=8, kv_lora_rank=8, routed_scaling_factor=3.0, decoder_sparse_step=2, mlp_only_layers=[0]),
+    **dict(swiglu_limit=0.1, embedding_multiplier=3.0, logits_scaling=3.0, residual_multiplier=0.3, scale_emb=3),
+)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_fields_of_other_families_change_nothing_and_are_named(tmp_path: pathlib.Path, family: str) -> None:
+    """Neither here nor in transformers, whose class of the family does not have them."""
+    found = []
+    for more in ({}, FOREIGN):
+        own = tiny_config(family)
+        foreign = {name: x for name, x in more.items() if name not in {*own.to_dict(), *own.attribute_map}}
+        write(tmp_path, family, **foreign)
+        config = read_hf_config(tmp_path)
+        shape, kinds = read_shape(config, layer_spec="torch"), dict.fromkeys(angle_kinds(config))
+        angles, factor = angles_of(config, shape)
+        scales = [] if shape.kv_lora_rank else [softmax_scale(config, shape.head_dim, kind) for kind in kinds]
+        torch.manual_seed(0)
+        logits = transformers_model(config, tmp_path).eval()(torch.arange(2, 14)[None]).logits
+        found.append((shape, factor, scales, [table.tolist() for table in angles.values()], logits.tolist()))
+        assert ignored_fields(tmp_path) == foreign
+    assert found[0] == found[1]
 
 
 def test_a_folder_without_a_config_and_fields_that_are_not_read_are_named(tmp_path: pathlib.Path) -> None:
