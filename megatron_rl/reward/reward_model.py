@@ -12,6 +12,7 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import ConfigError, quoted
 
 ROWS_PER_PASS = 16
+MOST_PER_BYTE = 4  # parameters in a byte of the weights: files of four bits hold two
 
 
 class RewardModelScore:
@@ -33,6 +34,11 @@ class RewardModelScore:
             raise ConfigError(f"{setting} holds no config.json; give a reward model's directory")
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            with torch.device("meta"):  # transformers gives memory to weights that the files lack, and looks then
+                asked = AutoModelForSequenceClassification.from_config(config).num_parameters()
+            held = sum(x.stat().st_size for x in pathlib.Path(path).iterdir() if x.suffix in (".safetensors", ".bin"))
+            if asked > MOST_PER_BYTE * held:
+                raise ValueError(f"config.json asks for {asked:,} parameters, and the weights have {held:,} bytes")
             self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False, output_loading_info=True

@@ -235,10 +235,7 @@ HOSTILE = {
     "bomb.yaml": (BOMB, "bomb.yaml, line 1: more than 10000 values, aliases written out"),
     "large.yaml": ("a: " + "x" * 2**18, "bytes; at most 262144 are read"),
     "large.sh": ("a.b=" + "x" * 20_000_000, "has 20000004 bytes; at most 262144 are read"),
-    "double.sh": (
-        "A=" + "x" * 99 + "\nA=$A$A" * 40 + "\na.b=$A",
-        "holds a word, 'A=$A$A', of more than 8192 characters; shorten it",
-    ),
+    "double.sh": ("A=" + "x" * 99 + "\nA=$A$A" * 40, "holds a word, 'A=$A$A', of more than 8192 characters; shorten"),
     "open.sh": ("a.b=" + "${a:-" * 40_000, "holds a word, 'a.b=${a:-${a:-"),
     "lines.yaml": ('"x.y\\nreward:\\n  functions: [a.py:f]\\n#": 1', "which is no text of one line"),
 }

@@ -173,11 +173,7 @@ def test_damaged_tables_are_named(tmp_path):
         ("text.parquet", b'{"prompt": "a"}\n', "text.parquet is no Parquet file that pyarrow reads"),
         ("none.parquet", written("x", prompt=pyarrow.array([], pyarrow.string())), "none.parquet' has no rows"),
         ("twice.parquet", written("x", a=["b"], a_=["c"]), "has the column 'a' twice"),
-        (
-            "nulls.parquet",
-            written("x", **nulls),
-            "says that it has 700000 rows of 300 columns; at most 10000000 rows and",
-        ),
+        ("nulls.parquet", written("x", **nulls), "says that it has 700000 rows of 300 columns; at most 10000000 rows"),
         ("bytes.parquet", written("x", image=[b"\x89PNG"]), "bytes.parquet, row 0: column 'image' holds bytes"),
         ("latin.parquet", written("x", prompt=not_text), "a text of rows 0 to 1 is not UTF-8"),
     ]:

@@ -10,6 +10,7 @@ import torch
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.hf_config import angle_kinds, read_shape, softmax_scale
 from megatron_rl.model.positions import angles_of
+from megatron_rl.reward.reward_model import RewardModelScore
 from megatron_rl.weights.config_json import check_served, ignored_fields, read_hf_config, stop_ids, transformers_model
 from tests.reference import FAMILIES, MIXTURES, tiny_config
 
@@ -121,6 +122,15 @@ def test_a_file_without_sizes_or_with_experts_without_number_is_refused(tmp_path
         write(tmp_path, "deepseek_v3", **changes)
         with pytest.raises(ConfigError, match=message):
             read_hf_config(tmp_path)
+
+
+def test_a_reward_models_sizes_that_its_weights_do_not_have_take_no_memory(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, "qwen2_untied", hidden_size=2**20, vocab_size=2**24, num_labels=1)
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    with pytest.raises(
+        ConfigError, match="cannot be loaded .*config.json asks for .* and the weights have 1,000 bytes"
+    ):
+        RewardModelScore(tmp_path)
 
 
 FOREIGN: dict[str, object] = dict(
