@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from megatron_rl.config import EnvironmentConfig
 from megatron_rl.errors import ConfigError
@@ -18,6 +19,7 @@ BUILT_IN = {
     "calculator": "megatron_rl.environment.calculator:Calculator",
     "gymnasium": "megatron_rl.environment.gymnasium_adapter:GymnasiumAdapter",
 }
+LARGEST_REWARD = float(np.finfo(np.float32).max)  # the loss reads advantages in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +69,18 @@ class Environment(Protocol):
         ...
 
 
+def is_reward(value: object) -> bool:
+    """Tell whether a value is a number that float32 holds: not NaN, not infinite, and at most 3.4e38 either way."""
+    return isinstance(value, (numbers.Real, np.bool_)) and bool(abs(value) <= LARGEST_REWARD)
+
+
 def fault_of(step: object) -> str | None:
     """Return the fault of a value that ``step`` returned, in words, or None."""
     if not isinstance(step, Step):
         return f"it returned a {type(step).__name__}; return a megatron_rl.environment.Step"
     reward = step.reward
-    if reward is not None and not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
-        return f"its reward is {reward!r:.80}; give a finite number, or None for nothing"
+    if reward is not None and not is_reward(reward):
+        return f"its reward is {reward!r:.80}; give a finite number (float32), or None for nothing"
     if not isinstance(step.observation, str | list | tuple):
         return f"its observation is a {type(step.observation).__name__}; give a text or a list of messages"
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 from megatron_rl import users_code
 from megatron_rl.config.reward import REWARD_MODEL
 from megatron_rl.data.columns import ANSWER, RequiredColumn
+from megatron_rl.environment.protocol import is_reward
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Rollout
 from megatron_rl.users_code import exit_is_an_error
@@ -177,7 +177,7 @@ def call(function: RewardFunction, arguments: Mapping[str, list]) -> tuple[list[
             returned = function(**arguments)
             if inspect.isawaitable(returned):
                 returned = asyncio.run(_awaited(returned))
-        return [_outcome(value) for value in _as_list(returned, len(arguments["completions"]))], None
+        return [outcome_of(value) for value in _as_list(returned, len(arguments["completions"]))], None
     except KeyboardInterrupt:
         raise
     except _WrongReturn as error:
@@ -208,7 +208,8 @@ def _as_list(returned: object, expected: int) -> list[object]:
     return values
 
 
-def _outcome(value: object) -> Outcome:
+def outcome_of(value: object) -> Outcome:
+    """Return the outcome of a value that a function, or an environment, gave for a sample."""
     if value is None:
         return Outcome()
     if not isinstance(value, (numbers.Real, np.bool_)):
@@ -217,6 +218,8 @@ def _outcome(value: object) -> Outcome:
             "apply"
         )
         return Outcome(error=fault)
-    if not math.isfinite(value):
-        return Outcome(error=f"its value is {value!r}; return a finite number, or None where it does not apply")
+    if not is_reward(value):
+        return Outcome(
+            error=f"its value is {value!r:.80}; return a finite number (float32), or None where it does not apply"
+        )
     return Outcome(value=float(value))

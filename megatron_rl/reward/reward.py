@@ -21,6 +21,7 @@ from megatron_rl.reward.function import (
     check_signature,
     columns_of,
     needed_parameters,
+    outcome_of,
     required_columns,
     resolve,
 )
@@ -174,7 +175,7 @@ class Reward:
                 f"reward.functions names {ENVIRONMENT!r} and sample {without[0]} comes from no environment; name one "
                 "by environment.name, or a function"
             )
-        return _Answers(outcomes=[Outcome(value=rollout.environment_reward) for rollout in rollouts], unexplained=())
+        return _Answers(outcomes=[outcome_of(rollout.environment_reward) for rollout in rollouts], unexplained=())
 
     def _ask_workers(self, rollouts: Sequence[Rollout]) -> dict[str, _Answers]:
         if self.pool is None:

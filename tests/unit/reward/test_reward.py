@@ -159,15 +159,15 @@ def test_only_the_guilty_sample_meets_the_policy(module, function, message, on_e
 
 def test_the_log_has_the_first_error_of_each_kind_and_the_scores_have_every_one(module, caplog):
     def fails(completions, **_):
-        return [{"a": 1.0, "b": float("nan")}[text] for text in completions]
+        return [{"a": 1.0, "b": 1e39}[text] for text in completions]
 
     reward = reward_of(module, fails, on_error="zero")
     scores = reward.score(make_rollouts("axbyb"))
-    nan = "its value is nan; return a finite number, or None where it does not apply"
-    assert [score.error for score in scores] == [None, "KeyError: 'x'", nan, "KeyError: 'y'", nan]
+    large = "its value is 1e+39; return a finite number (float32), or None where it does not apply"
+    assert [score.error for score in scores] == [None, "KeyError: 'x'", large, "KeyError: 'y'", large]
     reward.score(make_rollouts("zb"))
     said = [record.getMessage() for record in caplog.records]
-    assert [text.split()[6] for text in said] == ["1@0#0,", "2@0#0,"] and "Traceback" in said[0] and nan in said[1]
+    assert [text.split()[6] for text in said] == ["1@0#0,", "2@0#0,"] and "Traceback" in said[0] and large in said[1]
 
 
 @pytest.mark.parametrize(("function", "message"), GUILTY_ON_B)

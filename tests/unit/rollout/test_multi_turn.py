@@ -59,7 +59,7 @@ class Faulty(Echo):
             case "returns":
                 return "408"
             case "nan":
-                return Step(reward=float("nan"))
+                return Step(reward=1e39)
             case "observes":
                 return Step(observation=7)
         return super().step(action)
@@ -168,7 +168,7 @@ def test_an_observation_is_the_templates_and_appended_only_where_a_token_fits_be
     ("raises", r"sample 2@0#0, step after turn 1.*KeyError.*the tool's table"),
     ("hangs", r"sample 2@0#0, step after turn 1.*environment\.deadline_s=0\.5 s.*held\.wait"),
     ("returns", r"sample 2@0#0, step after turn 1.*it returned a str; return a megatron_rl\.environment\.Step"),
-    ("nan", r"sample 2@0#0.*its reward is nan"),
+    ("nan", r"sample 2@0#0.*its reward is 1e"),
     ("observes", r"sample 2@0#0.*its observation is a int"),
 ])
 def test_an_environment_that_fails_is_named_or_costs_its_own_samples(fault: str, words: str) -> None:
