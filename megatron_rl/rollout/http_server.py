@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
-import json
 import os
 import threading
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ConfigError, RunError
+from megatron_rl.json_text import check, parse_json
 
 if TYPE_CHECKING:  # an extra (`serve`), which only a run that serves needs
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -76,14 +76,8 @@ def is_known(key: str, keys: Sequence[str]) -> bool:
 
 
 def json_object(content: bytes, error: type[Exception]) -> dict:
-    """Return the JSON object of a body, {} of an empty one. Raises ``error`` with a message for anything else."""
-    try:
-        body = json.loads(content or b"{}")
-    except (ValueError, RecursionError) as fault:
-        raise error(f"the body of {len(content)} bytes is no JSON: {fault}") from None
-    if not isinstance(body, dict):
-        raise error("the body must be a JSON object")
-    return body
+    """Return the JSON object of a body, {} of an empty one. Raises ``error`` for anything else (``json_text``)."""
+    return check(parse_json(content or b"{}", "the body", error=error), "the body", dict, error=error)
 
 
 def is_loopback(host: str) -> bool:

@@ -117,7 +117,7 @@ def test_wrong_bodies_and_foreign_names_are_refused_by_name(client: Client, serv
         ((400, "is no ForwardBackwardRequest"), lambda: client.train(b"\xff\xffnothing of the kind")),
         ((400, "data is empty"), lambda: client.train(training_body(model, 3, []))),
         ((413, "serve.max_body_mb"), lambda: client.train(b"\0" * (5 * 2**20))),
-        ((400, "is no JSON"), lambda: client.send("optim_step", b"{")),
+        ((400, "not valid JSON"), lambda: client.send("optim_step", b"{")),
         ((400, "model_id must be of type str"), lambda: client.ask("optim_step", {"model_id": 3, "seq_id": 1})),
         (unknown, lambda: client.train(training_body(nobody, 1, TEXTS))), (unknown, lambda: client.step(nobody, 1)),
         (foreign, lambda: other.train(training_body(model, 3, TEXTS))), (foreign, lambda: other.result(mine)),
