@@ -137,9 +137,8 @@ def text_behind_turn(
 
     Raises ConfigError for a template that does not write the turn's content as it is, or that refuses the messages.
     """
-    turn = TURN
-    while any(turn in (message.get("content") or "") for message in messages):  # the text's last must be the turn's
-        turn += TURN
+    # The text's last must be the turn's: no message has so many of them.
+    turn = TURN * (1 + max(((message.get("content") or "").count(TURN) for message in messages), default=0))
     conversation = [*before, {"role": "assistant", "content": turn}, *messages]
     rendered = render_chat(tokenizer, conversation, where, add_generation_prompt=bool(messages), beside=beside)
     _, marker, behind = rendered.rpartition(turn)

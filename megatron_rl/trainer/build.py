@@ -267,7 +267,7 @@ def _build_manager(
     engine, share, shared = _build_engine(config, location, tokenizer, backend.shape.vocab_size)
     with watchdog.own_call("environment"):  # is imported, or the agent is
         engine = with_environment(engine, config, tokenizer)
-        engine = with_agents(engine, config, tokenizer, rank=rank)
+        engine = with_agents(engine, config, tokenizer, rank=rank, vocab_size=backend.shape.vocab_size)
     on_device: list[TrainableModel] = [backend, critic] if isinstance(critic, Critic) else [backend]
     bucket_bytes = config.weight_sync.bucket_bytes // 2  # the other half is the sender's
     alone = config.weight_sync.adapters == "alone"

@@ -64,6 +64,7 @@ def sessions_on(engine, bench, kind: str) -> Iterator[MultiTurnEngine | AgentEng
     config = EndpointConfig(agent="tests.vllm.test_turns:counts_on", deadline_s=patient(60.0), num_agents=16)
     rollout, given = bench.config.rollout, dict(port=0, on_error="fail", max_response_tokens=room)
     given |= dict(temperature=rollout.temperature, max_prompt_tokens=bench.config.data.max_prompt_tokens)
+    given |= dict(vocab_size=len(tokenizer))
     opened = AgentEngine(engine, counts_on, tokenizer, config, **given)
     yield opened
     opened._pool.close()

@@ -28,8 +28,8 @@ SESSIONS = (
     Mutant(
         name="draws-by-their-arrival",
         file="megatron_rl/rollout/endpoint/session.py",
-        line='prompt_id=f"{self.name}/{digest}.{self._asked[digest]}", text="", token_ids=context, columns={}',
-        becomes='prompt_id=f"{self.name}/{digest}.{self._asked.total()}", text="", token_ids=context, columns={}',
+        line='name = f"{self.name}/{digest}.{self._draws[digest]}"',
+        becomes='name = f"{self.name}/{digest}.{self._draws.total()}"',
         fault="what an agent's request draws depends on how many others of its session came before it",
         tests=(
             "tests/unit/rollout/endpoint/test_recorder.py::test_a_draw_is_named_by_its_context_whatever_the_order_of_requests",

@@ -7,6 +7,10 @@ A session ends once its agent has returned and its reward is known: a number tha
 by POST /sessions/ID/reward. It fails where the agent raises, has asked nothing, or where there is no reward
 ``rollout.endpoint.deadline_s`` after its start; ``environment.on_error`` says what follows. Where a request was refused
 for the session's length or number of requests, an agent that raises has ended its episode, and has not failed.
+
+What an agent asks ends no run. An error of the engine other than EngineLost is one request's own if it fails alone too,
+and the engine then samples a token behind an end of sequence: the request is refused to its agent. An engine that does
+not even sample that is broken, and the error ends the call.
 """
 
 from __future__ import annotations
@@ -15,8 +19,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import math
-import numbers
 import secrets
 import threading
 import time
@@ -28,6 +30,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config, EndpointConfig
+from megatron_rl.environment.protocol import is_reward
 from megatron_rl.environment.step_pool import Overdue, StepPool, Ticket
 from megatron_rl.errors import ConfigError, EpisodeError
 from megatron_rl.rollout.endpoint.recorder import Record
@@ -108,6 +111,7 @@ class AgentEngine(EngineAround):
     """Runs agents' sessions on an inner engine (see the module).
 
     agent: called with the session's base_url and the row. port: of the endpoint; 0: any free one.
+    vocab_size: the model's, above every token id that is sampled behind.
     on_error: ``environment.on_error``. template_variables: ``data.template_variables``.
     """
 
@@ -120,6 +124,7 @@ class AgentEngine(EngineAround):
         *,
         port: int,
         temperature: float,
+        vocab_size: int,
         max_prompt_tokens: int,
         max_response_tokens: int,
         on_error: str,
@@ -141,7 +146,13 @@ class AgentEngine(EngineAround):
         self._ended: deque[str] = deque()
         keys = keys_in(config.api_key_env, setting="rollout.endpoint.api_key_env")
         self._front = Front(
-            config, self._rendering, self.tally, temperature=temperature, keys=keys, submit=self._submit
+            config,
+            self._rendering,
+            self.tally,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            keys=keys,
+            submit=self._submit,
         )
         self._pool = StepPool(config.num_agents, config.deadline_s, key="rollout.endpoint.deadline_s")
         self._open = contextlib.ExitStack()
@@ -176,7 +187,8 @@ class AgentEngine(EngineAround):
     ) -> list[Rollout]:
         """Return rollouts as ``Engine.generate`` does, one for each session; ``max_tokens`` bounds whole responses.
 
-        Raises EpisodeError, with the sample's id, where a session fails under ``environment.on_error=fail``.
+        Raises EpisodeError, with the sample's id, where a session fails under ``environment.on_error=fail``, and the
+        error of an engine that is broken (see the module).
         """
         rooms = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
         call = _Call()
@@ -236,18 +248,36 @@ class AgentEngine(EngineAround):
             return None
 
     def _sample(self, waiting: Sequence[Pending], temperature: float | None) -> None:
-        """Run the engine on requests that wait, and answer each as soon as it is sampled."""
+        """Run the engine on requests that wait, and answer each as soon as it is sampled.
+
+        Where that fails each is tried alone; one that fails alone is refused, or the engine is broken (see the module).
+        """
 
         def took(index: int, rollouts: list[Rollout]) -> None:
             waiting[index].session.take(waiting[index], rollouts[0], self.tally)
 
-        self.engine.generate(
-            [pending.prompt for pending in waiting],
-            1,
-            temperature=temperature,
-            max_tokens=[pending.limit for pending in waiting],
-            on_finished=took,
-        )
+        try:
+            limits = [pending.limit for pending in waiting]
+            prompts = [pending.prompt for pending in waiting]
+            self.engine.generate(prompts, 1, temperature=temperature, max_tokens=limits, on_finished=took)
+            return
+        except EngineLost:
+            raise
+        except Exception as error:  # noqa: BLE001 (of one request it is raised, or said, counted and logged)
+            fault = error
+        if len(waiting) > 1:
+            for pending in [pending for pending in waiting if not pending.done.done()]:
+                self._sample([pending], temperature)
+            return
+        probe = Prompt(prompt_id=f"{waiting[0].prompt.name}/probe", text="", token_ids=(self._filler,), columns={})
+        try:
+            self.engine.generate([probe], 1, temperature=temperature, max_tokens=[1])
+        except EngineLost:
+            raise
+        except Exception:  # noqa: BLE001 (the same fault, of which the first one says more)
+            raise fault from None
+        log.warning("a request of sample %s could not be sampled: %r", waiting[0].session.name, fault)
+        waiting[0].session.give_up(waiting[0], fault, self.tally)
 
     def _settle(self, episode: _Episode) -> None:
         """End a session whose agent has returned and whose reward is known, or that failed."""
@@ -275,7 +305,8 @@ class AgentEngine(EngineAround):
             message = f"agent {self._config.agent!r} failed on sample {session.name}"
             if self._on_error == "fail":
                 raise EpisodeError(f"{message}; mend it, or set environment.on_error=drop:\n{reason}")
-            log.warning("%s, which is taken out of its group: %s", message, reason.strip().splitlines()[-1])
+            last = (reason.strip().splitlines() or ["?"])[-1]
+            log.warning("%s, which is taken out of its group: %s", message, last)
             message = f"{message}: {reason}"
         episode.rollout = session.rollout(
             self._rendering, message, version=self.engine.weight_version, filler=self._filler
@@ -285,8 +316,9 @@ class AgentEngine(EngineAround):
         """Take what an agent returned as the reward; return (kind, reason) of a fault, or (None, None)."""
         if value is None:
             return None, None
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-            return "failed", f"it returned {value!r:.80}; return a finite number, or None if the reward comes by POST"
+        if isinstance(value, bool) or not is_reward(value):
+            said = f"it returned {value!r:.80}; return a finite number (float32)"
+            return "failed", f"{said}, or None if the reward comes by POST"
         if session.reward is not None:
             return "failed", f"it returned {value!r:.80} and {session.reward} came by POST; give one reward"
         session.reward = float(value)
@@ -329,7 +361,9 @@ def agent_of(config: EndpointConfig) -> Agent:
     return functools.partial(agent, **config.arguments)
 
 
-def with_agents(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase, *, rank: int) -> Engine:
+def with_agents(
+    engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase, *, rank: int, vocab_size: int
+) -> Engine:
     """Return an AgentEngine around the engine, or the engine itself where ``rollout.endpoint.agent`` is null.
 
     Raises ConfigError for an agent that cannot be called, or without the server's packages.
@@ -344,6 +378,7 @@ def with_agents(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBa
         settings,
         port=settings.port + rank if settings.port else 0,
         temperature=config.rollout.temperature,
+        vocab_size=vocab_size,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         on_error=config.environment.on_error,

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 
 from megatron_rl.config import EndpointConfig
-from megatron_rl.rollout.endpoint.asked import Asked, Refused, asked_chat, asked_completion
+from megatron_rl.errors import shortened
+from megatron_rl.rollout.endpoint.asked import Asked, Refused
+from megatron_rl.rollout.endpoint.bodies import asked_chat, asked_completion, asked_reward
 from megatron_rl.rollout.endpoint.rendering import Rendering, answer, chunks
 from megatron_rl.rollout.endpoint.session import Pending, Session, Tally
 from megatron_rl.rollout.http_server import BodyLimit, is_known, json_object
 
+MOST_BYTES = 12  # of a character in JSON: two escapes of six, of a surrogate pair
+
 
 class Front:
-    """Answers HTTP requests.
+    """Answers HTTP requests. What takes long, such as reading a body and tokenizing it, runs in threads of a pool.
 
-    temperature: ``rollout.temperature``. keys: those that clients may present; none takes any.
+    temperature: ``rollout.temperature``. vocab_size: the model's. keys: those that clients may present; none takes any.
     submit: hands a request to the engine's thread.
     """
 
@@ -31,18 +37,23 @@ class Front:
         tally: Tally,
         *,
         temperature: float,
+        vocab_size: int,
         keys: tuple[str, ...],
         submit: Callable[[Pending], None],
     ) -> None:
-        self._rendering, self._tally, self._temperature = rendering, tally, temperature
+        self._rendering, self._tally = rendering, tally
         self._keys, self._submit = keys, submit
         self.sessions: dict[str, Session] = {}
-        self.app = FastAPI(title="megatron_rl", docs_url=None, redoc_url=None, openapi_url=None)
+        self.app = FastAPI(title="megatron_rl", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         self.app.add_middleware(BodyLimit, most=int(settings.max_body_mb * 2**20), key="rollout.endpoint.max_body_mb")
         self.app.add_exception_handler(Refused, _refused)
-        self.app.add_exception_handler(404, _unknown_route)
+        for status in (404, 405):
+            self.app.add_exception_handler(status, _unknown_route)
         prefix = "/sessions/{key}"
-        for path, check in (("chat/completions", asked_chat), ("completions", asked_completion)):
+        completion = functools.partial(asked_completion, vocab_size=vocab_size)
+        checks = {"chat/completions": asked_chat, "completions": completion}
+        for path, check in checks.items():
+            check = functools.partial(check, temperature=temperature)
             self.app.add_api_route(f"{prefix}/v1/{path}", self._completing(check), methods=["POST"])
         self.app.add_api_route(f"{prefix}/v1/models", self._models, methods=["GET"])
         self.app.add_api_route(f"{prefix}/reward", self._reward, methods=["POST"])
@@ -59,19 +70,19 @@ class Front:
             )
         return session
 
-    def _completing(self, check: Callable[[dict, float], Asked]) -> Callable[[Request], Awaitable[Response]]:
+    def _completing(self, check: Callable[[dict], Asked]) -> Callable[[Request], Awaitable[Response]]:
         async def route(request: Request) -> Response:
             session = self._session(request)
             content = await request.body()
+            session.check_length(len(content) // MOST_BYTES, self._rendering)
 
             def take() -> Pending:
-                return session.ask(
-                    check(json_object(content, Refused), self._temperature), self._rendering, self._tally
-                )
+                return session.ask(check(json_object(content, Refused)), self._rendering, self._tally)
 
-            pending = await run_in_threadpool(take)
+            async with session.turnstile:
+                pending = await run_in_threadpool(take)
             self._submit(pending)
-            return self._answered(pending, await asyncio.wrap_future(pending.done))
+            return await run_in_threadpool(self._answered, pending, await asyncio.wrap_future(pending.done))
 
         return route
 
@@ -93,7 +104,9 @@ class Front:
 
     async def _reward(self, request: Request) -> Response:
         session = self._session(request)
-        session.take_reward(json_object(await request.body(), Refused), self._tally)
+        content = await request.body()
+        reward = await run_in_threadpool(lambda: asked_reward(json_object(content, Refused)))
+        session.take_reward(reward, self._tally)
         return JSONResponse({"status": "accepted"})
 
 
@@ -107,6 +120,6 @@ async def _refused(_: Request, error: Refused) -> Response:
     return _error(error.status, str(error), error.code)
 
 
-async def _unknown_route(request: Request, _: Exception) -> Response:
-    text = f"{request.method} {request.url.path} is not served here; docs/agents.md lists what is"
-    return _error(404, text, "not_found")
+async def _unknown_route(request: Request, error: HTTPException) -> Response:
+    text = f"{request.method} {shortened(request.scope['path'], 200)} is not served here; docs/agents.md lists what is"
+    return _error(error.status_code, text, "not_found")

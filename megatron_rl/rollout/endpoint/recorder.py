@@ -9,29 +9,44 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # A conversation is a text, token ids, or messages, each as canonical JSON: any sequence with prefixes.
 Conversation = str | tuple
+Frame = tuple[str, str]
+
+
+def digests(conversation: Conversation, lengths: Iterable[int]) -> list[tuple[int, bytes]]:
+    """Return (length, digest) of a conversation's beginnings of these lengths, which ascend; in linear time."""
+    state, found, start = hashlib.blake2b(digest_size=16), [], 0
+    for end in lengths:
+        part = conversation[start:end]
+        text = part if isinstance(part, str) else "".join(f"{piece}\n" for piece in part)  # JSON has no line's end
+        state.update(text.encode())
+        found.append((end, state.digest()))
+        start = end
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
     """Holds one answered request.
 
-    frame:    the form and what is rendered beside the conversation, such as ("chat", tools); only turns of one frame
-              chain.
+    frame:    the form and what is rendered beside the conversation, such as ("chat", the tools' digest); only turns of
+              one frame chain.
     parent:   the turn that it extends, or None.
-    known:    the whole conversation, the reply included.
+    known:    (length, digest) of the whole conversation, the reply included (``digests``).
     new_ids:  the tokens between the parent's last and the first sampled one; of a turn without a parent, its prompt.
     ids, logprobs: [T] what was sampled, its stop token included.
     weight_versions: (version, tokens) in order, as in Rollout.
     finish_reason: "stop" or "length".
     """
 
-    frame: tuple[str, str]
+    frame: Frame
     parent: Turn | None
-    known: Conversation
+    known: tuple[int, bytes]
     new_ids: tuple[int, ...]
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -49,15 +64,6 @@ class Turn:
     def token_ids(self) -> tuple[int, ...]:
         """Return the context and the sampled tokens of this turn and of all before it."""
         return tuple(token for turn in self.path() for token in (*turn.new_ids, *turn.ids))
-
-    def extends_to(self, frame: tuple[str, str], asked: Conversation) -> bool:
-        """Return whether a request goes on from this turn.
-
-        It must say something new, unless it lets a text go on that ``max_tokens`` had cut off.
-        """
-        if frame != self.frame or asked[: len(self.known)] != self.known:
-            return False
-        return len(asked) > len(self.known) or (frame[0] != "chat" and self.finish_reason == "length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +91,26 @@ class Record:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
+        self._lengths: dict[Frame, tuple[int, ...]] = {}  # of the turns' conversations, ascending
+        self._known: dict[tuple[Frame, tuple[int, bytes]], list[Turn]] = {}
 
-    def parent_of(self, frame: tuple[str, str], asked: Conversation) -> Turn | None:
-        """Return the turn that a request extends: the one with the longest conversation, the latest of equals."""
-        fitting = [turn for turn in self.turns if turn.extends_to(frame, asked)]
-        return max(reversed(fitting), key=lambda turn: len(turn.known), default=None)
+    def parent_of(self, frame: Frame, asked: Conversation) -> Turn | None:
+        """Return the turn that a request extends: the one with the longest conversation, the latest of equals.
+
+        The request must say something new, unless it lets a text go on that ``max_tokens`` had cut off. It takes time
+        linear in the conversation and the number of turns, and may be called while another thread adds one.
+        """
+        lengths = [length for length in self._lengths.get(frame, ()) if length <= len(asked)]
+        for known in reversed(digests(asked, lengths)):
+            for turn in reversed(self._known.get((frame, known), ())):
+                if known[0] < len(asked) or (frame[0] != "chat" and turn.finish_reason == "length"):
+                    return turn
+        return None
 
     def add(self, turn: Turn) -> None:
         self.turns.append(turn)
+        self._lengths[turn.frame] = tuple(sorted({*self._lengths.get(turn.frame, ()), turn.known[0]}))
+        self._known.setdefault((turn.frame, turn.known), []).append(turn)
 
     def leaves(self) -> list[Turn]:
         """Return the turns that no other turn extends, in order."""

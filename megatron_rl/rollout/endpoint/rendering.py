@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.data.chat import TURN, check_stays, render_chat, text_behind_turn, tokens_behind
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, shortened
+from megatron_rl.json_text import parse_json
 from megatron_rl.rollout.endpoint.asked import Asked, Refused
 from megatron_rl.rollout.endpoint.recorder import Turn
 
 FORMS = ((True, ""), (False, ""), (True, None), (False, None))  # arguments as an object; a content that is empty
+LEAST_CHARACTERS = 2**16  # that a request may have, whatever the context: for tools that a template shortens
+MOST_SAID = 1000  # characters of a template's or a tokenizer's own words in an error
 # The form in which Hermes', Qwen's and other templates ask for calls; a call in another form stays in the content.
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
@@ -31,33 +34,50 @@ class Rendering:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] | None = None) -> None:
         self._tokenizer, self._variables = tokenizer, variables or {}
         self._form: tuple[bool, str | None] | None = None
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        self._encode("0")  # a fast tokenizer changes itself at its first call, which threads must not do at once
+
+    def most_characters(self, num_tokens: int) -> int:
+        """Return the most characters that a request of so many tokens may have: no token has more than the longest."""
+        return max(LEAST_CHARACTERS, num_tokens * self._longest_token)
 
     def new_ids(self, asked: Asked, parent: Turn | None) -> tuple[int, ...]:
         """Return the tokens between the parent's last one and the first one to sample; without a parent all of them.
 
-        Raises Refused where the template does not take the messages.
+        Raises Refused for whatever the template or the tokenizer raises.
         """
+        try:
+            return self._new_ids(asked, parent)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except ConfigError as error:
+            raise Refused(shortened(str(error), MOST_SAID)) from error
+        except BaseException as error:  # a PanicException of the tokenizer's Rust is no Exception
+            said = shortened(f"{type(error).__name__}: {error}", MOST_SAID)
+            raise Refused(
+                f"the tokenizer or its chat template cannot read the request ({said}); ask otherwise"
+            ) from error
+
+    def _new_ids(self, asked: Asked, parent: Turn | None) -> tuple[int, ...]:
+        start = 0 if parent is None else parent.known[0]
         if asked.frame[0] == "ids":
-            return asked.conversation[0 if parent is None else len(parent.known) :]
+            return asked.conversation[start:]
         if not asked.is_chat:
-            return self._encode(asked.conversation[0 if parent is None else len(parent.known) :])
+            return self._encode(asked.conversation[start:])
         messages = self._as_template_reads(asked.messages)
         beside = dict(self._variables) if asked.tools is None else {**self._variables, "tools": list(asked.tools)}
-        try:
-            if parent is None:
-                return self._encode(
-                    render_chat(self._tokenizer, messages, "messages", add_generation_prompt=True, beside=beside)
-                )
-            # The parent's reply, which its messages end with, is not rendered: its tokens are those that were sampled.
-            before, new = messages[: len(parent.known) - 1], messages[len(parent.known) :]
-            first = len(parent.path()[0].known) - 1
-            then = [*before[first:], {"role": "assistant", "content": TURN}, *new]
-            check_stays(self._tokenizer, before[:first], then, "messages", beside)
-            behind = text_behind_turn(self._tokenizer, before, new, "messages", beside=beside)
-            end = text_behind_turn(self._tokenizer, before, [], "messages", beside=beside)
-            return tokens_behind(self._encode, behind, end, parent.ids[-1])
-        except ConfigError as error:
-            raise Refused(str(error)) from error
+        if parent is None:
+            return self._encode(
+                render_chat(self._tokenizer, messages, "messages", add_generation_prompt=True, beside=beside)
+            )
+        # The parent's reply, which its messages end with, is not rendered: its tokens are those that were sampled.
+        before, new = messages[: start - 1], messages[start:]
+        first = parent.path()[0].known[0] - 1
+        then = [*before[first:], {"role": "assistant", "content": TURN}, *new]
+        check_stays(self._tokenizer, before[:first], then, "messages", beside)
+        behind = text_behind_turn(self._tokenizer, before, new, "messages", beside=beside)
+        end = text_behind_turn(self._tokenizer, before, [], "messages", beside=beside)
+        return tokens_behind(self._encode, behind, end, parent.ids[-1])
 
     def _as_template_reads(self, messages: Sequence[Mapping]) -> list[Mapping]:
         if not any("tool_calls" in message for message in messages):
@@ -101,7 +121,7 @@ def _in_form(message: Mapping, as_object: bool, content: str | None) -> Mapping:
     for call in message["tool_calls"]:
         arguments = call["function"]["arguments"]
         with contextlib.suppress(ValueError):  # a policy's own words, which no template need parse
-            arguments = json.loads(arguments) if as_object else arguments
+            arguments = parse_json(arguments, "arguments", error=ValueError) if as_object else arguments
         calls.append({**call, "function": {"name": call["function"]["name"], "arguments": arguments}})
     return {**message, "content": message["content"] or content, "tool_calls": calls}
 
@@ -117,7 +137,7 @@ def reply_of(text: str, asked: Asked, turn_number: int) -> dict:
     calls = []
     for match in CALL.finditer(text):
         try:
-            call = json.loads(match[1])
+            call = parse_json(match[1], "a call", error=ValueError)
         except ValueError:
             return message
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):

@@ -1,30 +1,33 @@
 """Sessions: one agent's episode each, from its first request to its reward, and what becomes of them in numbers.
 
 1. A session's requests and its reward are taken until it is closed; later ones are refused and counted.
-2. A draw is named by the sample and the context, and counted where a context comes again: the order in which requests
+2. What takes long, such as tokenizing, is done outside a session's lock, one request of a session at a time: an end of
+   the session waits for none of it.
+3. A draw is named by the sample and the context, and counted where a context comes again: the order in which requests
    arrive changes nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import math
-import numbers
+import itertools
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rl.rollout.endpoint.asked import Asked, Refused, canonical, checked_message
-from megatron_rl.rollout.endpoint.recorder import Record, Turn
+from megatron_rl.errors import shortened
+from megatron_rl.rollout.endpoint.asked import Asked, Refused, canonical
+from megatron_rl.rollout.endpoint.recorder import Record, Turn, digests
 from megatron_rl.rollout.endpoint.rendering import Rendering, reply_of
 from megatron_rl.types import Prompt, Rollout
 
 MAX_NAMES = 20  # that a report lists of each kind
-# Sessions, of which each but the lost gives a sample; the untrained branches of those samples; what came too late.
+# Sessions, of which each but the lost gives a sample; the untrained branches of those samples; what came too late, or
+# could not be sampled.
 KINDS = (
     "sessions",
     "failed",
@@ -35,6 +38,7 @@ KINDS = (
     "late requests",
     "late answers",
     "late rewards",
+    "unsampled requests",
     "unknown sessions",
 )
 
@@ -97,6 +101,8 @@ class Session:
     """Holds one sample's episode.
 
     key: its part of the address. room: tokens that the response may have. max_prompt_tokens: of its first request.
+    max_turns: requests that are tokenized, those among them that are refused for what they say.
+    turnstile: held, in the event loop, by the request that is being read and tokenized.
     """
 
     def __init__(
@@ -108,41 +114,70 @@ class Session:
         self.reward: float | None = None
         self.exhausted: str | None = None  # the finish_reason, where a request was refused for the session's limits
         self._max_prompt_tokens, self._max_turns = max_prompt_tokens, max_turns
-        self._lock = threading.RLock()
-        self._asked: Counter[str] = Counter()
+        self.turnstile = asyncio.Lock()
+        self._lock = threading.Lock()
+        self._num_asked, self._answers = 0, itertools.count()
+        self._draws: Counter[str] = Counter()
         self._waiting: set[Future] = set()
         self._closed = False
 
+    def check_length(self, num_characters: int, rendering: Rendering) -> None:
+        """Raise Refused for a request that the session's tokens cannot hold, before it is tokenized."""
+        num_tokens = self._max_prompt_tokens + self.room
+        if num_characters > (most := rendering.most_characters(num_tokens)):
+            self.exhausted = "length"
+            raise Refused(
+                f"the request has {num_characters:,} characters or more, and {most:,} are read where a session has "
+                f"{num_tokens} tokens; say less, or raise data.max_prompt_tokens or rollout.max_response_tokens",
+                code="context_length_exceeded",
+            )
+
     def ask(self, asked: Asked, rendering: Rendering, tally: Tally) -> Pending:
-        """Take a request: find the turn that it extends and tokenize what is new. Raises Refused."""
+        """Take a request: find the turn that it extends and tokenize what is new. Raises Refused.
+
+        If another request was answered meanwhile, it is seen whether that is the turn to extend.
+        """
+        self.check_length(asked.num_characters, rendering)
         with self._lock:
             self._check_open("a request", tally)
-            if self._asked.total() >= self._max_turns:
+            if self._num_asked >= self._max_turns:
                 self.exhausted = self.exhausted or "stop"
                 raise Refused(
                     f"the session has had its rollout.endpoint.max_turns={self._max_turns} requests", code="max_turns"
                 )
-            parent = self.record.parent_of(asked.frame, asked.conversation)
-            new_ids = rendering.new_ids(asked, parent)
+            self._num_asked += 1
+        parent, new_ids = None, None
+        while True:
+            num_turns = len(self.record.turns)
+            found = self.record.parent_of(asked.frame, asked.conversation)
+            if new_ids is None or found is not parent:
+                parent, new_ids = found, rendering.new_ids(asked, found)
             context = new_ids if parent is None else (*parent.token_ids(), *new_ids)
-            if not context:
-                raise Refused("the request has no tokens to go on from; give a prompt")
-            limit = self._limit(parent, context)
             digest = hashlib.blake2b(np.array(context, dtype=np.int64).tobytes(), digest_size=6).hexdigest()
-            self._asked[digest] += 1
-            pending = Pending(
-                session=self,
-                asked=asked,
-                parent=parent,
-                new_ids=new_ids,
-                prompt=Prompt(
-                    prompt_id=f"{self.name}/{digest}.{self._asked[digest]}", text="", token_ids=context, columns={}
-                ),
-                limit=limit if asked.max_tokens is None else min(limit, asked.max_tokens),
-            )
-            pending.done.set_running_or_notify_cancel()  # a client that goes away cancels nothing
-            self._waiting.add(pending.done)
-            return pending
+            with self._lock:
+                self._check_open("a request", tally)
+                if len(self.record.turns) == num_turns:
+                    return self._pending(asked, parent, new_ids, context, digest)
+
+    def _pending(
+        self, asked: Asked, parent: Turn | None, new_ids: tuple[int, ...], context: tuple[int, ...], digest: str
+    ) -> Pending:
+        if not context:
+            raise Refused("the request has no tokens to go on from; give a prompt")
+        limit = self._limit(parent, context)
+        self._draws[digest] += 1
+        name = f"{self.name}/{digest}.{self._draws[digest]}"
+        pending = Pending(
+            session=self,
+            asked=asked,
+            parent=parent,
+            new_ids=new_ids,
+            prompt=Prompt(prompt_id=name, text="", token_ids=context, columns={}),
+            limit=limit if asked.max_tokens is None else min(limit, asked.max_tokens),
+        )
+        pending.done.set_running_or_notify_cancel()  # a client that goes away cancels nothing
+        self._waiting.add(pending.done)
+        return pending
 
     def _limit(self, parent: Turn | None, context: tuple[int, ...]) -> int:
         """Return the most tokens that a turn may have. Raises Refused where the session has none left."""
@@ -162,37 +197,51 @@ class Session:
 
     def take(self, pending: Pending, rollout: Rollout, tally: Tally) -> None:
         """Record what the engine sampled for a request, and answer it; a closed session's is counted and refused."""
+        asked, number = pending.asked, next(self._answers)
+        reply = reply_of(rollout.text, asked, number)
+        said = (canonical(reply),) if asked.is_chat else rollout.text
+        if asked.frame[0] == "ids":
+            said = tuple(rollout.response_ids)
+        known = asked.conversation + said
+        turn = Turn(
+            frame=asked.frame,
+            parent=pending.parent,
+            known=digests(known, [len(known)])[0],
+            new_ids=pending.new_ids,
+            ids=rollout.response_ids,
+            logprobs=rollout.logprobs,
+            weight_versions=rollout.weight_versions,
+            finish_reason=rollout.finish_reason,
+        )
         with self._lock:
-            self._waiting.discard(pending.done)
             if self._closed:
                 tally.note("late answers", self.name)
                 return
-            number, asked = len(self.record.turns), pending.asked
-            reply = reply_of(rollout.text, asked, number)
-            said = (canonical(checked_message(reply, "a reply")),) if asked.is_chat else rollout.text
-            if asked.frame[0] == "ids":
-                said = tuple(rollout.response_ids)
-            turn = Turn(
-                frame=asked.frame,
-                parent=pending.parent,
-                known=asked.conversation + said,
-                new_ids=pending.new_ids,
-                ids=rollout.response_ids,
-                logprobs=rollout.logprobs,
-                weight_versions=rollout.weight_versions,
-                finish_reason=rollout.finish_reason,
-            )
+            self._waiting.discard(pending.done)
             self.record.add(turn)
         pending.done.set_result((turn, reply, number))
 
-    def take_reward(self, body: Mapping, tally: Tally) -> None:
+    def give_up(self, pending: Pending, error: Exception, tally: Tally) -> None:
+        """Refuse a request that the engine could not sample, and count it."""
+        with self._lock:
+            is_waiting = pending.done in self._waiting
+            self._waiting.discard(pending.done)
+        tally.note("unsampled requests", self.name)
+        if is_waiting:
+            said = shortened(f"{type(error).__name__}: {error}", 500)
+            pending.done.set_exception(
+                Refused(
+                    f"the engine cannot sample the request's {len(pending.prompt.token_ids)} tokens ({said}); ask "
+                    "otherwise",
+                    code="not_sampled",
+                )
+            )
+
+    def take_reward(self, reward: float, tally: Tally) -> None:
         """Take the session's reward, once. Raises Refused."""
-        reward = body.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-            raise Refused(f"reward={reward!r:.80} must be a finite number")
         with self._lock:
             self._check_open("a reward", tally)
-            self.reward = float(reward)
+            self.reward = reward
 
     def _check_open(self, what: str, tally: Tally) -> None:
         if self._closed or self.reward is not None:

@@ -10,7 +10,8 @@ from megatron_rl.config import DataConfig
 from megatron_rl.data.chat import Observations
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.endpoint.asked import Refused, asked_chat
+from megatron_rl.rollout.endpoint.asked import Refused
+from megatron_rl.rollout.endpoint.bodies import asked_chat
 from megatron_rl.rollout.endpoint.recorder import Turn
 from megatron_rl.rollout.endpoint.rendering import Rendering
 from tests.unit.data.families import FAMILIES, ID, TOOLS, calling, parts_of, said, trained
@@ -90,7 +91,7 @@ def test_thoughts(family: str, caplog) -> None:
 def extension(tokenizer, messages: list[dict], stop: int, **more) -> str:
     """Return what the endpoint writes behind a conversation's turn, its last message but one."""
     asked = asked_chat({"messages": messages, **more}, 1.0)
-    parent = dict(frame=asked.frame, parent=None, known=asked.conversation[:-1], new_ids=(), ids=(stop,))
+    parent = dict(frame=asked.frame, parent=None, known=(len(messages) - 1, b""), new_ids=(), ids=(stop,))
     turn = Turn(**parent, logprobs=(0.0,), weight_versions=((0, 1),), finish_reason="stop")
     return tokenizer.decode(Rendering(tokenizer).new_ids(asked, turn))
 

@@ -1,5 +1,6 @@
-"""A real embedded engine behind an endpoint, a chat template for its tokenizer, and a client in plain HTTP."""
+"""A real embedded engine behind an endpoint, a chat template for its tokenizer, an agent and a client in plain HTTP."""
 
+import contextlib
 import json
 import urllib.error
 import urllib.request
@@ -10,7 +11,7 @@ from megatron_rl.rollout.endpoint.agents import AgentEngine
 from megatron_rl.rollout.transformers_engine import TransformersEngine
 from megatron_rl.types import Prompt
 from tests.patience import patient
-from tests.unit.rollout.tiny_model import TEMPERATURE, _tokenizer
+from tests.unit.rollout.tiny_model import TEMPERATURE, VOCAB, _tokenizer
 
 ROOM = 24
 # One letter for each role, and the tools' number: a(user) b(assistant) c(tool) d(system, tools).
@@ -32,7 +33,7 @@ def with_agent(inner: TransformersEngine, agent, *, on_error: str = "fail", **se
     settings = {"agent": "tests:agent", "deadline_s": patient(60.0)} | settings
     return AgentEngine(
         inner, agent, chat_tokenizer(), EndpointConfig(**settings), port=0, temperature=TEMPERATURE, on_error=on_error,
-        max_prompt_tokens=20, max_response_tokens=ROOM,
+        max_prompt_tokens=20, max_response_tokens=ROOM, vocab_size=len(VOCAB),
     )
 
 
@@ -52,3 +53,30 @@ def chatted(base_url: str, messages, **fields) -> dict:
     status, text = asked(f"{base_url}/chat/completions", {"model": "policy", "messages": messages, **fields})
     assert status == 200, text
     return json.loads(text)["choices"][0]
+
+
+@contextlib.contextmanager
+def served(inner, agent, **settings):
+    """Open an agent's engine, and close it without its inner one, which other tests use."""
+    engine = with_agent(inner, agent, **settings)
+    try:
+        yield engine
+    finally:
+        engine._pool.close()
+        engine._open.close()
+
+
+def generated(inner, agent, *, samples=2, temperature=None, prompts=PROMPTS, **settings):
+    """Return the rollouts and the report of one call."""
+    with served(inner, agent, **settings) as engine:
+        return engine.generate(prompts, samples, temperature=temperature), engine.tally.counts
+
+
+def three_turns(base_url, row, between=lambda: None):
+    messages = [{"role": "user", "content": row["question"]}]
+    for told in ("5=", "7*", None):
+        messages.append(chatted(base_url, messages, max_tokens=4)["message"])
+        between()
+        if told is not None:
+            messages.append({"role": "tool", "content": told})
+    return 0.5

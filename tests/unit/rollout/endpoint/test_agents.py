@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import EpisodeError
-from megatron_rl.rollout.endpoint.asked import asked_chat
-from megatron_rl.rollout.endpoint.rendering import Rendering, answer
+from megatron_rl.rollout.endpoint.bodies import asked_chat
+from megatron_rl.rollout.endpoint.rendering import Rendering, answer, reply_of
 from megatron_rl.rollout.endpoint.session import Session, Tally
 from megatron_rl.rollout.engine import EngineLost
 from megatron_rl.rollout.engine_around import EngineAround
@@ -20,40 +20,17 @@ from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_gr
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import patient
-from tests.unit.rollout.endpoint.agents_at_work import PROMPTS, ROOM, asked, chat_tokenizer, chatted, with_agent
+from tests.unit.rollout.endpoint.agents_at_work import (
+    PROMPTS,
+    asked,
+    chat_tokenizer,
+    chatted,
+    generated,
+    served,
+    three_turns,
+)
 from tests.unit.rollout.fake_engine import manager_of
-from tests.unit.rollout.tiny_model import EOS, ROUNDING, TEMPERATURE, VOCAB, engine_of, forward_logprobs
-
-
-@pytest.fixture(scope="module")
-def inner(model, hf_path):
-    return engine_of(hf_path, model, chat_tokenizer(), max_response_tokens=ROOM, max_batch_samples=16)
-
-
-@contextlib.contextmanager
-def served(inner, agent, **settings):
-    """Open an agent's engine, and close it without its inner one, which other tests use."""
-    engine = with_agent(inner, agent, **settings)
-    try:
-        yield engine
-    finally:
-        engine._pool.close()
-        engine._open.close()
-
-
-def generated(inner, agent, *, samples=2, temperature=None, prompts=PROMPTS, **settings):
-    """Return the rollouts and the report of one call."""
-    with served(inner, agent, **settings) as engine:
-        return engine.generate(prompts, samples, temperature=temperature), engine.tally.counts
-
-
-def three_turns(base_url, row):
-    messages = [{"role": "user", "content": row["question"]}]
-    for told in ("5=", "7*", None):
-        messages.append(chatted(base_url, messages, max_tokens=4)["message"])
-        if told is not None:
-            messages.append({"role": "tool", "content": told})
-    return 0.5
+from tests.unit.rollout.tiny_model import EOS, ROUNDING, TEMPERATURE, VOCAB, forward_logprobs
 
 
 def ids(text: str) -> list[int]:
@@ -289,13 +266,22 @@ def test_a_limit_ends_an_episode_and_fails_nothing(inner, settings, reason) -> N
 
 REFUSED = [
     ({"messages": []}, "messages=[] must be a list"),
-    ({"messages": [{"role": "king", "content": "1"}]}, "it must have a role of"),
+    ({"messages": [{"role": "king", "content": "1"}]}, "messages[0].role='king' must be one of system"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be a text, or parts of type text"),
     ({"temperature": 0.1}, "rollout.temperature=0.7"),
     ({"n": 2}, "n=2 would change what is sampled"),
     ({"stop": ["x"]}, "stop=['x'] would change"),
-    ({"max_tokens": 0}, "max_completion_tokens=0 must be a number of tokens"),
+    ({"max_tokens": 0}, "max_tokens=0 must be a number of tokens"),
     ({"messages": [{"role": "user", "content": "1" * 40}]}, "data.max_prompt_tokens=20"),
+    ({"messages": [{"role": "user", "content": "1" * 2**16}]}, "or more, and 65,536 are read where a session"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls=5 must be a list"),
+    ({"stream": "yes"}, "stream='yes' is refused"),
+    ({"tools": [1]}, "tools[0]=1"),
+    *(({"prompt": [3, token]}, f"token {token}, and the model has tokens from 0 to 21") for token in (22, -1)),
+    ({"prompt": [10**30]}, "prompt holds token 1000"),
+    ({"prompt": "x" * 800_000}, "the request has 66,667 characters or more"),  # by its bytes: its JSON is not read
+    ({"prompt": [3], "logprobs": 1}, "logprobs=1 is not given here"),
+    *(({"reward": reward}, f"reward={reward!r:.9}") for reward in (1e39, 10**399, True, "1")),
 ]
 
 
@@ -310,11 +296,14 @@ def test_keys_and_limits_are_refused_with_a_status_and_a_message(inner, monkeypa
         elsewhere = [f"{root}{place}/v1/chat/completions" for place in ("", "/sessions/0")]
         seen.extend(asked(url, good, key="two") for url in elsewhere)
         seen.extend(asked(chat, data, key="two") for data in (b"{", b" " * 2**20))
-        seen.extend(asked(chat, good | bad, key="one") for bad, _ in REFUSED)
+        urls = {"prompt": f"{base_url}/completions", "reward": f"{base_url.removesuffix('/v1')}/reward"}
+        for bad, _ in REFUSED:
+            url = urls.get(next(iter(bad)))
+            seen.append(asked(url or chat, bad if url else good | bad, key="one"))
         assert asked(chat, good, key="two")[0] == 200
         return 1.0
 
-    found, counts = generated(inner, agent, samples=1, prompts=PROMPTS[:1], api_key_env="AGENT_KEYS", max_body_mb=0.5)
+    found, counts = generated(inner, agent, samples=1, prompts=PROMPTS[:1], api_key_env="AGENT_KEYS", max_body_mb=0.9)
     assert [status for status, _ in seen[:5]] == [401, 404, 404, 400, 413]
     assert counts["unknown sessions"] == 1 and len(found[0].response_ids) == found[0].num_sampled <= 2
     for (_, expected), (status, text) in zip(REFUSED, seen[5:], strict=True):
@@ -357,6 +346,8 @@ def test_a_turn_that_calls_a_tool_is_extended_by_the_tools_answer() -> None:
     assert reply["content"] == "so" and json.loads(call["function"]["arguments"]) == {"a": 1}
     choice = answer(first.asked, turn, reply, "a", 0, None)["choices"][0]
     assert number == 0 and choice["finish_reason"] == "tool_calls"
+    for odd in ('{"name": ' * 5000 + "}" * 5000, '{"name": "\\ud800"}', '{"name": "f", "arguments": NaN}'):
+        assert "tool_calls" not in reply_of(f"<tool_call>{odd}</tool_call>", first.asked, 0)
     body["messages"] += [choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "2"}]
     second = session.ask(asked_chat(body, TEMPERATURE), rendering, tally)
     assert second.parent is turn and second.new_ids == tuple(ids("c2b"))

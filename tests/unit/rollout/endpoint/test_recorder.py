@@ -3,18 +3,21 @@
 import itertools
 import random
 
-from megatron_rl.rollout.endpoint.asked import asked_completion
-from megatron_rl.rollout.endpoint.recorder import Record, Turn
+from megatron_rl.rollout.endpoint.bodies import asked_completion
+from megatron_rl.rollout.endpoint.recorder import Record, Turn, digests
 from megatron_rl.rollout.endpoint.rendering import Rendering
 from megatron_rl.rollout.endpoint.session import Session, Tally
 from megatron_rl.types import Prompt
+from tests.unit.rollout.endpoint.agents_at_work import chat_tokenizer
 
 CHAT = ("chat", "null")
+FRAMES, REASONS = (CHAT, ("chat", "tool"), ("text", ""), ("ids", "")), ("stop", "length")
 
 
 def answered(record: Record, asked, reply, new_ids, ids, *, version=1, frame=CHAT, reason="stop") -> Turn:
+    (known,) = digests(asked + reply, [len(asked + reply)])
     turn = Turn(
-        frame=frame, parent=record.parent_of(frame, asked), known=asked + reply, new_ids=tuple(new_ids), ids=tuple(ids),
+        frame=frame, parent=record.parent_of(frame, asked), known=known, new_ids=tuple(new_ids), ids=tuple(ids),
         logprobs=tuple(-0.1 * token for token in ids), weight_versions=((version, len(ids)),), finish_reason=reason,
     )
     record.add(turn)
@@ -49,10 +52,10 @@ def test_the_last_branch_of_random_trees_is_a_naive_walks() -> None:
             base, version = draw.choice(known), draw.randint(1, 2)
             new, ids = (100 + number,), tuple(1000 + 10 * number + k for k in range(draw.randint(1, 3)))
             asked = (*base, f"u{number}")
-            turn = answered(record, asked, (f"a{number}",), new, ids, version=version)
-            known.append(turn.known)
-            contexts[turn.known] = (*contexts[base], *new, *ids)
-            versions[turn.known] = [*versions[base], *versions[base][-1:], *[version] * len(ids)]
+            answered(record, asked, (f"a{number}",), new, ids, version=version)
+            known.append((*asked, f"a{number}"))
+            contexts[known[-1]] = (*contexts[base], *new, *ids)
+            versions[known[-1]] = [*versions[base], *versions[base][-1:], *[version] * len(ids)]
         found = record.last_branch()
         assert found.prompt_ids + found.response_ids == contexts[known[-1]] == record.turns[-1].token_ids()
         assert found.loss_mask == tuple(token >= 1000 for token in found.response_ids)
@@ -61,12 +64,32 @@ def test_the_last_branch_of_random_trees_is_a_naive_walks() -> None:
         assert record.leaves() == [x for x in record.turns if not any(y.parent is x for y in record.turns)]
 
 
+def test_the_turn_that_a_request_extends_is_a_naive_searchs() -> None:
+    """Over random texts and messages of few letters, so that many begin alike."""
+    draw = random.Random(1)
+    for _ in range(100):
+        record, known = Record(), []
+        for _ in range(draw.randint(0, 12)):
+            asked, frame, reason = draw.choices("ab", k=draw.randint(1, 5)), draw.choice(FRAMES), draw.choice(REASONS)
+            asked = "".join(asked) if frame[0] == "text" else tuple(asked)
+            fitting = [
+                (len(whole), number) for number, (kind, whole, end) in enumerate(known)
+                if kind == frame and asked[: len(whole)] == whole
+                and (len(asked) > len(whole) or (kind[0] != "chat" and end == "length"))
+            ]
+            parent = record.turns[max(fitting)[1]] if fitting else None
+            assert record.parent_of(frame, asked) is parent
+            reply = draw.choice("ab") if frame[0] == "text" else (draw.choice("ab"),)
+            answered(record, asked, reply, (5,), (8,), frame=frame, reason=reason)
+            known.append((frame, asked + reply, reason))
+
+
 def test_a_draw_is_named_by_its_context_whatever_the_order_of_requests() -> None:
     """Of every order in which four requests arrive, two of them alike, the names of the draws are the same four."""
-    found = []
+    found, rendering = [], Rendering(chat_tokenizer())
     for order in itertools.permutations([(5,), (6, 7), (6, 8), (5,)]):
         prompt = Prompt(prompt_id="7@0", text="", token_ids=(2,), columns={})
         session = Session("s", prompt, 0, room=60, max_prompt_tokens=20, max_turns=9)
-        asked = [(ids, asked_completion({"prompt": list(ids)}, 1.0)) for ids in order]
-        found.append(sorted((ids, session.ask(x, Rendering(None), Tally()).prompt.prompt_id) for ids, x in asked))
+        asked = [(ids, asked_completion({"prompt": list(ids)}, 1.0, 9)) for ids in order]
+        found.append(sorted((ids, session.ask(x, rendering, Tally()).prompt.prompt_id) for ids, x in asked))
     assert all(names == found[0] for names in found) and len({name for _, name in found[0]}) == 4

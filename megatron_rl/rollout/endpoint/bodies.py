@@ -1,0 +1,223 @@
+"""Bodies of requests: their schemas, which are strict, and the requests that they ask for. Other fields are ignored.
+
+A value that a schema refuses gets status 400, with its field and the way out. So does a field that would change what
+is sampled (NEUTRAL).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_rl.data.chat import ROLES
+from megatron_rl.environment.protocol import LARGEST_REWARD
+from megatron_rl.errors import quoted
+from megatron_rl.rollout.endpoint.asked import Asked, Refused, canonical
+
+# Fields that change what is sampled, and the values under which they change nothing.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "stop": ([], ""),
+    "echo": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "top_logprobs": (0,),
+}
+# What a refused field has to be; of another field pydantic's own words are said.
+WANTED = {
+    "messages": "must be a list of at least one message",
+    "role": f"must be one of {', '.join(ROLES)}",
+    "content": "must be a text, or parts of type text",
+    "tools": "must be a list of functions' descriptions",
+    "tool_calls": 'must be a list of {"id": ..., "function": {"name": ..., "arguments": ...}}',
+    "prompt": "must be a text, or a list of token ids, and not empty",
+    "logprobs": "is not given here; ask /v1/chat/completions for true or false, or leave it out",
+    "max_tokens": "must be a number of tokens, at least 1",
+    "max_completion_tokens": "must be a number of tokens, at least 1",
+    "reward": f"must be a finite number, of at most {LARGEST_REWARD:.3g} either way (float32)",
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class Part(_Body):
+    text: str
+
+
+class Function(_Body):
+    name: str
+    arguments: Any = None  # a JSON text, or the value itself
+
+
+class Call(_Body):
+    id: str | None = None
+    function: Function
+
+
+class Message(_Body):
+    role: Literal[ROLES]
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def plain(self) -> dict:
+        """Return the message in its one form: role, content as text, and where there are any, calls, call id, name."""
+        parts = self.content or ""
+        found: dict[str, object] = {
+            "role": self.role,
+            "content": parts if isinstance(parts, str) else "".join(part.text for part in parts),
+        }
+        if self.tool_calls:
+            found["tool_calls"] = [_plain_call(call) for call in self.tool_calls]
+        beside = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return found | {name: value for name, value in beside.items() if value is not None}
+
+
+def _plain_call(call: Call) -> dict:
+    arguments = call.function.arguments
+    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {"id": str(call.id), "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class Completing(_Body):
+    """Holds the fields that both kinds of completions have."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatBody(Completing):
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    tools: list[dict[str, Any]] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+
+
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Single = Field(min_length=1, max_length=1)
+
+
+class CompletionBody(Completing):
+    prompt: Text | Ids | Annotated[list[Text], Single] | Annotated[list[Ids], Single]
+    logprobs: Literal[0, False] | None = None
+
+
+class RewardBody(_Body):
+    reward: Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+
+
+Kind = TypeVar("Kind", bound=_Body)
+
+
+def checked(body: Mapping, kind: type[Kind]) -> Kind:
+    """Return a body's fields by a schema. Raises Refused for a value that it does not take, naming the field."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False)[0]
+    # A place ends where the schema's names for the kinds of a value begin.
+    place, value = [], body
+    for part in fault["loc"]:
+        if isinstance(value, list) and isinstance(part, int):
+            place[-1] += f"[{part}]"
+            value = value[part]
+        elif isinstance(value, dict) and (part in value or fault["type"] == "missing"):
+            place.append(part)
+            value = value.get(part)
+    wanted = WANTED.get(place[-1].partition("[")[0]) or f"is refused: {fault['msg']}"
+    raise Refused(f"{'.'.join(place)}={quoted(value, 80)} {wanted}")
+
+
+def asked_chat(body: Mapping, temperature: float) -> Asked:
+    """Return a request for a chat completion. ``temperature``: ``rollout.temperature``. Raises Refused."""
+    given = checked(body, ChatBody)
+    messages = tuple(message.plain() for message in given.messages)
+    if messages[-1]["role"] == "assistant":
+        raise Refused("messages must not end with the assistant's: nothing is said that it could answer")
+    tools = None if body.get("tool_choice") == "none" else given.tools or None
+    written = canonical(tools)
+    conversation = tuple(canonical(message) for message in messages)
+    return Asked(
+        frame=("chat", hashlib.blake2b(written.encode(), digest_size=16).hexdigest()),
+        conversation=conversation,
+        messages=messages,
+        tools=None if tools is None else tuple(tools),
+        num_characters=len(written) + sum(map(len, conversation)),
+        logprobs=given.logprobs is True,
+        **_common(body, given, temperature, given.max_completion_tokens or given.max_tokens),
+    )
+
+
+def asked_completion(body: Mapping, temperature: float, vocab_size: int) -> Asked:
+    """Return a request for the completion of a text or of token ids, each below ``vocab_size``. Raises Refused."""
+    given = checked(body, CompletionBody)
+    prompt = given.prompt
+    if isinstance(prompt, list) and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    is_ids = isinstance(prompt, list)
+    for token in prompt if is_ids else ():
+        if not 0 <= token < vocab_size:
+            raise Refused(
+                f"prompt holds token {quoted(token)}, and the model has tokens from 0 to {vocab_size - 1}; give ids "
+                "of its tokenizer, or the text"
+            )
+    return Asked(
+        frame=("ids" if is_ids else "text", ""),
+        conversation=tuple(prompt) if is_ids else prompt,
+        messages=None,
+        tools=None,
+        num_characters=len(prompt),
+        logprobs=False,
+        **_common(body, given, temperature, given.max_tokens),
+    )
+
+
+def asked_reward(body: Mapping) -> float:
+    """Return the reward that a body gives. Raises Refused."""
+    return checked(body, RewardBody).reward
+
+
+def _common(body: Mapping, given: Completing, temperature: float, most_tokens: int | None) -> dict[str, object]:
+    for name, neutral in NEUTRAL.items():
+        value = body.get(name)
+        if value is not None and value not in neutral:
+            raise Refused(
+                f"{name}={quoted(value, 80)} would change what is sampled, which the trainer's log-probs are of; "
+                "leave it out"
+            )
+    if given.temperature is not None and given.temperature != temperature:
+        raise Refused(
+            f"temperature={given.temperature:g}: the run samples at rollout.temperature={temperature:g}, at which the "
+            "trainer takes log-probs; leave it out, or change that setting"
+        )
+    return {
+        "max_tokens": most_tokens,
+        "stream": given.stream is True,
+        "usage_in_stream": given.stream_options is not None and given.stream_options.include_usage is True,
+        "model": (given.model or "policy")[:200],
+    }
