@@ -20,15 +20,8 @@ from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_gr
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import patient
-from tests.unit.rollout.endpoint.agents_at_work import (
-    PROMPTS,
-    asked,
-    chat_tokenizer,
-    chatted,
-    generated,
-    served,
-    three_turns,
-)
+from tests.unit.rollout.endpoint import agents_at_work
+from tests.unit.rollout.endpoint.agents_at_work import PROMPTS, asked, chatted, generated, served, three_turns
 from tests.unit.rollout.fake_engine import manager_of
 from tests.unit.rollout.tiny_model import EOS, ROUNDING, TEMPERATURE, VOCAB, forward_logprobs
 
@@ -241,13 +234,18 @@ def test_an_error_of_an_engine_elsewhere_is_raised(inner, monkeypatch) -> None:
 
 def test_an_agent_that_asks_nothing_or_raises_follows_on_error(inner) -> None:
     def silent(base_url, row):
+        if row["question"] == "2+2":
+            return next(wrong)
         if row["question"] == "0+0":
             return 1.0
         raise KeyError("no such tool")
 
-    found, counts = generated(inner, silent, samples=1, prompts=PROMPTS[:2], on_error="drop")
+    wrong = iter(no_rewards := [1e39, math.nan, 10**400, "1", True])
+    for _ in no_rewards:
+        found, counts = generated(inner, silent, samples=1, on_error="drop")
+        assert "return a finite number (float32)" in found[2].excluded
     assert "made no request" in found[0].excluded and "no such tool" in found[1].excluded
-    assert counts["failed"] == 2 and all(not to_sample(x, included=True).loss_mask.any() for x in found)
+    assert counts["failed"] == 3 and all(not to_sample(x, included=True).loss_mask.any() for x in found)
     with pytest.raises(EpisodeError, match="no such tool"):
         generated(inner, silent, samples=1, prompts=PROMPTS[1:2])
 
@@ -333,7 +331,7 @@ def test_the_openai_client_goes_unmodified(inner) -> None:
 
 def test_a_turn_that_calls_a_tool_is_extended_by_the_tools_answer() -> None:
     """The sampled text of a call is read as OpenAI's call, and the client's answer to it keeps the sampled tokens."""
-    rendering, tally = Rendering(chat_tokenizer()), Tally()
+    rendering, tally = Rendering(agents_at_work.chat_tokenizer()), Tally()
     session = Session("s", PROMPTS[0], 0, room=60, max_prompt_tokens=20, max_turns=4)
     tools = [{"type": "function", "function": {"name": "add"}}]
     body = {"messages": [{"role": "user", "content": "1+1"}], "tools": tools}
