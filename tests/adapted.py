@@ -1,7 +1,5 @@
 """The reference of the adapter tests: a Hugging Face model whose linear layers carry A and B, in plain autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

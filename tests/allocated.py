@@ -1,7 +1,5 @@
 """Measures the tensor memory that a piece of code allocates: the peak of all storages alive that it has made."""
 
-from __future__ import annotations
-
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

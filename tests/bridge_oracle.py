@@ -7,8 +7,6 @@ stood in for by empty modules, once Megatron-Core has been imported without it. 
 ever called. It has run with megatron-bridge 0.3.1 and megatron-core 0.16.1, and needs einops and triton beside them.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import json
 import sys

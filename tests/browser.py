@@ -1,7 +1,5 @@
 """Drives a headless Chromium by its DevTools protocol over pipes: opens a page, evaluates JavaScript, pictures it."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """An OpenTelemetry collector in a thread: takes OTLP over HTTP, and keeps what it was sent."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import http.server

@@ -1,7 +1,5 @@
 """The fixtures of a whole session, each built once, and the marks that come with them."""
 
-from __future__ import annotations
-
 import gc
 import pathlib
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ A second of wall time on a loaded host says little; user and system seconds are 
 spends before its first test (imports, collection) and after its last stands under the room "(start and end)".
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import collections

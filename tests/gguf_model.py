@@ -1,7 +1,5 @@
 """Writes small GGUF files as llama.cpp's converter would, for tests of `convert_checkpoint.py import --gguf`."""
 
-from __future__ import annotations
-
 import pathlib
 
 import numpy as np

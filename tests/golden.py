@@ -6,8 +6,6 @@
 Bits belong to one host, one torch and one Megatron-Core: record both on the same machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Pairs of samples, and the losses of pairs, each written out by its paper's equation for one pair, in plain torch."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs a command on a host whose own name has no address: in a network and a UTS namespace of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

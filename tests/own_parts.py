@@ -1,7 +1,5 @@
 """Policy losses and estimators for tests, by dotted path: ``tests.own_parts:<name>``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

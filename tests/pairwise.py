@@ -4,8 +4,6 @@ A fault hides in a value, or in two values that do not go together; three that d
 here. So ``make test`` runs every pair of values once, and ``make test-long`` what is left of the product.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 

@@ -4,8 +4,6 @@ A bound ends a hang; no test measures a machine by one. On a host that is shared
 as long.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

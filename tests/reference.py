@@ -3,8 +3,6 @@
 It uses nothing of the way that data takes through megatron_rl: no plan, no packing, no schedule; only its value types.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -21,8 +21,8 @@ def infinite(prompts, completions, completion_ids, **columns):
 
 
 def huge(prompts, completions, completion_ids, **columns):
-    """Return ±1e308 by the parity of the length: finite numbers whose squares are not."""
-    return [1e308 * (2 * (len(ids) % 2) - 1) for ids in completion_ids]
+    """Return ±3e38 by the parity of the length: numbers of float32, and twice them are not."""
+    return [3e38 * (2 * (len(ids) % 2) - 1) for ids in completion_ids]
 
 
 def parity(prompts, completions, completion_ids, **columns):

@@ -8,8 +8,6 @@
 A test's sixth is a digest of its name: it stays where it is when others come and go, and six sixths are the whole.
 """
 
-from __future__ import annotations
-
 import pathlib
 import zlib
 

@@ -1,7 +1,5 @@
 """Log-probs and entropies over whole vocabulary-parallel logits: the reference of model/logprob.py's chunks."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

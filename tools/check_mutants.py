@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from mutants.boundary import BOUNDARY
+from mutants.doors import DOORS
 from mutants.newer_models import NEWER_MODELS
 from mutants.newer_numbers import NEWER_NUMBERS
 from mutants.newer_rollouts import NEWER_ROLLOUTS
@@ -40,7 +41,7 @@ from mutants.rollouts import ROLLOUTS
 from mutants.table import Mutant, read
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-MUTANTS = (*NUMBERS, *PLANS, *RANKS, *ROLLOUTS, *NEWER_NUMBERS, *NEWER_ROLLOUTS, *NEWER_MODELS, *BOUNDARY)
+MUTANTS = (*NUMBERS, *PLANS, *RANKS, *ROLLOUTS, *NEWER_NUMBERS, *NEWER_ROLLOUTS, *NEWER_MODELS, *BOUNDARY, *DOORS)
 MARKS = "not long and not vllm"  # those of `make test`
 KILLED, SURVIVED, UNCLEAR = "KILLED", "SURVIVED", "UNCLEAR"
 WHOLE_TIMEOUT_S = 3600.0

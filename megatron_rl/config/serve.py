@@ -33,8 +33,8 @@ class ServeConfig:
     """Models in training whose states are kept in host memory."""
     max_samplers: Annotated[int, Range(1, 10**5)] = 32
     """Unnamed sampler weights that are kept in host memory; older ones are forgotten."""
-    max_body_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 256.0
-    """Largest body of a request, in MiB."""
+    max_body_mb: Annotated[float, Range(0, 10**6, open_low=True)] = 64.0
+    """Largest body of a training request, in MiB; the SDK cuts its own at 5 MB."""
     max_queue_mb: Annotated[float, Range(0, 10**7, open_low=True)] = 4096.0
     """Bodies of waiting requests in all, in MiB; beyond it clients are asked to wait (HTTP 429)."""
     max_batch_samples: Annotated[int, Range(1, 10**6)] = 512

@@ -1,10 +1,11 @@
-"""Parts of a run's HTTP servers: a bound on bodies, their JSON, clients' keys, and a listening thread."""
+"""Parts of a run's HTTP servers: clients' keys, bodies in JSON, and a listening thread."""
 
 from __future__ import annotations
 
 import contextlib
 import hmac
 import ipaddress
+import logging
 import os
 import threading
 import time
@@ -15,48 +16,10 @@ from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.json_text import check, parse_json
 
 if TYPE_CHECKING:  # an extra (`serve`), which only a run that serves needs
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp
 
 START_S = 60.0  # until a server listens
-
-
-class BodyLimit:
-    """Refuses a request whose body is larger than ``most`` bytes, without holding it in memory.
-
-    The rest of such a body is read and dropped: a client that is cut off while it sends sees a broken connection, of
-    which it cannot know that sending again is in vain. ``key`` names the setting.
-    """
-
-    def __init__(self, app: ASGIApp, most: int, key: str) -> None:
-        self.app, self.most, self.key = app, most, key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from starlette.responses import JSONResponse
-
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        parts: list[bytes] = []
-        size, more = 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
-            if size > self.most:
-                parts.clear()
-            else:
-                parts.append(message.get("body", b""))
-        if size > self.most:
-            text = f"the body has {size:,} bytes, and {self.key} allows {self.most:,}; send fewer data at once"
-            await JSONResponse({"detail": text}, status_code=413)(scope, receive, send)
-            return
-        body: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
-
-        async def whole() -> Message:
-            return body.pop() if body else await receive()
-
-        await self.app(scope, whole, send)
+GOODBYE_S = 2  # for the answers that are under way when it ends
 
 
 def keys_in(variable: str | None, *, setting: str) -> tuple[str, ...]:
@@ -98,11 +61,26 @@ def listening(app: ASGIApp, host: str, port: int, *, section: str) -> Iterator[s
     """
     import uvicorn
 
+    from megatron_rl.rollout.http_connections import BACKLOG, QUIET, most_connections, protocol_of
+
     server = uvicorn.Server(
         uvicorn.Config(
-            app, host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=75, lifespan="off"
+            app,
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=GOODBYE_S,
+            lifespan="off",
+            ws="none",
+            loop="asyncio",
+            backlog=BACKLOG,
+            http=protocol_of(most_connections()),
         )
     )
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(QUIET)
     thread = threading.Thread(target=server.run, name="front", daemon=True)
     thread.start()
     ends_at = time.monotonic() + START_S

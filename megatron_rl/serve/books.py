@@ -12,6 +12,7 @@ import pathlib
 import time
 from collections.abc import Mapping
 
+from megatron_rl.errors import quoted
 from megatron_rl.serve import naming
 from megatron_rl.serve.naming import CheckpointPath
 from megatron_rl.serve.store import ACCEPTED, OperationRow, Row, Store
@@ -32,7 +33,7 @@ class Books:
     def _owned(self, table: str, id: str, owner: str, what: str) -> Row:
         row = self.store.get(table, id)
         if row is None or row.owner != owner:
-            raise RequestError(f"{what} {id[:200]!r} is not known here, or is another client's", status=404)
+            raise RequestError(f"{what} {quoted(id, 200)} is not known here, or is another client's", status=404)
         return row
 
     # ---- sessions ---------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class Books:
         row = self._owned("checkpoints", path, owner, "checkpoint")
         expires = row.facts["expires"]
         if expires is not None and expires < time.time():
-            raise RequestError(f"checkpoint {path} has expired (ttl_seconds)", status=404)
+            raise RequestError(f"checkpoint {quoted(path, 200)} has expired (ttl_seconds)", status=404)
         return row
 
     def has_checkpoint(self, path: CheckpointPath) -> bool:

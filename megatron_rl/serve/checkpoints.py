@@ -1,14 +1,16 @@
 """Saves a model's weights, with or without AdamW, and loads them: the trainer's own checkpoints, to the bit.
 
 A folder holds one checkpoint of the trainer's format (``iter_0000000``), which any layout of ranks reads; its
-state.json says in ``serve`` which adapters it has. Every function is a collective.
+state.json says in ``serve`` which adapters it has. ``save`` and ``load`` are collectives.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
+import shutil
 
 from megatron_rl.backend import trained_state
 from megatron_rl.backend.backend import MegatronBackend
@@ -63,3 +65,20 @@ def load(backend: MegatronBackend, folder: pathlib.Path, *, with_adam: bool) -> 
     spec = None if state["serve"] is None else AdapterSpec(**state["serve"])
     trained_state.set_scale(backend, None if spec is None else backend.shape.lora_alpha / spec.rank)
     return spec
+
+
+def link_copy(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Copy a checkpoint's folder over another: by hard links, which take no room, or whole where there are none.
+
+    What is saved over the source later makes new files, so that the copy stays as it is. Not a collective.
+    """
+
+    def put(file: str, place: str) -> str:
+        try:
+            os.link(file, place)
+        except OSError:
+            shutil.copy2(file, place)
+        return place
+
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target, copy_function=put)

@@ -2,29 +2,41 @@
 
 It also keeps count of what the ranks hold in memory: models that are not held are made from their last saved state
 before their operation runs, and the one that was used longest ago, of a silent session, makes room.
+
+An error on rank 0 alone, around what the ranks do (a full disk, no descriptor left, a fault of ours), is the error of
+the request that it befell: the log has its traceback, and the loop goes on. What an error within a collective ends is
+said in ``serve/worker.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import pathlib
 import shutil
+import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from megatron_rl.config.serve import ServeConfig
+from megatron_rl.errors import printable, shortened
+from megatron_rl.rollout.http_connections import OncePerMinute
 from megatron_rl.serve import naming
 from megatron_rl.serve.books import Books, spec_facts
+from megatron_rl.serve.checkpoints import link_copy
 from megatron_rl.serve.journal import Journal
-from megatron_rl.serve.operations import Operation, Operations
+from megatron_rl.serve.operation import ENDED, Operation
+from megatron_rl.serve.operations import Operations
 from megatron_rl.serve.store import DONE, FAILED
-from megatron_rl.serve.values import TICK_S, Fault, Message, Outcome
+from megatron_rl.serve.values import TICK_S, Fault, Message, Outcome, SampleFailed
 from megatron_rl.serve.wire import PROTOBUF, sample_answer, training_answer
 
 log = logging.getLogger(__name__)
+log.addFilter(OncePerMinute(lambda x: (x.msg, x.args[2] if len(x.args or ()) > 2 else None)))  # by model
 JSON = "application/json"
 SWEEP_S = 30.0
 Runner = Callable[[Message], Outcome]
@@ -42,27 +54,49 @@ class Dispatcher:
         self.settings, self.books, self.operations, self.journal, self.run = settings, books, operations, journal, run
         self.held: OrderedDict[str, None] = OrderedDict()  # models, the one used longest ago first
         self.weights: OrderedDict[str, None] = OrderedDict()  # of samplers, likewise
-        self._swept_at = time.monotonic()
+        self._swept_at, self._ranks_failed = time.monotonic(), False
 
     def step(self) -> None:
         """Run what comes next, or tell the ranks that nothing does."""
         taken = self.operations.take(TICK_S)
         if not taken:
-            self.run(Message(header={"do": "tick"}))
-        elif taken[0].kind == "sample":
-            self._sample(taken)
+            self._run(Message(header={"do": "tick"}))
         else:
-            self._one(taken[0])
+            with self._contained(taken):
+                self._sample(taken) if taken[0].kind == "sample" else self._one(taken[0])
         if time.monotonic() - self._swept_at > SWEEP_S:
-            self._sweep()
+            with self._contained():
+                self._sweep()
+
+    def _run(self, message: Message) -> Outcome:
+        """Run a message on every rank. An error of it leaves the ranks at different places, and nothing goes on."""
+        try:
+            return self.run(message)
+        except BaseException:
+            self._ranks_failed = True
+            raise
+
+    @contextlib.contextmanager
+    def _contained(self, operations: Sequence[Operation] = ()) -> Iterator[None]:
+        """Have an error of the block, unless it is of all ranks, be that of the operations that have not ended."""
+        try:
+            yield
+        except Exception as error:
+            if self._ranks_failed:
+                raise
+            log.exception("an error around %s", ", ".join(x.id for x in operations[:3]) or "the housekeeping")
+            for operation in operations:
+                if operation.state != ENDED:
+                    self._discard(operation)
+                    words = f"the server could not book this request ({type(error).__name__}: {error})"
+                    self._fail(operation, shortened(words, 500), Fault.SERVER)
 
     # ---- a model's operation ----------------------------------------------------------------------------------------
 
     def _one(self, operation: Operation) -> None:
         header = dict(operation.header)
         if header["do"] == "fail":
-            if operation.depends and operation.line in self.held:
-                self.run(Message(header={"do": "discard", "model": operation.line}))
+            self._discard(operation)
             self._fail(operation, str(header["error"]), Fault(header["fault"]))
             return
         if header["do"] == "save" and not header["overwrite"] and self._exists(str(header["path"])):
@@ -77,7 +111,7 @@ class Dispatcher:
         if header["do"] == "snapshot":
             self._make_room(str(header["weights"]))
         began = time.monotonic()
-        outcome = self.run(Message(header=header, body=operation.body, parsed=operation.parsed))
+        outcome = self._run(Message(header=header, body=operation.body, parsed=operation.parsed))
         if outcome.error is not None:
             self._fail(operation, outcome.error, outcome.fault)
             return
@@ -85,14 +119,22 @@ class Dispatcher:
         self.held.move_to_end(operation.line)
         content, kind = self._answer(operation, header, outcome)
         self.operations.finish(operation, content, kind)
-        seconds = time.monotonic() - began
+        with self._contained():  # the request has run, whatever becomes of its row
+            self._write(operation, outcome.value, time.monotonic() - began)
+
+    def _write(self, operation: Operation, value: Any, seconds: float) -> None:
         if operation.kind == "optim_step":
-            self._count_step(operation, outcome.value, seconds)
+            self._count_step(operation, value, seconds)
         elif operation.kind == "forward_backward":
-            self.journal.add(operation.line, outcome.value.metrics, seconds)
+            self.journal.add(operation.line, value.metrics, seconds)
+
+    def _discard(self, operation: Operation) -> None:
+        """Have the ranks discard the gradient before an operation that training depends on and that cannot run."""
+        if operation.depends and operation.line in self.held:
+            self._run(Message(header={"do": "discard", "model": operation.line}))
 
     def _fail(self, operation: Operation, message: str, fault: Fault) -> None:
-        log.warning("%s %s of %s failed: %s", operation.kind, operation.seq, operation.line, message)
+        log.warning("%s %s of %s failed: %s", operation.kind, operation.seq, operation.line, printable(message))
         if operation.depends:
             self.journal.discard(operation.line)
         self.operations.fail(operation, message, fault)
@@ -115,7 +157,7 @@ class Dispatcher:
             self._drop_model(idle)
         if makes:
             return None
-        outcome = self.run(Message(header=self.books.restore_header(model)))
+        outcome = self._run(Message(header=self.books.restore_header(model)))
         if outcome.error is not None:
             return f"model {model} cannot be made from its last saved state: {outcome.error}", outcome.fault
         self.books.store.update("models", model, stepped=-1)  # no step since what is saved
@@ -127,7 +169,7 @@ class Dispatcher:
         facts = self.books.store.get("models", model).facts
         if facts["stepped"] > facts["saved"]["seq"]:
             self._save_own(model, facts["stepped"])
-        self.run(Message(header={"do": "drop", "models": [model], "weights": []}))
+        self._run(Message(header={"do": "drop", "models": [model], "weights": []}))
         del self.held[model]
         lost = self.books.lost_words(model)
         if lost is not None:
@@ -139,7 +181,7 @@ class Dispatcher:
         self.weights.move_to_end(weights)
         if len(self.weights) > self.settings.max_samplers:
             oldest, _ = self.weights.popitem(last=False)
-            self.run(Message(header={"do": "drop", "models": [], "weights": [oldest]}))
+            self._run(Message(header={"do": "drop", "models": [], "weights": [oldest]}))
 
     def _answer(self, operation: Operation, header: Mapping, outcome: Outcome) -> tuple[bytes, str]:
         """Write down what an operation has changed, and return its answer."""
@@ -151,7 +193,7 @@ class Dispatcher:
                 return _json({"model_id": model, "type": "create_model"})
             case "load":
                 self.books.store.update("models", model, spec=value["spec"])
-                self.books.note_saved(model, seq, pathlib.Path(header["folder"]), with_adam=header["with_adam"])
+                self._go_on_from(model, seq, pathlib.Path(header["folder"]), with_adam=header["with_adam"])
                 return _json({"path": header["path"], "model_id": model, "type": "load_weights"})
             case "save":
                 return self._saved(operation, header)
@@ -170,9 +212,9 @@ class Dispatcher:
             path, operation.owner, seq=operation.seq, ttl_s=header["ttl_s"], metadata=header["metadata"]
         )
         self.weights.pop(str(path), None)
-        self.run(Message(header={"do": "drop", "models": [], "weights": [str(path)]}))  # read anew if overwritten
+        self._run(Message(header={"do": "drop", "models": [], "weights": [str(path)]}))  # read anew if overwritten
         if header["with_adam"]:
-            self.books.note_saved(operation.line, operation.seq, pathlib.Path(header["folder"]), with_adam=True)
+            self._go_on_from(operation.line, operation.seq, pathlib.Path(header["folder"]), with_adam=True)
         return _json({"path": str(path), "type": operation.kind})
 
     def _count_step(self, operation: Operation, metrics: Mapping[str, float], seconds: float) -> None:
@@ -186,16 +228,25 @@ class Dispatcher:
 
     def _save_own(self, model: str, seq: int) -> None:
         """Save the state after a model's optimizer step ``seq``, as what it goes on from."""
-        # two folders by turns: the one that is written down is whole whenever the server dies
-        folders = [self.books.root / model.replace(":", "_") / "auto" / name for name in ("0", "1")]
-        noted = self.books.store.get("models", model).facts["saved"]["folder"]
-        folder = folders[noted == str(folders[0].absolute())]
-        header = {"do": "save", "model": model, "folder": str(folder.absolute()), "with_adam": True}
-        outcome = self.run(Message(header={**header, "spec": spec_facts(self.books.spec(model))}))
+        folder = self._own_folder(model)
+        header = {"do": "save", "model": model, "folder": str(folder), "with_adam": True}
+        outcome = self._run(Message(header={**header, "spec": spec_facts(self.books.spec(model))}))
         if outcome.error is None:
             self.books.note_saved(model, seq, folder, with_adam=True)
         else:
             log.error("model %s was not saved after request %d: %s", model, seq, outcome.error)
+
+    def _go_on_from(self, model: str, seq: int, folder: pathlib.Path, *, with_adam: bool) -> None:
+        """Have a model go on, after a restart, from a copy of a checkpoint: its client may remove or overwrite that."""
+        own = self._own_folder(model)
+        link_copy(folder, own)
+        self.books.note_saved(model, seq, own, with_adam=with_adam)
+
+    def _own_folder(self, model: str) -> pathlib.Path:
+        """Return where a model's next own state goes: of two folders the one that is not written down as the last."""
+        folders = [(self.books.root / model.replace(":", "_") / "auto" / name).absolute() for name in ("0", "1")]
+        noted = self.books.store.get("models", model).facts["saved"]["folder"]
+        return folders[noted == str(folders[0])]
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
@@ -209,12 +260,18 @@ class Dispatcher:
         if name != naming.BASE:
             self._make_room(name)
         header["requests"] = [dataclasses.asdict(operation.parsed) for operation in operations]
-        outcome = self.run(Message(header=header))
+        outcome = self._run(Message(header=header))
         for number, operation in enumerate(operations):
-            if outcome.error is not None:
-                self._fail(operation, outcome.error, outcome.fault)
-            else:
-                self.operations.finish(operation, sample_answer(outcome.value[number]), PROTOBUF)
+            with self._contained([operation]):
+                self._answer_sample(operation, outcome, number)
+
+    def _answer_sample(self, operation: Operation, outcome: Outcome, number: int) -> None:
+        if outcome.error is not None:
+            self._fail(operation, outcome.error, outcome.fault)
+        elif isinstance(result := outcome.value[number], SampleFailed):
+            self._fail(operation, f"the engine cannot answer this request: {result.reason}", Fault.SERVER)
+        else:
+            self.operations.finish(operation, sample_answer(result), PROTOBUF)
 
     # ---- housekeeping -----------------------------------------------------------------------------------------------
 
@@ -234,11 +291,15 @@ def remove_checkpoint(books: Books, path: str) -> None:
 
 
 def note_end(books: Books) -> Callable[[Operation], None]:
-    """Return what writes down that an operation has ended."""
+    """Return what writes down that an operation has ended; where it cannot, a restart tells its client of a loss."""
 
     def ended(operation: Operation) -> None:
-        if operation.kind != "sample":
+        if operation.kind == "sample":
+            return
+        try:
             books.store.end(operation.id, DONE if operation.error is None else FAILED)
+        except (OSError, sqlite3.Error) as error:
+            log.error("the end of %s cannot be written down: %s", operation.kind, error)
 
     return ended
 

@@ -9,41 +9,37 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
+import anyio
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from megatron_rl.config.serve import ServeConfig
-from megatron_rl.rollout.http_server import BodyLimit, is_known, json_object
-from megatron_rl.serve import records
+from megatron_rl.errors import quoted
+from megatron_rl.rollout.http_connections import QUIET
+from megatron_rl.rollout.http_doors import Bounds, Doors
+from megatron_rl.serve import bodies, records
 from megatron_rl.serve.books import Books
 from megatron_rl.serve.intake import Intake
 from megatron_rl.serve.naming import line_of
-from megatron_rl.serve.operations import Operation, Operations
+from megatron_rl.serve.operation import Operation
+from megatron_rl.serve.operations import Operations
 from megatron_rl.serve.store import ACCEPTED
 from megatron_rl.serve.values import Fault, RequestError
 from megatron_rl.serve.versions import check_sdk
 
 log = logging.getLogger(__name__)
+log.addFilter(QUIET)
 ROOT = "/api/v1"
-# fields of a JSON body that must be there, and their types
-FIELDS: dict[str, dict[str, type]] = {
-    "create_session": {"sdk_version": str},
-    "session_heartbeat": {"session_id": str},
-    "create_model": {"session_id": str, "model_seq_id": int, "base_model": str},
-    "get_info": {"model_id": str},
-    "optim_step": {"model_id": str, "seq_id": int},
-    "save_weights": {"model_id": str, "seq_id": int},
-    "save_weights_for_sampler": {"model_id": str, "seq_id": int},
-    "load_weights": {"path": str, "optimizer": bool},
-    "create_sampling_session": {"session_id": str, "sampling_session_seq_id": int},
-    "asample": {"prompt": dict, "sampling_params": dict},
-    "retrieve_future": {"request_id": str},
-    "weights_info": {"tinker_path": str},
-    "client/config": {"sdk_version": str},
-}
+LARGE = 128 * 2**10  # bytes of a body, from which on FEW are read at a time: its values take many times as many
+FEW = 2
+UNANSWERED = 4  # bodies of the largest size that are held at a time
+# operations whose number is used, whatever else their body holds
+NUMBERED = ("optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
 
 
 class Front:
@@ -55,30 +51,45 @@ class Front:
     def __init__(
         self, settings: ServeConfig, books: Books, intake: Intake, operations: Operations, keys: tuple[str, ...]
     ) -> None:
-        self.settings, self.books, self.intake, self.operations, self.keys = settings, books, intake, operations, keys
+        self.settings, self.books, self.intake, self.operations = settings, books, intake, operations
+        self._most_json = bodies.most_bytes(intake.served.longest)
+        self._few = anyio.CapacityLimiter(FEW)
         self.app = FastAPI(title="megatron_rl", docs_url=None, redoc_url=None, openapi_url=None)
-        self.app.add_middleware(BodyLimit, most=int(settings.max_body_mb * 2**20), key="serve.max_body_mb")
+        most = int(settings.max_body_mb * 2**20)
+        bounds = Bounds(
+            host=settings.host,
+            keys=keys,
+            key_of=_key,
+            key_words="X-API-Key",
+            most_bytes=most,
+            setting="serve.max_body_mb",
+            most_held=UNANSWERED * most,
+            refusal=lambda status, words: JSONResponse({"detail": words, "category": "user"}, status_code=status),
+        )
+        self.app.add_middleware(Doors, bounds=bounds)
         self.app.add_exception_handler(RequestError, _refused)
         self.app.add_exception_handler(404, _unknown_route)
-        post: dict[str, Callable[[str, dict], object]] = {
-            "create_session": self._create_session,
-            "session_heartbeat": self._heartbeat,
-            "create_model": lambda owner, body: self._promise(intake.create_model(owner, body)),
-            "get_info": self._get_info,
-            "optim_step": lambda owner, body: self._promise(intake.optim_step(owner, body)),
-            "save_weights": lambda owner, body: self._promise(intake.save_weights(owner, body)),
-            "save_weights_for_sampler": lambda owner, body: self._promise(intake.save_weights_for_sampler(owner, body)),
-            "load_weights": lambda owner, body: self._promise(intake.load_weights(owner, body)),
-            "create_sampling_session": self._create_sampling_session,
-            "asample": lambda owner, body: self._promise(intake.sample(owner, body)),
-            "weights_info": lambda owner, body: records.weights_info(books, owner, body["tinker_path"]),
-            "client/config": self._client_config,
-            "client/dynamic_config": lambda owner, body: {},
-            "telemetry": lambda owner, body: {"status": "accepted"},
-            "cancel_future": lambda owner, body: {},
+        for fault in (OSError, sqlite3.Error):
+            self.app.add_exception_handler(fault, _unwritten)
+        post: dict[str, tuple[type[bodies.Body], Callable[[str, Any], object]]] = {
+            "create_session": (bodies.CreateSession, self._create_session),
+            "session_heartbeat": (bodies.SessionHeartbeat, self._heartbeat),
+            "create_model": (bodies.CreateModel, intake.create_model),
+            "get_info": (bodies.OfModel, self._get_info),
+            "optim_step": (bodies.OptimStep, intake.optim_step),
+            "save_weights": (bodies.SaveWeights, intake.save_weights),
+            "save_weights_for_sampler": (bodies.SaveWeightsForSampler, intake.save_weights_for_sampler),
+            "load_weights": (bodies.LoadWeights, intake.load_weights),
+            "create_sampling_session": (bodies.CreateSamplingSession, self._create_sampling_session),
+            "asample": (bodies.Sample, intake.sample),
+            "weights_info": (bodies.WeightsInfo, lambda owner, x: records.weights_info(books, owner, x.tinker_path)),
+            "client/config": (bodies.ClientConfig, self._client_config),
+            "client/dynamic_config": (bodies.Anything, lambda owner, body: {}),
+            "telemetry": (bodies.Anything, lambda owner, body: {"status": "accepted"}),
+            "cancel_future": (bodies.Anything, lambda owner, body: {}),
         }
-        for name, handle in post.items():
-            self.app.add_api_route(f"{ROOT}/{name}", self._json_route(name, handle), methods=["POST"])
+        for name, (kind, handle) in post.items():
+            self.app.add_api_route(f"{ROOT}/{name}", self._json_route(name, kind, handle), methods=["POST"])
         self.app.add_api_route(f"{ROOT}/forward_backward", self._forward_backward, methods=["POST"])
         self.app.add_api_route(f"{ROOT}/retrieve_future", self._retrieve, methods=["POST"])
         self._add_records()
@@ -109,24 +120,35 @@ class Front:
     # ---- what every route does --------------------------------------------------------------------------------------
 
     def _owner(self, request: Request) -> str:
-        """Return who asks, as a digest of the key. Raises RequestError for a key that is not one of the server's."""
-        key = request.headers.get("x-api-key", "")
-        if not is_known(key, self.keys):
-            raise RequestError("the header X-API-Key holds no key of this server", status=401)
-        return hashlib.sha256(key.encode()).hexdigest()[:16]
+        """Return who asks, as a digest of the key, which the doors have looked at."""
+        return hashlib.sha256(_key(request.headers).encode()).hexdigest()[:16]
 
-    def _json_route(self, name: str, handle: Callable[[str, dict], object]) -> Callable[[Request], Awaitable[Response]]:
+    async def _in_thread(self, handle: Callable, owner: str, content: bytes) -> object:
+        """Return what a function makes of a body, in a thread; of large bodies FEW at a time."""
+        limiter = self._few if len(content) > LARGE else None
+        return await anyio.to_thread.run_sync(handle, owner, content, limiter=limiter)
+
+    def _json_route(
+        self, name: str, kind: type[bodies.Body], handle: Callable[[str, Any], object]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        def answer(owner: str, content: bytes) -> object:
+            try:
+                found = handle(owner, bodies.read(kind, content, most=self._most_json))
+            except RequestError as error:
+                named = _numbered(content) if name in NUMBERED and error.status == 400 else None
+                if named is None:
+                    raise
+                found = self.intake.fail(owner, named, name, error, content)
+            return self._promise(found) if isinstance(found, Operation) else found
+
         async def route(request: Request) -> Response:
-            owner = self._owner(request)
-            body = checked_body(await request.body(), FIELDS.get(name, {}))
-            return JSONResponse(await run_in_threadpool(handle, owner, body))
+            return JSONResponse(await self._in_thread(answer, self._owner(request), await request.body()))
 
         return route
 
     def _reading_route(self, handle: Callable[..., object]) -> Callable[[Request], Awaitable[Response]]:
         async def route(request: Request) -> Response:
-            owner = self._owner(request)
-            return JSONResponse(await run_in_threadpool(handle, owner, **request.path_params))
+            return JSONResponse(await run_in_threadpool(handle, self._owner(request), **request.path_params))
 
         return route
 
@@ -140,39 +162,37 @@ class Front:
 
     # ---- routes -----------------------------------------------------------------------------------------------------
 
-    def _client_config(self, owner: str, body: dict) -> dict[str, object]:
-        check_sdk(body["sdk_version"])
+    def _client_config(self, owner: str, body: bodies.ClientConfig) -> dict[str, object]:
+        check_sdk(body.sdk_version)
         return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "parallel_fwdbwd_chunks": True}
 
-    def _create_session(self, owner: str, body: dict) -> dict[str, object]:
-        check_sdk(body["sdk_version"])
-        facts = {name: body.get(name) for name in ("sdk_version", "tags", "user_metadata", "display_name")}
-        return {"session_id": self.books.open_session(owner, facts), "type": "create_session"}
+    def _create_session(self, owner: str, body: bodies.CreateSession) -> dict[str, object]:
+        check_sdk(body.sdk_version)
+        return {"session_id": self.books.open_session(owner, body.model_dump()), "type": "create_session"}
 
-    def _heartbeat(self, owner: str, body: dict) -> dict[str, object]:
-        self.books.session(body["session_id"], owner)
+    def _heartbeat(self, owner: str, body: bodies.SessionHeartbeat) -> dict[str, object]:
+        self.books.session(body.session_id, owner)
         return {"type": "session_heartbeat"}
 
-    def _get_info(self, owner: str, body: dict) -> dict[str, object]:
-        return records.model_info(self.intake.served, self.books.model(body["model_id"], owner))
+    def _get_info(self, owner: str, body: bodies.OfModel) -> dict[str, object]:
+        return records.model_info(self.intake.served, self.books.model(body.model_id, owner))
 
-    def _create_sampling_session(self, owner: str, body: dict) -> dict[str, object]:
+    def _create_sampling_session(self, owner: str, body: bodies.CreateSamplingSession) -> dict[str, object]:
         name = self.intake.create_sampling_session(owner, body)
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
     async def _forward_backward(self, request: Request) -> Response:
         owner, body = self._owner(request), await request.body()
-        operation = await run_in_threadpool(self.intake.forward_backward, owner, body)
-        return JSONResponse(self._promise(operation))
+        return JSONResponse(self._promise(await self._in_thread(self.intake.forward_backward, owner, body)))
 
     async def _retrieve(self, request: Request) -> Response:
         owner = self._owner(request)
-        body = checked_body(await request.body(), FIELDS["retrieve_future"])
-        operation = self.operations.find(body["request_id"])
+        id = bodies.read(bodies.RetrieveFuture, await request.body(), most=bodies.MOST_QUESTION).request_id
+        operation = self.operations.find(id)
         if operation is None:
-            return await run_in_threadpool(self._retrieve_lost, owner, body["request_id"])
+            return await run_in_threadpool(self._retrieve_lost, owner, id)
         if operation.owner != owner:
-            raise RequestError(f"request_id={body['request_id'][:200]!r} is another client's", status=404)
+            raise RequestError(f"request_id={quoted(id, 200)} is another client's", status=404)
         if not await self.operations.wait(operation, self.settings.poll_s):
             pending = {"type": "try_again", "request_id": operation.id, "queue_state": "active"}
             return JSONResponse(pending, status_code=408)
@@ -190,7 +210,7 @@ class Front:
             self.books.sampler(line, owner)  # sampled again by the client: nothing depends on which draws it gets
             raise RequestError(f"sampling request {seq} of {line} is not held any more; send it again", status=410)
         if row.owner != owner:
-            raise RequestError(f"request_id={id[:200]!r} is another client's", status=404)
+            raise RequestError(f"request_id={quoted(id, 200)} is another client's", status=404)
         if row.kind == "create_model" and row.state != ACCEPTED:
             return JSONResponse({"model_id": line, "type": "create_model"})
         lost = self.operations.failure_of(line)
@@ -209,10 +229,20 @@ async def _refused(_: Request, error: RequestError) -> Response:
     return JSONResponse({"detail": str(error), "category": error.fault.value}, status_code=error.status)
 
 
-def checked_body(content: bytes, fields: Mapping[str, type]) -> dict:
-    """Return a JSON object that has the fields, each of its type. Raises RequestError."""
-    body = json_object(content, RequestError)
-    for name, kind in fields.items():
-        if type(body.get(name)) is not kind:
-            raise RequestError(f"{name} must be of type {kind.__name__}, and it is {body.get(name)!r:.100}")
-    return body
+async def _unwritten(request: Request, error: Exception) -> Response:
+    """Answer for what the disk or the descriptors of the server's host do not allow; the client tries again."""
+    log.error("%s: %s: %s", request.url.path, type(error).__name__, error)
+    text = f"the server cannot write down the request ({type(error).__name__}: {error}); try again"
+    return JSONResponse({"detail": text, "category": Fault.SERVER.value}, status_code=503)
+
+
+def _key(headers: Mapping[str, str]) -> str:
+    return headers.get("x-api-key", "")
+
+
+def _numbered(content: bytes) -> bodies.Numbered | None:
+    """Return a body's model and number where these are as they should be."""
+    try:
+        return bodies.read(bodies.Numbered, content, most=len(content))
+    except RequestError:
+        return None

@@ -7,20 +7,23 @@ failed: its number is used, so that those after it do not wait for it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
+from megatron_rl.errors import quoted
 from megatron_rl.rollout.sampling import SampleRequest, request_seed
-from megatron_rl.serve import naming
+from megatron_rl.serve import bodies, naming
 from megatron_rl.serve.books import Books, spec_facts
 from megatron_rl.serve.losses import check_inputs, served_loss
-from megatron_rl.serve.operations import Operation, Operations, digest_of
+from megatron_rl.serve.operation import OPERATION_BYTES, Operation, digest_of
+from megatron_rl.serve.operations import Operations
 from megatron_rl.serve.stops import stops_of
 from megatron_rl.serve.values import AdapterSpec, Fault, RequestError
-from megatron_rl.serve.wire import parse_training, prompt_tokens
+from megatron_rl.serve.wire import parse_message, size_of, training_call
 
-MOST_SAMPLES, MOST_TOP = 4096, 1024
+MOST_TOP_LOGPROBS = 2**22  # of one answer's most likely tokens: each is two numbers in JSON between ranks
+NUMBER_BYTES = 36  # of a token in a tuple of Python's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,28 +46,27 @@ class ServedModel:
 
 
 class Intake:
-    """Makes operations of requests. Bodies are JSON objects whose fields the front has checked for their types."""
+    """Makes operations of requests, whose bodies have passed their schema."""
 
     def __init__(self, config: Config, served: ServedModel, books: Books, operations: Operations) -> None:
         self.config, self.served, self.books, self.operations = config, served, books, operations
 
     # ---- models -----------------------------------------------------------------------------------------------------
 
-    def create_model(self, owner: str, body: Mapping) -> Operation:
+    def create_model(self, owner: str, body: bodies.CreateModel) -> Operation:
         """Queue the making of a model, as operation 0 of its line."""
-        session, seq = body["session_id"], body["model_seq_id"]
-        self.books.session(session, owner)
-        self._check_base(body["base_model"])
-        spec = self._spec(body.get("lora_config"))
-        self._check_optimizer(body.get("optimizer_config"))
+        self.books.session(body.session_id, owner)
+        self._check_base(body.base_model)
+        spec = self._spec(body.lora_config or bodies.LoraConfig())
+        _check_optimizer(body.optimizer_config)
         facts = {
             "spec": spec_facts(spec),
             "saved": {"seq": 0, "folder": None, "with_adam": False},
             "base_model": self.served.name,
-            "metadata": body.get("user_metadata") or {},
+            "metadata": body.user_metadata or {},
         }
         header = {"do": "create", "spec": spec_facts(spec)}
-        return self._begin(owner, session, seq, "create_model", header, facts)
+        return self._begin(owner, body.session_id, body.model_seq_id, "create_model", header, facts)
 
     def _begin(self, owner: str, session: str, seq: int, kind: str, header: dict, facts: dict) -> Operation:
         """Open a model's line by its operation 0; one that repeats an earlier request opens nothing."""
@@ -79,57 +81,56 @@ class Intake:
             depends=True,
             digest=digest_of(repr(sorted(header.items())).encode()),
         )
-        if not self.operations.has_line(model):
-            self.operations.open_line(model)
+        if self.operations.open_line(model):
             self.books.open_model(model, owner, session, facts)
         return self._add(operation)
 
-    def load_weights(self, owner: str, body: Mapping) -> Operation:
+    def load_weights(self, owner: str, body: bodies.LoadWeights) -> Operation:
         """Queue the loading of a checkpoint into a model, or into a new one (``session_id``, ``model_seq_id``)."""
-        checkpoint = self.books.checkpoint(body["path"], owner)
-        with_adam = bool(body["optimizer"])
-        header = {"do": "load", "folder": checkpoint.facts["folder"], "with_adam": with_adam, "path": body["path"]}
-        if body.get("session_id") is None:
-            self._check_optimizer(body.get("optimizer_config"))
-            return self._ordered(owner, body, "load_weights", header, depends=True)
-        self.books.session(body["session_id"], owner)
-        if body.get("base_model") is not None:
-            self._check_base(body["base_model"])
+        checkpoint = self.books.checkpoint(body.path, owner)
+        folder = checkpoint.facts["folder"]
+        header = {"do": "load", "folder": folder, "with_adam": body.optimizer, "path": body.path}
+        _check_optimizer(body.optimizer_config)
+        if body.session_id is None:
+            if body.model_id is None or body.seq_id is None:
+                raise RequestError("give model_id and seq_id, or session_id and model_seq_id for a new model")
+            numbered = bodies.Numbered(model_id=body.model_id, seq_id=body.seq_id)
+            return self._ordered(owner, numbered, "load_weights", header, digest_of(_content(body)), depends=True)
+        if body.model_seq_id is None:
+            raise RequestError("the body has session_id and no model_seq_id; give the new model's number")
+        self.books.session(body.session_id, owner)
+        if body.base_model is not None:
+            self._check_base(body.base_model)
         facts = {
             "spec": checkpoint.facts["spec"],
-            "saved": {"seq": 0, "folder": checkpoint.facts["folder"], "with_adam": with_adam},
+            "saved": {"seq": 0, "folder": folder, "with_adam": body.optimizer},
             "base_model": self.served.name,
-            "metadata": body.get("user_metadata") or {},
+            "metadata": body.user_metadata or {},
         }
-        return self._begin(owner, body["session_id"], body["model_seq_id"], "load_weights", header, facts)
+        return self._begin(owner, body.session_id, body.model_seq_id, "load_weights", header, facts)
 
     def _check_base(self, name: str) -> None:
         if name != self.served.name:
             raise RequestError(
-                f"base_model={name!r} is not served; this server has {self.served.name!r} (serve.base_model names it)"
+                f"base_model={quoted(name)} is not served; this server has {self.served.name!r} (serve.base_model "
+                "names it)"
             )
 
-    def _check_optimizer(self, config: Mapping | None) -> None:
-        kind = (config or {}).get("type", "adamw")
-        if kind != "adamw":
-            raise RequestError(f"optimizer_config.type={kind!r} is not served; AdamW is, as 'adamw'")
-
-    def _spec(self, config: Mapping | None) -> AdapterSpec | None:
+    def _spec(self, lora: bodies.LoraConfig) -> AdapterSpec | None:
         """Return the adapters that a client asks for; where every weight is trained it gets those."""
-        most, lora = self.served.lora_rank, config or {}
+        most = self.served.lora_rank
         if most is None:
             return None
-        rank = lora.get("rank", most)
-        if type(rank) is not int or not 1 <= rank <= most:
+        rank = most if lora.rank is None else lora.rank
+        if rank > most:
             raise RequestError(
-                f"lora_config.rank={rank!r} must be a whole number from 1 to {most}, the server's lora.rank"
+                f"lora_config.rank={rank} must be a whole number from 1 to {most}, the server's lora.rank"
             )
-        seed = lora.get("seed")
         spec = AdapterSpec(
             rank=rank,
-            seed=self.config.run.seed if seed is None else int(seed),
-            attention=bool(lora.get("train_attn", True)),
-            mlp=bool(lora.get("train_mlp", True)),
+            seed=self.config.run.seed if lora.seed is None else lora.seed,
+            attention=lora.train_attn,
+            mlp=lora.train_mlp,
         )
         if not set(spec.targets) & set(self.config.lora.targets):
             raise RequestError(
@@ -141,97 +142,81 @@ class Intake:
     # ---- a model's operations ---------------------------------------------------------------------------------------
 
     def forward_backward(self, owner: str, body: bytes) -> Operation:
-        """Queue a training request."""
-        call = parse_training(body)
-        self._model(call.model_id, owner)
-        kind = "forward" if call.forward_only else "forward_backward"
+        """Queue a training request; one whose data cannot be read or served fails in its turn."""
+        message = parse_message(body)
+        self._model(message.model_id, owner)
+        kind = "forward" if message.forward_only else "forward_backward"
+        if message.seq_id < 1:
+            raise RequestError(f"seq_id={message.seq_id} must be at least 1")
         operation = self._operation(
-            owner, call.model_id, call.seq_id, kind, {"do": "forward_backward"}, digest_of(body), depends=True
+            owner, message.model_id, message.seq_id, kind, {"do": "forward_backward"}, digest_of(body), depends=True
         )
-        operation = dataclasses.replace(operation, body=body, parsed=call)
         try:
+            call = training_call(message)
             loss = served_loss(call.loss, call.settings)
             check_inputs(loss, call.data, self.served.vocab_size, self.served.context_tokens - 1)
         except RequestError as error:
-            operation = dataclasses.replace(operation, header=_fault(error), body=b"", parsed=None)
-        return self._add(operation)
+            return self._add(dataclasses.replace(operation, header={**_fault(error), "model": operation.line}))
+        return self._add(
+            dataclasses.replace(operation, body=body, parsed=call, held=OPERATION_BYTES + len(body) + size_of(call))
+        )
 
-    def optim_step(self, owner: str, body: Mapping) -> Operation:
+    def optim_step(self, owner: str, body: bodies.OptimStep) -> Operation:
         """Queue an optimizer step."""
-        adam = body.get("adam_params")
-        if adam is None:
-            given = body.get("optimizer_params") or body.get("optim_params") or {}
-            if given.get("type", "adamw") != "adamw":
-                return self._ordered(
-                    owner,
-                    body,
-                    "optim_step",
-                    _fault(RequestError(f"optimizer {given['type']!r} is not served; send AdamParams")),
-                    depends=True,
-                )
-            adam = given
-        defaults = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
-        header = {"do": "optim_step", "adam": {**defaults, "grad_clip_norm": 0.0, **adam}}
-        try:
-            _check_adam(header["adam"])
-        except RequestError as error:
-            header = _fault(error)
-        return self._ordered(owner, body, "optim_step", header, depends=True)
+        adam = body.adam_params or body.optimizer_params or body.optim_params or bodies.AdamParams()
+        if adam.type != "adamw":
+            raise RequestError(f"optimizer {quoted(adam.type)} is not served; send AdamParams")
+        header = {"do": "optim_step", "adam": adam.model_dump(exclude={"type"})}
+        return self._ordered(owner, body, "optim_step", header, digest_of(_content(body)), depends=True)
 
-    def save_weights(self, owner: str, body: Mapping) -> Operation:
+    def save_weights(self, owner: str, body: bodies.SaveWeights) -> Operation:
         """Queue the saving of a model with its optimizer state."""
         return self._save(owner, body, naming.STATE, "save_weights", with_adam=True)
 
-    def save_weights_for_sampler(self, owner: str, body: Mapping) -> Operation:
+    def save_weights_for_sampler(self, owner: str, body: bodies.SaveWeightsForSampler) -> Operation:
         """Queue the saving of weights under a name, or a snapshot of them for a new sampling session."""
-        if body.get("path") is not None:
+        if body.path is not None:
             return self._save(owner, body, naming.SAMPLER, "save_weights_for_sampler", with_adam=False)
-        model = body["model_id"]
-        self._model(model, owner)
-        seq = body.get("sampling_session_seq_id")
-        if type(seq) is not int:
+        model, seq = body.model_id, body.sampling_session_seq_id
+        if seq is None:
             raise RequestError("give path, a name for the weights, or sampling_session_seq_id, for a new session")
         sampler = naming.sampler_name(model.partition(":")[0], seq)
-        weights = f"{model}:inflight" if body.get("kind") == "inflight" else sampler
+        weights = f"{model}:inflight" if body.kind == "inflight" else sampler
         header = {"do": "snapshot", "weights": weights, "sampler": sampler}
-        return self._ordered(owner, body, "save_weights_for_sampler", header)
+        return self._ordered(owner, body, "save_weights_for_sampler", header, digest_of(_content(body)))
 
-    def _save(self, owner: str, body: Mapping, kind: str, what: str, *, with_adam: bool) -> Operation:
-        self._model(body["model_id"], owner)
-        header: dict[str, object]
-        try:
-            name = naming.checked_name(body.get("path") or f"{body['seq_id']:06d}")
-            path = naming.CheckpointPath(model=body["model_id"], kind=kind, name=name)
-            header = {
-                "do": "save",
-                "folder": str(path.folder(self.books.root).absolute()),
-                "with_adam": with_adam,
-                "path": str(path),
-                "overwrite": bool(body.get("overwrite", False)) or kind == naming.SAMPLER,
-                "ttl_s": body.get("ttl_seconds"),
-                "metadata": body.get("user_metadata"),
-            }
-        except RequestError as error:
-            header = _fault(error)
-        return self._ordered(owner, body, what, header)
+    def _save(self, owner: str, body: bodies.SaveWeights, kind: str, what: str, *, with_adam: bool) -> Operation:
+        name = naming.checked_name(body.path or f"{body.seq_id:06d}")
+        path = naming.CheckpointPath(model=body.model_id, kind=kind, name=name)
+        header = {
+            "do": "save",
+            "folder": str(path.folder(self.books.root).absolute()),
+            "with_adam": with_adam,
+            "path": str(path),
+            "overwrite": bool(body.overwrite) or kind == naming.SAMPLER,
+            "ttl_s": body.ttl_seconds,
+            "metadata": body.user_metadata,
+        }
+        return self._ordered(owner, body, what, header, digest_of(_content(body)))
+
+    def fail(self, owner: str, body: bodies.Numbered, kind: str, error: RequestError, content: bytes) -> Operation:
+        """Queue a request that cannot be served, so that its number is used and it fails in its turn, by name."""
+        depends = kind in ("optim_step", "load_weights")
+        return self._ordered(owner, body, kind, _fault(error), digest_of(content), depends=depends)
 
     def _model(self, model: str, owner: str) -> None:
         self.books.model(model, owner)
         self.books.hear(model.partition(":")[0])
 
-    def _ordered(self, owner: str, body: Mapping, kind: str, header: dict, *, depends: bool = False) -> Operation:
-        model, seq = body["model_id"], body.get("seq_id")
-        self._model(model, owner)
-        if type(seq) is not int or seq < 1:
-            raise RequestError(f"seq_id={seq!r} must be a whole number of at least 1")
-        digest = digest_of(repr(sorted(body.items())).encode())
-        return self._add(self._operation(owner, model, seq, kind, header, digest, depends=depends))
+    def _ordered(
+        self, owner: str, body: bodies.Numbered, kind: str, header: dict, digest: str, *, depends: bool = False
+    ) -> Operation:
+        self._model(body.model_id, owner)
+        return self._add(self._operation(owner, body.model_id, body.seq_id, kind, header, digest, depends=depends))
 
     def _operation(
         self, owner: str, model: str, seq: int, kind: str, header: dict, digest: str, *, depends: bool
     ) -> Operation:
-        if seq < 1:
-            raise RequestError(f"seq_id={seq} must be at least 1")
         return Operation(
             id=naming.operation_name(model, seq),
             owner=owner,
@@ -255,22 +240,22 @@ class Intake:
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
-    def create_sampling_session(self, owner: str, body: Mapping) -> str:
+    def create_sampling_session(self, owner: str, body: bodies.CreateSamplingSession) -> str:
         """Open a sampling session of the base model or of named weights; return its name."""
-        session, seq = body["session_id"], body["sampling_session_seq_id"]
+        session, seq = body.session_id, body.sampling_session_seq_id
         self.books.session(session, owner)
         facts = self._weights(owner, body)
         sampler = naming.sampler_name(session, seq)
         if (known := self.books.store.get("samplers", sampler)) is not None and known.facts != facts:
             raise RequestError(f"number {seq} of session {session} was used for another sampling session", status=422)
         self.books.open_sampler(sampler, owner, session, facts)
-        self._open_line(sampler)
+        self.operations.open_line(sampler, ordered=False)
         return sampler
 
-    def _weights(self, owner: str, body: Mapping) -> dict[str, object]:
-        path = body.get("model_path")
+    def _weights(self, owner: str, body: bodies.CreateSamplingSession) -> dict[str, object]:
+        path = body.model_path
         if path is None:
-            self._check_base(body.get("base_model") or "")
+            self._check_base(body.base_model or "")
             return {"weights": naming.BASE, "folder": None, "path": None, "base_model": self.served.name}
         checkpoint = self.books.checkpoint(path, owner)
         return {
@@ -280,19 +265,13 @@ class Intake:
             "base_model": checkpoint.facts["base_model"],
         }
 
-    def _open_line(self, sampler: str) -> None:
-        if not self.operations.has_line(sampler):
-            self.operations.open_line(sampler, ordered=False)
-
-    def sample(self, owner: str, body: Mapping) -> Operation:
+    def sample(self, owner: str, body: bodies.Sample) -> Operation:
         """Queue a sampling request."""
-        sampler, seq = body.get("sampling_session_id"), body.get("seq_id")
-        if sampler is None or type(seq) is not int:
-            raise RequestError("give sampling_session_id and seq_id; a request without a session is not served")
+        sampler, seq = body.sampling_session_id, body.seq_id
         row = self.books.sampler(sampler, owner)
         self.books.hear(sampler.partition(":")[0])
-        self._open_line(sampler)
-        request = self._request(body, f"{sampler}:{seq}")
+        self.operations.open_line(sampler, ordered=False)
+        request, content = self._request(body, f"{sampler}:{seq}"), _content(body)
         operation = Operation(
             id=naming.operation_name(sampler, seq),
             owner=owner,
@@ -302,77 +281,102 @@ class Intake:
             header={"do": "sample", "weights": row.facts["weights"], "folder": row.facts["folder"]},
             parsed=request,
             weight=request.num_samples,
-            digest=digest_of(repr(dataclasses.astuple(request)).encode()),
+            held=OPERATION_BYTES + len(content) + NUMBER_BYTES * len(request.token_ids),
+            digest=digest_of(content),
         )
         return self.operations.add(operation)
 
-    def _request(self, body: Mapping, id: str) -> SampleRequest:
-        tokens, given = prompt_tokens(body["prompt"]), body["sampling_params"]
+    def _request(self, body: bodies.Sample, id: str) -> SampleRequest:
+        tokens, given = self._prompt(body.prompt), body.sampling_params
         served = self.served
-        for token in tokens:
-            if not 0 <= token < served.vocab_size:
-                raise RequestError(f"prompt holds token {token}, and the vocabulary has {served.vocab_size} tokens")
         room = served.longest - len(tokens)
         if room < 1:
             raise RequestError(
                 f"the prompt of {len(tokens)} tokens leaves no room for a sample: {served.longest} is the most that "
                 "both may have together"
             )
-        asked = given.get("max_tokens")
         for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
-            if body.get(name):
+            if getattr(body, name):
                 raise RequestError(f"{name} is not served; leave it out")
-        if body.get("record_stability_info"):
+        if body.record_stability_info:
             raise RequestError(
                 "record_stability_info belongs to loss_fn='stable_reinforce', which is not served; choose "
                 "another loss_fn, such as 'importance_sampling'"
             )
-        stop_ids, stop_texts = stops_of(given.get("stop"), served.stop_ids, served.vocab_size)
-        seed = given.get("seed")
+        if 0 < given.temperature < bodies.LEAST_TEMPERATURE:
+            raise RequestError(
+                f"sampling_params.temperature={given.temperature!r} must be 0, for the most likely tokens, or from "
+                f"{bodies.LEAST_TEMPERATURE} to 100"
+            )
+        max_tokens = room if given.max_tokens is None else min(room, given.max_tokens)
+        self._check_size(body, len(tokens), max_tokens)
+        stop_ids, stop_texts = stops_of(given.stop, served.stop_ids, served.vocab_size)
         return SampleRequest(
             request_id=id,
             token_ids=tokens,
-            num_samples=_whole("num_samples", body.get("num_samples", 1), 1, MOST_SAMPLES),
-            max_tokens=room if asked is None else min(room, _whole("max_tokens", asked, 1, 2**31)),
-            seed=request_seed(self.config.run.seed, *((id,) if seed is None else ("client", seed))),
-            temperature=_number("temperature", given.get("temperature", 1.0), 0.0, 100.0),
-            top_k=max(0, _whole("top_k", given.get("top_k", -1), -1, 2**31)),
-            top_p=_number("top_p", given.get("top_p", 1.0), 1e-6, 1.0),
+            num_samples=body.num_samples,
+            max_tokens=max_tokens,
+            seed=request_seed(self.config.run.seed, *((id,) if given.seed is None else ("client", given.seed))),
+            temperature=given.temperature,
+            top_k=max(0, given.top_k),
+            top_p=given.top_p,
             stop_ids=stop_ids,
             stop_texts=stop_texts,
-            prompt_logprobs=bool(body.get("prompt_logprobs")),
-            prompt_top=_whole("topk_prompt_logprobs", body.get("topk_prompt_logprobs") or 0, 0, MOST_TOP),
-            top=_whole("topk_sample_logprobs", body.get("topk_sample_logprobs") or 0, 0, MOST_TOP),
+            prompt_logprobs=bool(body.prompt_logprobs),
+            prompt_top=body.topk_prompt_logprobs or 0,
+            top=body.topk_sample_logprobs or 0,
         )
+
+    def _prompt(self, prompt: bodies.Prompt) -> tuple[int, ...]:
+        """Return a prompt's tokens. Raises RequestError for anything but text, and for tokens that there are not."""
+        for number, chunk in enumerate(prompt.chunks):
+            if chunk.type != "encoded_text":
+                raise RequestError(
+                    f"prompt.chunks[{number}] is of type {quoted(chunk.type)}; only encoded_text is served here"
+                )
+        tokens = tuple(itertools.chain.from_iterable(chunk.tokens for chunk in prompt.chunks))
+        if not tokens:
+            raise RequestError("prompt has no token")
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < self.served.vocab_size:
+                raise RequestError(
+                    f"prompt holds token {quoted(token)}, and the vocabulary has {self.served.vocab_size} tokens"
+                )
+        return tokens
+
+    def _check_size(self, body: bodies.Sample, prompt: int, max_tokens: int) -> None:
+        """Raise RequestError for samples that together are more than the server makes at once."""
+        most, count = self.config.serve.max_batch_samples, body.num_samples
+        if count > most:
+            raise RequestError(f"num_samples={count} is above serve.max_batch_samples={most}; ask in several requests")
+        top, of_prompt = body.topk_sample_logprobs or 0, body.topk_prompt_logprobs or 0
+        if max(top, of_prompt) > self.served.vocab_size:
+            name = "topk_sample_logprobs" if top > self.served.vocab_size else "topk_prompt_logprobs"
+            raise RequestError(f"{name}={max(top, of_prompt)}, and the vocabulary has {self.served.vocab_size} tokens")
+        if (top or of_prompt) and self.config.rollout.engine == "vllm":
+            name = "topk_sample_logprobs" if top else "topk_prompt_logprobs"
+            raise RequestError(
+                f"{name}={top or of_prompt} is not served by rollout.engine=vllm; leave it out, or ask the server's "
+                "operator for rollout.engine=transformers"
+            )
+        if (wanted := top * count * max_tokens + of_prompt * prompt) > MOST_TOP_LOGPROBS:
+            raise RequestError(
+                f"topk_sample_logprobs={top} of {count} samples of {max_tokens} tokens and topk_prompt_logprobs="
+                f"{of_prompt} of {prompt} are {wanted:,} log-probs, and {MOST_TOP_LOGPROBS:,} are given in one answer; "
+                "ask for fewer"
+            )
+
+
+def _check_optimizer(config: bodies.OptimizerConfig | None) -> None:
+    if config is not None and config.type != "adamw":
+        raise RequestError(f"optimizer_config.type={quoted(config.type)} is not served; AdamW is, as 'adamw'")
+
+
+def _content(body: bodies.Body) -> bytes:
+    """Return a body in one form, by which a request that is sent again is the same."""
+    return body.model_dump_json().encode()
 
 
 def _fault(error: RequestError) -> dict[str, object]:
     """Return the header of an operation that fails when its turn comes."""
     return {"do": "fail", "error": str(error), "fault": (error.fault or Fault.USER).value}
-
-
-def _whole(name: str, value: object, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise RequestError(f"{name}={value!r} must be a whole number from {least} to {most}")
-    return value
-
-
-def _number(name: str, value: object, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise RequestError(f"{name}={value!r} must be a number from {least:g} to {most:g}")
-    return float(value)
-
-
-def _check_adam(adam: Mapping[str, object]) -> None:
-    ranges = {
-        "learning_rate": (0.0, 1e3),
-        "beta1": (0.0, 1.0 - 1e-12),
-        "beta2": (0.0, 1.0 - 1e-12),
-        "eps": (0.0, 1e3),
-        "weight_decay": (0.0, 1e3),
-        "grad_clip_norm": (0.0, float("inf")),
-    }
-    for name, (least, most) in ranges.items():
-        adam[name] = _number(f"adam_params.{name}", adam[name], least, most)
-    if unknown := sorted(set(adam) - set(ranges) - {"type"}):
-        raise RequestError(f"adam_params.{unknown[0]} is not known; it has {', '.join(ranges)}")

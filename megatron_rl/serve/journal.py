@@ -7,6 +7,7 @@ over the training requests since the one before.
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import time
 from collections import Counter
@@ -48,7 +49,7 @@ class Journal:
             "step": number,
             "step_kind": (StepKind.GHOST if ghost else StepKind.REAL).value,
             "phase": PHASE,
-            "train/loss": sums["loss"],
+            "train/loss": loss if math.isfinite(loss := sums["loss"]) else str(float(loss)),
             "train/grad_norm": metrics["grad_norm:mean"],
             "train/lr": metrics["learning_rate:mean"],
             "skip/tokens_executed": int(sums["num_tokens_executed"]),
@@ -64,4 +65,4 @@ class Journal:
             folder.mkdir(parents=True)
             (folder / "config.yaml").write_text(self.config_yaml, encoding="utf-8")
         with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")

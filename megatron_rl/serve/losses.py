@@ -27,11 +27,13 @@ import torch
 
 from megatron_rl.algorithm.own_policy import PolicyTokens
 from megatron_rl.algorithm.policy_loss import PolicyTerm, cispo, dro, gspo, importance_sampling, ppo, reinforce
+from megatron_rl.errors import quoted
 from megatron_rl.serve.values import Datum, RequestError
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 THRESHOLDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
 BETA = 0.05
+MOST_NUMBER = 3.4e38  # float32's, in which losses are computed
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 
 
@@ -84,11 +86,11 @@ def served_loss(name: str, settings: Mapping[str, float | str]) -> ServedLoss:
             "'importance_sampling', 'ppo', 'cispo', 'gspo' as loss_fn (in tinker-cookbook: loss_fn=importance_sampling)"
         )
     if name not in LOSSES:
-        raise RequestError(f"loss_fn={name!r} is not served; pass one of {', '.join(LOSSES)}")
+        raise RequestError(f"loss_fn={quoted(name)} is not served; pass one of {', '.join(LOSSES)}")
     known = {_LOW, _HIGH} if name in THRESHOLDS else {"beta"} if name == "dro" else set()
     if unknown := sorted(set(settings) - known):
         raise RequestError(
-            f"loss_fn_config has {unknown[0]!r}, which loss_fn={name!r} does not read; it reads "
+            f"loss_fn_config has {quoted(unknown[0])}, which loss_fn={name!r} does not read; it reads "
             f"{', '.join(sorted(known)) or 'nothing'}"
         )
     numbers = {key: _number(key, value) for key, value in settings.items()}
@@ -109,8 +111,8 @@ def served_loss(name: str, settings: Mapping[str, float | str]) -> ServedLoss:
 
 
 def _number(key: str, value: float | str) -> float:
-    if isinstance(value, str) or not np.isfinite(value):
-        raise RequestError(f"loss_fn_config[{key!r}]={value!r} must be a finite number")
+    if isinstance(value, str) or not abs(value) <= MOST_NUMBER:
+        raise RequestError(f"loss_fn_config[{quoted(key)}]={quoted(value)} must be a number of float32's range")
     return float(value)
 
 
@@ -155,6 +157,11 @@ def check_inputs(loss: ServedLoss, data: Sequence[Datum], vocab_size: int, longe
         where = f"data[{number}]"
         if len(datum.tokens) > longest:
             raise RequestError(f"{where} has {len(datum.tokens)} tokens, and this model reads {longest} at most")
+        if datum.targets.shape[1] > vocab_size:
+            raise RequestError(
+                f"{where}.target_tokens has {datum.targets.shape[1]} targets after each token, and the vocabulary has "
+                f"{vocab_size} tokens"
+            )
         for name, tokens in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
             if tokens.min() < 0 or tokens.max() >= vocab_size:
                 outside = tokens.max() if tokens.max() >= vocab_size else tokens.min()
@@ -169,7 +176,7 @@ def check_inputs(loss: ServedLoss, data: Sequence[Datum], vocab_size: int, longe
             if unread == ["weights"] and _says_nothing(datum):
                 continue
             way_out = "multiply the advantages by them" if unread[0] == "weights" else "leave it out"
-            raise RequestError(f"{where}.{unread[0]} is not read by loss_fn={loss.name!r}; {way_out}")
+            raise RequestError(f"{where}.{quoted(unread[0])[1:-1]} is not read by loss_fn={loss.name!r}; {way_out}")
 
 
 def _says_nothing(datum: Datum) -> bool:

@@ -63,10 +63,13 @@ class Models:
         self._begin(name)
 
     def load(self, name: str, folder: pathlib.Path, *, with_adam: bool) -> AdapterSpec | None:
-        """Begin a model, or replace one, by what a checkpoint holds; return its adapters. A collective."""
+        """Begin a model, or replace one, by what a checkpoint holds; return its adapters. A collective.
+
+        Where it raises, a model of this name is as it was.
+        """
         self._put_away()
-        self._waiting.pop(name, None)
         spec = checkpoints.load(self.backend, folder, with_adam=with_adam)
+        self._waiting.pop(name, None)
         self._waiting[name], self._active = None, name
         return spec
 

@@ -7,6 +7,7 @@ import re
 import secrets
 from dataclasses import dataclass
 
+from megatron_rl.errors import quoted
 from megatron_rl.serve.values import RequestError
 
 STATE, SAMPLER = "weights", "sampler_weights"  # the two kinds of checkpoints, as they stand in a path
@@ -39,7 +40,7 @@ def parse_checkpoint(path: str) -> CheckpointPath:
     """Return the parts of a checkpoint's path. Raises RequestError."""
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in (STATE, SAMPLER):
-        raise RequestError(f"path={path!r} is no tinker://<model>/{STATE}/<name>, nor .../{SAMPLER}/<name>")
+        raise RequestError(f"path={quoted(path, 200)} is no tinker://<model>/{STATE}/<name>, nor .../{SAMPLER}/<name>")
     return CheckpointPath(model=parts[0], kind=parts[1], name=checked_name(parts[2]))
 
 
@@ -47,8 +48,8 @@ def checked_name(name: str) -> str:
     """Return a checkpoint's name. Raises RequestError for one that cannot be a folder's."""
     if not _NAME.fullmatch(name):
         raise RequestError(
-            f"the checkpoint's name {name[:100]!r} must be letters, digits, '.', '_' and '-', at most 200, and begin "
-            "with a letter or a digit"
+            f"the checkpoint's name {quoted(name, 100)} must be letters, digits, '.', '_' and '-', at most 200, and "
+            "begin with a letter or a digit"
         )
     return name
 
@@ -75,5 +76,5 @@ def line_of(operation: str) -> tuple[str, int]:
     """Return the line and the number of an operation's name. Raises RequestError."""
     line, _, seq = operation.rpartition(":")
     if not line or not seq.isdecimal():
-        raise RequestError(f"request_id={operation[:200]!r} is none of this server's", status=404)
+        raise RequestError(f"request_id={quoted(operation, 200)} is none of this server's", status=404)
     return line, int(seq)

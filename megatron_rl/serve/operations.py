@@ -17,75 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import itertools
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
 
+from megatron_rl.serve.operation import ENDED, RUNNING, Line, Operation
 from megatron_rl.serve.values import Fault, RequestError
-
-WAITING, RUNNING, ENDED = "waiting", "running", "ended"
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Operation:
-    """Holds one operation and, once it has ended, its answer.
-
-    id: by which its client asks for the answer. owner: the client's key, digested.
-    line, seq: its place.
-    depends: whether later operations of its line make no sense if it fails.
-    header: what to do, as JSON. body: the client's data, which travel to every rank. parsed: the same, on rank 0.
-    weight: the samples that it asks for.
-    content: the answer's bytes, and their type; error: its message and whose fault it is.
-    """
-
-    id: str
-    owner: str
-    line: str
-    seq: int
-    kind: str
-    header: Mapping[str, object]
-    body: bytes = b""
-    parsed: object = None
-    depends: bool = False
-    weight: int = 1
-    digest: str = ""
-    state: str = WAITING
-    content: tuple[bytes, str] | None = None
-    error: tuple[str, Fault] | None = None
-    arrived_at: float = 0.0
-    asked_at: float = 0.0
-    watchers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=list)
-
-
-def digest_of(*parts: bytes) -> str:
-    """Return a digest by which two requests are the same."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Line:
-    """Holds one line's waiting operations by number; ``next`` is the number that runs next where order matters.
-
-    failed: why nothing runs until the client was told. failed_at: the lowest number by whose answer it learns of that.
-    """
-
-    ordered: bool = True
-    next: int = 0
-    waiting: dict[int, Operation] = field(default_factory=dict)
-    failed: tuple[str, Fault] | None = None
-    failed_at: int = 0
-    running: bool = False
-
-    def stop(self, why: tuple[str, Fault], failed_at: int) -> None:
-        """Run nothing more of an ordered line until the client was told why."""
-        if self.ordered:
-            self.failed, self.failed_at = why, failed_at
 
 
 class Operations:
@@ -105,22 +44,28 @@ class Operations:
         self._ended, self._clock = ended, clock
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
-        self._lines: OrderedDict[str, _Line] = OrderedDict()  # the one that was served longest ago first
+        self._lines: dict[str, Line] = {}
+        self._busy: dict[str, Line] = {}  # those in which something waits
+        self._turns = itertools.count()
         self._all: dict[str, Operation] = {}
-        self._bytes = 0
+        self._bytes = 0  # of operations that have not ended
+        self._kept = 0  # of the answers of those that have
 
     # ---- the clients' side ------------------------------------------------------------------------------------------
 
     def open_line(
         self, line: str, *, first: int = 0, ordered: bool = True, failed: tuple[str, Fault] | None = None
-    ) -> None:
-        """Begin a line, which stays; ``first`` is its next number, ``failed`` the failure to tell its client first."""
-        with self._lock:
-            self._lines[line] = _Line(next=first, ordered=ordered, failed=failed, failed_at=first)
+    ) -> bool:
+        """Begin a line, which stays; return False, and change nothing, where it was begun before.
 
-    def has_line(self, line: str) -> bool:
+        ``first`` is its next number, ``failed`` the failure to tell its client first.
+        """
         with self._lock:
-            return line in self._lines
+            if line in self._lines:
+                return False
+            turn = next(self._turns)
+            self._lines[line] = Line(next=first, ordered=ordered, failed=failed, failed_at=first, turn=turn)
+            return True
 
     def fail_line(self, line: str, error: tuple[str, Fault]) -> None:
         """Fail what waits in a line, and what comes to it until its client was told."""
@@ -157,7 +102,7 @@ class Operations:
                     "no longer",
                     status=410,
                 )
-            if self._bytes + len(operation.body) > self.max_bytes and self._bytes:
+            if self._bytes + operation.held > self.max_bytes and self._bytes:
                 raise RequestError(
                     f"requests of {self._bytes:,} bytes are waiting, and serve.max_queue_mb allows {self.max_bytes:,}; "
                     "try again",
@@ -167,8 +112,9 @@ class Operations:
             operation.arrived_at = operation.asked_at = self._clock()
             accept(operation)
             self._all[operation.id] = operation
-            self._bytes += len(operation.body)
+            self._bytes += operation.held
             line.waiting[operation.seq] = operation
+            self._busy[operation.line] = line
             doomed = [] if line.failed is None else self._doom(operation.line, line.failed)
             self._arrived.notify_all()
         self._announce(doomed)
@@ -196,7 +142,7 @@ class Operations:
     def tell(self, operation: Operation) -> None:
         """Note that a client was given an operation's answer or error; a failed line goes on then."""
         with self._lock:
-            operation.asked_at = self._clock()
+            operation.asked_at, operation.told = self._clock(), True
             line = self._lines[operation.line]
             if operation.error is not None and operation.seq >= line.failed_at:
                 line.failed = None
@@ -216,10 +162,30 @@ class Operations:
         """Forget ended operations that nobody has asked for in ``older_s``; return their ids."""
         with self._lock:
             old = self._clock() - older_s
-            gone = [id for id, x in self._all.items() if x.state == ENDED and x.asked_at < old]
-            for id in gone:
-                del self._all[id]
-            return gone
+            return self._drop([x for x in self._all.values() if x.state == ENDED and x.asked_at < old])
+
+    def _drop(self, operations: Sequence[Operation]) -> list[str]:
+        """Forget ended operations under the lock; return their ids."""
+        for operation in operations:
+            del self._all[operation.id]
+            self._kept -= operation.kept_bytes
+        return [operation.id for operation in operations]
+
+    def _make_room(self) -> None:
+        """Forget answers, under the lock, while they take more than ``max_bytes``: half of those of who has the most.
+
+        Those that were given to their client go first, the newest one stays.
+        """
+        while self._kept > self.max_bytes:
+            sizes: Counter[str] = Counter()
+            for operation in self._all.values():
+                sizes[operation.owner] += operation.kept_bytes
+            owner = sizes.most_common(1)[0][0]
+            own = [x for x in self._all.values() if x.owner == owner and x.state == ENDED]
+            own = sorted(own, key=lambda x: (not x.told, x.asked_at))[:-1]
+            if not own:
+                return
+            self._drop(own[: len(own) // 2 + 1])
 
     # ---- the worker's side ------------------------------------------------------------------------------------------
 
@@ -242,29 +208,37 @@ class Operations:
                 self._arrived.wait(min(left, 1.0))
 
     def _ready(self) -> list[Operation]:
-        for name, line in self._lines.items():
+        for name, line in self._by_turn():
             if line.failed is not None or line.running:
                 continue
-            if not line.ordered and line.waiting:
+            if not line.ordered:
                 return self._batch(next(iter(line.waiting.values())))
-            if line.ordered and line.next in line.waiting:
+            if line.next in line.waiting:
                 line.running = True
-                self._lines.move_to_end(name)
-                return [line.waiting.pop(line.next)]
+                return [self._served(name, line, line.next)]
         return []
+
+    def _by_turn(self) -> list[tuple[str, Line]]:
+        return sorted(self._busy.items(), key=lambda item: item[1].turn)
+
+    def _served(self, name: str, line: Line, seq: int) -> Operation:
+        """Take an operation out of its line, which has had its turn then."""
+        line.turn = next(self._turns)
+        operation = line.waiting.pop(seq)
+        if not line.waiting:
+            del self._busy[name]
+        return operation
 
     def _batch(self, first: Operation) -> list[Operation]:
         """Return the waiting requests that may run with ``first``: of the same weights, in any line, up to a size."""
         taken, weight = [], 0
-        for name, line in list(self._lines.items()):
+        for name, line in self._by_turn():
             for operation in [] if line.ordered else list(line.waiting.values()):
                 same = operation.header["weights"] == first.header["weights"]
                 if not same or (taken and weight + operation.weight > self.max_batch):
                     continue
-                taken.append(operation)
+                taken.append(self._served(name, line, operation.seq))
                 weight += operation.weight
-                del line.waiting[operation.seq]
-                self._lines.move_to_end(name)
         return taken
 
     def finish(self, operation: Operation, content: bytes, content_type: str) -> None:
@@ -292,6 +266,7 @@ class Operations:
         line = self._lines[name]
         doomed = sorted(line.waiting.values(), key=lambda x: x.seq)
         line.waiting = {}
+        self._busy.pop(name, None)
         for operation in doomed:
             self._end(operation, error=error)
             line.next = max(line.next, operation.seq + 1)
@@ -308,8 +283,10 @@ class Operations:
         was_running = operation.state == RUNNING
         operation.content, operation.error, operation.state = content, error, ENDED
         operation.asked_at = self._clock()
-        self._bytes -= len(operation.body)
+        self._bytes -= operation.held
         operation.body, operation.parsed = b"", None
+        self._kept += operation.kept_bytes
+        self._make_room()
         line = self._lines[operation.line]
         if line.ordered and was_running:
             line.running, line.next = False, max(line.next, operation.seq + 1)
@@ -329,7 +306,7 @@ class Operations:
         """End what has waited too long: behind a gap in the numbers, or for its turn."""
         now, doomed = self._clock(), []
         with self._lock:
-            for name, line in self._lines.items():
+            for name, line in list(self._busy.items()):
                 error = self._overdue_words(line, now)
                 if error is not None:
                     late = self._doom(name, error)
@@ -337,7 +314,7 @@ class Operations:
                     doomed += late
         self._announce(doomed)
 
-    def _overdue_words(self, line: _Line, now: float) -> tuple[str, Fault] | None:
+    def _overdue_words(self, line: Line, now: float) -> tuple[str, Fault] | None:
         if not line.waiting:
             return None
         waited = now - min(x.arrived_at for x in line.waiting.values())
@@ -348,7 +325,7 @@ class Operations:
             return text, Fault.SERVER
         return None
 
-    def _gap_words(self, line: _Line) -> str:
+    def _gap_words(self, line: Line) -> str:
         numbers = ", ".join(map(str, sorted(line.waiting)[:5]))
         return (
             f"number {line.next} did not arrive in serve.gap_s={self.gap_s:g} s, and the requests behind it (numbers "

@@ -7,6 +7,7 @@ the host of every rank. A request of other weights than the engines hold has the
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import pathlib
 from collections.abc import Sequence
@@ -16,15 +17,19 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, shortened
 from megatron_rl.model.seam_fields import DTYPES
 from megatron_rl.rollout.build import RankLocation, place_engine
-from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost
+from megatron_rl.rollout.engine import NO_WEIGHTS, Engine, EngineLost
+from megatron_rl.rollout.http_connections import QUIET
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.sampling import SampledSequence, SampleRequest, SampleResult, TopLogProbs
 from megatron_rl.serve.models import Models, Weights
 from megatron_rl.serve.naming import BASE
-from megatron_rl.serve.values import Fault, RequestError
+from megatron_rl.serve.values import Fault, RequestError, SampleFailed
+
+log = logging.getLogger(__name__)
+log.addFilter(QUIET)
 
 
 class Samplers:
@@ -86,10 +91,11 @@ class Samplers:
         with self.models.reading(self._weights[self._wanted]) as backend:
             yield from backend.export(bucket_bytes=self.config.weight_sync.bucket_bytes // 2)
 
-    def sample(self, name: str, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+    def sample(self, name: str, requests: Sequence[SampleRequest]) -> list[SampleResult | SampleFailed]:
         """Return the requests' results, in order, on every rank; each rank with an engine samples its share.
 
-        Raises RequestError where no such weights are held, EngineError where engines are lost time and again.
+        A request that the engine cannot answer is SampleFailed, and the others are answered. Raises RequestError where
+        no such weights are held, EngineError where engines are lost time and again.
         """
         if name not in self._weights:
             raise RequestError(f"sampler weights {name!r} are not held here", status=404, fault=Fault.SERVER)
@@ -100,37 +106,48 @@ class Samplers:
             self.manager.sync_weights()
             self._sent = name
             self.manager.device.to_engine()
-            mine, lost, error = self._sample_share(requests)
-            answers = gather_json([lost, error, mine])
+            mine, lost = self._sample_share(requests)
+            answers = gather_json([lost, mine])
             self.manager.device.to_trainer()
-            if errors := [part[1] for part in answers if part[1]]:
-                raise EngineError(errors[0])
             if not any(part[0] for part in answers):
-                found = {int(i): value for part in answers for i, value in part[2].items()}
+                found = {int(i): value for part in answers for i, value in part[1].items()}
                 return [_from_json(found[i]) for i in range(len(requests))]
             why = next(part[0] for part in answers if part[0])
         raise EngineError(f"engines were lost {self.config.weight_sync.attempts} times in a row: {why}")
 
-    def _sample_share(self, requests: Sequence[SampleRequest]) -> tuple[dict[str, object], str | None, str | None]:
-        """Return this rank's results by their request's number, and why its engine was lost, or failed."""
+    def _sample_share(self, requests: Sequence[SampleRequest]) -> tuple[dict[str, object], str | None]:
+        """Return this rank's results by their request's number, and why its engine was lost."""
         if self.share is None:
-            return {}, None, None
+            return {}, None
         number, count = self.share
         places = range(number, len(requests), count)
         try:
-            results = self.manager.engine.sample([requests[i] for i in places])
+            results = answers_of(self.manager.engine, [requests[i] for i in places])
         except EngineLost as error:
-            return {}, str(error), None
-        except Exception as error:  # noqa: BLE001 (raised on every rank by ``sample``)
-            return {}, None, f"{type(error).__name__}: {error}"
-        return {str(i): _to_json(result) for i, result in zip(places, results, strict=True)}, None, None
+            return {}, str(error)
+        return {str(i): _to_json(result) for i, result in zip(places, results, strict=True)}, None
 
     def close(self) -> None:
         """End the engines. Not a collective."""
         self.manager.close()
 
 
-def _to_json(result: SampleResult) -> dict[str, object]:
+def answers_of(engine: Engine, requests: Sequence[SampleRequest]) -> list[SampleResult | SampleFailed]:
+    """Return an engine's results; where it fails on requests together, each is tried alone. Raises EngineLost."""
+    try:
+        return list(engine.sample(requests))
+    except EngineLost:
+        raise
+    except Exception as error:
+        if len(requests) > 1:
+            return [result for request in requests for result in answers_of(engine, [request])]
+        log.warning("sampling request %s failed", requests[0].request_id, exc_info=True)
+        return [SampleFailed(reason=shortened(f"{type(error).__name__}: {error}", 500))]
+
+
+def _to_json(result: SampleResult | SampleFailed) -> dict[str, object]:
+    if isinstance(result, SampleFailed):
+        return {"failed": result.reason}
     return {
         "sequences": [
             [x.token_ids.tolist(), x.logprobs.tolist(), x.finish_reason, _top_to_json(x.top)] for x in result.sequences
@@ -144,7 +161,9 @@ def _top_to_json(top: TopLogProbs | None) -> list | None:
     return None if top is None else [top.token_ids.tolist(), top.logprobs.tolist()]
 
 
-def _from_json(value: dict) -> SampleResult:
+def _from_json(value: dict) -> SampleResult | SampleFailed:
+    if "failed" in value:
+        return SampleFailed(reason=value["failed"])
     return SampleResult(
         sequences=[
             SampledSequence(

@@ -84,6 +84,8 @@ def serve(config: Config) -> bool:
     if config.rollout.engine == "vllm":
         check_served(config.model.hf_path)
         check_lengths(config, hf_config.max_position_embeddings)  # the engines are started for that length
+    # a gradient that is not finite is an answer to its client: the step is passed over, and nothing is moved
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, on_nonfinite="skip"))
     with held_run_folder(config):
         config = settle_dtype(config, hf_config, on_gpu=HOST.is_cuda)
         tokenizer = load_tokenizer(config, hf_config.vocab_size)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_rl.errors import quoted
 from megatron_rl.serve.values import RequestError
 
-MOST = 64  # stops of a request
 
-
-def stops_of(stop: object, own: Sequence[int], vocab_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def stops_of(
+    stop: str | Sequence[str] | Sequence[int] | None, own: Sequence[int], vocab_size: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the tokens and the texts that end a sample.
 
     stop: None for the model's own ends of sequence; [] for none at all; else these alone, texts or tokens.
@@ -19,13 +20,10 @@ def stops_of(stop: object, own: Sequence[int], vocab_size: int) -> tuple[tuple[i
     """
     if stop is None:
         return tuple(own), ()
-    given = [stop] if isinstance(stop, str) else stop
-    if not isinstance(given, list) or len(given) > MOST:
-        raise RequestError(f"stop must be a text, or a list of at most {MOST} texts or tokens")
-    if all(type(part) is int for part in given):
-        if outside := [token for token in given if not 0 <= token < vocab_size]:
-            raise RequestError(f"stop holds token {outside[0]}, and the vocabulary has {vocab_size} tokens")
-        return tuple(given), ()
-    if all(isinstance(part, str) and part for part in given):
-        return (), tuple(given)
-    raise RequestError("stop must hold texts that are not empty, or tokens, not both")
+    if isinstance(stop, str):
+        return (), (stop,)
+    if any(isinstance(part, str) for part in stop):
+        return (), tuple(stop)
+    if outside := [token for token in stop if not 0 <= token < vocab_size]:
+        raise RequestError(f"stop holds token {quoted(outside[0])}, and the vocabulary has {vocab_size} tokens")
+    return tuple(stop), ()

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megatron_rl.errors import CheckpointError
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT, created REAL, facts TEXT);
 CREATE TABLE IF NOT EXISTS models (id TEXT PRIMARY KEY, owner TEXT, session TEXT, created REAL, facts TEXT);
@@ -56,15 +58,30 @@ _PARENT = {"sessions": "''", "models": "session", "samplers": "session", "checkp
 
 
 class Store:
-    """Reads and writes the file. Every method is one transaction."""
+    """Reads and writes the file. Every method is one transaction.
+
+    Raises CheckpointError for a file that is damaged, is none of SQLite's, or cannot be opened.
+    """
 
     def __init__(self, path: pathlib.Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._file = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
-        self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.execute("PRAGMA synchronous=NORMAL")
-        self._file.executescript(_SCHEMA)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
+            self._file.execute("PRAGMA journal_mode=WAL")
+            self._file.execute("PRAGMA synchronous=NORMAL")
+            self._file.executescript(_SCHEMA)
+            found = self._file.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise sqlite3.DatabaseError(found)
+            for table in _PARENT:
+                self.everything(table)
+            self.operations()
+        except (OSError, sqlite3.Error, ValueError) as error:
+            raise CheckpointError(
+                f"{path}, which holds the clients' sessions, models and checkpoints, cannot be read: {error}; put a "
+                "copy back, or move it away (with its -wal and -shm) to begin anew: the checkpoints' folders stay"
+            ) from error
 
     def put(self, table: str, id: str, owner: str, parent: str, facts: Mapping[str, object]) -> None:
         """Write a row of ``sessions``, ``models``, ``samplers`` or ``checkpoints``, over one of the same id."""

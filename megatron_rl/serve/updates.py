@@ -25,7 +25,7 @@ from megatron_rl.serve.losses import (
     served_loss,
     without_least,
 )
-from megatron_rl.serve.values import Datum, TrainingAnswer, TrainingCall
+from megatron_rl.serve.values import Datum, RequestError, TrainingAnswer, TrainingCall
 from megatron_rl.types import Sample, StepKind, StepPlan
 
 
@@ -158,6 +158,11 @@ def _executed(step: StepPlan, tokens) -> int:
 
 def _answer(prepared: Prepared, flat: np.ndarray, executed: int) -> TrainingAnswer:
     data, offsets = prepared.call.data, prepared.batch.facts.response_offsets
+    if not np.isfinite(flat).all():
+        raise RequestError(
+            "the model's log-probs are not finite: an earlier optim_step has broken its weights (a large learning_rate "
+            "or weight_decay?); load a checkpoint, or make the model anew"
+        )
     total, clipped = loss_sum(prepared.loss, flat, prepared.inputs, prepared.sequences, len(data))
     return TrainingAnswer(
         logprobs=[

@@ -93,6 +93,13 @@ class AdapterSpec:
         return ("linear_qkv", "linear_proj") * self.attention + ("linear_fc1", "linear_fc2") * self.mlp
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFailed:
+    """Says why the engine could not answer a sampling request."""
+
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Message:
     """Holds what every rank runs next. parsed: the body's values where this rank has them already."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from megatron_rl.errors import quoted
 from megatron_rl.serve.values import RequestError
 
 OLDEST, NEWEST = (0, 34), (0, 38)
@@ -15,6 +16,6 @@ def check_sdk(version: object) -> None:
     if found is None or not OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
         low, high = (".".join(map(str, end)) for end in (OLDEST, NEWEST))
         raise RequestError(
-            f"sdk_version={version!r} is not served: this server speaks to tinker {low} to {high}; install one of them "
-            f"(pip install 'tinker>={low},<{NEWEST[0]}.{NEWEST[1] + 1}')"
+            f"sdk_version={quoted(version)} is not served: this server speaks to tinker {low} to {high}; install one "
+            f"of them (pip install 'tinker>={low},<{NEWEST[0]}.{NEWEST[1] + 1}')"
         )

@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from megatron_rl.errors import quoted, shortened
 from megatron_rl.rollout.sampling import SampleResult, TopLogProbs
 from megatron_rl.serve import messages
 from megatron_rl.serve.values import Datum, RequestError, TrainingAnswer, TrainingCall
 
 PROTOBUF = "application/x-protobuf"
 DTYPES = {messages.FLOAT32: np.dtype(np.float32), messages.INT64: np.dtype(np.int64)}
-MOST_CELLS = 2**28  # of a tensor that a sparse one stands for
+MOST_CELLS = 2**24  # of all tensors of a request, those included that a sparse one leaves out
+MOST_DATA = 2**16  # of a request; the SDK sends 1,024 at most
+MOST_INPUTS = 8  # of a datum; a loss reads four
 
 
-def parse_training(body: bytes) -> TrainingCall:
-    """Return the request of a protobuf body. Raises RequestError, naming the datum and the field."""
+def parse_message(body: bytes):
+    """Return the ForwardBackwardRequest of a protobuf body. Raises RequestError for bytes that are none."""
     try:
-        message = messages.ForwardBackwardRequest.FromString(body)
+        return messages.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
         raise RequestError(
             f"the body of {len(body)} bytes is no ForwardBackwardRequest ({error}); a client before tinker 0.25 sends "
             "JSON, which is not read"
         ) from None
+
+
+def parse_training(body: bytes) -> TrainingCall:
+    """Return the request of a protobuf body. Raises RequestError, naming the datum and the field."""
+    return training_call(parse_message(body))
+
+
+def training_call(message) -> TrainingCall:
+    """Return a message's request. Raises RequestError, naming the datum and the field."""
     if not message.data:
         raise RequestError("data is empty: a forward_backward needs at least one datum")
+    if len(message.data) > MOST_DATA:
+        raise RequestError(f"data holds {len(message.data):,} data, and {MOST_DATA:,} are read in one request")
+    _check_cells(message.data)
     settings = {name: float(value) for name, value in message.loss_fn_config.items()}
     for name, value in message.loss_fn_config_v2.items():
         settings[name] = value.text if value.WhichOneof("kind") == "text" else value.number
@@ -41,9 +56,42 @@ def parse_training(body: bytes) -> TrainingCall:
     )
 
 
+def _check_cells(data) -> None:
+    """Raise RequestError for tensors that are too many, or too large once what a sparse one leaves out is there."""
+    cells = 0
+    for number, datum in enumerate(data):
+        if len(datum.loss_fn_inputs) > MOST_INPUTS:
+            names = ", ".join(quoted(name, 40) for name in sorted(datum.loss_fn_inputs)[:MOST_INPUTS])
+            raise RequestError(
+                f"data[{number}] has {len(datum.loss_fn_inputs)} loss_fn_inputs ({names}, …); no loss "
+                f"reads more than {MOST_INPUTS}"
+            )
+        for name, tensor in datum.loss_fn_inputs.items():
+            if any(size < 0 for size in tensor.shape):
+                raise RequestError(f"data[{number}].loss_fn_inputs[{quoted(name)}] has shape {_shape(tensor)}")
+            if tensor.WhichOneof("kind") == "sparse_csr":
+                cells += math.prod(tensor.shape)
+            else:
+                cells += len(tensor.dense) // 4
+            if cells > MOST_CELLS:
+                raise RequestError(
+                    f"the loss_fn_inputs up to data[{number}]'s {quoted(name)} of shape {_shape(tensor)} have "
+                    f"{cells:,} cells, and {MOST_CELLS:,} are read in one request; send fewer data at once"
+                )
+
+
+def _shape(tensor) -> str:
+    return shortened(str(list(tensor.shape[:8])), 100)
+
+
+def size_of(call: TrainingCall) -> int:
+    """Return the bytes of a request's arrays."""
+    return sum(array.nbytes for datum in call.data for array in (datum.tokens, datum.targets, *datum.inputs.values()))
+
+
 def _datum(message, where: str) -> Datum:
     tokens = _tokens(message.model_input, where)
-    arrays = {name: _array(tensor, f"{where}.{name}") for name, tensor in message.loss_fn_inputs.items()}
+    arrays = {name: _array(tensor, f"{where}.{_named(name)}") for name, tensor in message.loss_fn_inputs.items()}
     if "target_tokens" not in arrays:
         raise RequestError(f"{where} has no target_tokens, and every loss reads them")
     targets = arrays.pop("target_tokens")
@@ -57,11 +105,11 @@ def _datum(message, where: str) -> Datum:
     for name, values in arrays.items():
         if values.shape != targets.shape:
             raise RequestError(
-                f"{where}.{name} has shape {list(values.shape)} and target_tokens has {list(targets.shape)}; give one "
-                "number for each target"
+                f"{where}.{_named(name)} has shape {list(values.shape)} and target_tokens has {list(targets.shape)}; "
+                "give one number for each target"
             )
         if not np.isfinite(values).all():
-            raise RequestError(f"{where}.{name} holds NaN or infinity, of which no loss can be made")
+            raise RequestError(f"{where}.{_named(name)} holds NaN or infinity, of which no loss can be made")
     wide = (len(tokens), -1)
     return Datum(
         tokens=tokens,
@@ -69,6 +117,11 @@ def _datum(message, where: str) -> Datum:
         inputs={name: values.astype(np.float32).reshape(wide) for name, values in arrays.items()},
         flat=targets.ndim == 1,
     )
+
+
+def _named(name: str) -> str:
+    """Return the name of an input for a message, without control characters."""
+    return name if name.isidentifier() and name.isascii() and len(name) < 60 else f"loss_fn_inputs[{quoted(name)}]"
 
 
 def _tokens(chunks, where: str) -> np.ndarray:
@@ -95,15 +148,13 @@ def _array(message, where: str) -> np.ndarray:
     if message.dtype not in DTYPES:
         raise RequestError(f"{where} has dtype {message.dtype}; float32 ({messages.FLOAT32}) and int64 are read")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
-    if any(size < 0 for size in shape):
-        raise RequestError(f"{where} has shape {list(shape)}")
     if message.WhichOneof("kind") == "sparse_csr":
         return _dense(message.sparse_csr, dtype, shape, where)
     values = _from_bytes(message.dense, dtype, where)
     if not shape:
         return values
-    if values.size != int(np.prod(shape)):
-        raise RequestError(f"{where} has {values.size} numbers and its shape {list(shape)} asks for {np.prod(shape)}")
+    if values.size != math.prod(shape):
+        raise RequestError(f"{where} has {values.size} numbers and its shape {_shape(message)} asks for others")
     return values.reshape(shape)
 
 
@@ -113,7 +164,7 @@ def _dense(csr, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarr
     columns = _from_bytes(csr.col_indices, np.dtype(np.int64), f"{where} (col_indices)")
     fits = (
         len(shape) == 2
-        and 0 < shape[0] * shape[1] <= MOST_CELLS
+        and min(shape) > 0
         and len(crow) == shape[0] + 1
         and crow[0] == 0
         and (np.diff(crow) >= 0).all()
@@ -122,8 +173,8 @@ def _dense(csr, dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarr
     )
     if not fits:
         raise RequestError(
-            f"{where} is no CSR tensor of shape {list(shape)}: {len(crow)} crow_indices, {len(columns)} col_indices "
-            f"and {len(values)} values"
+            f"{where} is no CSR tensor of shape {shortened(str(list(shape)), 100)}: {len(crow)} crow_indices, "
+            f"{len(columns)} col_indices and {len(values)} values"
         )
     dense = np.zeros(shape, dtype=dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(crow)), columns] = values
@@ -166,22 +217,3 @@ def _put_top(message, top: TopLogProbs) -> None:
     message.token_ids = top.token_ids.astype(np.int32).tobytes()
     message.logprobs = top.logprobs.astype(np.float32).tobytes()
     message.length, message.k = top.token_ids.shape
-
-
-def prompt_tokens(prompt: Mapping[str, object]) -> tuple[int, ...]:
-    """Return the tokens of a ``ModelInput`` in JSON. Raises RequestError for anything but text."""
-    chunks = prompt.get("chunks") if isinstance(prompt, Mapping) else None
-    if not isinstance(chunks, Sequence) or not chunks:
-        raise RequestError("prompt.chunks must be a list of chunks, at least one")
-    tokens: list[int] = []
-    for number, chunk in enumerate(chunks):
-        kind = chunk.get("type", "encoded_text") if isinstance(chunk, Mapping) else None
-        if kind != "encoded_text":
-            raise RequestError(f"prompt.chunks[{number}] is of type {kind!r}; only encoded_text is served here")
-        part = chunk.get("tokens")
-        if not isinstance(part, list) or not all(type(token) is int for token in part):
-            raise RequestError(f"prompt.chunks[{number}].tokens must be a list of whole numbers")
-        tokens += part
-    if not tokens:
-        raise RequestError("prompt has no token")
-    return tuple(tokens)

@@ -24,7 +24,14 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import broadcast_on_host, gather_json
 from megatron_rl.distributed.lost_rank import is_peer_failure
 from megatron_rl.distributed.watchdog import Watchdog
-from megatron_rl.errors import CheckpointError, ConfigError, EngineError, LockstepError, NonFiniteAdvantage
+from megatron_rl.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    LockstepError,
+    NonFiniteAdvantage,
+    NonFiniteGradient,
+)
 from megatron_rl.rollout.sampling import SampleRequest
 from megatron_rl.serve.models import Models
 from megatron_rl.serve.samplers import Samplers
@@ -34,7 +41,8 @@ from megatron_rl.serve.wire import parse_training
 from megatron_rl.types import StepKind
 
 log = logging.getLogger(__name__)
-ANSWERS = (RequestError, ConfigError, CheckpointError, EngineError, NonFiniteAdvantage)  # raised on every rank alike
+# raised on every rank alike
+ANSWERS = (RequestError, ConfigError, CheckpointError, EngineError, NonFiniteAdvantage, NonFiniteGradient)
 
 
 def share_message(message: Message | None) -> Message:
@@ -101,7 +109,7 @@ class Worker:
 
     def _ended(self, header: Mapping[str, object], failed: Outcome) -> Outcome:
         """Discard the gradient of an operation that failed, so that no half of a step is left."""
-        if header["do"] in ("forward_backward", "optim_step"):
+        if header["do"] in ("forward_backward", "optim_step", "load"):
             self.models.discard_gradient(str(header["model"]))
         return failed
 

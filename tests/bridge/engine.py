@@ -5,8 +5,6 @@ cannot run it. Its names are there as empty modules; nothing of them is called, 
 torch. Megatron-Core, megatron-bridge, its providers and its mappings are the real ones.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 

@@ -1,7 +1,5 @@
 """Makes a folder of the quickstart's data with a tiny Gemma, a family that only Megatron-Bridge builds here."""
 
-from __future__ import annotations
-
 import pathlib
 
 import torch

@@ -7,8 +7,6 @@ Per family: the worst error of the equality matrix's quantities against the plai
 everything equals that table's; on one rank, whether Megatron-Bridge's own export gives the same tensors as ours.
 """
 
-from __future__ import annotations
-
 import tests.bridge.engine  # noqa: F401  # isort: skip
 
 import copy

@@ -1,7 +1,5 @@
 """Prints a JSON object: what configs, fields of a provider and entries of a mapping are refused with, by case."""
 
-from __future__ import annotations
-
 import tests.bridge.engine  # noqa: F401  # isort: skip
 
 import copy

@@ -3,8 +3,6 @@
 The equalities' errors are those of the equality matrix, relative: 1e-5, float32 sums in another order.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -19,28 +17,22 @@ from tests.patience import patient
 from tests.runs.command import ROOT, arguments, rows_of
 from tests.workers.environment import TORCHRUN
 
-pytestmark = [
-    pytest.mark.network,  # no part of any target but `make test-bridge`
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None,
-        reason="megatron-bridge is not installed; `make test-bridge` installs it",
-    ),
-]
+pytestmark = [pytest.mark.network,  # no part of any target but `make test-bridge`
+              pytest.mark.skipif(importlib.util.find_spec("megatron") is None
+                                 or importlib.util.find_spec("megatron.bridge") is None,
+                                 reason="megatron-bridge is not installed; `make test-bridge` installs it")]
 BOUND = 1e-5
 # Megatron-Core compiles Gemma's and Nemotron's activations, which takes longer than all that is measured here
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_COMPILE_DISABLE": "1"}
-CELLS = {
-    "one": (1, ["qwen3", "llama", "gemma", "nemotron"], []),
-    "tp2": (2, ["qwen3", "gemma", "nemotron"], ["parallel.tensor=2", "parallel.sequence_parallel=true"]),
-    "pp2": (2, ["gemma", "nemotron"], ["parallel.pipeline=2"]),
-}
+CELLS = {"one": (1, ["qwen3", "llama", "gemma", "nemotron"], []),
+         "tp2": (2, ["qwen3", "gemma", "nemotron"], ["parallel.tensor=2", "parallel.sequence_parallel=true"]),
+         "pp2": (2, ["gemma", "nemotron"], ["parallel.pipeline=2"])}
 
 
 def run(module: str, *given: str, world: int = 0, seconds: float = 600) -> str:
     """Run a module of tests.bridge, on ``world`` ranks unless that is 0; return its last line."""
-    launch = ["-m", *TORCHRUN, str(world)] if world else []
     done = subprocess.run(
-        [sys.executable, *launch, "-m", f"tests.bridge.{module}", *given],
+        [sys.executable, *(["-m", *TORCHRUN, str(world)] if world else []), "-m", f"tests.bridge.{module}", *given],
         cwd=ROOT, env=os.environ | ENVIRONMENT,
         capture_output=True, text=True, timeout=patient(seconds), check=False,
     )  # fmt: skip

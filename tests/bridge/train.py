@@ -1,7 +1,5 @@
 """Runs ``python -m megatron_rl.train`` where Megatron-Bridge can be imported on a CPU (tests/bridge/engine.py)."""
 
-from __future__ import annotations
-
 import tests.bridge.engine  # noqa: F401  # isort: skip
 
 import runpy

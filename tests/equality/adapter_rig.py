@@ -1,7 +1,5 @@
 """A rig whose model carries random adapters, and what is measured on it: gradient, merged weights and steps."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 
@@ -30,17 +28,9 @@ from tests.reference import (
 NUM_SAMPLES, PER_MINI_BATCH, LR, DECAY, CLIP = 11, 4, 1e-2, 0.1, 0.5
 RANK, ALPHA = 3, 5.0
 LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
-STEPS = (
-    f"train.samples_per_mini_batch={PER_MINI_BATCH}",
-    f"optimizer.lr={LR}",
-    f"optimizer.weight_decay={DECAY}",
-    f"optimizer.clip_grad={CLIP}",
-)
+STEPS = (f"train.samples_per_mini_batch={PER_MINI_BATCH}", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}",
+         f"optimizer.clip_grad={CLIP}")
 ATTENTION = "lora.targets=[linear_qkv,linear_proj]"
-
-
-def targets_of(extra: tuple[str, ...]) -> tuple[str, ...]:
-    return ("linear_qkv", "linear_proj") if ATTENTION in extra else tuple(PROJECTIONS)
 
 
 def overrides_of(parallel: tuple[str, ...], extra: tuple[str, ...]) -> tuple[str, ...]:
@@ -49,7 +39,8 @@ def overrides_of(parallel: tuple[str, ...], extra: tuple[str, ...]) -> tuple[str
 
 def adapted_model(family: str, extra: tuple[str, ...] = (), layers: int = LAYERS) -> torch.nn.Module:
     _, model = tiny_model(family, layers=layers)
-    adapt(model, rank=RANK, alpha=ALPHA, targets=targets_of(extra))
+    targets = ("linear_qkv", "linear_proj") if ATTENTION in extra else tuple(PROJECTIONS)
+    adapt(model, rank=RANK, alpha=ALPHA, targets=targets)
     return model
 
 
@@ -97,8 +88,7 @@ def merged_apart(rank: int, world: int, family: str, settings: tuple[str, ...]) 
     """Return the largest gap of log-probs of adapters beside weights to merged ones, ours and transformers'."""
     with open_settings(family, settings) as rig:
         samples, beside, weights = rig.samples, rig.logprobs(), rig.weights()
-    others = [x for x in settings if not x.startswith("lora.")]
-    with open_rig(family, *others) as rig:
+    with open_rig(family, *[x for x in settings if not x.startswith("lora.")]) as rig:
         backend, chunks = rig.backend, [chunk.module for chunk in rig.backend.chunks]
         rig.take(samples)
         base = rig.logprobs()

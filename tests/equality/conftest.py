@@ -1,7 +1,5 @@
 """The workers that find a stand-in of Transformer Engine, which several files share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

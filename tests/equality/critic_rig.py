@@ -1,7 +1,5 @@
 """Opens a policy and its critic on the grids of ranks of the critic tests, beside a Hugging Face reward model."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -115,9 +113,8 @@ def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
         samples[3] = dataclasses.replace(empty, loss_mask=np.zeros_like(empty.loss_mask))  # excluded: it trains nothing
         mine = range(backend.topology.rank, len(samples), backend.topology.world_size)
         batch = backend.gather([samples[i] for i in mine], [groups[i] for i in mine], list(mine))
-        yield Pair(
-            backend=backend, critic=critic, policy_model=model, judge=judge, samples=samples, groups=groups, batch=batch
-        )
+        yield Pair(backend=backend, critic=critic, policy_model=model, judge=judge, samples=samples, groups=groups,
+                   batch=batch)
         critic.close()
         held.pop_all()
         backend.close(leave_world=False)

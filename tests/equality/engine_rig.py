@@ -1,7 +1,5 @@
 """Workers in which Megatron-Core finds a stand-in of Transformer Engine, and the settings of its layers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

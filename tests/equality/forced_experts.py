@@ -1,7 +1,5 @@
 """Samples with experts drawn at random, and the plain loop over a Hugging Face mixture that is forced to take them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

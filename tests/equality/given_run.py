@@ -1,7 +1,5 @@
 """Run train.py's loop over one given rollout: all is real but engine, reward and files, which are not there."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Settings that several equality tests share, and the tolerance of gradients."""
 
-from __future__ import annotations
-
 # Float32 and another order of summation over at most a few hundred terms: seen 3e-7 to 1e-6. A token weight lost, a
 # token sent to another expert, a rank's part lost or counted twice shows at 1e-2 and above.
 TOLERANCE = 1e-5

@@ -8,8 +8,6 @@ mini-batches of 4 of 11 samples, dense over padded and skip over packed micro-ba
 distributed optimizer, whose shards of the gradient ``gradient()`` gathers; test_experts.py has the skip run without it.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 
@@ -33,12 +31,8 @@ from tests.reference import (
 BOUND = 1e-5
 NUM_SAMPLES, PER_MINI_BATCH, LR, DECAY, CLIP = 11, 4, 1e-3, 0.1, 0.5
 LAYOUTS = {"packed": dict(max_tokens=60), "padded": dict(samples_per_microbatch=2)}
-STEPS = (
-    f"train.samples_per_mini_batch={PER_MINI_BATCH}",
-    f"optimizer.lr={LR}",
-    f"optimizer.weight_decay={DECAY}",
-    f"optimizer.clip_grad={CLIP}",
-)
+STEPS = (f"train.samples_per_mini_batch={PER_MINI_BATCH}", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}",
+         f"optimizer.clip_grad={CLIP}")
 DENSE, EXPERTS = ("qwen2_tied", "qwen2_untied"), ("mixtral", "qwen3_moe")
 QUANTITIES = ("logprobs", "gradient", "norm", "weights")
 
@@ -59,11 +53,9 @@ class Cell:
         return (*(f"parallel.{x}" for x in self.parallel), *self.extra)
 
 
-NAMES = {
-    **{"one": "1 process", "CP2-DP2-gather": "CP2·DP2", "EP2-DP2-gather": "EP2·DP2, overlaps"},
-    **{f"{x}2-recompute": f"{x}2, recomputed" for x in ("CP", "EP")},
-    "TP2-SP-EP2-ETP1": "TP2·SP·EP2, expert TP 1",
-}
+NAMES = {**{"one": "1 process", "CP2-DP2-gather": "CP2·DP2", "EP2-DP2-gather": "EP2·DP2, overlaps"},
+         **{f"{x}2-recompute": f"{x}2, recomputed" for x in ("CP", "EP")},
+         "TP2-SP-EP2-ETP1": "TP2·SP·EP2, expert TP 1"}
 
 
 def cell(layout: str, families: tuple[str, ...] = DENSE, *, layers: int = 4) -> Cell:
@@ -73,18 +65,16 @@ def cell(layout: str, families: tuple[str, ...] = DENSE, *, layers: int = 4) -> 
     return Cell(name=name, world=world, parallel=(), families=families, layers=layers, extra=settings)
 
 
-CELLS = (
-    *map(cell, ("one", "TP2", "PP2", "PP2-VPP2", "CP2", "DP2", "TP2-SP")),
-    cell("EP2", EXPERTS),
-    *map(cell, ("TP2-PP2", "PP2-DP2", "CP2-PP2")),
-    cell("EP2-PP2", EXPERTS),
-    cell("TP2-CP2"),
-    cell("PP4-VPP2", layers=8),
-    *map(cell, ("TP2-SP-CP2", "CP2-DP2-gather", "CP4", "CP2-PP2-VPP2")),
-    cell("CP2-recompute", ("llama3_rope",)),
-    *(cell(x, EXPERTS) for x in ("TP2-SP-EP2-ETP1", "TP2-SP-EP2", "CP2-EP2", "EP2-PP2-VPP2", "EP2-DP2-gather")),
-    cell("EP2-recompute", ("qwen3_moe",)),
-)
+CELLS = (*map(cell, ("one", "TP2", "PP2", "PP2-VPP2", "CP2", "DP2", "TP2-SP")),
+         cell("EP2", EXPERTS),
+         *map(cell, ("TP2-PP2", "PP2-DP2", "CP2-PP2")),
+         cell("EP2-PP2", EXPERTS),
+         cell("TP2-CP2"),
+         cell("PP4-VPP2", layers=8),
+         *map(cell, ("TP2-SP-CP2", "CP2-DP2-gather", "CP4", "CP2-PP2-VPP2")),
+         cell("CP2-recompute", ("llama3_rope",)),
+         *(cell(x, EXPERTS) for x in ("TP2-SP-EP2-ETP1", "TP2-SP-EP2", "CP2-EP2", "EP2-PP2-VPP2", "EP2-DP2-gather")),
+         cell("EP2-recompute", ("qwen3_moe",)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,6 @@
 Usage: python -m tests.equality.matrix_table [--only NAME ...] [--markdown FILE]
 """
 
-from __future__ import annotations
-
 import argparse
 import pathlib
 

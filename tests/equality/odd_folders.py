@@ -1,7 +1,5 @@
 """Model folders that are odd in one way each: `FOLDERS` says what is changed and what has to come of it."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import shutil
@@ -152,13 +150,10 @@ READ = {  # with transformers' log-probs
 QUANTISED = {
     "GPTQ": Folder(quantised(quant_method="gptq", bits=4), "quantised by 'gptq'"),
     "AWQ": Folder(quantised(quant_method="awq"), "quantised by 'awq'"),
-    "bitsandbytes": Folder(
-        both(tensors(eight_bit), quantised(quant_method="bitsandbytes", load_in_8bit=True)),
-        "quantised by 'bitsandbytes'",
-    ),
-    "bitsandbytes without its config": Folder(
-        tensors(eight_bit), "self_attn.q_proj.SCB; they are those of bitsandbytes int8"
-    ),
+    "bitsandbytes": Folder(both(tensors(eight_bit), quantised(quant_method="bitsandbytes", load_in_8bit=True)),
+                           "quantised by 'bitsandbytes'"),
+    "bitsandbytes without its config": Folder(tensors(eight_bit),
+                                              "self_attn.q_proj.SCB; they are those of bitsandbytes int8"),
     "GPTQ without its config": Folder(
         tensors(lambda t: t.update({Q.replace("weight", "qweight"): t.pop(Q).to(torch.int32)})),
         "self_attn.q_proj.qweight; they are those of GPTQ or AWQ",
@@ -167,14 +162,10 @@ QUANTISED = {
     "FP8 without its config": Folder(IN_FP8, "weight_scale_inv; they are those of FP8"),
     "FP8 of one scale": Folder(both(IN_FP8, config(**fp8(weight_block_size=None))), "fp8 without weight_block_size"),
     "static FP8": Folder(both(IN_FP8, config(**fp8(activation_scheme="static"))), "activation_scheme='static'"),
-    "FP8 whose scale is lost": Folder(
-        both(tensors(lambda t: (in_fp8(t), t.pop(f"{Q}_scale_inv"))), config(**fp8())),
-        f"{Q} in .* is F8_E4M3; only .* are read",
-    ),
-    "FP8 with scales of other blocks": Folder(
-        both(IN_FP8, config(**fp8(weight_block_size=[BLOCK, 2 * BLOCK]))),
-        r"weight_scale_inv in .* is F32 of shape .* have \(\d+, \d+\) scales",
-    ),
+    "FP8 whose scale is lost": Folder(both(tensors(lambda t: (in_fp8(t), t.pop(f"{Q}_scale_inv"))), config(**fp8())),
+                                      f"{Q} in .* is F8_E4M3; only .* are read"),
+    "FP8 with scales of other blocks": Folder(both(IN_FP8, config(**fp8(weight_block_size=[BLOCK, 2 * BLOCK]))),
+                                              r"weight_scale_inv in .* is F32 of shape .* have \(\d+, \d+\) scales"),
     "FP8 with a scale that is no number": Folder(
         both(IN_FP8, tensors(set_to(f"{Q}_scale_inv", (0, 0), torch.nan)), config(**fp8())),
         f"{Q} holds 256 numbers that are NaN or infinite, of 4096",
@@ -183,12 +174,10 @@ QUANTISED = {
     "float64": Folder(tensors(each_to(torch.float64)), "is F64; only F32, BF16, F16 are read"),
 }
 DISAGREE = {  # config and files
-    "a layer too many": Folder(
-        config(num_hidden_layers=1, layer_types=...), "says num_hidden_layers=1 and the files hold 2 layers, 0 to 1"
-    ),
-    "a layer too few": Folder(
-        config(num_hidden_layers=4, layer_types=...), "says num_hidden_layers=4 and the files hold 2 layers, 0 to 1"
-    ),
+    "a layer too many": Folder(config(num_hidden_layers=1, layer_types=...),
+                               "says num_hidden_layers=1 and the files hold 2 layers, 0 to 1"),
+    "a layer too few": Folder(config(num_hidden_layers=4, layer_types=...),
+                              "says num_hidden_layers=4 and the files hold 2 layers, 0 to 1"),
     "a tensor too many": Folder(EXTRA, "model is not made of, model.extra.weight; set model.allow_unread_tensors=true"),
     "a tensor too few": Folder(tensors(lambda t: t.pop(DOWN)), f"holds no tensor named {DOWN}"),
     "a head too few": Folder(tensors(lambda t: t.pop(HEAD)), "holds no tensor named lm_head.weight"),
@@ -200,10 +189,8 @@ DISAGREE = {  # config and files
     "another vocabulary": Folder(config(vocab_size=100), r"has shape \(99, 64\) and the config asks for \(100, 64\)"),
     "a width beyond any memory": Folder(config(**HUGE), r"has shape .* and the config asks for \("),
     "random weights beyond any memory": Folder(config(**HUGE), "asks for .* random weights", overrides=RANDOM),
-    "a layer of sliding attention": Folder(
-        config(layer_types=["full_attention", "sliding_attention"]),
-        "sliding_window=None of qwen2 with sliding_attention",
-    ),
+    "a layer of sliding attention": Folder(config(layer_types=["full_attention", "sliding_attention"]),
+                                           "sliding_window=None of qwen2 with sliding_attention"),
     "attention to what follows": Folder(config(is_causal=False), "is_causal=False of qwen2"),
     "NaN": Folder(tensors(set_to(DOWN, (3, 3), torch.nan)), f"{DOWN} holds 1 numbers that are NaN"),
     "infinity": Folder(tensors(set_to("model.norm.weight", (0,), torch.inf)), "model.norm.weight holds 1 numbers that"),
@@ -220,12 +207,10 @@ FILES = {
     "a header of 2⁶⁰ bytes": Folder(file(SINGLE, lambda b: (2**60).to_bytes(8, "little") + b[8:]), UNREADABLE),
     "a header that is no JSON": Folder(file(SINGLE, lambda b: b[:8] + b"x" + b[9:]), UNREADABLE),
     "a header of deep brackets": Folder(file(SINGLE, (10**5).to_bytes(8, "little") + b"[" * 10**5), UNREADABLE),
-    "a header with another length": Folder(
-        file(SINGLE, lambda b: b.replace(b'"shape":[99,64]', b'"shape":[98,64]')), UNREADABLE
-    ),
-    "a folder in place of the file": Folder(
-        lambda folder: ((folder / SINGLE).unlink(), (folder / SINGLE).mkdir()), UNREADABLE
-    ),
+    "a header with another length": Folder(file(SINGLE, lambda b: b.replace(b'"shape":[99,64]', b'"shape":[98,64]')),
+                                           UNREADABLE),
+    "a folder in place of the file": Folder(lambda folder: ((folder / SINGLE).unlink(), (folder / SINGLE).mkdir()),
+                                            UNREADABLE),
     "no weights": Folder(lambda folder: (folder / SINGLE).unlink(), "holds neither model.safetensors"),
 }
 OUTSIDE = "it must be a .safetensors file in the same folder"
@@ -233,14 +218,10 @@ UNDER_AN_INDEX: dict[str, tuple[Change, str]] = {
     "a path out of the folder": (move_out, rf"names '\.\./.*{OUTSIDE}"),
     "an absolute path": (index(lambda m: m.update({Q: "/dev/zero"})), f"names '/dev/zero'; {OUTSIDE}"),
     "a shard that is no name": (index(lambda m: m.update({Q: 3})), f"weight_map.{Q} must be a text, and it is 3"),
-    "a shard that is not there": (
-        lambda folder: first_shard_of(folder).unlink(),
-        "model-00001.*cannot be read as safetensors: it does not exist",
-    ),
-    "a tensor that its shard does not hold": (
-        index(lambda m: m.update({"model.nothing": m[Q]})),
-        "says that model.nothing is in .*, and that file does not hold it",
-    ),
+    "a shard that is not there": (lambda folder: first_shard_of(folder).unlink(),
+                                  "model-00001.*cannot be read as safetensors: it does not exist"),
+    "a tensor that its shard does not hold": (index(lambda m: m.update({"model.nothing": m[Q]})),
+                                              "says that model.nothing is in .*, and that file does not hold it"),
     "a tensor that the index does not name": (index(lambda m: m.pop(Q)), f"does not give to it, {Q} the first"),
     "an index that is a list": (file(INDEX, b'{"weight_map": []}'), "weight_map must be an object, and it is"),
     "an index with a key twice": (
@@ -248,10 +229,8 @@ UNDER_AN_INDEX: dict[str, tuple[Change, str]] = {
         "index.json: the key 'a' stands twice",
     ),
     "an index cut short": (file(INDEX, lambda b: b[: len(b) // 2]), "index.json: not valid JSON"),
-    "two models in one folder": (
-        lambda folder: shutil.copy(first_shard_of(folder), folder / SINGLE),
-        "holds both model.safetensors and model.safetensors.index.json",
-    ),
+    "two models in one folder": (lambda folder: shutil.copy(first_shard_of(folder), folder / SINGLE),
+                                 "holds both model.safetensors and model.safetensors.index.json"),
 }
 SHARDED = {name: Folder(*row, shards=True) for name, row in UNDER_AN_INDEX.items()}
 FOLDERS = READ | QUANTISED | DISAGREE | FILES | SHARDED

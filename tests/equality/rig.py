@@ -1,7 +1,5 @@
 """The rig of the equality tests: a backend over a tiny model, a batch spread over its ranks, one step's inputs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -201,8 +199,7 @@ class ForwardedLengths:
 
     def __init__(self, rig: Rig):
         self.lengths: list[int] = []
-        layer = rig.backend.chunks[0].module.decoder.layers[0]
-        layer.register_forward_pre_hook(self._record, with_kwargs=True)
+        rig.backend.chunks[0].module.decoder.layers[0].register_forward_pre_hook(self._record, with_kwargs=True)
 
     def _record(self, module, positional, named) -> None:
         self.lengths += list(named["packed_seq_params"].layout.lengths)

@@ -1,7 +1,5 @@
 """Rows of the tests' tables: a layout and a model by name, and what has to hold on every rank of one."""
 
-from __future__ import annotations
-
 from tests.equality.layouts import BF16, GATHER, OVERLAP, PLAIN, RECOMPUTE, SHARDED, SP, TOLERANCE
 
 WORDS: dict[str, tuple[str, ...]] = {
@@ -11,9 +9,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     **{"shared": ("plan.share_prompts=true",), "dense": ("skip.mode=off",), "frozen": ("skip.ghost=freeze",)},
     **{"LoRA": ("lora.rank=3", "lora.alpha=5.0"), "attention": ("lora.targets=[linear_qkv,linear_proj]",)},
 }
-DEGREES = dict(
-    TP="tensor", PP="pipeline", VPP="virtual_pipeline", CP="context", EP="expert", ETP="expert_tensor", DP=None
-)
+DEGREES = dict(TP="tensor", PP="pipeline", VPP="virtual_pipeline", CP="context", EP="expert", ETP="expert_tensor",
+               DP=None)
 
 
 def row(name: str) -> tuple[int, str, tuple[str, ...]]:

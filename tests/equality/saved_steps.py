@@ -1,7 +1,5 @@
 """Optimizer steps whose state a checkpoint keeps: layouts, backends, their saving and loading, tensors."""
 
-from __future__ import annotations
-
 import pathlib
 
 import numpy as np
@@ -55,17 +53,15 @@ def save_and_load(rank, world, root: str, first, second, family: str, steps: int
         files = file_weights(rig.model)
         take_steps(rig, 2, seed=3)
         last = rig.trained()
-        return {
-            "numbers": again | {"distributed_optimizer": None} == kept | {"distributed_optimizer": None},
-            "loaded": equal_by_name(loaded, saved),
-            "export": relative_error(merged, exported),
-            "reference": relative_error(reference, {k: files[k].to(x.dtype) for k, x in reference.items()}),
-            "reference passes": bool(np.isfinite(passed).all()),
-            "moved": relative_error(reference, exported),
-            "next": equal_by_name(last, later),
-            "error": relative_error(last, later),
-            "rate": rig.backend.optimizer.learning_rate == rate,
-        }
+        return {"numbers": again | {"distributed_optimizer": None} == kept | {"distributed_optimizer": None},
+                "loaded": equal_by_name(loaded, saved),
+                "export": relative_error(merged, exported),
+                "reference": relative_error(reference, {k: files[k].to(x.dtype) for k, x in reference.items()}),
+                "reference passes": bool(np.isfinite(passed).all()),
+                "moved": relative_error(reference, exported),
+                "next": equal_by_name(last, later),
+                "error": relative_error(last, later),
+                "rate": rig.backend.optimizer.learning_rate == rate}
 
 
 def tensors_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:

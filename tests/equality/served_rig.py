@@ -3,8 +3,6 @@
 What rank 0 would broadcast is given to every rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -125,9 +123,8 @@ class Served:
         self.value("create", model=model, spec=facts)
 
     def train(self, model: str, loss: str, data: Sequence[Datum], *, forward_only: bool = False):
-        call = TrainingCall(
-            model_id=model, seq_id=1, loss=loss, settings=SETTINGS[loss], forward_only=forward_only, data=data
-        )
+        call = TrainingCall(model_id=model, seq_id=1, loss=loss, settings=SETTINGS[loss], forward_only=forward_only,
+                            data=data)
         return self.value("forward_backward", model=model, parsed=call)
 
     def step(self, model: str, **changes: float) -> Mapping[str, float]:
@@ -154,14 +151,12 @@ class Served:
 @contextlib.contextmanager
 def open_served(path: str, folder: str, *overrides: str) -> Iterator[Served]:
     """path: a folder with ``model``. folder: of the run."""
-    given = [f"model.hf_path={path}/model", f"run.dir={folder}", "run.deadline_s=60", *overrides]
-    config = load_config(None, given)
+    config = load_config(None, [f"model.hf_path={path}/model", f"run.dir={folder}", "run.deadline_s=60", *overrides])
     backend = MegatronBackend(config)
     try:
         with open_watchdog(backend.topology, config.run.deadline_s) as watchdog:
             models = Models(backend)
-            tokenizer = load_tokenizer(config, backend.shape.vocab_size)
-            samplers = Samplers(config, models, tokenizer)
+            samplers = Samplers(config, models, load_tokenizer(config, backend.shape.vocab_size))
             yield Served(Worker(config, models, samplers, watchdog))
             samplers.close()
     finally:

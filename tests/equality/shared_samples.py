@@ -1,7 +1,5 @@
 """Samples whose groups have one prompt each, for the tests of prompts that run once."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rl.types import Sample

@@ -1,7 +1,5 @@
 """Adapters on every topology equal a plain loop over a Hugging Face model that has them: gradient, steps and export."""
 
-from __future__ import annotations
-
 import pathlib
 
 import numpy as np
@@ -50,7 +48,7 @@ FROZEN = ("PP2 qwen2_tied", "CP2 llama3_rope", "one qwen3", "recompute qwen2_tie
 FROZEN += ("PP2-VPP2 qwen2_tied", "EP2-attention qwen3_moe")
 
 
-@pytest.mark.parametrize("name", quick((*LAYOUTS, *LONG), *LAYOUTS))
+@pytest.mark.parametrize("name", quick((*LAYOUTS, *LONG, *OVER_SHARED), *LAYOUTS, *OVER_SHARED[:2]))
 def test_skip_and_dense_gradients_of_adapters_equal_reference(pool, name):
     assert_close(pool, name, gradients)
 
@@ -77,11 +75,6 @@ def without_tokens(rank: int, world: int) -> dict[str, object]:
 def test_an_expert_without_tokens_has_a_gradient_of_zero(pool):
     for found in pool.run(2, without_tokens, timeout_s=60):
         assert found["idle"] and found["zero"] and found["error"] < TOLERANCE, found
-
-
-@pytest.mark.parametrize("name", quick(OVER_SHARED, *OVER_SHARED[:2]))
-def test_gradients_of_adapters_over_shared_prompts_equal_reference(pool, name):
-    assert_close(pool, name, gradients)
 
 
 @pytest.mark.parametrize("name", quick((*LAYOUTS, *LONG, *SPREAD, *LONG_SPREAD), *STEPPED))
@@ -144,13 +137,11 @@ def off_and_on(rank: int, world: int, family: str, settings: tuple[str, ...]) ->
         base = rig.logprobs()
         with pytest.raises(ValueError, match="set lora.rank"), adapters_off(rig.backend.chunks):
             pass
-    return {
-        "off is the model without": np.array_equal(inside, base),
-        "untrained is the model without": np.array_equal(untrained, base),
-        "on again": np.array_equal(after, before),
-        "they differ": float(np.abs(before - base).max()) > 0.01,
-        "training goes on": results[0].applied and results[0].grad_norm > 0,
-    }
+    return {"off is the model without": np.array_equal(inside, base),
+            "untrained is the model without": np.array_equal(untrained, base),
+            "on again": np.array_equal(after, before),
+            "they differ": float(np.abs(before - base).max()) > 0.01,
+            "training goes on": results[0].applied and results[0].grad_norm > 0}
 
 
 @pytest.mark.parametrize("name", quick(OFF, *OFF[:3]))

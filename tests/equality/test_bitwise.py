@@ -1,7 +1,5 @@
 """Under rollout.bitwise the engine's log-probs are the trainer's, bit by bit, however samples are packed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -19,25 +17,19 @@ from tests.pairwise import pairwise, quick
 from tests.reference import masked_logprobs, relative_error
 from tests.unit.rollout.tiny_model import _tokenizer
 
-BITWISE = (
-    *("rollout.bitwise=true", "rollout.temperature=0.8", "rollout.max_response_tokens=70"),
-    *("rollout.max_batch_samples=12", "loss.policy=importance_sampling"),
-)
+BITWISE = (*("rollout.bitwise=true", "rollout.temperature=0.8", "rollout.max_response_tokens=70"),
+           *("rollout.max_batch_samples=12", "loss.policy=importance_sampling"))
 PROMPTS = (3, KEY_BLOCK + 6, 1, KEY_BLOCK - 1, 17)
 SAMPLES = 2
-CUTS = (
-    dict(max_tokens=10_000),
-    dict(max_tokens=300),
-    dict(max_tokens=1),  # every sample alone
-    dict(samples_per_microbatch=3),
-    dict(max_tokens=300, share_prompts=False),
-    dict(max_tokens=10_000, share_prompts=False, pad_multiple=8),
-)
+CUTS = (dict(max_tokens=10_000),
+        dict(max_tokens=300),
+        dict(max_tokens=1),  # every sample alone
+        dict(samples_per_microbatch=3),
+        dict(max_tokens=300, share_prompts=False),
+        dict(max_tokens=10_000, share_prompts=False, pad_multiple=8))
 FAMILIES = ("qwen2_tied", "qwen3", "llama3_rope", "mistral")
-LAYOUTS = (
-    *("DP2 qwen2_tied", "TP2-bf16 qwen2_tied", "PP2 qwen2_tied"),
-    *("TP2 qwen2_tied", "PP2-VPP2-DP2 qwen2_tied", "TP2-PP2-bf16 qwen2_tied"),
-)
+LAYOUTS = (*("DP2 qwen2_tied", "TP2-bf16 qwen2_tied", "PP2 qwen2_tied"),
+           *("TP2 qwen2_tied", "PP2-VPP2-DP2 qwen2_tied", "TP2-PP2-bf16 qwen2_tied"))
 ORDINARY = ("one qwen3", "one llama3_rope", "TP2 qwen2_tied", "one qwen2_tied", "one qwen2_untied", "TP2-PP2 qwen3")
 
 
@@ -51,10 +43,8 @@ def engine_of(rig: Rig, folder) -> BitwiseEngine:
 def sampled(engine: BitwiseEngine, lengths=PROMPTS) -> tuple[list[Sample], list[int]]:
     """Sample prompts of these lengths; return the samples as the trainer takes them, and their groups."""
     random = np.random.default_rng(3)
-    prompts = [
-        Prompt(prompt_id=f"{i}@0", text="", token_ids=tuple(random.integers(2, 22, n).tolist()), columns={})
-        for i, n in enumerate(lengths)
-    ]
+    prompts = [Prompt(prompt_id=f"{i}@0", text="", token_ids=tuple(random.integers(2, 22, n).tolist()), columns={})
+               for i, n in enumerate(lengths)]
     samples = [to_sample(x, included=True) for x in engine.generate(prompts, SAMPLES)]
     return samples, [i // SAMPLES for i in range(len(samples))]
 
@@ -128,12 +118,10 @@ def wrong_weights(rank: int, world: int, folder) -> list[str]:
         engine = engine_of(rig, folder)
         weights = rig.weights()
         name = "model.norm.weight"
-        wrong = {
-            "missing": {k: v for k, v in weights.items() if k != name}.items(),
-            "unknown": {**weights, "odd": weights[name]}.items(),
-            "twice": [*weights.items(), (name, weights[name])],
-            "shape": {**weights, name: weights[name][:5]}.items(),
-        }
+        wrong = {"missing": {k: v for k, v in weights.items() if k != name}.items(),
+                 "unknown": {**weights, "odd": weights[name]}.items(),
+                 "twice": [*weights.items(), (name, weights[name])],
+                 "shape": {**weights, name: weights[name][:5]}.items()}
         for tensors in wrong.values():
             with pytest.raises(ValueError, match="load_weights") as caught:
                 engine.load_weights(iter(tensors), version=1)

@@ -1,7 +1,5 @@
 """A checkpoint loaded under the same or another topology gives the same bits and the same next steps; adapters too."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest
@@ -43,11 +41,9 @@ ADAPTED = (
     *("DP2-sharded-bf16 qwen2_tied", "PP2-sharded qwen2_tied", "TP2-SP-ETP1-plain mixtral", "DP2-plain qwen2_tied"),
     *("TP2-SP-sharded qwen3", "TP2-PP2-plain llama", "EP2-sharded glm4_moe"),
 )
-ADAPTED_ELSEWHERE = (
-    *("TP2-sharded to PP2-VPP2-sharded qwen2_tied", "EP2-sharded to TP2-SP-plain glm4_moe"),
-    *("DP2-sharded to TP2-SP-plain qwen3", "PP2-sharded to TP2-sharded llama"),
-    "TP2-SP-EP2-ETP1-sharded to PP2-sharded qwen3_moe",
-)
+ADAPTED_ELSEWHERE = (*("TP2-sharded to PP2-VPP2-sharded qwen2_tied", "EP2-sharded to TP2-SP-plain glm4_moe"),
+                     *("DP2-sharded to TP2-SP-plain qwen3", "PP2-sharded to TP2-sharded llama"),
+                     "TP2-SP-EP2-ETP1-sharded to PP2-sharded qwen3_moe")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Packed sequences, whole and split over context ranks: a neighbour changes nothing, nor does the split."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -60,8 +58,7 @@ def gaps(rank: int, world: int, family: str, extra: tuple[str, ...]) -> tuple[to
 def test_sequences_shorter_than_their_chunks(pool, family, context):
     (whole, sums), *_ = pool.run(1, gaps, family, (), timeout_s=60)
     for flat, found in pool.run(context, gaps, family, (f"parallel.context={context}",), timeout_s=60):
-        assert float((flat - whole).abs().max()) < 1e-5
-        assert found == pytest.approx(sums, rel=1e-4)
+        assert float((flat - whole).abs().max()) < 1e-5 and found == pytest.approx(sums, rel=1e-4)
 
 
 def beside(rank: int, world: int, family: str, extra: tuple[str, ...]) -> bool:

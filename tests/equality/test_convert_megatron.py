@@ -5,8 +5,6 @@ sharded state dict, its save and load. Nothing of megatron_rl stands between it 
 that two mistakes cannot cancel.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 
@@ -34,15 +32,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PADDED = 128  # Megatron-LM's --make-vocab-size-divisible-by; the vocabulary has 99
 TOLERANCE = 1e-5  # of a log-prob, float32, two implementations of 4 layers
-SAVED = {
-    "TP2-qwen2_untied": (2, "qwen2_untied", {}),
-    "TP2-llama-of-layers": (2, "llama", {"non_homogeneous_layers": True}),
-    "TP2-mistral-of-shards": (2, "mistral", {"singleton_local_shards": True}),
-    "TP1-mixtral": (1, "mixtral", {}),
-    "TP1-qwen3_moe-of-shards": (1, "qwen3_moe", {"singleton_local_shards": True}),
-    "TP2-qwen3": (2, "qwen3", {}),
-    "TP1-qwen2_tied": (1, "qwen2_tied", {}),
-}
+SAVED = {"TP2-qwen2_untied": (2, "qwen2_untied", {}),
+         "TP2-llama-of-layers": (2, "llama", {"non_homogeneous_layers": True}),
+         "TP2-mistral-of-shards": (2, "mistral", {"singleton_local_shards": True}),
+         "TP1-mixtral": (1, "mixtral", {}),
+         "TP1-qwen3_moe-of-shards": (1, "qwen3_moe", {"singleton_local_shards": True}),
+         "TP2-qwen3": (2, "qwen3", {}),
+         "TP1-qwen2_tied": (1, "qwen2_tied", {})}
 
 
 def megatron_model(family: str, tensor: int) -> GPTModel:
@@ -56,28 +52,17 @@ def megatron_model(family: str, tensor: int) -> GPTModel:
     sizes |= dict(num_attention_heads=4, num_query_groups=2, tensor_model_parallel_size=tensor)
     layer = dict(gated_linear_unit=True, activation_func=F.silu, normalization="RMSNorm", add_bias_linear=False)
     start = dict(params_dtype=torch.float32, use_cpu_initialization=True, init_method_std=0.08)
-    config = TransformerConfig(
-        **(sizes | layer | start | dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0)),
-        kv_channels=hf.to_dict().get("head_dim") or hf.hidden_size // 4,
-        layernorm_epsilon=hf.rms_norm_eps,
-        add_qkv_bias=family.startswith("qwen2"),
-        qk_layernorm=family.startswith("qwen3"),
-        **dict.fromkeys(unfused, False),
-        **(experts | dict(moe_router_load_balancing_type="none") if mixture else {}),
-    )
+    config = TransformerConfig(**(sizes | layer | start | dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0)),
+                               kv_channels=hf.to_dict().get("head_dim") or hf.hidden_size // 4,
+                               layernorm_epsilon=hf.rms_norm_eps, add_qkv_bias=family.startswith("qwen2"),
+                               qk_layernorm=family.startswith("qwen3"), **dict.fromkeys(unfused, False),
+                               **(experts | dict(moe_router_load_balancing_type="none") if mixture else {}))
     kind = dict(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, moe_grouped_gemm=False)
     spec = get_gpt_layer_local_spec(**kind, num_experts=4 if mixture else None)
     torch.manual_seed(0)  # the initialisation makes whole matrices on every rank and cuts them
-    return GPTModel(
-        config,
-        spec,
-        vocab_size=PADDED,
-        max_sequence_length=256,
-        position_embedding_type="rope",
-        parallel_output=False,
-        rotary_base=hf.rope_parameters["rope_theta"],
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
-    ).eval()
+    return GPTModel(config, spec, vocab_size=PADDED, max_sequence_length=256, position_embedding_type="rope",
+                    parallel_output=False, rotary_base=hf.rope_parameters["rope_theta"],
+                    share_embeddings_and_output_weights=hf.tie_word_embeddings).eval()
 
 
 @torch.no_grad()
@@ -109,8 +94,7 @@ def loaded_by_megatron(rank: int, world: int, family: str, folder: str) -> torch
     place = topology.initialize(tensor=world, deadline_s=60)
     try:
         model = megatron_model(family, place.tensor_size)
-        asked = {"model": model.sharded_state_dict(metadata={})}
-        loaded = dist_checkpointing.load(asked, folder)
+        loaded = dist_checkpointing.load({"model": model.sharded_state_dict(metadata={})}, folder)
         assert loaded["iteration"] == 0
         model.load_state_dict(loaded["model"])
         return megatron_logprobs(model, tokens())
@@ -124,8 +108,7 @@ def transformers_logprobs(path: pathlib.Path) -> torch.Tensor:
 
     mixture = json.loads((path / "config.json").read_text())["model_type"] in ("mixtral", "qwen3_moe")
     eager = {"experts_implementation": "eager"} if mixture else {}
-    model = AutoModelForCausalLM.from_pretrained(path, **eager).eval()
-    return model(tokens()).logits.float().log_softmax(-1)
+    return AutoModelForCausalLM.from_pretrained(path, **eager).eval()(tokens()).logits.float().log_softmax(-1)
 
 
 def exported(source, family: str, folder: pathlib.Path) -> dict[str, torch.Tensor]:
@@ -146,8 +129,7 @@ def test_a_checkpoint_of_megatron_core_exports_to_the_same_model(pool, tmp_path,
     found = exported(source, family, tmp_path)
     assert found["model.embed_tokens.weight"].shape == (99, 64)
     assert ("lm_head.weight" in found) is not tiny_config(family).tie_word_embeddings
-    gap = (transformers_logprobs(tmp_path / "out") - wanted).abs().max().item()
-    assert gap < TOLERANCE and wanted.std() > 0.1
+    assert (transformers_logprobs(tmp_path / "out") - wanted).abs().max().item() < TOLERANCE and wanted.std() > 0.1
 
 
 @pytest.mark.parametrize(("family", "cut"), pairwise(["qwen2_untied", "qwen3", "mixtral"], [2, 1], strength=1))
@@ -157,8 +139,7 @@ def test_an_imported_checkpoint_loads_in_megatron_core_under_another_topology(po
     model.save_pretrained(tmp_path / "hf")
     shape = read_shape(model.config, layer_spec="torch", vocab_multiple=cut)
     path = import_folder(tmp_path / "hf", shape, tmp_path / "megatron", cut=Cut(tensor=cut, pipeline=2))
-    latest = (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text()
-    assert path.name == latest == "release"
+    assert path.name == (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "release"
     found = pool.run(1 if family == "mixtral" else 2, loaded_by_megatron, family, str(path), timeout_s=60)
     wanted = transformers_logprobs(tmp_path / "hf")
     assert all((x - wanted).abs().max() < TOLERANCE for x in found)
@@ -172,16 +153,14 @@ def saved_by_training(rank: int, world: int, root: str, topology: tuple[str, ...
         return rig.weights()
 
 
-@pytest.mark.parametrize(
-    "topology", [pytest.param((TP2,), marks=pytest.mark.long(seconds=20), id="TP2"), (PP2, *SHARDED)]
-)
+@pytest.mark.parametrize("topology",
+                         [pytest.param((TP2,), marks=pytest.mark.long(seconds=20), id="TP2"), (PP2, *SHARDED)])
 def test_a_training_runs_checkpoint_exports_its_weights(pool, nursery, tmp_path, topology):
     """AdamW's states and the reference policy lie beside them and stay behind."""
     trained = pool.run(2, saved_by_training, str(tmp_path / "checkpoints"), topology, timeout_s=60)[0]
     source = open_folder(tmp_path / "checkpoints")
     assert source.name == "iter_0000007"
-    reader = TorchDistReader(source.path)
-    assert any(x.startswith("optimizer.state.exp_avg.") for x in reader.tensors)
+    assert any(x.startswith("optimizer.state.exp_avg.") for x in TorchDistReader(source.path).tensors)
     found = exported(source, "qwen3", tmp_path)
     assert set(found) == set(trained)
     assert all(found[k].dtype == torch.bfloat16 and torch.equal(found[k], v.cpu()) for k, v in trained.items())

@@ -1,7 +1,5 @@
 """Importance corrections equal the naive loop's gradient: denominators stay, and nothing masked is forwarded."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The critic's values, and the gradient of their loss, equal a Hugging Face reward model's on every grid of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -19,16 +17,12 @@ from tests.reference import gradient_of, reference_logprobs, relative_error
 
 GAMMA, LAM, BETA = 0.98, 0.9, 0.1
 # the policy's grid, and the critic's own: TP, SP, PP, VPP, CP and DP are of either alone, or of both
-GRIDS = (
-    *("one qwen2_tied", "DP2 qwen2_tied", "TP2-SP qwen3", "PP2 llama", "DP2 qwen2_tied, critic TP2"),
-    *("DP2 qwen3, critic TP2-SP", "DP2 llama3_rope, critic PP2-VPP2", "DP2 qwen2_untied, critic CP2"),
-    *("TP2-PP2 qwen2_tied, critic TP1", "TP2-DP2 llama, critic PP2", "shared qwen3"),
-    *("DP2-shared llama3_rope, critic PP2-VPP2", "DP2-shared qwen2_untied, critic CP2"),
-)
-LONG = (
-    *("one qwen2_tied", "PP2 llama", "DP2 qwen2_tied, critic TP2", "TP2-PP2 qwen2_tied, critic TP1"),
-    *("TP2-DP2 llama, critic PP2", "shared qwen3"),
-)
+GRIDS = (*("one qwen2_tied", "DP2 qwen2_tied", "TP2-SP qwen3", "PP2 llama", "DP2 qwen2_tied, critic TP2"),
+         *("DP2 qwen3, critic TP2-SP", "DP2 llama3_rope, critic PP2-VPP2", "DP2 qwen2_untied, critic CP2"),
+         *("TP2-PP2 qwen2_tied, critic TP1", "TP2-DP2 llama, critic PP2", "shared qwen3"),
+         *("DP2-shared llama3_rope, critic PP2-VPP2", "DP2-shared qwen2_untied, critic CP2"))
+LONG = (*("one qwen2_tied", "PP2 llama", "DP2 qwen2_tied, critic TP2", "TP2-PP2 qwen2_tied, critic TP1"),
+        *("TP2-DP2 llama, critic PP2", "shared qwen3"))
 STEPS = ("PP2 llama", "DP2-shared qwen2_untied", "DP2 qwen2_untied", "TP2-PP2 qwen3")
 
 

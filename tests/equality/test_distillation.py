@@ -3,8 +3,6 @@
 The reference is a loop over tokens with two Hugging Face models: A_t = log π_T − log π_S, then −Σ A_t · log π_S / N.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -21,10 +19,8 @@ from tests.reference import gradient_of, reference_logprobs, relative_error, tin
 
 SAMPLES = 8
 GIVEN = ("advantage.estimator=distillation", "loss.policy=importance_sampling", "data.max_prompt_tokens=32")
-LAYOUTS = (
-    *("one qwen2_tied", "DP2 qwen3", "PP2 qwen2_tied", "TP2-SP qwen2_untied", "PP2-VPP2 llama3_rope"),
-    *("CP2 qwen2_tied", "TP2-PP2 qwen2_tied", "LoRA-PP2 qwen2_tied", "LoRA-TP2 qwen2_tied"),
-)
+LAYOUTS = (*("one qwen2_tied", "DP2 qwen3", "PP2 qwen2_tied", "TP2-SP qwen2_untied", "PP2-VPP2 llama3_rope"),
+           *("CP2 qwen2_tied", "TP2-PP2 qwen2_tied", "LoRA-PP2 qwen2_tied", "LoRA-TP2 qwen2_tied"))
 LONG = ("one qwen2_tied", "PP2 qwen2_tied", "TP2-PP2 qwen2_tied", "LoRA-TP2 qwen2_tied")
 LAYERS, HIDDEN = 4, 32  # of the teacher; the policy has 2 or 4 layers of 64
 
@@ -67,11 +63,9 @@ def distil(rank: int, world: int, family: str, overrides: tuple[str, ...], path:
         found = rig.taken()
         masked = np.concatenate(wanted) * rig.loss_mask
         reverse_kl = float((old - masked)[mask].mean())
-        return {
-            "teacher": float(np.abs(of_teacher - masked).max()),
-            "gradient": relative_error(found, gradient),
-            "reverse KL": abs(result.teacher.metrics["distillation/reverse_kl"] - reverse_kl),
-        }
+        return {"teacher": float(np.abs(of_teacher - masked).max()),
+                "gradient": relative_error(found, gradient),
+                "reverse KL": abs(result.teacher.metrics["distillation/reverse_kl"] - reverse_kl)}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Adapters beside Transformer Engine's layers, on a stand-in without kernels, equal merged weights and a plain loop."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.equality.adapter_rig import gradients, merged_apart, three_steps

@@ -1,7 +1,5 @@
 """Each field of Megatron-Core's configs, changed from its value: the same model and steps, or a refusal by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -1,7 +1,5 @@
 """Exchanges: facts reach everyone in one order, rows the ranks that need them bit for bit, scores with their gaps."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -38,8 +36,7 @@ def with_routing(samples: list[Sample], mode: str) -> list[Sample]:
     random = np.random.default_rng(5)
     found = []
     for i, sample in enumerate(samples):
-        shape = (len(sample.token_ids), *((3, 1) if i % 2 else (2, 8)))
-        routed = random.integers(-1, 2**15, shape).astype(np.int16)
+        routed = random.integers(-1, 2**15, (len(sample.token_ids), *((3, 1) if i % 2 else (2, 8)))).astype(np.int16)
         has = mode == "all" or (mode == "mixed" and i % 3 > 0)
         found.append(dataclasses.replace(sample, routed_experts=routed if has else None))
     return found
@@ -53,19 +50,16 @@ def bring(rank, world, tensor, pipeline, needs, routing) -> dict[str, list[bool]
     facts = batch_exchange.gather_facts([samples[i] for i in mine], [i // 3 for i in mine], [place(i) for i in mine])
     in_order = sorted(range(COUNT), key=place)
     ordered, rows_found = [samples[i] for i in in_order], []
-    facts_found = [
-        facts.sample_ids == tuple(s.sample_id for s in ordered),
-        facts.groups.tolist() == [i // 3 for i in in_order],
-        facts.prompt_tokens.tolist() == [s.prompt_tokens for s in ordered],
-        facts.response_tokens.tolist() == [len(s.loss_mask) for s in ordered],
-        facts.loss_tokens.tolist() == [int(s.loss_mask.sum()) for s in ordered],
-        facts.owners.tolist() == [owner_of(i, world) for i in in_order],
-    ]
+    facts_found = [facts.sample_ids == tuple(s.sample_id for s in ordered),
+                   facts.groups.tolist() == [i // 3 for i in in_order],
+                   facts.prompt_tokens.tolist() == [s.prompt_tokens for s in ordered],
+                   facts.response_tokens.tolist() == [len(s.loss_mask) for s in ordered],
+                   facts.loss_tokens.tolist() == [int(s.loss_mask.sum()) for s in ordered],
+                   facts.owners.tolist() == [owner_of(i, world) for i in in_order]]
     for need in needs:
         wanted = [np.array(x, dtype=np.int64) for x in need]
         rows = batch_exchange.exchange_rows(facts, [samples[i] for i in mine], wanted, here)
-        same = all(bits(row) == bits(ordered[i]) for i, row in rows.items())
-        rows_found.append(sorted(rows) == need[rank] and same)
+        rows_found.append(sorted(rows) == need[rank] and all(bits(row) == bits(ordered[i]) for i, row in rows.items()))
     return {"facts": facts_found, "rows": rows_found}
 
 
@@ -76,13 +70,11 @@ def bring(rank, world, tensor, pipeline, needs, routing) -> dict[str, list[bool]
 def test_every_rank_gets_exactly_the_rows_it_needs(pool, world, tensor, pipeline, routing):
     """The needs are all, none, one rank alone, disjoint and random, with empty ranks on both sides."""
     random, everything = np.random.default_rng(world), list(range(COUNT))
-    needs = [
-        [everything] * world,
-        [[]] * world,
-        [everything if rank == world - 1 else [] for rank in range(world)],
-        [everything[rank::world] for rank in range(world)],
-        *[[np.flatnonzero(random.random(COUNT) < 0.5).tolist() for _ in range(world)] for _ in range(8)],
-    ]
+    needs = [[everything] * world,
+             [[]] * world,
+             [everything if rank == world - 1 else [] for rank in range(world)],
+             [everything[rank::world] for rank in range(world)],
+             *[[np.flatnonzero(random.random(COUNT) < 0.5).tolist() for _ in range(world)] for _ in range(8)]]
     for found in pool.run(world, bring, tensor, pipeline, needs, routing, timeout_s=30):
         assert all(found["facts"]) and len(found["rows"]) == len(needs) and all(found["rows"]), found
 
@@ -136,12 +128,10 @@ def test_two_samples_with_one_place_are_refused_everywhere(pool):
 
 @pytest.mark.parametrize(
     "routed",
-    [
-        np.zeros((3, 2, 2), dtype=np.int16),  # of the response alone
-        np.zeros((7, 2, 2), dtype=np.int64),
-        np.zeros((7, 4), dtype=np.int16),
-        np.zeros((7, 0, 2), dtype=np.int16),
-    ],
+    [np.zeros((3, 2, 2), dtype=np.int16),  # of the response alone
+     np.zeros((7, 2, 2), dtype=np.int64),
+     np.zeros((7, 4), dtype=np.int16),
+     np.zeros((7, 0, 2), dtype=np.int16)],
     ids=["tokens", "dtype", "dimensions", "no layer"],
 )
 def test_routed_experts_that_do_not_fit_their_sample_are_refused_everywhere(pool, routed):

@@ -1,7 +1,5 @@
 """Mixtures of experts equal the reference in log-probs, gradients, norms and steps, under every parallelism."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -37,13 +35,11 @@ QUICK = (
 )
 LARGE = ("one", "EP2", "TP2-SP-EP2-ETP1", "EP2-PP2", "EP2-DP2", "TP2-SP-EP2", "EP2-PP2-VPP2")
 ROWS = dict.fromkeys(
-    (
-        *QUICK,
-        # a layer without positions on the second stage
-        *("PP2-VPP2 qwen3_moe", "CP2-EP2 mixtral", "CP2 glm4_moe", "PP2 llama4_interleaved", "PP2 deepseek_v3"),
-        # experts with biases are not split over tensor ranks
-        *(f"{n} {f}" for n in LARGE for f in MIXTURES if (n, f) != ("TP2-SP-EP2", "gpt_oss")),
-    )
+    (*QUICK,
+     # a layer without positions on the second stage
+     *("PP2-VPP2 qwen3_moe", "CP2-EP2 mixtral", "CP2 glm4_moe", "PP2 llama4_interleaved", "PP2 deepseek_v3"),
+     # experts with biases are not split over tensor ranks
+     *(f"{n} {f}" for n in LARGE for f in MIXTURES if (n, f) != ("TP2-SP-EP2", "gpt_oss")))
 )
 
 
@@ -67,11 +63,9 @@ def one_normalised_expert(rank: int, world: int, overrides: tuple[str, ...]) -> 
         found = rig.logprobs()
         ours = rig.gradient(advantages, rig.plan(advantages, drops=True))
     routers = {name: x for name, x in ours.items() if name.endswith(".gate.weight")}
-    return {
-        "logprobs": float(np.abs(found[rig.loss_mask] - want.logprobs.numpy()).max()),
-        "gradient": relative_error(ours, want.gradient),
-        "routers": max(float(x.abs().max()) for x in routers.values()),
-    }
+    return {"logprobs": float(np.abs(found[rig.loss_mask] - want.logprobs.numpy()).max()),
+            "gradient": relative_error(ours, want.gradient),
+            "routers": max(float(x.abs().max()) for x in routers.values())}
 
 
 @pytest.mark.parametrize("overrides", [(), (EP2,)], ids=["EP1", "EP2"])

@@ -1,7 +1,5 @@
 """Weights are exported whole, once each, in one order, a bucket at a time, in no more memory than asked for."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 
@@ -22,15 +20,11 @@ from tests.reference import file_weights
 
 # an entry at a time; several (the largest needs 122,880 bytes by itself: Mixtral at EP 2, ETP 2)
 ENTRY_BYTES, SMALL_BYTES = 1, 125_000
-TOPOLOGIES = (
-    *("one qwen2_untied", "DP2 qwen2_untied", "TP2 qwen3", "PP2 qwen2_tied", "PP2-VPP2 qwen2_untied"),
-    *("TP2-PP2-bf16 llama", "one phi3", "TP2 olmo2", "TP2 gemma3_text", "EP2 mixtral", "TP2-SP qwen3_moe"),
-    "TP2-SP-EP2 mixtral",
-)
-LONG = (
-    *("TP2 qwen2_untied", "TP2-PP2 qwen2_untied", "TP2-PP2 phi3", "TP2-SP-EP2-ETP1 mixtral"),
-    *("PP2-VPP2-EP2 qwen3_moe", "TP2-PP2-SP-EP2-ETP1 qwen3_moe"),
-)
+TOPOLOGIES = (*("one qwen2_untied", "DP2 qwen2_untied", "TP2 qwen3", "PP2 qwen2_tied", "PP2-VPP2 qwen2_untied"),
+              *("TP2-PP2-bf16 llama", "one phi3", "TP2 olmo2", "TP2 gemma3_text", "EP2 mixtral", "TP2-SP qwen3_moe"),
+              "TP2-SP-EP2 mixtral")
+LONG = (*("TP2 qwen2_untied", "TP2-PP2 qwen2_untied", "TP2-PP2 phi3", "TP2-SP-EP2-ETP1 mixtral"),
+        *("PP2-VPP2-EP2 qwen3_moe", "TP2-PP2-SP-EP2-ETP1 qwen3_moe"))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,15 +90,13 @@ def large(class_name: str, sizes: dict[str, object], *, tensor=1, pipeline=1, vi
 QWEN = dict(num_attention_heads=32, head_dim=128, vocab_size=151_936, tie_word_embeddings=False)
 QWEN_8B = QWEN | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
 QWEN_30B = QWEN | dict(hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_key_value_heads=4)
-LARGE = {
-    "8B TP1": large("Qwen3", QWEN_8B),
-    "8B TP8": large("Qwen3", QWEN_8B, tensor=8),
-    "8B TP2 PP2 VPP3": large("Qwen3", QWEN_8B, tensor=2, pipeline=2, virtual=3),
-    "GLM-4.5-Air TP2 PP2 EP8": large("Glm4Moe", dict(head_dim=128), tensor=2, pipeline=2, expert=8),
-    "gpt-oss-120b TP2 PP2 EP8": large("GptOss", {}, tensor=2, pipeline=2, expert=8),
-    "30B TP4 PP4 EP8": large("Qwen3Moe", QWEN_30B, tensor=4, pipeline=4, expert=8),
-    "30B TP2 PP2 EP4 ETP2": large("Qwen3Moe", QWEN_30B, tensor=2, pipeline=2, expert=4, expert_tensor=2),
-}
+LARGE = {"8B TP1": large("Qwen3", QWEN_8B),
+         "8B TP8": large("Qwen3", QWEN_8B, tensor=8),
+         "8B TP2 PP2 VPP3": large("Qwen3", QWEN_8B, tensor=2, pipeline=2, virtual=3),
+         "GLM-4.5-Air TP2 PP2 EP8": large("Glm4Moe", dict(head_dim=128), tensor=2, pipeline=2, expert=8),
+         "gpt-oss-120b TP2 PP2 EP8": large("GptOss", {}, tensor=2, pipeline=2, expert=8),
+         "30B TP4 PP4 EP8": large("Qwen3Moe", QWEN_30B, tensor=4, pipeline=4, expert=8),
+         "30B TP2 PP2 EP4 ETP2": large("Qwen3Moe", QWEN_30B, tensor=2, pipeline=2, expert=4, expert_tensor=2)}
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -114,9 +106,8 @@ def test_buckets_hold_every_entry_in_order_within_the_bound(name, bucket_bytes):
     shape, place = LARGE[name]
     buckets = export.cut_buckets(shape, place, bucket_bytes // 2)
     stages = place.pipeline_size * place.virtual_size
-    entries = [
-        (stage, entry) for stage in range(stages) for entry in stage_entries(shape, stage, stages, place.expert_size)
-    ]
+    entries = [(stage, entry) for stage in range(stages)
+               for entry in stage_entries(shape, stage, stages, place.expert_size)]
     assert [(x.stage, entry) for x in buckets for entry in x.entries] == [x for x in entries if x[1] != TIED_HEAD]
     for bucket in buckets:
         assert bucket.elements * 2 <= bucket_bytes or len(bucket.entries) == 1

@@ -1,7 +1,5 @@
 """megatron_rl's own collectives on the CPU, which stand in gloo's place, equal a naive loop."""
 
-from __future__ import annotations
-
 import datetime
 import pathlib
 from unittest.mock import patch
@@ -63,9 +61,8 @@ def groups_on_one_device(rank: int, world: int) -> tuple[int, list[float]]:
     for work in [dist.all_reduce(given[index], group=groups[index], async_op=True) for index in order]:
         work.wait()
     assert all((x == x[0]).all() for x in given)
-    loops = [
-        path for path in pathlib.Path("/proc/self/task").glob("*/comm") if path.read_text().strip() == "gloo_tcp_loop"
-    ]
+    loops = [path
+             for path in pathlib.Path("/proc/self/task").glob("*/comm") if path.read_text().strip() == "gloo_tcp_loop"]
     return len(loops), [float(x[0]) for x in given]
 
 
@@ -93,12 +90,10 @@ def beside_another_backend(rank: int, world: int) -> dict[str, object]:
         collectives.open_host_group(30.0)  # a second grid of the same world makes no second group
         same = collectives.host_group() is host
         with patch.multiple(dist, **{name: recording(getattr(dist, name)) for name in NAMES}):
-            found = {
-                "json": collectives.gather_json({"rank": rank, "text": "x" * rank}),
-                "sum": collectives.reduce_on_host(torch.tensor([rank, 1])).tolist(),
-                "max": collectives.reduce_on_host(torch.tensor([float(rank)]), dist.ReduceOp.MAX).item(),
-                "array": collectives.broadcast_from_rank0(np.array([0.1, float(rank)])).tolist(),
-            }
+            found = {"json": collectives.gather_json({"rank": rank, "text": "x" * rank}),
+                     "sum": collectives.reduce_on_host(torch.tensor([rank, 1])).tolist(),
+                     "max": collectives.reduce_on_host(torch.tensor([float(rank)]), dist.ReduceOp.MAX).item(),
+                     "array": collectives.broadcast_from_rank0(np.array([0.1, float(rank)])).tolist()}
             check_lockstep(3, StepKind.REAL, b"plan", None)
             try:
                 collectives.raise_on_all_ranks(ValueError("planted") if rank == 1 else None)

@@ -1,7 +1,5 @@
 """The skip run's gradient equals the dense run's and that of a plain loop, at every topology and cut."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -17,17 +15,15 @@ from tests.reference import make_samples, near_policy, reference_gradient, relat
 
 NUM_SAMPLES, PER_MINI_BATCH = 11, 4  # divisible neither by each other nor by 2 or 4 data-parallel ranks
 SPLIT = f"train.samples_per_mini_batch={PER_MINI_BATCH}"
-CUTS = (
-    dict(max_tokens=1),  # every sample alone
-    dict(max_tokens=25),
-    dict(max_tokens=10_000),
-    dict(samples_per_microbatch=1),
-    dict(samples_per_microbatch=3),
-    dict(max_tokens=25, repack=False),
-    dict(samples_per_microbatch=2, repack=False),
-    dict(cost=CostModel(stages=(StageCost(overhead=0.0, token=1.0, square=0.0),) * 2)),
-    dict(cost=CostModel(stages=(StageCost(overhead=1e6, token=1.0, square=0.1),) * 2)),
-)
+CUTS = (dict(max_tokens=1),  # every sample alone
+        dict(max_tokens=25),
+        dict(max_tokens=10_000),
+        dict(samples_per_microbatch=1),
+        dict(samples_per_microbatch=3),
+        dict(max_tokens=25, repack=False),
+        dict(samples_per_microbatch=2, repack=False),
+        dict(cost=CostModel(stages=(StageCost(overhead=0.0, token=1.0, square=0.0),) * 2)),
+        dict(cost=CostModel(stages=(StageCost(overhead=1e6, token=1.0, square=0.1),) * 2)))
 FEW = (CUTS[1], CUTS[4], CUTS[5])
 # Tied and untied embeddings, biases, q/k norms, scaled rotary frequencies.
 BASE = ("one qwen3", "TP2-SP qwen2_tied", "PP2 qwen2_tied", "DP2 llama3_rope", "CP2 llama3_rope")
@@ -35,19 +31,15 @@ FAMILIES = (  # whose layers differ: few cuts and the token mean
     *("TP2-SP phi3_partial", "TP2 olmo2", "TP2-SP olmo2", "TP2-SP olmo3", "PP2 gemma3_text", "TP2 gemma3_text"),
     *("CP2 gemma3_text", "PP2 mistral_window"),
 )
-LARGE = (
-    *("TP2-PP2-SP qwen3", "TP2-DP2 llama", "PP2-DP2 qwen2_untied", "DP4 qwen2_tied", "PP4 qwen2_tied"),
-    *("PP2-recompute qwen3", "PP2-recompute olmo3", "PP2-VPP2 qwen2_tied", "PP2-VPP2-DP2 qwen2_untied"),
-    "TP2-PP2-VPP2 qwen3",
-)
+LARGE = (*("TP2-PP2-SP qwen3", "TP2-DP2 llama", "PP2-DP2 qwen2_untied", "DP4 qwen2_tied", "PP4 qwen2_tied"),
+         *("PP2-recompute qwen3", "PP2-recompute olmo3", "PP2-VPP2 qwen2_tied", "PP2-VPP2-DP2 qwen2_untied"),
+         "TP2-PP2-VPP2 qwen3")
 TOPOLOGIES = BASE + FAMILIES + LARGE
 # a reduction is a function of the samples, which no family's layers meet; the norm over all heads is a mutant's
 REDUCED = (*BASE, "TP2 olmo2", "PP2-recompute qwen3", "PP2-VPP2 qwen2_tied")
-DROPPED = (
-    *("one qwen2_tied", "PP2-bf16 qwen2_tied", "EP2 qwen3_moe", "one-bf16 qwen2_tied", "PP2 qwen2_tied"),
-    *("PP2-DP2 qwen2_tied", "PP2-DP2-bf16 qwen2_tied", "EP2-PP2-VPP2 qwen3_moe", "EP2-DP2 glm4_moe"),
-    "EP2-bf16 mixtral",
-)
+DROPPED = (*("one qwen2_tied", "PP2-bf16 qwen2_tied", "EP2 qwen3_moe", "one-bf16 qwen2_tied", "PP2 qwen2_tied"),
+           *("PP2-DP2 qwen2_tied", "PP2-DP2-bf16 qwen2_tied", "EP2-PP2-VPP2 qwen3_moe", "EP2-DP2 glm4_moe"),
+           "EP2-bf16 mixtral")
 CALLS = ("DP2-overlap llama3_rope", "TP2-SP qwen2_tied", "TP2-PP2-SP-overlap qwen3", "PP2-DP2 qwen2_untied")
 
 
@@ -177,9 +169,8 @@ def test_dropped_microbatches_leave_the_dense_gradient_bitwise(pool, name):
 
 def with_pad_tokens(rank: int, world: int) -> dict[str, float]:
     """Return the errors over samples that hold the pad's id; "frozen": that row in transformers."""
-    samples = [
-        dataclasses.replace(s, token_ids=np.where(s.token_ids % 5 == 0, 0, s.token_ids)) for s in make_samples(6)
-    ]
+    samples = [dataclasses.replace(s, token_ids=np.where(s.token_ids % 5 == 0, 0, s.token_ids))
+               for s in make_samples(6)]
     advantages, name = ragged_advantages(6), "model.embed_tokens.weight"
     with open_rig("qwen2_untied") as rig:
         assert rig.model.config.pad_token_id == 0
@@ -189,11 +180,9 @@ def with_pad_tokens(rank: int, world: int) -> dict[str, float]:
         frozen, _ = reference_gradient(rig.model, samples, rig.groups, list(advantages))
         rig.model.get_input_embeddings().padding_idx = None
         expected, _ = reference_gradient(rig.model, samples, rig.groups, list(advantages))
-    return {
-        "all": relative_error(found, expected),
-        "the pad's row": relative_error({name: found[name][0]}, {name: expected[name][0]}),
-        "frozen": float(frozen[name][0].abs().max()),
-    }
+    return {"all": relative_error(found, expected),
+            "the pad's row": relative_error({name: found[name][0]}, {name: expected[name][0]}),
+            "frozen": float(frozen[name][0].abs().max())}
 
 
 def test_the_pads_id_is_a_token_like_any_other(pool):

@@ -1,7 +1,5 @@
 """Ranks that are about to run different things all find out before anything runs, and say who differs in what."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -32,9 +30,8 @@ def disagree(rank: int, world: int, odd: int, what: str, pipeline: int) -> dict[
 
 
 @pytest.mark.parametrize("what", ["plan", "step kind", "step index"])
-@pytest.mark.parametrize(
-    ("pipeline", "data", "odd"), [(1, 3, 0), pytest.param(1, 4, 2, marks=pytest.mark.long), (2, 2, 3)]
-)
+@pytest.mark.parametrize(("pipeline", "data", "odd"),
+                         [(1, 3, 0), pytest.param(1, 4, 2, marks=pytest.mark.long), (2, 2, 3)])
 def test_every_rank_names_the_odd_one(pool, what, pipeline, data, odd):
     for rank, found in enumerate(pool.run(pipeline * data, disagree, odd, what, pipeline, timeout_s=30)):
         stage, replica = divmod(odd, data)

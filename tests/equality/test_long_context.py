@@ -4,8 +4,6 @@ Bytes are counted, not seconds: numpy's by tracemalloc, torch's by tests/allocat
 as much at twice the tokens; what does not grow at all only lowers the ratio.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tracemalloc
 from collections.abc import Callable
@@ -35,8 +33,7 @@ TOKENS = 8192
 
 
 def long_sample(tokens: int, number: int = 0) -> Sample:
-    ids = np.random.default_rng(0).integers(2, 99, tokens)
-    return sample_of(f"long{number}", ids, tokens * 3 // 4, logprob=-5.0)
+    return sample_of(f"long{number}", np.random.default_rng(0).integers(2, 99, tokens), tokens * 3 // 4, logprob=-5.0)
 
 
 def host_bytes(work: Callable[[], object]) -> int:
@@ -65,8 +62,7 @@ def test_planning_and_packing_hold_what_grows_with_the_tokens(size, shares):
         given = (MicroBatch(samples=np.arange(2), filler=False), facts, dict(enumerate(samples)), inputs_of(samples))
         asked = dict(share_prompts=shares, pad_token=0, needs_tokens=True, needs_loss=True, device=CPU)
         context = ContextShard(rank=0, size=size)
-        packed = pack_microbatch(*given, **asked, pad_multiple=rules.pad_multiple, context=context)
-        return plan, packed
+        return plan, pack_microbatch(*given, **asked, pad_multiple=rules.pad_multiple, context=context)
 
     work(64)
     assert host_bytes(lambda: work(2 * TOKENS)) < TWICE * host_bytes(lambda: work(TOKENS))
@@ -86,8 +82,7 @@ def test_attention_makes_no_scores_and_no_mask():
 
     def peak(tokens: int) -> int:
         query, key, value = (torch.randn(tokens, heads, 16, requires_grad=True) for heads in (2, 1, 1))
-        context = ContextShard(rank=1, size=2)
-        batches = batch_spans(causal_spans((2 * tokens,), context), tokens, 2 * tokens, CPU)
+        batches = batch_spans(causal_spans((2 * tokens,), ContextShard(rank=1, size=2)), tokens, 2 * tokens, CPU)
         keys = [torch.cat([x, x]) for x in (key, value)]
         meter = AllocationMeter()
         with meter:

@@ -1,7 +1,5 @@
 """The output weight's gradient, added straight into DDP's main_grad, equals the one that goes through autograd."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from unittest import mock
@@ -23,10 +21,8 @@ NARROW = (*BF16, "megatron.ddp.grad_reduce_in_fp32=false")
 # embedding's is added to it.
 CLOSE_BFLOAT16 = 2**-8
 
-CASES = (
-    *("one qwen2_untied", "one qwen2_tied", "DP2-overlap qwen2_untied", "DP2-overlap qwen2_tied"),
-    *("TP2-SP qwen2_untied", "PP2-overlap qwen2_tied", "TP2 qwen2_tied", "PP2 qwen2_untied"),
-)
+CASES = (*("one qwen2_untied", "one qwen2_tied", "DP2-overlap qwen2_untied", "DP2-overlap qwen2_tied"),
+         *("TP2-SP qwen2_untied", "PP2-overlap qwen2_tied", "TP2 qwen2_tied", "PP2 qwen2_untied"))
 CLOSE = {  # a case, settings, tokens of a micro-batch and of a chunk, how close the output weight's gradient is
     "untied": ("one qwen2_untied", (), 1, 3, TOLERANCE),
     "tied-overlap": ("DP2-overlap qwen2_tied", (), 1, 3, TOLERANCE),

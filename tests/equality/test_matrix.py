@@ -1,7 +1,5 @@
 """Every topology equals the single process: log-probs, gradients, their norm, and weights after three AdamW steps."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -11,11 +9,9 @@ from tests.pairwise import quick
 
 BY_NAME = {f"{cell.name}-{family}": (cell, family) for cell in CELLS for family in cell.families}
 # One of a cell's families in turn, of two processes; the mixtures' other cells of two are in test_experts.py.
-QUICK = [
-    f"{cell.name}-{cell.families[number % len(cell.families)]}"
-    for number, cell in enumerate(CELLS)
-    if cell.world <= 2 and cell.name not in ("TP2", "EP2", "TP2·SP·EP2, expert TP 1")
-]
+QUICK = [f"{cell.name}-{cell.families[number % len(cell.families)]}"
+         for number, cell in enumerate(CELLS)
+         if cell.world <= 2 and cell.name not in ("TP2", "EP2", "TP2·SP·EP2, expert TP 1")]
 
 
 @pytest.mark.parametrize("name", quick(BY_NAME, *QUICK))

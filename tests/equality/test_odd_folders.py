@@ -1,7 +1,5 @@
 """A wrong model is never loaded: its log-probs are transformers', or the folder is refused by name."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pathlib
@@ -56,8 +54,7 @@ def transformers_logprobs(path: pathlib.Path) -> np.ndarray:
         path.mkdir()
         (path / "config.json").write_text(json.dumps(settings))
         save_file(held, path / SINGLE, metadata={"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return masked_logprobs(model.eval(), make_samples(4))
+    return masked_logprobs(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), make_samples(4))
 
 
 def test_a_folder_gives_transformers_model_or_is_refused_by_name(pool, tmp_path):

@@ -4,8 +4,6 @@ The steps are the same to the bit, storages have 0 bytes meanwhile, and wrong us
 are really released and filled again. NOT RUN: pinned memory, copies that do not block, CUDA's caching allocator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import pathlib
@@ -61,8 +59,7 @@ def several_steps(layout: tuple[str, ...], family: str, really: bool) -> dict[st
             with offloaded(rig, really):
                 exported.append(rig.weights())
                 logprobs.append(torch.from_numpy(rig.logprobs()))
-            advantages = np.roll(ADVANTAGES, number) if kind == "R" else np.zeros(8)
-            (result,) = rig.step(advantages, drops=True)
+            (result,) = rig.step(np.roll(ADVANTAGES, number) if kind == "R" else np.zeros(8), drops=True)
             assert result.kind is (StepKind.REAL if kind == "R" else StepKind.GHOST)
             norms.append(torch.tensor(result.grad_norm, dtype=torch.float64))
         exported.append(rig.weights())
@@ -161,9 +158,8 @@ def away_and_back(rank: int, world: int, family: str, layout: tuple[str, ...]) -
         again = adam_tensors(rig, "model.dtype=bfloat16" in layout)
         found["the same tensors"] = all(a is b for a, b in zip(again, adam, strict=True))
         found["the same views"] = all(p.main_grad is x for p, x in zip(weights, gradients, strict=True))
-        found["the same values"] = (
-            equal(adam, moved) and equal(rig.optimizer_state(), state) and any(map(torch.any, moved))
-        )
+        found["the same values"] = (equal(adam, moved) and equal(rig.optimizer_state(), state)
+                                    and any(map(torch.any, moved)))
         found["gradients of zero"] = not any(bool(x.any()) for x in (*gradients, *(b.grad_data for b in buffers)))
         found["all is back"] = sizes_of(held) == before and live_storages(but=hosts).keys() <= held.keys()
         assert backend.offload() == released
@@ -192,11 +188,9 @@ def test_shared_storages_move_once_and_those_of_weights_stay():
         assert [x.untyped_storage().nbytes() for x in (zeros, *state)] == [0, 160, 0, 0, 0, 0, 0, 0, 4]
         assert len(memory.host.blocks) == 4  # ⌈215 / 64⌉
         memory.restore()
-        bits = [
-            (a.view(torch.uint8), b.view(torch.uint8))
-            for a, b in zip(state, wanted, strict=True)
-            if a.dim() and a.numel()
-        ]
+        bits = [(a.view(torch.uint8), b.view(torch.uint8))
+                for a, b in zip(state, wanted, strict=True)
+                if a.dim() and a.numel()]
         assert all(torch.equal(a, b) for a, b in bits) and len(bits) == 6 and float(step) == 3.0
         assert zeros.tolist() == [0.0] * 12 and weights.tolist() == list(range(40))
 
@@ -234,16 +228,14 @@ def wrong_uses(rank: int, world: int, layout: tuple[str, ...], root: str) -> dic
         kept, model, rate = model_state.numbers(backend), model_state.identity(backend), backend.optimizer.learning_rate
         saved = model_state.save(backend, folder, 7, {"state.json": "{}"}).finish()
         backend.offload()
-        said = {
-            "forward_backward": refused(lambda: rig.accumulate(ADVANTAGES, plan)),
-            "optim_step": refused(lambda: backend.optim_step(StepKind.REAL)),
-            "a ghost": refused(lambda: backend.optim_step(StepKind.GHOST)),
-            "zero_grad": refused(backend.zero_grad),
-            "gradient": refused(backend.gradient),
-            "reset_optimizer": refused(lambda: backend.reset_optimizer(total_steps=4)),
-            "save": refused(lambda: model_state.save(backend, folder, 8, {"state.json": "{}"})),
-            "load": refused(lambda: model_state.load(backend, saved, kept, model)),
-        }
+        said = {"forward_backward": refused(lambda: rig.accumulate(ADVANTAGES, plan)),
+                "optim_step": refused(lambda: backend.optim_step(StepKind.REAL)),
+                "a ghost": refused(lambda: backend.optim_step(StepKind.GHOST)),
+                "zero_grad": refused(backend.zero_grad),
+                "gradient": refused(backend.gradient),
+                "reset_optimizer": refused(lambda: backend.reset_optimizer(total_steps=4)),
+                "save": refused(lambda: model_state.save(backend, folder, 8, {"state.json": "{}"})),
+                "load": refused(lambda: model_state.load(backend, saved, kept, model))}
         found: dict[str, object] = {key: "restore()" in message and "bytes" in message for key, message in said.items()}
         found["steps by their name"] = all(said[key].startswith("optim_step()") for key in ("optim_step", "a ghost"))
         backend.keep_reference()
@@ -263,9 +255,8 @@ def wrong_uses(rank: int, world: int, layout: tuple[str, ...], root: str) -> dic
         return found
 
 
-@pytest.mark.parametrize(
-    "layout", quick([(*PLAIN, *BF16), (*SHARDED, *GATHER)], (*SHARDED, *GATHER)), ids=["bf16", "sharded-overlap"]
-)
+@pytest.mark.parametrize("layout", quick([(*PLAIN, *BF16), (*SHARDED, *GATHER)], (*SHARDED, *GATHER)),
+                         ids=["bf16", "sharded-overlap"])
 def test_what_needs_gradients_or_adam_is_refused_while_they_are_away(pool, tmp_path, layout):
     for found in pool.run(2, wrong_uses, layout, str(tmp_path), timeout_s=60):
         assert all(found.values()), found

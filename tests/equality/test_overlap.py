@@ -5,8 +5,6 @@ never issue a parameter gather, reductions in another order than its peers', a g
 ``param_gather_dispatched`` set (megatron-facts, "The schedule's contract").
 """
 
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 
@@ -25,10 +23,8 @@ from tests.reference import relative_error
 from tests.workers.pool import PoolError
 
 # No clipping: its norm is summed bucket by bucket, and then the runs would differ by rounding, not to the bit.
-SETTINGS = (
-    *(*SHARDED, "optimizer.lr=0.001", "optimizer.clip_grad=0"),
-    *("plan.repack=false", "plan.samples_per_microbatch=2"),
-)
+SETTINGS = (*(*SHARDED, "optimizer.lr=0.001", "optimizer.clip_grad=0"),
+            *("plan.repack=false", "plan.samples_per_microbatch=2"))
 NONE, FIRST, SECOND, ALL = "none", "first", "second", "all"  # which of the two data-parallel ranks are empty
 MICROBATCHES = ((0, 1), (4, 5)), ((2, 3), (6, 7))  # of either rank, as samples_per_microbatch=2 deals eight samples
 BLOCKS = ((0, 1), (2, 3)), ((4, 5),)  # of two ranks that share experts, and of the others, one of which has a filler
@@ -49,9 +45,8 @@ def pattern_advantages(pattern: str, step: int, dealt: tuple = MICROBATCHES) -> 
 def every_run_of(order: int) -> list[str]:
     """Return a de Bruijn cycle of the four patterns: every ``order`` in a row once, in 66 steps for 3, 17 for 2."""
     letters = NONE, FIRST, SECOND, ALL
-    wanted = len(letters) ** order
     sequence, seen = [NONE] * order, {(NONE,) * order}
-    while len(seen) < wanted:  # greedy "prefer the last letter" reaches all of them
+    while len(seen) < len(letters) ** order:  # greedy "prefer the last letter" reaches all of them
         tail = tuple(sequence[-order + 1 :])
         letter = next(x for x in reversed(letters) if (*tail, x) not in seen)
         seen.add((*tail, letter))
@@ -79,8 +74,7 @@ def walk(rig: Rig, patterns: list[str]) -> tuple[list[torch.Tensor], dict[str, i
         counts["silent"] += mini_batch.silent_ranks
         counts["fillers"] += mini_batch.num_fillers
         if number % 2:
-            chosen = pattern_advantages(patterns[number // 2], number, dealt) != 0
-            facts.append(torch.from_numpy(rig.logprobs(chosen)))
+            facts.append(torch.from_numpy(rig.logprobs(pattern_advantages(patterns[number // 2], number, dealt) != 0)))
     return facts, counts
 
 
@@ -96,9 +90,8 @@ def replicas_differ(rig: Rig) -> float:
     return worst
 
 
-def overlap_run(
-    rank, world, layout: tuple[str, ...], patterns: list[str], family="qwen2_tied", samples: int = 8
-) -> dict[str, object]:
+def overlap_run(rank, world, layout: tuple[str, ...], patterns: list[str], family="qwen2_tied",
+                samples: int = 8) -> dict[str, object]:
     with open_rig(family, *SETTINGS, *layout, samples=samples) as rig:
         logprobs, counts = walk(rig, patterns)
         weights = rig.weights()  # gathers what is still owed
@@ -109,12 +102,10 @@ def overlap_run(
 
 def plain_and_overlapped(rank, world, layout: tuple[str, ...], ddp: tuple[str, ...], patterns) -> dict[str, object]:
     wanted, found = (overlap_run(rank, world, (*layout, *given), patterns) for given in ((), ddp))
-    return {
-        "weights equal": equal_by_name(found.pop("weights"), wanted["weights"]),
-        "logprobs equal": torch.equal(found.pop("logprobs"), wanted["logprobs"]),
-        "plain differ": wanted["differ"],
-        **found,
-    }
+    return {"weights equal": equal_by_name(found.pop("weights"), wanted["weights"]),
+            "logprobs equal": torch.equal(found.pop("logprobs"), wanted["logprobs"]),
+            "plain differ": wanted["differ"],
+            **found}
 
 
 @pytest.mark.parametrize(
@@ -137,8 +128,7 @@ def test_every_pattern_of_empty_ranks_equals_the_run_without_overlap(pool, stage
 def without_overlap(pool, stages: str, ddp: str, patterns: list[str], *, silent: int, ghosts: int) -> None:
     """Assert that both runs are equal, and that more than ``silent`` and ``ghosts`` of the steps were such."""
     world, layout = STAGES[stages]
-    results = pool.run(world, plain_and_overlapped, layout, OVERLAPS[ddp], patterns, timeout_s=120)
-    for rank, found in enumerate(results):
+    for rank, found in enumerate(pool.run(world, plain_and_overlapped, layout, OVERLAPS[ddp], patterns, timeout_s=120)):
         assert found["weights equal"] and found["logprobs equal"], found
         assert found["differ"] == 0.0 == found["plain differ"], found
         assert found["silent"] > silent and found["GHOST"] > ghosts, found
@@ -148,12 +138,10 @@ def without_overlap(pool, stages: str, ddp: str, patterns: list[str], *, silent:
 
 def experts_overlapped(rank: int, world: int, ddp: tuple[str, ...], patterns: list[str]) -> dict[str, object]:
     wanted, found = (overlap_run(rank, world, (EP2, *given), patterns, "qwen3_moe", 6) for given in ((), ddp))
-    return {
-        "weights": relative_error(found.pop("weights"), wanted["weights"]),
-        "logprobs": float((found.pop("logprobs") - wanted["logprobs"]).abs().max()),
-        "plain differ": wanted["differ"],
-        **found,
-    }
+    return {"weights": relative_error(found.pop("weights"), wanted["weights"]),
+            "logprobs": float((found.pop("logprobs") - wanted["logprobs"]).abs().max()),
+            "plain differ": wanted["differ"],
+            **found}
 
 
 @pytest.mark.long

@@ -4,8 +4,6 @@ Gradients and weights are those of a run with the pass, and of the plain loop of
 alike they are equal to the bit. The gap to the engine's log-probs is measured within the step.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np
@@ -33,8 +31,7 @@ NEED_IT = (
 def passes_of(rig: Rig, run: GivenRun) -> list[np.ndarray]:
     """Train a run; return the samples of each of its log-prob passes."""
     chosen, take = [], rig.backend.logprobs
-    noted = mock.patch.object(rig.backend, "logprobs", lambda batch, x: chosen.append(x.copy()) or take(batch, x))
-    with noted:
+    with mock.patch.object(rig.backend, "logprobs", lambda batch, x: chosen.append(x.copy()) or take(batch, x)):
         train_once(run)
     return chosen
 

@@ -1,7 +1,5 @@
 """Every policy term over two epochs of one rollout, through train.py's loop, gives the weights of a plain loop."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch
@@ -33,9 +31,8 @@ def sample_loss(model, config, sample, old, weight, advantage):
     chosen = torch.from_numpy(sample.loss_mask)
     logprobs, entropy = (x[chosen] for x in reference_logprobs(model, sample))
     before, count = old[chosen], int(chosen.sum())
-    behaviour = torch.from_numpy(sample.logprobs)[chosen] if config.policy == "dro" else before
     tokens = SimpleNamespace(
-        old_logprobs=behaviour,
+        old_logprobs=torch.from_numpy(sample.logprobs)[chosen] if config.policy == "dro" else before,
         advantages=torch.full((count,), weight * advantage),
         weights=torch.full((count,), weight),
         sequences=torch.zeros(count, dtype=torch.int64),

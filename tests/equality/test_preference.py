@@ -4,8 +4,6 @@ The reference is a loop over pairs with a Hugging Face model and autograd throug
 rank i mod world and a micro-batch takes 40 tokens, so that the halves of a pair are apart in every way.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -23,19 +21,13 @@ from tests.pairwise import quick
 from tests.reference import gradient_of, reference_logprobs, relative_error
 
 SAMPLES, LR = 10, "optimizer.lr=0.003"
-SETTINGS = {
-    "dpo": PreferenceConfig(loss="dpo", beta=0.3, label_smoothing=0.1),
-    "ipo": PreferenceConfig(loss="ipo", beta=0.3),
-    "simpo": PreferenceConfig(loss="simpo", beta=2.0, margin=0.5),
-}
-LAYOUTS = (
-    *("one qwen2_tied", "DP2 llama3_rope", "PP2 qwen2_tied", "TP2-SP qwen3", "PP2-VPP2 qwen2_untied"),
-    *("PP2-shared qwen2_untied", "CP2 llama3_rope", "LoRA-DP2 llama3_rope", "LoRA-TP2 qwen2_tied"),
-)
-LONG = (
-    *("TP2 qwen2_tied", "DP2-shared qwen2_tied", "TP2-PP2 qwen2_untied", "PP2-DP2 qwen2_tied"),
-    *("LoRA qwen3", "LoRA-PP2 qwen2_tied"),
-)
+SETTINGS = {"dpo": PreferenceConfig(loss="dpo", beta=0.3, label_smoothing=0.1),
+            "ipo": PreferenceConfig(loss="ipo", beta=0.3),
+            "simpo": PreferenceConfig(loss="simpo", beta=2.0, margin=0.5)}
+LAYOUTS = (*("one qwen2_tied", "DP2 llama3_rope", "PP2 qwen2_tied", "TP2-SP qwen3", "PP2-VPP2 qwen2_untied"),
+           *("PP2-shared qwen2_untied", "CP2 llama3_rope", "LoRA-DP2 llama3_rope", "LoRA-TP2 qwen2_tied"))
+LONG = (*("TP2 qwen2_tied", "DP2-shared qwen2_tied", "TP2-PP2 qwen2_untied", "PP2-DP2 qwen2_tied"),
+        *("LoRA qwen3", "LoRA-PP2 qwen2_tied"))
 
 
 def naive(model, reference, samples: list[Sample], config: PreferenceConfig) -> tuple[dict[str, torch.Tensor], float]:

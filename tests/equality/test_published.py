@@ -1,7 +1,5 @@
 """Thin copies of released models: their configs' kinds and flags, small sizes, log-probs equal to transformers'."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 
@@ -38,8 +36,7 @@ def gap(rank: int, world: int, folder: str) -> tuple[float, bool]:
     wanted = masked_logprobs(model, samples)
     loaded = file_weights(model)
     try:
-        backend = MegatronBackend(config_of(), hf_config=hf_config, weights=loaded)
-        rig = Rig(backend=backend, model=model)
+        rig = Rig(backend=MegatronBackend(config_of(), hf_config=hf_config, weights=loaded), model=model)
         rig.take(samples)
         logprobs = rig.logprobs()
         exported = rig.weights()

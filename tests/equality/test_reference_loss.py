@@ -1,7 +1,5 @@
 """The gradient of the loss's KL and entropy terms on real Megatron equals a plain loop's over Hugging Face models."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -16,10 +14,8 @@ from tests.reference import near_policy, reference_gradient, reference_logprobs,
 
 NUM_SAMPLES, BETA, ENTROPY = 7, 0.7, 0.05
 LAYOUTS = ("DP2", "TP2-PP2", "TP2-SP-PP2-VPP2")
-QUICK = {
-    *(("DP2", "fixed", "k1"), ("DP2", "adaptive", "k2"), ("DP2", "adaptive", "k3")),
-    ("TP2-SP-PP2-VPP2", "adaptive", "unbiased"),
-}
+QUICK = {*(("DP2", "fixed", "k1"), ("DP2", "adaptive", "k2"), ("DP2", "adaptive", "k3")),
+         ("TP2-SP-PP2-VPP2", "adaptive", "unbiased")}
 COMMON = ("skip.mode=off", "optimizer.lr=0.003", f"loss.kl_coefficient={BETA}", f"loss.entropy_coefficient={ENTROPY}")
 ADAPTIVE = ("reference.controller=adaptive", "reference.kl_target=0.01", "reference.kl_horizon=640")
 ESTIMATORS = ("k1", "k2", "k3", "unbiased")
@@ -55,25 +51,21 @@ def terms(rank, world, family, layout, controller, estimator, placement) -> dict
             kept = [reference_logprobs(rig.model, s)[0] for s in rig.samples]
             entropies = [reference_logprobs(policy, s)[1][torch.from_numpy(s.loss_mask)] for s in rig.samples]
         kl = (reference.coefficient, estimator, kept)
-        wanted, loss = reference_gradient(
-            policy, rig.samples, rig.groups, list(advantages), kl=kl, entropy_coefficient=ENTROPY
-        )
+        wanted, loss = reference_gradient(policy, rig.samples, rig.groups, list(advantages), kl=kl,
+                                          entropy_coefficient=ENTROPY)
         no_kl, _ = reference_gradient(policy, rig.samples, rig.groups, list(advantages), entropy_coefficient=ENTROPY)
         no_bonus, _ = reference_gradient(policy, rig.samples, rig.groups, list(advantages), kl=kl)
-        return {
-            "gradient": relative_error(gradient, wanted),
-            "size of kl": relative_error(no_kl, wanted),
-            "size of bonus": relative_error(no_bonus, wanted),
-            "loss": abs(sums["loss"] - loss),
-            "entropy": abs(sums["entropy"] / float(torch.cat(entropies).sum()) - 1),
-            "coefficient": reference.coefficient,
-        }
+        return {"gradient": relative_error(gradient, wanted),
+                "size of kl": relative_error(no_kl, wanted),
+                "size of bonus": relative_error(no_bonus, wanted),
+                "loss": abs(sums["loss"] - loss),
+                "entropy": abs(sums["entropy"] / float(torch.cat(entropies).sum()) - 1),
+                "coefficient": reference.coefficient}
 
 
 # Every estimator, either controller, the largest layout: an estimator is a function of a token, which no layout cuts.
-@pytest.mark.parametrize(
-    ("layout", "controller", "estimator"), pairwise(LAYOUTS, ["fixed", "adaptive"], ESTIMATORS, kept=QUICK)
-)
+@pytest.mark.parametrize(("layout", "controller", "estimator"),
+                         pairwise(LAYOUTS, ["fixed", "adaptive"], ESTIMATORS, kept=QUICK))
 def test_kl_and_entropy_in_the_loss_equal_a_plain_loop(pool, layout, controller, estimator):
     placement = "device" if controller == "adaptive" else "host"
     for found in measured(pool, f"{layout} qwen2_tied", terms, controller, estimator, placement):
@@ -93,14 +85,12 @@ def entropy_metric(rank: int, world: int, family: str, layout: tuple[str, ...]) 
         trained = [rig.samples[i] for i in plan.mini_batches[0].order]
         with torch.no_grad():
             naive = torch.cat([reference_logprobs(rig.model, s)[1][torch.from_numpy(s.loss_mask)] for s in trained])
-        return {
-            "found": result.sums["entropy"] / result.sums["tokens"],
-            "wanted": float(naive.mean()),
-            "tokens": result.sums["tokens"],
-            "count": len(naive),
-            "runs": len(runs),
-            "dropped": len(plan.mini_batches[0].dropped),
-        }
+        return {"found": result.sums["entropy"] / result.sums["tokens"],
+                "wanted": float(naive.mean()),
+                "tokens": result.sums["tokens"],
+                "count": len(naive),
+                "runs": len(runs),
+                "dropped": len(plan.mini_batches[0].dropped)}
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "DP2"))

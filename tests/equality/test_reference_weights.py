@@ -1,7 +1,5 @@
 """The reference policy's weights, swapped in or in a second model, are the kept copy while the policy trains on."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -13,21 +11,17 @@ from tests.pairwise import pairwise, quick
 
 SETTINGS = ("optimizer.lr=0.01", "optimizer.weight_decay=0.1")
 ADVANTAGES, RENEWED = ragged_advantages(8), "DP2-bf16-sharded-gather"
-SWAPPED = (
-    *("one qwen2_tied", "TP2-SP qwen2_tied", "PP2-VPP2 qwen2_tied"),
-    "PP2-DP2-bf16-sharded qwen2_tied",  # float32 masters live in the optimizer alone
-    *("TP2-bf16 qwen2_tied", "DP2-sharded-gather qwen2_tied", "PP2-DP2-bf16-sharded-gather qwen2_tied"),
-)
+SWAPPED = (*("one qwen2_tied", "TP2-SP qwen2_tied", "PP2-VPP2 qwen2_tied"),
+           "PP2-DP2-bf16-sharded qwen2_tied",  # float32 masters live in the optimizer alone
+           *("TP2-bf16 qwen2_tied", "DP2-sharded-gather qwen2_tied", "PP2-DP2-bf16-sharded-gather qwen2_tied"))
 COMING = [("TP2-SP", "host"), ("PP2-VPP2", "device"), ("TP2-bf16", "host"), ("DP2-sharded-gather", "device")]
 LAYOUTS = (
     *("TP2-SP qwen3", "DP2-sharded-gather-bf16 llama", "PP2-VPP2 qwen2_untied", "CP2 llama3_rope", "EP2 qwen3_moe"),
     *("PP2-bf16 glm4_moe", "TP2-LoRA-bf16 qwen2_tied"),
 )
-LONG = (
-    *("TP2-SP-bf16 qwen3", "DP2-sharded-gather llama", "PP2-VPP2-bf16 qwen2_untied", "CP2-bf16 llama3_rope"),
-    *("EP2-bf16 qwen3_moe", "PP2 glm4_moe", "TP2-LoRA qwen2_tied", "PP2 qwen2_tied", "PP2-bf16 qwen2_tied"),
-    *("TP2-PP2 qwen2_tied", "TP2-PP2-bf16 qwen2_tied", "PP2-LoRA qwen3", "PP2-LoRA-bf16 qwen3"),
-)
+LONG = (*("TP2-SP-bf16 qwen3", "DP2-sharded-gather llama", "PP2-VPP2-bf16 qwen2_untied", "CP2-bf16 llama3_rope"),
+        *("EP2-bf16 qwen3_moe", "PP2 glm4_moe", "TP2-LoRA qwen2_tied", "PP2 qwen2_tied", "PP2-bf16 qwen2_tied"),
+        *("TP2-PP2 qwen2_tied", "TP2-PP2-bf16 qwen2_tied", "PP2-LoRA qwen3", "PP2-LoRA-bf16 qwen3"))
 
 
 def opened(family: str, *given: str):
@@ -45,14 +39,12 @@ def swap(rank: int, world: int, family: str, settings: tuple[str, ...], placemen
         with backend.reference_weights():
             inside, exported = rig.logprobs(), rig.weights()
         start = {name: rig.model.state_dict()[name].to(x.dtype) for name, x in exported.items()}
-        found = {
-            "reference's log-probs": np.array_equal(inside, first),
-            "training moved them": not np.array_equal(trained, first),
-            "reference's export": equal_by_name(exported, start),
-            "weights are back": equal_by_name(rig.weights(), weights),
-            "log-probs are back": np.array_equal(rig.logprobs(), trained),
-            "optimizer untouched": equal(rig.optimizer_state(), state),
-        }
+        found = {"reference's log-probs": np.array_equal(inside, first),
+                 "training moved them": not np.array_equal(trained, first),
+                 "reference's export": equal_by_name(exported, start),
+                 "weights are back": equal_by_name(rig.weights(), weights),
+                 "log-probs are back": np.array_equal(rig.logprobs(), trained),
+                 "optimizer untouched": equal(rig.optimizer_state(), state)}
         try:
             with backend.reference_weights():
                 raise KeyError("planted")
@@ -68,9 +60,8 @@ def swap(rank: int, world: int, family: str, settings: tuple[str, ...], placemen
         return found | {"training goes on as if nothing had been": equal_by_name(rig.weights(), end)}
 
 
-@pytest.mark.parametrize(
-    ("name", "placement"), pairwise(SWAPPED, ["host", "device"], kept=[(f"{x} qwen2_tied", y) for x, y in COMING])
-)
+@pytest.mark.parametrize(("name", "placement"),
+                         pairwise(SWAPPED, ["host", "device"], kept=[(f"{x} qwen2_tied", y) for x, y in COMING]))
 def test_reference_weights_come_and_go_bitwise(pool, name, placement):
     """Copies without arithmetic: there is nothing to tolerate."""
     assert_all(pool, name, swap, f"reference.placement={placement}")

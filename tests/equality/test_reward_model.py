@@ -1,7 +1,5 @@
 """A reward model's scores, gradient and export equal those of transformers' classifier, which pools by its own rule."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 
@@ -24,22 +22,16 @@ from tests.reference import gradient_of, relative_error
 
 SAMPLES = 8
 PAIRS = PreferenceConfig(loss="bradley_terry", margin=0.2)
-LAYOUTS = (
-    *("one qwen2_tied", "DP2 qwen2_tied", "PP2 llama", "TP2 qwen2_untied", "TP2-SP qwen3"),
-    *("PP2-VPP2 llama3_rope", "CP2 mistral", "PP2-DP2 qwen2_tied"),
-)
+LAYOUTS = (*("one qwen2_tied", "DP2 qwen2_tied", "PP2 llama", "TP2 qwen2_untied", "TP2-SP qwen3"),
+           *("PP2-VPP2 llama3_rope", "CP2 mistral", "PP2-DP2 qwen2_tied"))
 
 
 def ended(sample: Sample) -> Sample:
     """Return the sample with the place behind its end, at which the head is read (data/solution.py)."""
     mask = np.zeros(len(sample.loss_mask) + 1, dtype=bool)
     mask[-1] = True
-    return dataclasses.replace(
-        sample,
-        token_ids=np.append(sample.token_ids, sample.token_ids[-1]),
-        loss_mask=mask,
-        logprobs=np.append(sample.logprobs, np.float32(0)),
-    )
+    return dataclasses.replace(sample, token_ids=np.append(sample.token_ids, sample.token_ids[-1]), loss_mask=mask,
+                               logprobs=np.append(sample.logprobs, np.float32(0)))
 
 
 def score(judge, sample: Sample) -> torch.Tensor:
@@ -70,8 +62,7 @@ def against_classifier(rank: int, world: int, family: str, overrides: tuple[str,
         mine = list(range(rank, SAMPLES, world))
         batch = model.gather([samples[i] for i in mine], [i // 2 for i in mine], mine)
         scores, outcome = compare_pairs(model, batch, PAIRS)
-        update = prepare_pairs(model, batch, outcome, RULE)
-        update.accumulate(model)
+        prepare_pairs(model, batch, outcome, RULE).accumulate(model)
         gradient = model.gradient()
         model.zero_grad()
         wanted, loss = naive(judge, samples)
@@ -80,13 +71,11 @@ def against_classifier(rank: int, world: int, family: str, overrides: tuple[str,
         model.save_hugging_face(path, any_tokenizer())
         torch.distributed.barrier()
         loaded, report = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True)
-        found = {
-            "scores": float(np.abs(scores.sums - scores_of_judge).max()),
-            "loss": abs(float(outcome.losses.mean()) - loss) / loss,
-            "gradient": relative_error(gradient, wanted),
-            "lost in the export": float(len(report["missing_keys"]) + len(report["unexpected_keys"])),
-            "export": max(float((loaded.state_dict()[k] - x).abs().max()) for k, x in judge.state_dict().items()),
-        }
+        found = {"scores": float(np.abs(scores.sums - scores_of_judge).max()),
+                 "loss": abs(float(outcome.losses.mean()) - loss) / loss,
+                 "gradient": relative_error(gradient, wanted),
+                 "lost in the export": float(len(report["missing_keys"]) + len(report["unexpected_keys"])),
+                 "export": max(float((loaded.state_dict()[k] - x).abs().max()) for k, x in judge.state_dict().items())}
         held.pop_all()
         model.close(leave_world=False)
         return found

@@ -1,7 +1,5 @@
 """A mixture trained with given experts (forced_experts.py) has the gradient of a plain loop that is forced to them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -105,8 +103,7 @@ def own_experts(model, sample: Sample) -> np.ndarray:
 
 def recorded(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict[str, object]:
     """Return what a pass recorded that is not transformers' choice, and the gradient's error at moved weights."""
-    layers = layers_of(config_of(*overrides))
-    _, model = tiny_model(family, layers=layers)
+    _, model = tiny_model(family, layers=layers_of(config_of(*overrides)))
     samples, advantages = list(near_policy(model, make_samples(NUM_SAMPLES))), ragged_advantages(NUM_SAMPLES)
     read = [int(np.flatnonzero(s.loss_mask)[-1]) + s.prompt_tokens for s in samples]
     known = []
@@ -129,12 +126,10 @@ def recorded(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> 
                 parameter.add_(more)
         backend, chunks = rig.backend, [c.module for c in rig.backend.chunks]
         load_weights(chunks, backend.shape, backend.topology, MemoryReader(file_weights(model)))
-        moved = sum(
-            int((own_experts(model, s)[:n] != s.routed_experts[:n]).sum()) for s, n in zip(known, read, strict=True)
-        )
+        moved = sum(int((own_experts(model, s)[:n] != s.routed_experts[:n]).sum())
+                    for s, n in zip(known, read, strict=True))
         _, gradient = plain_loop(model, known, advantages)
-        plan = rig.plan(advantages, drops=True)
-        error = relative_error(rig.gradient(advantages, plan), gradient)
+        error = relative_error(rig.gradient(advantages, rig.plan(advantages, drops=True)), gradient)
     return {"wrong": wrong, "moved": moved, "error": error}
 
 
@@ -279,15 +274,12 @@ def refused(rank: int, world: int, settings: tuple[str, ...]) -> list[str]:
 
 
 def test_what_cannot_be_replayed_is_refused(pool):
-    refusals = {
-        "": "replays the experts of a mixture, and the model of model.hf_path has none",
-        "moe_router_load_balancing_type=sinkhorn": "would choose experts by the other tokens of a micro-batch",
-        "moe_router_force_load_balancing=true": "it routes by numbers drawn at random",
-        "moe_expert_capacity_factor=1.0": "it drops tokens of the experts",
-        "moe_enable_routing_replay=true": "set by rollout.routing_replay",
-    }
-    settings = tuple(f"megatron.transformer.{x}" if x else "" for x in refusals)
-    (found,) = pool.run(1, refused, settings, timeout_s=60)
+    refusals = {"": "replays the experts of a mixture, and the model of model.hf_path has none",
+                "moe_router_load_balancing_type=sinkhorn": "would choose experts by the other tokens of a micro-batch",
+                "moe_router_force_load_balancing=true": "it routes by numbers drawn at random",
+                "moe_expert_capacity_factor=1.0": "it drops tokens of the experts",
+                "moe_enable_routing_replay=true": "set by rollout.routing_replay"}
+    (found,) = pool.run(1, refused, tuple(f"megatron.transformer.{x}" if x else "" for x in refusals), timeout_s=60)
     assert all(words in said for words, said in zip(refusals.values(), found, strict=True)), found
 
 

@@ -1,7 +1,5 @@
 """Models that share a server are as in servers of their own; steps are AdamW; what is saved is what is loaded."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -21,12 +19,10 @@ KINDS = {"LoRA": LORA, "whole": ()}
 STEPS_TOLERANCE = 1e-5  # float32 and another order of summation
 SPECS = {"a": AdapterSpec(rank=4, seed=1), "b": AdapterSpec(rank=2, seed=2, mlp=False)}
 # ε keeps AdamW from making steps of gradients that are 0 but for rounding, as those of a key's bias are.
-STEPS = [
-    dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.0),
-    dict(learning_rate=3e-3, beta1=0.8, beta2=0.99, eps=1e-3, weight_decay=0.0, grad_clip_norm=0.5),
-    dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.3, grad_clip_norm=0.5),
-    dict(learning_rate=2e-3, beta1=0.9, beta2=0.999, eps=1e-4, weight_decay=0.0, grad_clip_norm=0.0),
-]
+STEPS = [dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.0),
+         dict(learning_rate=3e-3, beta1=0.8, beta2=0.99, eps=1e-3, weight_decay=0.0, grad_clip_norm=0.5),
+         dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.3, grad_clip_norm=0.5),
+         dict(learning_rate=2e-3, beta1=0.9, beta2=0.999, eps=1e-4, weight_decay=0.0, grad_clip_norm=0.0)]
 
 
 def assert_all(pool, place: str, function, path: str, folder: str, overrides: tuple[str, ...] = ()) -> None:
@@ -71,9 +67,8 @@ def two_models(rank: int, world: int, path: str, folder: str, overrides: tuple[s
     return found
 
 
-@pytest.mark.parametrize(
-    ("place", "kind"), pairwise(PLACES, KINDS, kept=[("PP2", "whole"), ("TP2", "LoRA"), ("DP2", "whole")])
-)
+@pytest.mark.parametrize(("place", "kind"),
+                         pairwise(PLACES, KINDS, kept=[("PP2", "whole"), ("TP2", "LoRA"), ("DP2", "whole")]))
 def test_two_models_equal_two_servers(pool, arithmetic, tmp_path, place, kind):
     assert_all(pool, place, two_models, str(arithmetic), str(tmp_path), KINDS[kind])
 
@@ -121,8 +116,7 @@ def test_steps_are_torchs_adamw(pool, arithmetic, tmp_path, place):
 
 def saved(rank: int, world: int, path: str, folder: str, overrides: tuple[str, ...]) -> dict[str, bool]:
     """Save in the middle, go on; load with and without AdamW, go on likewise; compare to the bit."""
-    lora = any(x.startswith("lora") for x in overrides)
-    spec = SPECS["b"] if lora else None
+    spec = SPECS["b"] if any(x.startswith("lora") for x in overrides) else None
     header = {"spec": None if spec is None else {"rank": 2, "seed": 2, "attention": True, "mlp": False}}
     with open_served(path, f"{folder}/first", *overrides) as served:
         served.create("b", spec)
@@ -158,9 +152,8 @@ def saved(rank: int, world: int, path: str, folder: str, overrides: tuple[str, .
     return found
 
 
-@pytest.mark.parametrize(
-    ("place", "kind"), pairwise(PLACES, KINDS, kept=[("PP2", "LoRA"), ("TP2", "whole"), ("DP2", "whole")])
-)
+@pytest.mark.parametrize(("place", "kind"),
+                         pairwise(PLACES, KINDS, kept=[("PP2", "LoRA"), ("TP2", "whole"), ("DP2", "whole")]))
 def test_what_is_saved_is_what_is_loaded(pool, arithmetic, tmp_path, place, kind):
     assert_all(pool, place, saved, str(arithmetic), str(tmp_path), KINDS[kind])
 
@@ -187,8 +180,7 @@ def failing(rank: int, world: int, path: str, folder: str, overrides: tuple[str,
         served.train("a", "cross_entropy", data_of(1))
         served.step("a")
         served.train("a", "cross_entropy", data_of(2))
-        outcome = served.do("forward_backward", model="a", parsed="no call at all")
-        found = {"named": "str" in (outcome.error or "")}
+        found = {"named": "str" in (served.do("forward_backward", model="a", parsed="no call at all").error or "")}
         unknown = served.do("optim_step", model="nobody", adam={})
         found["unknown"] = "'nobody' is not held here" in (unknown.error or "")
         served.train("a", "cross_entropy", data_of(3))

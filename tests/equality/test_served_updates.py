@@ -1,7 +1,5 @@
 """Training requests, cut and mixed as a client likes, have the gradient, log-probs and losses of a plain loop."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -17,11 +15,9 @@ from tests.equality.served_rig import SETTINGS, make_data, naive_gradient
 from tests.pairwise import quick
 from tests.reference import relative_error
 
-PLACES = (
-    *("PP2 qwen2_tied", "TP2-SP qwen3", "EP2 qwen3_moe", "CP2 qwen3", "DP2-sharded qwen2_tied", "dense qwen3"),
-    *("PP2-LoRA qwen2_untied", "TP2-LoRA qwen2_tied", "LoRA qwen3"),
-    *("one qwen3", "TP2 qwen2_untied", "DP2 llama3_rope"),
-)
+PLACES = (*("PP2 qwen2_tied", "TP2-SP qwen3", "EP2 qwen3_moe", "CP2 qwen3", "DP2-sharded qwen2_tied", "dense qwen3"),
+          *("PP2-LoRA qwen2_untied", "TP2-LoRA qwen2_tied", "LoRA qwen3"),
+          *("one qwen3", "TP2 qwen2_untied", "DP2 llama3_rope"))
 
 
 def call_of(loss: str, data: list, **changes: object) -> TrainingCall:
@@ -42,8 +38,7 @@ def requests(losses: tuple[str, ...]) -> list[tuple[str, list]]:
     """Return the requests of every loss, cut up and in an order of chance, and one of several targets a token."""
     calls = [(loss, part) for i, loss in enumerate(losses) for part in cut(make_data(loss, 7, seed=i), i)]
     calls.append(("cross_entropy", make_data("cross_entropy", 4, seed=9, wide=True)))
-    order = np.random.default_rng(5).permutation(len(calls))
-    return [calls[i] for i in order]
+    return [calls[i] for i in np.random.default_rng(5).permutation(len(calls))]
 
 
 def errors_of(rig, calls: list[tuple[str, list]], want: dict, losses: list[float], read: list, mode: str) -> dict:

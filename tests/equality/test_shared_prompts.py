@@ -1,7 +1,5 @@
 """A prompt that runs once for its group changes no number: gradients and log-probs equal a plain loop's."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -15,23 +13,19 @@ from tests.equality.shared_samples import SHARED, advantages_of, group_samples
 from tests.pairwise import quick
 from tests.reference import masked_logprobs, near_policy, reference_gradient, tiny_model
 
-CUTS = (
-    dict(max_tokens=10_000),
-    dict(max_tokens=30),  # groups are cut
-    dict(max_tokens=1),  # every sample alone: nothing is shared
-    dict(samples_per_microbatch=3),
-    dict(max_tokens=30, repack=False),
-)
+CUTS = (dict(max_tokens=10_000),
+        dict(max_tokens=30),  # groups are cut
+        dict(max_tokens=1),  # every sample alone: nothing is shared
+        dict(samples_per_microbatch=3),
+        dict(max_tokens=30, repack=False))
 BASE = ("one qwen3", "TP2-SP qwen2_tied", "PP2 llama3_rope", "CP2 llama3_rope", "EP2 gpt_oss")
 FAMILIES = (  # whose layers differ: one cut
     *("DP2 qwen3_moe", "CP2 llama4", "one deepseek_v3", "one mistral_window", "one phi3", "one olmo2", "one olmo3"),
     *("one gemma3_text", "one mixtral", "one glm4_moe"),
 )
 APART = ("one qwen3", "PP2 llama3_rope")  # the others' prompts apart are those of test_gradient.py
-LARGE = (
-    *("PP2-VPP2 qwen2_tied", "PP2-recompute qwen3", "TP2-PP2-SP qwen3", "CP2-DP2 llama", "EP2 qwen3_moe"),
-    "CP2 moonlight",
-)
+LARGE = (*("PP2-VPP2 qwen2_tied", "PP2-recompute qwen3", "TP2-PP2-SP qwen3", "CP2-DP2 llama", "EP2 qwen3_moe"),
+         "CP2 moonlight")
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """The shapes that stages take from the plan are those that they would send each other, and nothing else changes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from unittest import mock
@@ -19,10 +17,8 @@ from tests.pairwise import quick
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
 
 SAMPLES = 11
-LAYOUTS = (
-    *("PP2 qwen2_tied", "PP2-VPP2 qwen2_tied", "PP3 qwen3"),
-    *("TP2-SP-PP2 qwen3", "CP2-PP2 qwen2_untied", "PP2-DP2 qwen3_moe"),
-)
+LAYOUTS = (*("PP2 qwen2_tied", "PP2-VPP2 qwen2_tied", "PP3 qwen3"),
+           *("TP2-SP-PP2 qwen3", "CP2-PP2 qwen2_untied", "PP2-DP2 qwen3_moe"))
 
 
 @contextlib.contextmanager
@@ -72,11 +68,8 @@ def test_the_plans_shapes_are_those_that_stages_would_send(pool, layout):
 def sends_no_shape(rank: int, world: int) -> list[str]:
     """Return the dtypes of all that travels between the stages of a step."""
     sent, batch = [], torch.distributed.batch_isend_irecv
-    noted = mock.patch.object(
-        torch.distributed,
-        "batch_isend_irecv",
-        lambda ops: (sent.extend(str(op.tensor.dtype) for op in ops), batch(ops))[1],
-    )
+    noted = mock.patch.object(torch.distributed, "batch_isend_irecv",
+                              lambda ops: (sent.extend(str(op.tensor.dtype) for op in ops), batch(ops))[1])
     with noted, open_rig("qwen2_tied", "parallel.pipeline=2", samples=SAMPLES) as rig:
         rig.step(ragged_advantages(SAMPLES), drops=True)
     return sorted(set(sent))
@@ -89,9 +82,8 @@ def test_nothing_but_hidden_states_and_their_gradients_travels_between_stages(po
 def another_schedule(rank: int, world: int, fewer: int) -> str:
     """Plan for another number of micro-batches than the schedule runs; return each rank's error."""
     planned = stage_shapes.planned
-    another = mock.patch.object(
-        stage_shapes, "planned", lambda t, count, *rest, **more: planned(t, count - fewer, *rest, **more)
-    )
+    another = mock.patch.object(stage_shapes, "planned",
+                                lambda t, count, *rest, **more: planned(t, count - fewer, *rest, **more))
     settings = ("parallel.pipeline=2", "plan.max_tokens_per_microbatch=24")
     with another, open_rig("qwen2_tied", *settings, samples=SAMPLES) as rig, pytest.raises(LockstepError) as caught:
         advantages = ragged_advantages(SAMPLES)
@@ -132,8 +124,7 @@ def laps_on_a_counting_clock(rank: int, world: int, pipeline: int, virtual: int)
         advantages = np.array([0.5, -0.5] * 4)
         for _ in range(2):  # two schedules before one take
             rig.accumulate(advantages, rig.plan(advantages, drops=True))
-        laps = rig.backend.schedule.take_laps()
-        return [(run.forward_s, run.backward_s, run.tokens, run.squares) for run in laps]
+        return [(run.forward_s, run.backward_s, run.tokens, run.squares) for run in rig.backend.schedule.take_laps()]
 
 
 @pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (2, 1), (2, 2)], ids=["PP1", "PP2", "PP2-VPP2"])

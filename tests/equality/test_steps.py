@@ -1,7 +1,5 @@
 """Ghosts equal zero-gradient steps to the bit, frozen ones move nothing, an infinite gradient is passed over by all."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -75,13 +73,11 @@ def test_ghost_step_equals_zero_gradient_step(pool, name):
 
 def moves_nothing(rank: int, world: int, family: str, layout: tuple[str, ...], middle: str) -> dict[str, bool]:
     step, none = (three_steps(each, family, layout) for each in (middle, "none"))
-    return {
-        "state": equal(step["before"], step["after"]),
-        "weights": equal_by_name(step["weights before"], step["weights after"]),
-        "version": step["versions"] == 0 and step["applied"] is False,
-        "the next step is as if there had been none between": equal(step["end"], none["end"]),
-        "the next step moves": not equal(step["after"], step["end"]),
-    }
+    return {"state": equal(step["before"], step["after"]),
+            "weights": equal_by_name(step["weights before"], step["weights after"]),
+            "version": step["versions"] == 0 and step["applied"] is False,
+            "the next step is as if there had been none between": equal(step["end"], none["end"]),
+            "the next step moves": not equal(step["after"], step["end"])}
 
 
 @pytest.mark.parametrize("name", quick(FROZEN, *FROZEN[:2]))
@@ -192,12 +188,10 @@ def step_sums(rank: int, world: int, mode: str) -> list[dict[str, float]]:
         with open_rig("qwen2_tied", *cut, samples=8) as rig:
             plan = rig.plan(ADVANTAGES, drops=mode == "exact")
             (step,) = plan.mini_batches
-            shares = bool(np.isin(step.order, np.flatnonzero(~signal)).any())
-            assert shares == (mode == "off" or repack == "false")
+            assert np.isin(step.order, np.flatnonzero(~signal)).any() == (mode == "off" or repack == "false")
             old = rig.logprobs() + np.float32(0.3)
             advantages = Advantages(of_sample=ADVANTAGES)
-            inputs = loss_inputs(rig.backend.config, rig.batch.facts, step, advantages, signal, old=old)
-            rig.run(plan, inputs)
+            rig.run(plan, loss_inputs(rig.backend.config, rig.batch.facts, step, advantages, signal, old=old))
             found.append(dict(rig.backend.optim_step(step.kind).sums))
             found[-1]["wanted tokens"] = float(rig.batch.facts.loss_tokens[signal | (mode == "off")].sum())
     return found

@@ -5,8 +5,6 @@ checks would refuse. It has processes of its own, as Megatron-Core decides at im
 kernels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -32,26 +30,20 @@ from tests.stand_ins.transformer_engine import linears
 
 pytestmark = pytest.mark.distributed
 NUM_SAMPLES, STEPS = 7, 2
-SETTINGS = (
-    *("optimizer.lr=0.0003", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5"),
-    "plan.max_tokens_per_microbatch=48",
-)
+SETTINGS = (*("optimizer.lr=0.0003", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5"),
+            "plan.max_tokens_per_microbatch=48")
 UNSHARED, TORCH = "plan.share_prompts=false", ("model.layer_spec=torch",)
 # each fused function, switched off by its own field
 FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
 OFF = tuple(f"megatron.transformer.{name}=false" for name in FUSIONS)
-ON_A_GPU = (
-    *("TP2-SP qwen2_untied", "CP2 qwen3", "recompute qwen3", "one glm4_moe"),
-    *("one qwen3", "DP2-sharded-overlap qwen2_tied", "EP2 qwen3_moe"),
-)
-RESUMED = {
-    "engine": ("one qwen3", ENGINE, ENGINE),
-    "torch-to-engine": ("one qwen2_tied", TORCH, ENGINE),
-    "engine-to-torch": ("one qwen2_tied", ENGINE, TORCH),
-    "mixture": ("EP2 qwen3_moe", ENGINE, ENGINE),
-    "adapters": ("EP2-LoRA glm4_moe", ENGINE, ENGINE),
-    "adapters-torch-to-engine": ("EP2-LoRA glm4_moe", TORCH, ENGINE),
-}
+ON_A_GPU = (*("TP2-SP qwen2_untied", "CP2 qwen3", "recompute qwen3", "one glm4_moe"),
+            *("one qwen3", "DP2-sharded-overlap qwen2_tied", "EP2 qwen3_moe"))
+RESUMED = {"engine": ("one qwen3", ENGINE, ENGINE),
+           "torch-to-engine": ("one qwen2_tied", TORCH, ENGINE),
+           "engine-to-torch": ("one qwen2_tied", ENGINE, TORCH),
+           "mixture": ("EP2 qwen3_moe", ENGINE, ENGINE),
+           "adapters": ("EP2-LoRA glm4_moe", ENGINE, ENGINE),
+           "adapters-torch-to-engine": ("EP2-LoRA glm4_moe", TORCH, ENGINE)}
 HALF = ("TP2-SP qwen2_untied", "EP2 qwen3_moe", "CP2 qwen3")
 
 
@@ -76,13 +68,11 @@ def measured(family: str, *overrides: str, grouped: bool = False) -> dict:
 def gaps(engine: dict, torch_layers: dict) -> dict[str, float]:
     """Return the largest gap of each of ``measured``'s values."""
     twice = {name: 2 * x for name, x in torch_layers["gradient"].items()}
-    return {
-        "log-probs": float(np.abs(engine["logprobs"] - torch_layers["logprobs"]).max()),
-        "gradient": relative_error(engine["gradient"], torch_layers["gradient"]),
-        "gradient of two calls": relative_error(engine["twice"], twice),
-        "norms": float(np.abs(np.array(engine["norms"]) / torch_layers["norms"] - 1).max()),
-        "later weights": relative_error(engine["later weights"], torch_layers["later weights"]),
-    }
+    return {"log-probs": float(np.abs(engine["logprobs"] - torch_layers["logprobs"]).max()),
+            "gradient": relative_error(engine["gradient"], torch_layers["gradient"]),
+            "gradient of two calls": relative_error(engine["twice"], twice),
+            "norms": float(np.abs(np.array(engine["norms"]) / torch_layers["norms"] - 1).max()),
+            "later weights": relative_error(engine["later weights"], torch_layers["later weights"])}
 
 
 def both(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict:
@@ -93,12 +83,10 @@ def both(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> dict
     torch_layers = measured(family, *overrides, *TORCH, UNSHARED, grouped=grouped)
     CALLS.clear()
     engine = measured(family, *ENGINE, *overrides, grouped=grouped)
-    return {
-        "exported": equal_by_name(engine["weights"], torch_layers["weights"])
-        and all(torch.equal(engine["files"][name], x) for name, x in engine["weights"].items()),
-        "gaps": gaps(engine, torch_layers),
-        "calls": set(CALLS),
-    }
+    return {"exported": equal_by_name(engine["weights"], torch_layers["weights"])
+            and all(torch.equal(engine["files"][name], x) for name, x in engine["weights"].items()),
+            "gaps": gaps(engine, torch_layers),
+            "calls": set(CALLS)}
 
 
 CASES = (
@@ -107,11 +95,9 @@ CASES = (
     *("EP2-permuted qwen3_moe", "TP2-SP-EP2-ETP1 qwen3_moe", "shared qwen3_moe", "TP2-SP-shared qwen2_untied"),
     *("recompute-shared qwen3", "shared moonlight"),
 )
-LONG = (
-    *("one qwen2_untied", "one qwen3_moe", "TP2 qwen3", "PP2 qwen2_tied", "EP2 qwen3_moe", "one moonlight"),
-    *("TP2-SP-ETP1 qwen3_moe", "shared qwen2_untied", "PP2-shared qwen2_tied"),
-    "DP2-sharded-overlap-shared qwen2_tied",
-)
+LONG = (*("one qwen2_untied", "one qwen3_moe", "TP2 qwen3", "PP2 qwen2_tied", "EP2 qwen3_moe", "one moonlight"),
+        *("TP2-SP-ETP1 qwen3_moe", "shared qwen2_untied", "PP2-shared qwen2_tied"),
+        "DP2-sharded-overlap-shared qwen2_tied")
 LATENTS = ("deepseek_v3", "moonlight")
 
 
@@ -149,12 +135,10 @@ def fused(rank: int, world: int) -> dict[str, dict]:
         with open_rig("qwen2_tied", *overrides) as rig:
             model = rig.backend.chunks[0].module
             linears = [x for x in model.modules() if hasattr(x, "fuse_wgrad_accumulation")]
-            found[name] = {
-                "rotary": model.config.apply_rope_fusion,
-                "SwiGLU": model.config.bias_activation_fusion,
-                "weight gradients": [x.fuse_wgrad_accumulation for x in linears],
-                "others": (model.config.bias_dropout_fusion, model.config.moe_permute_fusion),
-            }
+            found[name] = {"rotary": model.config.apply_rope_fusion,
+                           "SwiGLU": model.config.bias_activation_fusion,
+                           "weight gradients": [x.fuse_wgrad_accumulation for x in linears],
+                           "others": (model.config.bias_dropout_fusion, model.config.moe_permute_fusion)}
     return found
 
 
@@ -293,11 +277,9 @@ FAULTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager], tuple[s
     "int64 bounds": (_bounds_with(cu_seqlens_q=torch.Tensor.long), (), "in dtype torch.int32"),
     "no bounds": (_bounds_with(cu_seqlens_kv=_nothing), (), "no sbhd of 3 dimensions"),
     "longest on the device": (_bounds_with(max_seqlen_kv=torch.tensor), (), "must be an int"),
-    "no padded bounds": (
-        _bounds_with(cu_seqlens_q_padded=_nothing, cu_seqlens_kv_padded=_nothing),
-        (CP2,),
-        "padded can not be None for context parallelism",
-    ),
+    "no padded bounds": (_bounds_with(cu_seqlens_q_padded=_nothing, cu_seqlens_kv_padded=_nothing),
+                         (CP2,),
+                         "padded can not be None for context parallelism"),
     "float32": (lambda: mock.patch.dict(os.environ, STAND_IN_ANY_DTYPE="0"), (), "no attention backend"),
 }
 

@@ -1,7 +1,5 @@
 """Loss masks with holes: log-probs, gradient and corrections are those of a loop over loss tokens alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -40,16 +38,10 @@ def drawn(environment_logprob: float = 0.0) -> tuple[torch.nn.Module, list[Sampl
     samples = []
     for k, mask in enumerate(MASKS):
         ids = tuple(random.integers(2, 99, 2 + k % 4).tolist())
-        rollout = Rollout(
-            prompt=Prompt(prompt_id=f"{k}@0", text="", token_ids=ids, columns={}),
-            sample_index=0,
-            response_ids=tuple(random.integers(2, 99, len(mask)).tolist()),
-            logprobs=(0.0,) * len(mask),
-            text="",
-            finish_reason="stop",
-            weight_versions=((0, len(mask)),),
-            loss_mask=tuple(c == "T" for c in mask),
-        )
+        rollout = Rollout(prompt=Prompt(prompt_id=f"{k}@0", text="", token_ids=ids, columns={}), sample_index=0,
+                          response_ids=tuple(random.integers(2, 99, len(mask)).tolist()), logprobs=(0.0,) * len(mask),
+                          text="", finish_reason="stop", weight_versions=((0, len(mask)),),
+                          loss_mask=tuple(c == "T" for c in mask))
         row = to_sample(rollout, included=True)
         with torch.no_grad():
             engine = reference_logprobs(model, row)[0].numpy() + random.normal(0.0, 0.25, len(mask)).astype(np.float32)
@@ -141,5 +133,4 @@ def test_logprobs_and_corrections_know_loss_tokens_alone(pool, name):
     assert 0 < sum(w == 0 for w, m in zip(weights, mask, strict=True) if m) < mask.sum()
     assert relative_error(gradient, naive_gradient("token_mean", weights, wanted)) < TOLERANCE
     again = measured(pool, name, passed_and_corrected, 7.5)[0]
-    assert np.array_equal(flat, again[0]) and sums == again[1]
-    assert equal_by_name(gradient, again[2])
+    assert np.array_equal(flat, again[0]) and sums == again[1] and equal_by_name(gradient, again[2])

@@ -1,7 +1,5 @@
 """The loaded model computes what the Hugging Face model computes, and exports what it was given, to the bit."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib
@@ -43,11 +41,9 @@ LOGPROB_TOLERANCE = 1e-4
 TEMPERATURE = 0.7  # not 1, so that a log-prob at the wrong temperature shows
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
-FILES = (
-    *("PP2 qwen2_tied", "TP2 llama", "TP2-PP2 phi3", "TP2 olmo2", "PP2 gemma3_text", "one qwen3_moe"),
-    *("TP2-SP glm4_moe", "TP2-SP deepseek_v3", "EP2 moonlight", "TP2-SP-EP2-ETP1 gpt_oss", "EP2 llama4"),
-    *("TP2-SP llama4_interleaved", "TP2-SP-EP2-ETP1 mixtral", "TP2-SP qwen3_moe"),
-)
+FILES = (*("PP2 qwen2_tied", "TP2 llama", "TP2-PP2 phi3", "TP2 olmo2", "PP2 gemma3_text", "one qwen3_moe"),
+         *("TP2-SP glm4_moe", "TP2-SP deepseek_v3", "EP2 moonlight", "TP2-SP-EP2-ETP1 gpt_oss", "EP2 llama4"),
+         *("TP2-SP llama4_interleaved", "TP2-SP-EP2-ETP1 mixtral", "TP2-SP qwen3_moe"))
 LONG_FILES = (
     *("TP2 qwen2_tied", "TP2-PP2 qwen2_tied", "PP2 llama", "TP2-PP2 llama", "EP2 glm4_moe", "PP2 glm4_moe"),
     *("EP2 gpt_oss", "EP2 qwen3_moe", "EP2 mixtral", "TP2 olmo3", "TP2-SP-EP2 mixtral", "EP2-PP2-VPP2 qwen3_moe"),
@@ -63,9 +59,8 @@ with torch.device("meta"):
     built = (torch.arange(2), torch.empty(2), torch.ones(2), torch.tensor([1.0]))
 assert all(x.is_meta for x in built), [x.device for x in built]
 """  # a process of its own: torch builds its list of factories once
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=patient(600), cwd=pathlib.Path(__file__).parents[2]
-    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(600),
+                   cwd=pathlib.Path(__file__).parents[2])
 
 
 def gaps_of(rank: int, world: int, families: Iterable[str], layout: tuple[str, ...]) -> dict[str, tuple[float, bool]]:
@@ -88,9 +83,8 @@ def assert_equal(pool, world: int, families: Iterable[str], *layout: str) -> Non
         assert all(same for _, same in found.values()), found
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipeline"), [*SHAPES[:2], *(pytest.param(*x, marks=pytest.mark.long) for x in SHAPES[2:])]
-)
+@pytest.mark.parametrize(("tensor", "pipeline"),
+                         [*SHAPES[:2], *(pytest.param(*x, marks=pytest.mark.long) for x in SHAPES[2:])])
 def test_logprobs_equal_hugging_face_and_export_equals_import(pool, tensor, pipeline):
     mixtures = MIXTURES if tensor == 1 else ()  # several tensor ranks and experts need sequence parallelism
     assert_equal(pool, tensor * pipeline, (*FAMILIES, *mixtures), *sizes(tensor, pipeline))
@@ -162,8 +156,7 @@ def test_files_load_in_slices_and_come_back(pool, tmp_path, name):
     results = pool.run(world, load_from_files, str(source), overrides, str(copy), timeout_s=60)
     total = sum(math.prod(x.shape) for x in wanted.values())
     for result in results:
-        assert equal_by_name(result["exported"], wanted)
-        assert result["read"] == result["owned"]
+        assert equal_by_name(result["exported"], wanted) and result["read"] == result["owned"]
         assert (result["owned"] < total) == (world > 1)
     assert {name: (copy / name).read_text() for name in travels} == {x: json.dumps({"of": x}) for x in travels}
     assert not any((copy / name).exists() for name in stays) and not (tmp_path / "copy_adapter").exists()
@@ -202,8 +195,7 @@ def test_a_routers_bias_stays_float32_to_the_bit(pool, tmp_path, overrides):
     tensors |= {"model.layers.2.eh_proj.weight": torch.zeros(4, 4), "model.layers.2.enorm.weight": torch.zeros(4)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert wanted and all(not torch.equal(x, x.bfloat16().float()) for x in wanted.values())
-    world = 1 if overrides == LORA else 2
-    for found in pool.run(world, half_precision_bias, str(tmp_path), overrides, timeout_s=60):
+    for found in pool.run(1 if overrides == LORA else 2, half_precision_bias, str(tmp_path), overrides, timeout_s=60):
         for place, biases in found.items():
             assert set(biases) == set(wanted), place
             assert all(x.dtype == torch.float32 and torch.equal(x, wanted[k]) for k, x in biases.items()), place
@@ -218,7 +210,6 @@ def test_names_in_memory_become_those_of_files(tmp_path, family):
     written = file_tensors(load_file(tmp_path / "model.safetensors"), model.config.model_type)
     found = file_weights(model)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    assert set(found) == set(written) | tied
-    assert all(torch.equal(found[k], written[k]) for k in written)
+    assert set(found) == set(written) | tied and all(torch.equal(found[k], written[k]) for k in written)
     storages = {x.untyped_storage().data_ptr() for x in model.state_dict().values()}
     assert {x.untyped_storage().data_ptr() for x in found.values()} == storages

@@ -13,8 +13,6 @@ its environment, as under torchrun but with nobody to end the others. The faults
   raise_and_stay   as raise, but the process and its sockets live on
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -15,8 +15,6 @@ forked from one that has imported everything. With --least N the first seed from
 at least N times into each phase of the uninterrupted run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

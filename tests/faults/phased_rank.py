@@ -9,8 +9,6 @@ log-prob pass, the update, the ghost step, the thread that writes a checkpoint (
 the checkpoint's end (before every file that is synced, before the rename and after it). Nothing else is changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import mmap

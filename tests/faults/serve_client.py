@@ -1,7 +1,5 @@
 """A client of the server that sends what it likes: bare HTTP, without the SDK's retries and checks."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

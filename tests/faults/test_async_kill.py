@@ -4,8 +4,6 @@ It does so when it is started again. The machinery is the study's own (kill_stud
 ``python -m tests.faults.kill_study --layout streaming``.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import signal

@@ -1,7 +1,5 @@
 """Damaged checkpoints, other models, unknown versions and full disks, met by whole runs through the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -4,8 +4,6 @@ The message names rank and stage. Each rank is a process of its own, so that it 
 at interpreter exit too.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

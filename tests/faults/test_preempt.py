@@ -1,7 +1,5 @@
 """On a signal the rollout in progress is trained, all is saved, every rank leaves with 75, and the command goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 import signal

@@ -1,7 +1,5 @@
 """The server holds: doubled, reordered, wrong and foreign requests, many at once, and ranks that are killed."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 import pathlib
@@ -115,10 +113,10 @@ def test_wrong_bodies_and_foreign_names_are_refused_by_name(client: Client, serv
     create = {"session_id": session, "model_seq_id": 9, "base_model": "gpt"}
     for expected, call in [
         ((400, "is no ForwardBackwardRequest"), lambda: client.train(b"\xff\xffnothing of the kind")),
-        ((400, "data is empty"), lambda: client.train(training_body(model, 3, []))),
+        ((404, "is not known here"), lambda: client.train(training_body("", 3, []))),
         ((413, "serve.max_body_mb"), lambda: client.train(b"\0" * (5 * 2**20))),
         ((400, "not valid JSON"), lambda: client.send("optim_step", b"{")),
-        ((400, "model_id must be of type str"), lambda: client.ask("optim_step", {"model_id": 3, "seq_id": 1})),
+        ((400, "model_id=3 is refused"), lambda: client.ask("optim_step", {"model_id": 3, "seq_id": 1})),
         (unknown, lambda: client.train(training_body(nobody, 1, TEXTS))), (unknown, lambda: client.step(nobody, 1)),
         (foreign, lambda: other.train(training_body(model, 3, TEXTS))), (foreign, lambda: other.result(mine)),
         (foreign, lambda: other.ask("get_info", {"model_id": model})),
@@ -212,9 +210,12 @@ def test_a_killed_server_goes_on_from_what_was_saved_and_says_what_is_lost(nurse
         saved, unsaved = client.model(session, 0), client.model(session, 1)
         trained(client, saved)
         path = client.outcome(client.ask("save_weights", {"model_id": saved, "seq_id": 6, "path": "a"}))["path"]
-        want = client.logprobs(client.train(training_body(saved, 7, TEXTS)))
-        client.outcome(client.step(saved, 8))
-        pending = client.train(training_body(saved, 10, TEXTS))  # number 9 never comes
+        gone = client.outcome(client.ask("save_weights", {"model_id": saved, "seq_id": 7, "path": "gone"}))["path"]
+        removed = gone.removeprefix(f"tinker://{saved}/")  # what the model goes on from is not its client's to remove
+        client.send(f"training_runs/{saved}/checkpoints/{removed}", b"", method="DELETE")
+        want = client.logprobs(client.train(training_body(saved, 8, TEXTS)))
+        client.outcome(client.step(saved, 9))
+        pending = client.train(training_body(saved, 11, TEXTS))  # number 10 never comes
         client.outcome(client.step(unsaved, 1))
         sampler = sampler_of(client, session, model_path=path)
         ranks.forks[killed].send_signal(signal.SIGKILL)
@@ -224,10 +225,10 @@ def test_a_killed_server_goes_on_from_what_was_saved_and_says_what_is_lost(nurse
     with nursery.ranks(2, given, tmp_path / "second", SERVE) as ranks:
         client = Client(address_of(ranks.printed[0]))
         lost = client.outcome(pending)
-        assert "forward_backward 10" in lost["error"] and "was lost before it ended" in lost["error"]
-        assert "its state after request 6; lost: forward_backward 7, optim_step 8" in lost["error"]
+        assert "forward_backward 11" in lost["error"] and "was lost before it ended" in lost["error"]
+        assert "its state after request 7; lost: forward_backward 8, optim_step 9" in lost["error"]
         assert lost["category"] == "server"
-        assert np.array_equal(client.logprobs(client.train(training_body(saved, 11, TEXTS))), want)
+        assert np.array_equal(client.logprobs(client.train(training_body(saved, 12, TEXTS))), want)
         # the other's client was told nothing yet: it learns of its loss by its next request
         failed = client.outcome(client.step(unsaved, 2))
         assert "goes on from its start; lost: optim_step 1" in failed["error"]
@@ -244,12 +245,13 @@ def test_a_killed_server_goes_on_from_what_was_saved_and_says_what_is_lost(nurse
 @pytest.mark.long(seconds=60)
 def test_two_hundred_requests_of_three_megabytes(nursery, arithmetic, tmp_path) -> None:
     """Their weights are 0 and nobody reads their log-probs, so that what is tried is the way to the ranks."""
-    given = arguments(arithmetic, tmp_path / "run", "serve.logprobs=trained")
+    given = arguments(arithmetic, tmp_path / "run", "serve.logprobs=trained", "serve.max_body_mb=16")
     message = messages.ForwardBackwardRequest(loss_fn="cross_entropy")
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = np.full(60, 5, dtype=np.int32).tobytes()
-    put(datum, "target_tokens", np.full((60, 4200), 3, dtype=np.int64))
-    put(datum, "weights", np.zeros((60, 4200), dtype=np.float32))
+    for _ in range(250):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.full(60, 5, dtype=np.int32).tobytes()
+        put(datum, "target_tokens", np.full((60, 17), 3, dtype=np.int64))
+        put(datum, "weights", np.zeros((60, 17), dtype=np.float32))
     with nursery.ranks(2, given, tmp_path / "server", SERVE) as ranks:
         client = Client(address_of(ranks.printed[0]))
         message.model_id = client.model(client.session())
@@ -263,5 +265,5 @@ def test_two_hundred_requests_of_three_megabytes(nursery, arithmetic, tmp_path) 
         with concurrent.futures.ThreadPoolExecutor(max_workers=16) as threads:
             promises = list(threads.map(send, range(1, 201)))
             sizes = list(threads.map(lambda promise: len(client.logprobs(promise)), promises))
-        assert sizes == [60 * 4200] * 200
+        assert sizes == [250 * 60 * 17] * 200
         assert client.outcome(client.step(message.model_id, 201))["metrics"]["ghost_steps:sum"] == 1.0

@@ -1,7 +1,5 @@
 """Stages and passes that test_fake_device.py runs on a device that is not there, and how often each may wait for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 NUM_MICROBATCHES = 3

@@ -5,8 +5,6 @@ on one. Wherever it reads a number off the device, torch's FakeTensorMode raises
 device, ``QUESTIONS`` keeps the place. Torch's autograd engine wants a driver, so ``backward`` walks the graph itself.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import os
@@ -196,9 +194,8 @@ class InTurn:
 
 
 @torch.no_grad()
-def backward(
-    outputs: torch.Tensor | Sequence[torch.Tensor], grad_tensors: torch.Tensor | Sequence[torch.Tensor] | None = None
-) -> None:
+def backward(outputs: torch.Tensor | Sequence[torch.Tensor],
+             grad_tensors: torch.Tensor | Sequence[torch.Tensor] | None = None) -> None:
     """Run backward by calling each node of the graph after all that feed it; leaves get ``grad``. No hooks run."""
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     gradients = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)

@@ -1,7 +1,5 @@
 """Runs every case of cases.py on a device that is not there and prints what happened as JSON: a process of its own."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
@@ -109,9 +107,8 @@ def answers(model) -> None:
 def one_pass(purpose: str, model, batch: Batch) -> None:
     """Start one pass; it ends in Recorded."""
     facts = batch.facts
-    plan = model.plan(
-        {"supervised": "train"}.get(purpose, purpose), batch, np.ones(facts.num_samples, bool), drops=True
-    )
+    plan = model.plan({"supervised": "train"}.get(purpose, purpose), batch, np.ones(facts.num_samples, bool),
+                      drops=True)
     (mini_batch,) = plan.mini_batches
     assert len(list(mini_batch.microbatches(model.topology.data_rank))) == NUM_MICROBATCHES
     flat = np.zeros(int(facts.response_offsets[-1]), dtype=np.float32)
@@ -208,10 +205,8 @@ def outcome(purpose: str, model, batch: Batch, recorder: Recorder) -> dict[str, 
             recorder.devices.add(f"gradient on {parameter.grad.device}")
             parameter.grad = None
     kept_bytes = sum(x.untyped_storage().nbytes() for address, x in kept.items() if address not in weights)
-    return {
-        "error": error, "questions": dict(fake_device.QUESTIONS), "devices": sorted(recorder.devices),
-        "kept_bytes": kept_bytes / NUM_MICROBATCHES, "launches": fake_device.LAUNCHES.total() / NUM_MICROBATCHES,
-    }
+    return {"error": error, "questions": dict(fake_device.QUESTIONS), "devices": sorted(recorder.devices),
+            "kept_bytes": kept_bytes / NUM_MICROBATCHES, "launches": fake_device.LAUNCHES.total() / NUM_MICROBATCHES}
 
 
 def storage_of(tensor: torch.Tensor) -> int:

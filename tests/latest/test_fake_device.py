@@ -6,8 +6,6 @@ wait that raises nothing, such as a blocking copy, is counted by place. Not cove
 a pass after its last micro-batch, Transformer Engine, kernels' own requirements, what a stream would reorder.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re
@@ -26,11 +24,9 @@ from tests.reference import tiny_config
 from tests.runs.command import ROOT, said_by
 
 MEGATRON = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
-pytestmark = [
-    pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch (and no GPU)"),
-    pytest.mark.skipif(MEGATRON < (0, 19), reason="the known questions are those of megatron-core 0.19"),
-    pytest.mark.long(seconds=60),
-]
+pytestmark = [pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch (and no GPU)"),
+              pytest.mark.skipif(MEGATRON < (0, 19), reason="the known questions are those of megatron-core 0.19"),
+              pytest.mark.long(seconds=60)]
 
 
 @pytest.fixture(scope="module")

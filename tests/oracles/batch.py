@@ -168,9 +168,8 @@ def random_rewards(batch: Batch, seed: int, *, num_functions: int = 1) -> np.nda
     return rewards
 
 
-def our_advantages(
-    batch: Batch, rewards: np.ndarray, estimator: str, *, function_weights=(), loss_tokens=None, **settings
-) -> torch.Tensor:
+def our_advantages(batch: Batch, rewards: np.ndarray, estimator: str, *, function_weights=(), loss_tokens=None,
+                   **settings) -> torch.Tensor:
     """Return our advantages, [S], of rewards [S, F], NaN where a function did not apply."""
     totals, included = np.nan_to_num(rewards).sum(1), ~np.isnan(rewards).all(1)  # some function applied
     more = dict(loss_tokens=loss_tokens, by_function=rewards, function_weights=function_weights)

@@ -1,7 +1,5 @@
 """The batches of every equation's tests, by seed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.oracles.batch import SEEDS, Batch, random_batch

@@ -3,8 +3,6 @@
 It takes the run's own way from the JSONL to the gradient: configuration, data set, tokens, passes, plan and schedule.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 
@@ -29,9 +27,8 @@ DEFAULTS = (
 )  # fmt: skip
 
 
-def response_gradient(
-    rank: int, world: int, model: pathlib.Path, rows: pathlib.Path, reference: pathlib.Path | None, *given: str
-) -> tuple[float, dict[str, torch.Tensor]]:
+def response_gradient(rank: int, world: int, model: pathlib.Path, rows: pathlib.Path, reference: pathlib.Path | None,
+                      *given: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Return loss and gradient of one step on all rows of a file; reference: the folder of its policy's weights."""
     config = load_config(None, [f"model.hf_path={model}", f"data.train={rows}", *DEFAULTS, *given])
     hf_config = load_hf_config(str(model))

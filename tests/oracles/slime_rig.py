@@ -3,8 +3,6 @@
 Their conversions stand in modules that import Ray and sglang: ``conversions`` runs those functions' text alone.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

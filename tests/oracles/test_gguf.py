@@ -1,7 +1,5 @@
 """`convert_checkpoint.py import --gguf` gives the tensors that transformers' own loading of a GGUF file gives."""
 
-from __future__ import annotations
-
 import pathlib
 import sys
 

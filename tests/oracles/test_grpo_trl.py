@@ -1,7 +1,5 @@
 """Checks tools/benchmarks/grpo_trl.py: TRL's trainer takes a run's prompts, in the run's order, and its settings."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import sys
@@ -64,8 +62,7 @@ def test_trl_trains_on_the_prompts_of_the_run(overrides: list[str], tmp_path: pa
     assert [row["reward/mean"] for row in rows] == pytest.approx(rewards.mean((1, 2)).tolist())
     equal = (rewards == rewards[..., :1]).all(-1).float().mean(-1)
     assert [row["signal/zero_advantage_ratio"] for row in rows] == pytest.approx(equal.tolist())
-    assert all(row["time/step_s"] > row["time/rollout_s"] > 0 for row in rows)
-    assert rewards.std() > 0
+    assert all(row["time/step_s"] > row["time/rollout_s"] > 0 for row in rows) and rewards.std() > 0
     name = "model.layers.0.mlp.up_proj.weight"
     before = load_file(pathlib.Path(config.model.hf_path) / "model.safetensors")[name]
     assert not torch.equal(load_file(tmp_path / "run" / "step_3" / "model.safetensors")[name], before)
@@ -80,6 +77,5 @@ REFUSALS = {
 
 @pytest.mark.parametrize("override", REFUSALS)
 def test_what_trl_would_not_follow_is_refused(overrides: list[str], tmp_path, capsys, override: str) -> None:
-    assert call(tmp_path / "run", [*overrides, override]) == 2
-    assert REFUSALS[override] in capsys.readouterr().err
+    assert call(tmp_path / "run", [*overrides, override]) == 2 and REFUSALS[override] in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

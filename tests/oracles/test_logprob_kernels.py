@@ -1,7 +1,5 @@
 """linear_logprob by Triton's kernels, run by its interpreter on the CPU, equals that by torch's operations."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator
@@ -75,17 +73,10 @@ def test_kernels_pass_gradcheck_in_double() -> None:
 
 
 @settings(max_examples=30, derandomize=True)
-@given(
-    tokens=st.integers(0, 5),
-    vocab=st.integers(1, 40),
-    pads=st.integers(0, 5),
-    block=st.sampled_from([1, 2, 8, 64]),
-    chunk_tokens=st.integers(1, 6),
-    temperature=st.sampled_from([0.3, 1.0, 2.0]),
-    scale=st.sampled_from([0.01, 1.0, 100.0]),
-    train_entropy=st.booleans(),
-    seed=st.integers(0, 3),
-)
+@given(tokens=st.integers(0, 5), vocab=st.integers(1, 40), pads=st.integers(0, 5),
+       block=st.sampled_from([1, 2, 8, 64]), chunk_tokens=st.integers(1, 6),
+       temperature=st.sampled_from([0.3, 1.0, 2.0]), scale=st.sampled_from([0.01, 1.0, 100.0]),
+       train_entropy=st.booleans(), seed=st.integers(0, 3))
 def test_kernels_equal_torch_at_any_shape(tokens, vocab, pads, block, scale, train_entropy, seed, **cut) -> None:
     """Every chunk, block and shape equals torch's operations, in double, where rounding hides nothing."""
     random = torch.Generator().manual_seed(seed)
@@ -179,8 +170,7 @@ def test_a_kernel_that_cannot_run_is_refused(kernels, monkeypatch) -> None:
     with pytest.raises(ConfigError, match="kernel='cuda' must be one of auto, torch, triton .model.logprob_kernel"):
         linear_logprob(hidden, weight, targets, vocab_size=VOCAB, kernel="cuda")
     with monkeypatch.context() as patched:
-        compiled = triton.runtime.JITFunction(kernels._statistics_of_a_row.fn)
-        patched.setattr(kernels, "_statistics_of_a_row", compiled)
+        patched.setattr(kernels, "_statistics_of_a_row", triton.runtime.JITFunction(kernels._statistics_of_a_row.fn))
         with pytest.raises(ValueError, match="TRITON_INTERPRET=1 .* or pass kernel='torch'"):
             linear_logprob(hidden, weight, targets, vocab_size=VOCAB, kernel="triton")
     monkeypatch.setattr(logit_chunks.importlib.util, "find_spec", lambda name: None)

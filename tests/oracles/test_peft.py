@@ -1,7 +1,5 @@
 """Adapters against PEFT's own: the naive reference's gradient, and a directory that is written here and read there."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib
@@ -26,8 +24,7 @@ def peft_model(family: str):
     """Return (PEFT's model around the tiny one, its adapters by the names that are used here)."""
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ALL), task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(tiny_model(family)[1], config)
-    named = {plain(name): p for name, p in wrapped.named_parameters() if p.requires_grad}
-    return wrapped, named
+    return wrapped, {plain(name): p for name, p in wrapped.named_parameters() if p.requires_grad}
 
 
 def plain(name: str) -> str:

@@ -5,8 +5,6 @@ of their prompt's keys; a dense kernel stands for FlashAttention. verl hands it 
 (verl/trainer/ppo/prefix_grouper_utils.py): an environment's messages within an answer are not among the inputs then.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -60,9 +58,8 @@ def grouped_logprobs(model, samples: list[Sample], groups: list[int], *, by_loss
     answers, answer_mask = padded([s.token_ids[s.prompt_tokens :] for s in samples])
     if by_loss_mask:
         answer_mask &= padded([s.loss_mask for s in samples])[0].bool()
-    rows = prefix_grouper.PrefixGrouper.from_ungrouped_masks(
-        prefix_mask=prompt_mask, suffix_mask=answer_mask, group_sizes=sizes, padding_mode="right", device="cpu"
-    )
+    rows = prefix_grouper.PrefixGrouper.from_ungrouped_masks(prefix_mask=prompt_mask, suffix_mask=answer_mask,
+                                                             group_sizes=sizes, padding_mode="right", device="cpu")
     positions = torch.zeros_like(rows.padding_mask, dtype=torch.int64)
     for i, group in enumerate(rows.group_info):
         parts = [torch.arange(group.prefix_len)]
@@ -75,8 +72,7 @@ def grouped_logprobs(model, samples: list[Sample], groups: list[int], *, by_loss
     ).logits  # fmt: skip
     _, _, suffix, suffix_mask = rows.split_output(logits, include_prefix_last=1)
     targets = rows.convert_padding(answers, answer_mask, padding_mode="right")
-    distribution = suffix[:, :-1].float().log_softmax(-1)
-    logprobs = distribution.gather(-1, targets[..., None])[..., 0]
+    logprobs = suffix[:, :-1].float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     return [row[mask] for row, mask in zip(logprobs, suffix_mask[:, 1:].bool(), strict=True)]
 
 
@@ -85,11 +81,10 @@ def their_gradient(family: str, *, by_loss_mask: bool) -> dict[str, torch.Tensor
     _, model = tiny_model(family)
     samples, groups = group_samples()
     samples = near_policy(tiny_model(family)[1], samples)
-    advantages = advantages_of(len(samples))
     tokens = sum(int(s.loss_mask.sum()) for s in samples)
     found = grouped_logprobs(model, samples, groups, by_loss_mask=by_loss_mask)
     total = torch.zeros(())
-    for sample, advantage, logprobs in zip(samples, advantages.tolist(), found, strict=True):
+    for sample, advantage, logprobs in zip(samples, advantages_of(len(samples)).tolist(), found, strict=True):
         chosen = torch.from_numpy(sample.loss_mask)
         now = logprobs if by_loss_mask else logprobs[chosen]
         ratio = (now - torch.from_numpy(sample.logprobs)[chosen]).exp()

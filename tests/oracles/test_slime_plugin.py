@@ -1,7 +1,5 @@
 """The conversion for slime and miles against their own sources: tests/oracles/slime_rig.py says where those are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks that the defaults put in by `megatron-rl translate` are verl's and TRL's own."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import pathlib

@@ -1,7 +1,5 @@
 """The own methods of TRL's GRPOTrainer and RLOOTrainer, on stand-ins for the trainer: our losses and advantages."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from types import SimpleNamespace
@@ -155,11 +153,8 @@ def test_the_off_policy_mask_masks_something() -> None:
 
 def trl_importance(batch: Batch, correction: CorrectionConfig) -> torch.Tensor:
     """Return TRL's importance weights, [S, T] or [S, 1]."""
-    changed = dict(
-        vllm_importance_sampling_mode=correction.mode,
-        vllm_importance_sampling_clip_min=correction.floor,
-        vllm_importance_sampling_clip_max=correction.cap,
-    )
+    changed = dict(vllm_importance_sampling_mode=correction.mode, vllm_importance_sampling_clip_min=correction.floor,
+                   vllm_importance_sampling_clip_max=correction.cap)
     return trl_scored(batch, sides.random_rewards(batch, 0), **changed)["importance_sampling_ratio"]
 
 
@@ -169,8 +164,7 @@ def test_importance_sampling_modes(batch: Batch, mode: str, floor: float | None)
     """The loss has a KL that the weights do not weigh; a mask keeps its tokens in every denominator."""
     correction = CorrectionConfig(mode=mode, cap=1.5, floor=floor)
     ratio = trl_importance(batch, correction)
-    weights = correction_weights(batch, correction)
-    close(torch.where(batch.mask, ratio, 0.0), weights)
+    close(torch.where(batch.mask, ratio, 0.0), correction_weights(batch, correction))
     for level, policy in LEVELS.items():
         if policy == "gspo" and mode.startswith("token"):
             continue  # the test below
@@ -228,8 +222,7 @@ def test_batch_scale_equals_batch_std_of_equal_means(batch: Batch, seed: int) ->
     close(found, sides.our_advantages(batch, shared, "batch_std", epsilon=TRL_EPSILON))
     rewards = sides.random_rewards(batch, seed)
     found = trl_scored(batch, rewards, scale_rewards="batch")["advantages"]
-    spread = rewards.std(ddof=1) + TRL_EPSILON
-    close(found * spread, sides.our_advantages(batch, rewards, "dr_grpo"))
+    close(found * (rewards.std(ddof=1) + TRL_EPSILON), sides.our_advantages(batch, rewards, "dr_grpo"))
 
 
 def test_rloo_advantages(batch: Batch, seed: int) -> None:

@@ -1,7 +1,5 @@
 """TRL's own DPO, CPO (SimPO), reward and SFT trainers against one step of ours, from the rows of a file on."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Callable
@@ -62,8 +60,7 @@ def inputs(tmp_path_factory) -> pathlib.Path:
         say(("user", "go"), ("assistant", "call"), ("tool", "7"), ("user", "and?"), ("assistant", "seven")),
     ]
     write(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
-    wrong = [say(("assistant", f"wrong {i}")) for i in range(len(chats))]
-    halves = zip(chats, wrong, strict=True)
+    halves = zip(chats, [say(("assistant", f"wrong {i}")) for i in range(len(chats))], strict=True)
     write(folder / "chat_pairs.jsonl", [{"prompt": x[:-1], "chosen": x[-1:], "rejected": y} for x, y in halves])
     return folder
 
@@ -85,18 +82,15 @@ def theirs(trainer) -> tuple[float, dict[str, torch.Tensor]]:
     """Return loss and gradient of a trainer's first step, which takes all rows."""
     trainer.model.eval()  # nothing is dropped out of these models; of the metrics alone
     trainer.model.zero_grad()
-    batch = next(iter(trainer.get_train_dataloader()))
-    loss = trainer.compute_loss(trainer.model, dict(batch))
+    loss = trainer.compute_loss(trainer.model, dict(next(iter(trainer.get_train_dataloader()))))
     loss.backward()
-    gradient = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
-    return loss.item(), gradient
+    return loss.item(), {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
 def policy(inputs: pathlib.Path, name: str = "policy"):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(inputs / name)
-    return model, AutoTokenizer.from_pretrained(inputs / name)
+    return AutoModelForCausalLM.from_pretrained(inputs / name), AutoTokenizer.from_pretrained(inputs / name)
 
 
 @pytest.fixture
@@ -105,8 +99,7 @@ def ours_equals(pool, inputs) -> Callable[..., None]:
 
     def check(trainer, layout: str, rows: str, *given: str, model=inputs / "policy", reference=None) -> None:
         (world, *degrees), wanted = LAYOUTS[layout], theirs(trainer)
-        data = inputs / rows
-        found = pool.run(world, response_gradient, model, data, reference, *given, *degrees, timeout_s=90)
+        found = pool.run(world, response_gradient, model, inputs / rows, reference, *given, *degrees, timeout_s=90)
         assert found[0][0] == pytest.approx(wanted[0], rel=TOLERANCE)
         assert relative_error(found[0][1], wanted[1]) < TOLERANCE
 
@@ -162,9 +155,8 @@ def test_sft(ours_equals, inputs, tmp_path, rows: str, layout: str) -> None:
     chat = rows == "chats"
     if not chat:
         data = data.rename_column("solution", "completion")
-    args = trl.SFTConfig(
-        assistant_only_loss=chat, completion_only_loss=not chat, packing=False, **arguments(tmp_path, len(data))
-    )
+    args = trl.SFTConfig(assistant_only_loss=chat, completion_only_loss=not chat, packing=False,
+                         **arguments(tmp_path, len(data)))
     trainer = trl.SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
     given = ("data.template=chat", "data.messages_key=messages") if chat else ()
     ours_equals(trainer, layout, f"{rows}.jsonl", *given)

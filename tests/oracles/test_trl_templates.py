@@ -1,7 +1,5 @@
 """The turns of conversations under the published templates against the marks of TRL's training templates."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

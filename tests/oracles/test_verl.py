@@ -1,7 +1,5 @@
 """verl's core algorithms and rollout corrections against our reductions, losses, importance weights and advantages."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -59,9 +57,8 @@ def test_micro_batches_on_two_ranks_add_up_to_one_sum(batch: Batch, mode: str) -
     counts = dict(batch_num_tokens=int(batch.mask.sum()), global_batch_size=len(every))
     counts["loss_scale_factor"] = batch.max_response_tokens
     parts = [batch.select(every[start::4]) for start in range(4)]
-    ranks = [
-        sum(algorithms.agg_loss(p.logprobs, p.mask, mode, dp_size=2, **counts) for p in parts[r::2]) for r in range(2)
-    ]
+    ranks = [sum(algorithms.agg_loss(p.logprobs, p.mask, mode, dp_size=2, **counts) for p in parts[r::2])
+             for r in range(2)]
     wanted = (sides.token_weights(batch, REDUCTIONS[mode])[:, None] * batch.mask * batch.logprobs).sum()
     close(sum(ranks) / 2, wanted)
 
@@ -146,9 +143,8 @@ def test_rollout_weights(holed: Batch, threshold: str, level: str, policy: str) 
     assert_same(verl_loss(holed, policy, "seq-mean-token-mean", found), ours(holed, config, correction))
 
 
-@pytest.mark.parametrize(
-    ("option", "level"), [("token_k1", "token"), ("seq_sum_k1", "sequence"), ("seq_mean_k1", "geometric")]
-)
+@pytest.mark.parametrize(("option", "level"),
+                         [("token_k1", "token"), ("seq_sum_k1", "sequence"), ("seq_mean_k1", "geometric")])
 def test_rejection_keeps_what_our_masks_keep(batch: Batch, option: str, level: str) -> None:
     """verl bounds μ/π_old, ours π_old/μ: the thresholds are each other's inverses. By definition, verl takes what it
     rejects out of the token counts as well and weighs what it keeps by `rollout_is` alone; ours keeps the counts and
@@ -192,9 +188,8 @@ def test_advantages(holed: Batch, seed: int, name: str, estimator: str, settings
     close(found, on_tokens(holed, sides.our_advantages(holed, rewards, estimator, epsilon=1e-6)), tolerance)
 
 
-@pytest.mark.parametrize(
-    ("name", "estimator"), [("reinforce_plus_plus_baseline", "reinforce_plus_plus"), ("gdpo", "gdpo")]
-)
+@pytest.mark.parametrize(("name", "estimator"),
+                         [("reinforce_plus_plus_baseline", "reinforce_plus_plus"), ("gdpo", "gdpo")])
 def test_whitened_advantages(holed: Batch, seed: int, name: str, estimator: str) -> None:
     """With `advantage.whiten=center_and_scale`, weighted by loss tokens; `scale` is ours alone, to keep zeros at 0."""
     rewards = sides.random_rewards(holed, seed)
@@ -221,8 +216,7 @@ def test_a_group_of_one_trains_in_verl_alone() -> None:
     """By definition verl gives such a sample its reward itself (vectorised RLOO: 0); ours has no baseline."""
     batch = sides.random_batch(0).select([0])
     rewards = np.array([[0.75]])
-    wanted = {"grpo": 0.75 / (1 + 1e-6), "rloo": 0.75, "rloo_vectorized": 0.0}
-    for name, value in wanted.items():
+    for name, value in {"grpo": 0.75 / (1 + 1e-6), "rloo": 0.75, "rloo_vectorized": 0.0}.items():
         assert verl_advantages(batch, rewards, name)[batch.mask].unique().item() == pytest.approx(value, rel=1e-6)
     for estimator in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus"):
         assert sides.our_advantages(batch, rewards, estimator).item() == 0.0

@@ -1,7 +1,5 @@
 """verl's critic against ours: advantages, their whitening, the value loss, the KL in the reward, its controller."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import pathlib
@@ -29,9 +27,8 @@ def drawn(batch: Batch, seed: int, *, spread: float = 1.0) -> tuple[torch.Tensor
     return tuple(spread * torch.randn(4, *batch.mask.shape, generator=random, dtype=torch.float64))
 
 
-def our_advantages(
-    batch: Batch, rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float
-) -> tuple[np.ndarray, np.ndarray]:
+def our_advantages(batch: Batch, rewards: torch.Tensor, values: torch.Tensor, gamma: float,
+                   lam: float) -> tuple[np.ndarray, np.ndarray]:
     arrays = [batch.flat(x) for x in (rewards, values, batch.mask)]
     return generalised_advantages(*arrays, batch.response_tokens, gamma=gamma, lam=lam)
 
@@ -78,12 +75,10 @@ def test_value_loss(holed: Batch, seed: int, mode: str, clip: float) -> None:
     """Value, gradient and share of clipped tokens; verl always clips, and 1e9 is never met: our None."""
     values, old, returns, _ = drawn(holed, seed)
     values.requires_grad_()
-    found, share = algorithms.compute_value_loss(
-        values, returns, old, holed.mask, clip, loss_agg_mode=mode, loss_scale_factor=holed.max_response_tokens
-    )
+    found, share = algorithms.compute_value_loss(values, returns, old, holed.mask, clip, loss_agg_mode=mode,
+                                                 loss_scale_factor=holed.max_response_tokens)
     weights = token_weights(holed, REDUCTIONS[mode])[:, None].expand_as(old)
-    chosen = [x[holed.mask] for x in (values, old, returns, weights)]
-    wanted = value_loss(*chosen, clip=None if clip == 1e9 else clip)
+    wanted = value_loss(*[x[holed.mask] for x in (values, old, returns, weights)], clip=None if clip == 1e9 else clip)
     close(found, wanted.loss)
     close(*(torch.autograd.grad(x, values)[0] for x in (found, wanted.loss)))
     # verl's share is in float32

@@ -1,7 +1,5 @@
 """The plug-in for verl against verl's own Megatron engine, on a thin model (tests/oracles/verl_rig.py)."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
@@ -123,8 +121,7 @@ def test_weights_after_ghost_steps_equal_verls_own(pool: Pool, name: str) -> Non
     for rank in pool.run(2, steps_of, timeout_s=120, **layout):
         for number, (difference, (dense, ran), (wanted, got)) in enumerate(rank):
             is_dead = number in (1, 3)
-            assert difference < TOLERANCE
-            assert dense > ran == overlaps if is_dead else dense >= ran > 0
+            assert difference < TOLERANCE and (dense > ran == overlaps if is_dead else dense >= ran > 0)
             if wanted:
                 for name in ("loss", "actor/pg_loss", "grad_norm"):
                     assert got[name] == pytest.approx(wanted[name], rel=TOLERANCE, abs=TOLERANCE)
@@ -199,11 +196,9 @@ def loss_gradient(mode: str, rows: list[int], **changes) -> torch.Tensor:
     """Return the gradient of verl's loss of ``rows`` alone in the log-probs of all, [S, T]."""
     data = rig.padded_rows(NUM_ROWS, {2, 3, 6})
     mask, old = data["response_mask"].bool(), data["old_log_probs"]
-    random = torch.Generator().manual_seed(3)
-    logprobs = (old + 0.3 * torch.randn(old.shape, generator=random)).requires_grad_()
+    logprobs = (old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(3))).requires_grad_()
     counts = dict(dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=NUM_ROWS, loss_scale_factor=20)
-    settings = policy_settings(loss_mode=mode, **changes)
-    config = rig.actor_config(policy_loss=settings, global_batch_info=counts)
+    config = rig.actor_config(policy_loss=policy_settings(loss_mode=mode, **changes), global_batch_info=counts)
     term = algorithms.get_policy_loss_fn(mode)
     found = [x[rows] for x in (old, logprobs, data["advantages"], mask)]
     loss, _ = term(*found, loss_agg_mode="token-mean", config=config, rollout_is_weights=None)

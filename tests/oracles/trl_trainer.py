@@ -1,7 +1,5 @@
 """TRL's trainers without a model, over given log-probs and rewards."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from contextlib import contextmanager
 from types import SimpleNamespace

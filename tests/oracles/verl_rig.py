@@ -5,8 +5,6 @@ Transformer Engine's attention. The model is Megatron-Core's GPTModel with this 
 sequences. Cutting, schedule, forward step, log-probs, losses, reduction and optimizer step are verl's and Megatron's.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -69,10 +67,8 @@ class OnHost:
         )  # fmt: skip
         chunks = [self._chunk(chunk) for chunk in range(sizes.virtual_pipeline_model_parallel_size or 1)]
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **sizes.override_ddp_config)
-        self.module = [
-            DistributedDataParallel(self.tf_config, ddp, chunk, disable_bucketing=i > 0)
-            for i, chunk in enumerate(chunks)
-        ]
+        self.module = [DistributedDataParallel(self.tf_config, ddp, chunk, disable_bucketing=i > 0)
+                       for i, chunk in enumerate(chunks)]
         rates = dict(optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=1.0)
         rates |= {name: vars(ddp)[name] for name in ("use_distributed_optimizer", "overlap_param_gather")}
         self.optimizer = get_megatron_optimizer(OptimizerConfig(**rates), self.module)

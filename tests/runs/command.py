@@ -1,7 +1,5 @@
 """Runs by their command line: arguments, runs that several tests read, what a run leaves, and how two are compared."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -23,18 +21,15 @@ from tests.patience import patient
 ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE_S = patient(60)
 START, TARGET, HORIZON = 0.05, 1e-4, 200
-KL = (
-    f"loss.kl_coefficient={START}", "skip.mode=approximate", "optimizer.lr=1e-3", "reference.refresh_every_rollouts=2",
-)
+KL = (f"loss.kl_coefficient={START}", "skip.mode=approximate", "optimizer.lr=1e-3",
+      "reference.refresh_every_rollouts=2")
 ADAPTIVE = (*KL, "reference.controller=adaptive", f"reference.kl_target={TARGET}", f"reference.kl_horizon={HORIZON}")
 WARM = ("sft.steps=2", "sft.samples_per_step=8")
 SHARDED_KL = ("optimizer.distributed=true", "loss.kl_coefficient=0.01", "skip.mode=approximate", *WARM)
 SAVED = ("optimizer.schedule=constant", "checkpoint.save_every_rollouts=1", "checkpoint.keep_last=null")
-PPO = (
-    "advantage.estimator=gae", "advantage.lam=0.95", "critic.lr=1e-3", "rollout.samples_per_prompt=2",
-    "train.samples_per_mini_batch=8", "reward.functions=[tests.reward_functions:graded]",
-    "optimizer.schedule=constant", "train.epochs_per_rollout=2",
-)
+PPO = ("advantage.estimator=gae", "advantage.lam=0.95", "critic.lr=1e-3", "rollout.samples_per_prompt=2",
+       "train.samples_per_mini_batch=8", "reward.functions=[tests.reward_functions:graded]",
+       "optimizer.schedule=constant", "train.epochs_per_rollout=2")
 
 
 def command_line(rank: int, world: int, arguments: list[str]) -> tuple[int, str]:
@@ -47,9 +42,8 @@ def command_line(rank: int, world: int, arguments: list[str]) -> tuple[int, str]
     return code, said.getvalue()
 
 
-def told_to_leave(
-    rank: int, world: int, given: list[str], after_step: int, number: int = signal.SIGTERM, told: Sequence[int] = (1,)
-) -> tuple[int, str]:
+def told_to_leave(rank: int, world: int, given: list[str], after_step: int, number: int = signal.SIGTERM,
+                  told: Sequence[int] = (1,)) -> tuple[int, str]:
     """Run the command line; the ranks ``told`` get signal ``number`` when the row of ``after_step`` is written."""
     from megatron_rl.observability.metrics import MetricsWriter
 
@@ -66,13 +60,11 @@ def told_to_leave(
 
 
 def arguments(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str) -> list[str]:
-    return [
-        *("--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(run_dir)),
-        *(f"model.hf_path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", "parallel.pipeline=1"),
-        *(f"run.deadline_s={DEADLINE_S:g}", "sft.steps=0", "train.num_rollouts=2", "train.prompts_per_rollout=8"),
-        *("train.samples_per_mini_batch=16", "rollout.samples_per_prompt=4"),
-        "reward.functions=[tests.reward_functions:parity]", *overrides,
-    ]
+    return [*("--config", str(ROOT / "examples" / "quickstart" / "quickstart.yaml"), "--run-dir", str(run_dir)),
+            *(f"model.hf_path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", "parallel.pipeline=1"),
+            *(f"run.deadline_s={DEADLINE_S:g}", "sft.steps=0", "train.num_rollouts=2", "train.prompts_per_rollout=8"),
+            *("train.samples_per_mini_batch=16", "rollout.samples_per_prompt=4"),
+            "reward.functions=[tests.reward_functions:parity]", *overrides]
 
 
 def ended(pool, world: int, *given: object, run: Callable = command_line, code: int = 0) -> list[str]:
@@ -169,15 +161,12 @@ def apart(one: pathlib.Path, two: pathlib.Path) -> float:
     return float((second - first).norm() / first.norm())
 
 
-def assert_same_run(
-    one: pathlib.Path, two: pathlib.Path, *without: str, files: Sequence[str] = ("trace.jsonl", "completions.jsonl"),
-) -> None:
+def assert_same_run(one: pathlib.Path, two: pathlib.Path, *without: str,
+                    files: Sequence[str] = ("trace.jsonl", "completions.jsonl")) -> None:
     """Assert that two runs have the same weights, rows but for times and keys beginning with ``without``, and files."""
     assert same_tensors(weights_of(one), weights_of(two))
-    rows, others = (
-        [{k: v for k, v in timeless(row).items() if not k.startswith(without)} for row in rows_of(run)]
-        for run in (one, two)
-    )
+    rows, others = ([{k: v for k, v in timeless(row).items() if not k.startswith(without)} for row in rows_of(run)]
+                    for run in (one, two))
     assert rows == others
     for name in files:
         texts = [(folder / name).read_text() for folder in (one, two) if (folder / name).exists()]

@@ -1,7 +1,5 @@
 """The runs that several tests of this room read, each made once."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

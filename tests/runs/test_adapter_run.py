@@ -1,7 +1,5 @@
 """A whole run of adapters resumes to the bit, the skip changes nothing, and engine and trainer agree."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -12,10 +10,8 @@ from tests.pairwise import quick
 from tests.runs.command import SAVED, SHARDED_KL, WARM, apart, assert_same_run, firsts_of, same_tensors, weights_of
 
 LORA = ("lora.rank=4", "lora.alpha=16", "optimizer.lr=5e-3")
-RUNS = {
-    "PP2-warmup": ("parallel.pipeline=2", *WARM), "DP2-sharded-kl": SHARDED_KL,
-    "TP2-SP": ("parallel.tensor=2", "parallel.sequence_parallel=true"),
-}
+RUNS = {"PP2-warmup": ("parallel.pipeline=2", *WARM), "DP2-sharded-kl": SHARDED_KL,
+        "TP2-SP": ("parallel.tensor=2", "parallel.sequence_parallel=true")}
 LAYOUTS = ["parallel.pipeline=2", "parallel.tensor=2", "parallel.pipeline=1"]
 
 

@@ -1,7 +1,5 @@
 """Rollouts ahead of training, in parts, replayed and asked again: on every layout the same samples, to the bit."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest
@@ -12,17 +10,13 @@ from tests.runs.command import SAVED, apart, assert_same_run, few_prompts, first
 LAYOUTS = {"DP2": (2, ()), "TP2-PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}
 VERIFIED = ("reward.functions=[tests.reward_functions:unsteady,math_verify]", "reward.weights=[1.0,0.5]")
 PARTS = "rollout.producer.min_groups=3"
-MODES = {
-    "prefetch": ("rollout.producer.mode=prefetch", "rollout.producer.prefetch_rollouts=2"),
-    "streaming": ("rollout.producer.mode=streaming",),
-    "streaming-workers": ("rollout.producer.mode=streaming", "reward.num_workers=1"),
-}
+MODES = {"prefetch": ("rollout.producer.mode=prefetch", "rollout.producer.prefetch_rollouts=2"),
+         "streaming": ("rollout.producer.mode=streaming",),
+         "streaming-workers": ("rollout.producer.mode=streaming", "reward.num_workers=1")}
 AHEAD = (*MODES["prefetch"], "rollout.producer.prefetch_rollouts=1")
-AGAIN = (
-    "reward.functions=[tests.reward_functions:mostly_dead,math_verify]", "reward.weights=[1.0,0.5]",
-    "replay.capacity_groups=6", "replay.max_uses=2", "reroll.max_groups=2", "reroll.start_fraction=0.25",
-    "reroll.max_attempts=2", "train.num_rollouts=5", "optimizer.schedule=constant",
-)
+AGAIN = ("reward.functions=[tests.reward_functions:mostly_dead,math_verify]", "reward.weights=[1.0,0.5]",
+         "replay.capacity_groups=6", "replay.max_uses=2", "reroll.max_groups=2", "reroll.start_fraction=0.25",
+         "reroll.max_attempts=2", "train.num_rollouts=5", "optimizer.schedule=constant")
 STALE, COUNTED = "async/staleness_max", ("replay/", "reroll/", "reward/")
 
 
@@ -69,9 +63,8 @@ def test_replay_and_reroll_on_every_layout(made, layout):
     """Prompts, rewards and buffers are those of the run of one process, weights to rounding."""
     world, degrees = LAYOUTS[layout]
     runs = made(1, *AHEAD, *AGAIN), made(world, *degrees, *AHEAD, *AGAIN)
-    counted, other = (
-        [{k: v for k, v in row.items() if k.startswith(COUNTED)} for row in firsts_of(run, STALE)] for run in runs
-    )
+    counted, other = ([{k: v for k, v in row.items() if k.startswith(COUNTED)} for row in firsts_of(run, STALE)]
+                      for run in runs)
     assert counted == other
     assert sum(row["replay/replaced"] for row in counted) > 4 and counted[-1]["reroll/issued"] > 1
     assert apart(*runs) < 1e-5
@@ -96,8 +89,7 @@ def test_what_is_too_old_is_dropped_counted_and_asked_again(made, arithmetic, tm
     whole = made(2, *epoch, *SAVED, *MODES["prefetch"])
     assert len(trained_prompts(whole)) == len(set(trained_prompts(whole))) == 48
     part = made.again(whole, 3, "rollout.producer.max_staleness_steps=2")
-    assert sum(row["async/dropped_stale"] for row in firsts_of(part, STALE)) == 16
-    assert max(stale(part)[3:]) == 2.0
+    assert sum(row["async/dropped_stale"] for row in firsts_of(part, STALE)) == 16 and max(stale(part)[3:]) == 2.0
     assert sorted(trained_prompts(part)) == sorted(trained_prompts(whole))
 
 

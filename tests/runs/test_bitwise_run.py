@@ -1,7 +1,5 @@
 """Runs under rollout.bitwise: engine and trainer give every token the same log-prob, bit by bit, in every step."""
 
-from __future__ import annotations
-
 import re
 from unittest import mock
 
@@ -14,18 +12,14 @@ from tests.pairwise import quick
 from tests.reference import tiny_config
 from tests.runs.command import KL, PPO, arguments, command_line, rows_of
 
-GIVEN = (
-    "rollout.bitwise=true", "train.num_rollouts=3", "optimizer.lr=1e-2", "optimizer.schedule=constant",
-    "metrics.log_completions=0",
-)
-CASES = {
-    "float32": (1, ()), "bfloat16": (1, ("model.dtype=bfloat16",)), "ranks": (2, ()),
-    "tensor": (2, ("parallel.tensor=2", "model.dtype=bfloat16")), "stages": (2, ("parallel.pipeline=2",)),
-    "epochs": (1, ("train.epochs_per_rollout=2", "skip.mode=off")), "kl": (1, (*KL, "reference.kl_in=reward")),
-    "critic": (1, PPO),
-    "parts": (1, ("rollout.producer.min_groups=3", "plan.share_prompts=false", "correction.mode=token_truncate")),
-    "turns": (1, ("environment.name=calculator", "reward.functions=[environment]")),
-}
+GIVEN = ("rollout.bitwise=true", "train.num_rollouts=3", "optimizer.lr=1e-2", "optimizer.schedule=constant",
+         "metrics.log_completions=0")
+CASES = {"float32": (1, ()), "bfloat16": (1, ("model.dtype=bfloat16",)), "ranks": (2, ()),
+         "tensor": (2, ("parallel.tensor=2", "model.dtype=bfloat16")), "stages": (2, ("parallel.pipeline=2",)),
+         "epochs": (1, ("train.epochs_per_rollout=2", "skip.mode=off")), "kl": (1, (*KL, "reference.kl_in=reward")),
+         "critic": (1, PPO),
+         "parts": (1, ("rollout.producer.min_groups=3", "plan.share_prompts=false", "correction.mode=token_truncate")),
+         "turns": (1, ("environment.name=calculator", "reward.functions=[environment]"))}
 
 
 @pytest.mark.parametrize("case", quick(CASES, "tensor", "epochs", "parts"))
@@ -70,6 +64,5 @@ def test_a_dry_run_refuses_a_mixture(arithmetic, tmp_path, capsys, monkeypatch) 
     monkeypatch.setenv("WORLD_SIZE", "1")
     tiny_config("mixtral", vocab_size=17).save_pretrained(tmp_path / "mixture")
     given = [f"model.hf_path={tmp_path / 'mixture'}", f"model.tokenizer_path={arithmetic / 'model'}"]
-    line = [*arguments(arithmetic, tmp_path / "run", *GIVEN, *given), "--dry-run"]
-    assert train.main(line) == EXIT_CONFIG
+    assert train.main([*arguments(arithmetic, tmp_path / "run", *GIVEN, *given), "--dry-run"]) == EXIT_CONFIG
     assert "rollout.bitwise=true is for dense models, and this one mixes 4 experts" in capsys.readouterr().err

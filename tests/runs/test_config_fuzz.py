@@ -1,7 +1,5 @@
 """Random configurations end in one sentence or a run; ``python -m tests.runs.test_config_fuzz SEED`` prints a case."""
 
-from __future__ import annotations
-
 import operator
 import pathlib
 import random
@@ -23,10 +21,9 @@ from tests.runs.command import ROOT, arguments, command_line
 from tools import config_table
 
 CASES, CHUNKS = 2000, 5
-TINY = (
-    "metrics.progress=false", "train.num_rollouts=1", "train.prompts_per_rollout=4", "train.samples_per_mini_batch=4",
-    "rollout.samples_per_prompt=2", "rollout.max_response_tokens=8", "data.max_prompt_tokens=16",
-)
+TINY = ("metrics.progress=false", "train.num_rollouts=1", "train.prompts_per_rollout=4",
+        "train.samples_per_mini_batch=4", "rollout.samples_per_prompt=2", "rollout.max_response_tokens=8",
+        "data.max_prompt_tokens=16")
 # A larger value than these, of keys that say how much is done, is checked and not run.
 LARGEST = {"deadline_s": 10**6, "start_s": 10**6, "request_s": 10**6, "lr": 1e-2, "microbatch_overhead_tokens": 10**9}
 # Keys whose values lie outside of the run: files, folders, servers, accounts, other processes.
@@ -72,11 +69,9 @@ def drawn_overrides(seed: int) -> list[str]:
 
 def words_of_the_documentation() -> dict[str, tuple[str, ...]]:
     """Return the words that each key's line in docs/configuration.md names: its choices, among them."""
-    lines = {
-        f"{key}.{name}": line[0]
-        for key, section in config_table.sections()
-        for name, line in config_table.field_lines(section).items() if line
-    }
+    lines = {f"{key}.{name}": line[0]
+             for key, section in config_table.sections()
+             for name, line in config_table.field_lines(section).items() if line}
     return {key: tuple(part for part in line.split("`")[1::2] if part.isidentifier()) for key, line in lines.items()}
 
 

@@ -1,7 +1,5 @@
 """Runs of on-policy distillation, from the command line to the metrics: a teacher here and one behind a server."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json
@@ -16,11 +14,9 @@ import torch
 from megatron_rl.cli import EXIT_FAILED
 from tests.runs.command import SAVED, assert_same_run, rows_of, same_tensors, weights_of, write_teacher
 
-GIVEN = (
-    "advantage.estimator=distillation", "loss.policy=importance_sampling", "reward.functions=[]",
-    "rollout.samples_per_prompt=2", "train.samples_per_mini_batch=8", "optimizer.lr=1e-3",
-    "optimizer.schedule=constant", "metrics.log_completions=0",
-)
+GIVEN = ("advantage.estimator=distillation", "loss.policy=importance_sampling", "reward.functions=[]",
+         "rollout.samples_per_prompt=2", "train.samples_per_mini_batch=8", "optimizer.lr=1e-3",
+         "optimizer.schedule=constant", "metrics.log_completions=0")
 
 
 def answer(model, body: dict) -> dict:
@@ -28,10 +24,8 @@ def answer(model, body: dict) -> dict:
     ids = body["prompt"]
     with torch.no_grad():
         logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-    entries = [None] + [
-        {str(token): {"logprob": logprobs[place, token].item(), "rank": 1, "decoded_token": "?"}}
-        for place, token in enumerate(ids[1:])
-    ]
+    entries = [None] + [{str(token): {"logprob": logprobs[place, token].item(), "rank": 1, "decoded_token": "?"}}
+                        for place, token in enumerate(ids[1:])]
     return {"choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]}
 
 
@@ -116,8 +110,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_equals_the_whole_one(made, teacher
 def test_a_reward_beside_a_teacher_is_measured_and_not_trained(made, teacher) -> None:
     given = (*GIVEN, *SAVED, f"teacher.hf_path={teacher}")
     plain, scored = made(1, *given), made(1, *given, "reward.functions=[tests.reward_functions:parity]")
-    assert same_tensors(weights_of(plain), weights_of(scored))
-    assert "reward/mean" in rows_of(scored)[0]
+    assert same_tensors(weights_of(plain), weights_of(scored)) and "reward/mean" in rows_of(scored)[0]
 
 
 def test_servers_that_do_not_answer_end_the_run_by_name(made, tmp_path, teacher) -> None:

@@ -1,7 +1,5 @@
 """Checks ``--dry-run``: it ends with 0 where the job would start and fit, else with 2 and the way out."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -18,16 +16,12 @@ from tests.reference import tiny_config
 from tests.runs.command import arguments, ended
 from tools import simulate_cluster
 
-GIVEN = (
-    "parallel.pipeline=2", "plan.max_tokens_per_microbatch=256", "data.max_prompt_tokens=16",
-    "rollout.max_response_tokens=16", "reward.functions=[arithmetic]", "metrics.progress=false",
-)
+GIVEN = ("parallel.pipeline=2", "plan.max_tokens_per_microbatch=256", "data.max_prompt_tokens=16",
+         "rollout.max_response_tokens=16", "reward.functions=[arithmetic]", "metrics.progress=false")
 SEPARATE = ("advantage.estimator=gae", "critic.placement=separate")
 ON_ENGINES = ("rollout.engine=vllm", "model.dtype=bfloat16")
-TOO_LARGE = {
-    "policy": (["--gpu-memory-gib=0.02"], "parallel.tensor=2"),
-    "separate critic": ([*SEPARATE, "critic.ranks=2", "--gpu-memory-gib=0.0325"], "critic.parallel.tensor=2"),
-}
+TOO_LARGE = {"policy": (["--gpu-memory-gib=0.02"], "parallel.tensor=2"),
+             "separate critic": ([*SEPARATE, "critic.ranks=2", "--gpu-memory-gib=0.0325"], "critic.parallel.tensor=2")}
 ONCE = ("checkpoint.save_every_rollouts=1", "train.num_rollouts=1", "optimizer.schedule=constant")
 
 
@@ -83,8 +77,7 @@ def test_a_job_that_would_start_ends_with_0_and_joins_nothing(arithmetic, capsys
 ])
 def test_a_job_that_cannot_start_ends_with_2_and_training_s_words(arithmetic, given, message, capsys) -> None:
     given = given if given[0].startswith("--gpus-per-node") else ["--nodes", "1", *given]
-    assert dry_run(arithmetic, *given) == cli.EXIT_CONFIG
-    assert message in capsys.readouterr().err
+    assert dry_run(arithmetic, *given) == cli.EXIT_CONFIG and message in capsys.readouterr().err
 
 
 def test_rows_without_a_column_that_reward_workers_need_are_refused_alike(arithmetic, tmp_path, capsys) -> None:
@@ -98,8 +91,7 @@ def test_rows_without_a_column_that_reward_workers_need_are_refused_alike(arithm
 
 
 def test_the_number_of_gpus_and_vllm_are_asked_for(arithmetic, capsys, monkeypatch) -> None:
-    assert dry_run(arithmetic) == cli.EXIT_CONFIG
-    assert "add --nodes N" in capsys.readouterr().err
+    assert dry_run(arithmetic) == cli.EXIT_CONFIG and "add --nodes N" in capsys.readouterr().err
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "vllm" else find(name, *of))
     assert dry_run(arithmetic, "--gpus-per-node=2", *ON_ENGINES) == cli.EXIT_CONFIG
@@ -139,8 +131,7 @@ def test_each_way_out_that_is_named_fits(tmp_path, capsys, case) -> None:
 # What it says of the run's folder is what the start says, and it writes nothing there.
 def contents(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
     """Return each path below a folder with its size and its last change, the folder's own included."""
-    paths = [folder, *folder.rglob("*")]
-    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in [folder, *folder.rglob("*")]}
 
 
 def refusal(said: str) -> str:
@@ -165,8 +156,7 @@ def test_a_finished_folder_is_refused_as_the_start_refuses_it(pool, arithmetic, 
         given = arguments(arithmetic, run_dir, *ONCE, *changes)
         (said,) = ended(pool, 1, given, code=cli.EXIT_CONFIG)
         before = contents(run_dir)
-        assert said_by_dry_run(given, capsys) == (cli.EXIT_CONFIG, refusal(said))
-        assert contents(run_dir) == before
+        assert said_by_dry_run(given, capsys) == (cli.EXIT_CONFIG, refusal(said)) and contents(run_dir) == before
     for unchanged in (["metrics.progress=false"], ["train.num_rollouts=2"], ["checkpoint.resume=never"]):
         given = arguments(arithmetic, run_dir, *ONCE, *unchanged)
         assert said_by_dry_run(given, capsys)[0] == 0
@@ -182,8 +172,7 @@ def test_a_finished_folder_is_refused_as_the_start_refuses_it(pool, arithmetic, 
 
 def test_a_folder_that_is_locked_or_cannot_be_made_is_refused_and_not_made(arithmetic, tmp_path, capsys, monkeypatch):
     new = tmp_path / "new" / "run"
-    assert said_by_dry_run(arguments(arithmetic, new), capsys)[0] == 0
-    assert not new.parent.exists()
+    assert said_by_dry_run(arguments(arithmetic, new), capsys)[0] == 0 and not new.parent.exists()
     (tmp_path / "file").write_text("")
     wrong = {"file": "is a file, not a folder", "file/below": "Not a directory", "a" * 300: "File name too long"}
     for name, words in wrong.items():

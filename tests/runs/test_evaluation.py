@@ -1,7 +1,5 @@
 """Greedy values are Hugging Face's, samples repeat on any layout, and training does not see the evaluation."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 
@@ -16,12 +14,9 @@ ROLLOUTS, EVERY = "train.num_rollouts=3", "eval.every_rollouts=1"
 SAMPLED = ("eval.samples_per_prompt=4", "eval.temperature=1.0", "eval.reward_threshold=0.5")
 GRADED = "reward.functions=[tests.runs.test_evaluation:graded]"
 ALWAYS = ("response_tokens_mean", "truncated_share", "excluded", "tests.runs.test_evaluation:graded")
-PRODUCERS = {
-    "sync": (), "prefetch": ("rollout.producer.mode=prefetch",),
-    "streaming": (
-        "rollout.producer.mode=streaming", "rollout.producer.min_groups=3", "rollout.producer.max_staleness_steps=2",
-    ),
-}
+PRODUCERS = {"sync": (), "prefetch": ("rollout.producer.mode=prefetch",),
+             "streaming": ("rollout.producer.mode=streaming", "rollout.producer.min_groups=3",
+                           "rollout.producer.max_staleness_steps=2")}
 
 
 def graded(prompts, completions, completion_ids, **columns):

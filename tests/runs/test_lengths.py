@@ -1,7 +1,5 @@
 """Whole runs whose rollouts start the longest groups first, or leave their stragglers to the next rollout."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import threading
@@ -94,8 +92,7 @@ def check_straggling(run_dir: pathlib.Path, num_rollouts: int, *, limit: float) 
     """Check that each rollout trained 8 groups, none twice and none too old, and but for the last one left 2."""
     firsts = firsts_of(run_dir, "async/stragglers")
     assert [row["rollout"] for row in firsts] == list(range(1, num_rollouts + 1))
-    assert batches_of(run_dir) == [8] * num_rollouts
-    assert len(set(trained_prompts(run_dir))) == 8 * num_rollouts
+    assert batches_of(run_dir) == [8] * num_rollouts and len(set(trained_prompts(run_dir))) == 8 * num_rollouts
     assert max(row["async/staleness_max"] for row in firsts) <= limit
     assert sum(row["async/dropped_stale"] for row in firsts) == 0.0
     assert [row["async/stragglers"] for row in firsts] == [2.0] * (num_rollouts - 1) + [0.0]
@@ -116,8 +113,7 @@ def test_stragglers_go_on_from_a_checkpoint(made, resumed):
     whole = made(2, *STRAGGLING, *SAVED, "train.num_rollouts=4", run=straggling)
     check_straggling(whole, 4, limit=4.0)
     assert len(state_of(whole, 2)["feed"]["left"]) == 2 and not state_of(whole, 4)["feed"]["left"]
-    part = made.again(whole, 2, f"rollout.producer.straggler_share={share}", world=world)
-    prompts = trained_prompts(part)
+    prompts = trained_prompts(made.again(whole, 2, f"rollout.producer.straggler_share={share}", world=world))
     assert len(prompts) == 32 and sorted(prompts) == sorted(trained_prompts(whole))
 
 
@@ -125,5 +121,4 @@ def test_an_epoch_ends_with_every_prompt_trained_once(made, arithmetic, tmp_path
     """Under ``train.epochs`` the stragglers of the last prompts make up the last rollout: 20 prompts in 3 rollouts."""
     epoch = (few_prompts(arithmetic, tmp_path, 20), "train.num_rollouts=null", "train.epochs=1")
     run = made(2, *STRAGGLING, *epoch, run=straggling)
-    assert len(trained_prompts(run)) == len(set(trained_prompts(run))) == 20
-    assert batches_of(run) == [8, 8, 4]
+    assert len(trained_prompts(run)) == len(set(trained_prompts(run))) == 20 and batches_of(run) == [8, 8, 4]

@@ -1,7 +1,5 @@
 """`megatron-rl new` writes a run that runs: by its command, and by its job; from a checkout and from a wheel."""
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 import shutil
@@ -16,10 +14,8 @@ from tests.runs.command import ROOT, command_line, ended, rows_of, said_by
 from tests.tools.slurm_stand_ins import submit
 
 BOUND_S = patient(4 * HANG_S)
-SMALL = (
-    "train.num_rollouts=2", "train.prompts_per_rollout=4", "rollout.max_response_tokens=4", "data.max_prompt_tokens=16",
-    "metrics.progress=false",
-)
+SMALL = ("train.num_rollouts=2", "train.prompts_per_rollout=4", "rollout.max_response_tokens=4",
+         "data.max_prompt_tokens=16", "metrics.progress=false")
 
 
 def python(words: list[str], folder: pathlib.Path, package: pathlib.Path = ROOT) -> str:
@@ -47,8 +43,7 @@ def in_folder(rank: int, world: int, folder: pathlib.Path, given: list[str]) -> 
 
 
 def test_a_new_run_trains(pool, folder: pathlib.Path) -> None:
-    given = ["--config", "runs/mine/run.yaml", *SMALL]
-    ended(pool, 2, folder, given, run=in_folder)
+    ended(pool, 2, folder, ["--config", "runs/mine/run.yaml", *SMALL], run=in_folder)
     assert_trained(folder / "runs/mine/run")
 
 

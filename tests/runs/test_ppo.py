@@ -1,7 +1,5 @@
 """Every layout trains the same PPO run, a kill changes nothing, and a warm-up leaves the policy alone."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -15,9 +13,8 @@ from tests.runs.command import PPO, SAVED, WARM, apart, assert_same_run, firsts_
 KL = ("loss.kl_coefficient=0.1", "reference.kl_in=reward", "loss.kl_estimator=k3", *WARM)
 APART = ("parallel.pipeline=2", "critic.parallel.pipeline=1", "critic.parallel.tensor=2")
 LAYOUTS = [("parallel.tensor=2",), APART, ("critic.parallel.pipeline=2",)]
-PARTS = {
-    "stages": ("parallel.pipeline=2", "critic.parallel.pipeline=1"), "sharded-kl": ("optimizer.distributed=true", *KL),
-}
+PARTS = {"stages": ("parallel.pipeline=2", "critic.parallel.pipeline=1"),
+         "sharded-kl": ("optimizer.distributed=true", *KL)}
 
 
 def test_a_run_leaves_a_critics_metrics(made):
@@ -62,10 +59,8 @@ def test_a_warm_up_trains_the_critic_alone(made):
 
 def test_an_adaptive_coefficient_waits_for_the_policy(made):
     """The KL in the reward of a held rollout is that of a policy that has not moved: it moves no coefficient."""
-    adaptive = (
-        *KL, "reference.controller=adaptive", "reference.kl_horizon=50", "reference.kl_target=1e-9",
-        "critic.warmup_rollouts=2", "train.num_rollouts=4",
-    )
+    adaptive = (*KL, "reference.controller=adaptive", "reference.kl_horizon=50", "reference.kl_target=1e-9",
+                "critic.warmup_rollouts=2", "train.num_rollouts=4")
     firsts = firsts_of(made(1, *PPO, *adaptive), "reward/kl_penalty")
     betas = [row["train/kl_coefficient"] for row in firsts]
     assert len(betas) == 4 and betas[:3] == [0.1] * 3 and betas[3] != 0.1

@@ -1,7 +1,5 @@
 """Runs on preference pairs, from the command line to the exported weights."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -17,10 +15,8 @@ from tests.pairwise import quick
 from tests.runs.command import PPO, assert_same_run, rows_of, told_to_leave, weights_of, write_pairs
 
 STEPS = 6
-GIVEN = (
-    f"sft.steps={STEPS}", "sft.lr=1e-3", "sft.samples_per_step=8", "sft.eval_share=0.1", "sft.eval_every_steps=3",
-    "train.num_rollouts=0", "reward.functions=[]", "plan.max_tokens_per_microbatch=64",
-)
+GIVEN = (f"sft.steps={STEPS}", "sft.lr=1e-3", "sft.samples_per_step=8", "sft.eval_share=0.1", "sft.eval_every_steps=3",
+         "train.num_rollouts=0", "reward.functions=[]", "plan.max_tokens_per_microbatch=64")
 
 
 @pytest.fixture(scope="module")

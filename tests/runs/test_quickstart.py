@@ -1,7 +1,5 @@
 """``make quickstart`` and other examples, as a user runs them, keep their promises."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest
@@ -59,8 +57,7 @@ def test_a_real_step_and_a_ghost_are_taken_and_the_weights_exported(nursery: Nur
     assert code == 0, said
     real, ghost, weights = said.splitlines()[-3:]
     assert real.startswith("rank 0: REAL, gradient norm ") and real.endswith(", 0 samples dropped")
-    assert ghost == "rank 0: GHOST, gradient norm 0.0000, 4 samples dropped"
-    assert weights.endswith(" weights exported")
+    assert ghost == "rank 0: GHOST, gradient norm 0.0000, 4 samples dropped" and weights.endswith(" weights exported")
 
 
 def test_without_a_model_it_says_how_it_is_called(nursery: Nursery) -> None:

@@ -1,7 +1,5 @@
 """Every recipe trains two rollouts end to end on the tiny arithmetic model, and its own keys are seen to act."""
 
-from __future__ import annotations
-
 import math
 import pathlib
 
@@ -15,24 +13,19 @@ RECIPES = pathlib.Path(__file__).parents[2] / "examples" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 # What does not fit the tiny model: lengths, sizes, and a reward that an untrained model earns now and then.
-TINY = (
-    "run.deadline_s=60", "data.max_prompt_tokens=16", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=6",
-    "train.prompts_per_rollout=8", "optimizer.lr=1e-3", "plan.max_tokens_per_microbatch=256",
-)
+TINY = ("run.deadline_s=60", "data.max_prompt_tokens=16", "rollout.samples_per_prompt=4",
+        "rollout.max_response_tokens=6", "train.prompts_per_rollout=8", "optimizer.lr=1e-3",
+        "plan.max_tokens_per_microbatch=256")
 HALVES, TWO = "train.samples_per_mini_batch=16", "train.num_rollouts=2"
 PAIRS = ("dpo", "ipo", "simpo", "reward_model")
 PARITY = (TWO, "reward.functions=[tests.reward_functions:parity]", "reward.weights=[1.0]")
-OWN = {
-    "dapo": (*PARITY, "reward.overlong_buffer_tokens=2", HALVES),
-    "gdpo": (TWO, "reward.functions=[tests.reward_functions:parity,arithmetic]", HALVES),
-    "ppo": (
-        TWO, "reward.functions=[tests.reward_functions:graded]", "rollout.samples_per_prompt=1",
-        "critic.warmup_rollouts=1", "train.samples_per_mini_batch=null",
-    ),
-    "sft": ("sft.steps=3", "sft.samples_per_step=8"),
-    **dict.fromkeys(PAIRS, ("sft.steps=3", "sft.epochs=null", "sft.warmup_steps=0", "sft.samples_per_step=8")),
-    "distillation": (TWO,),
-}
+OWN = {"dapo": (*PARITY, "reward.overlong_buffer_tokens=2", HALVES),
+       "gdpo": (TWO, "reward.functions=[tests.reward_functions:parity,arithmetic]", HALVES),
+       "ppo": (TWO, "reward.functions=[tests.reward_functions:graded]", "rollout.samples_per_prompt=1",
+               "critic.warmup_rollouts=1", "train.samples_per_mini_batch=null"),
+       "sft": ("sft.steps=3", "sft.samples_per_step=8"),
+       **dict.fromkeys(PAIRS, ("sft.steps=3", "sft.epochs=null", "sft.warmup_steps=0", "sft.samples_per_step=8")),
+       "distillation": (TWO,)}
 IN_HALVES = ("gspo", "cispo", "reinforce_plus_plus")
 
 
@@ -48,10 +41,8 @@ def test_a_recipe_trains_two_rollouts_with_finite_losses(pool, arithmetic, tmp_p
     teacher = [f"teacher.hf_path={tmp_path / 'teacher'}"] if name == "distillation" else []
     if teacher:
         write_teacher(arithmetic / "model", tmp_path / "teacher")
-    given = [
-        *("--config", str(RECIPES / f"{name}.yaml"), "--run-dir", str(tmp_path)),
-        *(f"model.hf_path={arithmetic / 'model'}", f"data.train={rows}", *overrides_of(name), *teacher),
-    ]
+    given = [*("--config", str(RECIPES / f"{name}.yaml"), "--run-dir", str(tmp_path)),
+             *(f"model.hf_path={arithmetic / 'model'}", f"data.train={rows}", *overrides_of(name), *teacher)]
     ended(pool, 1, given)
     rows = rows_of(tmp_path)
     real = [row for row in rows if row["step_kind"] == "REAL"]
@@ -61,8 +52,7 @@ def test_a_recipe_trains_two_rollouts_with_finite_losses(pool, arithmetic, tmp_p
         assert (tmp_path / "checkpoints" / "step_3" / "hf").is_dir()
         assert name == "sft" or rows[-1]["tokens/shared"] > 0  # a pair's prompt runs once
         return
-    halves = HALVES in overrides_of(name)
-    assert [row["rollout"] for row in rows] == ([1, 1, 2, 2] if halves else [1, 2])
+    assert [row["rollout"] for row in rows] == ([1, 1, 2, 2] if HALVES in overrides_of(name) else [1, 2])
     assert_acts(name, rows)
 
 

@@ -1,7 +1,5 @@
 """Whole runs with a KL in the loss: the coefficient's trajectory, the reference's renewal, and a run that goes on."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.pairwise import pairwise
@@ -30,8 +28,7 @@ def test_adaptive_coefficient_of_a_run_equals_the_recurrence(made, layout, place
 
 
 def test_a_fixed_coefficient_is_written_too_and_none_where_there_is_no_reference(made):
-    rows = rows_of(made(2, *KL, *WARM))
-    assert [row.get("train/kl_coefficient") for row in rows] == [None] * 2 + [START] * 4
+    assert [row.get("train/kl_coefficient") for row in rows_of(made(2, *KL, *WARM))] == [None] * 2 + [START] * 4
     for row in rows_of(made(2)):
         assert "train/kl_coefficient" not in row and "train/kl" not in row
         assert "train/entropy" in row or row["step_kind"] == "GHOST"

@@ -1,7 +1,5 @@
 """Settings that cannot work are refused by the command line, with their values and the way out, before any training."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.runs.command import DEADLINE_S
@@ -47,10 +45,8 @@ REFUSED = [
     (JUDGED, "give both, or neither"),
     (f"{JUDGED} reward.model_path=nowhere", "reward.model_path='nowhere' holds no"),
     (f"{JUDGED} reward.model_path=POLICY", "is no reward model"),
-    (
-        "reward.functions=[reward_model,arithmetic] reward.model_path=POLICY reward.num_workers=1",
-        "reward.in_process=[reward_model]",
-    ),
+    ("reward.functions=[reward_model,arithmetic] reward.model_path=POLICY reward.num_workers=1",
+     "reward.in_process=[reward_model]"),
     ("reward.worker_environment=[NOPE]", "['NOPE'] is for workers, and reward.num_workers=0 starts none"),
     (f"{STARTED} sft.eval_share=0.999", "sft.eval_share=0.999 holds out 180 of 180 rows"),
     (f"{STARTED} sft.eval_path=none.jsonl", "sft.eval_path='none.jsonl' does not exist"),

@@ -1,7 +1,5 @@
 """A run that is ended and started again with the same command equals the uninterrupted one, bitwise."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,10 +8,8 @@ from megatron_rl.checkpoint.folder import whole_checkpoints
 from tests.pairwise import quick
 from tests.runs.command import SAVED, SHARDED_KL, WARM, apart, assert_same_run
 
-RUNS = {
-    "PP2-warmup": ("parallel.pipeline=2", *WARM), "DP2-sharded-kl": SHARDED_KL,
-    "TP2-calibrated": ("parallel.tensor=2", "plan.calibrate=true"),
-}
+RUNS = {"PP2-warmup": ("parallel.pipeline=2", *WARM), "DP2-sharded-kl": SHARDED_KL,
+        "TP2-calibrated": ("parallel.tensor=2", "plan.calibrate=true")}
 REWARD = """
 from tests.reward_functions import parity
 

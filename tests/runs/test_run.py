@@ -1,7 +1,5 @@
 """Whole runs with skips, silent ranks and ghosts end with the dense run's weights; no dropped sample is forwarded."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -63,13 +61,11 @@ def one_run(drops: bool, pipeline: int, extra: tuple[str, ...], rollouts: int) -
 def skip_against_dense(rank: int, world: int, pipeline: int, extra: tuple, rollouts: int) -> dict[str, object]:
     dense, skip = (one_run(drops, pipeline, extra, rollouts) for drops in (False, True))
     gaps = {k: float((skip["weights"][k] - x).abs().max()) for k, x in dense["weights"].items()}
-    return {
-        "bitwise": equal_by_name(skip["weights"], dense["weights"]),
-        "error": relative_error(skip["weights"], dense["weights"]), "largest": max(gaps.values()),
-        "where": max(gaps, key=gaps.__getitem__),
-        "travelled": relative_error({k: v for k, v in dense["start"].items() if k in gaps}, dense["weights"]),
-        **{k: skip[k] for k in ("steps", "ghosts", "silent", "dropped")}, "dense dropped": dense["dropped"],
-    }
+    return {"bitwise": equal_by_name(skip["weights"], dense["weights"]),
+            "error": relative_error(skip["weights"], dense["weights"]), "largest": max(gaps.values()),
+            "where": max(gaps, key=gaps.__getitem__),
+            "travelled": relative_error({k: v for k, v in dense["start"].items() if k in gaps}, dense["weights"]),
+            **{k: skip[k] for k in ("steps", "ghosts", "silent", "dropped")}, "dense dropped": dense["dropped"]}
 
 
 @pytest.mark.parametrize("extra", quick(EXTRAS, DISTRIBUTED))
@@ -91,9 +87,8 @@ def test_run_without_repack_equals_dense_bitwise(pool: Pool, dtype: str) -> None
 
 
 # Two epochs over one rollout, against a plain AdamW loop.
-EPOCH_SETTINGS = (
-    "optimizer.lr=0.003", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5", "train.samples_per_mini_batch=4",
-)
+EPOCH_SETTINGS = ("optimizer.lr=0.003", "optimizer.weight_decay=0.1", "optimizer.clip_grad=0.5",
+                  "train.samples_per_mini_batch=4")
 EPOCH_LAYERS = 4  # at which the second epoch does not clip every token
 
 
@@ -132,22 +127,18 @@ def two_epochs(rank: int, world: int, family: str, tensor: int, pipeline: int) -
         for _ in range(2):
             norms += [result.grad_norm for result in rig.step(advantages, drops=True, old=old)]
         weights = rig.weights()
-        plan = rig.plan(advantages, drops=True)
-        gradient = rig.gradient(advantages, plan, 0, old=old)
+        gradient = rig.gradient(advantages, rig.plan(advantages, drops=True), 0, old=old)
         if not rig.is_main:
             return {}
         wanted, wanted_norms, reference_old = plain_adamw(family)
         # Off-policy by now: the gradient at the weights as they are, old log-probs as they were.
         rig.model.load_state_dict(weights, strict=False)
-        expected, _ = reference_gradient(
-            rig.model, rig.samples[:4], rig.groups[:4], list(advantages[:4]), old=reference_old[:4]
-        )
-        return {
-            "weights": relative_error(weights, {k: v for k, v in wanted.items() if k in weights}),
-            "gradient": relative_error(gradient, expected),
-            "norms": float(np.abs(np.array(norms) - wanted_norms).max()), "ghost norms": [norms[1], norms[4]],
-            "clipped": sum(n > 0.5 for n in norms),
-        }
+        expected, _ = reference_gradient(rig.model, rig.samples[:4], rig.groups[:4], list(advantages[:4]),
+                                         old=reference_old[:4])
+        return {"weights": relative_error(weights, {k: v for k, v in wanted.items() if k in weights}),
+                "gradient": relative_error(gradient, expected),
+                "norms": float(np.abs(np.array(norms) - wanted_norms).max()), "ghost norms": [norms[1], norms[4]],
+                "clipped": sum(n > 0.5 for n in norms)}
 
 
 @pytest.mark.parametrize(("family", "tensor", "pipeline", "data"), [

@@ -1,7 +1,5 @@
 """Under critic.placement=separate, ranks of its own train, save and fail the critic of a run as shared ones do."""
 
-from __future__ import annotations
-
 import pathlib
 import shutil
 import signal
@@ -23,10 +21,8 @@ BOUND_S = patient(600)
 NEVER = f"run.deadline_s={10 * BOUND_S:g}"  # a deadline that no test waits for
 SEPARATE = ("critic.placement=separate", "critic.ranks=1")
 GRIDS = ("critic.placement=separate", "critic.ranks=2", "critic.parallel.tensor=2")
-FAILURES = {
-    "policy": ("reward.functions=[tests.reward_functions:infinite]", "its value is inf"),
-    "critic": ("critic.hf_path=EMPTY", "holds neither model.safetensors nor"),
-}
+FAILURES = {"policy": ("reward.functions=[tests.reward_functions:infinite]", "its value is inf"),
+            "critic": ("critic.hf_path=EMPTY", "holds neither model.safetensors nor")}
 
 
 def ran(nursery: Nursery, world: int, folder: pathlib.Path, inputs: pathlib.Path, *overrides: str) -> pathlib.Path:
@@ -69,8 +65,7 @@ def test_a_critics_checkpoint_that_cannot_be_written_meets_on_error(nursery, ari
     """A file stands where its folder should be: ``continue`` goes on without checkpoints."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "critic").write_text("")
-    world = 2 if placement else 1
-    ran(nursery, world, tmp_path, arithmetic, *SAVED, *placement, "checkpoint.on_error=continue")
+    ran(nursery, 2 if placement else 1, tmp_path, arithmetic, *SAVED, *placement, "checkpoint.on_error=continue")
     assert whole_checkpoints(tmp_path / "checkpoints") == [] and len(rows_of(tmp_path)) == 8
 
 

@@ -1,7 +1,5 @@
 """Runs that tell an OpenTelemetry collector where their time goes, and one whose collector is not there."""
 
-from __future__ import annotations
-
 import socket
 from collections import Counter
 
@@ -14,12 +12,10 @@ from tests.runs.command import WARM, assert_same_run, rows_of
 
 NS = 1e-9  # a span's times are whole nanoseconds
 STAGES = "parallel.pipeline=2"
-PLAIN = {
-    "two epochs": ("train.epochs_per_rollout=2",),
-    "ghost steps": ("reward.functions=[tests.reward_functions:constant]",),
-    "a rollout ahead": ("rollout.producer.mode=prefetch", "train.num_rollouts=3"),
-    "in parts": ("rollout.producer.mode=streaming", "rollout.producer.min_groups=2"),
-}
+PLAIN = {"two epochs": ("train.epochs_per_rollout=2",),
+         "ghost steps": ("reward.functions=[tests.reward_functions:constant]",),
+         "a rollout ahead": ("rollout.producer.mode=prefetch", "train.num_rollouts=3"),
+         "in parts": ("rollout.producer.mode=streaming", "rollout.producer.min_groups=2")}
 
 
 def stage_seconds(rows: list[dict]) -> dict[str, float]:
@@ -40,8 +36,7 @@ def check_rollout(root: Sent, children: list[Sent], rows: list[dict]) -> None:
         seconds[span.name] += span.seconds
     between = {name: seconds.pop(name) for name in ("checkpoint", "export") if name in seconds}
     expected = stage_seconds(rows)
-    assert set(seconds) == set(expected)
-    assert dict(seconds) == pytest.approx(expected, abs=NS * len(children), rel=0)
+    assert set(seconds) == set(expected) and dict(seconds) == pytest.approx(expected, abs=NS * len(children), rel=0)
     updates = [span for span in children if span.name == "update"]
     assert [span.end_ns - span.start_ns for span in updates] == [round(row["time/update_s"] * 1e9) for row in rows]
     facts = [{key: row[key] for key in FACTS["update"] if key in row} for row in rows]
@@ -61,10 +56,8 @@ def sent_to(held) -> tuple[str, ...]:
 
 def test_spans_last_what_the_rows_say(made, arithmetic, tmp_path):
     """A rollout is a trace of stages as in metrics.jsonl, to a nanosecond; a step of the warm-up is a trace too."""
-    extra = (
-        *(*WARM, "train.epochs_per_rollout=2", "checkpoint.save_every_rollouts=1"),
-        *(f"eval.path={arithmetic / 'test.jsonl'}", "eval.every_rollouts=1"),
-    )
+    extra = (*(*WARM, "train.epochs_per_rollout=2", "checkpoint.save_every_rollouts=1"),
+             *(f"eval.path={arithmetic / 'test.jsonl'}", "eval.every_rollouts=1"))
     with collector() as held:
         said, _ = made.into(tmp_path, 2, *extra, *sent_to(held))
     spans, rows = held.spans(), rows_of(tmp_path)
@@ -80,8 +73,7 @@ def test_spans_last_what_the_rows_say(made, arithmetic, tmp_path):
         check_rollout(root, of_root[root.number], [row for row in rows if row.get("rollout") == root.facts["rollout"]])
     assert [sum(x.name == "checkpoint" for x in of_root[root.number]) for root in iterations] == [1, 1]
     assert [x.name for x in of_root[iterations[-1].number]][-2:] == ["export", "checkpoint"]
-    warmup = [root for root in roots if root.name == "warmup_step"]
-    for root, row in zip(warmup, rows[:2], strict=True):
+    for root, row in zip([root for root in roots if root.name == "warmup_step"], rows[:2], strict=True):
         (update,) = [span for span in of_root[root.number] if span.name == "update"]
         assert update.seconds == pytest.approx(row["time/update_s"], abs=NS, rel=0)
         assert root.end_ns - root.start_ns >= round(row["time/step_s"] * 1e9) - 1

@@ -1,7 +1,5 @@
 """Checks the supervised start: its schedule, its held-out loss, its checkpoints, and its end by a signal."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib
@@ -17,14 +15,11 @@ from megatron_rl.cli import EXIT_PREEMPTED
 from tests.runs.command import assert_same_run, rows_of, told_to_leave
 
 STEPS, WARMUP, LR, MIN_LR = 6, 1, 2e-3, 2e-4
-GIVEN = (
-    f"sft.steps={STEPS}", f"sft.lr={LR}", f"sft.min_lr={MIN_LR}", f"sft.warmup_steps={WARMUP}", "sft.schedule=cosine",
-    "sft.samples_per_step=8", "sft.eval_every_steps=2", "sft.save_every_steps=2", "optimizer.schedule=constant",
-)
-CHAT = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}END{% else %}{{ m.content }}="
-    "{% endif %}{% endfor %}"
-)
+GIVEN = (f"sft.steps={STEPS}", f"sft.lr={LR}", f"sft.min_lr={MIN_LR}", f"sft.warmup_steps={WARMUP}",
+         "sft.schedule=cosine", "sft.samples_per_step=8", "sft.eval_every_steps=2", "sft.save_every_steps=2",
+         "optimizer.schedule=constant")
+CHAT = ("{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}END{% else %}{{ m.content }}="
+        "{% endif %}{% endfor %}")
 
 
 def test_a_start_that_a_signal_ends_goes_on_bitwise(made, tmp_path) -> None:

@@ -1,7 +1,5 @@
 """The scripts of examples/torchrun as a user runs them: two launchers equal one, and a killed rank changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Whole runs with an environment: on layouts, skip and dense, ahead, resumed, evaluated, imitated, and failing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -99,12 +97,10 @@ def test_skip_equals_dense(made):
 
 def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(made, tmp_path):
     """Rollouts ahead and replayed groups keep masks and environment's rewards; the export of before is put aside."""
-    given = (
-        *TURNS, *SAVED, "rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=1",
-        "rollout.producer.min_groups=4", "correction.mode=token_truncate", "replay.capacity_groups=6",
-        "replay.max_uses=2", "train.num_rollouts=4", "reward.weights=[1.0,0.25]",
-        "reward.functions=[tests.reward_functions:mostly_dead,environment]",
-    )
+    given = (*TURNS, *SAVED, "rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=1",
+             "rollout.producer.min_groups=4", "correction.mode=token_truncate", "replay.capacity_groups=6",
+             "replay.max_uses=2", "train.num_rollouts=4", "reward.weights=[1.0,0.25]",
+             "reward.functions=[tests.reward_functions:mostly_dead,environment]")
     whole, part = made(2, *given), tmp_path / "part"
     shutil.copytree(whole, part)
     for iteration in (3, 4):
@@ -145,8 +141,7 @@ def test_evaluation_has_environments_too(made, arithmetic):
     evaluation = (f"eval.path={arithmetic / 'test.jsonl'}", "eval.temperature=0.7", "eval.samples_per_prompt=2")
     rows = rows_of(made(1, *TURNS, *evaluation))
     (first, last) = [row for row in rows if any(key.startswith("eval/") for key in row)]
-    assert first["eval/test/environment"] > 0 and last["eval/test/environment"] > 0
-    assert first["phase"] == "warmup"
+    assert first["eval/test/environment"] > 0 and last["eval/test/environment"] > 0 and first["phase"] == "warmup"
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("fail", 1), ("drop", 0)])
@@ -171,8 +166,7 @@ def test_an_environment_of_gymnasiums_kind_in_a_whole_run(made, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(f"{json.dumps(row | {'answer': '0'})}\n" for row in rows(**given, seeds=range(16))))
     env = ("environment.name=gymnasium", f"environment.arguments={json.dumps(given)}", "rollout.max_response_tokens=40")
-    run = made(1, f"data.train={data}", *env, "reward.functions=[environment]")
-    logged = firsts_of(run, "reward/environment")
+    logged = firsts_of(made(1, f"data.train={data}", *env, "reward.functions=[environment]"), "reward/environment")
     assert len(logged) == 2
     for row in logged:
         assert 1.0 < row["rollout/turns_mean"] <= 2.0 and 0.0 < row["reward/environment"] <= 0.5

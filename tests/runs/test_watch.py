@@ -1,7 +1,5 @@
 """`megatron-rl watch`: what the page shows is what the run wrote, while it runs and afterwards, in a real browser."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import http.client
@@ -23,9 +21,8 @@ from megatron_rl.watch.server import WatchServer
 from tests.browser import find_browser, open_page
 from tests.patience import HANG_S, patient, until
 
-BROWSER = pytest.mark.skipif(
-    find_browser() is None, reason="no Chromium or Chrome on PATH; make test-browser installs Debian's and runs this"
-)
+BROWSER = pytest.mark.skipif(find_browser() is None,
+                             reason="no Chromium or Chrome on PATH; make test-browser installs Debian's and runs this")
 HOSTILE = "<img src=x onerror=\"document.title='taken over'\">\u202e"
 TOKENS = {"1": "ja", "2": "\xe2\x82", "3": "\xac", "4": HOSTILE.encode().decode("latin-1"), "0": "<end>"}
 
@@ -50,8 +47,7 @@ def run(tmp_path: pathlib.Path) -> pathlib.Path:
     (folder / "config.yaml").write_text("run: {name: mine}\n")
     (folder / "metrics.jsonl").write_text(row(1, 0.25) + row(2, 0.5))
     signal = group("a", "7", sample(0, [1, 2, 3, 0], 0.5, 1.0, [0.0, 0.25, 0.5, -0.5]), sample(1, [4, 0], -0.5, 0.0))
-    silent = group("b", "needle", sample(0, [1, 1, 1, 1, 0], 0.0, 1.0))
-    for rank, groups in enumerate(([signal], [silent])):
+    for rank, groups in enumerate(([signal], [group("b", "needle", sample(0, [1, 1, 1, 1, 0], 0.0, 1.0))])):
         write_rollout(folder, 1, rank, {"functions": ["score"], "tokens": TOKENS, "groups": groups})
     return folder
 

@@ -19,8 +19,6 @@ Each of the latter counts one restart, goes on from a checkpoint that it had sav
 the first. Before them, the owner of another cluster is killed (SIGKILL) with a job running: nothing of it may go on.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -43,10 +41,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 SKIPPED = 77
 PREPARE_S, JOB_S = patient(120.0), patient(300.0)
 STEPS, SAVE_EVERY = 40, 6
-SETTINGS = (
-    "--config", "examples/quickstart/quickstart.yaml", f"train.num_rollouts={STEPS}", "train.prompts_per_rollout=16",
-    "train.samples_per_mini_batch=64", "sft.steps=20", "metrics.progress=false",
-)
+SETTINGS = ("--config", "examples/quickstart/quickstart.yaml", f"train.num_rollouts={STEPS}",
+            "train.prompts_per_rollout=16", "train.samples_per_mini_batch=64", "sft.steps=20",
+            "metrics.progress=false")
 INTERRUPT = {"requeued": ("scontrol", "requeue"), "signalled": ("scancel", "--signal=USR1", "--batch")}
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
@@ -64,11 +61,9 @@ class Job:
         own = {"VENV": sys.prefix, "RUN_DIR": str(self.run_dir), "SAVE_EVERY": str(SAVE_EVERY)}
         inputs = folder / "inputs"
         done = subprocess.run(
-            [
-                "sbatch", "--parsable", f"--job-name={name}", "--gpus-per-node=1", "--cpus-per-task=1", "--time=30",
-                "examples/slurm/multi_node.sbatch", *SETTINGS, f"model.hf_path={inputs}/model",
-                f"data.train={inputs}/train.jsonl",
-            ],
+            ["sbatch", "--parsable", f"--job-name={name}", "--gpus-per-node=1", "--cpus-per-task=1", "--time=30",
+             "examples/slurm/multi_node.sbatch", *SETTINGS, f"model.hf_path={inputs}/model",
+             f"data.train={inputs}/train.jsonl"],
             cwd=folder, env=cluster.environment | own, capture_output=True, text=True, timeout=60, check=False,
         )
         if done.returncode:

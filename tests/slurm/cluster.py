@@ -190,10 +190,9 @@ class Daemons(Commands):
         resources = "".join(f"NodeName={node} Name=gpu File=/dev/null\n" for node in NODES)
         (self.folder / "gres.conf").write_text(resources, encoding="utf-8")
         self.run("mungekey", "--create", f"--keyfile={munge}/key")
-        self._launch(
-            "munged", "munged", "--foreground", f"--socket={munge}/socket", f"--key-file={munge}/key",
-            f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--num-threads=2",
-        )
+        self._launch("munged", "munged", "--foreground", f"--socket={munge}/socket", f"--key-file={munge}/key",
+                     f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed",
+                     "--num-threads=2")
         self._wait("munged's socket", lambda: (munge / "socket").exists())
         self._launch("slurmctld", "slurmctld", "-D", "-f", f"{self.folder}/slurm.conf")
         for node in NODES:
@@ -202,10 +201,8 @@ class Daemons(Commands):
 
     def _launch(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("wb") as out:
-            self._processes[name] = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._processes[name] = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL,
+                                                     stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
     def _is_up(self) -> bool:
         try:

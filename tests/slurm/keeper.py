@@ -7,8 +7,6 @@ The keeper is a process in a session of its own, which no terminal's signal reac
 the context manager ``Daemons(folder)`` and leaves it when its stdin closes: the kernel closes that even after SIGKILL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -32,10 +30,8 @@ def kept(manager: str, folder: pathlib.Path, *, stop_s: float) -> Iterator[None]
     manager: ``module:class``, called with the folder; an error that it raises is a KeeperError here.
     stop_s: seconds that leaving may take.
     """
-    keeper = subprocess.Popen(
-        [sys.executable, "-m", "tests.slurm.keeper", manager, str(folder)],
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )
+    keeper = subprocess.Popen([sys.executable, "-m", "tests.slurm.keeper", manager, str(folder)], cwd=ROOT,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         line = keeper.stdout.readline()
         if not line or json.loads(line) is not None:

@@ -1,7 +1,5 @@
 """What the tests ask of a server through Tinker's SDK."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A server of two processes with PP=2 for the session, and the folder in which recipes find what they ask a hub for."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

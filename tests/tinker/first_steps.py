@@ -1,7 +1,5 @@
 """Trains, saves and samples by whichever release of Tinker's SDK is first on the path; prints what it saw as JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """The SDK behind a line that loses and doubles requests and answers trains what it trains on a good line."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Recipes of tinker-cookbook 0.5.8 and 0.6.1, as they are published, train on a server of two processes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Tinker's SDK, as it is installed, trains, saves, loads and samples on a server of two processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

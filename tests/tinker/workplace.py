@@ -1,7 +1,5 @@
 """The folder in which recipes find a model and data sets, as the example makes it."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.runs.command import ROOT

@@ -39,9 +39,8 @@ def write_program(folder: pathlib.Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def submit(
-    tmp_path: pathlib.Path, template: str | pathlib.Path, *arguments: str, nodes: str = "a1 a2", **variables: str
-) -> tuple[int, list[str], str]:
+def submit(tmp_path: pathlib.Path, template: str | pathlib.Path, *arguments: str, nodes: str = "a1 a2",
+           **variables: str) -> tuple[int, list[str], str]:
     """Run the template as slurmd would, with stand-ins; return its exit code, the stand-ins' calls, and its output."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("curl", CURL)):
         write_program(tmp_path / "bin", name, text)

@@ -24,10 +24,8 @@ CPU_HOST = {"gpus": 0, "device": "a CPU", "where": "gloo, CPU", "python": "3.11"
 ONE_GPU, BY_NAME = {**CPU_HOST, "gpus": 1, "where": "NCCL, x"}, {cell.name: cell for cell in CELLS}
 APEX = {"apex": "ModuleNotFoundError: No module named 'apex'"}
 VLLM = {"vllm": "ModuleNotFoundError: No module named 'vllm'"}
-PLANTED = words(
-    "tp2:drop-gradient:gradient pp2:wrong-weight:logprobs pp2:drop-survivor:skip pp2:repack:bitwise "
-    "single:freeze-ghost:ghost dp2:stale-replica:replicas dp2-overlap:no-ghost-gather:replicas"
-)
+PLANTED = words("tp2:drop-gradient:gradient pp2:wrong-weight:logprobs pp2:drop-survivor:skip pp2:repack:bitwise "
+                "single:freeze-ghost:ghost dp2:stale-replica:replicas dp2-overlap:no-ghost-gather:replicas")
 PLANTED_IN_FEATURES = words(
     "single:drop-gradient:gradient lora:drop-gradient:gradient critic:wrong-weight:values "
     "critic:drop-gradient:gradient replay:lose-experts:logprobs replay-ep2:drop-gradient:gradient "
@@ -82,8 +80,7 @@ def test_single_cell_passes_and_every_other_reason_is_named(nursery, tmp_path, p
         os.close(held_open)
         fork.kill()
     exec(acceptance.COUNT_GPUS, {})
-    counted = capsys.readouterr().out
-    assert re.fullmatch(r"GPUS \d+ ?.*", counted.strip())
+    assert re.fullmatch(r"GPUS \d+ ?.*", capsys.readouterr().out.strip())
     monkeypatch.setenv("COUNTED", "GPUS 0")
     monkeypatch.setenv("MEASURED", str(measured))
     out = tmp_path / "matrix.json"

@@ -35,10 +35,8 @@ def cases() -> list[Case]:
         stage = StageCost(overhead=20.0, token=1.0, square=0.0)
         given = dict(lockstep_ranks=[1, data_size], max_tokens=[33, 80, 1000], microbatch_multiple=[1, 1, 2])
         drawn = {name: int(random.choice(values)) for name, values in given.items()}
-        cost = CostModel(stages=(stage,) * int(random.integers(1, 4)))
-        rules = PlanRules(data_size=data_size, cost=cost, **drawn)
-        mini_batches = split_mini_batches(np.arange(count), size)
-        found.append((mini_batches, random.integers(1, 70, count), signal, rules))
+        rules = PlanRules(data_size=data_size, cost=CostModel(stages=(stage,) * int(random.integers(1, 4))), **drawn)
+        found.append((split_mini_batches(np.arange(count), size), random.integers(1, 70, count), signal, rules))
     return found
 
 
@@ -165,10 +163,8 @@ def trajectories(rank: int, world: int, pipeline: int) -> dict[str, dict]:
         settings = {name: (name, rules, False) for name in plans.POLICIES}
         settings["dense, other cut"] = ("dense", run.with_cap(rules, 80), False)
         settings["fewest_steps, renormalised"] = ("fewest_steps", rules, True)
-        ends = {
-            name: run.train(backend, rollouts, policy, cut, lr=1e-3, weight_decay=0.1, renormalised=renormalised)
-            for name, (policy, cut, renormalised) in settings.items()
-        }
+        ends = {name: run.train(backend, rollouts, policy, cut, lr=1e-3, weight_decay=0.1, renormalised=renormalised)
+                for name, (policy, cut, renormalised) in settings.items()}
         assert run.distance(run.exported(backend), start) == 0.0
         return {name: run.errors(end, ends["dense"], start) for name, end in ends.items()}
 

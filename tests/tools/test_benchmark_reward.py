@@ -35,10 +35,8 @@ def test_every_wrong_outcome_is_found() -> None:
     kinds = ["answer", "raise", "answer", "hang", "kill", "answer"]
     rollouts = make_rollouts(kinds, 2, "unused")
     values = [value_of(x.prompt.text, x.text, x.response_ids, x.prompt.columns["answer"]) for x in rollouts]
-    good = [
-        Outcome(error=f"…{SAID[kind]} …") if kind in SAID else Outcome(value=value)
-        for kind, value in zip(kinds, values, strict=True)
-    ]
+    good = [Outcome(error=f"…{SAID[kind]} …") if kind in SAID else Outcome(value=value)
+            for kind, value in zip(kinds, values, strict=True)]
     assert faults_in(rollouts, kinds, good) == []
     assert len({outcome.value for outcome in good}) == 4  # three values of their own, and None
     swapped = [good[2], *good[1:2], good[0], *good[3:]]

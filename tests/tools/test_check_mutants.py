@@ -77,11 +77,8 @@ def tree(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
 
 
 def test_a_kill_a_survivor_and_an_error_are_told_apart(tree: pathlib.Path, tmp_path: pathlib.Path, capsys) -> None:
-    mutants = (
-        fault("seen", "y = 3 * x", "::test_positive", "::test_one"),
-        fault("unseen", "y = 3 * x", "::test_positive"),
-        fault("unimportable", "y = (", "::test_one"),
-    )
+    mutants = (fault("seen", "y = 3 * x", "::test_positive", "::test_one"),
+               fault("unseen", "y = 3 * x", "::test_positive"), fault("unimportable", "y = (", "::test_one"))
     page, rows = tmp_path / "mutants.md", tmp_path / "mutants.json"
     assert check_mutants.main(["--json", str(rows), "--markdown", str(page)], mutants=mutants, root=tree) == 1
     found = json.loads(rows.read_text())["mutants"]
@@ -115,5 +112,4 @@ def test_what_cannot_be_judged_is_said(tree: pathlib.Path, capsys) -> None:
 def test_tests_that_do_not_end_are_no_kill(tree: pathlib.Path) -> None:
     (tree / "tests/test_small.py").write_text("import time\n\n\ndef test_one():\n    time.sleep(3600)\n")
     outcome = check_mutants.run_tests(tree, ["tests/test_small.py"], 2.0)
-    assert outcome.code is None
-    assert check_mutants.judge(outcome)["status"] == "UNCLEAR"
+    assert outcome.code is None and check_mutants.judge(outcome)["status"] == "UNCLEAR"

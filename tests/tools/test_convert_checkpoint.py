@@ -86,8 +86,7 @@ def test_import_and_export_by_the_command_line(tmp_path: pathlib.Path, capsys) -
     folders = {"hf", "iter_0000007", "release"}
     assert {x.name for x in megatron.iterdir()} == folders | {"latest_checkpointed_iteration.txt"}
     assert sorted(x.name for x in (megatron / "release").glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
-    assert not (megatron / "hf" / "modeling_own.py").exists()
-    assert run("export", megatron, tmp_path / "one") == 0
+    assert not (megatron / "hf" / "modeling_own.py").exists() and run("export", megatron, tmp_path / "one") == 0
     assert same(tensors_of(tmp_path / "one"), wanted) and (tmp_path / "one" / "model.safetensors").exists()
     assert (tmp_path / "one" / "tokenizer.json").exists() and (tmp_path / "one" / "chat_template.jinja").exists()
     half = ("--iteration", 7, "--dtype", "bfloat16", "--max-shard-gb", 0.0001)
@@ -152,15 +151,13 @@ def test_memory_grows_by_a_layer_and_a_tensor_not_by_the_model(tmp_path: pathlib
     assert sum(x.nbytes for x in big.state_dict().values()) > 590e6 and growth < layer + 3 * half + 8e6
 
 
-REFUSED = [
-    ({"model_type": "gemma2"}, "missing for gemma2: soft-capped attention scores"),
-    ({"model_type": "mamba"}, "missing for mamba: a file of its own in weights/families"),
-    ({"attention_bias": True}, "a llama model with attention_bias"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type='dynamic' is not supported"),
-    ({"hidden_size": 128}, "has shape"),
-    ({"num_hidden_layers": 3}, "config.json says num_hidden_layers=3 and the files hold 4 layers, 0 to 3"),
-    ({"num_hidden_layers": 5}, "holds no tensor named model.layers.4."),
-]
+REFUSED = [({"model_type": "gemma2"}, "missing for gemma2: soft-capped attention scores"),
+           ({"model_type": "mamba"}, "missing for mamba: a file of its own in weights/families"),
+           ({"attention_bias": True}, "a llama model with attention_bias"),
+           ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type='dynamic' is not supported"),
+           ({"hidden_size": 128}, "has shape"),
+           ({"num_hidden_layers": 3}, "config.json says num_hidden_layers=3 and the files hold 4 layers, 0 to 3"),
+           ({"num_hidden_layers": 5}, "holds no tensor named model.layers.4.")]
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED, ids=[m for _, m in REFUSED])
@@ -169,16 +166,14 @@ def test_what_cannot_be_converted_is_named(tmp_path: pathlib.Path, capsys, value
     changed(tmp_path / "hf", **values)
     assert run("import", tmp_path / "hf", tmp_path / "megatron") == 2
     assert message in capsys.readouterr().err and not (tmp_path / "megatron" / "release").exists()
-    assert run("inspect", tmp_path / "hf") == 2
-    assert "convertible: no: " in capsys.readouterr().out
+    assert run("inspect", tmp_path / "hf") == 2 and "convertible: no: " in capsys.readouterr().out
 
 
 def test_a_sliding_window_is_the_model_s(tmp_path: pathlib.Path, capsys) -> None:
     """The logits of a windowed model are checked within its window; one of no tokens is refused."""
     write_model(tmp_path / "hf", "mistral")
     changed(tmp_path / "hf", sliding_window=0)
-    assert run("roundtrip", tmp_path / "hf") == 2
-    assert "sliding_window=0 of mistral" in capsys.readouterr().err
+    assert run("roundtrip", tmp_path / "hf") == 2 and "sliding_window=0 of mistral" in capsys.readouterr().err
     changed(tmp_path / "hf", sliding_window=16)
     assert run("roundtrip", tmp_path / "hf", "--check-logits") == 0
 
@@ -219,8 +214,7 @@ def test_inspect_says_what_is_there(tmp_path: pathlib.Path, capsys) -> None:
     assert hugging_face["family"] == megatron["family"] == "mixtral" and megatron["kind"] == "Megatron torch_dist"
     assert "mlp.experts.experts.linear_fc1.weight [4, 4, 192, 64] torch.float32" in capsys.readouterr().out
     (tmp_path / "megatron" / "hf" / "config.json").unlink()
-    assert run("inspect", tmp_path / "megatron") == 2
-    assert run("export", tmp_path / "megatron", tmp_path / "out") == 2
+    assert run("inspect", tmp_path / "megatron") == 2 and run("export", tmp_path / "megatron", tmp_path / "out") == 2
     assert "has no hf/config.json; name a directory" in capsys.readouterr().err
     assert run("export", tmp_path / "megatron", tmp_path / "out", "--hf", tmp_path / "hf") == 0
     assert run("export", tmp_path, tmp_path / "other", "--hf", tmp_path / "hf") == 2
@@ -371,11 +365,9 @@ def test_import_and_export_call_the_bridge(bridge, tmp_path: pathlib.Path, monke
     hf, out = folder_of(tmp_path / "hf", "gemma2"), tmp_path / "out"
     assert run("import", hf, out, "--dtype", "bfloat16") == 0
     assert run("export", out, tmp_path / "back", "--hf", hf, "--quiet") == 0
-    assert bridge.calls == [
-        ("import", str(hf), str(out), {"torch_dtype": torch.bfloat16}),
-        ("from", str(hf)),
-        ("export", str(out), str(tmp_path / "back"), False),
-    ]
+    assert bridge.calls == [("import", str(hf), str(out), {"torch_dtype": torch.bfloat16}),
+                            ("from", str(hf)),
+                            ("export", str(out), str(tmp_path / "back"), False)]
     assert capsys.readouterr().out.count("by megatron-bridge") == 2
 
 

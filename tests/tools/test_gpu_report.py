@@ -98,22 +98,19 @@ def test_a_step_that_fails_hangs_or_dies_does_not_stop_the_rest(tmp_path: pathli
 
 @pytest.mark.process
 def test_steps_that_compare_numbers_run_side_by_side_before_the_others(tmp_path: pathlib.Path) -> None:
-    alone = planted("alone", WRITES)
-    found = run(tmp_path, alone, planted("left", MEETS, cores=1), planted("right", MEETS, cores=1))
+    found = run(tmp_path, planted("alone", WRITES), planted("left", MEETS, cores=1), planted("right", MEETS, cores=1))
     assert [x["outcome"] for x in found] == ["passed"] * 3 and found[-1]["name"] == "alone"
 
 
-SHARES = {
-    "first": "import helper\nfound(pid=os.getpid(), helper=helper.NAME, argv=sys.argv[2:])",
-    "raises": "raise ValueError('a planted error')",
-    "hangs": HANGS,
-    "exits": "print('three'); sys.exit(3)",
-    "dies": "os.kill(os.getpid(), 9)",
-    "second": "import helper\nsys.path.insert(0, 'x'); os.environ['PLANTED'] = '1'\n"
-    "found(pid=os.getpid(), helper=helper.NAME)\nsys.exit(0)",
-    "third": "import helper\nprint('by', os.getppid(), sys.stdin.read())\n"
-    "found(pid=os.getpid(), helper=helper.NAME, kept='x' in sys.path or 'PLANTED' in os.environ)",
-}
+SHARES = {"first": "import helper\nfound(pid=os.getpid(), helper=helper.NAME, argv=sys.argv[2:])",
+          "raises": "raise ValueError('a planted error')",
+          "hangs": HANGS,
+          "exits": "print('three'); sys.exit(3)",
+          "dies": "os.kill(os.getpid(), 9)",
+          "second": "import helper\nsys.path.insert(0, 'x'); os.environ['PLANTED'] = '1'\n"
+          "found(pid=os.getpid(), helper=helper.NAME)\nsys.exit(0)",
+          "third": "import helper\nprint('by', os.getppid(), sys.stdin.read())\n"
+          "found(pid=os.getpid(), helper=helper.NAME, kept='x' in sys.path or 'PLANTED' in os.environ)"}
 FOUND = "import json, os, sys\ndef found(**x): open(sys.argv[1], 'w').write(json.dumps(x))\n"
 
 
@@ -232,6 +229,5 @@ def test_headline_is_the_steps_own_or_its_first_figures_and_the_page_names_every
     assert headline(cells) == ["1 passed", "pp2: gradient 1"]
     record = dict(part=1, commit="c0ffee", name="n", measures="", machine=MACHINE, command="c", seconds=1.0)
     record |= dict(outcome="passed", reason="", found={})
-    other = {**record, "machine": {**MACHINE, "device": "1 x another"}, "reason": "a | b"}
-    page = markdown([record] * 2 + [other])
+    page = markdown([record] * 2 + [{**record, "machine": {**MACHINE, "device": "1 x another"}, "reason": "a | b"}])
     assert page.count("a CPU, driver none") == 1 and "1 x another" in page and "a / b" in page

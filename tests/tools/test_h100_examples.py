@@ -86,14 +86,12 @@ def started(tmp_path: pathlib.Path, models: pathlib.Path, launch: Launch) -> tup
     server = next((call for call in calls if "tools/serve_vllm.py" in call), "")
     serving = [int(x) for x in re.findall(r"--(?:nodes|tensor-parallel-size|replicas)[= ](\d+)", server)]
     gpus = serving[0] * serving[1] * serving[2] if serving else 0
-    words = trainer.partition("-m megatron_rl.train ")[2].split()
-    return int(re.search(r"--nodes=(\d+)", trainer)[1]), gpus, words
+    return int(re.search(r"--nodes=(\d+)", trainer)[1]), gpus, trainer.partition("-m megatron_rl.train ")[2].split()
 
 
 def config_of(words: list[str], *further: str) -> Config:
     path = words[words.index("--config") + 1]
-    overrides = [word for word in words if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
-    config = load_config(ROOT / path, [*overrides, *further])
+    config = load_config(ROOT / path, [*[word for word in words if re.match(r"[a-z_]+\.[a-z_.]+=", word)], *further])
     validate_config(config)
     return config
 

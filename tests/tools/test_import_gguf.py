@@ -167,12 +167,10 @@ def test_keys_that_change_nothing_are_taken_and_texts_begin_as_the_file_says(tmp
     harmless = {"llama.logit_scale": 1.0, "llama.attention.causal": True, "general.license": "mit", "split.no": 0}
     harmless |= {"quantize.imatrix.file": "x", "tokenizer.ggml.add_sep_token": False, "llama.attention.scale": 0.0}
     for i, (keys, wanted) in enumerate(
-        [
-            (harmless, [3]),
-            ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, [1, 3, 0]),
-            ({"tokenizer.ggml.pre": "llama-bpe"}, [1, 3]),
-            ({"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False}, [3]),
-        ]
+        [(harmless, [3]),
+         ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, [1, 3, 0]),
+         ({"tokenizer.ggml.pre": "llama-bpe"}, [1, 3]),
+         ({"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False}, [3])]
     ):
         write_gguf(tmp_path / f"{i}.gguf", keys=keys)
         assert run(tmp_path / f"{i}.gguf", tmp_path / f"{i}") == 0
@@ -244,8 +242,7 @@ def test_no_flipped_or_missing_byte_ends_in_a_traceback(tmp_path: pathlib.Path) 
                 content[order.randrange(start)] = order.choice((0, 1, 9, 127, 128, 255))
         (tmp_path / "m.gguf").write_bytes(content)
         try:
-            file = GgufFile(tmp_path / "m.gguf")
-            gguf_import.config_fields(file, torch.float32)
+            gguf_import.config_fields(GgufFile(tmp_path / "m.gguf"), torch.float32)
         except ConfigError as error:
             refused += str(tmp_path) in str(error)
     assert refused > 100  # every cut, and a flip of a count, a type, a name or a place

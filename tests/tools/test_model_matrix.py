@@ -77,8 +77,7 @@ def test_outcomes_of_an_earlier_run_are_taken_by_node_id(tmp_path: pathlib.Path)
 def test_the_table_stands_between_the_markers_and_nothing_else_changes(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "models.md"
     page.write_text(f"before\n{model_matrix.BEGIN}\nold\n{model_matrix.END}\nafter\n")
-    text = model_matrix.table({"x": case("passed")}, {}, HOST, 90.0, "beside other work")
-    model_matrix.write(page, text)
+    model_matrix.write(page, model_matrix.table({"x": case("passed")}, {}, HOST, 90.0, "beside other work"))
     written = page.read_text()
     assert written.startswith(f"before\n{model_matrix.BEGIN}\n") and written.endswith(f"{model_matrix.END}\nafter\n")
     assert "old" not in written and "a CPU, Python 3.11, torch 2; beside other work" in written

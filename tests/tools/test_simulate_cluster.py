@@ -49,9 +49,8 @@ SPLITS = {
     "PP2, windows by kind": split("olmo3", "pipeline=2"),
     "TP2, window": split("mistral_window", "tensor=2"),
     "DP2, sharded": split("llama", "optimizer.distributed=true"),
-    "PP2, second model": split(
-        "qwen2_tied", "pipeline=2 loss.kl_coefficient=0.1 skip.mode=off reference.placement=device"
-    ),
+    "PP2, second model": split("qwen2_tied",
+                               "pipeline=2 loss.kl_coefficient=0.1 skip.mode=off reference.placement=device"),
     "TP2, adapters": split("qwen3", "tensor=2 lora.rank=3"),
     "EP2, adapters on experts": split("glm4_moe", "expert=2 lora.rank=3"),
     "TP2-SP, adapters on experts": split("mixtral", "SP lora.rank=3"),
@@ -153,18 +152,15 @@ def test_nothing_dead_gains_nothing_and_all_dead_is_a_ghost() -> None:
     ghost = forecast(tiny_job(equal_samples(8, 20, dead=4), 2, costs=per_token(1)))
     assert ghost.ideal is None and ghost.skip.drawn is None
     assert (ghost.skip.count("ghosts"), ghost.skip.update_s) == (1, 7.0)
-    off = forecast(tiny_job(equal_samples(8, 20, dead=2), 2, "skip.mode=off"))
-    assert off.gain == 1.0
+    assert forecast(tiny_job(equal_samples(8, 20, dead=2), 2, "skip.mode=off")).gain == 1.0
 
 
 def test_what_binds_is_named() -> None:
     """The costliest comes first: with experts over two replicas and a long sample, what one takes beyond the other."""
     workload = dataclasses.replace(equal_samples(4, 20), response_tokens=np.array([15, 15, 15, 95]))
     found = forecast(tiny_job(workload, 2, "parallel.expert=2", family="mixtral", costs=per_token(1)))
-    names = {x.name for x in found.constraints}
-    assert {"EP lockstep", "longest sample", "token cap", "optimizer step"} <= names
-    assert found.dense.count("num_fillers") == 1
-    assert found.constraints[0].name == "longest sample"
+    assert {"EP lockstep", "longest sample", "token cap", "optimizer step"} <= {x.name for x in found.constraints}
+    assert found.dense.count("num_fillers") == 1 and found.constraints[0].name == "longest sample"
     layout = ("parallel.pipeline=4", "parallel.virtual_pipeline=2")
     wide = forecast(tiny_job(equal_samples(12, 40), 4, *layout, costs=per_token(4, 2)))
     assert {"VPP multiple", "pipeline bubble", "uneven stages"} <= {x.name for x in wide.constraints}

@@ -18,12 +18,10 @@ from tests.equality.rig import DEFAULTS, any_tokenizer, open_rig
 from tests.reference import LAYERS, file_weights, tiny_config, tiny_model
 from tests.tools.simulated_job import bytes_of, equal_samples, held_bytes, job_of
 
-GRIDS = {
-    "DP2, sharded": ("llama", "optimizer.distributed=true"),
-    "PP2": ("qwen2_tied", "parallel.pipeline=2"),
-    "TP2 beside PP2": ("qwen2_tied", "parallel.pipeline=2", "critic.parallel={pipeline: 1, tensor: 2}"),
-    "EP2": ("mixtral", "parallel.expert=2", "critic.optimizer.distributed=true"),
-}
+GRIDS = {"DP2, sharded": ("llama", "optimizer.distributed=true"),
+         "PP2": ("qwen2_tied", "parallel.pipeline=2"),
+         "TP2 beside PP2": ("qwen2_tied", "parallel.pipeline=2", "critic.parallel={pipeline: 1, tensor: 2}"),
+         "EP2": ("mixtral", "parallel.expert=2", "critic.optimizer.distributed=true")}
 GIVEN = ("advantage.estimator=distillation", "data.max_prompt_tokens=32", "model.dtype=float32")
 DEPTH, HIDDEN = 4, 32  # of the teacher
 
@@ -54,8 +52,7 @@ def job_with_critic(family: str, world: int, *overrides: str):
 def test_a_critics_memory_is_that_of_one_that_is_built(pool, grid: str) -> None:
     family, *overrides = GRIDS[grid]
     found = pool.run(2, critic_bytes, family, *overrides, timeout_s=120)
-    critic = job_with_critic(family, 2, *overrides).critic
-    stages = critic_memory(critic)
+    stages = critic_memory(job_with_critic(family, 2, *overrides).critic)
     predicted = [stages[rank * len(stages) // 2] for rank in range(2)]
     assert [(x.weights, x.gradients) for x in predicted] == [rank[:2] for rank in found]
     assert sum(x.optimizer for x in predicted) == sum(rank[2] for rank in found)

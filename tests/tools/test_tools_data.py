@@ -21,26 +21,22 @@ from tests.tools import load_script, words
 gsm8k = load_script("examples/gsm8k/prepare.py")
 quickstart = load_script("examples/quickstart/prepare.py")
 
-SOLVED = {
-    "Natalia sold 48, then half. How many?": "48/2 = <<48/2=24>>24\n48+24 = <<48+24=72>>72 clips\n#### 72",
-    "A house costs $80,000. Janet’s profit?": "It is $<<80000*1.5=120000>>120,000\n#### 120,000",
-    "It was 4 degrees and fell by 7.  Now?": "4-7 = -3\n#### -3",
-}
+SOLVED = {"Natalia sold 48, then half. How many?": "48/2 = <<48/2=24>>24\n48+24 = <<48+24=72>>72 clips\n#### 72",
+          "A house costs $80,000. Janet’s profit?": "It is $<<80000*1.5=120000>>120,000\n#### 120,000",
+          "It was 4 degrees and fell by 7.  Now?": "4-7 = -3\n#### -3"}
 GSM8K_ROWS = [{"question": question, "answer": answer} for question, answer in SOLVED.items()]
 SMALL = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 32, "max_position": 32}
 problems = load_script("examples/smollm2/problems.py")
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 math = load_script("examples/h100/prepare_math.py")
-BOXES = {
-    r"so $x=\boxed{\frac{1}{2}}$.": r"\boxed{\frac{1}{2}}",
-    r"first \boxed{1}, then \boxed{ (3,\infty) }": r"\boxed{(3,\infty)}",
-    r"$\boxed 7$": r"\boxed{7}",
-    r"\fbox{\$32,\!348}": r"\boxed{\$32,\!348}",
-    r"\boxed{\left\{1,2\right\}}": r"\boxed{\left\{1,2\right\}}",
-    r"\boxed{\text{even}}": r"\boxed{\text{even}}",
-    "no box": None,
-    r"\boxed{1": None,
-}
+BOXES = {r"so $x=\boxed{\frac{1}{2}}$.": r"\boxed{\frac{1}{2}}",
+         r"first \boxed{1}, then \boxed{ (3,\infty) }": r"\boxed{(3,\infty)}",
+         r"$\boxed 7$": r"\boxed{7}",
+         r"\fbox{\$32,\!348}": r"\boxed{\$32,\!348}",
+         r"\boxed{\left\{1,2\right\}}": r"\boxed{\left\{1,2\right\}}",
+         r"\boxed{\text{even}}": r"\boxed{\text{even}}",
+         "no box": None,
+         r"\boxed{1": None}
 
 
 def write_jsonl(path: pathlib.Path, rows) -> pathlib.Path:
@@ -85,8 +81,7 @@ def test_what_cannot_round_trip_fails_the_tool(tmp_path, capsys):
     path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "1+x"}])
     arguments = ["--input", str(path), "--out", str(tmp_path / "t"), "--columns"]
     assert make_tokenizer.main([*arguments, "prompt", "--characters", "0123+"]) == 1
-    assert "'1+x' came back as '1+'" in capsys.readouterr().err
-    assert make_tokenizer.main([*arguments, "answer"]) == 1
+    assert "'1+x' came back as '1+'" in capsys.readouterr().err and make_tokenizer.main([*arguments, "answer"]) == 1
     assert "--columns answer: row 0" in capsys.readouterr().err
 
 
@@ -110,8 +105,7 @@ def test_equal_seeds_make_equal_weights(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_model.make_model("qwen2", make_model.ModelSizes(**SMALL), tmp_path / "t", tmp_path / name, seed)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
-    assert a == b and a != c
-    assert torch.equal(torch.get_rng_state(), state)
+    assert a == b and a != c and torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(("sizes", "message"), [
@@ -146,8 +140,7 @@ def test_gsm8k_columns(tmp_path):
     assert list(load_rows(alone / "train.jsonl")) == list(rows)
     for row, found in zip(rows, source.next_solutions(3), strict=True):
         texts = tokenizer.decode(found.prompt.token_ids), tokenizer.decode(found.response_ids[:-1])
-        assert texts == (row["prompt"], row["solution"])
-        assert found.response_ids[-1] == tokenizer.eos_token_id
+        assert texts == (row["prompt"], row["solution"]) and found.response_ids[-1] == tokenizer.eos_token_id
 
 
 def test_gsm8k_row_without_a_number_is_named(tmp_path, capsys):
@@ -178,8 +171,7 @@ def row(solution: str) -> str:
 @pytest.mark.parametrize("solution", BOXES)
 def test_the_last_box_is_the_answer(solution: str) -> None:
     answer = BOXES[solution]
-    assert math.boxed_answer(solution) == answer
-    assert answer is None or math.can_be_earned(answer)
+    assert math.boxed_answer(solution) == answer and (answer is None or math.can_be_earned(answer))
 
 
 def test_lines_and_a_file_for_each_problem_give_the_same_columns(tmp_path, capsys) -> None:
@@ -246,5 +238,4 @@ def test_no_problem_is_trained_and_held_out_and_steps_are_those_asked_for_or_ref
         (("--steps", "3"), "--steps 3 must name 1, 2 or both"),
         (("--steps", "two"), "--steps two"),
     ):
-        assert problems.main(["--out", str(tmp_path), *given]) == 1
-        assert re.search(said, capsys.readouterr().err)
+        assert problems.main(["--out", str(tmp_path), *given]) == 1 and re.search(said, capsys.readouterr().err)

@@ -23,21 +23,19 @@ TOOL = TOOLS / "verify_topology.py"
 EXPERTS = ("parallel.expert=2", "parallel.expert_tensor=1")
 TWO_KINDS = ("glm4_moe", "deepseek_v3", "llama4_interleaved")  # of layers: a dense one, then a mixture
 TP2, PP2, CP2 = "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"
-PASSING = {
-    "TP2": (2, "qwen2_tied", (TP2,)),
-    "PP2": (2, "qwen3", (PP2,)),
-    "DP2, overlaps": (2, "llama", OVERLAPS),
-    "TP2 SP": (2, "llama3_rope", SP),
-    "CP2": (2, "qwen2_untied", (CP2,)),
-    "TP2 SP, PP2, VPP2": (4, "qwen2_tied", (*SP, PP2, "parallel.virtual_pipeline=2")),
-    "EP2": (2, "mixtral", EXPERTS),
-    "TP2 SP, EP2": (2, "qwen3_moe", (*SP, *EXPERTS)),
-    "TP2 SP, EP2, sinks": (2, "gpt_oss", (*SP, *EXPERTS)),
-    "EP2, PP2, layers of two kinds": (4, "glm4_moe", ("parallel.expert=2", "parallel.pipeline=2")),
-    "PP2, dense layers between": (2, "llama4_interleaved", ("parallel.pipeline=2",)),
-    "TP2 SP, latents": (2, "deepseek_v3", (*SP, *EXPERTS)),
-    "TP2, bfloat16": (2, "qwen2_tied", ("parallel.tensor=2", "--dtype", "bfloat16")),
-}
+PASSING = {"TP2": (2, "qwen2_tied", (TP2,)),
+           "PP2": (2, "qwen3", (PP2,)),
+           "DP2, overlaps": (2, "llama", OVERLAPS),
+           "TP2 SP": (2, "llama3_rope", SP),
+           "CP2": (2, "qwen2_untied", (CP2,)),
+           "TP2 SP, PP2, VPP2": (4, "qwen2_tied", (*SP, PP2, "parallel.virtual_pipeline=2")),
+           "EP2": (2, "mixtral", EXPERTS),
+           "TP2 SP, EP2": (2, "qwen3_moe", (*SP, *EXPERTS)),
+           "TP2 SP, EP2, sinks": (2, "gpt_oss", (*SP, *EXPERTS)),
+           "EP2, PP2, layers of two kinds": (4, "glm4_moe", ("parallel.expert=2", "parallel.pipeline=2")),
+           "PP2, dense layers between": (2, "llama4_interleaved", ("parallel.pipeline=2",)),
+           "TP2 SP, latents": (2, "deepseek_v3", (*SP, *EXPERTS)),
+           "TP2, bfloat16": (2, "qwen2_tied", ("parallel.tensor=2", "--dtype", "bfloat16"))}
 OUTPUT = "attention output (model.layers.{}.self_attn.o_proj)"
 CORE = "attention core (model.layers.0.self_attn, before o_proj)"
 TP_FAULT = ("--inject", "tp_all_reduce", "--layers-per-stage", "3", "--inject-layer")

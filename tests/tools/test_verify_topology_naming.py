@@ -123,14 +123,10 @@ SAID = {
         "at the attention core (model.layers.0.self_attn, before o_proj): relative error 4.5e-01; 1 of 5 tokens "
         "differ, the first is token 1, held by context rank 1. Look at",
     ),
-    "log-probs": (
-        dict(logprobs=logprobs(0.0)),
-        "gives the same activations, and the log-probs of sample s1 among others do not agree (1.0e+00)",
-    ),
-    "factor": (
-        dict(gradient={name: x / 4 for name, x in gradients().items()}, grad_norm=0.5),
-        "log-probs agree, and every gradient is 1/4 of the reference: divided by the 4 micro-batches.",
-    ),
+    "log-probs": (dict(logprobs=logprobs(0.0)),
+                  "gives the same activations, and the log-probs of sample s1 among others do not agree (1.0e+00)"),
+    "factor": (dict(gradient={name: x / 4 for name, x in gradients().items()}, grad_norm=0.5),
+               "log-probs agree, and every gradient is 1/4 of the reference: divided by the 4 micro-batches."),
     "gradient": (dict(gradient=gradients(o_proj=1.1)), f"differs is {OUT}, relative error 1.0e-01"),
     "lost gradient": (dict(gradient=gradients(norm=math.nan)), "differs is model.norm.weight, relative error inf"),
     "norm": (dict(grad_norm=2.5), "every gradient agrees and their norm is 1.25 times the reference's"),
@@ -180,8 +176,7 @@ def test_the_thin_model_keeps_the_layout_and_its_weights_are_those_of_every_rank
     kept = [*kept.split(), "rope_parameters"]
     assert {x: getattr(small, x) for x in kept} == {x: getattr(real, x) for x in kept}
     assert (small.num_hidden_layers, small.hidden_size, small.intermediate_size) == (12, 64, 96)
-    assert len(small.layer_types) == 12
-    assert small.vocab_size < 200 and small.vocab_size % 2 == real.vocab_size % 2
+    assert len(small.layer_types) == 12 and small.vocab_size < 200 and small.vocab_size % 2 == real.vocab_size % 2
     wide = thin.thin_hf_config(real, config, thin.Size(keep=("hidden", "ffn", "vocabulary")))
     assert (wide.hidden_size, wide.intermediate_size, wide.vocab_size, wide.num_hidden_layers) == (128, 192, 1003, 6)
     with pytest.raises(ConfigError, match="= ?6 does not divide num_hidden_layers=8 of here"):

@@ -1,7 +1,5 @@
 """Calls of a real engine in a thread of their own, for weights that change in their middle."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -34,9 +32,8 @@ def lengths_of(prompts: list[Prompt]) -> list[int]:
 class Call:
     """A call of ``generate`` in a thread of its own, with the finished prompts that it told meanwhile."""
 
-    def __init__(
-        self, bench: Bench, times: int = 1, samples: int = SAMPLES, few: int | None = None, temperature=None
-    ) -> None:
+    def __init__(self, bench: Bench, times: int = 1, samples: int = SAMPLES, few: int | None = None,
+                 temperature=None) -> None:
         self.prompts = prompts = prompts_of(bench, times)[:few]
         self.told: list[tuple[int, list[Rollout]]] = []
         self.waits = 0

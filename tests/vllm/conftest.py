@@ -1,7 +1,5 @@
 """An embedded vLLM engine for the session, and a bound in time for every test that uses it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """The rig of the tests with a real embedded engine: models, weights by seed, Hugging Face's forward, syncs."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -38,9 +36,8 @@ CPU = torch.device("cpu")
 CONFIGS = {"qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
 
 
-def model_folder(
-    source: pathlib.Path, folder: pathlib.Path, family: str, *, tied: bool, intermediate: int = 96
-) -> pathlib.Path:
+def model_folder(source: pathlib.Path, folder: pathlib.Path, family: str, *, tied: bool,
+                 intermediate: int = 96) -> pathlib.Path:
     """Write config.json and tokenizer without weights, which come by sync; ``source`` has the tokenizer."""
     ignore = shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json")
     shutil.copytree(source, folder, ignore=ignore)
@@ -185,8 +182,7 @@ def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str, ra
     seat = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks)
     model = hugging_face(folder)
     given = dict(location=seat, role=role_of(config, seat), vocab_size=model.config.vocab_size)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    engine = build_engine(config, tokenizer, **given, device=CPU, dtype=torch.float32)
+    engine = build_engine(config, AutoTokenizer.from_pretrained(folder), **given, device=CPU, dtype=torch.float32)
     return Bench(folder, config, engine, model)
 
 

@@ -3,8 +3,6 @@
 The reference is Hugging Face's model with W + (alpha / rank) · B A, merged in float64. Rank 3 is padded to 8 by vLLM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -110,10 +108,8 @@ UP, OUTPUT = f"{LAYER}mlp.up_proj.lora_", f"{LAYER}self_attn.o_proj.lora_"
 MISFITS = {
     "half a pair": ({f"{UP}B.weight": None}, "1 halves of the adapters' pairs did not arrive"),
     "one of two": (dict.fromkeys((f"{UP}A.weight", f"{UP}B.weight")), f"layer {LAYER}mlp.gate_up_proj is [192, 64]"),
-    "no such layer": (
-        {f"{LAYER}mlp.gate.lora_A.weight": (3, 64), f"{LAYER}mlp.gate.lora_B.weight": (2, 3)},
-        f"no layer for 1 of the adapters: {LAYER}mlp.gate",
-    ),
+    "no such layer": ({f"{LAYER}mlp.gate.lora_A.weight": (3, 64), f"{LAYER}mlp.gate.lora_B.weight": (2, 3)},
+                      f"no layer for 1 of the adapters: {LAYER}mlp.gate"),
     "another rank": ({f"{UP}A.weight": (2, 64)}, "adapters of rank 3 are A [(2, 64), (3, 64)]"),
     "too few rows": ({f"{OUTPUT}B.weight": (63, 3)}, f"layer {LAYER}self_attn.o_proj is [64, 64]"),
     "rank of B": ({f"{OUTPUT}B.weight": (64, 2)}, f"layer {LAYER}self_attn.o_proj is [(64, 2)]"),
@@ -131,8 +127,7 @@ def test_adapters_that_do_not_fit_are_named(adapted, misfit):
         tensors.pop(name, None)
         if size is not None:
             tensors[name] = torch.ones(size)
-    report = adapted.send(tensors)
-    (reason,) = report.failed.values()
+    (reason,) = adapted.send(tensors).failed.values()
     assert words in reason, reason
     assert adapted.bench.engine.weight_version == NO_WEIGHTS and adapted.bench.engine.lacks_weights
     adapted.is_exact()

@@ -1,7 +1,5 @@
 """Whole runs that generate ahead on a real engine: the modes agree, and a lost engine is mended."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -15,10 +13,8 @@ pytestmark = pytest.mark.vllm
 REWARDS = ("reward.functions=[tests.reward_functions:parity,math_verify]", "reward.num_workers=1")
 AHEAD = (*BASE, *REWARDS, "rollout.producer.min_groups=2")
 STREAMING = ("rollout.producer.mode=streaming",)
-LAYOUTS = {
-    "DP2, two engines": (2, ()),
-    "TP2-PP2, one engine": (4, ("parallel.tensor=2", "parallel.pipeline=2", "rollout.num_engines=1")),
-}
+LAYOUTS = {"DP2, two engines": (2, ()),
+           "TP2-PP2, one engine": (4, ("parallel.tensor=2", "parallel.pipeline=2", "rollout.num_engines=1"))}
 
 
 def exact(row: dict) -> dict:

@@ -1,7 +1,5 @@
 """An engine that gets only what changed holds the trainer's bits after every sync, and everything after a restart."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whole runs whose engine gets what changed alone, and is killed in between: it holds the trainer's bits to the end."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

@@ -1,7 +1,5 @@
 """A real embedded vLLM engine gives Hugging Face's tokens and log-probs, whichever weights it got, and however."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """No sample is lost or doubled, or an error says why, where a real engine is killed, hangs, or does not start."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -109,8 +107,7 @@ def test_an_engine_killed_in_mid_generation_hands_over_what_is_finished(own, pro
         row for place in sorted(finished) for row in quiet[place * SAMPLES : (place + 1) * SAMPLES]
     ]
     assert "exit code -9" in str(lost.value) and str(own.replica.log_path) in str(lost.value)
-    assert own.engine.weight_version == NO_WEIGHTS and own.engine.lost
-    assert produce() == quiet
+    assert own.engine.weight_version == NO_WEIGHTS and own.engine.lost and produce() == quiet
 
 
 def test_an_engine_says_that_it_computes(own, produce, quiet):
@@ -126,8 +123,7 @@ def test_a_call_disturbed_by_a_kill_equals_an_undisturbed_one(own, produce, quie
     pid = own.pid
     with in_mid_generation(own, kill, after):
         assert produce() == quiet
-    assert own.pid != pid
-    assert own.largest_gap(PROMPTS[:4], 1) < LOGPROB_TOLERANCE
+    assert own.pid != pid and own.largest_gap(PROMPTS[:4], 1) < LOGPROB_TOLERANCE
 
 
 @pytest.mark.long
@@ -151,8 +147,7 @@ def test_an_engine_killed_between_two_calls_is_replaced_by_the_next_sync(own, pr
     pid = own.pid
     kill(pid)
     own.replica._process.wait(patient(HANG_S))
-    assert until(lambda: own.engine.weight_version == NO_WEIGHTS)
-    assert produce() == quiet and own.pid != pid
+    assert until(lambda: own.engine.weight_version == NO_WEIGHTS) and produce() == quiet and own.pid != pid
 
 
 @pytest.mark.long
@@ -248,11 +243,9 @@ def test_a_rank_killed_takes_its_engine_along(own, tmp_path, ready):
     assert until(lambda: not alive(pid))
 
 
-FALSE_STARTS = {
-    "rollout.vllm={no_such_argument: 3}": "unexpected keyword argument 'no_such_argument'",
-    "rollout.vllm={block_size: 32, max_model_len: 100000}": "max_model_len (100000)",
-    "model.hf_path=/no/such/folder": "/no/such/folder",
-}
+FALSE_STARTS = {"rollout.vllm={no_such_argument: 3}": "unexpected keyword argument 'no_such_argument'",
+                "rollout.vllm={block_size: 32, max_model_len: 100000}": "max_model_len (100000)",
+                "model.hf_path=/no/such/folder": "/no/such/folder"}
 
 
 @pytest.mark.long

@@ -1,7 +1,5 @@
 """A real embedded vLLM engine of a mixture gives Hugging Face's log-probs after a sync."""
 
-from __future__ import annotations
-
 import pathlib
 import shutil
 

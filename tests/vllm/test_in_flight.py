@@ -1,7 +1,5 @@
 """Weights that change while a real engine generates: each token is that of its span's, and nothing is lost."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

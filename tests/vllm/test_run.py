@@ -1,7 +1,5 @@
 """Whole runs with rollout.engine=vllm, a real engine on the CPU: the same numbers as the trainer's own engine's."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest
@@ -40,8 +38,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "TP2, by broadcast"))
 def test_log_probs_equal_the_trainers_after_every_sync(run, request, tmp_path, layout):
     engines, *given = LAYOUTS[layout]
-    folder = request.getfixturevalue("mixture" if "mixture" in layout else "arithmetic")
-    run(*given, world=2, folder=folder)
+    run(*given, world=2, folder=request.getfixturevalue("mixture" if "mixture" in layout else "arithmetic"))
     check_rows(tmp_path, engines)
 
 

@@ -1,7 +1,5 @@
 """The server of Tinker's API over a real vLLM engine samples from the weights that a client trained."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.serve import messages
-from tests.faults.serve_client import Client, address_of, training_body
+from tests.faults.serve_client import Client, Refused, address_of, training_body
 from tests.vllm.served import BASE, GAP, engines_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
@@ -75,18 +73,21 @@ def test_draws_are_the_trained_models_and_outlive_their_engine(client: Client, n
         again = draw(client, sampler, 1)
         assert gap_to_trainer(client, model, 6, again) < GAP
         greedy = draw(client, sampler, 2, temperature=0.0)
-        assert all(tokens == greedy[0][0] for tokens, _ in greedy)
-        assert draws != again
+        assert all(tokens == greedy[0][0] for tokens, _ in greedy) and draws != again
     assert engines_of(nursery.process.pid) != [engine]
 
 
 def test_what_this_engine_cannot_give_is_refused_by_name(client: Client) -> None:
-    session = client.session()
-    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "model"}
+    asked = {"session_id": client.session(), "sampling_session_seq_id": 0, "base_model": "model"}
     sampler = client.ask("create_sampling_session", asked)["sampling_session_id"]
     prompt = {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]}
     body = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 1, "prompt": prompt}
-    body |= {"sampling_params": {"max_tokens": 2}, "topk_prompt_logprobs": 2, "prompt_logprobs": True}
-    refused = client.outcome(client.ask("asample", body))
-    assert "not served by rollout.engine=vllm" in refused["error"] and "rollout.engine=transformers" in refused["error"]
+    body |= {"sampling_params": {"max_tokens": 2}, "prompt_logprobs": True}
+    for wrong, words in (
+        ({"topk_prompt_logprobs": 2}, "topk_prompt_logprobs=2 is not served by rollout.engine=vllm"),
+        ({"topk_sample_logprobs": 2}, "topk_sample_logprobs=2 is not served by rollout.engine=vllm"),
+        ({"sampling_params": {"temperature": 1e-3}}, "temperature=0.001 must be 0"),  # it would sample at 0.01
+    ):
+        with pytest.raises(Refused, match=words):
+            client.ask("asample", body | wrong)
     assert len(draw(client, sampler, 1)) == 4  # the server goes on

@@ -1,7 +1,5 @@
 """Workers of a tensor-parallel engine load slices from the sender's memory, and together check all of its bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Syncs to a real engine that break off or bring the wrong thing: named, not taken for whole, and exact afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -115,11 +113,9 @@ def test_weights_that_are_not_whole_are_named(bench, kind):
     fails(bench, change(bench.weights(3)), *words)
 
 
-UNLOADABLE = {
-    "a short norm": (other(NORM, lambda x: x[:-1]), "torch.Size([63])"),
-    "a short k": (other(K, lambda x: x[:-1]), "exceeds dimension size"),
-    "nonsense": (also(f"{LAYER}nonsense.weight", torch.ones(8)), "There is no module or parameter named"),
-}
+UNLOADABLE = {"a short norm": (other(NORM, lambda x: x[:-1]), "torch.Size([63])"),
+              "a short k": (other(K, lambda x: x[:-1]), "exceeds dimension size"),
+              "nonsense": (also(f"{LAYER}nonsense.weight", torch.ones(8)), "There is no module or parameter named")}
 
 
 @pytest.mark.parametrize("kind", UNLOADABLE)
@@ -174,13 +170,11 @@ def test_only_a_segment_of_ours_is_read(bench, tmp_path, kind):
     secret = tmp_path / f"{SEGMENT_PREFIX}secret"
     secret.write_bytes(bytes(64))
     mine = pathlib.Path("/dev/shm") / f"{SEGMENT_PREFIX}test-{os.getpid()}"
-    path, word = {
-        "foreign": (pathlib.Path("/dev/shm/another"), "is not a weight segment"),
-        "outside": (pathlib.Path("/dev/shm/..") / secret, "is not a weight segment"),
-        "stale": (mine, "cannot be opened here (No such file or directory)"),
-        "link": (mine, "cannot be opened here (Too many levels of symbolic links)"),
-        "short": (mine, "bytes and the bucket"),
-    }[kind]
+    path, word = {"foreign": (pathlib.Path("/dev/shm/another"), "is not a weight segment"),
+                  "outside": (pathlib.Path("/dev/shm/..") / secret, "is not a weight segment"),
+                  "stale": (mine, "cannot be opened here (No such file or directory)"),
+                  "link": (mine, "cannot be opened here (Too many levels of symbolic links)"),
+                  "short": (mine, "bytes and the bucket")}[kind]
     with contextlib.ExitStack() as stack:
         if kind in ("link", "short"):
             mine.symlink_to(secret) if kind == "link" else mine.write_bytes(bytes(8))
@@ -230,9 +224,8 @@ def test_no_room_in_shared_memory_says_what_to_do(bench, monkeypatch):
     whole_sync_is_exact(bench)
 
 
-@pytest.mark.parametrize(
-    "number, channel", pairwise((signal.SIGKILL, signal.SIGSTOP), CHANNELS, kept=((signal.SIGSTOP, "broadcast"),))
-)
+@pytest.mark.parametrize("number, channel",
+                         pairwise((signal.SIGKILL, signal.SIGSTOP), CHANNELS, kept=((signal.SIGSTOP, "broadcast"),)))
 def test_an_engine_killed_or_stopped_in_mid_sync_is_lost_in_bounded_time(bench, monkeypatch, number, channel):
     """It is lost before the third bucket, long before the deadline that an engine which is well has."""
     name, pid, seen = bench.replica.name, bench.pid, []

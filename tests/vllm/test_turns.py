@@ -1,7 +1,5 @@
 """Episodes and agents' sessions of several turns on a real vLLM engine, alone and in whole runs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Holds weights that move a little at each step, as a trainer's do, and sends what changed to a real engine."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.rollout.engine import SyncReport

@@ -80,16 +80,16 @@ SERVED = (
     Mutant(
         name="forgotten-since-its-arrival",
         file="megatron_rl/serve/operations.py",
-        line="gone = [id for id, x in self._all.items() if x.state == ENDED and x.asked_at < old]",
-        becomes="gone = [id for id, x in self._all.items() if x.state == ENDED and x.arrived_at < old]",
+        line="return self._drop([x for x in self._all.values() if x.state == ENDED and x.asked_at < old])",
+        becomes="return self._drop([x for x in self._all.values() if x.state == ENDED and x.arrived_at < old])",
         fault="an answer is forgotten while its client still asks for it, and at once where the operation was long",
         tests=("tests/unit/serve/test_operations.py::test_an_answer_is_kept_from_when_it_was_last_asked_for",),
     ),
     Mutant(
         name="saved-over-what-it-goes-on-from",
         file="megatron_rl/serve/dispatch.py",
-        line="folder = folders[noted == str(folders[0].absolute())]",
-        becomes="folder = folders[noted != str(folders[0].absolute())]",
+        line="return folders[noted == str(folders[0])]",
+        becomes="return folders[noted != str(folders[0])]",
         fault="a server that dies while it saves a model has written over the state that the model goes on from",
         tests=(
             "tests/unit/serve/test_store.py::test_a_models_own_save_never_overwrites_the_one_that_it_would_go_on_from",

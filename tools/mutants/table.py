@@ -45,6 +45,8 @@ AREAS: dict[str, tuple[str, ...]] = {
     "weights": ("weights/", "rollout/weight_sync/"),
     "sessions": ("rollout/endpoint/",),
     "server": ("serve/",),
+    "doors": ("rollout/http_",),
+    "files of others": ("tools/conversion/",),
     "checkpoints": ("checkpoint/",),
     "rewards": ("reward/", "rollout/reward_errors.py"),
     "templates": ("data/",),

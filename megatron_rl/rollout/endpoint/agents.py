@@ -33,6 +33,7 @@ from megatron_rl.config import Config, EndpointConfig
 from megatron_rl.environment.protocol import is_reward
 from megatron_rl.environment.step_pool import Overdue, StepPool, Ticket
 from megatron_rl.errors import ConfigError, EpisodeError
+from megatron_rl.rollout.endpoint.asked import MOST_REWARD
 from megatron_rl.rollout.endpoint.recorder import Record
 from megatron_rl.rollout.endpoint.rendering import Rendering
 from megatron_rl.rollout.endpoint.session import Pending, Session, Tally
@@ -131,7 +132,7 @@ class AgentEngine(EngineAround):
         template_variables: Mapping[str, object] | None = None,
     ) -> None:
         try:
-            from megatron_rl.rollout.endpoint.front import Front
+            from megatron_rl.rollout.endpoint.front import HOST, Front
         except ImportError as error:
             raise ConfigError(
                 f"rollout.endpoint.agent={config.agent!r} needs a server's packages: {error}; install "
@@ -156,9 +157,7 @@ class AgentEngine(EngineAround):
         )
         self._pool = StepPool(config.num_agents, config.deadline_s, key="rollout.endpoint.deadline_s")
         self._open = contextlib.ExitStack()
-        self.address = self._open.enter_context(
-            listening(self._front.app, "127.0.0.1", port, section="rollout.endpoint")
-        )
+        self.address = self._open.enter_context(listening(self._front.app, HOST, port, section="rollout.endpoint"))
 
     def close(self) -> None:
         """End the endpoint and log what became of the sessions."""
@@ -316,8 +315,8 @@ class AgentEngine(EngineAround):
         """Take what an agent returned as the reward; return (kind, reason) of a fault, or (None, None)."""
         if value is None:
             return None, None
-        if isinstance(value, bool) or not is_reward(value):
-            said = f"it returned {value!r:.80}; return a finite number (float32)"
+        if isinstance(value, bool) or not is_reward(value) or abs(value) > MOST_REWARD:
+            said = f"it returned {value!r:.80}; return a finite number of at most {MOST_REWARD:.0e} either way"
             return "failed", f"{said}, or None if the reward comes by POST"
         if session.reward is not None:
             return "failed", f"it returned {value!r:.80} and {session.reward} came by POST; give one reward"

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from megatron_rl.rollout.endpoint.recorder import Conversation
 
+# Of an agent's reward. Beyond it advantages times a gradient leave float32, which ends a run whatever on_error says.
+MOST_REWARD = 1e12
+
 
 class Refused(ValueError):
     """Reports a request that is not served: the message names the field, the value and the way out.

@@ -14,9 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_rl.data.chat import ROLES
-from megatron_rl.environment.protocol import LARGEST_REWARD
 from megatron_rl.errors import quoted
-from megatron_rl.rollout.endpoint.asked import Asked, Refused, canonical
+from megatron_rl.rollout.endpoint.asked import MOST_REWARD, Asked, Refused, canonical
 
 # Fields that change what is sampled, and the values under which they change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -48,7 +47,7 @@ WANTED = {
     "logprobs": "is not given here; ask /v1/chat/completions for true or false, or leave it out",
     "max_tokens": "must be a number of tokens, at least 1",
     "max_completion_tokens": "must be a number of tokens, at least 1",
-    "reward": f"must be a finite number, of at most {LARGEST_REWARD:.3g} either way (float32)",
+    "reward": f"must be a finite number, of at most {MOST_REWARD:.0e} either way",
 }
 
 
@@ -128,7 +127,7 @@ class CompletionBody(Completing):
 
 
 class RewardBody(_Body):
-    reward: Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+    reward: Annotated[float, Field(ge=-MOST_REWARD, le=MOST_REWARD)]
 
 
 Kind = TypeVar("Kind", bound=_Body)

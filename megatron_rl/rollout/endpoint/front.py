@@ -18,8 +18,12 @@ from megatron_rl.rollout.endpoint.asked import Asked, Refused
 from megatron_rl.rollout.endpoint.bodies import asked_chat, asked_completion, asked_reward
 from megatron_rl.rollout.endpoint.rendering import Rendering, answer, chunks
 from megatron_rl.rollout.endpoint.session import Pending, Session, Tally
-from megatron_rl.rollout.http_server import BodyLimit, is_known, json_object
+from megatron_rl.rollout.http_doors import Bounds, Doors
+from megatron_rl.rollout.http_server import json_object
 
+HOST = "127.0.0.1"
+BESIDE = 4  # bodies of the largest size that may be held beside one of each agent
+CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's names of errors
 MOST_BYTES = 12  # of a character in JSON: two escapes of six, of a surrogate pair
 
 
@@ -42,10 +46,21 @@ class Front:
         submit: Callable[[Pending], None],
     ) -> None:
         self._rendering, self._tally = rendering, tally
-        self._keys, self._submit = keys, submit
+        self._submit = submit
         self.sessions: dict[str, Session] = {}
         self.app = FastAPI(title="megatron_rl", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-        self.app.add_middleware(BodyLimit, most=int(settings.max_body_mb * 2**20), key="rollout.endpoint.max_body_mb")
+        most = int(settings.max_body_mb * 2**20)
+        bounds = Bounds(
+            host=HOST,
+            keys=keys,
+            key_of=lambda headers: headers.get("authorization", "").removeprefix("Bearer "),
+            key_words="Authorization",
+            most_bytes=most,
+            setting="rollout.endpoint.max_body_mb",
+            most_held=(settings.num_agents + BESIDE) * most,
+            refusal=lambda status, words: _error(status, words, CODES.get(status, "invalid_request_error")),
+        )
+        self.app.add_middleware(Doors, bounds=bounds)
         self.app.add_exception_handler(Refused, _refused)
         for status in (404, 405):
             self.app.add_exception_handler(status, _unknown_route)
@@ -59,9 +74,7 @@ class Front:
         self.app.add_api_route(f"{prefix}/reward", self._reward, methods=["POST"])
 
     def _session(self, request: Request) -> Session:
-        """Return the session that a request names. Raises Refused for a wrong key or an unknown session."""
-        if not is_known(request.headers.get("authorization", "").removeprefix("Bearer "), self._keys):
-            raise Refused("the header Authorization holds no key of this endpoint", status=401, code="invalid_api_key")
+        """Return the session that a request names. Raises Refused for an unknown one."""
         key = request.path_params["key"]
         if (session := self.sessions.get(key)) is None:
             self._tally.note("unknown sessions")

@@ -104,8 +104,9 @@ class Answers:
     def _sequence(self, request: SampleRequest, index: int, completion: Completion) -> SampledSequence:
         token_ids = self._checked(f"{request.request_id}#{index}", completion, request.stop_ids)
         length, reason = len(token_ids), completion.finish_reason
+        reach = max((len(stop.encode()) for stop in request.stop_texts), default=0) + 1  # tokens that a stop may span
         for end in range(1, length + 1) if request.stop_texts else ():
-            text = self._tokenizer.decode(list(token_ids[:end]))
+            text = self._tokenizer.decode(list(token_ids[max(0, end - reach) : end]))
             if any(stop in text for stop in request.stop_texts):
                 length, reason = end, "stop"
                 break

@@ -32,13 +32,11 @@ def naive_drop(advantage: float, gaps: list[float], mask: list[bool], delta: flo
     return delta is not None and advantage < 0 and bool(counted) and sum(counted) / len(counted) > delta
 
 
-def naive(
-    config: CorrectionConfig, advantages: list[float], gaps: list[list[float]], masks: list[list[bool]]
-) -> list[float]:
+def naive(config: CorrectionConfig, advantages: list[float], gaps: list[list[float]],
+          masks: list[list[bool]]) -> list[float]:
     found = []
     for advantage, d, m in zip(advantages, gaps, masks, strict=True):
         dropped = naive_drop(advantage, d, m, config.off_policy_delta)
-        found += [
-            0.0 if dropped else naive_weight(config.mode, d, m, t, config.cap, config.floor) for t in range(len(d))
-        ]
+        found += [0.0 if dropped else naive_weight(config.mode, d, m, t, config.cap, config.floor)
+                  for t in range(len(d))]
     return found

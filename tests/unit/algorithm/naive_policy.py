@@ -31,10 +31,8 @@ def token_loss(config: LossConfig, t: SimpleNamespace, logprobs: list, i: int):
         case "importance_sampling":
             return -ratio * t.advantages[i]
         case "dro":
-            return (
-                -logprobs[i] * t.advantages[i]
-                + t.weights[i] * config.dro_beta / 2 * (logprobs[i] - t.old_logprobs[i]) ** 2
-            )
+            return (-logprobs[i] * t.advantages[i]
+                    + t.weights[i] * config.dro_beta / 2 * (logprobs[i] - t.old_logprobs[i]) ** 2)
         case "reinforce":
             return -logprobs[i] * t.advantages[i]
     raise ValueError(config.policy)

@@ -11,16 +11,8 @@ DENOMINATORS, STEPS = ("original", "kept"), ("match", "merge")
 MAX_RESPONSE_TOKENS = 16
 
 
-def naive_steps(
-    masks: list[np.ndarray],
-    groups: list[int],
-    advantages: list[float],
-    size: int | None,
-    *,
-    reduction: str,
-    denominator: str,
-    steps: str,
-) -> Iterator[tuple[list[int], dict[int, float]]]:
+def naive_steps(masks: list[np.ndarray], groups: list[int], advantages: list[float], size: int | None, *,
+                reduction: str, denominator: str, steps: str) -> Iterator[tuple[list[int], dict[int, float]]]:
     """Yield (samples that run, the weight of each one's loss tokens) of every step; nothing runs in a ghost."""
     everyone = list(range(len(masks)))
     size = len(everyone) if steps == "merge" or size is None else size

@@ -44,15 +44,9 @@ class Case:
     def run(self, estimator: str, **changed) -> np.ndarray:
         case = dataclasses.replace(self, **changed)
         applied = np.where(np.isnan(case.rewards), 0.0, case.rewards)
-        rewards = np.where(case.included, applied, np.nan) if estimator == "gdpo" else case.rewards
-        given = GroupRewards(
-            totals=rewards,
-            groups=case.groups,
-            included=case.included,
-            loss_tokens=case.loss_tokens,
-            by_function=case.by_function,
-            function_weights=case.function_weights,
-        )
+        given = GroupRewards(totals=np.where(case.included, applied, np.nan) if estimator == "gdpo" else case.rewards,
+                             groups=case.groups, included=case.included, loss_tokens=case.loss_tokens,
+                             by_function=case.by_function, function_weights=case.function_weights)
         return advantages(given, estimator=estimator, epsilon=EPSILON, whiten=case.whiten)
 
 
@@ -68,17 +62,15 @@ def cases(draw) -> Case:
     included = random.random(count) < draw(st.sampled_from([1.0, 0.7]))
     by_function = np.where(included[:, None], random.choice(pool, (count, 2)), np.nan)
     by_function[random.random(count) < 0.3, 1] = np.nan  # the second function does not apply
-    return Case(
-        by_function=by_function,
-        groups=groups,
-        included=included,
-        loss_tokens=random.integers(0, 9, count),
-        function_weights=draw(st.sampled_from([(1.0, 1.0), (0.5, 2.0)])),
-        whiten=draw(st.sampled_from(["none", "scale", "center_and_scale"])),
-    )
+    return Case(by_function=by_function, groups=groups, included=included, loss_tokens=random.integers(0, 9, count),
+                function_weights=draw(st.sampled_from([(1.0, 1.0), (0.5, 2.0)])),
+                whiten=draw(st.sampled_from(["none", "scale", "center_and_scale"])))
 
 
-def assert_invariants(case: Case, estimator: str) -> None:
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@SETTINGS
+@given(case=cases())
+def test_invariants(estimator: str, case: Case) -> None:
     """Assert every numbered invariant of algorithm/advantage.py on one batch."""
     found = case.run(estimator)
     centres = case.whiten == "center_and_scale" and estimator in ("gdpo", "reinforce_plus_plus")
@@ -92,13 +84,8 @@ def assert_invariants(case: Case, estimator: str) -> None:
     assert (found[out] == 0.0).all()
     assert np.array_equal(found, case.run(estimator, by_function=np.where(out[:, None], 1e6, case.by_function)))
     keep = case.included
-    without = case.run(
-        estimator,
-        by_function=case.by_function[keep],
-        groups=case.groups[keep],
-        included=keep[keep],
-        loss_tokens=case.loss_tokens[keep],
-    )
+    without = case.run(estimator, by_function=case.by_function[keep], groups=case.groups[keep], included=keep[keep],
+                       loss_tokens=case.loss_tokens[keep])
     np.testing.assert_allclose(found[keep], without, rtol=0, atol=NOISE)
 
     shift = (case.groups % 5 - 2).astype(np.float64)[:, None]  # 3
@@ -127,13 +114,8 @@ def assert_may_have_advantage(case: Case, estimator: str, found: np.ndarray, cen
     may = np.zeros(len(found), dtype=bool)
     rewards = np.where(case.included, np.nan_to_num(case.rewards), np.nan)
     for half in (case.groups % 2 == 0, case.groups % 2 == 1):
-        given = GroupRewards(
-            totals=rewards[half],
-            groups=case.groups[half],
-            included=case.included[half],
-            by_function=case.by_function[half],
-            function_weights=case.function_weights,
-        )
+        given = GroupRewards(totals=rewards[half], groups=case.groups[half], included=case.included[half],
+                             by_function=case.by_function[half], function_weights=case.function_weights)
         may[half] = may_have_advantage(given, estimator=estimator, epsilon=EPSILON, whiten=case.whiten)
     assert np.array_equal(may, case.included if centres else found != 0.0)
 
@@ -155,13 +137,6 @@ def assert_reduction_invariants(case: Case) -> None:
         assert np.array_equal(weights, reduction_weights(reduction, facts, members[::-1], max_response_tokens=16))
         others = make_facts(case.groups, np.where(case.included, case.loss_tokens, 999))
         assert np.array_equal(weights, reduction_weights(reduction, others, members, max_response_tokens=16))
-
-
-@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
-@SETTINGS
-@given(case=cases())
-def test_invariants(estimator: str, case: Case) -> None:
-    assert_invariants(case, estimator)
 
 
 def std_of(values: list[float]) -> float:

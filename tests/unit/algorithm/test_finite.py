@@ -25,14 +25,9 @@ BY_TOTAL = tuple(name for name in GROUP_ESTIMATORS if name != "gdpo")
 def group_of(totals: list[float], **given: object) -> GroupRewards:
     """Return one group with the names s0, s1, ..., its one function giving the totals."""
     values = np.array(totals, dtype=np.float64)
-    return GroupRewards(
-        totals=values,
-        groups=np.zeros(len(values), dtype=np.int64),
-        included=np.ones(len(values), dtype=bool),
-        by_function=values[:, None],
-        sample_ids=tuple(f"s{i}" for i in range(len(values))),
-        **given,
-    )
+    return GroupRewards(totals=values, groups=np.zeros(len(values), dtype=np.int64),
+                        included=np.ones(len(values), dtype=bool), by_function=values[:, None],
+                        sample_ids=tuple(f"s{i}" for i in range(len(values))), **given)
 
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
@@ -81,14 +76,11 @@ def test_an_advantage_that_is_not_finite_is_no_missing_signal(bad: float) -> Non
         has_signal(np.array([0.5]), np.array([3]), advantage_epsilon=abs(bad) if math.isinf(bad) else math.nan)
 
 
-@pytest.mark.parametrize(
-    ("gamma", "value", "said"),
-    [
-        (math.nan, 0.0, r"the advantage of loss token 0 of sample a is nan .*advantage\.gamma=nan"),
-        (1e30, 1.0, r"the advantage of loss token 0 of sample b is .*advantage\.gamma=1e\+30"),
-        (1.0, 1e39, r"the value of loss token 1 of sample b is 1e\+39 .*the critic"),
-    ],
-)
+@pytest.mark.parametrize(("gamma", "value", "said"), [
+    (math.nan, 0.0, r"the advantage of loss token 0 of sample a is nan .*advantage\.gamma=nan"),
+    (1e30, 1.0, r"the advantage of loss token 0 of sample b is .*advantage\.gamma=1e\+30"),
+    (1.0, 1e39, r"the value of loss token 1 of sample b is 1e\+39 .*the critic"),
+])
 def test_gae_names_sample_and_settings_of_what_is_not_finite(gamma: float, value: float, said: str) -> None:
     rewards, values = np.array([0.0, 0.0, 0.0, 1.0]), np.array([0.0, 0.0, value, value])
     given = dict(gamma=gamma, lam=1.0, sample_ids=("a", "b"))
@@ -96,13 +88,9 @@ def test_gae_names_sample_and_settings_of_what_is_not_finite(gamma: float, value
         generalised_advantages(rewards, values, np.ones(4, dtype=bool), np.array([1, 3]), **given)
 
 
-# ---- zero, decided exactly ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("estimator", BY_TOTAL)
-@pytest.mark.parametrize(
-    "totals", [[0.0, 0.3, 0.6], [0.2, 0.4, 0.6], [0.1, 0.2, 0.3], [0.7, 1.4, 0.0], [-0.3, 0.0, 0.3]]
-)
+@pytest.mark.parametrize("totals",
+                         [[0.0, 0.3, 0.6], [0.2, 0.4, 0.6], [0.1, 0.2, 0.3], [0.7, 1.4, 0.0], [-0.3, 0.0, 0.3]])
 def test_a_reward_at_its_groups_mean_has_an_advantage_of_exactly_zero(estimator: str, totals: list[float]) -> None:
     """The mean of (0.2, 0.4, 0.6) is 0.4, and 0.4000000000000001 in float64: 5e-17 was taken for signal."""
     middle = totals.index(sorted(totals)[1])

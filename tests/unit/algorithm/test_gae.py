@@ -31,9 +31,8 @@ class Case:
 
     def run(self, **changed) -> tuple[np.ndarray, np.ndarray]:
         case = dataclasses.replace(self, **changed)
-        return generalised_advantages(
-            case.rewards, case.values, case.mask, case.response_tokens, gamma=case.gamma, lam=case.lam
-        )
+        return generalised_advantages(case.rewards, case.values, case.mask, case.response_tokens, gamma=case.gamma,
+                                      lam=case.lam)
 
     @property
     def slices(self) -> list[slice]:

@@ -49,13 +49,8 @@ samples = st.lists(
 
 
 @SETTINGS
-@given(
-    drawn=samples,
-    mode=st.sampled_from(CORRECTIONS),
-    cap=st.sampled_from([1.0, 2.0, 5.0]),
-    floor=st.sampled_from([None, 0.4, 1.0]),
-    delta=st.sampled_from([None, 0.0, 0.5, 1.0]),
-)
+@given(drawn=samples, mode=st.sampled_from(CORRECTIONS), cap=st.sampled_from([1.0, 2.0, 5.0]),
+       floor=st.sampled_from([None, 0.4, 1.0]), delta=st.sampled_from([None, 0.0, 0.5, 1.0]))
 def test_weights_equal_a_loop_over_tokens(drawn, mode, cap, floor, delta) -> None:
     """Samples are ragged, some tokens have no loss, and A has both signs."""
     config = CorrectionConfig(mode=mode, cap=cap, floor=None if mode == "none" else floor, off_policy_delta=delta)
@@ -139,56 +134,38 @@ def test_packed_advantages_equal_weight_times_advantage_per_token() -> None:
     assert found.advantages.tolist() == pytest.approx(wanted, rel=1e-6)  # float32
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["correction.mode=token"], ["correction.mode='token'", "token_mask"]),
-        (["correction.cap=0.5"], ["correction.cap=0.5", "at least 1"]),
-        (["correction.mode=token_mask", "correction.floor=0"], ["correction.floor=0", "above 0"]),
-        (["correction.mode=token_mask", "correction.floor=1.5"], ["correction.floor=1.5", "at most 1", "null"]),
-        (["correction.floor=0.5"], ["correction.floor=0.5", "correction.mode", "none", "null"]),
-        (
-            ["correction.old_logprobs=rollout", "correction.mode=geometric_mask"],
-            ["correction.mode=geometric_mask", "correction.old_logprobs=recompute", "correction.mode=none"],
-        ),
-        (
-            ["correction.old_logprobs=rollout", "correction.off_policy_delta=0.1"],
-            ["correction.off_policy_delta=0.1", "old_logprobs=recompute", "correction.off_policy_delta=null"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["correction.mode=token"], ["correction.mode='token'", "token_mask"]),
+    (["correction.cap=0.5"], ["correction.cap=0.5", "at least 1"]),
+    (["correction.mode=token_mask", "correction.floor=0"], ["correction.floor=0", "above 0"]),
+    (["correction.mode=token_mask", "correction.floor=1.5"], ["correction.floor=1.5", "at most 1", "null"]),
+    (["correction.floor=0.5"], ["correction.floor=0.5", "correction.mode", "none", "null"]),
+    (["correction.old_logprobs=rollout", "correction.mode=geometric_mask"],
+     ["correction.mode=geometric_mask", "correction.old_logprobs=recompute", "correction.mode=none"]),
+    (["correction.old_logprobs=rollout", "correction.off_policy_delta=0.1"],
+     ["correction.off_policy_delta=0.1", "old_logprobs=recompute", "correction.off_policy_delta=null"]),
+])
 def test_settings_that_cannot_work_are_refused_with_the_ways_out(overrides: list[str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-# ---- a rollout's corrections, without a world ------------------------------------------------------------------------
-
-
-def of_rollout(
-    monkeypatch: pytest.MonkeyPatch, gaps: list[list[float]], rank_0s: Callable[[np.ndarray], np.ndarray]
-) -> CorrectedSignal:
+def of_rollout(monkeypatch: pytest.MonkeyPatch, gaps: list[list[float]],
+               rank_0s: Callable[[np.ndarray], np.ndarray]) -> CorrectedSignal:
     """Correct samples of advantages 1, of which the last has no signal.
 
     rank_0s: this rank's weights → the weights that rank 0 has.
     """
     lengths, flat = np.array([len(x) for x in gaps]), np.concatenate(gaps)
     facts = SimpleNamespace(response_tokens=lengths, loss_tokens=lengths, sample_ids=())
-    backend = SimpleNamespace(
-        gather_rollout_logprobs=lambda batch: np.zeros(len(flat)),
-        gather_loss_mask=lambda batch: np.ones(len(flat), dtype=bool),
-    )
+    backend = SimpleNamespace(gather_rollout_logprobs=lambda batch: np.zeros(len(flat)),
+                              gather_loss_mask=lambda batch: np.ones(len(flat), dtype=bool))
     monkeypatch.setattr(corrections.collectives, "broadcast_from_rank0", rank_0s)
-    return apply_corrections(
-        CorrectionConfig(mode="sequence_mask", cap=2.0),
-        backend,
-        SimpleNamespace(facts=facts),
-        advantages=Advantages(of_sample=np.ones(len(gaps))),
-        signal=np.arange(len(gaps)) < len(gaps) - 1,
-        passed=np.ones(len(gaps), dtype=bool),
-        old_logprobs=flat,
-    )
+    return apply_corrections(CorrectionConfig(mode="sequence_mask", cap=2.0), backend, SimpleNamespace(facts=facts),
+                             advantages=Advantages(of_sample=np.ones(len(gaps))),
+                             signal=np.arange(len(gaps)) < len(gaps) - 1, passed=np.ones(len(gaps), dtype=bool),
+                             old_logprobs=flat)
 
 
 def test_every_rank_takes_rank_0s_weights_and_decides_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +179,5 @@ def test_the_shares_of_a_rollout_count_the_samples_that_its_weights_mask(monkeyp
     """Of 4 tokens with signal 3 are masked (e^{1.5 + 1.5} > 2); the sample without signal is in none of the shares."""
     found = of_rollout(monkeypatch, [[1.5, 1.5], [0.0], [9.0], [9.0] * 5], lambda own: own)
     assert found.signal.tolist() == [False, True, False, False]
-    assert found.metrics == {
-        "correction/weight_mean": 0.25,
-        "correction/masked_share": 0.75,
-        "correction/capped_share": 0.0,
-        "correction/masked_samples": 2.0,
-    }
+    assert found.metrics == {"correction/weight_mean": 0.25, "correction/masked_share": 0.75,
+                             "correction/capped_share": 0.0, "correction/masked_samples": 2.0}

@@ -41,16 +41,13 @@ def test_coefficient_moves_to_the_target_within_the_clip_a_fixed_one_not_and_nan
         start.updated(1.0, 500)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"value": -0.1}, "coefficient is -0.1"),
-        ({"value": float("nan")}, "coefficient is nan"),
-        ({"value": 0.1, "target": 0.0}, "target is 0.0"),
-        ({"value": 0.0, "target": 6.0}, "coefficient is 0"),
-        ({"value": 0.1, "target": 6.0, "horizon": 0}, "horizon is 0"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"value": -0.1}, "coefficient is -0.1"),
+    ({"value": float("nan")}, "coefficient is nan"),
+    ({"value": 0.1, "target": 0.0}, "target is 0.0"),
+    ({"value": 0.0, "target": 6.0}, "coefficient is 0"),
+    ({"value": 0.1, "target": 6.0, "horizon": 0}, "horizon is 0"),
+])
 def test_impossible_coefficients_are_errors(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KLCoefficient(**settings)

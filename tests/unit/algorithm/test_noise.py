@@ -41,12 +41,8 @@ def assert_invariants(advantages: np.ndarray, signal: np.ndarray, ids: list[str]
 
 
 @SETTINGS
-@given(
-    seed=st.integers(-(2**31), 2**63),
-    count=st.integers(0, 12),
-    std=st.sampled_from([0.0, 1e-3, 0.5]),
-    share=st.sampled_from([0.0, 0.6, 1.0]),
-)
+@given(seed=st.integers(-(2**31), 2**63), count=st.integers(0, 12), std=st.sampled_from([0.0, 1e-3, 0.5]),
+       share=st.sampled_from([0.0, 0.6, 1.0]))
 def test_noise_has_its_invariants(seed: int, count: int, std: float, share: float) -> None:
     random = np.random.default_rng(abs(seed))
     ids = [f"{i}@0#{random.integers(8)}" for i in random.permutation(count)]

@@ -28,9 +28,6 @@ def own(name: str, **settings) -> AdvantageConfig:
     return AdvantageConfig(estimator=f"tests.own_parts:{name}", **settings)
 
 
-# --- policy losses
-
-
 @pytest.mark.parametrize("name", ["clipped", "by_sequence"])
 def test_a_loss_that_keeps_the_contract_passes_every_property(name):
     findings = own_policy_check.check(own_loss(name, low=0.1))
@@ -61,21 +58,18 @@ def test_each_call_of_a_users_loss_is_entered_by_its_name():
         assert entered == ["loss"] * times and called == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("by_part_of_a_sequence", "losses do not depend on how its tokens are split over ranks"),
-        ("without_weight", "advantages and weights times 4 give 4 times the loss"),
-        ("mean", r"returned losses of shape \[\] .* for \[25\] tokens"),
-        ("per_microbatch", "losses do not depend on the other samples of its micro-batch"),
-        ("random", "two calls on the same tokens give the same"),
-        ("in_place", "two calls on the same tokens give the same"),
-        ("without_gradient", "RuntimeError"),
-        ("empty", "it raised RuntimeError|it raised IndexError"),
-        ("overflows", "a loss or a gradient is not finite"),
-        ("misspelt", "it raised AttributeError: 'PolicyTokens' object has no attribute 'advantage'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("by_part_of_a_sequence", "losses do not depend on how its tokens are split over ranks"),
+    ("without_weight", "advantages and weights times 4 give 4 times the loss"),
+    ("mean", r"returned losses of shape \[\] .* for \[25\] tokens"),
+    ("per_microbatch", "losses do not depend on the other samples of its micro-batch"),
+    ("random", "two calls on the same tokens give the same"),
+    ("in_place", "two calls on the same tokens give the same"),
+    ("without_gradient", "RuntimeError"),
+    ("empty", "it raised RuntimeError|it raised IndexError"),
+    ("overflows", "a loss or a gradient is not finite"),
+    ("misspelt", "it raised AttributeError: 'PolicyTokens' object has no attribute 'advantage'"),
+])
 def test_a_loss_that_breaks_a_property_is_refused_with_its_name(name, message):
     with pytest.raises(ConfigError, match=f"loss.policy='tests.own_parts:{name}' breaks its contract.*({message})"):
         check_own_parts(Config(loss=own_loss(name)))
@@ -101,33 +95,24 @@ def test_central_differences_are_the_gradient_where_nothing_is_detached():
         assert torch.allclose(gradient, numeric, atol=1e-6)  # steps of 1e-6 in float64: about 1e-9 off
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["loss.policy=tests.own_parts:cliped"], "has no 'cliped'; the nearest it has is 'clipped'"),
-        (["loss.policy=tests.own_parts:np"], "is a module, which cannot be called"),
-        (["loss.policy=tests.own_parts:clipped", "loss.arguments={lwo: 1}"], "unexpected keyword argument 'lwo'"),
-        (["advantage.estimator=tests.own_parts:nothing"], "has no 'nothing'"),
-        (["advantage.estimator=tests.own_parts:centred", "advantage.arguments={sale: 1}"], "argument 'sale'"),
-        (["loss.policy=ppoo"], "loss.policy='ppoo' is not known; choose one of .*, your own module:function"),
-        (["loss.arguments={low: 1}"], "loss.arguments=.* and loss.policy=ppo is built in"),
-        (["advantage.arguments={low: 1}"], "advantage.arguments=.* and advantage.estimator=grpo is built in"),
-        (["advantage.moves_equal_rewards=true"], "advantage.moves_equal_rewards=True belongs to an estimator of your"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["loss.policy=tests.own_parts:cliped"], "has no 'cliped'; the nearest it has is 'clipped'"),
+    (["loss.policy=tests.own_parts:np"], "is a module, which cannot be called"),
+    (["loss.policy=tests.own_parts:clipped", "loss.arguments={lwo: 1}"], "unexpected keyword argument 'lwo'"),
+    (["advantage.estimator=tests.own_parts:nothing"], "has no 'nothing'"),
+    (["advantage.estimator=tests.own_parts:centred", "advantage.arguments={sale: 1}"], "argument 'sale'"),
+    (["loss.policy=ppoo"], "loss.policy='ppoo' is not known; choose one of .*, your own module:function"),
+    (["loss.arguments={low: 1}"], "loss.arguments=.* and loss.policy=ppo is built in"),
+    (["advantage.arguments={low: 1}"], "advantage.arguments=.* and advantage.estimator=grpo is built in"),
+    (["advantage.moves_equal_rewards=true"], "advantage.moves_equal_rewards=True belongs to an estimator of your"),
+])
 def test_names_and_arguments_that_do_not_fit_are_named(overrides, message):
     with pytest.raises(ConfigError, match=message):
         check_own_parts(load_config(None, overrides))
 
 
-# --- estimators
-
-REWARDS = GroupRewards(
-    totals=np.array([1.0, 0.0, 0.5, 2.0, 2.0, np.nan]),
-    groups=np.array([4, 4, 4, 7, 7, 7]),
-    included=np.array([True] * 5 + [False]),
-    sample_ids=("a", "b", "c", "d", "e", "f"),
-)
+REWARDS = GroupRewards(totals=np.array([1.0, 0.0, 0.5, 2.0, 2.0, np.nan]), groups=np.array([4, 4, 4, 7, 7, 7]),
+                       included=np.array([True] * 5 + [False]), sample_ids=("a", "b", "c", "d", "e", "f"))
 
 
 def test_an_own_estimator_gives_the_built_in_ones_advantages_and_says_which_groups_are_dropped():
@@ -141,30 +126,24 @@ def test_an_own_estimator_gives_the_built_in_ones_advantages_and_says_which_grou
         assert live.tolist() == wanted
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("by_batch", "gave sample d the advantage 0.9, and all rewards of its group are equal: .*moves_equal_rewards"),
-        ("moves_what_is_out", "gave sample f the advantage 1, and it is taken out of its group"),
-        ("too_few", r"returned an array of shape \[5\] for 6 samples"),
-        ("words", "returned a list, no array of numbers"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("by_batch", "gave sample d the advantage 0.9, and all rewards of its group are equal: .*moves_equal_rewards"),
+    ("moves_what_is_out", "gave sample f the advantage 1, and it is taken out of its group"),
+    ("too_few", r"returned an array of shape \[5\] for 6 samples"),
+    ("words", "returned a list, no array of numbers"),
+])
 def test_advantages_that_break_the_contract_are_refused_in_a_run(name, message):
     with pytest.raises(ConfigError, match=f"advantage.estimator='tests.own_parts:{name}' {message}"):
         advantages(REWARDS, estimator=f"tests.own_parts:{name}")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("by_batch", "all rewards of its group are equal"),
-        ("reads_what_is_out", "a sample taken out changes no other's advantage"),
-        ("by_place", "the order of the samples changes no advantage"),
-        ("divides_by_nothing", "sample .* has -?(inf|nan)"),
-        ("fails", "it raised KeyError: 'no such group'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("by_batch", "all rewards of its group are equal"),
+    ("reads_what_is_out", "a sample taken out changes no other's advantage"),
+    ("by_place", "the order of the samples changes no advantage"),
+    ("divides_by_nothing", "sample .* has -?(inf|nan)"),
+    ("fails", "it raised KeyError: 'no such group'"),
+])
 def test_an_estimator_that_breaks_a_property_is_refused_at_start(name, message):
     wanted = f"advantage.estimator='tests.own_parts:{name}' breaks its contract.*{message}"
     with pytest.raises(ConfigError, match=wanted):

@@ -14,16 +14,14 @@ from tests.unit.algorithm.naive_policy import token_loss
 
 # Both sides run in double; what differs is the order of a few operations on numbers below 100.
 DOUBLE = {"rtol": 1e-12, "atol": 1e-13}
-CONFIGS = {
-    "ppo": LossConfig(),
-    "ppo_asymmetric": LossConfig(clip_low=0.1, clip_high=0.4),
-    "ppo_dual": LossConfig(clip_low=0.1, clip_high=0.3, dual_clip=1.8),
-    "gspo": LossConfig(policy="gspo", clip_low=0.05, clip_high=0.08),
-    "cispo": LossConfig(policy="cispo", clip_low=0.3, clip_high=0.1),
-    "importance_sampling": LossConfig(policy="importance_sampling"),
-    "dro": LossConfig(policy="dro", dro_beta=0.3),
-    "reinforce": LossConfig(policy="reinforce"),
-}
+CONFIGS = {"ppo": LossConfig(),
+           "ppo_asymmetric": LossConfig(clip_low=0.1, clip_high=0.4),
+           "ppo_dual": LossConfig(clip_low=0.1, clip_high=0.3, dual_clip=1.8),
+           "gspo": LossConfig(policy="gspo", clip_low=0.05, clip_high=0.08),
+           "cispo": LossConfig(policy="cispo", clip_low=0.3, clip_high=0.1),
+           "importance_sampling": LossConfig(policy="importance_sampling"),
+           "dro": LossConfig(policy="dro", dro_beta=0.3),
+           "reinforce": LossConfig(policy="reinforce")}
 
 
 def make_tokens(seed: int = 0) -> SimpleNamespace:
@@ -34,18 +32,9 @@ def make_tokens(seed: int = 0) -> SimpleNamespace:
     gap = torch.linspace(-2.3, 2.3, 60, dtype=torch.float64)[torch.randperm(60, generator=random)]
     advantage = torch.tensor([1.3, -0.7, 0.0, 2.0, -1.1, 0.4], dtype=torch.float64)
     weight = torch.tensor([0.3, 0.01, 0.5, 0.07, 0.2, 0.11], dtype=torch.float64)
-    return SimpleNamespace(
-        num_sequences=6,
-        sequences=sequences,
-        advantages=(weight * advantage)[sequences],
-        weights=weight[sequences],
-        old_logprobs=old,
-        rollout_logprobs=old + 0.1 * gap,
-        reference_logprobs=old - 0.3 * gap,
-        logprobs=old + gap,
-        kl_coefficient=None,
-        measured=None,
-    )
+    return SimpleNamespace(num_sequences=6, sequences=sequences, advantages=(weight * advantage)[sequences],
+                           weights=weight[sequences], old_logprobs=old, rollout_logprobs=old + 0.1 * gap,
+                           reference_logprobs=old - 0.3 * gap, logprobs=old + gap, kl_coefficient=None, measured=None)
 
 
 def run_term(config: LossConfig, t: SimpleNamespace, **changed):
@@ -151,12 +140,10 @@ def test_kl_equals_definition(estimator: str) -> None:
         x = tokens.logprobs[i].clone().requires_grad_()
         policy, reference, old = x.exp(), tokens.reference_logprobs[i].exp(), tokens.old_logprobs[i].exp()
         k3 = reference / policy - (reference / policy).log() - 1
-        definition = {
-            "k1": (policy / reference).log(),
-            "k2": (policy / reference).log() ** 2 / 2,
-            "k3": k3,
-            "unbiased": policy / old * k3,
-        }
+        definition = {"k1": (policy / reference).log(),
+                      "k2": (policy / reference).log() ** 2 / 2,
+                      "k3": k3,
+                      "unbiased": policy / old * k3}
         (wanted,) = torch.autograd.grad(definition[estimator], x)
         torch.testing.assert_close(found[i].detach(), definition[estimator].detach(), **DOUBLE)
         torch.testing.assert_close(gradient[i], wanted, **DOUBLE)
@@ -170,8 +157,7 @@ def test_kl_is_unbiased_in_value_and_unbiased_in_gradient_too(estimator: str) ->
 
     k1 and k3 need π_old = π_θ for the value, and their gradient is another one (DeepSeek-V3.2, section 3.1).
     """
-    random = torch.Generator().manual_seed(3)
-    logits, reference, old = torch.randn(3, 11, generator=random, dtype=torch.float64)
+    logits, reference, old = torch.randn(3, 11, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     logits.requires_grad_()
     policy, reference, old = logits.log_softmax(-1), reference.log_softmax(-1), old.log_softmax(-1)
     sampler = old if estimator == "unbiased" else policy.detach()

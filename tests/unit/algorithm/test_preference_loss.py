@@ -14,13 +14,11 @@ from tests.naive_pairs import naive_loss
 
 # Both sides in double; what differs is log σ from exp and log: 1e-14 was seen.
 DOUBLE = {"rtol": 1e-10, "atol": 1e-12}
-SETTINGS = {
-    "dpo": dict(beta=0.3, margin=0.2, label_smoothing=0.1),
-    "hinge": dict(beta=0.3),
-    "ipo": dict(beta=0.3),
-    "simpo": dict(beta=2.0, margin=0.5, label_smoothing=0.1),
-    "bradley_terry": dict(margin=0.1),
-}
+SETTINGS = {"dpo": dict(beta=0.3, margin=0.2, label_smoothing=0.1),
+            "hinge": dict(beta=0.3),
+            "ipo": dict(beta=0.3),
+            "simpo": dict(beta=2.0, margin=0.5, label_smoothing=0.1),
+            "bradley_terry": dict(margin=0.1)}
 CONFIGS = [PreferenceConfig(loss=name, **given) for name, given in SETTINGS.items()]
 PLAIN = [PreferenceConfig(loss=name) for name in PAIR_LOSSES]
 
@@ -28,11 +26,9 @@ PLAIN = [PreferenceConfig(loss=name) for name in PAIR_LOSSES]
 def drawn(seed: int, pairs: int = 6) -> PairScores:
     random = np.random.default_rng(seed)
     scale = random.choice([0.1, 3.0, 30.0])
-    return PairScores(
-        sums=-20 + scale * random.normal(size=2 * pairs),
-        reference=-20 + scale * random.normal(size=2 * pairs),
-        loss_tokens=random.integers(1, 30, 2 * pairs),
-    )
+    return PairScores(sums=-20 + scale * random.normal(size=2 * pairs),
+                      reference=-20 + scale * random.normal(size=2 * pairs),
+                      loss_tokens=random.integers(1, 30, 2 * pairs))
 
 
 def test_every_loss_is_tried_here_and_worked_examples_hold() -> None:
@@ -67,9 +63,8 @@ def assert_invariants(config: PreferenceConfig, scores: PairScores) -> None:
     chosen, rejected = found.coefficients[0::2], found.coefficients[1::2]
 
     def chosen_from(rows) -> PairScores:
-        return PairScores(
-            sums=scores.sums[rows], reference=scores.reference[rows], loss_tokens=scores.loss_tokens[rows]
-        )
+        return PairScores(sums=scores.sums[rows], reference=scores.reference[rows],
+                          loss_tokens=scores.loss_tokens[rows])
 
     for i in range(0, len(scores.sums), 2):  # 1
         pair = slice(i, i + 2)

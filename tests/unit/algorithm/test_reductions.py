@@ -47,9 +47,8 @@ class Case:
         facts = self.facts
         signal = has_signal(self.advantages if advantages is None else advantages, facts.loss_tokens)
         mini_batches = split_mini_batches(np.arange(facts.num_samples), self.samples_per_mini_batch)
-        return plan_steps(
-            "train", mini_batches, facts.total_tokens, signal, self.rules, drops=drops, merge=drops and steps == "merge"
-        )
+        return plan_steps("train", mini_batches, facts.total_tokens, signal, self.rules, drops=drops,
+                          merge=drops and steps == "merge")
 
 
 @st.composite
@@ -80,15 +79,8 @@ def config_of(reduction: str, denominator: str, mode: str) -> Config:
     return load_config(None, [*given, f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}"])
 
 
-def weights_of(
-    case: Case,
-    plan: BatchPlan,
-    reduction: str,
-    denominator: str,
-    advantages: np.ndarray | None = None,
-    *,
-    mode: str = "approximate",
-) -> list[np.ndarray]:
+def weights_of(case: Case, plan: BatchPlan, reduction: str, denominator: str, advantages: np.ndarray | None = None, *,
+               mode: str = "approximate") -> list[np.ndarray]:
     """Return the weights [S] that the run's loop gives to the loss in each step."""
     config, values = config_of(reduction, denominator, mode), case.advantages if advantages is None else advantages
     signal = has_signal(values, case.facts.loss_tokens)

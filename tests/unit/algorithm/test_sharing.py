@@ -14,18 +14,15 @@ def config_of(*overrides: str) -> Config:
     return load_config(None, list(overrides))
 
 
-@pytest.mark.parametrize(
-    ("layer_spec", "overrides", "named"),
-    [
-        ("torch", (), None),
-        ("torch", ("parallel.context=2",), None),
-        ("torch", CAPACITY, "moe_expert_capacity_factor=1.5 makes a token's numbers depend on the others"),
-        (ENGINE, (), None),
-        (ENGINE, ("megatron.transformer.apply_rope_fusion=false",), None),
-        (ENGINE, ("megatron.transformer.apply_rope_fusion=true",), "apply_rope_fusion=true: its kernel"),
-        (ENGINE, ("parallel.context=2",), "parallel.context=2: Transformer Engine splits whole sequences"),
-    ],
-)
+@pytest.mark.parametrize(("layer_spec", "overrides", "named"), [
+    ("torch", (), None),
+    ("torch", ("parallel.context=2",), None),
+    ("torch", CAPACITY, "moe_expert_capacity_factor=1.5 makes a token's numbers depend on the others"),
+    (ENGINE, (), None),
+    (ENGINE, ("megatron.transformer.apply_rope_fusion=false",), None),
+    (ENGINE, ("megatron.transformer.apply_rope_fusion=true",), "apply_rope_fusion=true: its kernel"),
+    (ENGINE, ("parallel.context=2",), "parallel.context=2: Transformer Engine splits whole sequences"),
+])
 def test_each_refusal_names_its_setting(layer_spec: str, overrides: tuple[str, ...], named: str | None) -> None:
     """null shares where nothing refuses, true says why it cannot, false is the reference."""
     refusal = sharing_refusal(config_of(*overrides), layer_spec)

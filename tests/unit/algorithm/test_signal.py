@@ -21,25 +21,12 @@ from megatron_rl.errors import ConfigError, NonFiniteAdvantage
 SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 
 # A value of each field at which it couples samples.
-COUPLED = {
-    "moe_router_force_load_balancing": True,
-    "moe_input_jitter_eps": 0.01,
-    "moe_expert_capacity_factor": 1.25,
-    "moe_router_load_balancing_type": "sinkhorn",
-    "dsa_indexer_loss_coeff": 0.01,
-    "qk_clip": True,
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
-    "fp8": "hybrid",
-    "fp4": "e2m1",
-}
+COUPLED = {"moe_router_force_load_balancing": True, "moe_input_jitter_eps": 0.01, "moe_expert_capacity_factor": 1.25,
+           "moe_router_load_balancing_type": "sinkhorn", "dsa_indexer_loss_coeff": 0.01, "qk_clip": True,
+           "attention_dropout": 0.1, "hidden_dropout": 0.1, "fp8": "hybrid", "fp4": "e2m1"}
 # Values of each field that no mode accepts.
-UNCOUNTED = {
-    "moe_aux_loss_coeff": (0.01, [0.0, 0.01]),
-    "moe_z_loss_coeff": (1e-3,),
-    "moe_router_enable_expert_bias": (True,),
-    "mtp_num_layers": (1,),
-}
+UNCOUNTED = {"moe_aux_loss_coeff": (0.01, [0.0, 0.01]), "moe_z_loss_coeff": (1e-3,),
+             "moe_router_enable_expert_bias": (True,), "mtp_num_layers": (1,)}
 
 
 def make_config(mode: str, *, loss: dict | None = None, skip: dict | None = None, **megatron: dict) -> Config:
@@ -79,9 +66,8 @@ def assert_invariants(values: np.ndarray, tokens: np.ndarray, epsilon: float) ->
 
 @SETTINGS
 @given(
-    rows=st.lists(
-        st.tuples(st.sampled_from([0.0, -0.0, 5e-324, -1e-12, 0.1, -0.1, 1.0, -3.0]), st.integers(0, 3)), max_size=12
-    ),
+    rows=st.lists(st.tuples(st.sampled_from([0.0, -0.0, 5e-324, -1e-12, 0.1, -0.1, 1.0, -3.0]), st.integers(0, 3)),
+                  max_size=12),
     epsilon=st.sampled_from([0.0, 1e-9, 0.1]),
 )
 def test_invariants(rows: list[tuple[float, int]], epsilon: float) -> None:
@@ -99,8 +85,7 @@ def test_coupling_fields_are_megatrons_tested_and_neutral_under_exact_the_defaul
     assert not any(fields[name] for name in UNCOUNTED_FIELDS)
     coupled = {name for name, harmless in COUPLING_FIELDS.items() if fields[name] not in harmless}
     assert coupled == {"attention_dropout", "hidden_dropout"}  # 0.1 in Megatron-Core 0.16.1; model/build.py sets 0.0
-    assert set(COUPLED) == set(COUPLING_FIELDS)
-    assert set(UNCOUNTED) == set(UNCOUNTED_FIELDS)
+    assert set(COUPLED) == set(COUPLING_FIELDS) and set(UNCOUNTED) == set(UNCOUNTED_FIELDS)
     neutral = COUPLING_FIELDS | dict.fromkeys(UNCOUNTED, (None, 0, 0.0, False, [0.0, 0.0]))
     for name, value in [(name, value) for name, values in neutral.items() for value in values]:
         assert signal_rule(make_config("exact", transformer={name: value})).drops, (name, value)

@@ -20,26 +20,19 @@ def attention_config(*windows: int) -> SimpleNamespace:
 
 def facts_of(samples: list[Sample]) -> BatchFacts:
     count = len(samples)
-    return BatchFacts(
-        sample_ids=tuple(s.sample_id for s in samples),
-        groups=np.zeros(count, dtype=np.int64),
-        owners=np.zeros(count, dtype=np.int64),
-        owner_rows=np.arange(count),
-        prompt_tokens=np.array([s.prompt_tokens for s in samples]),
-        response_tokens=np.array([len(s.loss_mask) for s in samples]),
-        loss_tokens=np.array([int(s.loss_mask.sum()) for s in samples]),
-    )
+    return BatchFacts(sample_ids=tuple(s.sample_id for s in samples), groups=np.zeros(count, dtype=np.int64),
+                      owners=np.zeros(count, dtype=np.int64), owner_rows=np.arange(count),
+                      prompt_tokens=np.array([s.prompt_tokens for s in samples]),
+                      response_tokens=np.array([len(s.loss_mask) for s in samples]),
+                      loss_tokens=np.array([int(s.loss_mask.sum()) for s in samples]))
 
 
 def inputs_of(samples: list[Sample]) -> LossInputs:
     """Return loss inputs whose numbers name their place: a response token's in the batch, or a sample's."""
     total = sum(len(s.loss_mask) for s in samples)
-    return LossInputs(
-        advantages=np.arange(len(samples)) + 0.5,
-        weights=np.arange(len(samples)) + 1.0,
-        old_logprobs=-np.arange(total, dtype=np.float32),
-        reference_logprobs=-1000 - np.arange(total, dtype=np.float32),
-    )
+    return LossInputs(advantages=np.arange(len(samples)) + 0.5, weights=np.arange(len(samples)) + 1.0,
+                      old_logprobs=-np.arange(total, dtype=np.float32),
+                      reference_logprobs=-1000 - np.arange(total, dtype=np.float32))
 
 
 def run_pack(samples: list[Sample], chosen: list[int], *, pad_multiple: int = 1, filler: bool = False, **changed):

@@ -10,10 +10,8 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.planning.plan import PlanRules, plan_steps, split_mini_batches
 from megatron_rl.types import BatchFacts, Sample
 
-ONE = {
-    field.name: None if field.name.endswith("_group") else int(field.name.endswith("_size"))
-    for field in dataclasses.fields(Topology)
-}
+ONE = {field.name: None if field.name.endswith("_group") else int(field.name.endswith("_size"))
+       for field in dataclasses.fields(Topology)}
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -46,17 +44,15 @@ def test_a_row_comes_back_as_it_was_sent(routed: tuple[int, int] | None) -> None
         weight_version=12,
         routed_experts=None if routed is None else random.integers(-1, 2**15, (tokens, *routed)).astype(np.int16),
     )
-    facts = BatchFacts(
-        sample_ids=("another", sample.sample_id),
-        groups=np.zeros(2, dtype=np.int64),
-        prompt_tokens=np.array([1, prompt]),
-        response_tokens=np.array([1, tokens - prompt]),
-        loss_tokens=np.array([1, 3]),
-        owners=np.zeros(2, dtype=np.int64),
-        owner_rows=np.arange(2),
-        weight_versions=np.array([0, 12]),
-        routed_shapes=None if routed is None else np.array([(0, 0), routed]),
-    )
+    facts = BatchFacts(sample_ids=("another", sample.sample_id),
+                       groups=np.zeros(2, dtype=np.int64),
+                       prompt_tokens=np.array([1, prompt]),
+                       response_tokens=np.array([1, tokens - prompt]),
+                       loss_tokens=np.array([1, 3]),
+                       owners=np.zeros(2, dtype=np.int64),
+                       owner_rows=np.arange(2),
+                       weight_versions=np.array([0, 12]),
+                       routed_shapes=None if routed is None else np.array([(0, 0), routed]))
     row = _encode(sample)
     assert row.dtype == np.int32 and len(row) == _row_words(facts)[1]
     found = _decode(row, 1, facts)

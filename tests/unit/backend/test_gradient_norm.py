@@ -18,9 +18,8 @@ def norm_of(tensors: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "sizes", [(1,), (PIECE - 1,), (PIECE,), (PIECE + 1, 0, 3), (1 << 22, 5)], ids=lambda sizes: str(max(sizes))
-)
+@pytest.mark.parametrize("sizes", [(1,), (PIECE - 1,), (PIECE,), (PIECE + 1, 0, 3), (1 << 22, 5)],
+                         ids=lambda sizes: str(max(sizes)))
 def test_norm_equals_float64s(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     tensors = gradients(*sizes, dtype=dtype)
     assert float(l2_norm(tensors)) == pytest.approx(norm_of(tensors), rel=1e-7 if dtype is torch.float32 else 1e-6)

@@ -45,21 +45,18 @@ def make_attention(scale: float | None = None) -> TorchAttention:
 
 def make_qkv(tokens: int, dtype: torch.dtype, heads: int = 4, groups: int = 2) -> tuple[torch.Tensor, ...]:
     random = torch.Generator().manual_seed(tokens)
-    return tuple(
-        torch.randn(tokens, n, 8, generator=random, dtype=dtype).requires_grad_() for n in (heads, groups, groups)
-    )
+    return tuple(torch.randn(tokens, n, 8, generator=random, dtype=dtype).requires_grad_()
+                 for n in (heads, groups, groups))
 
 
 def attend(qkv: tuple[torch.Tensor, ...], lengths: tuple[int, ...], scale: float | None = None) -> torch.Tensor:
     return make_attention(scale)(*qkv, None, packed_seq_params=pack(Layout.of(lengths), CPU))
 
 
-@pytest.mark.parametrize(
-    "lengths, groups, scale", pairwise([(7,), (1, 1), (5, 9, 4, 9, 1), (16, 12, 13, 3)], [1, 2, 4], [None, 0.5])
-)
-def test_packed_attention_equals_each_sequence_alone(
-    lengths: tuple[int, ...], groups: int, scale: float | None
-) -> None:
+@pytest.mark.parametrize("lengths, groups, scale",
+                         pairwise([(7,), (1, 1), (5, 9, 4, 9, 1), (16, 12, 13, 3)], [1, 2, 4], [None, 0.5]))
+def test_packed_attention_equals_each_sequence_alone(lengths: tuple[int, ...], groups: int,
+                                                     scale: float | None) -> None:
     """Output and gradients, with grouped queries too; in double, they differ by the order of additions alone."""
     qkv = make_qkv(sum(lengths), torch.float64, groups=groups)
     coefficient = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -154,8 +151,7 @@ def test_context_ranks_share_out_the_micro_batch(seed: int, size: int, count: in
         assert part.packed.layout.lengths == whole.packed.layout.lengths
     assert torch.equal(tokens, whole.tokens[0]) and torch.equal(places, whole.packed.position_ids)
     at = np.concatenate([part.positions[part.loss_positions.numpy()] for part in parts])
-    order = np.concatenate([part.flat for part in parts]).argsort()
-    wanted = whole.flat.argsort()
+    order, wanted = np.concatenate([part.flat for part in parts]).argsort(), whole.flat.argsort()
     assert at[order].tolist() == whole.loss_positions[wanted].tolist()
     for name in GIVEN:
         assert torch.equal(torch.cat([getattr(part, name) for part in parts])[order], getattr(whole, name)[wanted]), (
@@ -193,13 +189,8 @@ def test_microbatch_equals_naive(seed: int, pad_multiple: int, count: int) -> No
 
 def test_masked_token_in_mid_response_is_read_but_not_trained() -> None:
     """A tool's token stands in the input and is never predicted. The next token is predicted from it."""
-    sample = Sample(
-        sample_id="s",
-        prompt_tokens=2,
-        token_ids=np.array([10, 11, 20, 21, 22]),
-        loss_mask=np.array([True, False, True]),
-        logprobs=np.array([-1.0, -2.0, -3.0], dtype=np.float32),
-    )
+    sample = Sample(sample_id="s", prompt_tokens=2, token_ids=np.array([10, 11, 20, 21, 22]),
+                    loss_mask=np.array([True, False, True]), logprobs=np.array([-1.0, -2.0, -3.0], dtype=np.float32))
     found = run_pack([sample], [0])
     assert found.tokens.tolist() == [[10, 11, 20, 21, 22]]
     assert found.loss_positions.tolist() == [1, 3] and found.flat.tolist() == [0, 2]
@@ -240,9 +231,6 @@ def test_a_stage_gets_what_it_needs(first: bool, last: bool) -> None:
     assert found.packed.layout.lengths == whole.packed.layout.lengths and (found.tokens is not None) == first
     for name in OF_LOSS:
         assert (getattr(found, name) is not None) == last, name
-
-
-# ---- ahead of their use ---------------------------------------------------------------------------------------------
 
 
 def test_packed_ahead_is_one_ahead_once_each_and_raises_where_the_microbatch_is_asked_for() -> None:

@@ -10,14 +10,9 @@ PROMPT, LAYERS, TOP_K = 6, 3, 2
 
 
 def sample_of(number: int, response: int, experts: np.ndarray | None) -> Sample:
-    return Sample(
-        sample_id=f"s{number}",
-        prompt_tokens=PROMPT,
-        token_ids=np.arange(PROMPT + response),
-        loss_mask=np.ones(response, dtype=bool),
-        logprobs=np.zeros(response, dtype=np.float32),
-        routed_experts=experts,
-    )
+    return Sample(sample_id=f"s{number}", prompt_tokens=PROMPT, token_ids=np.arange(PROMPT + response),
+                  loss_mask=np.ones(response, dtype=bool), logprobs=np.zeros(response, dtype=np.float32),
+                  routed_experts=experts)
 
 
 def test_a_shared_prompts_rows_have_the_experts_of_the_first_sample_that_knows_them() -> None:

@@ -12,13 +12,8 @@ from megatron_rl.planning.cost import NUM_SUMS
 
 def microbatch(*lengths: int) -> PackedMicroBatch:
     """Make a micro-batch of sequences of these lengths; nothing else of them is read."""
-    total = sum(lengths)
-    return PackedMicroBatch(
-        packed=SimpleNamespace(layout=Layout.of(lengths)),
-        positions=np.arange(total),
-        num_sequences=len(lengths),
-        tokens=None,
-    )
+    return PackedMicroBatch(packed=SimpleNamespace(layout=Layout.of(lengths)), positions=np.arange(sum(lengths)),
+                            num_sequences=len(lengths), tokens=None)
 
 
 def test_squares_of_a_micro_batch_equal_a_loop_over_its_sequences() -> None:
@@ -35,15 +30,10 @@ def test_squares_of_a_micro_batch_equal_a_loop_over_its_sequences() -> None:
 def test_sums_of_a_stage_equal_a_loop_over_runs_and_chunks() -> None:
     """A stage's time of a micro-batch is that of all its chunks, forward and backward."""
     random = np.random.default_rng(0)
-    runs = [
-        StageLaps(
-            forward_s=random.random((2, count)),
-            backward_s=random.random((2, count)),
-            tokens=random.integers(1, 99, count).astype(float),
-            squares=random.integers(1, 9999, count).astype(float),
-        )
-        for count in (2, 4)
-    ]
+    runs = [StageLaps(forward_s=random.random((2, count)), backward_s=random.random((2, count)),
+                      tokens=random.integers(1, 99, count).astype(float),
+                      squares=random.integers(1, 9999, count).astype(float))
+            for count in (2, 4)]
     wanted = np.zeros(NUM_SUMS)
     for run in runs:
         for m in range(len(run.tokens)):

@@ -12,12 +12,8 @@ from megatron_rl.checkpoint.folder import MANIFEST, DamagedCheckpoint, name_of, 
 from megatron_rl.errors import CheckpointError
 from tests.unit.checkpoint.signing import sign_again
 
-FILES = {
-    ".metadata": b"plans",
-    "__0_0.distcp": bytes(range(256)) * 40,
-    "__1_0.distcp": b"tensors" * 99,
-    "state.json": b'{"rollouts": 4}\n',
-}
+FILES = {".metadata": b"plans", "__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b"tensors" * 99,
+         "state.json": b'{"rollouts": 4}\n'}
 
 
 def write_checkpoint(root: pathlib.Path, iteration: int = 4) -> pathlib.Path:
@@ -77,12 +73,10 @@ def test_1_a_kill_anywhere_in_complete_leaves_no_checkpoint_or_a_whole_one(tmp_p
 
 def test_1_what_is_being_written_or_deleted_is_invisible_and_removed_by_begin(tmp_path):
     assert whole_checkpoints(tmp_path / "nowhere") == []
-    partial = folder.begin(tmp_path, 4)
-    (partial / "__0_0.distcp").write_bytes(b"half")
+    (folder.begin(tmp_path, 4) / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "iter_0000002.deleting").mkdir()
     (tmp_path / "step_12" / "hf").mkdir(parents=True)
-    assert whole_checkpoints(tmp_path) == []
-    assert folder.begin(tmp_path, 5).name == "iter_0000005.partial"
+    assert whole_checkpoints(tmp_path) == [] and folder.begin(tmp_path, 5).name == "iter_0000005.partial"
     assert {x.name for x in tmp_path.iterdir()} == {"iter_0000005.partial", "step_12"}
 
 

@@ -40,10 +40,8 @@ class Recording:
     def __init__(self, of: type[MetadataUnpickler]) -> None:
         self.names: set[tuple[str, str]] = set()
         self.of, self.allows = of, of.allows
-        of.allows = lambda unpickler, module, name: (
-            self.names.add((module, name)),
-            self.allows(unpickler, module, name),
-        )[1]
+        of.allows = lambda unpickler, module, name: (self.names.add((module, name)),
+                                                     self.allows(unpickler, module, name))[1]
 
     def end(self) -> list[tuple[str, str]]:
         self.of.allows = self.allows
@@ -102,9 +100,8 @@ def test_no_list_holds_what_could_run():
     held = flat(pickled.ALLOWED) | flat(BETWEEN_RANKS)
     modules = {module.split(".")[0] for module, _ in held}
     assert not modules & {"os", "posix", "subprocess", "importlib", "functools", "operator", "shutil"}
-    of_python = [name for module, name in held if module == "builtins"]
-    dangerous = {"eval", "exec", "getattr", "open", "__import__"}
-    assert not {*of_python} & dangerous
+    of_python = {name for module, name in held if module == "builtins"}
+    assert not of_python & {"eval", "exec", "getattr", "open", "__import__"}
     assert all(issubclass(vars(builtins)[name], BaseException) for name in BETWEEN_RANKS.get("builtins", ()))
 
 
@@ -188,22 +185,19 @@ METADATA_INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
 DOUBLED = b")\x94" + b"".join(b"h%b\x86\x94" % bytes([i]) for i in range(60))  # each tuple holds the one before twice
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        pytest.param(declared(b"\x8e", (1 << 40).to_bytes(8, "little")), "expected 1099511627776 bytes", id="bytes"),
-        pytest.param(declared(b"\x8d", (1 << 40).to_bytes(8, "little")), "only 4 remain", id="text"),
-        pytest.param(b"\x80\x04Nr" + (1 << 31).to_bytes(4, "little") + b".", "a memo of 2147483649 places", id="memo"),
-        pytest.param(b"\x80\x04" + b"]" * 100 + b"a" * 99 + b".", "nests more than 64 deep", id="lists"),
-        pytest.param(b"\x80\x04})" + b"\x85" * 300_000 + b"Ns.", "nests more than 64 deep", id="tuples"),
-        pytest.param(b"\x80\x04}" + DOUBLED + b"Ns.", "parts, by references to the same ones", id="doubled"),
-        pytest.param(b"\x80\x04N" + b"2" * 99 + b".", "the opcode DUP", id="copies"),
-        pytest.param(b"\x80\x04" + METADATA_INDEX + b"N}\x8c\x03fqnNs\x86b.", "shared or global", id="a class changed"),
-        pytest.param(b"\x80\x04]\x94h\x00a.", "shared or global", id="a list within itself"),
-        pytest.param(b"\x80\x04a.", "more values than there are", id="nothing to take"),
-        pytest.param(b"\x80\x04" + b"N" * 2**20 + b".", "an index of the tensors beside it at most 1048576", id="size"),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    pytest.param(declared(b"\x8e", (1 << 40).to_bytes(8, "little")), "expected 1099511627776 bytes", id="bytes"),
+    pytest.param(declared(b"\x8d", (1 << 40).to_bytes(8, "little")), "only 4 remain", id="text"),
+    pytest.param(b"\x80\x04Nr" + (1 << 31).to_bytes(4, "little") + b".", "a memo of 2147483649 places", id="memo"),
+    pytest.param(b"\x80\x04" + b"]" * 100 + b"a" * 99 + b".", "nests more than 64 deep", id="lists"),
+    pytest.param(b"\x80\x04})" + b"\x85" * 300_000 + b"Ns.", "nests more than 64 deep", id="tuples"),
+    pytest.param(b"\x80\x04}" + DOUBLED + b"Ns.", "parts, by references to the same ones", id="doubled"),
+    pytest.param(b"\x80\x04N" + b"2" * 99 + b".", "the opcode DUP", id="copies"),
+    pytest.param(b"\x80\x04" + METADATA_INDEX + b"N}\x8c\x03fqnNs\x86b.", "shared or global", id="a class changed"),
+    pytest.param(b"\x80\x04]\x94h\x00a.", "shared or global", id="a list within itself"),
+    pytest.param(b"\x80\x04a.", "more values than there are", id="nothing to take"),
+    pytest.param(b"\x80\x04" + b"N" * 2**20 + b".", "an index of the tensors beside it at most 1048576", id="size"),
+])
 def test_a_pickle_that_would_take_memory_or_time_is_refused_before_it_is_read(tmp_path, monkeypatch, content, words):
     monkeypatch.setattr(MetadataUnpickler, "load", lambda _: pytest.fail("it is unpickled"), raising=False)
     path = tmp_path / ".metadata"

@@ -14,23 +14,17 @@ from tests.unit.checkpoint.signing import ABSENT, sign_again
 
 @pytest.fixture(scope="module")
 def good() -> dict:
-    return {
-        "feed": {
-            **{"next_rollout": 3, "jobs": {"2": [[0, "4@0", 0], [1, "5@0", 1]]}, "left": [[1, "2@0", 0]]},
-            "replay": {"entries": [{"key": "3@0", "score": 0.5, "version": 1, "uses": 0}]},
-            "reroll": {"waiting": [["7@0", 1]], "num_buffered": 1, "num_issued": 0},
-            "lengths": {"4": 17},
-        },
-        "backend": {
-            **{"step_index": 4, "weight_version": 4, "optimizer_steps": 3, "cost_sums": [[0.0] * 11]},
-            **{"has_reference": False, "distributed_optimizer": True},
-        },
-        "prompts": {"prompts": 8, "solutions": 0, "returned": [["1@0", 0]], "seed": 0},
-        "metrics": {"ghost_steps": 0, "last_step": None},
-        **{"world_size": 1, "rollouts": 2, "trace_rollouts": 2, "model": {"hidden_size": 64}},
-        **{"reference": {"coefficient": None}, "bytes": {"metrics.jsonl": 100}, "random": [random_state()]},
-        **{"degrees": {}, "config": {}},
-    }
+    return {"feed": {**{"next_rollout": 3, "jobs": {"2": [[0, "4@0", 0], [1, "5@0", 1]]}, "left": [[1, "2@0", 0]]},
+                     "replay": {"entries": [{"key": "3@0", "score": 0.5, "version": 1, "uses": 0}]},
+                     "reroll": {"waiting": [["7@0", 1]], "num_buffered": 1, "num_issued": 0},
+                     "lengths": {"4": 17}},
+            "backend": {**{"step_index": 4, "weight_version": 4, "optimizer_steps": 3, "cost_sums": [[0.0] * 11]},
+                        **{"has_reference": False, "distributed_optimizer": True}},
+            "prompts": {"prompts": 8, "solutions": 0, "returned": [["1@0", 0]], "seed": 0},
+            "metrics": {"ghost_steps": 0, "last_step": None},
+            **{"world_size": 1, "rollouts": 2, "trace_rollouts": 2, "model": {"hidden_size": 64}},
+            **{"reference": {"coefficient": None}, "bytes": {"metrics.jsonl": 100}, "random": [random_state()]},
+            **{"degrees": {}, "config": {}}}
 
 
 def written(folder: pathlib.Path, state: object) -> pathlib.Path:

@@ -1,7 +1,5 @@
 """Checks the configuration: its merging, its refusals and their words, and that its documentation lists every key."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import pathlib

@@ -1,7 +1,5 @@
 """The tables of docs/configuration.md are written from the lines below the fields; every key has exactly one."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import re

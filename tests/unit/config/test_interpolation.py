@@ -1,7 +1,5 @@
 """Interpolation gives what OmegaConf itself gives; a cycle, a bomb and an unsafe resolver end in one sentence."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest
@@ -41,12 +39,10 @@ def referring(draw: st.DrawFn) -> dict[str, object]:
         j = draw(st.integers(0, i - 1))
         form = draw(
             st.sampled_from(
-                (
-                    f"${{environment.arguments.v{j}}}", f"${{.v{j}}}", "a ${.v0} b", f"${{oc.select:no.such,{j}}}",
-                    f"${{oc.select:environment.arguments.v{j}}}", f"${{oc.decode:'[{j}, x]'}}", "${oc.env:NO_SUCH,7}",
-                    f"${{oc.create:{{x: {j}, y: [1]}}}}", "${oc.dict.keys:optimizer}", "${oc.dict.values:plan}",
-                    rf"\${{.v{j}}} as it is", f"${{.${{.name{j}}}}}",
-                )
+                (f"${{environment.arguments.v{j}}}", f"${{.v{j}}}", "a ${.v0} b", f"${{oc.select:no.such,{j}}}",
+                 f"${{oc.select:environment.arguments.v{j}}}", f"${{oc.decode:'[{j}, x]'}}", "${oc.env:NO_SUCH,7}",
+                 f"${{oc.create:{{x: {j}, y: [1]}}}}", "${oc.dict.keys:optimizer}", "${oc.dict.values:plan}",
+                 rf"\${{.v{j}}} as it is", f"${{.${{.name{j}}}}}")
             )
         )
         found += [(f"v{i}", form), (f"name{i - 1}", f"v{j}")]
@@ -88,8 +84,7 @@ def test_a_layer_is_a_file_a_mapping_or_a_dictconfig(tmp_path: pathlib.Path) -> 
     tree["run"]["dir"] = "/x"
     assert load_config(OmegaConf.create(tree), ["run.seed=3"]) == config == load_config(config_to_dict(config))
     assert load_config(OmegaConf.structured(Config)) == Config() == load_config({})
-    within = OmegaConf.create({"base": "/b", "rl": {"run": {"dir": "${base}/y"}}})
-    assert load_config(within.rl).run.dir == "/b/y"
+    assert load_config(OmegaConf.create({"base": "/b", "rl": {"run": {"dir": "${base}/y"}}}).rl).run.dir == "/b/y"
     for odd, words in (
         (3, "a configuration is a file's path, a mapping or a DictConfig, and this is 3"),
         ({1: {}}, "the key 1 of the configuration is no text"),
@@ -126,14 +121,10 @@ def bomb(first: object, link: str, count: int) -> dict[str, object]:
 
 HOSTILE = {
     "a text that doubles": (bomb("xxxxxxxxxx", "${.a#}", 50), "becomes a text of more than 100000 characters"),
-    "lists that double": (
-        {f"a{i}": [f"${{..a{i - 1}}}"] * 50 for i in range(9, 0, -1)} | {"a0": list(range(10))},
-        "interpolations bring more than 10000 values",
-    ),
-    "texts that are decoded again": (
-        bomb("x", r"\${oc.decode:\${oc.select:environment.arguments.a#}}", 20) | {"b": "${oc.decode:${.a9}}"},
-        "more than 1000 calls of resolvers",
-    ),
+    "lists that double": ({f"a{i}": [f"${{..a{i - 1}}}"] * 50 for i in range(9, 0, -1)} | {"a0": list(range(10))},
+                          "interpolations bring more than 10000 values"),
+    "texts that are decoded again": (bomb("x", r"\${oc.decode:\${oc.select:environment.arguments.a#}}", 20)
+                                     | {"b": "${oc.decode:${.a9}}"}, "more than 1000 calls of resolvers"),
     "many": ({f"a{i}": "${run.seed}" for i in range(1001)}, "there are more than 1000 interpolations"),
     "decoded for ever": ({"a": r"\${oc.decode:${.a}}", "b": "${oc.decode:${.a}}"}, "refers to itself"),
     "a circle": (

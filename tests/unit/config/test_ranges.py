@@ -1,7 +1,5 @@
 """Every numeric setting has a range, which its table prints and which refuses NaN, infinity and what lies beyond."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -17,12 +15,10 @@ from tools import config_table
 
 def numeric_fields() -> dict[str, object]:
     """Return the type of every field of the configuration that holds numbers, by its key."""
-    return {
-        f"{key}.{field.name}": hints_of(section)[field.name]
-        for key, section in config_table.sections()
-        for field in config_table.leaf_fields(section)
-        if {int, float} & {kind for kind, _ in parts_of(hints_of(section)[field.name])}
-    }
+    return {f"{key}.{field.name}": hints_of(section)[field.name]
+            for key, section in config_table.sections()
+            for field in config_table.leaf_fields(section)
+            if {int, float} & {kind for kind, _ in parts_of(hints_of(section)[field.name])}}
 
 
 NUMERIC = numeric_fields()
@@ -40,8 +36,7 @@ def test_types_within_a_hint_come_with_their_ranges() -> None:
     assert len(NUMERIC) > 100
     bounds = Range(1)
     parts = list(parts_of(tuple[Annotated[int, bounds], ...] | None))
-    assert parts == [(int, bounds), (..., None), (type(None), None)]
-    assert range_of(str | None) is None
+    assert parts == [(int, bounds), (..., None), (type(None), None)] and range_of(str | None) is None
 
 
 def test_every_number_has_a_range() -> None:

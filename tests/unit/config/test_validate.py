@@ -1,7 +1,5 @@
 """Settings that contradict others are refused before anything is read, by name."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest
@@ -47,12 +45,10 @@ def test_an_agent_is_called_with_its_arguments() -> None:
 
 
 # Settings under which rollout.bitwise cannot be had.
-NOT_BITWISE = (
-    *("parallel.context=2", "parallel.expert=2", "lora.rank=4", "model.layer_spec=transformer_engine"),
-    *("model.logprob_kernel=triton", "rollout.engine=vllm", "rollout.producer.mode=prefetch"),
-    *("weight_sync.interval_steps=2", "correction.old_logprobs=rollout", "replay.capacity_groups=8"),
-    *("megatron.transformer.hidden_dropout=0.1", "megatron.transformer.attention_dropout=0.1"),
-)
+NOT_BITWISE = (*("parallel.context=2", "parallel.expert=2", "lora.rank=4", "model.layer_spec=transformer_engine"),
+               *("model.logprob_kernel=triton", "rollout.engine=vllm", "rollout.producer.mode=prefetch"),
+               *("weight_sync.interval_steps=2", "correction.old_logprobs=rollout", "replay.capacity_groups=8"),
+               *("megatron.transformer.hidden_dropout=0.1", "megatron.transformer.attention_dropout=0.1"))
 
 
 @pytest.mark.parametrize("setting", NOT_BITWISE)

@@ -1,7 +1,5 @@
 """A configuration file that cannot work ends in one sentence with file, line, key and the way out, in bounded time."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 

@@ -1,7 +1,5 @@
 """Holds the published templates of the families, and makes their tokenizers and conversations."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from itertools import groupby
@@ -62,10 +60,8 @@ def calling(family: str, city: str, **more) -> dict:
 
 def trained(tokenizer, messages: list[dict], **columns):
     """Return a conversation's prompt, its response in runs (has a loss, text), and its tokens."""
-    rows, data = (
-        [{"messages": messages, **columns}],
-        DataConfig(template="chat", messages_key="messages", max_prompt_tokens=9999),
-    )
+    rows, data = ([{"messages": messages, **columns}],
+                  DataConfig(template="chat", messages_key="messages", max_prompt_tokens=9999))
     (found,) = PromptDataset(rows, tokenizer, data, 0).next_solutions(1)
     pairs = groupby(zip(found.loss_mask, found.response_ids, strict=True), lambda pair: pair[0])
     runs = [(own, tokenizer.decode([token for _, token in run])) for own, run in pairs]

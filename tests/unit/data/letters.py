@@ -1,7 +1,5 @@
 """Tokenizers of one token per character, for tests of prompts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 

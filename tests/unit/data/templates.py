@@ -1,18 +1,12 @@
 """Holds the chat templates of the tests, and makes their tokenizers."""
 
-from __future__ import annotations
-
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-STRICT = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ m.content }}{% endfor %}"
-)
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+STRICT = ("{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+          "{{ m.content }}{% endfor %}")
 
 
 def tokenizer_of(template: str | None, *special: str, words: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:

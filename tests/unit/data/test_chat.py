@@ -1,7 +1,5 @@
 """An observation holds what a chat template writes behind a turn, less what the policy sampled itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.data.chat import Observations, check_messages
@@ -9,10 +7,8 @@ from megatron_rl.errors import ConfigError
 from tests.unit.data.templates import CHATML, STRICT, tokenizer_of
 
 # As Llama 3's: no newline behind the end of a turn.
-HEADERS = (
-    "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
-)
+HEADERS = ("{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+           "{% if add_generation_prompt %}[assistant]\n\n{% endif %}")
 
 SILENT = "{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}"
 

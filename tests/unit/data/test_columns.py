@@ -1,7 +1,5 @@
 """Data meet the model and the rewards before a run starts: a row that lacks a column, or does not fit, is named."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Checks what the chat template is given beside a row's messages: tools, documents and variables, by their names."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -30,12 +28,9 @@ def test_a_prompt_equals_the_templates_rendering_with_the_rows_columns(caplog) -
     wanted = [*own, own[0], own[2]]
     names = ("tools", "documents", "mood", "enable_thinking", "chat_template_kwargs")
     data = dict(template="chat", shuffle=False, template_columns=names, template_variables={"enable_thinking": False})
-    rendered = [
-        tokenizer_of(TEMPLATE).apply_chat_template(
-            ROW["prompt"], tokenize=False, add_generation_prompt=True, **({"enable_thinking": False} | beside)
-        )
-        for beside in wanted
-    ]
+    rendered = [tokenizer_of(TEMPLATE).apply_chat_template(ROW["prompt"], tokenize=False, add_generation_prompt=True,
+                                                           **({"enable_thinking": False} | beside))
+                for beside in wanted]
     assert texts(*rows, **data) == rendered and not caplog.records
     between = Observations(tokenizer_of(CHATML + "{{ mood }}"), "chat", "tool", {"mood": 7}).token_ids("1", None)
     assert tokenizer_of(None).decode(between).endswith("assistant\n7")

@@ -1,7 +1,5 @@
 """Checks data/order.py: the order of one source to the sample, and the shares and the reproducibility of a mixture."""
 
-from __future__ import annotations
-
 import collections
 
 import numpy as np
@@ -15,17 +13,14 @@ def drawn(order: Order, count: int, start: int = 0) -> list[tuple[int, int]]:
 
 
 def order_of(sizes, weights=(), *, seed=3, shuffle=True) -> Order:
-    ends = np.cumsum(sizes)
-    sources = [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    sources = [np.arange(end - size, end) for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
     return Order(sources, weights, seed=seed, shuffle=shuffle)
 
 
 def test_the_order_of_one_source_is_that_of_every_earlier_release():
     """Written down from the release before mixtures: a run resumed from its checkpoint goes on with the same rows."""
-    wanted = {
-        0: [(0, 0), (5, 0), (1, 0), (6, 0), (2, 0), (4, 0), (3, 0), (2, 1), (0, 1), (4, 1), (1, 1), (5, 1)],
-        -5: [(2, 0), (1, 0), (4, 0), (3, 0), (6, 0), (5, 0), (0, 0), (4, 1), (3, 1), (1, 1), (6, 1), (5, 1)],
-    }
+    wanted = {0: [(0, 0), (5, 0), (1, 0), (6, 0), (2, 0), (4, 0), (3, 0), (2, 1), (0, 1), (4, 1), (1, 1), (5, 1)],
+              -5: [(2, 0), (1, 0), (4, 0), (3, 0), (6, 0), (5, 0), (0, 0), (4, 1), (3, 1), (1, 1), (6, 1), (5, 1)]}
     for seed, rows in wanted.items():
         assert drawn(order_of([7], seed=seed), 12) == rows
         assert drawn(order_of([3, 4], seed=seed), 12) == rows  # several files without weights are one source
@@ -75,8 +70,6 @@ def test_the_order_of_a_mixture_stays_what_it_is():
     """Written down at its first release, so that a checkpoint's position means the same rows in every later one."""
     order = order_of([3, 3], [2, 1])
     assert order.counts == [4, 2]
-    assert drawn(order, 12) == [
-        *((0, 0), (4, 0), (1, 0), (2, 0), (3, 0), (1, 1)),
-        *((2, 1), (5, 0), (0, 1), (0, 2), (3, 1), (1, 2)),
-    ]
+    assert drawn(order, 12) == [*((0, 0), (4, 0), (1, 0), (2, 0), (3, 0), (1, 1)),
+                                *((2, 1), (5, 0), (0, 1), (0, 2), (3, 1), (1, 2))]
     assert [int(row >= 4) for row, _ in drawn(order_of([4, 4], [1, 3]), 8)] == [1, 0, 1, 1, 1, 0, 1, 1]

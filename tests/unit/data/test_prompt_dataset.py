@@ -1,7 +1,5 @@
 """Checks data/prompt_dataset.py: its words on a bad dataset; its order, a function of (seed, epoch), is resumed."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
@@ -32,8 +30,7 @@ def test_equal_seeds_draw_equal_prompts_however_cut():
     assert ids(one.next(20)) == ids([p for count in (1, 5, 0, 14) for p in many.next(count)])
     assert ids(make_source(seed=3).next(7)) != ids(make_source(seed=4).next(7))
     assert len(ids(make_source(seed=-1).next(7))) == 7
-    in_order = [*(f"{i}@0" for i in range(7)), "0@1", "1@1"]
-    assert ids(make_source(shuffle=False).next(9)) == in_order
+    assert ids(make_source(shuffle=False).next(9)) == [*(f"{i}@0" for i in range(7)), "0@1", "1@1"]
 
 
 def test_resumed_equals_uninterrupted():
@@ -91,10 +88,8 @@ def test_messages_that_are_none_name_row_and_column_and_a_renamed_answer_is_give
 
 def test_bad_rows_name_row_and_columns():
     for rows, message in (
-        (
-            [{"prompt": "x"}, {"question": "x", "answer": "1"}],
-            "row 1 has no column 'prompt' .data.prompt_key.; its col",
-        ),
+        ([{"prompt": "x"}, {"question": "x", "answer": "1"}],
+         "row 1 has no column 'prompt' .data.prompt_key.; its col"),
         ([{"prompt": 7}], "row 0: column 'prompt' .* is a int, 7; it must be text"),
         ([{"prompt": ""}], "row 0: .* 0 tokens"),
     ):
@@ -107,8 +102,7 @@ def test_long_prompt_fails_or_is_dropped():
     with pytest.raises(ConfigError, match="row 1: the prompt has 5 tokens and at most 3 .*on_long_prompt=drop"):
         make_source(rows, max_prompt_tokens=3)
     source = make_source(rows, max_prompt_tokens=3, on_long_prompt="drop", shuffle=False)
-    assert (len(source), source.num_dropped) == (2, 1)
-    assert ids(source.next(3)) == ["0@0", "2@0", "0@1"]
+    assert (len(source), source.num_dropped) == (2, 1) and ids(source.next(3)) == ["0@0", "2@0", "0@1"]
     with pytest.raises(ConfigError, match="all 3 rows are longer than 1 tokens"):
         make_source(rows, max_prompt_tokens=1, on_long_prompt="drop")
     # the context leaves room for a response
@@ -232,8 +226,7 @@ def test_a_system_message_comes_before_the_others_but_where_a_row_has_its_own():
     own = [{"role": "system", "content": "S"}, {"role": "user", "content": "u"}]
     rows = [{"prompt": "q"}, {"prompt": own[1:]}, {"prompt": own}]
     settings = {"template": "chat", "system_prompt": "be brief", "shuffle": False}
-    prompts = make_source(rows, tokenizer=LetterTokenizer("any"), **settings).next(3)
-    assert [prompt.text for prompt in prompts] == [
+    assert [prompt.text for prompt in make_source(rows, tokenizer=LetterTokenizer("any"), **settings).next(3)] == [
         "<system>be brief<user>q<assistant>",
         "<system>be brief<user>u<assistant>",
         "<system>S<user>u<assistant>",

@@ -1,7 +1,5 @@
 """Our tokens of a conversation equal the published templates' rendering of it: supervised, multi-turn, the endpoint."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks the responses that supervised steps train: conversations, pairs, and rows that do not fit."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.config import DataConfig
@@ -62,13 +60,10 @@ def test_messages_behind_the_assistants_last_are_left_out_and_no_turn_to_train_i
 
 
 def test_pairs_take_texts_and_messages_that_may_repeat_the_prompt() -> None:
-    rows = [
-        {"prompt": "hi", "chosen": "good", "rejected": "bad"},
-        {"prompt": "hi", "chosen": say("u:hi", "a:good"), "rejected": say("u:hi", "a:bad")},
-        {"prompt": say("u:hi"), "chosen": say("a:good"), "rejected": say("u:hi", "a:bad")},
-    ]
-    data = DataConfig(template="chat", shuffle=False)
-    pairs = source(rows, data).next_pairs(3, "chosen", "rejected")
+    rows = [{"prompt": "hi", "chosen": "good", "rejected": "bad"},
+            {"prompt": "hi", "chosen": say("u:hi", "a:good"), "rejected": say("u:hi", "a:bad")},
+            {"prompt": say("u:hi"), "chosen": say("a:good"), "rejected": say("u:hi", "a:bad")}]
+    pairs = source(rows, DataConfig(template="chat", shuffle=False)).next_pairs(3, "chosen", "rejected")
     assert {text_of(chosen.response_ids) for chosen, _ in pairs} == {"good<|im_end|>"}
     assert {text_of(rejected.response_ids) for _, rejected in pairs} == {"bad<|im_end|>"}
     assert len({chosen.prompt.token_ids for chosen, _ in pairs}) == 1

@@ -1,7 +1,5 @@
 """Checks data/rows.py: every form of a file gives the rows that were written, and every fault one sentence."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -24,9 +22,6 @@ def write(folder, name: str, content: str | bytes):
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
-
-
-# --- right files
 
 
 def test_rows_of_a_file_equal_what_was_written(tmp_path):
@@ -82,8 +77,6 @@ def test_files_and_patterns_follow_one_another_and_every_row_knows_its_place(tmp
     [(first, part)] = load_rows(write(tmp_path, "d.jsonl", lines_of(ROWS))).parts
     assert (first, part.lines) == (0, array("Q", [1, 2]))
 
-
-# --- faults
 
 DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 

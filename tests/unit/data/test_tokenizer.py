@@ -1,7 +1,5 @@
 """An odd tokenizer's folder ends in one sentence that names the file."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re
@@ -61,24 +59,18 @@ def ahead(fields: bytes) -> Change:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "no tokens": (
-        lambda folder: ((folder / TOKENIZER).unlink(), settings(tokenizer_class="Qwen2Tokenizer")(folder)),
-        "it holds none of tokenizer.json, vocab.json",
-    ),
+    "no tokens": (lambda folder: ((folder / TOKENIZER).unlink(), settings(tokenizer_class="Qwen2Tokenizer")(folder)),
+                  "it holds none of tokenizer.json, vocab.json"),
     "no settings": (lambda folder: (folder / SETTINGS).unlink(), "has no eos_token, so no completion would end"),
     "cut short": (raw(TOKENIZER, lambda b: b[: len(b) // 2]), "tokenizer.json: not valid JSON: .*line 48"),
     "a list": (raw(TOKENIZER, lambda b: b"[]"), r"tokenizer.json must be an object, and it is \[\]"),
     "an empty object": (raw(TOKENIZER, lambda b: b"{}"), "tokenizer.json lacks the field model"),
     "5,000 digits": (ahead(b'"n":' + b"9" * 5000 + b","), "tokenizer_config.json: the number 9+… has 5000 characters"),
-    "a folder in place of the file": (
-        lambda folder: ((folder / TOKENIZER).unlink(), (folder / TOKENIZER).mkdir()),
-        "tokenizer.json cannot be read: Is a directory",
-    ),
+    "a folder in place of the file": (lambda folder: ((folder / TOKENIZER).unlink(), (folder / TOKENIZER).mkdir()),
+                                      "tokenizer.json cannot be read: Is a directory"),
     "a vocabulary that is a number": (model(vocab=3), "tokenizer.json: model.vocab must be an object, and it is 3"),
-    "an id of 2³¹": (
-        vocabulary(**{"5": 2**31}),
-        "has 1 of 16 ids beyond .* vocab_size=16, 2147483648 of '5' the largest",
-    ),
+    "an id of 2³¹": (vocabulary(**{"5": 2**31}),
+                     "has 1 of 16 ids beyond .* vocab_size=16, 2147483648 of '5' the largest"),
     "an id below 0": (vocabulary(**{"5": -1}), "the id of '5' must be at least 0, and it is -1"),
     "an id that is no integer": (vocabulary(**{"5": 1.5}), "the id of '5' must be an integer, and it is 1.5"),
     "an id twice": (vocabulary(**{"5": 3}), "gives the id 3 to 2 tokens, '1', '5'; each needs one of its own"),
@@ -86,30 +78,25 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda folder: (folder / "added_tokens.json").write_text('{"<x>": 16}'),
         "added_tokens.json has 1 of 1 ids beyond the model's vocab_size=16, 16 of '<x>' the largest",
     ),
-    "a token more by its settings": (
-        settings(added_tokens_decoder={"500": {"content": "<far>", "special": True}}),
-        "has 1 of 17 ids beyond the model's vocab_size=16, 16 of '<far>' the largest",
-    ),
+    "a token more by its settings": (settings(added_tokens_decoder={"500": {"content": "<far>", "special": True}}),
+                                     "has 1 of 17 ids beyond the model's vocab_size=16, 16 of '<far>' the largest"),
     "an end that is no token": (settings(eos_token="<end>"), "has the eos_token '<end>', which is none of its tokens"),
     "an end that is a number": (settings(eos_token=5), "no tokenizer can be loaded .*TypeError"),
     "a template that is a number": (settings(chat_template=5), "chat_template must be a text, and it is 5"),
     "a length that is a text": (settings(model_max_length="x"), "model_max_length must be a number, and it is 'x'"),
     "a model of no kind": (model(type="None"), "no tokenizer can be loaded from .*Exception: "),
     "a pattern that is none": (
-        edit(
-            TOKENIZER,
-            lambda content: content.update(
-                pre_tokenizer={"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": "(("}}
-            ),
-        ),
+        edit(TOKENIZER,
+             lambda content: content.update(
+                 pre_tokenizer={"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": "(("}}
+             )),
         "no tokenizer can be loaded from .*unmatched parenthesis",
     ),
 }
 
 
 def load(folder: pathlib.Path, vocab_size: int = TOKENS):
-    model = SimpleNamespace(tokenizer_path=None, hf_path=str(folder))
-    return load_tokenizer(SimpleNamespace(model=model), vocab_size)
+    return load_tokenizer(SimpleNamespace(model=SimpleNamespace(tokenizer_path=None, hf_path=str(folder))), vocab_size)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -26,18 +26,16 @@ def train_data(rewards=(0.0, 0.0, 0.0, 0.0, 1.0, -1.0, 0.0, 0.7, -0.7), seed: in
     masks = [[1, *draw(0, 2, response - 1)] for _, response in lengths]
     masks[5] = [0] * len(masks[5])
     rollout_ids = [0, 1, 2, 3, 4, 5, 6, 7, 7]
-    return {
-        "tokens": [draw(0, VOCABULARY, prompt + response) for prompt, response in lengths],
-        "response_lengths": [response for _, response in lengths],
-        "rewards": list(rewards),
-        "raw_reward": list(rewards),
-        "truncated": draw(0, 2, len(rewards)),
-        "sample_indices": list(range(len(rewards))),
-        "rollout_ids": rollout_ids,
-        "loss_masks": masks,
-        "rollout_mask_sums": [*map(sum, masks[:7]), sum(masks[7] + masks[8]), sum(masks[7] + masks[8])],
-        "rollout_log_probs": [[-0.5] * response for _, response in lengths],
-    }
+    return {"tokens": [draw(0, VOCABULARY, prompt + response) for prompt, response in lengths],
+            "response_lengths": [response for _, response in lengths],
+            "rewards": list(rewards),
+            "raw_reward": list(rewards),
+            "truncated": draw(0, 2, len(rewards)),
+            "sample_indices": list(range(len(rewards))),
+            "rollout_ids": rollout_ids,
+            "loss_masks": masks,
+            "rollout_mask_sums": [*map(sum, masks[:7]), sum(masks[7] + masks[8]), sum(masks[7] + masks[8])],
+            "rollout_log_probs": [[-0.5] * response for _, response in lengths]}
 
 
 def gradient(data: dict, *, per_token: bool) -> torch.Tensor:
@@ -91,9 +89,8 @@ def test_only_samples_without_signal_are_cut(per_token: bool) -> None:
         assert cut["loss_masks"][row] == [sum(whole["loss_masks"][row]) if per_token else 0]
     dense = sum(map(len, whole["tokens"]))
     executed = dense - sum(len(whole["tokens"][row]) - 2 for row in stubs)
-    counted = slime.Stubbed(
-        groups=3, dead_groups=1, equal_groups=0, samples=9, stubs=6, dense_tokens=dense, executed_tokens=executed
-    )
+    counted = slime.Stubbed(groups=3, dead_groups=1, equal_groups=0, samples=9, stubs=6, dense_tokens=dense,
+                            executed_tokens=executed)
     assert counts == counted
 
 
@@ -125,8 +122,7 @@ def test_a_sample_without_prompt_or_response_stays_and_kept_tokens_of_nucleus_sa
     data["rollout_top_p_token_offsets"] = [list(range(0, 3 * n + 1, 3)) for n in data["response_lengths"]]
     data["rollout_top_p_token_ids"] = [torch.arange(3 * n) for n in data["response_lengths"]]
     cut, _ = slime.with_stubs(data, GROUPS, per_token=False)
-    assert cut["rollout_top_p_token_offsets"][0] == [0, 3]
-    assert cut["rollout_top_p_token_ids"][0].tolist() == [0, 1, 2]
+    assert cut["rollout_top_p_token_offsets"][0] == [0, 3] and cut["rollout_top_p_token_ids"][0].tolist() == [0, 1, 2]
     assert len(cut["rollout_top_p_token_ids"][4]) == 3 * data["response_lengths"][4]
 
 

@@ -40,18 +40,14 @@ def test_so_many_are_taken_as_there_are(num_groups, group_size, count):
     """The shares add up to the number that is asked for, or to all; earlier groups give before later ones."""
     shares = share_of_groups(num_groups, group_size, count)
     assert len(shares) == num_groups and all(0 <= share <= group_size for share in shares)
-    assert sum(shares) == min(count, num_groups * group_size)
-    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == min(count, num_groups * group_size) and shares == sorted(shares, reverse=True)
 
 
 def test_two_of_a_group_are_taken_the_best_and_the_worst_unless_there_are_too_few_groups():
-    assert share_of_groups(8, 4, 3) == [2, 1, 0, 0, 0, 0, 0, 0]
-    assert share_of_groups(2, 8, 6) == [3, 3]
-    assert share_of_groups(5, 1, 3) == [1, 1, 1, 0, 0]
-    assert best_to_worst([0.0, 1.0, 0.5], 2) == [1, 0]
+    assert share_of_groups(8, 4, 3) == [2, 1, 0, 0, 0, 0, 0, 0] and share_of_groups(2, 8, 6) == [3, 3]
+    assert share_of_groups(5, 1, 3) == [1, 1, 1, 0, 0] and best_to_worst([0.0, 1.0, 0.5], 2) == [1, 0]
     assert best_to_worst([0.0, None, 1.0, math.nan], 2) == [2, 3]  # without a reward it is the worst
-    assert best_to_worst([0.25, 1.0, 0.5, 0.0, 0.75], 3) == [1, 2, 3]
-    assert best_to_worst([1.0, 1.0], 5) == [0, 1]
+    assert best_to_worst([0.25, 1.0, 0.5, 0.0, 0.75], 3) == [1, 2, 3] and best_to_worst([1.0, 1.0], 5) == [0, 1]
 
 
 @given(st.text(max_size=60), st.integers(2, 30))
@@ -75,8 +71,7 @@ def test_visible_text_holds_nothing_that_is_obeyed(text):
 
 def test_plain_text_stays_half_a_surrogate_pair_is_replaced_and_every_line_is_marked():
     assert cut("a\ud800b", 10) == "a\ufffdb" and cut({"x": "\udfff"}, 30).encode("utf-8")
-    assert visible("x² + ﬁ\täöü 漢字\u3000🙂\n") == "x² + ﬁ\täöü 漢字\u3000🙂\n"
-    assert visible("\x1b[2J") == "\\x1b[2J"
+    assert visible("x² + ﬁ\täöü 漢字\u3000🙂\n") == "x² + ﬁ\täöü 漢字\u3000🙂\n" and visible("\x1b[2J") == "\\x1b[2J"
     lines = recorded.as_text(completion(response=HOSTILE, sample="1@0#0", excluded=HOSTILE)).split("\n")
     assert lines[0].startswith("1@0#0: reward 1, advantage 0.5, 2 tokens, stop, excluded: \\x1b[2J")
     assert all(line[10:13] == " | " for line in lines[1:])
@@ -135,8 +130,7 @@ def test_an_earlier_runs_completions_are_kept_and_a_run_that_resumes_appends(tmp
     with MetricsWriter(tmp_path, MetricsConfig(), 2, True, state) as writer:
         writer.write(row(2), [completion(response="third")])
     files = [read_completions(tmp_path / f"completions.jsonl{end}") for end in (".1", "")]
-    kept = [[(c.step, c.response) for c in file] for file in files]
-    assert kept == [[(1, "first")], [(1, "second"), (2, "third")]]
+    assert [[(c.step, c.response) for c in file] for file in files] == [[(1, "first")], [(1, "second"), (2, "third")]]
 
 
 def test_the_log_shows_two_now_and_then_unless_it_is_turned_off(tmp_path, caplog):

@@ -44,8 +44,7 @@ def test_every_sum_has_its_name_absent_ones_none_and_a_step_adds_norm_and_rate()
     gaps = dict(logprob_gap_abs=0.5, logprob_gap_max=0.2, logprob_gap_k3=0.1)
     wanted = dict(loss=2.0, entropy=0.5, kl=0.1, clip_ratio=0.3, ratio=1.1)
     wanted |= dict(logprob_gap_mean=0.05, logprob_gap_max=0.2, logprob_gap_k3=0.01)
-    assert divide(sums | gaps) == {f"train/{name}": value for name, value in wanted.items()}
-    assert divide({}) == {}
+    assert divide(sums | gaps) == {f"train/{name}": value for name, value in wanted.items()} and divide({}) == {}
     assert divide({"loss": 0.0, "tokens": 0, "entropy": 0.0, "logprob_gap_max": 0.0}) == {"train/loss": 0.0}
     with pytest.raises(ValueError, match="entropy and no tokens"):
         divide({"entropy": 1.0})
@@ -176,7 +175,6 @@ def test_summary_leaves_the_warmup_out_and_durations_read_well():
     summary = summarize(rows)
     assert (summary.num_warmup, summary.num_real, summary.num_ghost, summary.window) == (5, 30, 10, 10)
     assert summary.reward == pytest.approx((np.arange(10).mean() / 40, np.arange(30, 40).mean() / 40))
-    assert summary.executed_ratio == 0.3
-    assert (summary.step_s, summary.zero_advantage_ratio) == (2.0, None)
+    assert summary.executed_ratio == 0.3 and (summary.step_s, summary.zero_advantage_ratio) == (2.0, None)
     assert summary.total_s == 500 + sum(1.0 + s % 3 for s in range(40))
     assert [duration(s) for s in (4.2, 59.7, 185, 7620)] == ["4.2 s", "1 min 00 s", "3 min 05 s", "2 h 07 min"]

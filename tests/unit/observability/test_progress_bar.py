@@ -102,8 +102,7 @@ def test_the_log_warns_at_every_doubling_and_anew_after_a_step_that_trains(caplo
         assert "skip/zero_advantage_ratio" in warning and "docs/skip.md" in warning
     assert "3 with a gradient that is not finite" in said[1]
     assert len(warnings_of("GGG" + "R" + "GG" + "R" + "GGG", 3, caplog)) == 2
-    assert warnings_of("GGRGGRGG", 3, caplog) == []
-    assert warnings_of("G" * 100, None, caplog) == []
+    assert warnings_of("GGRGGRGG", 3, caplog) == [] and warnings_of("G" * 100, None, caplog) == []
 
 
 def test_a_run_shorter_than_the_setting_that_trained_nothing_warns_at_its_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -96,20 +96,17 @@ def test_page_has_every_plot_ghost_and_unclaimed_time_and_fetches_nothing(whole)
     assert not re.search(r"https?://|<script|<link|@import|url\(|src=", whole)
     # the seven ghost steps (14, 21, ... 56) have a mark in every plot, and the tile counts them
     for title in TITLES:
-        marks = ElementTree.fromstring(svg_of(whole, title)).find("path[@class='ghost']")
-        assert marks.get("d").count("M") == 7
+        assert ElementTree.fromstring(svg_of(whole, title)).find("path[@class='ghost']").get("d").count("M") == 7
     assert re.search(r'Ghost steps</div><div class="value">7</div>', whole)
     tips = svg_of(whole, "Gradient norm")
     assert "step 13\n" in tips and "step 14\n" not in tips
-    said = "step 30\nrollout: 1 s\nupdate: 0.5 s\nother: 0.25 s\nwhole step: 1.75 s"
-    assert said in svg_of(whole, "Step time")
+    assert "step 30\nrollout: 1 s\nupdate: 0.5 s\nother: 0.25 s\nwhole step: 1.75 s" in svg_of(whole, "Step time")
 
 
 def test_missing_series_are_named_not_drawn_and_values_that_are_not_finite_counted(tmp_path):
     write_run(tmp_path, **{"train/entropy": "leave out", "reward/mean": math.nan})
     page = report(tmp_path)
-    assert "<b>Entropy</b>" not in page and "<b>Reward</b>" not in page
-    assert "so not drawn: Reward, Entropy." in page
+    assert "<b>Entropy</b>" not in page and "<b>Reward</b>" not in page and "so not drawn: Reward, Entropy." in page
     write_run(tmp_path, num_steps=40)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     lines[20] = re.sub(r'"train/grad_norm": [\d.]+', '"train/grad_norm": "inf"', lines[20])
@@ -207,8 +204,7 @@ def test_text_is_escaped(tmp_path):
 def test_runs_of_any_length(tmp_path, num_steps):
     write_run(tmp_path, num_steps=num_steps, num_warmup=0)
     page = report(tmp_path)
-    assert ("no optimizer step yet" in page) == (num_steps == 0)
-    assert len(page) < 600_000
+    assert ("no optimizer step yet" in page) == (num_steps == 0) and len(page) < 600_000
 
 
 def test_a_run_that_died_in_its_warmup_and_one_with_one_evaluation(tmp_path):
@@ -255,8 +251,7 @@ def plot(values, **more: object) -> str:
 def test_spikes_survive_thinning_and_axes_cover_their_values():
     raw = re.search(r'class="raw c1" d="(.*?)"', plot(np.arange(20_000) == 12_345)).group(1)
     assert any(float(y) == 16.0 for y in re.findall(r"[ML][\d.]+ ([\d.]+)", raw)), "the top of the plot is reached"
-    assert len(raw) < 15_000
-    assert ticks_between(0.0, 0.93) == (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    assert len(raw) < 15_000 and ticks_between(0.0, 0.93) == (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     assert ticks_between(-3.0, 12.0) == (-5.0, 0.0, 5.0, 10.0, 15.0)
     for values in ([0.0], [5.0, 5.0], [-2.0], [1e-12, 3e-12], [-1e9, 1e9]):
         for from_zero in (False, True):

@@ -59,14 +59,11 @@ def test_stages_between_rollouts_follow_the_one_before(tmp_path):
                 take_step(writer, timer, rollout, rollout, kind="GHOST")
             timer.report("eval", 0.0)
         spans = held.spans()
-    first, second = (
-        [("rollout_iteration", ""), *((stage, "rollout_iteration") for stage in ("plan", "update", last))]
-        for last in ("checkpoint", "eval")
-    )
+    first, second = ([("rollout_iteration", ""), *((stage, "rollout_iteration") for stage in ("plan", "update", last))]
+                     for last in ("checkpoint", "eval"))
     assert tree(spans) == [("checkpoint", ""), *first, *second]
     assert [span.facts["step_kind"] for span in spans if span.name == "update"] == ["GHOST", "GHOST"]
-    assert not any(span.failed for span in spans)
-    assert len({span.trace for span in spans}) == 3
+    assert not any(span.failed for span in spans) and len({span.trace for span in spans}) == 3
 
 
 def test_a_run_that_failed_shows_the_stages_of_its_last_rollout(tmp_path):

@@ -35,14 +35,9 @@ def models(draw) -> CostModel:
     """Draw one to five stages, some without a fixed cost: the slowest one depends on the number of micro-batches."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     number = draw(st.integers(1, 5))
-    stages = tuple(
-        StageCost(
-            overhead=random.choice([0.0, random.uniform(0, 300)]),
-            token=random.uniform(0.1, 3.0),
-            square=random.choice([0.0, random.uniform(0, 1e-2)]),
-        )
-        for _ in range(number)
-    )
+    stages = tuple(StageCost(overhead=random.choice([0.0, random.uniform(0, 300)]), token=random.uniform(0.1, 3.0),
+                             square=random.choice([0.0, random.uniform(0, 1e-2)]))
+                   for _ in range(number))
     return CostModel(stages=stages, virtual=draw(st.integers(1, 3)) if number > 1 else 1)
 
 
@@ -53,9 +48,8 @@ def microbatches(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array([x.sum() for x in lengths], dtype=float), np.array([(x**2).sum() for x in lengths], dtype=float)
 
 
-def step_of(
-    model: CostModel, tokens: np.ndarray, squares: np.ndarray, *, noise: float = 0.0, seed: int = 0
-) -> np.ndarray:
+def step_of(model: CostModel, tokens: np.ndarray, squares: np.ndarray, *, noise: float = 0.0,
+            seed: int = 0) -> np.ndarray:
     """Return the sums [stages, NUM_SUMS] that ranks would measure under ``model``, a third of its seconds forward."""
     random, rows = np.random.default_rng(seed), []
     for stage in model.stages:
@@ -191,18 +185,12 @@ def test_a_mini_batch_takes_as_long_as_its_slowest_rank(stages) -> None:
     for drops in (True, False):
         one, each = one_step(lengths, rules, signal=signal, drops=drops), []
         for rank in range(3):
-            tokens, squares = (
-                np.array([float((lengths[m.samples] ** power).sum()) for m in one.microbatches(rank)])
-                for power in (1, 2)
-            )
+            tokens, squares = (np.array([float((lengths[m.samples] ** power).sum()) for m in one.microbatches(rank)])
+                               for power in (1, 2))
             each.append(model.rank_seconds(tokens, squares))
         assert min(each) < max(each) and (min(each) == 0.0) == drops
         assert plan_seconds(model, one, SampleTokens.alone(lengths)) == pytest.approx(max(each), rel=1e-12)
-    ghost = one_step(lengths, rules, signal=np.zeros(6))
-    assert plan_seconds(model, ghost, SampleTokens.alone(lengths)) == 0.0
-
-
-# ---- the closed form against the clock ------------------------------------------------------------------------------
+    assert plan_seconds(model, one_step(lengths, rules, signal=np.zeros(6)), SampleTokens.alone(lengths)) == 0.0
 
 
 def clock_seconds(model: CostModel, tokens: np.ndarray, squares: np.ndarray) -> float:

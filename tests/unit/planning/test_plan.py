@@ -43,9 +43,8 @@ class Case:
 
     def plan(self, **changed) -> BatchPlan:
         case = dataclasses.replace(self, **changed)
-        return plan_steps(
-            "train", case.mini_batches, case.tokens, case.signal, case.rules, drops=case.drops, merge=case.merge
-        )
+        return plan_steps("train", case.mini_batches, case.tokens, case.signal, case.rules, drops=case.drops,
+                          merge=case.merge)
 
 
 @st.composite
@@ -63,35 +62,21 @@ def cases(draw, *, repack: bool | None = None, static: bool | None = None) -> Ca
     if count and draw(st.integers(0, 5)) == 0:
         signal = np.arange(count) == random.integers(count)  # one survivor
     sizes = st.sampled_from([1, 3] if static else [None] if static is False else [None, 1, 3])
-    data_size = draw(st.integers(1, 8))
-    max_tokens = draw(st.sampled_from([1, 33, 64, 257, 8192]))
-    rules = PlanRules(
-        data_size=data_size,
-        lockstep_ranks=draw(st.sampled_from([d for d in range(1, 9) if data_size % d == 0])),
-        samples_per_microbatch=draw(sizes),
-        max_tokens=max_tokens,
-        pad_multiple=draw(st.sampled_from([1, 2, 8])),
-        row_multiple=draw(st.sampled_from([1, 16, 64] if max_tokens % 64 == 0 else [1])),
-        cost=pipeline(
-            draw(st.integers(1, 8)),
-            overhead=draw(st.sampled_from([0.0, 1.0, 20.0, 256.0])),
-            square=draw(st.sampled_from([0.0, 0.02])),
-            last=draw(st.sampled_from([1.0, 1.7])),
-        ),
-        repack=draw(st.booleans()) if repack is None else repack,
-        microbatch_multiple=draw(st.sampled_from([1, 1, 2, 4])),
-    )
+    data_size, max_tokens = draw(st.integers(1, 8)), draw(st.sampled_from([1, 33, 64, 257, 8192]))
+    rules = PlanRules(data_size=data_size,
+                      lockstep_ranks=draw(st.sampled_from([d for d in range(1, 9) if data_size % d == 0])),
+                      samples_per_microbatch=draw(sizes),
+                      max_tokens=max_tokens,
+                      pad_multiple=draw(st.sampled_from([1, 2, 8])),
+                      row_multiple=draw(st.sampled_from([1, 16, 64] if max_tokens % 64 == 0 else [1])),
+                      cost=pipeline(draw(st.integers(1, 8)), overhead=draw(st.sampled_from([0.0, 1.0, 20.0, 256.0])),
+                                    square=draw(st.sampled_from([0.0, 0.02])), last=draw(st.sampled_from([1.0, 1.7]))),
+                      repack=draw(st.booleans()) if repack is None else repack,
+                      microbatch_multiple=draw(st.sampled_from([1, 1, 2, 4])))
     samples = random.permutation(count) if draw(st.booleans()) else np.arange(count)
-    return Case(
-        mini_batches=split_mini_batches(samples, draw(st.sampled_from([None, 1, 4, 7, 16]))),
-        lengths=lengths,
-        prompt=prompt,
-        group=group,
-        signal=signal,
-        rules=rules,
-        drops=draw(st.sampled_from([True, True, False])),
-        merge=draw(st.booleans()),
-    )
+    return Case(mini_batches=split_mini_batches(samples, draw(st.sampled_from([None, 1, 4, 7, 16]))), lengths=lengths,
+                prompt=prompt, group=group, signal=signal, rules=rules,
+                drops=draw(st.sampled_from([True, True, False])), merge=draw(st.booleans()))
 
 
 def assert_invariants(plan: BatchPlan, case: Case) -> None:
@@ -230,15 +215,13 @@ def test_fingerprint_sees_every_field() -> None:
     rules = PlanRules(data_size=2, max_tokens=12)
     base = plan_steps("train", [np.arange(8)], np.arange(1, 9), signal, rules, drops=True)
     (one,) = base.mini_batches
-    changes = {
-        "members": one.members[:-1],
-        "dropped": one.dropped[:-1],
-        "order": one.order[::-1],
-        "rank_offsets": one.rank_offsets + [0, 1, 0],
-        "microbatch_offsets": one.microbatch_offsets + (np.arange(len(one.microbatch_offsets)) == 1),
-        "filler_microbatches": np.append(True, one.filler_microbatches[1:]),
-        "kind": StepKind.GHOST,
-    }
+    changes = {"members": one.members[:-1],
+               "dropped": one.dropped[:-1],
+               "order": one.order[::-1],
+               "rank_offsets": one.rank_offsets + [0, 1, 0],
+               "microbatch_offsets": one.microbatch_offsets + (np.arange(len(one.microbatch_offsets)) == 1),
+               "filler_microbatches": np.append(True, one.filler_microbatches[1:]),
+               "kind": StepKind.GHOST}
     seen = {base.fingerprints()[0], dataclasses.replace(base, purpose="logprob").fingerprints()[0]}
     for name, value in changes.items():
         changed = dataclasses.replace(base, mini_batches=(dataclasses.replace(one, **{name: value}),))
@@ -282,10 +265,8 @@ def test_long_sample_error_names_the_sample_and_the_way_out() -> None:
     wanted = "sample index 2 of the batch has 24 tokens, .* plan.max_tokens_per_microbatch=16.*own_microbatch"
     with pytest.raises(ConfigError, match=wanted):
         one_step([3, 16, 17], rules, signal=[True, False, False])
-    named, given = (
-        dict(drops=True, sample_ids=("7@0#0", "7@0#1", "7@0#2")),
-        (np.array([3, 16, 17]), np.ones(3, dtype=bool)),
-    )
+    named, given = (dict(drops=True, sample_ids=("7@0#0", "7@0#1", "7@0#2")),
+                    (np.array([3, 16, 17]), np.ones(3, dtype=bool)))
     with pytest.raises(ConfigError, match="sample 7@0#2 has 24 tokens"):
         plan_steps("train", [np.array([0, 2])], *given, rules, **named)
     plan_steps("logprob", [np.array([0, 1])], *given, rules, **named)  # sample 2 is no member

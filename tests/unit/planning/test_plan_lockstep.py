@@ -9,33 +9,27 @@ from megatron_rl.types import StepKind, StepPlan
 from tests.unit.planning.lockstep import assert_lockstep, one_step
 
 
-def layout(
-    signal: list[int], rules: PlanRules, *, lengths: list[int] | None = None, drops: bool = True
-) -> tuple[StepPlan, list[str]]:
+def layout(signal: list[int], rules: PlanRules, *, lengths: list[int] | None = None,
+           drops: bool = True) -> tuple[StepPlan, list[str]]:
     """Return the plan of one mini-batch (of 8 samples) and each rank's micro-batches, "0,4 7*" with * for a filler."""
     tokens = np.array(lengths or [10] * 8)
     one = one_step(tokens, rules, signal=np.isin(np.arange(len(tokens)), signal), drops=drops)
     assert_lockstep(one, rules, padded_lengths(tokens, rules.pad_multiple))
-    names = (
-        [",".join(map(str, m.samples)) + "*" * m.filler for m in one.microbatches(i)] for i in range(rules.data_size)
-    )
+    names = ([",".join(map(str, m.samples)) + "*" * m.filler for m in one.microbatches(i)]
+             for i in range(rules.data_size))
     return one, [" ".join(rank) for rank in names]
 
 
-@pytest.mark.parametrize(
-    ("lockstep", "multiple", "ranks", "silent"),
-    [
-        (1, 1, ["5", "", "", ""], 3),
-        (2, 1, ["5", "5*", "", ""], 2),
-        (4, 1, ["5", "5*", "5*", "5*"], 0),
-        (2, 2, ["5 5*", "5* 5*", "", ""], 2),
-        (4, 3, ["5 5* 5*"] + ["5* 5* 5*"] * 3, 0),
-    ],
-)
+@pytest.mark.parametrize(("lockstep", "multiple", "ranks", "silent"), [
+    (1, 1, ["5", "", "", ""], 3),
+    (2, 1, ["5", "5*", "", ""], 2),
+    (4, 1, ["5", "5*", "5*", "5*"], 0),
+    (2, 2, ["5 5*", "5* 5*", "", ""], 2),
+    (4, 3, ["5 5* 5*"] + ["5* 5* 5*"] * 3, 0),
+])
 def test_one_survivor_keeps_its_block_in_lockstep(lockstep: int, multiple: int, ranks: list[str], silent: int) -> None:
     """Under VPP each rank that runs has a whole group: as many micro-batches as pipeline stages, never fewer."""
-    rules = PlanRules(data_size=4, lockstep_ranks=lockstep, microbatch_multiple=multiple)
-    one, found = layout([5], rules)
+    one, found = layout([5], PlanRules(data_size=4, lockstep_ranks=lockstep, microbatch_multiple=multiple))
     assert found == ranks and one.silent_ranks == silent and one.num_fillers == sum(r.count("*") for r in ranks)
 
 

@@ -13,28 +13,23 @@ from tests.reference import make_samples
 from tests.unit.backend.packed import run_pack
 
 
-def rules_of(
-    tensor: int, pipeline: int, virtual: int, context: int, sequence_parallel: bool, given: tuple[str, ...], sizes: dict
-) -> PlanRules:
+def rules_of(tensor: int, pipeline: int, virtual: int, context: int, sequence_parallel: bool, given: tuple[str, ...],
+             sizes: dict) -> PlanRules:
     split = f"parallel.tensor={tensor}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"
     degrees = dict(tensor_size=tensor, pipeline_size=pipeline, virtual_size=virtual, context_size=context)
     place = SimpleNamespace(**degrees, data_size=6, lockstep_replicas=3)
     return plan_rules(load_config(None, [*given, *split]), place, SimpleNamespace(**sizes))
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "virtual", "context", "sequence_parallel", "pads", "multiple"),
-    [
-        (1, 1, 1, 1, False, 1, 1),
-        (4, 2, 1, 1, True, 4, 1),
-        (4, 2, 1, 1, False, 1, 1),
-        (2, 4, 3, 2, True, 8, 4),
-        (1, 2, 2, 2, False, 4, 2),
-    ],
-)
-def test_rules_of_a_run_are_its_settings(
-    tensor: int, pipeline: int, virtual: int, context: int, sequence_parallel: bool, pads: int, multiple: int
-) -> None:
+@pytest.mark.parametrize(("tensor", "pipeline", "virtual", "context", "sequence_parallel", "pads", "multiple"), [
+    (1, 1, 1, 1, False, 1, 1),
+    (4, 2, 1, 1, True, 4, 1),
+    (4, 2, 1, 1, False, 1, 1),
+    (2, 4, 3, 2, True, 8, 4),
+    (1, 2, 2, 2, False, 4, 2),
+])
+def test_rules_of_a_run_are_its_settings(tensor: int, pipeline: int, virtual: int, context: int,
+                                         sequence_parallel: bool, pads: int, multiple: int) -> None:
     """The LM head, worth 3 layers here, is counted over the layers of the last stage alone."""
     given = "plan.max_tokens_per_microbatch=4096", "plan.microbatch_overhead_tokens=100"
     sizes = dict(num_layers=12, square_share=1e-3, head_layers=3.0)
@@ -74,19 +69,15 @@ def test_the_last_sequence_takes_a_micro_batch_s_pads(context: int) -> None:
     samples, chosen, rows = make_samples(5, seed=3), [4, 0, 2], 16 * context
     shards = [ContextShard(rank=rank, size=context) for rank in range(context)]
     pads = 2 * context if context > 1 else 1
-    plain, padded = (
-        [run_pack(samples, chosen, pad_multiple=pads, context=shard, **more) for shard in shards]
-        for more in ({}, {"row_multiple": rows, "pad_token": 98})
-    )
+    plain, padded = ([run_pack(samples, chosen, pad_multiple=pads, context=shard, **more) for shard in shards]
+                     for more in ({}, {"row_multiple": rows, "pad_token": 98}))
     lengths = padded[0].packed.layout.lengths
     assert lengths[:-1] == plain[0].packed.layout.lengths[:-1] and sum(lengths) % rows == 0
     assert 0 <= lengths[-1] - plain[0].packed.layout.lengths[-1] < rows
     alone = [-(-len(samples[i].token_ids) // pads) * pads for i in chosen]
     assert lengths == (*alone[:-1], alone[-1] + -sum(alone) % rows)
     for name in ("targets", "flat", "advantages", "rollout_logprobs"):
-        found, wanted = (
-            torch.cat([torch.as_tensor(getattr(part, name)) for part in parts]).sort().values
-            for parts in (padded, plain)
-        )
+        found, wanted = (torch.cat([torch.as_tensor(getattr(part, name)) for part in parts]).sort().values
+                         for parts in (padded, plain))
         assert torch.equal(found, wanted), name
     assert sum(len(part.packed.position_ids) for part in padded) == sum(lengths)

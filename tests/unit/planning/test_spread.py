@@ -61,9 +61,8 @@ def test_the_cost_of_a_bin_counts_a_prompt_once(sample_tokens: SampleTokens, bin
 
 @SETTINGS
 @given(sample_tokens=tokens(), bins=st.integers(1, 9), cap=st.sampled_from([np.inf, 40, 200]))
-def test_spread_puts_each_sample_in_one_bin_and_costs_no_more_than_without_sharing(
-    sample_tokens: SampleTokens, bins: int, cap: float
-) -> None:
+def test_spread_puts_each_sample_in_one_bin_and_costs_no_more_than_without_sharing(sample_tokens: SampleTokens,
+                                                                                   bins: int, cap: float) -> None:
     costs, samples = SampleCosts.of(sample_tokens, MODEL), np.arange(len(sample_tokens.own))
     found = spread(samples, costs, bins, cap)
     assert sorted(np.concatenate(found).tolist()) == samples.tolist() and len(found) == bins
@@ -92,10 +91,8 @@ def test_equal_groups_stay_whole() -> None:
 @pytest.mark.parametrize(("own", "prompt", "sizes"), [(100, 10, [8, 8]), (1, 1000, [16, 0])])
 def test_a_group_is_cut_where_its_answers_outweigh_a_second_prompt(own: int, prompt: int, sizes: list[int]) -> None:
     """Sixteen long answers to a short prompt take both bins, sixteen short ones to a long prompt stay in one."""
-    group = np.zeros(16, dtype=np.int64)
-    sample_tokens = SampleTokens(own=np.full(16, own), prompt=np.full(16, prompt), group=group)
-    found = spread(np.arange(16), SampleCosts.of(sample_tokens, LINEAR), 2)
-    assert sorted(map(len, found), reverse=True) == sizes
+    sample_tokens = SampleTokens(own=np.full(16, own), prompt=np.full(16, prompt), group=np.zeros(16, dtype=np.int64))
+    assert sorted(map(len, spread(np.arange(16), SampleCosts.of(sample_tokens, LINEAR), 2)), reverse=True) == sizes
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])

@@ -31,8 +31,7 @@ def test_a_shared_prompts_squares_run_once_and_flops_within_a_window_grow_with_t
     assert own + prompt == pytest.approx(window_squares(prompts + responses, WINDOWS), rel=1e-12)
     layout = lay_out(prompts, responses, tokens.group)
     assert layout.shared and layout.squares(WINDOWS) == pytest.approx(tokens.total(np.arange(4))[1], rel=1e-12)
-    assert layout.squares(WINDOWS) < layout.squares(())
-    assert tokens.padded(4).windows == WINDOWS
+    assert layout.squares(WINDOWS) < layout.squares(()) and tokens.padded(4).windows == WINDOWS
     # beyond the window each token costs window keys in a windowed layer, and all before it in a full one
     shape = read_shape(tiny_config("olmo3"), layer_spec="torch")
     assert shape.windows == (5, 0)

@@ -1,7 +1,5 @@
 """Fixtures of the tests of rewards."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.reward import pool as pool_module

@@ -1,7 +1,5 @@
 """Rollouts, rewards and workers for the tests of reward workers (test_pool.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import pathlib

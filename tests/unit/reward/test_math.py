@@ -1,7 +1,5 @@
 r"""reward/math.py: a completion's answer is what stands behind its format's mark; judging it takes bounded time."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

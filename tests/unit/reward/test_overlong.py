@@ -1,7 +1,5 @@
 """Overlong punishment (DAPO, eq. 13) equals its three cases, and joins the right reward; cut samples are masked."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """reward/ in workers: their answers equal those of the rank's own process; no sample holds up the others."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import select

@@ -1,7 +1,5 @@
 """reward/pool.py: the samples of a group that takes long are tried beside it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

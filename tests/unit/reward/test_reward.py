@@ -1,7 +1,5 @@
 """reward/: the built-ins, the resolving of names, and the samples that pay when a function fails."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """reward/task_queue.py, without processes or time: whatever takes long, answers, raises or dies, and in any order."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The end of reward workers and of all that they started, and the environment variables that they get."""
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 import subprocess

@@ -1,7 +1,5 @@
 """Reward functions that workers import as ``tests.unit.reward.worker_rewards:<name>``; none imports torch."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pathlib

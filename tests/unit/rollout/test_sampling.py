@@ -9,6 +9,8 @@ import torch
 from megatron_rl.rollout.engine import sample_seed
 from megatron_rl.rollout.sampling import EMPTY, SampleRequest
 from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.serve.samplers import answers_of
+from megatron_rl.serve.values import SampleFailed
 from tests.unit.rollout.fake_engine import prompt_of
 from tests.unit.rollout.tiny_model import EOS, ROUNDING, VOCAB, _tokenizer, engine_of
 
@@ -47,6 +49,17 @@ def test_draws_are_those_of_a_rollout_with_the_same_seed_and_logprobs_a_plain_fo
             assert sequence in greedy.sequences or logprob == pytest.approx(wanted[token].item(), abs=ROUNDING)
             tokens += (token,)
     assert len({tuple(sequence.token_ids.tolist()) for sequence in drawn.sequences}) > 1
+
+
+def test_a_request_that_the_engine_cannot_answer_fails_alone(engine) -> None:
+    good, bad = ask(0), [ask(1, token_ids=(10**6,)), ask(2, top=10**6), ask(3, temperature=1e-40)]
+    first, *failed, last = answers_of(engine, [good, *bad, ask(4)])
+    assert all(isinstance(result, SampleFailed) for result in failed)
+    assert not any(f"request {name}" in x.reason for x, name in zip(failed, "340", strict=True))  # nobody else's name
+    for result, request in ((first, good), (last, ask(4))):
+        (alone,) = engine.sample([request])
+        assert np.array_equal(result.sequences[0].token_ids, alone.sequences[0].token_ids)
+        assert np.allclose(result.sequences[0].logprobs, alone.sequences[0].logprobs, atol=ROUNDING)
 
 
 def test_draws_do_not_depend_on_the_rest_of_the_batch(engine) -> None:

@@ -1,13 +1,15 @@
 """The queue of the server keeps its invariants, whatever the order in which requests arrive and how they end."""
 
 import asyncio
+import dataclasses
 import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.serve.operations import ENDED, Operation, Operations, digest_of
+from megatron_rl.serve.operation import ENDED, Operation, digest_of
+from megatron_rl.serve.operations import Operations
 from megatron_rl.serve.values import Fault, RequestError
 from tests.patience import patient
 
@@ -35,7 +37,7 @@ def one_line(clock: Clock | None = None, **changes: object) -> Operations:
 
 def operation_of(line: str, seq: int, *, body: bytes = b"", depends: bool = False, **header: object) -> Operation:
     named = {"id": f"{line}:{seq}", "owner": "o", "line": line, "seq": seq, "kind": "forward_backward"}
-    return Operation(**named, header=header, body=body, depends=depends, digest=digest_of(body))
+    return Operation(**named, header=header, body=body, held=len(body), depends=depends, digest=digest_of(body))
 
 
 def take_all(queue: Operations) -> list[Operation]:
@@ -98,6 +100,25 @@ def test_what_waits_behind_a_gap_ends_with_its_number() -> None:
     queue.tell(late[0])
     queue.add(operation_of("m", 3))
     assert [x.seq for x in take_all(queue)] == [3]
+
+
+def test_a_line_is_begun_once_and_answers_take_no_more_than_their_bytes() -> None:
+    queue = one_line(max_bytes=10**5)
+    first = queue.add(operation_of("m", 0))
+    assert not queue.open_line("m") and queue.take(0.0) == [first]  # what waited is still there
+    queue.finish(first, b"a" * 40_000, "text")
+    queue.tell(first)
+    for line in ("n", "p"):  # of other owners
+        queue.open_line(line)
+        queue.add(dataclasses.replace(operation_of(line, 0), owner=line))
+        (taken,) = queue.take(0.0)
+        queue.finish(taken, b"b" * 25_000, "text")
+    for seq in (1, 2):
+        (taken,) = [queue.add(operation_of("m", seq))] and queue.take(0.0)
+        queue.finish(taken, b"c" * 40_000, "text")
+        assert queue.find(f"m:{seq}") is taken  # nobody has read it yet
+    kept = [queue.find(id) is not None for id in ("m:0", "m:1", "m:2", "n:0", "p:0")]
+    assert kept == [False, False, True, True, True]  # who has the most loses its own, those that were told first
 
 
 def test_what_waits_too_long_ends_too_much_is_refused_and_a_failure_alone_stops_nothing() -> None:

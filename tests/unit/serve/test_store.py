@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megatron_rl.config import ServeConfig
+from megatron_rl.errors import CheckpointError
 from megatron_rl.serve.books import Books
 from megatron_rl.serve.dispatch import Dispatcher, restore_lines
 from megatron_rl.serve.naming import CheckpointPath
@@ -35,6 +36,20 @@ def write(books: Books, model: str, *kinds_and_states: tuple[str, str]) -> None:
         books.store.accept(row)
         if state != ACCEPTED:
             books.store.end(row.id, state)
+
+
+@pytest.mark.parametrize("damage", [b"no database at all", None])
+def test_a_damaged_file_is_named_with_a_way_out(tmp_path: pathlib.Path, damage: bytes | None) -> None:
+    books = books_of(tmp_path)
+    model_of(books)
+    books.store.close()
+    file = tmp_path / "serve.sqlite"
+    if damage is None:  # a row that is no JSON
+        Store(file)._file.execute("UPDATE models SET facts = '{'")
+    else:
+        file.write_bytes(damage * 300)
+    with pytest.raises(CheckpointError, match=r"serve\.sqlite, which holds .* cannot be read: .* move it away"):
+        Store(file)
 
 
 def test_rows_outlive_the_process_that_wrote_them(tmp_path: pathlib.Path) -> None:

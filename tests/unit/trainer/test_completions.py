@@ -35,8 +35,7 @@ def taken_of(places: list[int], mine: list[int]) -> SimpleNamespace:
 
 
 def recorded(config, taken, index: int = 0) -> list[tuple]:
-    advantages = np.arange(len(taken.facts.groups)) / 100
-    found = of_training(config, taken, advantages, index)
+    found = of_training(config, taken, np.arange(len(taken.facts.groups)) / 100, index)
     return [(c.sample, c.response, c.answer, c.reward, dict(c.rewards), c.advantage, c.rollout) for c in found]
 
 

@@ -73,12 +73,9 @@ def outcomes(draw) -> Outcomes:
     cells = math.prod(shape)
     totals = draw(st.lists(value, min_size=cells, max_size=cells))
     by_function = draw(st.lists(value, min_size=2 * cells, max_size=2 * cells))
-    return Outcomes(
-        totals=np.array(totals, dtype=np.float64).reshape(shape),
-        by_function=np.array(by_function, dtype=np.float64).reshape(*shape, 2),
-        response_tokens=draw(st.integers(cells, 10 * cells)),
-        truncated=draw(st.integers(0, cells)),
-    )
+    return Outcomes(totals=np.array(totals, dtype=np.float64).reshape(shape),
+                    by_function=np.array(by_function, dtype=np.float64).reshape(*shape, 2),
+                    response_tokens=draw(st.integers(cells, 10 * cells)), truncated=draw(st.integers(0, cells)))
 
 
 @given(outcomes(), st.sampled_from([0.0, 0.5, 1.0]))
@@ -126,8 +123,7 @@ def write_rows(path, texts) -> str:
 def test_sets_share_rows_and_no_names(tmp_path):
     """The same row in two sets and in the training data is three prompts; no set's has a place in the data."""
     rows = write_rows(tmp_path / "rows.jsonl", ["1+1=", "2+3=", "4-2="])
-    opened = evaluation_of(f"eval.path={rows}", f"eval.sets.hard={rows}", "eval.max_prompts=2")
-    found = opened.sets
+    found = evaluation_of(f"eval.path={rows}", f"eval.sets.hard={rows}", "eval.max_prompts=2").sets
     assert {name: [(p.prompt_id, p.text) for p in prompts] for name, prompts in found.items()} == {
         "test": [("eval/test/0@0", "1+1="), ("eval/test/1@0", "2+3=")],
         "hard": [("eval/hard/0@0", "1+1="), ("eval/hard/1@0", "2+3=")],
@@ -184,17 +180,14 @@ def test_each_sets_numbers_are_its_own(alone, tmp_path, suffix):
     metrics = dict(found.metrics)
     assert metrics.pop("time/eval_s") >= 0
     # totals: 0, 1/4 and 1, 5/4 in a; 2, 9/4 in b
-    values = {
-        **{"a/mean@2": 0.625, "a/pass@1": 0.5, "a/pass@2": 0.5, "a/m:f": 0.625},
-        "a/mean@2_se": 0.5,  # the prompts' means are 1/8 and 9/8
-        **{"a/response_tokens_mean": 2.0, "a/truncated_share": 0.25, "a/excluded": 0.0},
-        **{"b/mean@2": 2.125, "b/pass@1": 1.0, "b/pass@2": 1.0, "b/m:f": 2.125},
-        **{"b/response_tokens_mean": 3.5, "b/truncated_share": 0.0, "b/excluded": 0.0},
-    }
+    values = {**{"a/mean@2": 0.625, "a/pass@1": 0.5, "a/pass@2": 0.5, "a/m:f": 0.625},
+              "a/mean@2_se": 0.5,  # the prompts' means are 1/8 and 9/8
+              **{"a/response_tokens_mean": 2.0, "a/truncated_share": 0.25, "a/excluded": 0.0},
+              **{"b/mean@2": 2.125, "b/pass@1": 1.0, "b/pass@2": 1.0, "b/m:f": 2.125},
+              **{"b/response_tokens_mean": 3.5, "b/truncated_share": 0.0, "b/excluded": 0.0}}
     assert metrics == {f"eval/{name}{suffix}": value for name, value in values.items()}
     # of each set the best and the worst of each prompt
-    shown = [(each.source, each.sample, each.response, each.reward) for each in found.completions]
-    assert shown == [
+    assert [(each.source, each.sample, each.response, each.reward) for each in found.completions] == [
         (f"eval/{name}{suffix}", f"eval/{name}/{row}@0#{index}", f"answer {index}", total + index / 4)
         for name, row, total in (("a", 0, 0.0), ("a", 1, 1.0), ("b", 0, 2.0))
         for index in (1, 0)

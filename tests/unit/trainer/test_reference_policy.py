@@ -15,10 +15,8 @@ from megatron_rl.trainer.reference_policy import ReferencePolicy
 from megatron_rl.types import StepKind, StepResult
 from megatron_rl.validate import check_reference
 
-ADAPTIVE = (
-    *("loss.kl_coefficient=0.2", "reference.controller=adaptive"),
-    *("reference.kl_target=0.1", "reference.kl_horizon=200"),
-)
+ADAPTIVE = (*("loss.kl_coefficient=0.2", "reference.controller=adaptive"),
+            *("reference.kl_target=0.1", "reference.kl_horizon=200"))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -81,11 +79,9 @@ def test_kl_in_the_reward_couples_nothing_and_its_passes_drop_nothing() -> None:
 def test_the_inputs_coefficient_replaces_the_configurations() -> None:
     """Where it is 0 the KL is measured and trains nothing, not even where it is infinite."""
     logprobs, reference = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.5])
-    tokens = {
-        **{"num_sequences": 1, "sequences": torch.zeros(3, dtype=torch.int64), "advantages": torch.zeros(3)},
-        **{"weights": torch.ones(3), "measured": None, "old_logprobs": None, "rollout_logprobs": logprobs},
-        **{"reference_logprobs": reference, "kl_coefficient": None},
-    }
+    tokens = {**{"num_sequences": 1, "sequences": torch.zeros(3, dtype=torch.int64), "advantages": torch.zeros(3)},
+              **{"weights": torch.ones(3), "measured": None, "old_logprobs": None, "rollout_logprobs": logprobs},
+              **{"reference_logprobs": reference, "kl_coefficient": None}}
 
     def loss(**changed: object) -> tuple[float, float]:
         objective = Objective(LossConfig(kl_coefficient=0.5))

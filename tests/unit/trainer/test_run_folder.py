@@ -34,9 +34,8 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_way_out(tmp_path, monkey
         check_run_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "left"), [("", ""), ("a\n", "a\n"), ("a\nb", "a\n"), ("abc", ""), ("a\n" + "b" * 200_000, "a\n")]
-)
+@pytest.mark.parametrize(("text", "left"),
+                         [("", ""), ("a\n", "a\n"), ("a\nb", "a\n"), ("abc", ""), ("a\n" + "b" * 200_000, "a\n")])
 def test_only_an_unfinished_last_line_is_removed(tmp_path, text, left):
     path = tmp_path / "lines"
     path.write_text(text)
