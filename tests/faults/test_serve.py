@@ -245,7 +245,7 @@ def test_a_killed_server_goes_on_from_what_was_saved_and_says_what_is_lost(nurse
 @pytest.mark.long(seconds=60)
 def test_two_hundred_requests_of_three_megabytes(nursery, arithmetic, tmp_path) -> None:
     """Their weights are 0 and nobody reads their log-probs, so that what is tried is the way to the ranks."""
-    given = arguments(arithmetic, tmp_path / "run", "serve.logprobs=trained", "serve.max_body_mb=16")
+    given = arguments(arithmetic, tmp_path / "run", "serve.logprobs=trained", "serve.max_body_mb=32")
     message = messages.ForwardBackwardRequest(loss_fn="cross_entropy")
     for _ in range(250):
         datum = message.data.add()
