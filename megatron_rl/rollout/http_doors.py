@@ -1,4 +1,4 @@
-"""What a request passes on its way into a run's HTTP server: its host, its key, and its body within bounds.
+"""Checks a request on its way into a run's HTTP server: its host, its key, and its body within bounds.
 
 In this order, so that who has no key has no body read, and a page of a browser never reaches a server on its host:
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
@@ -50,6 +51,7 @@ class Intake:
 
     def __init__(self, config: Config, served: ServedModel, books: Books, operations: Operations) -> None:
         self.config, self.served, self.books, self.operations = config, served, books, operations
+        self._beginning = threading.Lock()
 
     # ---- models -----------------------------------------------------------------------------------------------------
 
@@ -81,8 +83,10 @@ class Intake:
             depends=True,
             digest=digest_of(repr(sorted(header.items())).encode()),
         )
-        if self.operations.open_line(model):
-            self.books.open_model(model, owner, session, facts)
+        with self._beginning:  # a model has its row before its line: what the disk refuses can be asked for again
+            if self.books.store.get("models", model) is None:
+                self.books.open_model(model, owner, session, facts)
+            self.operations.open_line(model)
         return self._add(operation)
 
     def load_weights(self, owner: str, body: bodies.LoadWeights) -> Operation:

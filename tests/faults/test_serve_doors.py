@@ -175,16 +175,20 @@ def test_a_host_without_descriptors_or_disk_fails_requests_and_not_the_server(se
     honest, kept = Honest(server, "tml-honest"), Kept(server)
     pid = ranks.forks[0].pid
     client = Client(server)
-    model = client.model(client.session())
+    session = client.session()
+    model, second = client.model(session), {"session_id": session, "model_seq_id": 1, "base_model": "model"}
     kept.ask("get_info", {"model_id": model})
     before = resource.prlimit(pid, limit)
     least = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1 if limit == resource.RLIMIT_NOFILE else 1
     resource.prlimit(pid, limit, (least, before[1]))
     try:
+        kept.ask("create_model", second)
         status, words = kept.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
     finally:
         resource.prlimit(pid, limit, before)
     assert words and status in (200, 503), (status, words)
+    again = json.loads(client.result(client.ask("create_model", second)))["model_id"]  # made now, if it was not
+    assert client.outcome(client.step(again, 1))["metrics"]["ghost_steps:sum"] == 1.0
     seq = 2 if status == 200 else 1
     assert client.outcome(client.ask("save_weights", {"model_id": model, "seq_id": seq, "path": "b"}))["path"]
     assert honest.round() == honest.want
