@@ -94,7 +94,7 @@ def prepare(given: argparse.Namespace) -> Thin:
 
     Raises ConfigError, the same on every rank, before any of them joins another.
     """
-    from topology_check.thin import KEEP, Size, make_work, read_hf_config, thin_hf_config, user_config
+    from topology_check.thin import KEEP, Size, make_work, read_hf_config, thin_hf_config, thin_layout, user_config
 
     from megatron_rl.algorithm.signal import signal_rule
     from megatron_rl.config import load_config
@@ -110,9 +110,9 @@ def prepare(given: argparse.Namespace) -> Thin:
     real = read_hf_config(config)
     hf_config = thin_hf_config(real, config, Size(layers_per_stage=given.layers_per_stage, keep=keep))
     work = make_work(config, hf_config.vocab_size, hf_config.max_position_embeddings, world)
-    return Thin(
-        config=user_config(config, given.dtype, work, world), real=real, hf_config=hf_config, work=work, world=world
-    )
+    layout = thin_layout(real, config, given.layers_per_stage)
+    thin_config = user_config(config, given.dtype, work, world, layout)
+    return Thin(config=thin_config, real=real, hf_config=hf_config, work=work, world=world)
 
 
 def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:

@@ -13,6 +13,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import settled_shape
 from megatron_rl.model.frozen import build_frozen
 from megatron_rl.validate import check_lengths
+from megatron_rl.validate.critic import teacher_config
 from megatron_rl.weights.config_json import load_hf_config
 from megatron_rl.weights.export import load_weights
 from megatron_rl.weights.reader import HuggingFaceReader, check_tensors
@@ -33,9 +34,7 @@ class TeacherWeights:
         """
         self.model, path = model, model.config.teacher.hf_path
         hf_config = look_at_teacher(model.config, model.hf_config.vocab_size)
-        config = dataclasses.replace(
-            model.config, model=dataclasses.replace(model.config.model, hf_path=path), lora=LoraConfig()
-        )
+        config = dataclasses.replace(teacher_config(model.config), lora=LoraConfig())
         reader = HuggingFaceReader(path)
         shape = settled_shape(config, hf_config, model.topology)
         check_tensors(reader, shape, allow_unread=config.model.allow_unread_tensors)

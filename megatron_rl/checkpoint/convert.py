@@ -64,7 +64,7 @@ class Cut:
     expert: int = 1
 
     def check(self, shape: ModelShape) -> None:
-        """Raise ConfigError where a degree does not divide the count that it splits."""
+        """Raise ConfigError where a degree does not divide the count that it splits, or is above the layers'."""
         heads = {
             "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads,
@@ -73,7 +73,6 @@ class Cut:
             "shared experts' size": shape.shared_ffn_hidden_size or self.tensor,
         }
         split = [("--tp", self.tensor, name, count) for name, count in heads.items()]
-        split.append(("--pp", self.pipeline, "num_hidden_layers", shape.num_layers))
         if self.expert > 1:
             split.append(("--ep", self.expert, "num_experts", shape.num_experts))
         for option, degree, name, count in split:
@@ -81,6 +80,8 @@ class Cut:
                 raise ConfigError(
                     f"{option} {degree} does not divide {name}={count}; use a divisor (any topology loads any cut)"
                 )
+        if not 1 <= self.pipeline <= shape.num_layers:
+            raise ConfigError(f"--pp {self.pipeline} must be 1 to num_hidden_layers={shape.num_layers}")
 
     def file_rank(self, stored: Stored, shape: ModelShape, tensor_rank: int) -> int:
         """Return the number of the file that a tensor rank's shard goes to: tensor, then expert, then stage."""

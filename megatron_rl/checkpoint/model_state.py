@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase  # isort: skip
 
 REFERENCE = "reference."
 # fields of a ModelShape that may differ between a save and a load
-OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head", "num_extra_layers")
+OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head", "num_extra_layers", "stage_layers")
 
 
 def identity(backend: TrainableModel) -> dict[str, object]:
@@ -63,6 +63,7 @@ def numbers(backend: TrainableModel) -> dict[str, object]:
         "optimizer_steps": int(backend.optimizer.scheduler.num_steps),
         "has_reference": _reference(backend) is not None,
         "cost_sums": backend.fit.sums.tolist(),
+        "stage_layers": list(backend.shape.stage_layers),
         "distributed_optimizer": backend.config.optimizer.distributed,
     }
 
@@ -129,7 +130,8 @@ def load(
     set_adam_steps(backend, kept["optimizer_steps"])
     optimizer.scheduler.step(0)
     backend.step_index, backend.weight_version = kept["step_index"], kept["weight_version"]
-    _restore_fit(backend, np.array(kept["cost_sums"]))
+    if kept.get("stage_layers", []) == list(backend.shape.stage_layers):  # checkpoints of earlier releases lack it
+        _restore_fit(backend, np.array(kept["cost_sums"]))
     backend.zero_grad()
 
 
@@ -147,7 +149,7 @@ def _put(backend: TrainableModel, values: Mapping[int, torch.Tensor]) -> None:
 
 
 def _restore_fit(backend: TrainableModel, sums: np.ndarray) -> None:
-    """Restore the measured sums, which hold for a pipeline of the same shape alone."""
+    """Restore the measured sums, which hold for a pipeline of the same layout alone."""
     if sums.shape == backend.fit.sums.shape:
         backend.fit.sums = sums
         if backend.config.plan.calibrate:

@@ -48,6 +48,8 @@ class ParallelConfig:
     """Pipeline-parallel degree: stages that the layers are divided into."""
     virtual_pipeline: Annotated[int, Range(1, 10**5)] = 1
     """Model chunks per stage: Megatron's interleaved schedule; above 1 it needs `parallel.pipeline` >= 2."""
+    pipeline_layout: tuple[str, ...] = ()
+    """Layers of each stage, `[3, 2, 2]`, or Megatron-Core's `Et*3|(tt|)*2L`; `[]`: such that the stages balance."""
     context: Annotated[int, Range(1, 10**5)] = 1
     """Ranks that share each sequence, two chunks each (zig-zag); a micro-batch's cap counts the tokens of them all."""
     expert: Annotated[int, Range(1, 10**5)] = 1

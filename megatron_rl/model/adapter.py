@@ -23,7 +23,6 @@ from megatron_rl.weights.mapping import (
     adapter_entries,
     hf_size,
     load_shard,
-    stage_layers,
     target_entries,
     target_of,
 )
@@ -47,8 +46,7 @@ def put_adapters(
     for number, chunk in enumerate(chunks):
         chunk.requires_grad_(False)
         stage = number * topology.pipeline_size + topology.pipeline_rank
-        layers = stage_layers(shape, stage, topology.pipeline_size * topology.virtual_size)
-        for layer, block in zip(layers, chunk.decoder.layers, strict=True):
+        for layer, block in zip(shape.layers_on(stage), chunk.decoder.layers, strict=True):
             by_linear: dict[str, list[Entry]] = {}
             for weight in target_entries(shape, layer, topology.expert_size):
                 by_linear.setdefault(weight.megatron.rpartition(".weight")[0], []).append(weight)
@@ -177,11 +175,10 @@ def fill_adapters(
 
     Raises ConfigError where a tensor has another shape.
     """
-    stages = topology.pipeline_size * topology.virtual_size
     for number, chunk in enumerate(chunks):
         parameters = dict(chunk.named_parameters())
         stage = number * topology.pipeline_size + topology.pipeline_rank
-        for stage_entry in adapter_entries(shape, stage, stages, topology.expert_size):
+        for stage_entry in adapter_entries(shape, stage, topology.expert_size):
             entry = stage_entry.held_by(topology.expert_rank, shape, topology.expert_size)
             (name,) = entry.hf
             if reader.size(name) != hf_size(shape, name):

@@ -74,7 +74,7 @@ def bridged_config(shape: ModelShape, hf_config: Any, config: Config, topology: 
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         deallocate_pipeline_outputs=False,
-        **seam_fields(config, topology),
+        **seam_fields(config, topology, shape),
     )
     if not engine:
         fields["attention_backend"] = AttnBackend.auto  # whose variables of the environment torch's attention ignores

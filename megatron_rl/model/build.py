@@ -6,7 +6,6 @@ config settles.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -44,7 +43,6 @@ from megatron_rl.model.seam_fields import seam_fields, users_fields
 from megatron_rl.model.transformer_fields import build_config, require_installed
 from megatron_rl.weights.families.gpt_oss import QUICK_GELU
 from megatron_rl.weights.families.register import FAMILIES
-from megatron_rl.weights.mapping import stage_layers
 from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.enums import ModelType  # isort: skip
@@ -78,7 +76,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         softmax_scale=_scale(shape, hf_config),
-        **seam_fields(config, topology),
+        **seam_fields(config, topology, shape),
         **_window_fields(shape, topology),
         **_fusions(shape, extra, config),
     )
@@ -165,10 +163,10 @@ def settled_shape(config: Config, hf_config: Any, topology: Topology, *, value_h
     bitwise = config.rollout.bitwise
     layer_spec = "torch" if bitwise else choose_layer_spec(config.model.layer_spec, config.model.dtype)
     require_installed(config, layer_spec)
-    shape = model_shape(hf_config, config, topology, layer_spec=layer_spec)
+    shape = model_shape(hf_config, config, topology, layer_spec=layer_spec, value_head=value_head)
     if bitwise:
         refuse_bitwise(shape)
-    return dataclasses.replace(shape, value_head=True, tied_embeddings=False) if value_head else shape
+    return shape
 
 
 def build_model(
@@ -184,13 +182,12 @@ def build_model(
     bridged = config.model.provider == "bridge"
     transformer = (bridged_config if bridged else transformer_config)(shape, hf_config, config, topology)
     shares = shares_prompts(config, layer_spec)
-    stages = topology.pipeline_size * topology.virtual_size
     tables, factor = angles_of(hf_config, shape)
     given = config.megatron.transformer
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
-        layers = stage_layers(shape, chunk * topology.pipeline_size + topology.pipeline_rank, stages)
+        layers = shape.layers_on(chunk * topology.pipeline_size + topology.pipeline_rank)
         spec = _block_spec(transformer, shape, layers, tables.get(None), bitwise=bitwise, shares=shares)
         model = _make_chunk(transformer, shape, spec, topology, chunk, bridged=bridged, given=given)
         if bridged:

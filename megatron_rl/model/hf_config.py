@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.model.bridge_family import bridged_shape
+from megatron_rl.planning.pipeline_layout import stage_layers
 from megatron_rl.weights.families.family import class_fields
 from megatron_rl.weights.families.refusals import refuse_other_masks
 from megatron_rl.weights.families.register import FAMILIES, check_family
@@ -37,10 +39,6 @@ def _check_divisible(hf_config: Any, shape: ModelShape, config: Config, topology
         ]
     else:
         split += [("parallel.tensor", topology.tensor_size, ffn_name, ffn)]
-    stages = topology.pipeline_size * topology.virtual_size
-    split += [
-        ("parallel.pipeline x parallel.virtual_pipeline", stages, "num_hidden_layers", hf_config.num_hidden_layers)
-    ]
     for key, degree, size_name, size in split:
         if size % degree:
             raise ConfigError(f"{key}={degree} does not divide {size_name}={size} of {name}; use a divisor")
@@ -64,8 +62,12 @@ def _check_divisible(hf_config: Any, shape: ModelShape, config: Config, topology
         )
 
 
-def model_shape(hf_config: Any, config: Config, topology: Topology, *, layer_spec: str) -> ModelShape:
+def model_shape(
+    hf_config: Any, config: Config, topology: Topology, *, layer_spec: str, value_head: bool = False
+) -> ModelShape:
     """Return the sizes of a Hugging Face config (see FAMILIES), checked against the degrees of parallelism.
+
+    value_head: whether the model has one in place of the LM head, as a critic's.
 
     A mixture's own ``router_aux_loss_coef`` is not read: that loss is no part of the token sum (algorithm/signal.py),
     and in transformers too it is added only where ``output_router_logits`` asks for it.
@@ -75,7 +77,27 @@ def model_shape(hf_config: Any, config: Config, topology: Topology, *, layer_spe
     provider = config.model.provider
     shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size, provider=provider)
     _check_divisible(hf_config, shape, config, topology)
-    return shape
+    if value_head:
+        shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
+    if topology.pipeline_size * topology.virtual_size == 1:
+        return shape
+    return dataclasses.replace(shape, stage_layers=layout_of(shape, config, hf_config))
+
+
+def layout_of(shape: ModelShape, config: Config, hf_config: Any) -> tuple[int, ...]:
+    """Return the number of layers of each stage, chunks counted one by one, in the order of the layers.
+
+    Raises ConfigError for more stages than layers, and as planning/pipeline_layout.py ``stage_layers`` does.
+    """
+    costs = list(map(shape.passed_parameters, range(shape.num_layers)))
+    name = hf_config.name_or_path or hf_config.model_type
+    found = stage_layers(config.parallel, costs, shape.head_parameters, model=name)
+    if config.lora.rank is not None and 0 in found and not shape.value_head:
+        raise ConfigError(
+            f"parallel.pipeline_layout leaves stage {found.index(0)} without a layer, and lora.rank={config.lora.rank} "
+            "trains adapters of layers alone: that stage would have nothing to train; give it one"
+        )
+    return found
 
 
 def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, provider: str = "native") -> ModelShape:

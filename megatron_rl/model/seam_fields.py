@@ -12,6 +12,8 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.transformer_fields import transformer_fields
+from megatron_rl.planning.pipeline_layout import notation
+from megatron_rl.weights.model_shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,8 +34,11 @@ def users_fields(config: Config) -> dict[str, Any]:
     return extra
 
 
-def seam_fields(config: Config, topology: Topology) -> dict[str, Any]:
-    """Return parallel sizes, dtypes, the token sum's switches and the schedule's, without a word on the layers."""
+def seam_fields(config: Config, topology: Topology, shape: ModelShape) -> dict[str, Any]:
+    """Return parallel sizes, dtypes, the token sum's switches and the schedule's; of the layers, how stages hold them.
+
+    shape: the model's, of which the layers of each stage are read.
+    """
     dtype = DTYPES[config.model.dtype]
     return dict(
         tensor_model_parallel_size=topology.tensor_size,
@@ -53,6 +58,7 @@ def seam_fields(config: Config, topology: Topology) -> dict[str, Any]:
         deterministic_mode=config.run.deterministic,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable lengths insist on it, for dense models too (0.16.1)
+        pipeline_model_parallel_layout=notation(shape.stage_layers) if shape.num_stages > 1 else None,
         virtual_pipeline_model_parallel_size=topology.virtual_size if topology.virtual_size > 1 else None,
         # interleaved at PP=2, batched p2p lets shapes arrive crossed (0.16.1)
         overlap_p2p_comm=topology.virtual_size > 1,

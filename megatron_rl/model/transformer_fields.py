@@ -38,10 +38,6 @@ _OWNED = {  # by reason
         *("use_mup", "mup_width_mult", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult"),
         *("mup_base_head_dim", "mup_attn_scale_power"),
     ),
-    "weights/mapping.py splits the layers evenly over the stages": (
-        *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
-        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    ),
     "weights/mapping.py splits weights over tensor ranks, and no further": (
         *("tensor_parallel_num_weight_shards", "gtp_weight_remat_size"),
         *("expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
@@ -65,6 +61,11 @@ _OWNED = {  # by reason
         for key, names in {
             "parallel.tensor": ("tensor_model_parallel_size",),
             "parallel.pipeline": ("pipeline_model_parallel_size",),
+            "parallel.pipeline_layout": (
+                *("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"),
+                *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+                "account_for_loss_in_pipeline_split",
+            ),
             "parallel.virtual_pipeline": ("virtual_pipeline_model_parallel_size",),
             "parallel.sequence_parallel": ("sequence_parallel",),
             "parallel.context": ("context_parallel_size",),

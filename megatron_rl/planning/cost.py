@@ -24,6 +24,7 @@ Invariants (tests/unit/planning/test_cost.py):
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -132,23 +133,36 @@ def plan_seconds(model: CostModel, mini_batch: StepPlan, padded: SampleTokens) -
     return max(model.rank_seconds(tokens[a:b], squares[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
 
 
+LEAST_LAYERS = 0.01  # a stage that holds the embedding alone: a lookup, next to nothing
+
+
 def prior(
+    rank_shares: Sequence[tuple[float, float]],
     *,
-    stages: int,
     virtual: int,
     overhead_tokens: float,
     square_share: float,
     head_layers: float,
-    layers_per_stage: float,
 ) -> CostModel:
-    """Return the costs that are assumed before anything was measured, in tokens of a stage without the LM head.
+    """Return the costs that are assumed before anything was measured, in tokens of a mean stage without the LM head.
 
+    rank_shares: of each pipeline rank, its layers' cost in layers of mean cost, and their number
+    (ModelShape.rank_shares).
     square_share: the cost of a squared token over that of a token (ModelShape.square_share).
     head_layers: the LM head's cost in layers, which the last stage carries.
     """
-    inner = StageCost(overhead=overhead_tokens, token=1.0, square=square_share)
-    last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers / layers_per_stage, square=square_share)
-    return CostModel(stages=(inner,) * (stages - 1) + (last,), virtual=virtual)
+    per_stage = sum(count for _, count in rank_shares) / len(rank_shares)
+    stages = []
+    for rank, (share, count) in enumerate(rank_shares):
+        head = head_layers if rank == len(rank_shares) - 1 else 0.0
+        stages.append(
+            StageCost(
+                overhead=overhead_tokens * max(count, 1.0) / per_stage,
+                token=max(share + head, LEAST_LAYERS) / per_stage,
+                square=square_share * count / per_stage,
+            )
+        )
+    return CostModel(stages=tuple(stages), virtual=virtual)
 
 
 NUM_SUMS = 11  # columns of CostFit.sums

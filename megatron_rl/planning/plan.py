@@ -99,9 +99,10 @@ class Degrees(Protocol):
 class Sizes(Protocol):
     """Describes the fields of a ModelShape that plan_rules reads."""
 
-    num_layers: int
     square_share: float
     head_layers: float
+
+    def rank_shares(self, pipeline: int) -> Sequence[tuple[float, float]]: ...
 
 
 def plan_rules(config: Config, degrees: Degrees, sizes: Sizes, *, share_prompts: bool = False) -> PlanRules:
@@ -122,14 +123,12 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes, *, share_prompts:
                 f"plan.max_tokens_per_microbatch={config.plan.max_tokens_per_microbatch} is below {row_multiple}, to "
                 "which FP8 pads every micro-batch here; raise it"
             )
-    stages = degrees.pipeline_size
     cost = prior(
-        stages=stages,
+        sizes.rank_shares(degrees.pipeline_size),
         virtual=degrees.virtual_size,
         overhead_tokens=config.plan.microbatch_overhead_tokens,
         square_share=sizes.square_share,
         head_layers=sizes.head_layers,
-        layers_per_stage=sizes.num_layers / stages,
     )
     return PlanRules(
         data_size=degrees.data_size,
@@ -140,7 +139,7 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes, *, share_prompts:
         pad_multiple=chunks * tensor_ranks,
         row_multiple=row_multiple,
         share_prompts=share_prompts,
-        microbatch_multiple=stages if degrees.virtual_size > 1 else 1,
+        microbatch_multiple=degrees.pipeline_size if degrees.virtual_size > 1 else 1,
         lockstep_ranks=degrees.lockstep_replicas,
         on_long_sample=config.plan.on_long_sample,
     )

@@ -136,8 +136,8 @@ def _layer_spec(config: Config) -> str:
     return "transformer_engine" if config.model.layer_spec == "transformer_engine" else "torch"
 
 
-def read_shape(config: Config, degrees):
-    """Return the ModelShape of ``model.hf_path``'s config.json; no weights are read."""
+def read_shape(config: Config, degrees, value_head: bool = False):
+    """Return the ModelShape of ``model.hf_path``'s config.json, or with a value head; no weights are read."""
     from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
     from megatron_rl.backend.trainable_model import DistributedDataParallelConfig
     from megatron_rl.model.hf_config import model_shape
@@ -147,7 +147,7 @@ def read_shape(config: Config, degrees):
     from megatron_rl.weights.config_json import read_hf_config
 
     hf_config = read_hf_config(config.model.hf_path, provider=config.model.provider)
-    shape = model_shape(hf_config, config, degrees, layer_spec=_layer_spec(config))
+    shape = model_shape(hf_config, config, degrees, layer_spec=_layer_spec(config), value_head=value_head)
     check_lengths(config, shape.context_tokens)
     transformer_fields(config)
     resolve_fields(config.megatron.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)

@@ -22,9 +22,11 @@ from megatron_rl.simulator.machine import Costs
 from megatron_rl.simulator.memory import StageMemory, beside_critic, beside_teacher, stage_memory
 from megatron_rl.simulator.workload import Workload
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
-from megatron_rl.validate.critic import critic_config
+from megatron_rl.validate.critic import critic_config, teacher_config
 from megatron_rl.weights.model_shape import ModelShape
 
+ReadShape = Callable[..., ModelShape]
+"""(configuration, degrees, value_head=False) → the shape of its model: simulator/command.py ``read_shape``."""
 MAX_OPERATIONS = 400_000  # per mini-batch; above, the clock runs for the busiest data-parallel ranks alone
 
 
@@ -162,7 +164,7 @@ def forecast(job: Job) -> Forecast:
     )
 
 
-def with_critic(job: Job, read_shape: Callable[[Config, Degrees], ModelShape]) -> Job:
+def with_critic(job: Job, read_shape: ReadShape) -> Job:
     """Return the job with that of its critic, if it has one; its times are not forecast.
 
     read_shape: gives a configuration's shape of the model (simulator/command.py).
@@ -172,19 +174,18 @@ def with_critic(job: Job, read_shape: Callable[[Config, Degrees], ModelShape]) -
         return job
     config = critic_config(job.config)
     degrees = degrees_of(config, job.config.critic.ranks or job.degrees.world_size)
-    shape = dataclasses.replace(read_shape(config, degrees), value_head=True, tied_embeddings=False)
+    shape = read_shape(config, degrees, value_head=True)
     costs = dataclasses.replace(job.costs, from_run=False)
     critic = Job(config=config, shape=shape, degrees=degrees, workload=job.workload, costs=costs)
     return dataclasses.replace(job, critic=critic)
 
 
-def with_teacher(job: Job, read_shape: Callable[[Config, Degrees], ModelShape]) -> Job:
+def with_teacher(job: Job, read_shape: ReadShape) -> Job:
     """Return the job with the shape of the teacher that its ranks hold, if any; its passes are not forecast."""
     path = job.config.teacher.hf_path
     if path is None:
         return job
-    config = dataclasses.replace(job.config, model=dataclasses.replace(job.config.model, hf_path=path))
-    return dataclasses.replace(job, teacher=read_shape(config, job.degrees))
+    return dataclasses.replace(job, teacher=read_shape(teacher_config(job.config), job.degrees))
 
 
 def critic_memory(critic: Job) -> tuple[StageMemory, ...]:
@@ -344,9 +345,7 @@ def _constraints(
         note = "the busiest stage waits: the pipeline fills, drains, and stalls behind long micro-batches"
         constraints.append(Constraint(name="pipeline bubble", saves_s=bubble, note=note))
         constraints.append(
-            Constraint(
-                name="uneven stages", saves_s=uneven, note="the busiest stage (the LM head's) over the mean of all"
-            )
+            Constraint(name="uneven stages", saves_s=uneven, note="the busiest stage over the mean of all")
         )
     # Limits that show only against a plan without the rule.
     if rules.samples_per_microbatch is None:

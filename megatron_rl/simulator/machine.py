@@ -7,7 +7,6 @@ attention.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.json_text import read_bytes
-from megatron_rl.planning.cost import CostModel, StageCost
+from megatron_rl.planning.cost import LEAST_LAYERS, CostModel, StageCost
 from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.simulator.memory import full_recompute, stage_parameters
 from megatron_rl.weights.model_shape import ModelShape
@@ -54,6 +53,7 @@ class Costs:
 
     forward_share: share of a micro-batch's time that its forward pass takes.
     optimizer_s: seconds of reduction, norm, AdamW and gather.
+    chunk_shares: of each stage, over all chunks in the order of the layers, its share of its pipeline rank's time.
     source: the origin of the costs, in words.
     from_run: True if a run of these stages has fitted the model, so that a calibrated planner would plan by it.
     """
@@ -61,24 +61,15 @@ class Costs:
     model: CostModel
     forward_share: float
     optimizer_s: float
+    chunk_shares: tuple[float, ...]
     source: str
     from_run: bool = False
 
     def chunk_seconds(self, tokens: np.ndarray, squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the forward and backward seconds [stages x virtual, M], in the order of the layers.
-
-        A stage's time lies evenly on its chunks; the last stage's excess over the stage before it (the LM head) lies on
-        the last chunk.
-        """
-        virtual = self.model.virtual
-        stage_s = np.array([stage.seconds(tokens, squares) for stage in self.model.stages]).reshape(
-            len(self.model.stages), len(tokens)
-        )
-        even_s = stage_s.copy()
-        if virtual > 1:
-            even_s[-1] = np.minimum(stage_s[-1], stage_s[-2])
-        chunk_s = np.concatenate([even_s / virtual] * virtual)
-        chunk_s[-1] += stage_s[-1] - even_s[-1]
+        """Return the forward and backward seconds [stages x virtual, M], in the order of the layers."""
+        ranks = self.model.stages
+        rank_s = np.array([rank.seconds(tokens, squares) for rank in ranks]).reshape(len(ranks), len(tokens))
+        chunk_s = np.concatenate([rank_s] * self.model.virtual) * np.array(self.chunk_shares)[:, None]
         return chunk_s * self.forward_share, chunk_s * (1 - self.forward_share)
 
 
@@ -94,26 +85,41 @@ def machine_costs(
 
     loss_share: loss tokens over all tokens.
     """
-    layers = shape.num_layers // degrees.pipeline_size
     recompute_factor = 4 / 3 if full_recompute(config) else 1.0
     split = degrees.tensor_size * degrees.context_size
     linear, scores = layer_flops(shape)
-    inner = StageCost(
-        overhead=machine.layer_overhead_s * layers * recompute_factor,
-        token=linear * recompute_factor * layers / split / machine.flops_per_s,
-        square=scores * recompute_factor * layers / split / machine.attention_flops_per_s,
-    )
     head = 8.0 * shape.padded_vocab_size * shape.hidden_size * loss_share / split / machine.flops_per_s
-    last = dataclasses.replace(inner, token=inner.token + head)
-    stages = (inner,) * (degrees.pipeline_size - 1) + (last,)
+    stages = []
+    for rank, (share, layers) in enumerate(shape.rank_shares(degrees.pipeline_size)):
+        token = linear * recompute_factor * max(share, LEAST_LAYERS) / split / machine.flops_per_s
+        stages.append(
+            StageCost(
+                overhead=machine.layer_overhead_s * layers * recompute_factor,
+                token=token + (head if rank == degrees.pipeline_size - 1 else 0.0),
+                square=scores * recompute_factor * layers / split / machine.attention_flops_per_s,
+            )
+        )
     return Costs(
-        model=CostModel(stages=stages, virtual=degrees.virtual_size),
+        model=CostModel(stages=tuple(stages), virtual=degrees.virtual_size),
+        chunk_shares=chunk_shares(shape, degrees, loss_share),
         forward_share=1 / 4 if recompute_factor > 1 else 1 / 3,
         optimizer_s=max(
             optimizer_seconds(machine, shape, config, degrees, stage) for stage in range(degrees.pipeline_size)
         ),
         source=source,
     )
+
+
+def chunk_shares(shape: ModelShape, degrees: Degrees, loss_share: float) -> tuple[float, ...]:
+    """Return each stage's share of its pipeline rank's time, by the weights that a token passes.
+
+    loss_share: loss tokens over all tokens; they alone pass the LM head.
+    """
+    costs = np.array([sum(map(shape.passed_parameters, shape.layers_on(stage))) for stage in range(shape.num_stages)])
+    costs = np.maximum(costs, LEAST_LAYERS * shape.layer_parameters)
+    costs[-1] += shape.head_parameters * loss_share
+    of_ranks = np.tile(costs.reshape(-1, degrees.pipeline_size).sum(0), degrees.virtual_size)
+    return tuple((costs / of_ranks).tolist())
 
 
 def optimizer_parameters(shape: ModelShape, config: Config, degrees: Degrees, stage: int) -> tuple[float, float]:
@@ -142,7 +148,7 @@ def stated_machine(flops_per_s: float, shape: ModelShape, config: Config, degree
     )
 
 
-def fitted_with(shape: ModelShape, config: Config, degrees: Degrees | Topology) -> dict[str, int | str]:
+def fitted_with(shape: ModelShape, config: Config, degrees: Degrees | Topology) -> dict[str, object]:
     """Return the settings, besides the machine and the replicas' number, on which a stage's fit depends."""
     return {
         "num_layers": shape.num_layers,
@@ -152,6 +158,7 @@ def fitted_with(shape: ModelShape, config: Config, degrees: Degrees | Topology) 
         "context": degrees.context_size,
         "expert": degrees.expert_size,
         "expert_tensor": degrees.expert_tensor_size,
+        "stage_layers": list(shape.stage_layers),
     }
 
 
@@ -188,6 +195,7 @@ def load_coefficients(
             model=model,
             forward_share=forward_share,
             optimizer_s=float(content["optimizer_s"]),
+            chunk_shares=chunk_shares(shape, degrees, loss_share),
             source=source,
             from_run=True,
         )

@@ -20,7 +20,7 @@ from megatron_rl.config import Config
 from megatron_rl.model.logit_chunks import bytes_per_logit, default_chunk_tokens
 from megatron_rl.planning.timeline import warmup_forwards
 from megatron_rl.simulator.degrees import Degrees
-from megatron_rl.weights.mapping import pair_entries, shard_size, stage_layers, target_entries
+from megatron_rl.weights.mapping import pair_entries, shard_size, target_entries
 from megatron_rl.weights.model_shape import ModelShape
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -30,6 +30,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 class StageMemory:
     """Holds the bytes on a GPU of one pipeline stage.
 
+    layers: the number of its layers, over all chunks.
     reference: weights again if a reference is kept under ``reference.placement=device``, and a teacher's weights.
     optimizer: as the config shards it; the two after it with and without ``optimizer.distributed``.
     activations: as the config recomputes them; the two after it without and with full recompute.
@@ -38,6 +39,7 @@ class StageMemory:
     """
 
     stage: int
+    layers: int
     weights: int
     reference: int
     gradients: int
@@ -97,9 +99,8 @@ def layer_parameters(shape: ModelShape, degrees: Degrees, layer: int) -> tuple[i
 
 def layers_of(shape: ModelShape, degrees: Degrees, stage: int) -> list[int]:
     """Return the numbers of the layers on a pipeline stage, over all of its chunks."""
-    stages = degrees.pipeline_size * degrees.virtual_size
-    chunks = range(stage, stages, degrees.pipeline_size)
-    return [layer for chunk in chunks for layer in stage_layers(shape, chunk, stages)]
+    chunks = range(stage, shape.num_stages, degrees.pipeline_size)
+    return [layer for chunk in chunks for layer in shape.layers_on(chunk)]
 
 
 def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[int, int]:
@@ -107,8 +108,8 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
 
     A tied embedding lies on both ends of a pipeline; a critic has a row in place of the output matrix.
     """
-    layers = (layer_parameters(shape, degrees, layer) for layer in layers_of(shape, degrees, stage))
-    dense, experts = map(sum, zip(*layers, strict=True))
+    layers = [layer_parameters(shape, degrees, layer) for layer in layers_of(shape, degrees, stage)]
+    dense, experts = sum(own for own, _ in layers), sum(own for _, own in layers)
     vocabulary = shape.padded_vocab_size // degrees.tensor_size * shape.hidden_size
     last = stage == degrees.pipeline_size - 1
     if stage == 0:
@@ -212,7 +213,7 @@ def stage_memory(
     microbatches: the most that a data-parallel rank runs.
     """
     # Parameters, and their optimizer state.
-    size, layers = ELEMENT_BYTES[config.model.dtype], shape.num_layers // degrees.pipeline_size
+    size = ELEMENT_BYTES[config.model.dtype]
     dense, experts = stage_parameters(shape, degrees, stage)
     adapters = (0, 0) if shape.value_head else stage_adapters(shape, config, degrees, stage)
     weights = dense + experts + sum(adapters)
@@ -227,10 +228,10 @@ def stage_memory(
     # Activations of the micro-batches in flight, kept and recomputed.
     own_tokens, flying = tokens / degrees.context_size, in_flight(degrees, stage, microbatches)
     each = [kept_elements(shape, config, degrees, layer) for layer in layers_of(shape, degrees, stage)]
-    layer = own_tokens * max(each) * size  # of which recomputation keeps one whole
+    layer = own_tokens * max(each, default=0.0) * size  # of which recomputation keeps one whole
     boundary = own_tokens * shape.hidden_size * size / (degrees.tensor_size if config.parallel.sequence_parallel else 1)
     at_once = config.megatron.transformer.get("recompute_num_layers") or 1
-    kept, recomputed = flying * own_tokens * sum(each) * size, flying * layers * boundary / at_once + at_once * layer
+    kept, recomputed = flying * own_tokens * sum(each) * size, flying * len(each) * boundary / at_once + at_once * layer
     has_reference = config.loss.kl_coefficient != 0 or config.preference.needs_reference
     second = has_reference and config.reference.placement == "device" and not shape.value_head
     logits = 0.0
@@ -242,6 +243,7 @@ def stage_memory(
         logits = rows * columns * bytes_per_logit(kernel, size)
     return StageMemory(
         stage=stage,
+        layers=len(each),
         weights=weights * size,
         reference=weights * size * second,
         gradients=(dense + experts) * gradient_bytes,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
-from megatron_rl.simulator.degrees import Degrees, degrees_of
+from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.engine_memory import GpuNeeds, engine_memory, gib, gpu_needs, shortfalls
-from megatron_rl.simulator.forecast import Job, critic_memory, memory_of, with_critic, with_teacher
+from megatron_rl.simulator.forecast import Job, ReadShape, critic_memory, memory_of, with_critic, with_teacher
 from megatron_rl.simulator.memory import full_recompute
 from megatron_rl.validate import validate_config
 from megatron_rl.validate.critic import critic_config
-from megatron_rl.weights.model_shape import ModelShape
 
 Change = Mapping[str, object]
 RECOMPUTE: Change = {
@@ -44,9 +43,7 @@ def needs_of(job: Job, gpu_bytes: float) -> GpuNeeds:
     return gpu_needs(memory_of(job, plan), engine, separate)
 
 
-def remedies(
-    job: Job, read_shape: Callable[[Config, Degrees], ModelShape], gpu_bytes: float, gpus_per_node: int
-) -> list[str]:
+def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: int) -> list[str]:
     """Return the changes under which the job fits, each with its largest need, the fewest settings first.
 
     read_shape: gives a configuration's shape of the model (simulator/command.py).
@@ -77,7 +74,8 @@ def _families(config: Config, longest: int, gpus_per_node: int) -> Iterator[Sequ
         for n in FACTORS
         if parallel.tensor * n <= gpus_per_node
     ]
-    yield [{"parallel.pipeline": parallel.pipeline * n} for n in FACTORS]
+    freed = {"parallel.pipeline_layout": ()} if parallel.pipeline_layout else {}
+    yield [{"parallel.pipeline": parallel.pipeline * n, **freed} for n in FACTORS]
     yield [{"parallel.context": parallel.context * n} for n in FACTORS]
     if config.has_critic:
         tensor = critic_config(config).parallel.tensor
@@ -102,9 +100,7 @@ def _shares(current: float) -> list[int]:
     return sorted(range(2, 19), key=lambda twentieths: abs(twentieths / 20 - current))
 
 
-def _mildest(
-    family: Sequence[Change], job: Job, read_shape: Callable[[Config, Degrees], ModelShape], gpu_bytes: float
-) -> str | None:
+def _mildest(family: Sequence[Change], job: Job, read_shape: ReadShape, gpu_bytes: float) -> str | None:
     """Return the first change of a family under which the job fits, in words; None if none of them can."""
     for change in family:
         try:

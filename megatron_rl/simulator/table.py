@@ -118,7 +118,7 @@ def show(content: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=118)
+    console = Console(width=124)
     ideal = "-" if content["gain_ideal"] is None else f"{content['gain_ideal']:.2f}"
     plans = Table(
         title=content["title"],
@@ -134,10 +134,11 @@ def show(content: dict[str, Any]) -> None:
     rarer = tuple(name for name in rarer if any(stage[name] for stage in content["memory"]))
     names = ("weights", "gradients", "optimizer", "activations", "logits", *rarer, "total")
     other = {"optimizer_whole": "unsharded", "activations_kept": "all kept", "activations_recomputed": "recomputed"}
-    for name in ("stage", *names, *other.values()):
+    for name in ("stage", "layers", *names, *other.values()):
         memory.add_column(name.replace("_", " "), justify="right")
     for stage in content["memory"]:
-        memory.add_row(str(stage["stage"]), *(f"{stage[name] / GIB:.2f}" for name in (*names, *other)))
+        counts, sizes = (stage["stage"], stage["layers"]), (stage[name] / GIB for name in (*names, *other))
+        memory.add_row(*map(str, counts), *(f"{size:.2f}" for size in sizes))
     console.print(memory)
     limits = Table(title="what binds the skip run's update")
     for name in ("constraint", "would save", "share", "what it is"):

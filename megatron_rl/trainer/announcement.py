@@ -34,6 +34,9 @@ def announce(trainer: Trainer) -> None:
         "invariant" if config.rollout.bitwise else settled_kernel(config.model.logprob_kernel, HOST.device_type),
         trainer.backend.optimizer.kernel,
     )
+    if len(set(shape.stage_layers)) > 1:
+        chosen = "parallel.pipeline_layout" if config.parallel.pipeline_layout else "chosen to balance them"
+        log.info("layers of each pipeline stage: %s (%s)", ", ".join(map(str, shape.stage_layers)), chosen)
     announce_gpu(config)
     if config.plan.share_prompts is None and (reason := sharing_refusal(config, shape.layer_spec)):
         log.info("plan.share_prompts=null: prompts are not shared, since %s", reason)

@@ -1,4 +1,4 @@
-"""The configuration that a critic's model is built from, and the ranks that it leaves to the policy."""
+"""The configurations that a critic's and a teacher's models are built from, and the ranks of the policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def critic_config(config: Config) -> Config:
     Raises ConfigError for a field that a section does not have.
     """
     critic = config.critic
-    sections = {name: _changed(config, name, dataclasses.asdict(critic)[name]) for name in OWN_SECTIONS}
+    # without an LM head its stages balance by another layout than the policy's
+    fields = {"parallel": {"pipeline_layout": [], **critic.parallel}, "optimizer": critic.optimizer}
+    sections = {name: _changed(config, name, fields[name]) for name in OWN_SECTIONS}
     sections["optimizer"] = dataclasses.replace(sections["optimizer"], lr=critic.lr)
     samples_per_mini_batch = critic.samples_per_mini_batch or config.train.samples_per_mini_batch
     own_weights = {"hf_path": critic.hf_path, "init": "pretrained"} if critic.hf_path is not None else {}
@@ -40,6 +42,15 @@ def critic_config(config: Config) -> Config:
         train=dataclasses.replace(config.train, samples_per_mini_batch=samples_per_mini_batch),
         skip=dataclasses.replace(config.skip, steps="match", ghost="dense"),
         rollout=dataclasses.replace(config.rollout, bitwise=False),  # nobody samples from a critic
+    )
+
+
+def teacher_config(config: Config) -> Config:
+    """Return the configuration of the teacher's model: the policy's degrees, and stages that balance by themselves."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, hf_path=config.teacher.hf_path),
+        parallel=dataclasses.replace(config.parallel, pipeline_layout=()),
     )
 
 

@@ -11,6 +11,7 @@ from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config, CriticConfig, TeacherConfig
 from megatron_rl.config.checks import choose
 from megatron_rl.errors import ConfigError, quoted, shortened
+from megatron_rl.planning.pipeline_layout import stated_layers
 from megatron_rl.users_code import is_own
 from megatron_rl.validate.agents import check_agents
 from megatron_rl.validate.bitwise import check_bitwise
@@ -28,6 +29,7 @@ def validate_config(config: Config) -> None:
     Raises ConfigError, naming the keys, their values and the way out.
     """
     check_own_parts(config)
+    stated_layers(config.parallel)
     signal_rule(config)
     check_reference(config)
     check_preference(config)

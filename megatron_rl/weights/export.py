@@ -34,8 +34,8 @@ from megatron_rl.weights.side_files import copy_side_files, is_tokenizers
 from megatron_rl.weights.stacked import copies
 
 BUCKET_BYTES = 512 * 2**20
-StageEntries = Callable[[ModelShape, int, int, int], Iterator[Entry]]
-"""(shape, stage, number of stages, expert-parallel ranks) → that stage's entries, alike on all ranks."""
+StageEntries = Callable[[ModelShape, int, int], Iterator[Entry]]
+"""(shape, stage, expert-parallel ranks) → that stage's entries, alike on all ranks."""
 
 
 @torch.no_grad()
@@ -51,9 +51,7 @@ def _load_chunk(
     chunk: torch.nn.Module, stage: int, shape: ModelShape, topology: Topology, reader: WeightReader
 ) -> None:
     parameters = named_weights(chunk)
-    for stage_entry in stage_entries(
-        shape, stage, topology.pipeline_size * topology.virtual_size, topology.expert_size
-    ):
+    for stage_entry in stage_entries(shape, stage, topology.expert_size):
         entry = stage_entry.held_by(topology.expert_rank, shape, topology.expert_size)
         for name in entry.hf:
             if reader.size(name) != hf_size(shape, name):
@@ -159,10 +157,9 @@ def cut_buckets(
     They follow from the config alone, so all ranks have the same. A bucket takes neighbours as long as it stays within
     ``most_elements``; an entry above that has a bucket of its own.
     """
-    stages = topology.pipeline_size * topology.virtual_size
     buckets: list[Bucket] = []
-    for stage in range(stages):
-        for entry in entries(shape, stage, stages, topology.expert_size):
+    for stage in range(shape.num_stages):
+        for entry in entries(shape, stage, topology.expert_size):
             if entry == TIED_HEAD:
                 continue
             last, added = buckets[-1] if buckets else None, _bucket_of(stage, entry, shape, topology)

@@ -42,13 +42,7 @@ def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tup
             yield of_expert(shape, expert)
 
 
-def stage_layers(shape: ModelShape, stage: int, num_stages: int) -> range:
-    """Return the numbers of a stage's layers among the model's; stages are counted as in ``stage_entries``."""
-    per_stage = shape.num_layers // num_stages
-    return range(stage * per_stage, (stage + 1) * per_stage)
-
-
-def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
+def stage_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
     """Yield the parameters of one model chunk under full names, in an order that every rank derives alike.
 
     stage: counts chunks in the order of the layers: chunk c of pipeline rank r is stage c · PP + r of PP · VPP.
@@ -60,7 +54,7 @@ def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: i
     """
     if stage == 0:
         yield EMBEDDING
-    for local, layer in enumerate(stage_layers(shape, stage, num_stages)):
+    for local, layer in enumerate(shape.layers_on(stage)):
         for entries in (layer_entries(shape, layer), *own_experts(shape, expert_size, layer)):
             for entry in entries:
                 yield dataclasses.replace(
@@ -68,20 +62,20 @@ def stage_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: i
                     megatron=f"decoder.layers.{local}.{entry.megatron}",
                     hf=tuple(f"model.layers.{layer}.{name}" for name in entry.hf),
                 )
-    if stage == num_stages - 1:
+    if stage == shape.num_stages - 1:
         yield FINAL_NORM
         yield from FAMILIES[shape.family].last
         if shape.value_head:
             yield VALUE_HEAD
         elif not shape.tied_embeddings:
             yield HEAD
-        elif num_stages > 1:
+        elif shape.num_stages > 1:
             yield TIED_HEAD
 
 
-def trained_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
+def trained_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
     """Yield ``stage_entries``' entries that have a gradient."""
-    return (entry for entry in stage_entries(shape, stage, num_stages, expert_size) if not entry.frozen)
+    return (entry for entry in stage_entries(shape, stage, expert_size) if not entry.frozen)
 
 
 def target_entries(shape: ModelShape, layer: int, expert_size: int) -> tuple[Entry, ...]:
@@ -140,12 +134,12 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
             )
 
 
-def adapter_entries(shape: ModelShape, stage: int, num_stages: int, expert_size: int) -> Iterator[Entry]:
+def adapter_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
     """Yield the adapters' entries of one stage; Hugging Face names are PEFT's without its ``base_model.model.``.
 
     As in ``stage_entries``, an expert's entry stands for the i-th expert of every expert-parallel rank.
     """
-    for local, layer in enumerate(stage_layers(shape, stage, num_stages)):
+    for local, layer in enumerate(shape.layers_on(stage)):
         for entry in (pair for weight in target_entries(shape, layer, expert_size) for pair in pair_entries(weight)):
             yield dataclasses.replace(
                 entry, megatron=f"decoder.layers.{local}.{entry.megatron}", hf=(f"model.layers.{layer}.{entry.hf[0]}",)

@@ -61,6 +61,8 @@ class ModelShape:
     layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
     value_head: True for one number per token in place of the vocabulary's logits; embeddings are then never tied.
     lora_rank, lora_alpha, lora_targets: the adapters' (model/adapter.py); 0 and none where every weight is trained.
+    stage_layers: of each pipeline stage, the number of its layers (planning/pipeline_layout.py); () for one that has
+    them all.
     """
 
     family: str
@@ -107,6 +109,18 @@ class ModelShape:
     lora_rank: int = 0
     lora_alpha: float = 0.0
     lora_targets: tuple[str, ...] = ()
+    stage_layers: tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of pipeline stages, chunks of the interleaved schedule counted one by one."""
+        return len(self.stage_layers) or 1
+
+    def layers_on(self, stage: int) -> range:
+        """Return the numbers of a stage's layers among the model's."""
+        counts = self.stage_layers or (self.num_layers,)
+        first = sum(counts[:stage])
+        return range(first, first + counts[stage])
 
     def has_mixture(self, layer: int) -> bool:
         """Return whether the MLP of the model's layer of this number is a mixture."""
@@ -150,12 +164,32 @@ class ModelShape:
 
         Of a mixture they are ``experts_per_token`` experts', the shared one's and the router's.
         """
-        attention = self.attention_parameters()
-        mlps = self.experts_per_token if self.num_experts else 1
-        width = self.mlp_matrices * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
-        first = 3 * self.dense_ffn_hidden_size * self.num_dense_layers
-        widths = first + width * (self.num_layers - self.num_dense_layers)
-        return attention + self.hidden_size * widths / self.num_layers
+        return sum(map(self.passed_parameters, range(self.num_layers))) / self.num_layers
+
+    def passed_parameters(self, layer: int) -> int:
+        """Return the weights of the matrices of the model's layer of this number that a token passes."""
+        if self.num_experts and not self.has_mixture(layer):
+            width = 3 * self.dense_ffn_hidden_size
+        else:
+            mlps = self.experts_per_token if self.num_experts else 1
+            width = self.mlp_matrices * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
+        return self.attention_parameters() + self.hidden_size * width
+
+    @property
+    def head_parameters(self) -> int:
+        """Return the weights of the last matrix: the LM head's, or a value head's row."""
+        return self.hidden_size * (1 if self.value_head else self.vocab_size)
+
+    def rank_shares(self, pipeline: int) -> tuple[tuple[float, float], ...]:
+        """Return of each pipeline rank, over all its chunks: its layers' cost in layers of mean cost, and their number.
+
+        pipeline: the ranks that the stages lie on, one after the other.
+        """
+        found = []
+        for rank in range(pipeline):
+            layers = [x for stage in range(rank, self.num_stages, pipeline) for x in self.layers_on(stage)]
+            found.append((sum(map(self.passed_parameters, layers)) / self.layer_parameters, float(len(layers))))
+        return tuple(found)
 
     @property
     def square_share(self) -> float:
@@ -165,7 +199,7 @@ class ModelShape:
     @property
     def head_layers(self) -> float:
         """Return the LM head's cost in layers, were every token to pass it."""
-        return self.vocab_size * self.hidden_size / self.layer_parameters
+        return self.head_parameters / self.layer_parameters
 
     def with_adapters(self, lora: LoraConfig) -> ModelShape:
         """Return the same model with ``lora``'s adapters; itself where ``lora.rank`` is null."""

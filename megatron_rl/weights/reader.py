@@ -251,7 +251,7 @@ def whole_tensors(entry: Entry, shape: ModelShape, reader: WeightReader) -> Iter
 
 def used_names(shape: ModelShape) -> set[str]:
     """Return the names of all tensors that a model of this shape is made of."""
-    entries = stage_entries(shape, 0, 1, 1)
+    entries = (entry for stage in range(shape.num_stages) for entry in stage_entries(shape, stage, 1))
     return {name for entry in entries for name in entry.held_by(0, shape, 1).hf}
 
 

@@ -31,9 +31,9 @@ def open_like(topology: tuple[str, ...], family: str, layers: int = 4):
     return open_rig(family, *COMMON, *topology, samples=8, total_steps=20, layers=layers)
 
 
-def save_and_load(rank, world, root: str, first, second, family: str, steps: int) -> dict[str, object]:
+def save_and_load(rank, world, root: str, first, second, family: str, steps: int, layers=None) -> dict[str, object]:
     """Save after ``steps``, go on; load in a second backend, go on likewise; return how the two differ."""
-    layers = 4 if VPP2 in (*first, *second) else 2
+    layers = layers or (4 if VPP2 in (*first, *second) else 2)
     with open_like(first, family, layers) as rig:
         rig.backend.keep_reference()
         if steps:

@@ -1,5 +1,6 @@
 """Weights are exported whole, once each, in one order, a bucket at a time, in no more memory than asked for."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 import transformers
 
 from megatron_rl.model.hf_config import read_shape
+from megatron_rl.planning.pipeline_layout import balanced
 from megatron_rl.weights import export
 from megatron_rl.weights.checksum import Checksum
 from megatron_rl.weights.entry import Layout
@@ -84,7 +86,10 @@ def large(class_name: str, sizes: dict[str, object], *, tensor=1, pipeline=1, vi
     config = getattr(transformers, f"{class_name}Config")(**sizes)
     place = SimpleNamespace(tensor_size=tensor, pipeline_size=pipeline, virtual_size=virtual)
     place.expert_size, place.expert_tensor_size = expert, expert_tensor
-    return read_shape(config, layer_spec="transformer_engine", vocab_multiple=tensor), place
+    shape = read_shape(config, layer_spec="transformer_engine", vocab_multiple=tensor)
+    costs = [shape.passed_parameters(x) for x in range(shape.num_layers)]
+    layers = balanced(costs, shape.head_parameters, pipeline, virtual)
+    return dataclasses.replace(shape, stage_layers=layers), place
 
 
 QWEN = dict(num_attention_heads=32, head_dim=128, vocab_size=151_936, tie_word_embeddings=False)
@@ -105,9 +110,8 @@ def test_buckets_hold_every_entry_in_order_within_the_bound(name, bucket_bytes):
     """No bucket is above the bound but of one entry, and none has room for its neighbour's first."""
     shape, place = LARGE[name]
     buckets = export.cut_buckets(shape, place, bucket_bytes // 2)
-    stages = place.pipeline_size * place.virtual_size
-    entries = [(stage, entry) for stage in range(stages)
-               for entry in stage_entries(shape, stage, stages, place.expert_size)]
+    entries = [(stage, entry) for stage in range(shape.num_stages)
+               for entry in stage_entries(shape, stage, place.expert_size)]
     assert [(x.stage, entry) for x in buckets for entry in x.entries] == [x for x in entries if x[1] != TIED_HEAD]
     for bucket in buckets:
         assert bucket.elements * 2 <= bucket_bytes or len(bucket.entries) == 1

@@ -55,4 +55,5 @@ def held_bytes(built) -> tuple[int, int, int]:
 def per_token(stages: int, virtual: int = 1) -> Costs:
     """Return costs of one second a token on every stage, a third of it forward, and of 7 s for an optimizer step."""
     model = CostModel(stages=(StageCost(overhead=0.0, token=1.0, square=0.0),) * stages, virtual=virtual)
-    return Costs(model=model, forward_share=1 / 3, optimizer_s=7.0, source="test")
+    return Costs(model=model, forward_share=1 / 3, optimizer_s=7.0, source="test",
+                 chunk_shares=(1 / model.virtual,) * len(model.stages) * model.virtual)

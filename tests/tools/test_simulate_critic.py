@@ -41,8 +41,8 @@ def job_with_critic(family: str, world: int, *overrides: str):
     config = load_config(None, [*DEFAULTS, "model.dtype=float32", "advantage.estimator=gae", *overrides])
     hf_config = tiny_config(family, layers=LAYERS)
 
-    def read_shape(config, degrees):
-        return model_shape(hf_config, config, degrees, layer_spec="torch")
+    def read_shape(config, degrees, **given):
+        return model_shape(hf_config, config, degrees, layer_spec="torch", **given)
 
     degrees = degrees_of(config, world)
     return with_critic(job_of(config, read_shape(config, degrees), degrees, equal_samples(8, 16)), read_shape)
@@ -81,8 +81,8 @@ def test_stages_of_two_grids_meet_on_the_ranks_that_they_share() -> None:
     """Two stages of a policy on 4 ranks beside a critic of four: the larger of those that a stage meets counts."""
 
     def stages(*weights: int) -> tuple[StageMemory, ...]:
-        others = dict.fromkeys([x.name for x in dataclasses.fields(StageMemory)][2:], 0)
-        return tuple(StageMemory(stage=i, weights=size, **others) for i, size in enumerate(weights))
+        others = dict.fromkeys([x.name for x in dataclasses.fields(StageMemory)][3:], 0)
+        return tuple(StageMemory(stage=i, layers=2, weights=size, **others) for i, size in enumerate(weights))
 
     assert [x.total for x in beside_critic(stages(100, 200), stages(1, 2, 4, 3), 4)] == [102, 204]
     assert [x.total for x in beside_critic(stages(1, 2, 4, 3), stages(100, 200), 4)] == [101, 102, 204, 203]

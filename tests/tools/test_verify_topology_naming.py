@@ -179,8 +179,11 @@ def test_the_thin_model_keeps_the_layout_and_its_weights_are_those_of_every_rank
     assert len(small.layer_types) == 12 and small.vocab_size < 200 and small.vocab_size % 2 == real.vocab_size % 2
     wide = thin.thin_hf_config(real, config, thin.Size(keep=("hidden", "ffn", "vocabulary")))
     assert (wide.hidden_size, wide.intermediate_size, wide.vocab_size, wide.num_hidden_layers) == (128, 192, 1003, 6)
-    with pytest.raises(ConfigError, match="= ?6 does not divide num_hidden_layers=8 of here"):
-        thin.thin_hf_config(tiny_config("qwen3", layers=8), config, thin.Size())
+    with pytest.raises(ConfigError, match="are 6 stages and qwen3 has num_hidden_layers=5; lower"):
+        thin.thin_hf_config(tiny_config("qwen3", layers=5), config, thin.Size())
+    assert thin.thin_layout(tiny_config("qwen3", layers=8), config, 1) == (1, 1, 1, 2, 2, 1)
+    stated = load_config(None, ["parallel.pipeline=3", "parallel.pipeline_layout='E|tttt|ttttL'"])
+    assert thin.thin_layout(tiny_config("qwen3", layers=8), stated, 2) == (0, 2, 2)
     mixture = tiny_config("mixtral", layers=12)
     assert thin.thin_hf_config(mixture, config, thin.Size()).num_local_experts == 4
     three = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, expert=3))
@@ -197,7 +200,7 @@ def test_two_groups_of_three_have_no_advantage_and_a_batch_has_several_micro_bat
     work = thin.make_work(config, 128, 256, world=8)
     assert len(work.samples) == 4 * 3 * 4 and np.mean(work.advantages == 0.0) == pytest.approx(2 / 3)
     assert all(len(set(s.loss_mask)) == 2 for s in work.samples) and len(work.traced.token_ids) % 2 == 1
-    user = thin.user_config(config, "float32", work, world=8)
+    user = thin.user_config(config, "float32", work, world=8, layout=())
     longest = -(-max(len(s.token_ids) for s in work.samples) // 2) * 2
     assert longest <= user.plan.max_tokens_per_microbatch < 200 and user.plan.samples_per_microbatch == 3
     with pytest.raises(ConfigError, match="context is 16 tokens"):

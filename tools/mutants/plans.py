@@ -74,11 +74,38 @@ PLAN = (
     ),
     Mutant(
         name="layers-of-all-stages",
-        file="megatron_rl/planning/plan.py",
-        line="layers_per_stage=sizes.num_layers / stages,",
-        becomes="layers_per_stage=sizes.num_layers,",
+        file="megatron_rl/planning/cost.py",
+        line="per_stage = sum(count for _, count in rank_shares) / len(rank_shares)",
+        becomes="per_stage = sum(count for _, count in rank_shares)",
         fault="the LM head's cost is weighed against the layers of every stage",
         tests=("tests/unit/planning/test_plan_rules.py::test_rules_of_a_run_are_its_settings",),
+    ),
+    Mutant(
+        name="balanced-without-the-head",
+        file="megatron_rl/planning/pipeline_layout.py",
+        line="needed, held = 1, head",
+        becomes="needed, held = 1, 0",
+        fault="the stages are balanced as if the last one held no LM head",
+        tests=("tests/unit/planning/test_pipeline_layout.py::test_no_other_layout_balances_better",),
+    ),
+    Mutant(
+        name="chunks-balanced-one-by-one",
+        file="megatron_rl/planning/pipeline_layout.py",
+        line="if found >= best:",
+        becomes="if found <= best:",
+        fault="of the interleaved schedule each chunk is balanced, and not what a rank has of them together",
+        tests=("tests/unit/planning/test_pipeline_layout.py::test_chunks_are_balanced_by_rank",),
+    ),
+    Mutant(
+        name="stages-as-if-even",
+        file="megatron_rl/weights/model_shape.py",
+        line="first = sum(counts[:stage])",
+        becomes="first = counts[stage] * stage",
+        fault="a stage of an uneven pipeline has the layers of another one",
+        tests=(
+            "tests/equality/test_uneven_pipeline.py::test_a_released_model_lies_on_stages_as_the_forecast_says",
+            "tests/equality/test_uneven_pipeline.py::test_every_layout_equals_one_process",
+        ),
     ),
 )
 
@@ -118,9 +145,8 @@ COST = (
     Mutant(
         name="head-of-one-layer",
         file="megatron_rl/planning/cost.py",
-        line="last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers / layers_per_stage, "
-        "square=square_share)",
-        becomes="last = StageCost(overhead=overhead_tokens, token=1.0 + head_layers, square=square_share)",
+        line="token=max(share + head, LEAST_LAYERS) / per_stage,",
+        becomes="token=max(share, LEAST_LAYERS) / per_stage + head,",
         fault="the prior of the LM head's cost is not over the layers of its stage",
         tests=("tests/unit/planning/test_plan_rules.py::test_rules_of_a_run_are_its_settings",),
     ),

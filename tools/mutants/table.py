@@ -23,6 +23,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "noise": ("algorithm/noise.py",),
     "plan": ("planning/plan.py", "planning/tokens.py", "planning/spread.py"),
     "cost": ("planning/cost.py",),
+    "pipeline layout": ("planning/pipeline_layout.py",),
     "schedule": ("backend/schedule.py",),
     "optimizer": ("backend/optimizer.py",),
     "packing": ("backend/packing.py", "model/layout.py", "model/attention.py"),

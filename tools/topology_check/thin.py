@@ -61,8 +61,17 @@ def read_hf_config(config: Config):
 EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def num_stages(config: Config) -> int:
-    return config.parallel.pipeline * config.parallel.virtual_pipeline
+def thin_layout(real, config: Config, layers_per_stage: int) -> tuple[int, ...]:
+    """Return the thin model's layers of each stage: as even or uneven as the real model's, and as empty.
+
+    A stage that has more layers than the leanest keeps one more. Raises ConfigError where the real model's layers do
+    not lie on the stages.
+    """
+    from megatron_rl.model.hf_config import layout_of, read_shape
+
+    counts = layout_of(read_shape(real, layer_spec="torch"), config, real)
+    least = min(count for count in counts if count)
+    return tuple(layers_per_stage + (count > least) if count else 0 for count in counts)
 
 
 def thin_hf_config(real, config: Config, size: Size):
@@ -74,7 +83,7 @@ def thin_hf_config(real, config: Config, size: Size):
     check_real(real, config)
     parallel = config.parallel
     fields = {
-        "num_hidden_layers": num_stages(config) * size.layers_per_stage,
+        "num_hidden_layers": sum(thin_layout(real, config, size.layers_per_stage)),
         "pad_token_id": 0,
         "eos_token_id": 1,
         "bos_token_id": None,
@@ -124,11 +133,6 @@ def check_real(real, config: Config) -> None:
     parallel, experts = config.parallel, num_experts(real)
     ffn = FAMILIES[real.model_type].ffn_field
     split = {
-        "num_hidden_layers": (
-            real.num_hidden_layers,
-            "parallel.pipeline x parallel.virtual_pipeline",
-            num_stages(config),
-        ),
         ffn: (real.to_dict()[ffn], "parallel.tensor", parallel.tensor),
     }
     if experts:
@@ -253,8 +257,10 @@ def _sample(name: str, prompt: int, response: int, vocab_size: int, random: np.r
     )
 
 
-def user_config(config: Config, dtype: str, work: Work, world: int) -> Config:
+def user_config(config: Config, dtype: str, work: Work, world: int, layout: tuple[int, ...]) -> Config:
     """Put the user's topology, overlaps and optimizer around a thin batch of one mini-batch.
+
+    layout: the thin model's layers of each stage.
 
     Every replica has about four micro-batches or more, since a batch of a few hundred tokens would otherwise be one.
     """
@@ -275,6 +281,7 @@ def user_config(config: Config, dtype: str, work: Work, world: int) -> Config:
     return dataclasses.replace(
         config,
         plan=plan,
+        parallel=dataclasses.replace(config.parallel, pipeline_layout=tuple(map(str, layout))),
         model=dataclasses.replace(config.model, dtype=dtype),
         train=dataclasses.replace(config.train, samples_per_mini_batch=None),
         optimizer=dataclasses.replace(

@@ -88,7 +88,7 @@ REFUSED = [
     (changed("llama4", no_rope_layers=[1]), {}, "no_rope_layers of llama4_text has 1 entries, below"),
     (changed("llama4", layer_types=["sliding_attention"] * 2), {}, "layer_types=.* of llama4_text is not supported"),
     (changed("llama4", rope_parameters=YARN), {}, "rope_type='yarn' of llama4_text .*; default, linear, llama3 are"),
-    (changed("qwen3_moe"), dict(pipeline=3), "does not divide num_hidden_layers=2"),
+    (changed("qwen3_moe"), dict(pipeline=3), "are 3 stages and qwen3_moe has num_hidden_layers=2"),
     (changed("deepseek_v3", rope_interleave=False), {}, "rope_interleave=false of deepseek_v3 is not supported"),
     (changed("deepseek_v3", scoring_func="softmax"), {}, "scoring_func='softmax' of deepseek_v3 is not supported"),
     (changed("deepseek_v3", num_key_value_heads=2), {}, "num_key_value_heads=2 of deepseek_v3 is not supported"),
@@ -246,7 +246,7 @@ def test_untrained_adapters_of_experts_too_fill_the_range_of_their_inputs_whatev
     """A is uniform within ±1/√in as PEFT's, B is 0, and no two are drawn alike."""
     shape = shape_of(tiny_config("qwen3_moe")).with_adapters(LoraConfig(rank=3))
     start, drawn = adapter._Start(shape, seed=5), []
-    for entry in adapter_entries(shape, 0, 1, 1):
+    for entry in adapter_entries(shape, 0, 1):
         (name,) = entry.held_by(0, shape, 1).hf
         values = start.read(name, 0, 0, start.size(name)[0])
         if ".lora_B." in name:

@@ -18,7 +18,9 @@ def rules_of(tensor: int, pipeline: int, virtual: int, context: int, sequence_pa
     split = f"parallel.tensor={tensor}", f"parallel.sequence_parallel={str(sequence_parallel).lower()}"
     degrees = dict(tensor_size=tensor, pipeline_size=pipeline, virtual_size=virtual, context_size=context)
     place = SimpleNamespace(**degrees, data_size=6, lockstep_replicas=3)
-    return plan_rules(load_config(None, [*given, *split]), place, SimpleNamespace(**sizes))
+    shares = [(sizes.pop("num_layers") / pipeline,) * 2] * pipeline
+    shape = SimpleNamespace(**sizes, rank_shares=lambda _: shares)
+    return plan_rules(load_config(None, [*given, *split]), place, shape)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "virtual", "context", "sequence_parallel", "pads", "multiple"), [

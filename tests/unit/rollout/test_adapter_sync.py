@@ -82,8 +82,8 @@ def test_an_engine_that_does_not_use_its_adapters_has_no_version(sync: WeightSen
 
 def test_pairs_are_told_by_their_names_and_without_them_a_sync_is_what_it_was(senders) -> None:
     shape = read_shape(Qwen2Config(num_hidden_layers=2), layer_spec="torch").with_adapters(config_of().lora)
-    assert all(is_adapter(name) for entry in adapter_entries(shape, 0, 1, 1) for name in entry.hf)
-    assert not any(is_adapter(name) for entry in stage_entries(shape, 0, 1, 1) for name in entry.hf)
+    assert all(is_adapter(name) for entry in adapter_entries(shape, 0, 1) for name in entry.hf)
+    assert not any(is_adapter(name) for entry in stage_entries(shape, 0, 1) for name in entry.hf)
     engine = Engine("one")
     assert not senders(bucket_bytes=256).deliver(iter(WEIGHTS.items()), 1, [engine]).failed
     assert "adapter" not in engine.end and "use_adapter" not in engine.asked
