@@ -2,35 +2,11 @@
 
 import pathlib
 import re
-import shutil
 
 from setuptools import find_packages, setup
-from setuptools.command.build_py import build_py
 
 ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "megatron_rl" / "__init__.py").read_text()).group(1)
-# What a wheel holds of the checkout beside the package: where it lies → where the package looks for it
-# (megatron_rl/commands/shipped.py).
-BESIDE = {
-    "tools": ("tools", ("*.py", "conversion/*.py", "topology_check/*.py")),
-    "examples/slurm": ("slurm", ("job.sh", "node.sh")),
-}
-
-
-class BuildWithTools(build_py):
-    """Copies the commands' scripts into a wheel; an editable installation finds them in its checkout."""
-
-    def run(self) -> None:
-        super().run()
-        if self.editable_mode:
-            return
-        for folder, (target, patterns) in BESIDE.items():
-            for path in (path for pattern in patterns for path in sorted((ROOT / folder).glob(pattern))):
-                copied = pathlib.Path(self.build_lib, "megatron_rl", target, path.relative_to(ROOT / folder))
-                copied.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copied)
-
-
 ENTRY_POINTS = {
     "console_scripts": [
         "megatron-rl = megatron_rl.commands.command:main",
@@ -49,8 +25,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl.commands": ["templates/*"], "megatron_rl.watch": ["page/*"]},
-    cmdclass={"build_py": BuildWithTools},
+    package_data={"megatron_rl.commands": ["templates/*", "templates/slurm/*"], "megatron_rl.watch": ["page/*"]},
     install_requires=[
         "torch>=2.9",
         "megatron-core>=0.16.1,<0.20",
@@ -86,7 +61,7 @@ setup(
         "mlflow": ["mlflow-skinny>=2.20"],
         # spans of a run; the run posts them itself (observability/otlp.py)
         "otel": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-common>=1.30"],
-        # tools/convert_checkpoint.py import --gguf
+        # megatron-rl convert import --gguf
         "gguf": ["gguf>=0.17"],
         "benchmark": ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
         # verl itself has no place here: it asks for an older transformers. `make test-oracles` installs it without

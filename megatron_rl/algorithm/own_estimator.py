@@ -86,7 +86,7 @@ def require(config: AdvantageConfig) -> None:
         if not finding.holds:
             raise ConfigError(
                 f"advantage.estimator={config.estimator!r} breaks its contract ({finding.name}): {finding.detail}; "
-                f"`python tools/check_own_parts.py --estimator {config.estimator}` tries every property "
+                f"`megatron-rl check --estimator {config.estimator}` tries every property "
                 "(docs/your-own.md)"
             )
 

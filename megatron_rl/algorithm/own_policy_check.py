@@ -24,7 +24,7 @@ def require(config: LossConfig) -> None:
         if not finding.holds and finding.name != ZERO:
             raise ConfigError(
                 f"loss.policy={config.policy!r} breaks its contract ({finding.name}): {finding.detail}; "
-                f"`python tools/check_own_parts.py --loss {config.policy}` tries every property (docs/your-own.md)"
+                f"`megatron-rl check --loss {config.policy}` tries every property (docs/your-own.md)"
             )
 
 

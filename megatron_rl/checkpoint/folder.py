@@ -119,7 +119,7 @@ def read_manifest(folder: pathlib.Path) -> dict:
         raise CheckpointError(
             f"{folder} is a checkpoint of format {quoted(kind[0])} version {quoted(kind[1])} and this release reads "
             f"{FORMAT!r} version {VERSION}; use the release that wrote it, or export its weights with "
-            "tools/convert_checkpoint.py"
+            "megatron-rl convert"
         )
     if name_of(number := field(content, "iteration", int, str(path), least=0, most=2**53)) != folder.name:
         raise DamagedCheckpoint(f"{path}: iteration is {number}, and the folder's name is {folder.name}")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.commands.launch import become, command_line, take_processes
 from megatron_rl.commands.new_run import new_command
-from megatron_rl.commands.shipped import shipped
 from megatron_rl.commands.translate.command import translate_command
 from megatron_rl.errors import ConfigError
 
@@ -21,33 +20,32 @@ class Verb:
     """Describes one word of the command.
 
     does: the sentence of the help.
-    program: → ``-m MODULE`` or the path of a script; another process runs it.
+    module: of the package, which another process runs by ``python -m``.
     many: whether ``--nproc`` may start several of it.
     """
 
     does: str
-    program: Callable[[], Sequence[str]]
+    module: str
     many: bool = False
 
 
-def module(name: str) -> Callable[[], Sequence[str]]:
-    return lambda: ("-m", name)
-
-
-def tool(name: str) -> Callable[[], Sequence[str]]:
-    return lambda: (str(shipped("tools", name)),)
-
-
 VERBS = {
-    "train": Verb(does="Train a policy.", program=module("megatron_rl.train"), many=True),
-    "serve": Verb(does="Serve Tinker's API on this backend.", program=module("megatron_rl.serve"), many=True),
-    "watch": Verb(does="Follow a run in a browser on this host.", program=module("megatron_rl.watch")),
-    "convert": Verb(does="Convert between Hugging Face and Megatron.", program=tool("convert_checkpoint.py")),
-    "verify": Verb(
-        does="Compare a topology with one process, on a thin model.", program=tool("verify_topology.py"), many=True
+    "train": Verb(does="Train a policy.", module="megatron_rl.train", many=True),
+    "serve": Verb(does="Serve Tinker's API on this backend.", module="megatron_rl.serve", many=True),
+    "serve-vllm": Verb(
+        does="Start vLLM servers for a run, and keep them running.", module="megatron_rl.commands.serve_vllm"
     ),
-    "simulate": Verb(does="Predict times, memory and gain on N nodes.", program=tool("simulate_cluster.py")),
-    "doctor": Verb(does="Find faults of this installation and their mends.", program=module("megatron_rl.doctor")),
+    "watch": Verb(does="Follow a run in a browser on this host.", module="megatron_rl.watch"),
+    "convert": Verb(does="Convert between Hugging Face and Megatron.", module="megatron_rl.commands.convert"),
+    "verify": Verb(
+        does="Compare a topology with one process, on a thin model.", module="megatron_rl.commands.verify", many=True
+    ),
+    "check": Verb(
+        does="Try a loss or an estimator of your own against its contract.",
+        module="megatron_rl.commands.check_own_parts",
+    ),
+    "simulate": Verb(does="Predict times, memory and gain on N nodes.", module="megatron_rl.simulator"),
+    "doctor": Verb(does="Find faults of this installation and their mends.", module="megatron_rl.doctor"),
 }
 # The words that this process follows itself.
 HERE = {
@@ -91,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes, others = take_processes(rest)
         if processes is not None and not verb.many:
             raise ConfigError(f"megatron-rl {name} runs as one process; leave --nproc {processes} out")
-        become(command_line(verb.program(), others, processes, os.environ))
+        become(command_line(verb.module, others, processes, os.environ))
     except ConfigError as error:
         print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_CONFIG

@@ -39,24 +39,24 @@ def take_processes(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def command_line(
-    program: Sequence[str], arguments: Sequence[str], processes: int | None, environment: Mapping[str, str]
+    module: str, arguments: Sequence[str], processes: int | None, environment: Mapping[str, str]
 ) -> list[str]:
-    """Return the words of the process that runs ``program``.
+    """Return the words of the process that runs ``module``.
 
-    program: ``-m MODULE`` or the path of a script, as Python and torchrun take it.
+    module: of the package, as ``python -m`` and torchrun take it.
     processes: torchrun starts so many on this host; None: one process without it, or a rank of a launcher's world.
 
     Raises ConfigError for ``--nproc`` within a world that a launcher has started already.
     """
     if processes is None:
-        return [sys.executable, *program, *arguments]
+        return [sys.executable, "-m", module, *arguments]
     inside = [name for name in RANK_VARIABLES if name in environment]
     if inside:
         raise ConfigError(
             f"--nproc {processes} would start torchrun within a rank of another launcher "
             f"({', '.join(f'{name}={environment[name]}' for name in inside)} in the environment); leave --nproc out"
         )
-    return [*TORCHRUN, "--nproc-per-node", str(processes), *program, *arguments]
+    return [*TORCHRUN, "--nproc-per-node", str(processes), "-m", module, *arguments]
 
 
 def become(words: Sequence[str]) -> None:

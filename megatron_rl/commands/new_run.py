@@ -11,11 +11,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from megatron_rl.commands.shipped import shipped
 from megatron_rl.errors import ConfigError
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent / "templates"
-SLURM_PARTS = ("job.sh", "node.sh")
 # Stands in quotes in YAML, Python, bash and SLURM's header without being escaped.
 SAFE = re.compile(r"[\w./+-]+")
 
@@ -78,9 +76,7 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str)
         text = (TEMPLATES / name).read_text(encoding="utf-8")
         (target / name).write_text(text.format(**values), encoding="utf-8")
     shutil.copyfile(TEMPLATES / "reward.py", target / "reward.py")
-    (target / "slurm").mkdir()
-    for name in SLURM_PARTS:
-        shutil.copyfile(shipped("examples/slurm", name), target / "slurm" / name)
+    shutil.copytree(TEMPLATES / "slurm", target / "slurm")
     if prompts is None:
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
         lines = "".join(f"{json.dumps(row)}\n" for row in rows)

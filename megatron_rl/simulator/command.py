@@ -1,4 +1,4 @@
-"""Holds the arguments and output that ``tools/simulate_cluster.py`` and ``megatron_rl.train --dry-run`` share."""
+"""Holds the arguments and output that ``megatron-rl simulate`` and ``megatron_rl.train --dry-run`` share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Writes a run's files for a simulation: trace.jsonl, a line per rollout, and coefficients.json, the latest fit.
 
 Both lie in the run's folder and are written by the main rank alone; the fit is that after the last optimizer step.
-``tools/simulate_cluster.py --from-run FOLDER`` reads them.
+``megatron-rl simulate --from-run FOLDER`` reads them.
 """
 
 from __future__ import annotations

@@ -329,7 +329,7 @@ def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> Non
     if kind is not None:
         raise ConfigError(
             f"{path} has a quantization_config, and rollout.engine=vllm would hold {kind} weights where the trainer "
-            f"sends full ones; {WAY_OUT}: tools/convert_checkpoint.py import and export write it"
+            f"sends full ones; {WAY_OUT}: megatron-rl convert import and export write it"
         )
     written, settled = (read(folder, provider=provider) for read in (read_hf_config, load_hf_config))
     if provider == "native":

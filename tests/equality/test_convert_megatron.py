@@ -29,7 +29,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PADDED = 128  # Megatron-LM's --make-vocab-size-divisible-by; the vocabulary has 99
 TOLERANCE = 1e-5  # of a log-prob, float32, two implementations of 4 layers
 SAVED = {"TP2-qwen2_untied": (2, "qwen2_untied", {}),
@@ -166,11 +165,11 @@ def test_a_training_runs_checkpoint_exports_its_weights(pool, nursery, tmp_path,
     assert all(found[k].dtype == torch.bfloat16 and torch.equal(found[k], v.cpu()) for k, v in trained.items())
     out = tmp_path / "again"
     given = ("export", str(tmp_path / "checkpoints"), str(out), "--hf", str(tmp_path / "hf"), "--overwrite")
-    code, said = nursery.run_script(ROOT / "tools/convert_checkpoint.py", *given)
+    code, said = nursery.run_script("megatron_rl.commands.convert", *given)
     assert code == 0 and (out / "model.safetensors").exists(), said
     largest = max(source.path.glob("*.distcp"), key=lambda x: x.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    code, said = nursery.run_script(ROOT / "tools/convert_checkpoint.py", *given)
+    code, said = nursery.run_script("megatron_rl.commands.convert", *given)
     assert code == 2 and f"{largest} has SHA-256" in said, said

@@ -1,4 +1,4 @@
-"""`convert_checkpoint.py import --gguf` gives the tensors that transformers' own loading of a GGUF file gives."""
+"""`megatron-rl convert import --gguf` gives the tensors that transformers' own loading of a GGUF file gives."""
 
 import pathlib
 import sys
@@ -13,7 +13,7 @@ pytest.importorskip("gguf", reason="needs pip install 'megatron_rl[gguf]'")
 pytest.importorskip("accelerate", reason="transformers loads GGUF files by accelerate: make test-oracles installs it")
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
 
-import convert_checkpoint
+from megatron_rl.commands.convert.command import main
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen2_untied", "qwen3"])
@@ -22,7 +22,7 @@ def test_tensors_equal_transformers(tmp_path: pathlib.Path, family: str) -> None
     from transformers import AutoModelForCausalLM
 
     wanted = write_gguf(tmp_path / "m.gguf", family)
-    assert convert_checkpoint.main(["import", "--gguf", str(tmp_path / "m.gguf"), str(tmp_path / "hf")]) == 0
+    assert main(["import", "--gguf", str(tmp_path / "m.gguf"), str(tmp_path / "hf")]) == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     found, state = load_file(tmp_path / "hf" / "model.safetensors"), theirs.state_dict()
     twice = {"lm_head.weight"} if theirs.config.tie_word_embeddings else set()

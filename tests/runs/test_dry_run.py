@@ -11,10 +11,10 @@ import torch
 
 from megatron_rl import cli, train
 from megatron_rl.distributed.run_lock import RunLock
+from megatron_rl.simulator import __main__ as simulate_cluster
 from tests.pairwise import quick
 from tests.reference import tiny_config
 from tests.runs.command import arguments, ended
-from tools import simulate_cluster
 
 GIVEN = ("parallel.pipeline=2", "plan.max_tokens_per_microbatch=256", "data.max_prompt_tokens=16",
          "rollout.max_response_tokens=16", "reward.functions=[arithmetic]", "metrics.progress=false")

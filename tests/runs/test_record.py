@@ -8,10 +8,10 @@ import pytest
 
 from megatron_rl import train
 from megatron_rl.config import load_config
+from megatron_rl.simulator import __main__ as simulate_cluster
 from megatron_rl.simulator.workload import read_trace
 from tests.pairwise import quick
 from tests.runs.command import WARM, rows_of
-from tools import simulate_cluster
 
 GDPO = ("advantage.estimator=gdpo", "reward.functions=[tests.reward_functions:parity,arithmetic]")
 RECORDED = {"PP2 after a warm-up": (2, ("parallel.pipeline=2", *WARM)),

@@ -1,17 +1,17 @@
-"""Calls tools/convert_checkpoint.py on folders of tiny models, which may be changed."""
+"""Calls `megatron-rl convert` on folders of tiny models, which may be changed."""
 
 import pathlib
 
-import convert_checkpoint
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.commands.convert.command import main
 from tests.equality.odd_folders import config
 from tests.reference import tiny_model
 
 
 def run(*arguments: object) -> int:
-    return convert_checkpoint.main([str(x) for x in arguments])
+    return main([str(x) for x in arguments])
 
 
 def write_model(folder: pathlib.Path, family: str = "qwen2_tied", *, dtype=torch.float32, shards: str = "1GB"):

@@ -17,7 +17,7 @@ BOUND_S = 600.0
 
 def run_on_ranks(nursery: Nursery, world: int, folder: pathlib.Path, tool: object, *given: str) -> tuple[int, str]:
     """Run a tool on ``world`` ranks, of which nothing is left running; return the worst exit code and the output."""
-    file = "tests.workers.nursery:run_file"
+    file = "tests.workers.nursery:run_program"
     with nursery.ranks(world, given, folder / "ranks", function=file, given=[str(tool)]) as ranks:
         codes = ranks.wait(patient(BOUND_S))
         assert None not in codes, ranks.said()

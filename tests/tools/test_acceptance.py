@@ -72,7 +72,7 @@ def test_single_cell_passes_and_every_other_reason_is_named(nursery, tmp_path, p
     alone |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     stdin, held_open = os.pipe()  # the cell exits when it closes
     given = dict(printed=said, stdin=stdin, environment=alone, program=words(f"--cell single --out {measured}"))
-    fork = nursery.start("tests.workers.nursery:run_file", [str(TOOLS / "acceptance.py")], **given)
+    fork = nursery.start("tests.workers.nursery:run_program", [str(TOOLS / "acceptance.py")], **given)
     os.close(stdin)
     try:
         assert fork.wait(patient(600.0)) == 0, said.read_text()

@@ -1,4 +1,4 @@
-"""Families come back from convert_checkpoint.py to the bit and compute what transformers computes; a bridge."""
+"""Families come back from `megatron-rl convert` to the bit and compute what transformers computes; a bridge."""
 
 from __future__ import annotations
 
@@ -119,15 +119,15 @@ def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: pathlib.Path, c
 
 GROWTH = """
 import pathlib, resource, sys
-import tests.tools, convert_checkpoint
+from megatron_rl.commands.convert.command import give_back_freed_memory, main
 
 work = pathlib.Path(sys.argv[1])
 
 def convert(name):
     hf, megatron, back = (str(work / (name + end)) for end in ("", "-megatron", "-back"))
-    assert convert_checkpoint.main(["import", hf, megatron]) == convert_checkpoint.main(["export", megatron, back]) == 0
+    assert main(["import", hf, megatron]) == main(["export", megatron, back]) == 0
 
-convert_checkpoint.give_back_freed_memory()
+give_back_freed_memory()
 convert("small")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert("big")

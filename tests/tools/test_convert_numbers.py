@@ -1,4 +1,4 @@
-"""convert_checkpoint.py's numbers: those that are not finite, block FP8, MXFP4, a router's float32 bias."""
+"""The numbers of `megatron-rl convert`: those that are not finite, block FP8, MXFP4, a router's float32 bias."""
 
 import json
 import pathlib

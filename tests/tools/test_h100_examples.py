@@ -83,7 +83,7 @@ def started(tmp_path: pathlib.Path, models: pathlib.Path, launch: Launch) -> tup
     code, calls, said = submit(tmp_path, launch.template, *launch.arguments, nodes=names, **variables)
     assert code == 0, said
     trainer = next(call for call in calls if "-m megatron_rl.train" in call)
-    server = next((call for call in calls if "tools/serve_vllm.py" in call), "")
+    server = next((call for call in calls if "serve_vllm" in call), "")
     serving = [int(x) for x in re.findall(r"--(?:nodes|tensor-parallel-size|replicas)[= ](\d+)", server)]
     gpus = serving[0] * serving[1] * serving[2] if serving else 0
     return int(re.search(r"--nodes=(\d+)", trainer)[1]), gpus, trainer.partition("-m megatron_rl.train ")[2].split()

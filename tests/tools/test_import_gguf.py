@@ -1,4 +1,4 @@
-"""Checks `convert_checkpoint.py import --gguf` on small files: tensors to the bit, tokenizer, and what is refused."""
+"""Checks `megatron-rl convert import --gguf` on small files: tensors to the bit, tokenizer, and what is refused."""
 
 import hashlib
 import json
@@ -9,15 +9,15 @@ import sys
 import weakref
 import zipfile
 
-import convert_checkpoint
 import numpy as np
 import pytest
 import torch
-from conversion import gguf_import
-from conversion.gguf_file import GgufFile
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from megatron_rl.commands.convert import command as convert
+from megatron_rl.commands.convert import gguf_import
+from megatron_rl.commands.convert.gguf_file import GgufFile
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.config_json import load_hf_config, stop_ids
 from tests.gguf_model import TEMPLATE, TOKENS, write_gguf
@@ -28,7 +28,7 @@ gguf = pytest.importorskip("gguf", reason="needs pip install 'megatron_rl[gguf]'
 
 
 def run(*arguments: object) -> int:
-    return convert_checkpoint.main(["import", "--gguf", *(str(x) for x in arguments)])
+    return convert.main(["import", "--gguf", *(str(x) for x in arguments)])
 
 
 def refused(capsys, *arguments: object) -> str:
@@ -94,7 +94,7 @@ def test_one_tensor_is_held_at_a_time(tmp_path: pathlib.Path, monkeypatch) -> No
 
     monkeypatch.setattr(gguf_import, "read_tensor", watched)
     wanted = write_gguf(tmp_path / "m.gguf")
-    file, read_model = GgufFile(tmp_path / "m.gguf"), convert_checkpoint.read_model
+    file, read_model = GgufFile(tmp_path / "m.gguf"), convert.read_model
     report = gguf_import.import_gguf(file, tmp_path / "hf", read_model, shard_bytes=50_000)
     assert len(held) == len(wanted) and len(report["files"]) > 3
     found = {name: x for file in (tmp_path / "hf").glob("*.safetensors") for name, x in load_file(file).items()}

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
+from megatron_rl.simulator import __main__ as simulate_cluster
 from megatron_rl.simulator.degrees import degrees_of, world_size
 from megatron_rl.simulator.forecast import forecast
 from megatron_rl.simulator.machine import Machine, load_coefficients, machine_costs
@@ -20,7 +21,6 @@ from megatron_rl.simulator.workload import Workload, append_trace, draw, read_tr
 from tests.reference import tiny_config
 from tests.tools import words
 from tests.tools.simulated_job import equal_samples, per_token, tiny_job
-from tools import simulate_cluster
 
 
 def test_a_trace_comes_back_as_written(tmp_path: pathlib.Path) -> None:

@@ -25,7 +25,8 @@ from tests.tools.slurm_stand_ins import SLURM, submit, write_program
 pytestmark = pytest.mark.process
 
 TEMPLATES = sorted(SLURM.glob("*.sbatch"))
-SCRIPTS = sorted([*SLURM.iterdir(), *(ROOT / "examples" / "torchrun").iterdir()])
+PARTS = ROOT / "megatron_rl" / "commands" / "templates" / "slurm"
+SCRIPTS = sorted([*SLURM.iterdir(), *PARTS.iterdir(), *(ROOT / "examples" / "torchrun").iterdir()])
 BOUND_S = patient(HANG_S)
 
 # Two ranks that note SIGUSR1 and leave with 75; torchrun's answer to that is 1.
@@ -76,14 +77,14 @@ def test_one_task_per_node_meets_at_the_head_node_and_container_command_lines(tm
     given = ("--config", "x.yaml", "train.num_rollouts=3")
     code, (call,), said = submit(tmp_path, "multi_node.sbatch", *given, SAVE_EVERY="4")
     assert code == 0 and "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=a1,a2 --cpus-per-task=4" in call
-    assert "bash examples/slurm/node.sh a1:20007 -m megatron_rl.train" in call
+    assert f"bash {PARTS}/node.sh a1:20007 -m megatron_rl.train" in call
     assert call.endswith("checkpoint.save_every_rollouts=4 --config x.yaml train.num_rollouts=3")
     assert "attempt 1: a1 a2;" in said and "checkpoint: none" in said
     _, (pyxis,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="pyxis", IMAGE="img.sqsh", MOUNTS="/data:/data")
     mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data --container-workdir={ROOT}"
     assert f"--container-image=img.sqsh {mounts}" in pyxis
     _, (apptainer,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="apptainer", IMAGE="img.sif")
-    assert f"apptainer exec --nv --bind {ROOT} --pwd {ROOT} img.sif bash examples/slurm/node.sh" in apptainer
+    assert f"apptainer exec --nv --bind {ROOT} --pwd {ROOT} img.sif bash {PARTS}/node.sh" in apptainer
     code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="docker")
     assert code == 2 and not calls and "choose none, pyxis or apptainer" in said
     code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="pyxis")
@@ -140,7 +141,7 @@ def start_node(tmp_path: pathlib.Path, last: str) -> subprocess.Popen:
     write_program(tmp_path / "bin", "torchrun", TORCHRUN)
     environment = os.environ | dict(SLURM_NODEID="0", SLURM_STEP_NUM_NODES="1", SLURMD_NODENAME="a1", SLURM_JOB_ID="7")
     environment |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PROCESSES": "2"}
-    command = ["bash", str(SLURM / "node.sh"), "a1:20007", "-m", "megatron_rl.train", last]
+    command = ["bash", str(PARTS / "node.sh"), "a1:20007", "-m", "megatron_rl.train", last]
     return subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
 
 

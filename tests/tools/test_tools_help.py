@@ -9,33 +9,36 @@ import pathlib
 import shlex
 import sys
 
-import check_own_parts
 import pytest
 from gpu_report_steps.parts import STEPS
 
+from megatron_rl.commands import check_own_parts
+from megatron_rl.commands.command import VERBS
 from tests.tools import TOOLS
-from tests.workers.nursery import HANG_S, Nursery, patient, run_file
+from tests.workers.nursery import HANG_S, Nursery, patient, run_program
 
-CALLED = sorted(path for path in TOOLS.rglob("*.py") if "__main__" in path.read_text())
+OURS = ("convert", "verify", "simulate", "check", "serve-vllm")
+COMMANDS = {VERBS[name].module: f"megatron-rl {name}" for name in OURS}
+CALLED = {str(path): path.stem for path in sorted(TOOLS.rglob("*.py")) if "__main__" in path.read_text()} | COMMANDS
 UNKNOWN = "--no-such-option"
 
 
-def call_all(out: str, *paths: str) -> None:
-    """Call each file with --help and an unknown option, in one process; write [exit code, text] of each call.
+def call_all(out: str, *programs: str) -> None:
+    """Call each file or module with --help and an unknown option, in one process; write [exit code, text] of each call.
 
     What a file imports from tools/ is forgotten before the next: two folders hold modules of one name.
     """
     found, search = {}, sys.path[:]
-    for path in paths:
+    for program in programs:
         for option in ("--help", UNKNOWN):
             sys.argv[1:] = [option]
             with io.StringIO() as printed, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 try:
-                    run_file(path)
+                    run_program(program)
                     code = 0
                 except SystemExit as ended:
                     code = ended.code
-                found[f"{path} {option}"] = [code, printed.getvalue()]
+                found[f"{program} {option}"] = [code, printed.getvalue()]
             sys.path[:] = search
             for name, module in list(sys.modules.items()):
                 if str(getattr(module, "__file__", None)).startswith(str(TOOLS)):
@@ -45,9 +48,9 @@ def call_all(out: str, *paths: str) -> None:
 
 @pytest.fixture(scope="module")
 def answers(nursery: Nursery, tmp_path_factory) -> dict[str, tuple[int, str]]:
-    """Return the exit code and the text of each tool's calls, by its path and the option."""
+    """Return the exit code and the text of each tool's calls, by its program and the option."""
     folder = tmp_path_factory.mktemp("answers")
-    given = [str(folder / "found.json"), *map(str, CALLED)]
+    given = [str(folder / "found.json"), *CALLED]
     fork = nursery.start("tests.tools.test_tools_help:call_all", given, printed=folder / "printed")
     try:
         assert fork.wait(patient(5 * HANG_S)) == 0, (folder / "printed").read_text()
@@ -58,7 +61,7 @@ def answers(nursery: Nursery, tmp_path_factory) -> dict[str, tuple[int, str]]:
 
 def test_every_help_has_an_example_and_an_unknown_option_ends_with_2(answers) -> None:
     helps = {tool: answers[f"{tool} --help"] for tool in CALLED}
-    wrong = {x: y for x, y in helps.items() if y[0] != 0 or "example" not in y[1].lower() or x.stem not in y[1]}
+    wrong = {x: y for x, y in helps.items() if y[0] != 0 or "example" not in y[1].lower() or CALLED[x] not in y[1]}
     assert len(helps) > 40 and not wrong
     ends = {tool: answers[f"{tool} {UNKNOWN}"] for tool in CALLED}
     assert not {x: y for x, y in ends.items() if y[0] != 2 or (UNKNOWN not in y[1] and "required" not in y[1])}
@@ -112,10 +115,10 @@ update | --group-size 1 | --group-size 1 must be at least 2
 update | --max-tokens-per-microbatch 4 | --max-tokens-per-microbatch 4
 update | --threads 0 | --threads 0 must be at least 1
 update | --repeats 0 | --repeats 0 must be at least 1
-verify_topology | --inject-layer 1 | --inject-layer 1 belongs to --inject tp_all_reduce
-verify_topology | --layers-per-stage 0 | --layers-per-stage 0 must be at least 1
-verify_topology | --tolerance 0 | --tolerance 0.0 must be above 0
-verify_topology | --inject gremlin | invalid choice
+megatron_rl.commands.verify.command | --inject-layer 1 | --inject-layer 1 belongs to --inject tp_all_reduce
+megatron_rl.commands.verify.command | --layers-per-stage 0 | --layers-per-stage 0 must be at least 1
+megatron_rl.commands.verify.command | --tolerance 0 | --tolerance 0.0 must be above 0
+megatron_rl.commands.verify.command | --inject gremlin | invalid choice
 """
 
 

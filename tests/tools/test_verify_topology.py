@@ -1,4 +1,4 @@
-"""Checks tools/verify_topology.py on several ranks: right topologies pass, planted faults are named and end with 1."""
+"""Checks `megatron-rl verify` on several ranks: right topologies pass, planted faults are named and end with 1."""
 
 import json
 import pathlib
@@ -11,7 +11,6 @@ import pytest
 from tests.pairwise import quick
 from tests.patience import patient
 from tests.reference import MIXTURES, tiny_config
-from tests.tools import TOOLS
 from tests.tools.processes import BOUND_S, end, run_on_ranks
 from tests.tools.simulated_job import OVERLAPS, SP
 from tests.workers.environment import TORCHRUN, worker_environment
@@ -19,7 +18,7 @@ from tests.workers.nursery import Nursery
 
 pytestmark = pytest.mark.process
 
-TOOL = TOOLS / "verify_topology.py"
+TOOL = "megatron_rl.commands.verify"
 EXPERTS = ("parallel.expert=2", "parallel.expert_tensor=1")
 TWO_KINDS = ("glm4_moe", "deepseek_v3", "llama4_interleaved")  # of layers: a dense one, then a mixture
 TP2, PP2, CP2 = "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"
@@ -62,7 +61,7 @@ def prepare(family: str, folder: pathlib.Path, *arguments: str) -> list[str]:
 
 def launch_by_torchrun(_: Nursery, world: int, family: str, folder: pathlib.Path, *arguments: str):
     """Run the tool by the command that docs/verify-topology.md gives; return what ``launch`` returns."""
-    command = [sys.executable, "-m", *TORCHRUN, str(world), str(TOOL), *prepare(family, folder, *arguments)]
+    command = [sys.executable, "-m", *TORCHRUN, str(world), "-m", TOOL, *prepare(family, folder, *arguments)]
     with open(folder / "log.txt", "w") as log:
         given = dict(env=worker_environment(), start_new_session=True, cwd=folder)
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **given)

@@ -1,4 +1,4 @@
-"""Checks what tools/verify_topology.py does without a process group: comparing, naming, the thin model, its samples."""
+"""Checks what `megatron-rl verify` does without a process group: comparing, naming, the thin model, its samples."""
 
 import dataclasses
 import math
@@ -7,14 +7,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import verify_topology
-from topology_check import compare, thin
-from topology_check.compare import Measured, Point, activation_errors, common_factor, explain_factor, relative_error
-from topology_check.faults import FAULTS
-from topology_check.measure import join, token_holders
-from topology_check.report import layout, verdict_line
-from topology_check.verdict import judge
 
+from megatron_rl.commands.verify import command as verify_topology
+from megatron_rl.commands.verify import compare, thin
+from megatron_rl.commands.verify.compare import (
+    Measured,
+    Point,
+    activation_errors,
+    common_factor,
+    explain_factor,
+    relative_error,
+)
+from megatron_rl.commands.verify.faults import FAULTS
+from megatron_rl.commands.verify.measure import join, token_holders
+from megatron_rl.commands.verify.report import layout, verdict_line
+from megatron_rl.commands.verify.verdict import judge
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from tests.reference import tiny_config

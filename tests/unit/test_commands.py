@@ -17,7 +17,6 @@ from megatron_rl.distributed import time_limit
 from megatron_rl.errors import ConfigError
 from tests.patience import HANG_S, patient
 
-ROOT = pathlib.Path(__file__).parents[2]
 TORCHRUN = [*launch.TORCHRUN, "--nproc-per-node"]
 
 
@@ -42,9 +41,9 @@ def test_a_word_becomes_its_program() -> None:
         (["train", "--config", "a.yaml"], [sys.executable, "-m", "megatron_rl.train", "--config", "a.yaml"]),
         (["train", "--nproc", "2", "x.y=1"], [*TORCHRUN, "2", "-m", "megatron_rl.train", "x.y=1"]),
         (["serve", "x.y=1", "--nproc=4"], [*TORCHRUN, "4", "-m", "megatron_rl.serve", "x.y=1"]),
-        (["convert", "inspect", "m"], [sys.executable, str(ROOT / "tools/convert_checkpoint.py"), "inspect", "m"]),
-        (["verify", "--nproc", "2"], [*TORCHRUN, "2", str(ROOT / "tools/verify_topology.py")]),
-        (["simulate", "--nodes", "4"], [sys.executable, str(ROOT / "tools/simulate_cluster.py"), "--nodes", "4"]),
+        (["convert", "inspect", "m"], [sys.executable, "-m", "megatron_rl.commands.convert", "inspect", "m"]),
+        (["verify", "--nproc", "2"], [*TORCHRUN, "2", "-m", "megatron_rl.commands.verify"]),
+        (["simulate", "--nodes", "4"], [sys.executable, "-m", "megatron_rl.simulator", "--nodes", "4"]),
         (["doctor"], [sys.executable, "-m", "megatron_rl.doctor"]),
     ):
         with pytest.raises(Became) as became:

@@ -174,14 +174,13 @@ def sources_of(words: list[str]) -> list[pathlib.Path]:
     if words[0] == "megatron-rl" and not words[1].isupper():
         assert words[1] in [*VERBS, *HERE], words
         own = [ROOT / "megatron_rl/commands" / name for name in ("launch.py", "new_run.py", "translate/command.py")]
-        program = VERBS[words[1]].program() if words[1] in VERBS else ("",)
-        return [*own, *sources_of([word.removeprefix(f"{ROOT}/") for word in program])]
+        return [*own, *(sources_of(["-m", VERBS[words[1]].module]) if words[1] in VERBS else [])]
     for position, word in enumerate(words):
         if word == "-m" and words[position + 1].startswith(("megatron_rl", "tests")):
             place = ROOT / words[position + 1].replace(".", "/")
             module = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
             assert module.is_file(), words
-            return [module, *(TRAIN if place.name in ("train", "serve") else [])]
+            return [module, *place.glob("command.py"), *(TRAIN if place.name in ("train", "serve") else [])]
         if word.endswith((".py", ".sh", ".sbatch")) and "/" in word and not word.startswith(NEW_RUN):
             script = ROOT / word
             assert script.is_file(), words

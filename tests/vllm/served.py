@@ -83,11 +83,11 @@ def kill(log: pathlib.Path, index: int, victim: str) -> None:
 
 
 class Served:
-    """Servers of tools/serve_vllm.py, ``replicas`` of them; ``options`` are vLLM's. Ends them with its block."""
+    """Servers of `megatron-rl serve-vllm`, ``replicas`` of them; ``options`` are vLLM's. Ends them with its block."""
 
     def __init__(self, model_folder: pathlib.Path, folder: pathlib.Path, *options: str, replicas: int = 2) -> None:
         self.port, self.log = unused_port(replicas), folder / "tool.log"
-        command = [sys.executable, str(ROOT / "tools" / "serve_vllm.py"), "--model", str(model_folder)]
+        command = [sys.executable, "-m", "megatron_rl.commands.serve_vllm", "--model", str(model_folder)]
         command += ["--port", str(self.port), "--replicas", str(replicas), "--log-dir", str(folder)]
         command += ["--api-key-env", "KEY_OF_THE_TESTS", "--grace-s", "5", "--", *SERVER_OPTIONS, *options]
         environment = {**os.environ, "KEY_OF_THE_TESTS": KEY, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -154,11 +154,11 @@ class Nursery:
             given = [read, output] if pipe is None else [read, output, pipe]
             return Fork(self, self.ask({"start": request}, given)["pid"])
 
-    def run_script(self, path: pathlib.Path, *arguments: str, timeout_s: float = 600.0) -> tuple[int, str]:
-        """Run a Python file as ``python FILE ARGUMENT…`` would; return (exit code, what it printed)."""
+    def run_script(self, program: pathlib.Path | str, *arguments: str, timeout_s: float = 600.0) -> tuple[int, str]:
+        """Run a Python file or a module as ``python`` would; return (exit code, what it printed)."""
         with tempfile.NamedTemporaryFile() as printed:
-            function = "tests.workers.nursery:run_file"
-            fork = self.start(function, [str(path)], printed=printed.fileno(), program=arguments)
+            function = "tests.workers.nursery:run_program"
+            fork = self.start(function, [str(program)], printed=printed.fileno(), program=arguments)
             try:
                 code = fork.wait(patient(timeout_s))
             finally:
@@ -218,11 +218,14 @@ class Ranks:
         return "\n".join(f"--- rank {rank}:\n{path.read_text()}" for rank, path in enumerate(self.printed))
 
 
-def run_file(path: str) -> None:
-    """Run a file as the main module, its folder first on the search path."""
-    sys.path.insert(0, os.path.dirname(path))
-    sys.argv[0] = path
-    runpy.run_path(path, run_name="__main__")
+def run_program(program: str) -> None:
+    """Run a file as the main module, its folder first on the search path; or a module, as ``python -m`` would."""
+    sys.argv[0] = program
+    if not program.endswith(".py"):
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    sys.path.insert(0, os.path.dirname(program))
+    runpy.run_path(program, run_name="__main__")
 
 
 def run_fork(request: dict, descriptors: Sequence[int]) -> None:

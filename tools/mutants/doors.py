@@ -111,7 +111,7 @@ AGENTS_AND_FILES = (
     ),
     Mutant(
         name="factor-without-a-type",
-        file="tools/conversion/gguf_keys.py",
+        file="megatron_rl/commands/convert/gguf_keys.py",
         line='kind = single(file, f"{family}.rope.scaling.type", str, "linear")',
         becomes='kind = single(file, f"{family}.rope.scaling.type", str, "none")',
         fault="a GGUF file's rotary scaling without a type is dropped in silence",
@@ -119,7 +119,7 @@ AGENTS_AND_FILES = (
     ),
     Mutant(
         name="unknown-key-is-passed-over",
-        file="tools/conversion/gguf_keys.py",
+        file="megatron_rl/commands/convert/gguf_keys.py",
         line="elif key not in read and not key.startswith(PREFIXES):",
         becomes='elif key not in read and key.startswith("general.type"):',
         fault="a key of a GGUF file that nobody reads is passed over, whatever model it describes",

@@ -47,7 +47,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "sessions": ("rollout/endpoint/",),
     "server": ("serve/",),
     "doors": ("rollout/http_",),
-    "files of others": ("tools/conversion/",),
+    "files of others": ("commands/convert/",),
     "checkpoints": ("checkpoint/",),
     "rewards": ("reward/", "rollout/reward_errors.py"),
     "templates": ("data/",),

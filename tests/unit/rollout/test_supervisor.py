@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_rl.commands import serve_vllm
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.vllm.server_command import example, server_command, server_environment
 from megatron_rl.rollout.vllm.supervisor import check_exposure, is_loopback, split_devices, visible_devices
 from tests.patience import HANG_S, patient, until
 from tests.unit.rollout.misbehaving_server import unused_port
-from tools import serve_vllm
 
 pytestmark = pytest.mark.process
 
@@ -33,13 +33,14 @@ def is_alive(pid: int) -> bool:
 
 
 class Tool:
-    """tools/serve_vllm.py as a process, and the files that its stand-in servers leave."""
+    """`megatron-rl serve-vllm` as a process, and the files that its stand-in servers leave."""
 
     def __init__(self, folder: pathlib.Path, arguments: tuple[str, ...], variables: dict[str, str]) -> None:
         self.folder, self.port = folder, unused_port(2)
         self.output = folder / "tool.log"
         own = f"--model M --port {self.port} --module tests.unit.rollout.stand_in_server --grace-s 1".split()
-        command = [sys.executable, "tools/serve_vllm.py", *own, "--log-dir", str(folder / "logs"), *arguments]
+        own += ["--log-dir", str(folder / "logs")]
+        command = [sys.executable, "-m", "megatron_rl.commands.serve_vllm", *own, *arguments]
         environment = {**os.environ, "STAND_IN_FOLDER": str(folder), "CUDA_VISIBLE_DEVICES": "", **variables}
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)

@@ -1,7 +1,7 @@
 """Start vLLM servers for a run with ``rollout.engine=vllm rollout.mode=server``, and keep them running.
 
-    python tools/serve_vllm.py --model models/Qwen2.5-0.5B --replicas 2 --port 8000
-    python tools/serve_vllm.py --model M --replicas 4 --tensor-parallel-size 2 -- --gpu-memory-utilization 0.8
+    megatron-rl serve-vllm --model models/Qwen2.5-0.5B --replicas 2 --port 8000
+    megatron-rl serve-vllm --model M --replicas 4 --tensor-parallel-size 2 -- --gpu-memory-utilization 0.8
 
 One server per replica on consecutive ports, GPUs split in order, one log file each. A server that dies is started
 again, a bounded number of times; all of them end with this process, however it ends. The arguments after ``--`` go to
@@ -27,8 +27,6 @@ import pathlib
 import sys
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.vllm import server_command, supervisor
 
@@ -40,7 +38,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         own, extra = arguments[:cut], arguments[cut + 1 :]
     head, _, examples = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
-        prog="serve_vllm.py",
+        prog="megatron-rl serve-vllm",
         description=head,
         epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -93,7 +91,7 @@ def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.Ser
         supervisor.visible_devices(os.environ), given.replicas, given.tensor_parallel_size
     )
     # The servers import megatron_rl.rollout.weight_sync.receiver from here.
-    root = str(pathlib.Path(__file__).resolve().parents[1])
+    root = str(pathlib.Path(__file__).resolve().parents[2])
     specs = []
     for index, own_devices in enumerate(devices):
         environment, dropped = server_command.server_environment(os.environ, api_key=api_key, devices=own_devices)

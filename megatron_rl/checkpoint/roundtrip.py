@@ -1,4 +1,4 @@
-"""Compares, for `convert_checkpoint.py roundtrip`, every tensor bit by bit.
+"""Compares, for `megatron-rl convert roundtrip`, every tensor bit by bit.
 
 It can also compare log-probs with those of transformers.
 """

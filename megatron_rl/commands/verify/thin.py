@@ -1,4 +1,4 @@
-"""Makes the thin stand-in that verify_topology.py runs: the user's model with fewer layers and less width.
+"""Makes the thin stand-in that megatron-rl verify runs: the user's model with fewer layers and less width.
 
 The user's configuration around it and synthetic samples are made here too. Every rank makes the same from the
 configuration alone.

@@ -1,4 +1,4 @@
-"""Prints and writes the result of verify_topology.py: the table, the verdict's line, the JSON."""
+"""Prints and writes the result of megatron-rl verify: the table, the verdict's line, the JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import platform as host_platform
 from collections.abc import Mapping
 
 import torch
-from topology_check.thin import EXPERT_FIELDS
-from topology_check.verdict import Verdict
 
+from megatron_rl.commands.verify.thin import EXPERT_FIELDS
+from megatron_rl.commands.verify.verdict import Verdict
 from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.distributed.platform import HOST
 

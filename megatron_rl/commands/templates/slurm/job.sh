@@ -1,17 +1,14 @@
 # shellcheck shell=bash
-# Sourced by the templates of this folder: what they share. Sets nodes (the allocation's hosts), port, run_dir and container, and defines
+# Sourced by the job.sbatch of `megatron-rl new` and by examples/slurm/*.sbatch: what they share. Sets nodes (the allocation's hosts), port,
+# run_dir and container, and defines
 #
 #   train_on NODE... -- ARGUMENTS   the trainer over these nodes, or the module that program names, one task per node running torchrun
 #                                   (node.sh); waits for its end
 #   end_job                         leaves with the trainer's exit code, or requeues the job where it was asked to leave and has saved
 #
 # It works with bash and SLURM's own commands, on the host; only the tasks run in a container.
-cd "${SLURM_SUBMIT_DIR:?this belongs to a batch script: start one with sbatch, from the root of the repository}" || exit 2
-parts="${SLURM_PARTS:-examples/slurm}" # this folder
-[ -f "$parts/node.sh" ] || {
-  echo "$SLURM_JOB_NAME: no $parts/node.sh in $PWD; call sbatch in the root of the repository, or with --chdir" >&2
-  exit 2
-}
+cd "${SLURM_SUBMIT_DIR:?this belongs to a batch script: start one with sbatch}" || exit 2
+parts="${BASH_SOURCE[0]%/*}" # this folder
 # shellcheck disable=SC2034  # the templates' own
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # The job's own, so that two jobs which share a node do not meet; below the ports that systems give out by themselves.

@@ -1,4 +1,4 @@
-"""Measures one topology for verify_topology.py: log-probs, gradients, optimizer steps, one sample's activations."""
+"""Measures one topology for megatron-rl verify: log-probs, gradients, optimizer steps, one sample's activations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from topology_check.compare import Measured, Point
-from topology_check.faults import Fault
-from topology_check.thin import Work
 
 from megatron_rl.algorithm.advantage import reduction_weights
 from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
+from megatron_rl.commands.verify.compare import Measured, Point
+from megatron_rl.commands.verify.faults import Fault
+from megatron_rl.commands.verify.thin import Work
 from megatron_rl.config import Config
 from megatron_rl.distributed import topology
 from megatron_rl.distributed.collectives import gather_json

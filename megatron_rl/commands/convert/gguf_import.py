@@ -1,4 +1,4 @@
-"""Makes, for `convert_checkpoint.py import --gguf`, a Hugging Face directory from a GGUF file.
+"""Makes, for `megatron-rl convert import --gguf`, a Hugging Face directory from a GGUF file.
 
 A tensor at a time is dequantized by the gguf library, in float32, and cast; names come from that library's table, the
 tokenizer from transformers. Both are those of transformers' own loading (5.19 ``load_gguf_checkpoint``), so that every
@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from conversion.gguf_file import GgufFile, gguf_library
-from conversion.gguf_keys import added_tokens, check_keys, check_kind, rope_scaling, single
 
 from megatron_rl.checkpoint.convert import WIDER, appearing
+from megatron_rl.commands.convert.gguf_file import GgufFile, gguf_library
+from megatron_rl.commands.convert.gguf_keys import added_tokens, check_keys, check_kind, rope_scaling, single
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check, field
 from megatron_rl.weights.finite import check_finite

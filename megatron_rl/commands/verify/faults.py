@@ -1,4 +1,4 @@
-"""Plants faults in the user's topology, mistakes that ports and patches make, for verify_topology.py to report."""
+"""Plants faults in the user's topology, mistakes that ports and patches make, for megatron-rl verify to report."""
 
 from __future__ import annotations
 

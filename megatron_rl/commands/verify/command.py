@@ -1,6 +1,6 @@
 """Compare a thin model of yours under your config's parallel topology with one process, to a tolerance.
 
-    torchrun --nproc_per_node 4 tools/verify_topology.py --config my.yaml parallel.tensor=2 parallel.pipeline=2
+    megatron-rl verify --nproc 4 --config my.yaml parallel.tensor=2 parallel.pipeline=2
 
 It compares log-probs, the gradient by class of tensors, the gradient norm, the weights after three AdamW steps, and
 skip against dense. If they differ, it names the layer and the tensor at which the first difference appears. Exit code
@@ -26,9 +26,9 @@ FAULT_NAMES = ("tp_all_reduce", "microbatch_mean", "context_offset", "other_plan
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        prog="megatron-rl verify",
         description=__doc__.split("\n")[0],
-        epilog="example: torchrun --nproc_per_node 2 tools/verify_topology.py --config my.yaml parallel.tensor=2 "
-        "--json topology.json",
+        epilog="example: megatron-rl verify --nproc 2 --config my.yaml parallel.tensor=2 --json topology.json",
     )
     parser.add_argument(
         "--config", help="your YAML; its model.hf_path names the model, of which only config.json is read"
@@ -94,9 +94,16 @@ def prepare(given: argparse.Namespace) -> Thin:
 
     Raises ConfigError, the same on every rank, before any of them joins another.
     """
-    from topology_check.thin import KEEP, Size, make_work, read_hf_config, thin_hf_config, thin_layout, user_config
-
     from megatron_rl.algorithm.signal import signal_rule
+    from megatron_rl.commands.verify.thin import (
+        KEEP,
+        Size,
+        make_work,
+        read_hf_config,
+        thin_hf_config,
+        thin_layout,
+        user_config,
+    )
     from megatron_rl.config import load_config
     from megatron_rl.errors import ConfigError
 
@@ -122,11 +129,11 @@ def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     """
     import torch
     import torch.distributed as dist
-    from topology_check.faults import Fault
-    from topology_check.measure import add_steps, measure_reference, measure_topology, open_bench
-    from topology_check.thin import gradient_config, reference_config, thin_weights
 
     from megatron_rl.algorithm.signal import coupling_terms
+    from megatron_rl.commands.verify.faults import Fault
+    from megatron_rl.commands.verify.measure import add_steps, measure_reference, measure_topology, open_bench
+    from megatron_rl.commands.verify.thin import gradient_config, reference_config, thin_weights
     from megatron_rl.distributed import topology
     from megatron_rl.distributed.platform import HOST
     from megatron_rl.distributed.watchdog import open_watchdog
@@ -179,10 +186,17 @@ def share_logprobs(bare, main_work):
 
 def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
     """Judge, print and write the result, on the main rank."""
-    from topology_check.report import layout, machine, model_line, show, topology_facts, verdict_line, write_json
-    from topology_check.verdict import judge
-
     from megatron_rl.algorithm.signal import coupling_terms
+    from megatron_rl.commands.verify.report import (
+        layout,
+        machine,
+        model_line,
+        show,
+        topology_facts,
+        verdict_line,
+        write_json,
+    )
+    from megatron_rl.commands.verify.verdict import judge
 
     parallel, facts = thin.config.parallel, found.facts
     microbatches = max(facts["microbatches"])
@@ -242,13 +256,13 @@ def run(given: argparse.Namespace) -> int:
         if not is_main:
             time.sleep(GRACE_S)
         else:
-            print(f"verify_topology: {error}", file=sys.stderr, flush=True)
+            print(f"megatron_rl: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     except (LockstepError, NonFiniteGradient, PeerError) as error:
         failure = f"FAILED, {type(error).__name__}: {error}"
         print(f"verdict: {failure}", file=sys.stderr, flush=True)
         if is_main and given.json:
-            from topology_check.report import machine, topology_facts, write_json
+            from megatron_rl.commands.verify.report import machine, topology_facts, write_json
 
             common = {
                 "topology": topology_facts(thin.config, thin.world),
@@ -281,7 +295,3 @@ def main() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Purpose: one node's part of a run under SLURM: torchrun, and the way of a signal to its ranks.
-# Launch:  srun --ntasks-per-node=1 bash examples/slurm/node.sh <head node>:<port> <what torchrun runs> [its arguments ...]
-#          by the templates of this folder, not by hand. PROCESSES: ranks on this node, default its GPUs.
+# Launch:  srun --ntasks-per-node=1 bash node.sh <head node>:<port> <what torchrun runs> [its arguments ...]
+#          by job.sh, not by hand. PROCESSES: ranks on this node, default its GPUs.
 #
 # A signal from SLURM may reach this script alone (proctrack/cgroup) or every process of the step (proctrack/linuxproc). torchrun would
 # die of SIGUSR1, and gives its ranks 30 s after SIGTERM. So torchrun ignores SIGUSR1, and this script asks the ranks themselves: each
@@ -9,7 +9,7 @@
 #
 # Exit code: torchrun's; but where it ended with an error after SIGUSR1, 75 (EX_TEMPFAIL: go on later), and after SIGTERM 143.
 set -euo pipefail
-endpoint="${1:?the first argument is the rendezvous, <head node>:<port>; examples/slurm/multi_node.sbatch shows the call}"
+endpoint="${1:?the first argument is the rendezvous, <head node>:<port>; job.sh makes the call}"
 shift
 processes="${PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}"
 # The head is said, not guessed: torchrun compares host names for that, which fails on hosts with several addresses.

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conversion.gguf_file import GgufFile
-
+from megatron_rl.commands.convert.gguf_file import GgufFile
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check
 

@@ -1,4 +1,4 @@
-"""Describes, for `convert_checkpoint.py inspect`, a Hugging Face directory or a Megatron checkpoint.
+"""Describes, for `megatron-rl convert inspect`, a Hugging Face directory or a Megatron checkpoint.
 
 Headers are read, weights are not.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from topology_check.compare import (
+from megatron_rl.commands.verify.compare import (
     ActivationError,
     ClassError,
     Measured,

@@ -1,11 +1,11 @@
 """Convert between Hugging Face directories and Megatron checkpoints, a tensor at a time, on a CPU.
 
 Examples:
-  python tools/convert_checkpoint.py import    /models/qwen3-8b checkpoints/qwen3-8b --tp 2 --pp 2
-  python tools/convert_checkpoint.py import    --gguf model.Q4_1.gguf /models/smollm2 --dtype bfloat16
-  python tools/convert_checkpoint.py export    checkpoints/run-7 /models/run-7 --dtype bfloat16
-  python tools/convert_checkpoint.py roundtrip /models/qwen3-8b --check-logits
-  python tools/convert_checkpoint.py inspect   checkpoints/run-7
+  megatron-rl convert import    /models/qwen3-8b checkpoints/qwen3-8b --tp 2 --pp 2
+  megatron-rl convert import    --gguf model.Q4_1.gguf /models/smollm2 --dtype bfloat16
+  megatron-rl convert export    checkpoints/run-7 /models/run-7 --dtype bfloat16
+  megatron-rl convert roundtrip /models/qwen3-8b --check-logits
+  megatron-rl convert inspect   checkpoints/run-7
 
 A Megatron checkpoint is Megatron-LM's folder: latest_checkpointed_iteration.txt and release/ or iter_*/ with torch_dist
 files. Any topology loads it, whatever --tp, --pp and --ep cut it into. Exit codes: 0 done, and every comparison is
@@ -27,11 +27,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 DTYPES = ("float32", "bfloat16", "float16")
 EXAMPLES = {
-    "import": "example: python tools/convert_checkpoint.py import /models/qwen3-8b checkpoints/qwen3-8b --tp 2 --pp 2",
-    "export": "example: python tools/convert_checkpoint.py export checkpoints/run-7 /models/run-7 --iteration 400",
-    "roundtrip": "example: python tools/convert_checkpoint.py roundtrip /models/qwen3-8b --check-logits "
-    "--json roundtrip.json",
-    "inspect": "example: python tools/convert_checkpoint.py inspect checkpoints/run-7 --json inspect.json",
+    "import": "example: megatron-rl convert import /models/qwen3-8b checkpoints/qwen3-8b --tp 2 --pp 2",
+    "export": "example: megatron-rl convert export checkpoints/run-7 /models/run-7 --iteration 400",
+    "roundtrip": "example: megatron-rl convert roundtrip /models/qwen3-8b --check-logits --json roundtrip.json",
+    "inspect": "example: megatron-rl convert inspect checkpoints/run-7 --json inspect.json",
 }
 
 
@@ -110,7 +109,9 @@ def _add_checks(commands) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     _add_conversions(commands)
@@ -185,8 +186,9 @@ def dtype_of(given: argparse.Namespace):
 
 def gguf_command(given: argparse.Namespace) -> tuple[int, dict]:
     import torch
-    from conversion.gguf_file import GgufFile
-    from conversion.gguf_import import import_gguf
+
+    from megatron_rl.commands.convert.gguf_file import GgufFile
+    from megatron_rl.commands.convert.gguf_import import import_gguf
 
     file, dtype = GgufFile(given.source), dtype_of(given) or torch.float32
     started_s = time.monotonic()
@@ -278,13 +280,12 @@ def export_command(given: argparse.Namespace) -> tuple[int, dict]:
 
 
 def roundtrip_command(given: argparse.Namespace) -> tuple[int, dict]:
-    from conversion.check import check_logits, compare_folders
-
     from megatron_rl.checkpoint.convert import Cut, export_folder, import_folder
     from megatron_rl.checkpoint.megatron_lm import open_folder
+    from megatron_rl.checkpoint.roundtrip import check_logits, compare_folders
 
     config, shape = read_model(given.source, vocab_multiple=given.tp)
-    with tempfile.TemporaryDirectory(prefix="convert_checkpoint.", dir=given.work) as work:
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-convert.", dir=given.work) as work:
         megatron, back = pathlib.Path(work, "megatron"), pathlib.Path(work, "hf")
         cut = Cut(tensor=given.tp, pipeline=given.pp, expert=given.ep)
         import_folder(given.source, shape, megatron, cut=cut, dtype=dtype_of(given))
@@ -311,7 +312,7 @@ def roundtrip_command(given: argparse.Namespace) -> tuple[int, dict]:
 
 
 def inspect_command(given: argparse.Namespace) -> tuple[int, dict]:
-    from conversion.inspect import inspect
+    from megatron_rl.commands.convert.inspection import inspect
 
     facts = inspect(given.source, given.hf, given.iteration, read_model)
     for name, value in facts.items():
@@ -344,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "roundtrip": roundtrip_command,
         "inspect": inspect_command,
     }
-    from conversion.bridge import bridge_command, needs_bridge
+    from megatron_rl.commands.convert.bridge import bridge_command, needs_bridge
 
     try:
         code, report = (bridge_command if needs_bridge(given) else commands[given.command])(given)
@@ -361,8 +362,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     print(f"error: {fault}", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    give_back_freed_memory()
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Predicts a configuration's times, memory and gain on N nodes, on a laptop, by the real planner.
 
-    python tools/simulate_cluster.py --config my.yaml --nodes 512 --lengths lognormal:2000,0.7 --svg pipeline.svg
-    python tools/simulate_cluster.py --from-run runs/my-run --nodes 4   # its config.yaml, samples and measured costs
+    megatron-rl simulate --config my.yaml --nodes 512 --lengths lognormal:2000,0.7 --svg pipeline.svg
+    megatron-rl simulate --from-run runs/my-run --nodes 4   # its config.yaml, samples and measured costs
 
 Its samples come from a trace or from stated lengths. It joins no world, builds no model and needs no GPU; of
 model.hf_path only config.json is read. See docs/simulate-cluster.md.
@@ -22,8 +22,9 @@ EXIT_CONFIG = 2
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
+        prog="megatron-rl simulate",
         description=__doc__.split("\n")[0],
-        epilog="example: simulate_cluster.py --config my.yaml --nodes 512 --svg pipeline.svg",
+        epilog="example: megatron-rl simulate --config my.yaml --nodes 512 --svg pipeline.svg",
     )
     parser.add_argument(
         "--config", help="YAML file; everything it leaves out has a default; with --from-run by default that run's"
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError(shortfall)
         return 0
     except (ConfigError, OSError) as error:
-        print(f"simulate_cluster: {error}", file=sys.stderr)
+        print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_CONFIG
 
 

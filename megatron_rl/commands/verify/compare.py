@@ -1,4 +1,4 @@
-"""Compares two sets of measurements for verify_topology.py; pure: tensors in, errors and sentences out.
+"""Compares two sets of measurements for megatron-rl verify; pure: tensors in, errors and sentences out.
 
 An error is ‖found − wanted‖ / ‖wanted‖. A check's verdict is taken per class of tensors, so that a tensor whose
 gradient is only cancelled rounding (a key's bias, often) cannot fail by itself; the errors of single tensors name the
@@ -156,7 +156,7 @@ def tensor_class(name: str) -> str:
     ):
         if re.search(pattern, name):
             return kind
-    raise ValueError(f"{name} belongs to no class of tensors that verify_topology knows; add it to tensor_class")
+    raise ValueError(f"{name} belongs to no class of tensors that megatron-rl verify knows; add it to tensor_class")
 
 
 _BACKWARD = (

@@ -2,8 +2,8 @@
 
 Examples:
 
-    python tools/check_own_parts.py --loss my_losses:clipped --arguments low=0.2
-    python tools/check_own_parts.py --estimator ./my_estimator.py:median
+    megatron-rl check --loss my_losses:clipped --arguments low=0.2
+    megatron-rl check --estimator ./my_estimator.py:median
 
 Each property is tried on random numbers, in seconds, without a model; docs/your-own.md says what each is for. Exit code
 1 where one does not hold. A run tries the same at its start.
@@ -12,13 +12,9 @@ Each property is tried on random numbers, in seconds, without a model; docs/your
 from __future__ import annotations
 
 import argparse
-import pathlib
 import sys
 
 import yaml
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-sys.path.insert(0, "")  # your modules lie in the working directory
 
 from megatron_rl.algorithm import own_estimator, own_policy_check
 from megatron_rl.algorithm.contract import Finding
@@ -48,7 +44,10 @@ def print_gradient(config: LossConfig) -> None:
 def main(arguments: list[str] | None = None) -> int:
     description, _, rest = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=description, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="megatron-rl check",
+        description=description,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     part = parser.add_mutually_exclusive_group(required=True)
     part.add_argument("--loss", metavar="MODULE:FUNCTION", help="a policy loss, as loss.policy names it")
@@ -71,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         if findings[0].holds:
             print_gradient(config)
     except ConfigError as error:
-        print(f"check_own_parts: {error}", file=sys.stderr)
+        print(f"megatron_rl: {error}", file=sys.stderr)
         return 2
     if not whole and all(finding.holds for finding in findings if finding.name != own_policy_check.ZERO):
         print("  skip.mode=exact refuses it: take skip.mode=approximate or skip.mode=off")

@@ -1,0 +1,1 @@
+"""Converts between Hugging Face directories and Megatron checkpoints: `megatron-rl convert`."""

@@ -1,0 +1,1 @@
+"""Compares a topology with one process, on a thin model: `megatron-rl verify`."""

@@ -1,0 +1,100 @@
+"""A wheel made from the sdist, as `python -m build` makes it, holds the whole package and runs each of its commands."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+
+import pytest
+
+from megatron_rl.commands.command import HERE, VERBS
+from tests.patience import HANG_S, patient
+from tests.runs.command import ROOT, said_by
+
+BOUND_S = patient(4 * HANG_S)
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta.__legacy__, sys.argv[1])(sys.argv[2])"
+HELP = ("train", "serve", "watch", "serve-vllm", "convert", "verify", "check", "simulate", "doctor", "new", "translate")
+
+
+def build(kind: str, source: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
+    """Call setuptools' own backend in the source, as a build front end does; return the file that it made."""
+    said_by([sys.executable, "-c", BUILD, f"build_{kind}", str(out)], source, BOUND_S)
+    (made,) = out.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path]:
+    """The wheel of a copy of the tree, and the one of the sdist of that copy."""
+    folder = tmp_path_factory.mktemp("wheels")
+    tree, out, second = folder / "tree", folder / "out", folder / "second"
+    shutil.copytree(ROOT / "megatron_rl", tree / "megatron_rl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, tree / name)
+    out.mkdir()
+    second.mkdir()
+    with tarfile.open(build("sdist", tree, out)) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return build("wheel", tree, out), build("wheel", unpacked, second)
+
+
+def contents(wheel: pathlib.Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_wheel_of_the_sdist_is_the_wheel_of_the_tree_and_holds_every_file_of_the_package(wheels) -> None:
+    of_tree, of_sdist = map(contents, wheels)
+    package = {
+        path.relative_to(ROOT).as_posix(): path.read_bytes()
+        for path in (ROOT / "megatron_rl").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert of_sdist == of_tree
+    assert {name: content for name, content in of_sdist.items() if name.startswith("megatron_rl/")} == package
+    assert all(f"megatron_rl/commands/templates/slurm/{name}" in package for name in ("job.sh", "node.sh"))
+
+
+@pytest.mark.long(seconds=120)
+def test_every_command_runs_where_the_wheel_alone_is_installed(wheels, arithmetic: pathlib.Path, tmp_path) -> None:
+    made = tmp_path / "environment"
+    venv.create(made)
+    (site,) = made.glob("lib/python*/site-packages")
+    # what the package asks for, from this environment; its own .pth files, an editable installation's too, are not read
+    (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(made / "bin/python"), "install", "--no-deps", "--no-index"]
+    said_by([*pip, "--no-compile", "--quiet", str(wheels[1])], tmp_path, BOUND_S)
+    work = tmp_path / "work"
+    work.mkdir()
+
+    def ours(*words: str) -> str:
+        variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        given = dict(env=variables | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=BOUND_S)
+        done = subprocess.run([str(made / "bin/megatron-rl"), *words], cwd=work, check=False, **given)
+        assert done.returncode == 0, (words, done.stdout + done.stderr)
+        return done.stdout
+
+    where = [str(made / "bin/python"), "-c", "import megatron_rl; print(megatron_rl.__file__)"]
+    assert said_by(where, work, BOUND_S, PYTHONPATH="").startswith(str(site))
+    assert set(HELP) == {*VERBS, *HERE}
+    for name in HELP:
+        assert ours(name, "--help").startswith("usage: "), name
+    assert "healthy" in ours("doctor")
+    model = str(arithmetic / "model")
+    assert "equal" in ours("convert", "roundtrip", model, "--quiet")
+    ours("new", "mine", "--model", model)
+    parts = pathlib.Path("megatron_rl/commands/templates/slurm")
+    for part in ("job.sh", "node.sh"):
+        assert (work / "mine/slurm" / part).read_bytes() == (ROOT / parts / part).read_bytes()
+    assert f'VENV="${{VENV:-{made}}}"' in (work / "mine/job.sbatch").read_text()
+    job = ("--config", "mine/run.yaml", "data.max_prompt_tokens=16", "rollout.max_response_tokens=4")
+    one_gpu = ("--nodes", "1", "--gpus-per-node", "1")
+    assert "mine on 1 GPUs" in ours("simulate", *job, *one_gpu)
+    assert "mine on 1 GPUs" in ours("train", "--dry-run", *job, *one_gpu)
+    assert "verdict: PASSED" in ours("verify", *job)
