@@ -26,9 +26,39 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.rollout.vllm import server_command, supervisor
+
+WHOLE = (
+    "a server does not span hosts, nor pipeline stages; raise --tensor-parallel-size up to the host's GPUs, or take a "
+    "host whose GPUs hold the model"
+)
+SEPARATE = "raise --replicas, which starts servers beside each other"
+# What puts one server on more GPUs than it is given here, or on several hosts, by vLLM's names.
+SPANNING = {
+    "--tensor-parallel-size": "it stands before the --",
+    "-tp": "--tensor-parallel-size stands before the --",
+    "--pipeline-parallel-size": WHOLE,
+    "-pp": WHOLE,
+    "--nnodes": WHOLE,
+    "--data-parallel-size": SEPARATE,
+    "-dp": SEPARATE,
+}
+
+
+def refuse_spanning(extra: Sequence[str]) -> None:
+    """Refuse vLLM's own arguments by which a server would take more than --tensor-parallel-size GPUs of this host."""
+    for index, word in enumerate(extra):
+        option, equals, value = word.partition("=")
+        way_out = SPANNING.get(option.replace("_", "-"))
+        value = value if equals else "".join(extra[index + 1 : index + 2])
+        if way_out is not None and value != "1":
+            raise ConfigError(
+                f"{option} {quoted(value)} behind the -- would give a server other GPUs than the "
+                f"--tensor-parallel-size of this host that it gets: {way_out}"
+            )
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -47,7 +77,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--replicas", type=int, default=1, help="number of servers (default 1)")
     parser.add_argument("--port", type=int, default=8000, help="of the first server, the others follow (default 8000)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this host only)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs per server (default 1)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of this host per server (default 1)")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
     parser.add_argument("--allow-no-key", action="store_true", help="open the servers to the network without a key")
     parser.add_argument(
@@ -85,6 +115,7 @@ def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.Ser
         raise ConfigError(
             f"--api-key-env {given.api_key_env} names an environment variable that is empty or not set; export it first"
         )
+    refuse_spanning(extra)
     api_key = os.environ[given.api_key_env] if given.api_key_env else None
     supervisor.check_exposure(given.host, api_key, "--api-key-env", given.allow_no_key)
     devices = supervisor.split_devices(

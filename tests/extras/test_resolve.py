@@ -16,12 +16,17 @@ PINS = dict(re.findall(r"^([\w.-]+)==([\w.]+)$", (ROOT / "constraints.txt").read
 PINNED = ["-c", "constraints.txt"]
 # megatron-bridge asks for an older transformers than our pins: an environment of its own (docs/installation.md).
 BRIDGE = ["-c", "tests/extras/bridge.txt"]
+# uv asks Transformer Engine's torch part what it needs beside the newest torch, so this set names its CUDA 13 core too;
+# an installation without isolation asks beside the torch that is there.
+CUDA12 = ["-c", "tests/extras/cuda12.txt"]
 TINKER = ["-c", "tests/tinker/constraints.txt"]
 
 GPU = ["gpu", "vllm", "serve", "agent", "gymnasium", "wandb", "mlflow", "otel", "data", "gguf"]
 CASES = {
     "gpu-vllm-3.11": (GPU, "3.11", PINNED, {**PINS, "megatron-core": "0.16.1"}),
     "gpu-vllm-3.12": (GPU, "3.12", PINNED, {**PINS, "megatron-core": "0.19.2"}),
+    "cuda12-3.11": (["gpu", "dev"], "3.11", CUDA12, {"torch": "2.10.0", "megatron-core": "0.16.1"}),
+    "cuda12-3.12": (["gpu", "dev"], "3.12", CUDA12, {"torch": "2.10.0", "nvidia-cuda-runtime-cu12": "12.8.90"}),
     "benchmark": (["benchmark", "dev"], "3.11", PINNED, {"trl": "1.16.0"}),
     "oracles": (["oracles", "dev"], "3.11", PINNED, {"peft": "0.21.2"}),
     "tinker": (["tinker", "dev"], "3.11", TINKER, {"tinker": "0.38.0", "tinker-cookbook": "0.5.8"}),

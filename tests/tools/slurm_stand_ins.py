@@ -48,6 +48,7 @@ def submit(tmp_path: pathlib.Path, template: str | pathlib.Path, *arguments: str
     calls = tmp_path / "calls"
     calls.write_text("")
     job = dict(SUBMIT_DIR=str(ROOT), JOB_ID="7", JOB_NAME="mine", JOB_NODELIST=nodes, CPUS_PER_TASK="4")
+    job["GPUS_ON_NODE"] = "8"
     environment = {f"SLURM_{name}": value for name, value in job.items()}
     environment |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CALLS": str(calls)}
     environment |= {"VENV": str(tmp_path), "RUN_DIR": str(tmp_path / "run"), **variables}

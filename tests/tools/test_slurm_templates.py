@@ -84,7 +84,8 @@ def test_one_task_per_node_meets_at_the_head_node_and_container_command_lines(tm
     mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data --container-workdir={ROOT}"
     assert f"--container-image=img.sqsh {mounts}" in pyxis
     _, (apptainer,), _ = submit(tmp_path, "multi_node.sbatch", CONTAINER="apptainer", IMAGE="img.sif")
-    assert f"apptainer exec --nv --bind {ROOT} --pwd {ROOT} img.sif bash {PARTS}/node.sh" in apptainer
+    task = f"bash {PARTS}/task.sh  bash {PARTS}/node.sh"
+    assert f"apptainer exec --nv --bind {ROOT} --pwd {ROOT} img.sif {task}" in apptainer
     code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="docker")
     assert code == 2 and not calls and "choose none, pyxis or apptainer" in said
     code, calls, said = submit(tmp_path, "multi_node.sbatch", CONTAINER="pyxis")
@@ -113,7 +114,7 @@ def test_vllm_takes_the_last_nodes_and_several_servers_on_one_have_successive_po
     assert calls.index("curl http://a3:20008/health") < calls.index(trainer) and "--replicas 1 " in server
     code, calls, said = submit(tmp_path, "trainer_and_vllm.sbatch", nodes="a1", MODEL="m")
     assert code == 2 and not calls and "VLLM_NODES=1 of --nodes=1" in said
-    variables = {"MODEL": "m", "VLLM_NODES": "2", "VLLM_TP": "4", "VLLM_REPLICAS": "2"}
+    variables = {"MODEL": "m", "VLLM_NODES": "2", "VLLM_TP": "4"}  # as many servers as a node's 8 GPUs hold
     code, calls, _ = submit(tmp_path, "trainer_and_vllm.sbatch", nodes="a1 a2 a3", **variables)
     assert code == 0
     server, trainer = sorted((call for call in calls if call.startswith("srun")), key=lambda call: "node.sh" in call)
@@ -122,6 +123,49 @@ def test_vllm_takes_the_last_nodes_and_several_servers_on_one_have_successive_po
     servers = ["http://a2:20008", "http://a2:20009", "http://a3:20008", "http://a3:20009"]
     assert f"rollout.servers=[{','.join(servers)}]" in trainer
     assert [call for call in calls if call.startswith("curl")] == [f"curl {each}/health" for each in servers]
+
+
+@pytest.mark.parametrize(("variables", "code", "words"), [
+    ({"VLLM_TP": "16"}, 2, "VLLM_TP=16 is more than the 8 GPUs of a node, and a server does not span nodes"),
+    ({"VLLM_TP": "2", "VLLM_REPLICAS": "8"}, 2, "servers of VLLM_TP=2 GPUs want 16 of the 8 GPUs"),
+    ({"VLLM_TP": "3"}, 0, "2 servers of 3 GPUs leave 2 of the 8 GPUs of a node idle"),
+    ({"VLLM_REPLICAS": "1", "SLURM_GPUS_ON_NODE": ""}, 0, "vLLM is ready at http://a2:20008"),
+])
+def test_servers_lie_within_a_node(tmp_path, variables, code, words):
+    ended, calls, said = submit(tmp_path, "trainer_and_vllm.sbatch", MODEL="m", **variables)
+    assert (ended, bool(calls)) == (code, not code) and words in said, said
+
+
+PROLOGUE = """
+set -u
+unset_variable_of_a_module() { echo "${NOBODY_SET_THIS}"; }
+set +u
+unset_variable_of_a_module >/dev/null
+export FABRIC=here PATH="/of/the/module:$PATH"
+set -- other arguments
+"""
+
+
+def test_a_prologue_is_sourced_on_each_node_before_the_task(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").write_text(f"PATH={tmp_path}/bin:$PATH\n")
+    (tmp_path / "modules.sh").write_text(PROLOGUE)
+    (tmp_path / "fails.sh").write_text("false\n")
+
+    def task(prologue: str) -> tuple[int, str]:
+        shown = ["bash", "-c", 'echo "$FABRIC $1 $PATH"', "name", "an argument"]
+        command = ["bash", str(PARTS / "task.sh"), str(tmp_path), *shown]
+        environment = {**os.environ, "FABRIC": "there", "MEGATRON_RL_PROLOGUE": prologue, "SLURMD_NODENAME": "a1"}
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=BOUND_S)
+        return done.returncode, done.stdout + done.stderr
+
+    for path in ("modules.sh", str(tmp_path / "modules.sh")):
+        code, said = task(path)
+        assert code == 0 and f"here an argument {tmp_path}/bin:/of/the/module:" in said, said
+    assert "there an argument" in task("")[1]
+    for path, words in (("none.sh", "is no file that a1 can read"), ("fails.sh", "fails.sh ended with 1 on a1")):
+        code, said = task(path)
+        assert code == 2 and words in said and "an argument" not in said, said
 
 
 @pytest.mark.parametrize(("code", "requeued"), [("75", True), ("1", False), ("143", False)])

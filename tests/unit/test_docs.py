@@ -217,6 +217,13 @@ def unknown_extras(name: str) -> Iterator[str]:
     yield from {extra for several in asked for extra in several.split(",")} - extras
 
 
+def test_every_extra_has_its_row() -> None:
+    extras = set(re.findall(r'^        "([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.M))
+    table = text_of("docs/installation.md").partition("| extra of setup.py |")[2]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.M)
+    assert sorted(extra for row in rows for extra in re.findall(r"`([\w-]+)`", row)) == sorted(extras)
+
+
 LAWS = (
     *(broken_links, missing_files, unknown_targets_of_make, unknown_keys),
     *(refused_settings, unknown_flags, missing_imports, unknown_extras),

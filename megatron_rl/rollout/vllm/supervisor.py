@@ -108,6 +108,12 @@ def split_devices(devices: Sequence[str], replicas: int, per_replica: int) -> li
     """Return each replica's GPUs, in order; a CPU host has None for every replica."""
     if not devices:
         return [None] * replicas
+    if per_replica > len(devices):
+        raise ConfigError(
+            f"--tensor-parallel-size {per_replica} is more than the {len(devices)} GPUs that are visible "
+            f"({', '.join(devices)}), and a server does not span hosts; lower it to at most {len(devices)}, widen "
+            "CUDA_VISIBLE_DEVICES, or take a host whose GPUs hold the model"
+        )
     if replicas * per_replica > len(devices):
         raise ConfigError(
             f"{replicas} servers with --tensor-parallel-size {per_replica} want {replicas * per_replica} GPUs, "

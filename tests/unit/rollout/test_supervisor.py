@@ -158,6 +158,9 @@ def test_a_host_open_to_the_network_wants_a_key_and_a_port_is_not_taken_twice(ca
         for given, words in (
             ("--host 0.0.0.0", ("--host 0.0.0.0 opens the servers to the network", "--allow-no-key")),
             ("--api-key-env NOT_SET_ANYWHERE", ("--api-key-env NOT_SET_ANYWHERE names", "empty or not set")),
+            ("-- --pipeline_parallel_size 2", ("--pipeline_parallel_size '2'", "does not span hosts")),
+            ("-- -pp 1 --data-parallel-size=4", ("--data-parallel-size '4'", "raise --replicas")),
+            ("-- -tp 2", ("-tp '2' behind the --", "--tensor-parallel-size stands before the --")),
             (f"--port {port}", (f"port {port} of 127.0.0.1", "(Address already in use)", "another --port")),
         ):
             assert serve_vllm.main(["--model", "M", *given.split()]) == 2
@@ -177,6 +180,8 @@ def test_gpus_are_split_in_order(tmp_path):
     assert split_devices([], 3, 1) == [None] * 3
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2 want 4 GPUs, 3 are visible \(4, 5, 7\)"):
         split_devices(["4", "5", "7"], 2, 2)
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 16 is more than the 2 GPUs .*does not span hosts"):
+        split_devices(["0", "1"], 1, 16)
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "4, 5"}) == ["4", "5"]
     assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == visible_devices({"CUDA_VISIBLE_DEVICES": "-1"}) == []
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):

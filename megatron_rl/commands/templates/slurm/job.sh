@@ -25,10 +25,12 @@ latest_checkpoint() {
 # lines are tested, what they start is not. IMAGE needs bash, torchrun and megatron_rl's requirements; the repository is mounted.
 container_options=() # of srun
 container_command=() # before the task's command
+venv=""              # that the tasks activate
 case "${CONTAINER:-none}" in
   none)
+    venv="${VENV:-.venv}"
     # shellcheck source=/dev/null
-    source "${VENV:-.venv}/bin/activate"
+    source "$venv/bin/activate"
     ;;
   pyxis) # enroot with NVIDIA's plugin for srun
     container_options=(--container-image="${IMAGE:?CONTAINER=pyxis needs IMAGE, as nvcr.io#nvidia/pytorch:25.06-py3 or a .sqsh file}"
@@ -49,7 +51,7 @@ trainer="" asked="" ended=""
 trap 'asked=1; [ -z "$trainer" ] || kill -USR1 "$trainer" 2>/dev/null || true' USR1 # srun hands it to its tasks
 trap 'ended=1' TERM                                                              # SLURM tells the tasks itself
 
-# step NODE... -- COMMAND: one task on each of the nodes. Becomes srun: call it in the background.
+# step NODE... -- COMMAND: one task on each of the nodes, begun by task.sh. Becomes srun: call it in the background.
 step() {
   local hosts=()
   while [ "$1" != -- ]; do
@@ -60,7 +62,7 @@ step() {
   # srun does not take over --cpus-per-task from sbatch (since SLURM 22.05). --wait: after the first task's end the others have as long.
   exec srun --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --nodelist="$(IFS=, && echo "${hosts[*]}")" \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=0 --wait=300 --label \
-    "${container_options[@]}" "${container_command[@]}" "$@"
+    "${container_options[@]}" "${container_command[@]}" bash "$parts/task.sh" "$venv" "$@"
 }
 
 train_on() {

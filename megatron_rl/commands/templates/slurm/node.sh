@@ -15,10 +15,6 @@ processes="${PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}"
 # The head is said, not guessed: torchrun compares host names for that, which fails on hosts with several addresses.
 is_head=$((SLURM_NODEID == 0))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" # NCCL's own reason, where a network or a device fails
-# Offload, checkpoints and the weights' copies lock host memory.
-ulimit -l unlimited 2>/dev/null || [ "$(ulimit -l)" = unlimited ] ||
-  echo "node.sh: $SLURMD_NODENAME locks at most $(ulimit -l) KiB of memory (ulimit -l); PropagateResourceLimitsExcept=MEMLOCK in slurm.conf, or LimitMEMLOCK=infinity for slurmd, lifts that" >&2
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 
 asked=""
