@@ -7,6 +7,20 @@ from setuptools import find_packages, setup
 
 ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "megatron_rl" / "__init__.py").read_text()).group(1)
+# Where the pages are read on the web; the project's home decides it.
+REPOSITORY = "https://github.com/megatron-rl/megatron_rl"
+
+
+def for_a_package_page(page: str) -> str:
+    """Return the page with its relative links made absolute: a package's page has no files beside it."""
+
+    def absolute(link: re.Match) -> str:
+        kind = "raw" if link[1].endswith((".png", ".svg")) else "blob"
+        return f"]({REPOSITORY}/{kind}/main/{link[1]})"
+
+    return re.sub(r"\]\((?![a-z]+:|#)([^)\s]+)\)", absolute, page)
+
+
 ENTRY_POINTS = {
     "console_scripts": [
         "megatron-rl = megatron_rl.commands.command:main",
@@ -20,7 +34,12 @@ setup(
     name="megatron_rl",
     version=VERSION,
     description="RL post-training on Megatron-Core that does not pay for samples without signal",
-    long_description=(ROOT / "README.md").read_text(),
+    url=REPOSITORY,
+    project_urls={
+        "Documentation": f"{REPOSITORY}/blob/main/docs/README.md",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+    },
+    long_description=for_a_package_page((ROOT / "README.md").read_text()),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",

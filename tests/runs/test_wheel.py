@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -59,6 +60,17 @@ def test_the_wheel_of_the_sdist_is_the_wheel_of_the_tree_and_holds_every_file_of
     assert of_sdist == of_tree
     assert {name: content for name, content in of_sdist.items() if name.startswith("megatron_rl/")} == package
     assert all(f"megatron_rl/commands/templates/slurm/{name}" in package for name in ("job.sh", "node.sh"))
+
+
+def test_the_links_of_the_package_s_page_are_absolute_and_lead_to_files(wheels) -> None:
+    (metadata,) = (text.decode() for name, text in contents(wheels[1]).items() if name.endswith("/METADATA"))
+    head, _, page = metadata.partition("\n\n")
+    (home,) = re.findall(r"^(?:Home-page|Project-URL: Homepage,) *:? *(\S+)$", head, re.M)
+    links = re.findall(r"\]\(([^)]*)\)", page)
+    assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text())) > 20 and "<img" not in page
+    for link in [*links, *re.findall(r"^Project-URL: .*, (\S+)$", head, re.M)]:
+        kind, place = re.fullmatch(rf"{re.escape(home)}/(raw|blob)/main/([^#]+)(?:#.*)?", link).groups()
+        assert (ROOT / place).is_file() and (kind == "raw") == (pathlib.Path(place).suffix in (".png", ".svg")), link
 
 
 @pytest.mark.long(seconds=120)
