@@ -24,9 +24,10 @@ from tests.tools.slurm_stand_ins import SLURM, submit, write_program
 
 pytestmark = pytest.mark.process
 
-TEMPLATES = sorted(SLURM.glob("*.sbatch"))
+GSM8K = ROOT / "examples" / "gsm8k" / "gsm8k.sbatch"
+TEMPLATES = [*sorted(SLURM.glob("*.sbatch")), GSM8K]
 PARTS = ROOT / "megatron_rl" / "commands" / "templates" / "slurm"
-SCRIPTS = sorted([*SLURM.iterdir(), *PARTS.iterdir(), *(ROOT / "examples" / "torchrun").iterdir()])
+SCRIPTS = sorted([GSM8K, *SLURM.iterdir(), *PARTS.iterdir(), *(ROOT / "examples" / "torchrun").iterdir()])
 BOUND_S = patient(HANG_S)
 
 # Two ranks that note SIGUSR1 and leave with 75; torchrun's answer to that is 1.
@@ -134,6 +135,18 @@ def test_vllm_takes_the_last_nodes_and_several_servers_on_one_have_successive_po
 def test_servers_lie_within_a_node(tmp_path, variables, code, words):
     ended, calls, said = submit(tmp_path, "trainer_and_vllm.sbatch", MODEL="m", **variables)
     assert (ended, bool(calls)) == (code, not code) and words in said, said
+
+
+def test_gsm8k_prepares_on_a_node_and_trains(tmp_path):
+    code, calls, said = submit(tmp_path, GSM8K, "sft.steps=0", nodes="a1 a2", GSM8K=str(tmp_path))
+    assert code == 0, said
+    prepare, train = calls
+    assert "--nodelist=a1 " in prepare and f"prepare.py --gsm8k {tmp_path} --out {tmp_path}/run/inputs" in prepare
+    assert "--nodelist=a1,a2 " in train and train.endswith(f"eval.path={tmp_path}/run/inputs/test.jsonl sft.steps=0")
+    (tmp_path / "run/inputs/model").mkdir(parents=True)
+    for name in ("test.jsonl", "model/config.json"):  # of an earlier attempt
+        (tmp_path / "run/inputs" / name).touch()
+    assert len(submit(tmp_path, GSM8K, GSM8K=str(tmp_path))[1]) == 1
 
 
 PROLOGUE = """
