@@ -34,9 +34,10 @@ def added_variables() -> dict[str, str]:
 def wanted_variables(config: Config) -> dict[str, tuple[str, ...]]:
     """Return the variables that a run wants on a GPU, each with the values that do, the one to set first."""
     wanted: dict[str, tuple[str, ...]] = {}
-    if config.parallel.tensor > 1:
+    if config.parallel.tensor > 1 or config.parallel.context > 1:
         # One hardware queue keeps the order in which Megatron-Core launches a collective and the product that shall
-        # hide it (0.16.1 tensor_parallel/layers.py warns without it).
+        # hide it (0.16.1 tensor_parallel/layers.py warns without it; Megatron-LM's arguments.py asks for it under
+        # context parallelism too, up to Hopper).
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1",)
     if not opens_device_memory(config) and not config.megatron.ddp.get("nccl_ub"):
         # Micro-batches differ in size, and blocks of fixed size fragment; a handle on a segment that grows would ask

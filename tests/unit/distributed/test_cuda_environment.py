@@ -22,6 +22,7 @@ def test_a_run_wants_what_its_settings_need():
     for overrides, wanted in (
         ([], EXPANDABLE),
         (["parallel.tensor=2"], ONE_QUEUE | EXPANDABLE),
+        (["parallel.context=2"], ONE_QUEUE | EXPANDABLE),
         (["weight_sync.channel=cuda_ipc"], {}),
         (["rollout.engine=vllm"], {}),  # auto opens the trainer's memory
         (["rollout.engine=vllm", "weight_sync.channel=shared_memory"], EXPANDABLE),
