@@ -74,6 +74,14 @@ def test_template_directives(template):
     assert "set -euo pipefail" in text and "# Launch:" in text
 
 
+def test_the_page_names_every_variable_that_the_templates_read():
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    scripts = [*TEMPLATES, *PARTS.iterdir()]
+    read = {name for path in scripts for name in re.findall(r"\$\{([A-Z][A-Z_0-9]+):?[-?+]", path.read_text())}
+    ours = {name for name in read if not name.startswith("SLURM")} - {"GSM8K"}  # examples/gsm8k's own
+    assert len(ours) > 15 and {name for name in ours if f"`{name}`" not in page} == set()
+
+
 def test_one_task_per_node_meets_at_the_head_node_and_container_command_lines(tmp_path):
     given = ("--config", "x.yaml", "train.num_rollouts=3")
     code, (call,), said = submit(tmp_path, "multi_node.sbatch", *given, SAVE_EVERY="4")
