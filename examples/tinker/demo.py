@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from workplace import CHAT, make_workplace
 
 from megatron_rl.observability.metrics import read_metrics
+from megatron_rl.observability.phases import WARMUP
 from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.report import write_report
-from megatron_rl.observability.summary import WARMUP_PHASE
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_S, END_S, STALL_S = 300.0, 30.0, 600.0
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         url = f"base_url={address}"
         sl = ["batch_size=32", "max_length=600", "learning_rate=4e-3", "train_on_what=last_assistant_message"]
         sl += ["save_every=0", f"max_steps={options.supervised_steps}", url]
-        rows = run_recipe("sl_loop", WARMUP_PHASE, out, 1, bar, *sl)
+        rows = run_recipe("sl_loop", WARMUP, out, 1, bar, *sl)
         start = json.loads((out / "sl_loop" / "checkpoints.jsonl").read_text().splitlines()[-1])["state_path"]
         rl = ["env=gsm8k", "renderer_name=qwen3", "group_size=8", "groups_per_batch=16", "max_tokens=40"]
         rl += ["learning_rate=5e-4", "eval_every=0", "save_every=0", f"max_steps={options.rl_steps}", url]

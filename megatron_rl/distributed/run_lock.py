@@ -130,9 +130,8 @@ class RunLock:
             return None, touched
 
     def _is_stale(self, holder: dict | None, touched: int) -> bool:
-        if holder is not None and holder.get("machine") is not None and holder["machine"] == machine():
-            ticks = started_ticks(holder["pid"])
-            return ticks is None or ticks != holder.get("started_ticks")
+        if (lives := _lives_here(holder)) is not None:
+            return not lives
         log.warning("%s is held by %s: up to %g s are waited for a sign of it", self.path, _who(holder), STALE_S)
         deadline = time.monotonic() + STALE_S
         while time.monotonic() < deadline:
@@ -186,6 +185,50 @@ class RunLock:
                 self.path.unlink(missing_ok=True)
         except OSError as error:  # it is stale when this process has ended
             log.warning("%s cannot be removed: %s", self.path, error)
+
+
+class LockReader:
+    """Tells from a folder's lock whether its run lives; it waits for nothing and takes nothing.
+
+    clock: seconds, monotonic, of the silence that is waited for; wall: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._lock, self._clock, self._wall = RunLock(folder), clock, wall
+        self._touched: int | None = None
+        self._silent_since: float | None = None
+
+    def look(self) -> tuple[bool, float] | None:
+        """Return whether the holder lives, and its last touch in seconds since 1970; None where there is no lock.
+
+        A holder of another machine lives if it has touched its lock within STALE_S. At the first look the clocks of
+        both machines say so; from then on only changes count.
+        """
+        holder, touched = self._lock._read()
+        if touched is None:
+            return None
+        at_s, now_s = touched / 1e9, self._clock()
+        if self._touched is None:
+            self._silent_since = now_s - max(0.0, self._wall() - at_s)
+        elif touched != self._touched:
+            self._silent_since = now_s
+        self._touched = touched
+        lives = _lives_here(holder)
+        return now_s - self._silent_since < STALE_S if lives is None else lives, at_s
+
+
+def _lives_here(holder: dict | None) -> bool | None:
+    """Tell whether a holder of this machine lives; None for another machine's, and for one that names none."""
+    if holder is None or holder.get("machine") is None or holder["machine"] != machine():
+        return None
+    ticks = started_ticks(holder["pid"])
+    return ticks is not None and ticks == holder.get("started_ticks")
 
 
 def _who(holder: dict | None) -> str:

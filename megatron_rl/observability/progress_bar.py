@@ -15,21 +15,29 @@ from rich.progress import Progress as LiveBar
 from rich.table import Table
 
 from megatron_rl.observability.metrics import Row
+from megatron_rl.observability.phases import is_supervised
 from megatron_rl.observability.summary import RunSummary, duration, summarize
 from megatron_rl.observability.untrained import Untrained, untrained
 from megatron_rl.types import StepKind
 
 LINE_EVERY_S = 5.0
 RECENT_STEPS = 20  # ETA follows the recent pace: responses grow and the skip's share moves during a run
+HELD_OUT = ("sft/eval_loss", "preference/eval_loss")
+# The last value of each is shown: a rollout's reward stands in its first mini-batch's row alone.
+SHOWN = (
+    *("reward/mean", "skip/zero_advantage_ratio", "time/step_s"),
+    *("train/loss", "preference/accuracy", "train/lr", "perf/tokens_per_second"),
+)
 
 
 class ProgressBar:
-    """Shows the progress of a run over its ``total_steps`` optimizer steps, the warm-up included.
+    """Shows the progress of a run over its ``total_steps`` optimizer steps, supervised ones and RL's.
 
     enabled: without it nothing is printed.
+    untrained_warning_steps: so many steps in a row that train nothing are named in the final table; None: none are.
+    done_steps, done_ghosts: steps that a checkpoint holds, and those of them that were ghosts.
     console: target of the prints, stdout by default; a live bar if it is a terminal, else plain lines at most every 5
         s.
-    untrained_warning_steps: so many steps in a row that train nothing are named in the final table; None: none are.
     clock: seconds, monotonic.
     """
 
@@ -39,6 +47,8 @@ class ProgressBar:
         enabled: bool,
         untrained_warning_steps: int | None = None,
         *,
+        done_steps: int = 0,
+        done_ghosts: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -47,7 +57,9 @@ class ProgressBar:
         self._console = console or Console()
         self._started_s = self._last_line_s = clock()
         self._recent_s = deque([self._started_s], maxlen=RECENT_STEPS + 1)
-        self._num_steps = self._num_ghosts = 0
+        self._num_steps = self._done_steps = done_steps
+        self._num_ghosts = done_ghosts
+        self._phase: object = None
         self._latest: dict[str, float] = {}
         self._bar: LiveBar | None = None
         if enabled and self._console.is_terminal:
@@ -59,7 +71,7 @@ class ProgressBar:
                 console=self._console,
                 transient=False,
             )
-            self._task = self._bar.add_task("start", total=total_steps, facts="")
+            self._task = self._bar.add_task("start", total=total_steps, completed=done_steps, facts="")
             self._bar.start()
 
     def update(self, row: Mapping[str, object]) -> None:
@@ -67,42 +79,51 @@ class ProgressBar:
         if not self._enabled:
             return
         now_s = self._clock()
+        self._enter(row["phase"])
         self._num_steps += 1
+        self._total_steps = max(self._total_steps, self._num_steps)  # train.epochs may take more steps than foreseen
         self._num_ghosts += row["step_kind"] not in (StepKind.REAL, StepKind.REAL.value)
         self._recent_s.append(now_s)
-        # A rollout's reward stands in its first mini-batch's row; later rows of the same rollout keep showing it.
-        for key in ("reward/mean", "preference/accuracy", "skip/zero_advantage_ratio", "time/step_s"):
+        self._latest |= {key: row[key] for key in SHOWN if key in row}
+        for key in (*(f"{name}_before" for name in HELD_OUT), *HELD_OUT):
             if key in row:
-                self._latest[key] = row[key]
+                self._latest["held out"] = row[key]
+        first = self._num_steps == self._done_steps + 1
         if self._bar is not None:
             self._bar.update(
-                self._task, completed=self._num_steps, description=str(row["phase"]), facts=" · ".join(self._facts())
+                self._task,
+                completed=self._num_steps,
+                total=self._total_steps,
+                description=str(row["phase"]),
+                facts=" · ".join(self._facts(row)),
             )
-        elif self._num_steps in (1, self._total_steps) or now_s - self._last_line_s >= LINE_EVERY_S:
+        elif first or self._num_steps == self._total_steps or now_s - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = now_s
             line = " | ".join(
-                [f"{row['phase']} step {row['step']} ({self._num_steps}/{self._total_steps})", *self._facts()]
+                [f"{row['phase']} step {row['step']} ({self._num_steps}/{self._total_steps})", *self._facts(row)]
             )
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _enter(self, phase: object) -> None:
+        """Forget the last phase's values and pace where another begins."""
+        if self._phase not in (None, phase):
+            self._latest = {}
+            self._recent_s = deque([self._recent_s[-1]], maxlen=RECENT_STEPS + 1)
+        self._phase = phase
 
     def note(self, text: str) -> None:
         """Print one line, above the live bar where there is one. Any thread may call it."""
         if self._enabled:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _facts(self) -> list[str]:
-        facts = []
-        if "reward/mean" in self._latest:
-            facts.append(f"reward {self._latest['reward/mean']:.3f}")
-        if "preference/accuracy" in self._latest:
-            facts.append(f"pairs right {100 * self._latest['preference/accuracy']:.0f} %")
-        if "skip/zero_advantage_ratio" in self._latest:
-            facts.append(f"zero-adv {100 * self._latest['skip/zero_advantage_ratio']:.0f} %")
-        facts.append(f"ghosts {self._num_ghosts}")
+    def _facts(self, row: Mapping[str, object]) -> list[str]:
+        facts = supervised_facts(self._latest) if is_supervised(row) else rl_facts(self._latest)
+        if self._num_ghosts or not is_supervised(row):
+            facts.append(f"ghosts {self._num_ghosts}")
         if "time/step_s" in self._latest:
             facts.append(f"{self._latest['time/step_s']:.3g} s/step")
         pace_s = (self._recent_s[-1] - self._recent_s[0]) / max(1, len(self._recent_s) - 1)
-        facts.append(f"ETA {duration(pace_s * max(0, self._total_steps - self._num_steps))}")
+        facts.append(f"ETA {duration(pace_s * (self._total_steps - self._num_steps))}")
         return facts
 
     def close(self) -> None:
@@ -118,7 +139,8 @@ class ProgressBar:
             return
         counts = untrained(rows)
         named = counts if counts.is_worth_saying(self._untrained_warning_steps) else None
-        self._console.print(summary_table(summarize(rows), self._clock() - self._started_s, named))
+        table = summary_table(summarize(rows), self._clock() - self._started_s, named, went_on=self._done_steps > 0)
+        self._console.print(table)
         if report_path is not None:
             self._console.print(f"report: {report_path}", markup=False, highlight=False, soft_wrap=True)
 
@@ -129,10 +151,41 @@ class ProgressBar:
         self.close()
 
 
-def summary_table(summary: RunSummary, elapsed_s: float, untrained_steps: Untrained | None = None) -> Table:
+def rl_facts(latest: Mapping[str, float]) -> list[str]:
+    """Return what a line says of a step of RL, from the last value of each metric."""
+    facts = []
+    if "reward/mean" in latest:
+        facts.append(f"reward {latest['reward/mean']:.3f}")
+    if "skip/zero_advantage_ratio" in latest:
+        facts.append(f"zero-adv {100 * latest['skip/zero_advantage_ratio']:.0f} %")
+    return facts
+
+
+def supervised_facts(latest: Mapping[str, float]) -> list[str]:
+    """Return what a line says of a supervised step, from the last value of each metric."""
+    facts = []
+    if "train/loss" in latest:
+        facts.append(f"loss {latest['train/loss']:.4g}")
+    if "held out" in latest:
+        facts.append(f"held out {latest['held out']:.4g}")
+    if "preference/accuracy" in latest:
+        facts.append(f"pairs right {100 * latest['preference/accuracy']:.0f} %")
+    if latest.get("skip/zero_advantage_ratio"):  # responses of pairs beyond the hinge loss's margin
+        facts.append(f"no signal {100 * latest['skip/zero_advantage_ratio']:.0f} %")
+    if "train/lr" in latest:
+        facts.append(f"lr {latest['train/lr']:.3g}")
+    if "perf/tokens_per_second" in latest:
+        facts.append(f"{latest['perf/tokens_per_second']:,.0f} tokens/s")
+    return facts
+
+
+def summary_table(
+    summary: RunSummary, elapsed_s: float, untrained_steps: Untrained | None = None, *, went_on: bool = False
+) -> Table:
     """Build the final table, with one line per headline figure that the run has.
 
     untrained_steps: the last steps that trained nothing, where they are to be named.
+    went_on: ``elapsed_s`` counts from a checkpoint on.
     """
     table = Table(title="The run", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(style="bold", no_wrap=True)
@@ -142,6 +195,11 @@ def summary_table(summary: RunSummary, elapsed_s: float, untrained_steps: Untrai
         table.add_row("reward", f"{summary.reward[0]:.3f} → {summary.reward[1]:.3f}  ({first_last})")
     if summary.reverse_kl is not None:
         table.add_row("reverse KL", f"{summary.reverse_kl[0]:.3f} → {summary.reverse_kl[1]:.3f}  ({first_last})")
+    if summary.loss is not None:
+        table.add_row("loss", f"{summary.loss[0]:.3f} → {summary.loss[1]:.3f}  ({first_last})")
+    if summary.accuracy is not None:
+        start, end = (100 * value for value in summary.accuracy)
+        table.add_row("pairs right", f"{start:.0f} % → {end:.0f} %  ({first_last})")
     evaluations = {**summary.held_out, **{f"eval {name}": points for name, points in summary.evaluations.items()}}
     for name, ((first_step, first), (last_step, last)) in evaluations.items():
         when = f"steps {first_step} → {last_step}" if last_step > first_step else f"step {last_step}"
@@ -165,9 +223,10 @@ def summary_table(summary: RunSummary, elapsed_s: float, untrained_steps: Untrai
         table.add_row("tokens executed", f"{summary.tokens_executed:,} of {summary.tokens_dense:,} dense  ({share})")
     if summary.step_s is not None and math.isfinite(summary.step_s):
         table.add_row("median step time", duration(summary.step_s))
-    warmup = f", {summary.num_warmup} warm-up" if summary.num_warmup else ""
-    table.add_row("optimizer steps", f"{summary.num_real} REAL, {summary.num_ghost} GHOST{warmup}")
+    if summary.tokens_per_second is not None:
+        table.add_row("tokens a second", f"{summary.tokens_per_second:,.0f}  (median)")
+    table.add_row("optimizer steps", summary.steps)
     if untrained_steps is not None:
         table.add_row("[red]WARNING[/red]", f"[red]{untrained_steps}[/red]")
-    table.add_row("total time", duration(elapsed_s))
+    table.add_row("time of this start" if went_on else "total time", duration(elapsed_s))
     return table

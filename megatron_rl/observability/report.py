@@ -7,42 +7,31 @@ from __future__ import annotations
 
 import argparse
 import html
-import math
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
-
-import numpy as np
+from collections.abc import Sequence
 
 from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.json_text import read_bytes
 from megatron_rl.observability.completions import FILE_NAME
 from megatron_rl.observability.metrics import Row, read_metrics
+from megatron_rl.observability.phases import in_phases, split_start
+from megatron_rl.observability.phases import title as title_of
 from megatron_rl.observability.report_completions import CSS as COMPLETIONS_CSS
 from megatron_rl.observability.report_completions import completions_section
-from megatron_rl.observability.report_figures import FIGURES, TIME_TITLE, Figure
-from megatron_rl.observability.summary import WARMUP_PHASE, duration, eval_points, summarize
-from megatron_rl.observability.svg import Frame, Series, band_plot, line_plot, short, smoothing_window, stacked_plot
-from megatron_rl.types import StepKind
+from megatron_rl.observability.report_plots import is_ghost, plots
+from megatron_rl.observability.summary import RunSummary, duration, summarize
+from megatron_rl.observability.svg import short, smoothing_window
 
-TIME_PARTS = ("rollout", "reward", "logprob", "update", "weight_sync", "critic")
-OTHER_COLOR = 7  # grey
-SPREAD = ("min", "p25", "median", "p75", "max")
-SPREAD_COLORS = (OTHER_COLOR, 1, 1, 1, OTHER_COLOR)
-SPREAD_TITLE = "Spread of rewards"
-EVAL_COLORS = (3, 1, 2, 4, 5, 6)  # the mean first, then pass@1, pass@2, ...
-
-
+PHASE_COLUMNS = ("phase", "steps", "real", "ghost", "loss", "reward", "executed of dense", "median step", "time")
 CSS = """
 :root { color-scheme: light dark; --page: #f4f5f8; --card: #ffffff; --ink: #171b22; --soft: #566072; --grid: #e8ebf0;
-  --edge: #dfe3ea; --axis: #b4bcc9; --shade: #eef1f6; --c1: #2a6fdb; --c2: #e2711d; --c3: #14967f;
+  --edge: #dfe3ea; --axis: #b4bcc9; --c1: #2a6fdb; --c2: #e2711d; --c3: #14967f;
   --c4: #8457d8; --c5: #d23f73;
   --c6: #c29208; --c7: #98a2b1; --ghost: #171b22; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #0d1015; --card: #161a21; --ink: #e9edf3; --soft: #98a3b3; --grid: #242a34;
-  --edge: #262d38; --axis: #4a5464; --shade: #1d232d; --c1: #5b9bff; --c2: #f5944a; --c3: #34c3a7;
+  --edge: #262d38; --axis: #4a5464; --c1: #5b9bff; --c2: #f5944a; --c3: #34c3a7;
   --c4: #a98bf3; --c5: #f0719c;
   --c6: #dcb13a; --c7: #6c7787; --ghost: #e9edf3; } .layer { opacity: .82; } }
 * { box-sizing: border-box; }
@@ -50,7 +39,7 @@ body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 main { max-width: 1200px; margin: 0 auto; padding: 36px 24px 56px; }
 h1 { font-size: 27px; line-height: 1.2; margin: 0; letter-spacing: -0.01em; overflow-wrap: anywhere; }
-h2 { font-size: 17px; margin: 34px 0 12px; }
+h2 { font-size: 17px; margin: 34px 0 12px; } h2 .sub { color: var(--soft); font-weight: 450; font-size: 14px; }
 p { margin: 6px 0; color: var(--soft); max-width: 100ch; }
 p.how { font-size: 13.5px; margin: 0 2px 14px; max-width: none; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(178px, 1fr)); gap: 12px; margin: 22px 0 16px; }
@@ -70,7 +59,7 @@ figcaption span.sub { color: var(--soft); font-size: 13px; margin-left: 7px; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--soft);
   font-variant-numeric: tabular-nums; }
-.grid { stroke: var(--grid); } .axis { stroke: var(--axis); } .shade { fill: var(--shade); }
+.grid { stroke: var(--grid); } .axis { stroke: var(--axis); }
 .ghost { stroke: var(--ghost); stroke-width: 1.4; }
 .raw, .line { fill: none; stroke-linejoin: round; stroke-linecap: round; }
 .raw { stroke-width: 1; opacity: .4; } .line { stroke-width: 2.2; }
@@ -92,160 +81,6 @@ pre { overflow-x: auto; font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo, Co
 )
 
 
-def _is_ghost(row: Row) -> bool:
-    return row["step_kind"] != StepKind.REAL.value
-
-
-def _phases(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    return [(str(phase), list(part)) for phase, part in groupby(rows, key=lambda row: row["phase"])]
-
-
-def _frame(rows: Sequence[Row]) -> Frame:
-    warmups = [part for phase, part in _phases(rows) if phase == WARMUP_PHASE]
-    return Frame(
-        first_step=rows[0]["step"],
-        last_step=rows[-1]["step"],
-        shaded=tuple((part[0]["step"], part[-1]["step"]) for part in warmups),
-        phase_starts=tuple(part[0]["step"] for _, part in _phases(rows)),
-        ghost_steps=np.asarray([row["step"] for row in rows if _is_ghost(row)], dtype=np.int64),
-    )
-
-
-def _series(rows: Sequence[Row], key: str, label: str, color: int) -> Series:
-    having = [row for row in rows if key in row]
-    return Series(
-        label=label,
-        steps=np.asarray([row["step"] for row in having], dtype=np.int64),
-        values=np.asarray([row[key] for row in having], dtype=float),
-        color=color,
-    )
-
-
-def _card(title: str, subtitle: str, series: Sequence[Series], has_ghosts: bool, svg: str) -> str:
-    keys = [f'<span><i class="c{s.color}"></i>{html.escape(s.label)}</span>' for s in series] if len(series) > 1 else []
-    if has_ghosts:
-        keys.append('<span><i class="mark"></i>ghost step</span>')
-    num_lost = sum(int((~np.isfinite(s.values)).sum()) for s in series)
-    if num_lost:
-        keys.append(f"<span>{num_lost} non-finite values are not drawn</span>")
-    return (
-        f'<figure><figcaption><b>{html.escape(title)}</b><span class="sub">{html.escape(subtitle)}</span></figcaption>'
-        f'<div class="legend">{"".join(keys)}</div>{svg}</figure>'
-    )
-
-
-def _draw(figure: Figure, rows: Sequence[Row], frame: Frame) -> str | None:
-    """Draw one figure's card; return None if no line of it has a finite value."""
-    used = [row for row in rows if not (figure.real_only and _is_ghost(row))]
-    colors = (OTHER_COLOR, 1) if len(figure.lines) == 2 else (1,)
-    drawn = [_series(used, key, label, color) for (key, label), color in zip(figure.lines, colors, strict=True)]
-    drawn = [s for s in drawn if np.isfinite(s.values).any()]
-    if not drawn or (figure.nonzero and not any(np.nan_to_num(s.values).any() for s in drawn)):
-        return None
-    svg = line_plot(
-        figure.title,
-        drawn,
-        frame,
-        unit=figure.unit,
-        from_zero=figure.from_zero,
-        share=figure.share,
-        spiky=figure.spiky,
-        filled=figure.filled,
-    )
-    return _card(figure.title, figure.subtitle, drawn, len(frame.ghost_steps) > 0, svg)
-
-
-def _draw_spread(rows: Sequence[Row], frame: Frame) -> str | None:
-    """Draw the rewards' median in a band of their quartiles, in a band of least and largest."""
-    names = {"reward/min": "least to largest", "reward/p25": "quartiles", "reward/median": "median"}
-    having = [row for row in rows if all(math.isfinite(row.get(f"reward/{key}", math.nan)) for key in SPREAD)]
-    if not having:
-        return None
-    series = {
-        key: _series(having, f"reward/{key}", key, color) for key, color in zip(SPREAD, SPREAD_COLORS, strict=True)
-    }
-    bands = [(series["min"], series["max"]), (series["p25"], series["p75"])]
-    svg = band_plot(SPREAD_TITLE, bands, series["median"], frame)
-    legend = [replace(series[key.removeprefix("reward/")], label=label) for key, label in names.items()]
-    return _card(SPREAD_TITLE, "over the samples of the rollout", legend, len(frame.ghost_steps) > 0, svg)
-
-
-def _draw_times(rows: Sequence[Row], frame: Frame) -> str | None:
-    """Stack a step's stages up to its total time; seconds that belong to no stage are drawn as "other"."""
-    timed = [row for row in rows if "time/step_s" in row and np.isfinite(row["time/step_s"])]
-    parts = [part for part in TIME_PARTS if any(f"time/{part}_s" in row for row in timed)]
-    if not timed:
-        return None
-    total = _series(timed, "time/step_s", "whole step", OTHER_COLOR)
-    values = [np.nan_to_num([row.get(f"time/{part}_s", 0.0) for row in timed]) for part in parts]
-    rest = np.maximum(total.values - np.sum(values, axis=0), 0.0) if parts else total.values
-    names = [part.replace("_", " ") for part in parts]
-    colors = [TIME_PARTS.index(part) + 1 for part in parts]
-    if rest.sum() > 0.01 * total.values.sum():
-        names, values, colors = [*names, "other"], [*values, rest], [*colors, OTHER_COLOR]
-    stack = [
-        Series(label=n, steps=total.steps, values=v, color=c) for n, v, c in zip(names, values, colors, strict=True)
-    ]
-    svg = stacked_plot(TIME_TITLE, stack, total, frame, unit="s")
-    return _card(TIME_TITLE, "seconds per optimizer step, by stage", stack, len(frame.ghost_steps) > 0, svg)
-
-
-def _eval_series(metrics: Mapping[str, Sequence[tuple[int, float]]]) -> list[Series]:
-    """Return one line per metric; pass@1 shares the mean's line and label if rewards are 0 or 1."""
-    drawn: list[Series] = []
-    for label, points in metrics.items():
-        steps, values = zip(*points, strict=True)
-        new = Series(
-            label=label,
-            steps=np.asarray(steps, dtype=np.int64),
-            values=np.asarray(values, dtype=float),
-            color=EVAL_COLORS[len(drawn) % len(EVAL_COLORS)],
-        )
-        old = drawn[0] if drawn and new.label == "pass@1" else None
-        if (
-            old is not None
-            and np.array_equal(old.steps, new.steps)
-            and np.allclose(old.values, new.values, equal_nan=True)
-        ):
-            drawn[0] = replace(old, label=f"{old.label} = {new.label}")
-        elif np.isfinite(new.values).any():
-            drawn.append(new)
-    return drawn
-
-
-def _draw_evals(rows: Sequence[Row], frame: Frame) -> list[str]:
-    cards = []
-    for name, metrics in eval_points(rows).items():
-        drawn = _eval_series(metrics)
-        if any(np.isfinite(s.values).sum() >= 2 for s in drawn):
-            title, values = f"Evaluation: {name}", np.concatenate([s.values[np.isfinite(s.values)] for s in drawn])
-            svg = line_plot(title, drawn, frame, share=bool(values.min() >= 0 and values.max() <= 1))
-            subtitle = (
-                "mean@1, greedy, on held-out prompts"
-                if [s.label for s in drawn] == ["mean@1"]
-                else "on held-out prompts"
-            )
-            cards.append(_card(title, subtitle, drawn, len(frame.ghost_steps) > 0, svg))
-    return cards
-
-
-def _plots(rows: Sequence[Row]) -> str:
-    frame = _frame(rows)
-    cards = {figure.title: _draw(figure, rows, frame) for figure in FIGURES}
-    ordered = [
-        cards["Reward"],
-        *_draw_evals(rows, frame),
-        _draw_spread(rows, frame),
-        cards["Zero-advantage ratio"],
-        cards["Tokens: executed and dense"],
-    ]
-    cards[TIME_TITLE] = _draw_times(rows, frame)
-    ordered += [cards[TIME_TITLE]] + [cards[figure.title] for figure in FIGURES[3:]]
-    missing = [title for title in (*(f.title for f in FIGURES if f.required), TIME_TITLE) if cards[title] is None]
-    note = f"<p>Not in this run's metrics, so not drawn: {html.escape(', '.join(missing))}.</p>" if missing else ""
-    return f'<div class="plots">{"".join(card for card in ordered if card)}</div>{note}'
-
-
 def _tile(name: str, value: str, note: str, *, before: str = "") -> str:
     """Return the HTML of one headline figure; ``before`` is its value at the run's start."""
     was = f"<span>{html.escape(before)} → </span>" if before else ""
@@ -262,6 +97,8 @@ def _tiles(rows: Sequence[Row]) -> str:
     ends = f"means of the first and the last {summary.window} steps" if summary.window > 1 else "first and last step"
     if summary.reward is not None:
         tiles.append(_tile("Reward", f"{summary.reward[1]:.3f}", ends, before=f"{summary.reward[0]:.3f}"))
+    if summary.supervised_phase is not None:
+        tiles += _supervised_tiles(summary, ends)
     for label, ((first_step, first), (last_step, last)) in summary.evaluations.items():
         name, _, kind = label.rpartition(" ")
         before = f"{first:.3f}" if last_step > first_step else ""
@@ -285,50 +122,67 @@ def _tiles(rows: Sequence[Row]) -> str:
     if summary.executed_ratio is not None:
         counts = f"{short(summary.tokens_executed)} of the dense run's {short(summary.tokens_dense)}"
         tiles.append(_tile("Tokens executed", f"{100 * summary.executed_ratio:.1f} %", counts))
-    warmup = f", after {summary.num_warmup} of warm-up" if summary.num_warmup else ""
     count = summary.num_real + summary.num_ghost
-    tiles.append(_tile("Ghost steps", f"{summary.num_ghost}", f"of {count} optimizer steps{warmup}"))
+    if summary.supervised_phase is None or summary.num_ghost:
+        warmup = f", after {summary.num_warmup} of warm-up" if summary.num_warmup else ""
+        tiles.append(_tile("Ghost steps", f"{summary.num_ghost}", f"of {count} optimizer steps{warmup}"))
+    else:
+        tiles.append(_tile("Optimizer steps", f"{count:,}", title_of(summary.supervised_phase)))
     if summary.step_s is not None:
         median = duration(summary.step_s).replace(" ", "\u00a0")
         tiles.append(_tile("Time", duration(summary.total_s), f"in {len(rows)} steps, median {median}"))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
+def _supervised_tiles(summary: RunSummary, ends: str) -> list[str]:
+    """Return the headline figures of a run of supervised steps alone."""
+    tiles = []
+    if summary.loss is not None:
+        tiles.append(_tile("Loss", f"{summary.loss[1]:.3f}", ends, before=f"{summary.loss[0]:.3f}"))
+    if summary.accuracy is not None:
+        start, end = (f"{100 * value:.0f} %" for value in summary.accuracy)
+        tiles.append(_tile("Pairs told apart", end, ends, before=start))
+    for name, ((first_step, first), (last_step, last)) in summary.held_out.items():
+        before = f"{first:.3f}" if last_step > first_step else ""
+        note = f"steps {first_step} and {last_step}" if before else f"step {last_step}"
+        tiles.append(_tile(name[0].upper() + name[1:], f"{last:.3f}", note, before=before))
+    if summary.tokens_per_second is not None:
+        tiles.append(_tile("Tokens a second", short(float(f"{summary.tokens_per_second:.3g}")), "median of the steps"))
+    return tiles
+
+
 def _phase_table(rows: Sequence[Row]) -> str:
-    head = (
-        "phase",
-        "steps",
-        "real",
-        "ghost",
-        "reward, first",
-        "reward, last",
-        "executed of dense",
-        "median step",
-        "time",
-    )
     lines = []
-    for phase, part in _phases(rows):
-        # summarize() excludes the warm-up phase; under another name each phase is summarized by itself.
-        summary = summarize([{**row, "phase": "alone"} for row in part])
-        reward = [f"{value:.3f}" for value in summary.reward] if summary.reward else ["–", "–"]
-        share = f"{100 * summary.executed_ratio:.1f} %" if summary.executed_ratio is not None else "–"
-        times = [duration(value) if value is not None else "–" for value in (summary.step_s, summary.total_s)]
-        steps = f"{part[0]['step']} – {part[-1]['step']}"
-        lines.append([phase, steps, str(summary.num_real), str(summary.num_ghost), *reward, share, *times])
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
-    names = "".join(f"<th>{name}</th>" for name in head)
+    for phase, part in in_phases(rows):
+        summary = summarize(part)
+        found = {
+            "phase": title_of(phase),
+            "steps": f"{part[0]['step']} – {part[-1]['step']}",
+            "real": str(summary.num_real),
+            "ghost": str(summary.num_ghost),
+        }
+        for name, ends in (("loss", summary.loss), ("reward", summary.reward)):
+            found |= {name: f"{ends[0]:.3f} → {ends[1]:.3f}"} if ends is not None else {}
+        if summary.executed_ratio is not None:
+            found["executed of dense"] = f"{100 * summary.executed_ratio:.1f} %"
+        times = {"median step": summary.step_s, "time": summary.total_s}
+        lines.append(found | {name: duration(value) for name, value in times.items() if value is not None})
+    used = [name for name in PHASE_COLUMNS if any(name in line for line in lines)]
+    cells = ([html.escape(line.get(name, "–")) for name in used] for line in lines)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in cells)
+    names = "".join(f"<th>{name}</th>" for name in used)
     return f'<h2>Phases</h2><div class="scroll"><table><tr>{names}</tr>{body}</table></div>'
 
 
 def _page(name: str, rows: Sequence[Row], completions: str, config_yaml: str) -> str:
     if rows:
-        window = smoothing_window(sum(row["phase"] != WARMUP_PHASE for row in rows) or len(rows))
+        window = smoothing_window(len(split_start(rows)[1]))
         how = "Every step is drawn."
         if window > 1:
             how = f"Strong lines are running means over about {window} steps, faint ones the raw values."
-        if any(_is_ghost(row) for row in rows):
+        if any(is_ghost(row) for row in rows):
             how += " A ghost step had no sample with signal, and ran no forward or backward pass."
-        body = f'{_tiles(rows)}<p class="how">{how}</p>{_plots(rows)}{_phase_table(rows)}{completions}'
+        body = f'{_tiles(rows)}<p class="how">{how}</p>{plots(rows)}{_phase_table(rows)}{completions}'
     else:
         body = "<p>metrics.jsonl holds no optimizer step yet, so there is nothing to draw.</p>"
     title = html.escape(name)

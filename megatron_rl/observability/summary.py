@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.observability.metrics import Row
+from megatron_rl.observability.phases import is_supervised, split_start, title
 from megatron_rl.types import StepKind
 
-WARMUP_PHASE = "warmup"
+COUNTED = {"skip/tokens_executed", "skip/tokens_dense"}
 HELD_OUT = {  # the table's words for a metric of held-out rows
     "held-out supervised loss": "sft/eval_loss",
     "held-out pairs, loss": "preference/eval_loss",
@@ -21,13 +22,19 @@ HELD_OUT = {  # the table's words for a metric of held-out rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Holds a run's headline figures over its steps after the warm-up; None for a metric that the run lacks.
+    """Holds a run's headline figures over its own steps; None for a metric that the run lacks.
+
+    Its own steps are those behind a supervised start, or all where the run is supervised alone.
 
     window: steps in ``first`` and ``last`` means: 10, or half of the run if it is shorter.
+    supervised_phase: of a run of supervised steps alone.
+    num_warmup: supervised steps before the others.
     reward, reverse_kl, zero_advantage_ratio: (mean of the first window, mean of the last).
+    loss, accuracy: the same of a supervised run's loss, and of the share of its pairs that it tells apart.
+    tokens_per_second: median over a supervised run's steps.
     tokens_executed, tokens_dense: tokens, summed over the steps that report both.
     step_s: median seconds per step.
-    total_s: seconds, the sum over all steps, warm-up included.
+    total_s: seconds, the sum over all steps, a supervised start included.
     evaluations: of each set's mean@k, as "<set> mean@k": (step, value) of the first and of the last evaluation.
     truncated_share: of the last window's mean, the share of samples that were cut off.
     reward_errors: samples of all rollouts whose reward failed.
@@ -36,11 +43,15 @@ class RunSummary:
     """
 
     window: int
+    supervised_phase: str | None
     num_real: int
     num_ghost: int
     num_warmup: int
     reward: tuple[float, float] | None
     reverse_kl: tuple[float, float] | None
+    loss: tuple[float, float] | None
+    accuracy: tuple[float, float] | None
+    tokens_per_second: float | None
     zero_advantage_ratio: tuple[float, float] | None
     tokens_executed: int | None
     tokens_dense: int | None
@@ -52,6 +63,15 @@ class RunSummary:
     reward_errors: int = 0
     reward_error_share: float | None = None
     held_out: Mapping[str, tuple[tuple[int, float], tuple[int, float]]] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> str:
+        """Return the numbers of its steps by their kinds: ``798 REAL, 2 GHOST, 140 warm-up``, or ``80 SFT``."""
+        if self.supervised_phase is not None:
+            ghosts = f", {self.num_ghost} GHOST" if self.num_ghost else ""
+            return f"{self.num_real} {title(self.supervised_phase)}{ghosts}"
+        warmup = f", {self.num_warmup} warm-up" if self.num_warmup else ""
+        return f"{self.num_real} REAL, {self.num_ghost} GHOST{warmup}"
 
     @property
     def executed_ratio(self) -> float | None:
@@ -104,24 +124,32 @@ def held_out_points(rows: Sequence[Row], metric: str) -> list[tuple[int, float]]
 
 def summarize(rows: Sequence[Row]) -> RunSummary:
     """Return the headline figures of a run's rows."""
-    trained = [row for row in rows if row["phase"] != WARMUP_PHASE]
+    start, trained = split_start(rows)
+    supervised = bool(trained) and is_supervised(trained[0])
     window = min(10, max(1, len(trained) // 2))
 
     def ends(key: str) -> tuple[float, float] | None:
         values = _finite(trained, key)
         return (statistics.fmean(values[:window]), statistics.fmean(values[-window:])) if values else None
 
-    counted = [row for row in trained if "skip/tokens_executed" in row and "skip/tokens_dense" in row]
-    step_times, all_times = _finite(trained or rows, "time/step_s"), _finite(rows, "time/step_s")
+    # of supervised steps, only pairs beyond the hinge loss's margin have no signal: a share of 0 says nothing
+    has_silent = not supervised or any(_finite(trained, "skip/zero_advantage_ratio"))
+    counted = [row for row in trained if row.keys() >= COUNTED]
+    step_times, all_times = _finite(trained, "time/step_s"), _finite(rows, "time/step_s")
+    rates = _finite(trained, "perf/tokens_per_second")
     num_ghost = sum(row["step_kind"] != StepKind.REAL.value for row in trained)
     return RunSummary(
         window=window,
+        supervised_phase=trained[-1]["phase"] if supervised else None,
         num_real=len(trained) - num_ghost,
         num_ghost=num_ghost,
-        num_warmup=len(rows) - len(trained),
+        num_warmup=len(start),
         reward=ends("reward/mean"),
         reverse_kl=ends("distillation/reverse_kl"),
-        zero_advantage_ratio=ends("skip/zero_advantage_ratio"),
+        loss=ends("train/loss") if supervised else None,
+        accuracy=ends("preference/accuracy"),
+        tokens_per_second=statistics.median(rates) if rates else None,
+        zero_advantage_ratio=ends("skip/zero_advantage_ratio") if has_silent else None,
         tokens_executed=sum(row["skip/tokens_executed"] for row in counted) if counted else None,
         tokens_dense=sum(row["skip/tokens_dense"] for row in counted) if counted else None,
         step_s=statistics.median(step_times) if step_times else None,

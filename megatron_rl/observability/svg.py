@@ -1,6 +1,6 @@
 """Draws line plots and stacked areas over optimizer steps as SVG text, so that a page needs no network and no script.
 
-Colours are CSS classes (``c1`` ... ``c7``, ``ghost``, ``shade`` ...), which the page defines for light and dark.
+Colours are CSS classes (``c1`` ... ``c7``, ``ghost`` ...), which the page defines for light and dark.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ class Frame:
     """Holds the x axis and the marks that all plots of a page share.
 
     first_step, last_step: ends of the x axis, in optimizer steps.
-    shaded: (first, last) steps of the warm-up phases.
     ghost_steps: [K] steps that are marked above the data.
     phase_starts: first step of every phase; no running mean reaches across one.
     """
 
     first_step: int
     last_step: int
-    shaded: tuple[tuple[int, int], ...]
     ghost_steps: np.ndarray
     phase_starts: tuple[int, ...] = ()
 
@@ -132,7 +130,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _smooth(frame: Frame, series: Series) -> np.ndarray:
-    """Return [N] a line's running mean, phase by phase: warm-up steps say nothing of the steps after it."""
+    """Return [N] a line's running mean, phase by phase: steps of one say nothing of another's."""
     window = smoothing_window(len(series.steps))
     parts = np.split(series.values, np.searchsorted(series.steps, frame.phase_starts))
     return np.concatenate([running_mean(part, window) for part in parts])
@@ -168,16 +166,8 @@ def _line(frame: Frame, axis: Axis, series: Series, values: np.ndarray, css: str
 
 
 def _scenery(frame: Frame, axis: Axis) -> str:
-    """Draw the background: grid, tick labels and the warm-up's shade."""
+    """Draw the background: grid and tick labels."""
     parts = []
-    half_step = 0.5 * (RIGHT - LEFT) / (frame.last_step - frame.first_step + 1)
-    for first, last in frame.shaded:
-        start, stop = float(frame.x(first)) - half_step, float(frame.x(last)) + half_step
-        parts.append(
-            f'<rect class="shade" x="{start:.1f}" y="{TOP}" width="{stop - start:.1f}" height="{BOTTOM - TOP}"/>'
-        )
-        if stop - start > 60:
-            parts.append(f'<text class="shade-label" x="{start + 6:.1f}" y="{TOP + 13}">warm-up</text>')
     for tick in axis.ticks:
         y = float(axis.y(tick))
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.flops import flops_per_token
+from megatron_rl.observability.timer import StepTimer
 from megatron_rl.planning.cost import plan_seconds
 from megatron_rl.planning.tokens import SampleTokens, tokens_of
 from megatron_rl.types import BatchFacts, StepKind, StepPlan
@@ -26,6 +27,12 @@ def performance(model: TrainableModel, facts: BatchFacts, mini_batch: StepPlan, 
         flops = run * flops_per_token(model.shape, squares / run / 2)
         metrics["perf/mfu"] = float(flops / (seconds * model.topology.world_size * peak))
     return metrics | _cost(model, mini_batch, tokens)
+
+
+def step_times(timer: StepTimer, facts: BatchFacts) -> dict[str, float]:
+    """Return ``time/*`` of a supervised step, and the tokens of all its rows over its whole seconds."""
+    times = timer.take()
+    return {**times, "perf/tokens_per_second": float(facts.total_tokens.sum() / times["time/step_s"])}
 
 
 def _cost(model: TrainableModel, mini_batch: StepPlan, tokens: SampleTokens) -> dict[str, float]:

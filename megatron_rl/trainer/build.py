@@ -27,6 +27,7 @@ from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
 from megatron_rl.model.seam_fields import DTYPES
 from megatron_rl.observability.metrics import MetricsWriter
 from megatron_rl.observability.progress_bar import ProgressBar
+from megatron_rl.observability.run_status import RunState, kept_status, write_status
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.observability.untrained import TrainingWatch
 from megatron_rl.planning.num_steps import critic_steps_per_rollout, moving_rl_steps, steps_per_rollout, total_rl_steps
@@ -101,12 +102,17 @@ def _built(
     checkpoints = CheckpointManager(config, backend, critic)
     resume_point = _load_newest(checkpoints, backend, config, prompts)
     num_steps = config.sft.steps + rl_steps
-    steps_left = num_steps - (resume_point.state["backend"]["step_index"] if resume_point else 0)
+    metrics_state = resume_point.state["metrics"] if resume_point else None
     with (
-        _open_writer(config, num_steps, is_main, resume_point.state["metrics"] if resume_point else None) as writer,
+        _open_writer(config, num_steps, is_main, metrics_state) as writer,
         ProgressBar(
-            steps_left, config.metrics.progress and is_main, config.metrics.untrained_warning_steps
+            num_steps,
+            config.metrics.progress and is_main,
+            config.metrics.untrained_warning_steps,
+            done_steps=resume_point.state["backend"]["step_index"] if resume_point else 0,
+            done_ghosts=metrics_state["ghost_steps"] if metrics_state else 0,
         ) as progress,
+        kept_status(folder, num_steps, is_main=is_main, leaves=lambda: checkpoints.leaves),
     ):
         trainer = None
         try:
@@ -161,6 +167,7 @@ def _open_writer(
     with on_every_rank(folder):
         if is_main:
             replace_text(folder / "config.yaml", config_to_yaml(config))
+            write_status(folder, RunState.RUNNING, num_steps)
             if resumed is not None:
                 repair_records(folder)
         return MetricsWriter(folder, config.metrics, num_steps, is_main, resumed, config=config_to_dict(config))

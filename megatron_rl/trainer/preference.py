@@ -20,7 +20,8 @@ from megatron_rl.config import PreferenceConfig
 from megatron_rl.critic import RewardModel
 from megatron_rl.distributed import collectives
 from megatron_rl.observability.metrics import skip_metrics
-from megatron_rl.observability.throughput import performance
+from megatron_rl.observability.phases import PREFERENCE
+from megatron_rl.observability.throughput import performance, step_times
 from megatron_rl.trainer.supervised import (
     Imitation,
     ResponseUpdate,
@@ -33,7 +34,6 @@ from megatron_rl.trainer.supervised import (
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import StepResult
 
-PHASE = "preference"  # of its rows in metrics.jsonl, and the purpose of its plans
 HALVES = 2  # responses of a pair: chosen and rejected, in turns
 
 
@@ -72,13 +72,13 @@ def prepare_pairs(
         coefficients, facts.loss_tokens, advantage_epsilon=rule.advantage_epsilon, sample_ids=facts.sample_ids
     )
     weights = coefficients / (facts.num_samples // HALVES)
-    return plan_update(backend, batch, weights, signal, purpose=PHASE, drops=rule.drops)
+    return plan_update(backend, batch, weights, signal, purpose=PREFERENCE, drops=rule.drops)
 
 
 class Comparison:
     """Trains the run's model on pairs: the policy, or a reward model. Methods are collectives."""
 
-    phase = PHASE
+    phase = PREFERENCE
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.config = trainer, trainer.config
@@ -97,7 +97,8 @@ class Comparison:
             result = backend.optim_step(update.step.kind)
         metrics = pair_metrics(outcome, scores)
         metrics |= skip_metrics(update.step, batch.facts, update.signal, share_prompts=backend.rules.share_prompts)
-        metrics |= performance(backend, batch.facts, update.step, timer.seconds["update"]) | timer.take()
+        metrics |= performance(backend, batch.facts, update.step, timer.seconds["update"])
+        metrics |= step_times(timer, batch.facts)
         return result, {**metrics, "train/loss": metrics["preference/loss"]}
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:

@@ -23,14 +23,15 @@ from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import load_rows
 from megatron_rl.data.solution import Solution, read_at_end
 from megatron_rl.errors import ConfigError
-from megatron_rl.observability.throughput import performance
+from megatron_rl.observability.phases import SFT, WARMUP
+from megatron_rl.observability.throughput import performance, step_times
 from megatron_rl.planning.plan import plan_steps
 from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import LossInputs, Rollout, StepPlan, StepResult
 
-PHASE = "warmup"  # of the rows of steps that imitate
+PURPOSE = "imitate"  # of the plans of steps on solutions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,10 +157,9 @@ def supervised_start(trainer: Trainer, task: SupervisedTask) -> bool:
 class Imitation:
     """Trains the policy to say the data set's solutions: −log π of each loss token, the mean over the step's tokens."""
 
-    phase = PHASE
-
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.phase = SFT if trainer.config.train.num_rollouts == 0 else WARMUP
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
         trainer = self.trainer
@@ -169,8 +169,8 @@ class Imitation:
         with trainer.timer.measure("update"):
             update.accumulate(backend)
             result = backend.optim_step(update.step.kind)
-        seconds = trainer.timer.seconds["update"]
-        return result, performance(backend, update.batch.facts, update.step, seconds) | trainer.timer.take()
+        metrics = performance(backend, update.batch.facts, update.step, trainer.timer.seconds["update"])
+        return result, metrics | step_times(trainer.timer, update.batch.facts)
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
         """Return the held-out solutions' loss, −log π per loss token, as ``sft/eval_loss``."""
@@ -190,7 +190,7 @@ def imitate(backend: MegatronBackend, batch: Batch) -> ResponseUpdate:
     """Plan the one optimizer step on a batch of solutions: w = 1/N over its N loss tokens. A collective."""
     facts = batch.facts
     weights = reduction_weights("token_mean", facts, np.arange(facts.num_samples), max_response_tokens=1)
-    return plan_update(backend, batch, weights, facts.loss_tokens > 0, purpose=PHASE, drops=False)
+    return plan_update(backend, batch, weights, facts.loss_tokens > 0, purpose=PURPOSE, drops=False)
 
 
 def plan_update(

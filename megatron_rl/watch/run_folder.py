@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import pathlib
 
+from megatron_rl.distributed.run_lock import LockReader
 from megatron_rl.errors import ConfigError
 from megatron_rl.json_text import check, open_regular, parse_json, read_bytes
 from megatron_rl.observability.completions import FILE_NAME, read_completions, to_row
+from megatron_rl.observability.phases import SUPERVISED, TITLES
+from megatron_rl.observability.run_status import RunState, read_status
 from megatron_rl.observability.saved_rollouts import plain, read_rollout, saved_numbers
 
 METRICS = "metrics.jsonl"
@@ -20,17 +23,42 @@ class RunFolder:
     """Answers the page's questions from the files of a run. Raises ConfigError for a folder that holds no run."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
+        self.path, self._lock = path, LockReader(path)
         if not (path / METRICS).is_file() and not (path / "config.yaml").is_file():
             raise ConfigError(f"{path} holds no run: neither {METRICS} nor config.yaml is there; name a run's folder")
 
     def facts(self) -> dict[str, object]:
-        """Return the run's name, its configuration's text, and the numbers of its saved rollouts."""
+        """Return the run's name, how far it is, its configuration's text, and the numbers of its saved rollouts."""
         return {
             "name": self.path.resolve().name,
+            "state": self._state(),
+            "phases": {"titles": TITLES, "supervised": sorted(SUPERVISED)},
             "config": self._config(),
             "rollouts": saved_numbers(self.path),
         }
+
+    def _state(self) -> dict[str, object]:
+        """Return the run's state, its total of optimizer steps if known, and a time in seconds since 1970, or null.
+
+        running: its lock is held. ended, preempted, stopped, failed: it said so, at that time. silent: it was killed,
+        and gave its last sign then. unknown: the folder has no status, as a Tinker model's, or a malformed one, which
+        ``fault`` names; its last row is of then.
+        """
+        status, fault = None, None
+        try:
+            status = read_status(self.path)
+        except ConfigError as error:
+            fault = str(error)
+        lock, metrics = self._lock.look(), self.path / METRICS
+        total = status.total_steps if status is not None else None
+        if lock is not None and lock[0]:
+            return {"name": "running", "total_steps": total, "at": lock[1], "fault": fault}
+        if lock is None and status is not None and status.state is not RunState.RUNNING:
+            return {"name": status.state.value, "total_steps": total, "at": status.at, "fault": None}
+        signs = [lock[1]] if lock is not None else []
+        signs += [metrics.stat().st_mtime] if metrics.is_file() else []
+        name = "unknown" if lock is None and status is None else "silent"
+        return {"name": name, "total_steps": total, "at": max(signs, default=None), "fault": fault}
 
     def _config(self) -> str:
         file = self.path / "config.yaml"

@@ -48,7 +48,7 @@ def test_a_recipe_trains_two_rollouts_with_finite_losses(pool, arithmetic, tmp_p
     real = [row for row in rows if row["step_kind"] == "REAL"]
     assert real and all(math.isfinite(row["train/loss"]) and 0 < row["train/grad_norm"] < math.inf for row in real)
     if name == "sft" or name in PAIRS:
-        assert [row["phase"] for row in rows] == ["warmup" if name == "sft" else "preference"] * 3
+        assert [row["phase"] for row in rows] == ["sft" if name == "sft" else "preference"] * 3
         assert (tmp_path / "checkpoints" / "step_3" / "hf").is_dir()
         assert name == "sft" or rows[-1]["tokens/shared"] > 0  # a pair's prompt runs once
         return

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.cli import EXIT_PREEMPTED
+from megatron_rl.observability.run_status import read_status
 from tests.runs.command import assert_same_run, rows_of, told_to_leave
 
 STEPS, WARMUP, LR, MIN_LR = 6, 1, 2e-3, 2e-4
@@ -29,7 +30,10 @@ def test_a_start_that_a_signal_ends_goes_on_bitwise(made, tmp_path) -> None:
     made.into(tmp_path, 2, *GIVEN, *rest, run=told_to_leave, more=(3,), code=EXIT_PREEMPTED)
     assert whole_checkpoints(tmp_path / "checkpoints" / "supervised") == [2, 3]
     assert whole_checkpoints(tmp_path / "checkpoints") == [] and len(rows_of(tmp_path)) == 3
-    made.into(tmp_path, 2, *GIVEN, *rest)
+    status = read_status(tmp_path)
+    assert (status.state, status.total_steps) == ("preempted", len(rows_of(whole)))
+    said, _ = made.into(tmp_path, 2, *GIVEN, *rest)
+    assert f"warmup step 4 (4/{status.total_steps}) | loss " in said and read_status(tmp_path).state == "ended"
     assert_same_run(whole, tmp_path)
     for folder in (whole, tmp_path):  # keep_last=2 later ones are there
         assert whole_checkpoints(folder / "checkpoints") == [0, 1]
@@ -41,6 +45,10 @@ def test_rates_follow_the_schedule_and_the_held_out_loss_is_transformers(made, a
     held_out = arithmetic / "test.jsonl"
     said, _ = made.into(tmp_path, 2, *GIVEN, f"sft.eval_path={held_out}", "train.num_rollouts=0")
     rows = rows_of(tmp_path)
+    first = f"loss {rows[0]['train/loss']:.4g} | held out {rows[0]['sft/eval_loss_before']:.4g} | lr 0.001 | "
+    assert f"sft step 1 (1/6) | {first}{rows[0]['perf/tokens_per_second']:,.0f} tokens/s | " in said, said
+    seconds = [row["time/step_s"] * row["perf/tokens_per_second"] for row in rows]
+    assert seconds == pytest.approx([round(tokens) for tokens in seconds], rel=1e-9)  # whole tokens
     rates = [LR / (WARMUP + 1), LR]
     for step in range(WARMUP + 1, STEPS):
         gone = (step - WARMUP) / (STEPS - WARMUP)

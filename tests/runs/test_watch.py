@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_rl.distributed.run_lock import machine, started_ticks
 from megatron_rl.errors import ConfigError
 from megatron_rl.observability import saved_rollouts
 from megatron_rl.observability.completions import Completion, to_row
@@ -145,28 +146,92 @@ def test_what_is_no_run_is_refused(tmp_path: pathlib.Path, server: WatchServer) 
         WatchServer(server.run, server.server_address[1])
 
 
+HERE = {"machine": machine(), "pid": os.getpid(), "started_ticks": started_ticks(os.getpid()), "token": "x"}
+SAID = {"state": "running", "total_steps": 9, "at": 5.0}
+
+
+@pytest.mark.parametrize(("status", "lock", "state"), [
+    (None, None, ("unknown", None, 7.0)),
+    (None, HERE, ("running", None, 8.0)),
+    (SAID, HERE, ("running", 9, 8.0)),
+    (SAID, HERE | {"started_ticks": 1}, ("silent", 9, 8.0)),  # killed
+    (SAID, None, ("silent", 9, 7.0)),
+    (SAID | {"state": "ended"}, None, ("ended", 9, 5.0)),
+    (SAID | {"state": "ended"}, HERE, ("running", 9, 8.0)),  # goes on
+    (SAID | {"state": "failed"}, None, ("failed", 9, 5.0)),
+    (SAID | {"state": 3}, None, ("unknown", None, 7.0)),
+])
+def test_the_state_is_told_by_the_status_the_lock_and_the_last_row(server, run: pathlib.Path, status, lock, state):
+    os.utime(run / "metrics.jsonl", (0, 7.0))
+    for name, value in (("status.json", status), ("lock.json", lock)):
+        if value is not None:
+            (run / name).write_text(json.dumps(value))
+            os.utime(run / name, (0, 8.0))
+    found = json.loads(answer_of(server, "/api/run")[1])["state"]
+    assert (found["name"], found["total_steps"], found["at"]) == state
+    assert ("status.json: state must be" in (found["fault"] or "")) == (status == SAID | {"state": 3})
+
+
 @BROWSER
 def test_the_page_follows_a_run(server: WatchServer, run: pathlib.Path, tmp_path: pathlib.Path) -> None:
     state = "document.getElementById('state').textContent"
     reward = "document.querySelector('[data-metric=\"reward/mean\"] small')?.textContent"
     with open_page(server.address, tmp_path / "profile") as page:
-        page.wait_for(state, "2 optimizer steps")
+        page.wait_for(f"{state}.startsWith('step 2, at ')", True)
         assert page.evaluate(reward) == "0.5" and page.evaluate("document.title") == "mine"
         with (run / "metrics.jsonl").open("a") as file:
             file.write(row(3, 0.75))
-        page.wait_for(state, "3 optimizer steps")
+        page.wait_for(f"{state}.startsWith('step 3, at ')", True)
         assert page.evaluate(reward) == "0.75"
         (run / "metrics.jsonl").write_text(row(1, 0.125))
-        page.wait_for(state, "1 optimizer steps")
+        page.wait_for(f"{state}.startsWith('step 1, at ')", True)
         assert page.evaluate(reward) == "0.125"
+
+
+def change(name: str, value: str) -> str:
+    return f"{{const e = document.getElementById('{name}'); {value}; e.dispatchEvent(new Event('input')); 0}}"
+
+
+def step_of(step: int, phase: str, **values: float) -> str:
+    return json.dumps({"step": step, "step_kind": "REAL", "phase": phase, **values}) + "\n"
+
+
+@BROWSER
+def test_pairs_have_their_metrics_axes_begin_at_0_and_a_start_has_its_own_charts(server, run, tmp_path) -> None:
+    """On 360 pixels nothing is wider than the page."""
+    state = "document.getElementById('state').textContent"
+    axis = "document.querySelector('[data-metric=\"{}\"] .axis')?.textContent"
+    texts = "[...document.querySelectorAll('#tiles .tile')].map((t) => t.textContent).join()"
+    values = {"preference/loss": 0.5, "preference/accuracy": 0.75, "preference/chosen_logprob": -2.0, "train/lr": 0.25}
+    rows = [step_of(1, "preference", **values, **{"preference/eval_loss_before": 0.75})]
+    rows += [step_of(2, "preference", **values | {"preference/chosen_logprob": -1.0, "preference/loss": 0.25})]
+    (run / "metrics.jsonl").write_text("".join(rows))
+    (run / "status.json").write_text(json.dumps(SAID | {"state": "ended"}))
+    with open_page(server.address, tmp_path / "profile") as page:
+        page.wait_for(f"{state}.replace(/at .*\\d\\d:\\d\\d/, '')", "ended , step 2 of 9")
+        assert page.evaluate(texts) == "2 of 9step,0.75held-out loss,75.0 %pairs told apart,0.25learning rate"
+        axes = {"loss": "0 … 0.75", "accuracy": "0 … 1", "chosen_logprob": "-2 … -1"}
+        assert {name: page.evaluate(axis.format(f"preference/{name}")) for name in axes} == axes
+        line = "document.querySelector('[data-metric=\"preference/loss\"] circle.second').getAttribute('cy')"
+        assert page.evaluate(line) == "5"  # the held-out loss, at the top of the loss's own axis
+        assert page.evaluate("document.getElementById('parts').hidden") is True
+        (run / "lock.json").write_text(json.dumps(HERE))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(step_of(3, "rl", **{"reward/mean": 0.5, "train/lr": 0.125}))
+        page.wait_for(state, "running: RL, step 3 of 9")
+        assert page.evaluate(axis.format("train/lr")) == "0 … 0.125"
+        page.evaluate(change("part", "e.value = 'start'"))
+        assert page.evaluate(axis.format("train/lr")) == "0 … 0.25"
+        page.call("Emulation.setDeviceMetricsOverride", width=360, height=800, deviceScaleFactor=1, mobile=False)
+        for tab in ("metrics", "rollouts", "config"):
+            page.evaluate(f"document.getElementById('tab-{tab}').click()")
+            page.wait_for(f"document.getElementById('{tab}').hidden", False)
+            assert page.evaluate("document.documentElement.scrollWidth") == 360, tab
 
 
 @BROWSER
 def test_the_page_shows_rollouts_as_text(server: WatchServer, tmp_path: pathlib.Path) -> None:
     titles = "[...document.querySelectorAll('.group h2')].map((h) => h.firstChild.textContent).join()"
-
-    def change(name: str, value: str) -> str:
-        return f"{{const e = document.getElementById('{name}'); {value}; e.dispatchEvent(new Event('input')); 0}}"
 
     with open_page(f"{server.address}#rollouts", tmp_path / "profile") as page:
         page.wait_for(titles, "a,b")

@@ -112,7 +112,7 @@ def table(runs: Runs) -> str:
 def picture(runs: Runs, seed: int) -> str:
     """Draw one SVG: the panels below each other, a line for each noise_std, steps counted from the first of RL."""
     steps = len(next(iter(runs.values()))[seed])
-    frame = Frame(first_step=1, last_step=steps, shaded=(), ghost_steps=np.empty(0, dtype=np.int64))
+    frame = Frame(first_step=1, last_step=steps, ghost_steps=np.empty(0, dtype=np.int64))
     height = TOP + len(PANELS) * (HEIGHT + TITLE)
     name = html.escape(f"The quickstart's first {steps} RL steps under sequence_mean, seed {seed}")
     parts = [f'<rect class="page" width="{WIDTH}" height="{height}"/><text class="ink" x="14" y="20">{name}</text>']

@@ -5,12 +5,21 @@
 const EVERY_MS = 2000;
 const GROUPS_AT_ONCE = 20;
 const USUAL = [
-  "reward/mean", "skip/zero_advantage_ratio", "train/loss", "train/grad_norm", "train/entropy", "train/kl",
-  "train/logprob_gap_mean", "train/clip_ratio", "rollout/truncated_share", "rollout/tokens", "async/staleness_max",
+  "reward/mean", "preference/loss", "preference/accuracy", "preference/margin", "preference/chosen_reward",
+  "preference/chosen_logprob", "skip/zero_advantage_ratio", "train/loss", "train/lr", "perf/tokens_per_second",
+  "train/grad_norm", "train/entropy", "train/kl", "train/logprob_gap_mean", "train/clip_ratio", "rollout/truncated_share",
+  "rollout/tokens", "async/staleness_max",
   "rollout/weight_version_min", "skip/tokens_executed", "skip/speedup_ideal", "perf/dense_equivalent_tokens_per_second",
-  "perf/rollout_tokens_per_second", "perf/rollout_wait_share", "perf/mfu", "perf/peak_memory_bytes", "train/lr",
+  "perf/rollout_tokens_per_second", "perf/rollout_wait_share", "perf/mfu", "perf/peak_memory_bytes",
 ];
 const SKIPPED = new Set(["step", "rollout", "weight_version"]);
+// A second line on the axes of the first: held out beside trained, rejected beside chosen.
+const BESIDE = {
+  "train/loss": "sft/eval_loss", "preference/loss": "preference/eval_loss", "preference/accuracy": "preference/eval_accuracy",
+  "preference/margin": "preference/eval_margin", "preference/chosen_reward": "preference/rejected_reward",
+  "preference/chosen_logprob": "preference/rejected_logprob",
+};
+const SHARES = new Set(["skip/zero_advantage_ratio", "preference/accuracy"]); // their axis is 0 to 1
 
 const at = (id) => document.getElementById(id);
 const make = (tag, className, text) => {
@@ -43,10 +52,21 @@ async function ask(path) {
 
 // ---- metrics -----------------------------------------------------------------------------------------------------
 
-let rows = [], offset = 0, lastChange = null;
+let rows = [], offset = 0, run = null;
 
-function series(name) {
-  return rows.flatMap((row) => (typeof row[name] === "number" ? [[row.step, row[name]]] : []));
+const isSupervised = (row) => run.phases.supervised.includes(row.phase);
+
+// The steps of one part of the run: those of its supervised start would take the axes of what follows.
+function partOf(chosen) {
+  const start = rows.filter(isSupervised), own = rows.filter((row) => !isSupervised(row));
+  if (!start.length || !own.length) return rows;
+  return chosen === "start" ? start : own;
+}
+
+function series(name, part) {
+  // a value of before a step stands at the step before; what ends the supervised start is where the run itself begins
+  const from = name.startsWith("eval/") ? rows : part;
+  return from.flatMap((row) => [[row.step - 1, row[`${name}_before`]], [row.step, row[name]]].filter((p) => typeof p[1] === "number"));
 }
 
 function thinned(points, most) {
@@ -62,41 +82,56 @@ function thinned(points, most) {
   return kept;
 }
 
-function chart(name) {
-  const points = series(name);
+function chart(name, part) {
+  const points = series(name, part);
   if (!points.length) return null;
+  const beside = BESIDE[name] ? series(BESIDE[name], part) : [], all = [...points, ...beside];
   const figure = make("figure", "chart"), caption = make("figcaption", "", name);
   figure.dataset.metric = name;
-  caption.append(make("small", "", short(points[points.length - 1][1])));
-  const xs = points.map((p) => p[0]), x0 = xs[0], x1 = xs[xs.length - 1];
-  let low = Infinity, high = -Infinity;
-  for (const [, y] of points) { low = Math.min(low, y); high = Math.max(high, y); }
-  const place = ([x, y]) => [x1 > x0 ? (x - x0) / (x1 - x0) * 300 : 150, high > low ? 95 - (y - low) / (high - low) * 90 : 50];
+  const last = (line) => short(line[line.length - 1][1]);
+  caption.append(make("small", "", last(points)));
+  let x0 = Infinity, x1 = -Infinity, low = SHARES.has(name) ? 0 : Infinity, high = SHARES.has(name) ? 1 : -Infinity;
+  for (const [x, y] of all) { x0 = Math.min(x0, x); x1 = Math.max(x1, x); low = Math.min(low, y); high = Math.max(high, y); }
+  if (low > 0) low = 0; // what is never negative counts from nothing
+  const place = ([x, y]) => [x1 > x0 ? (x - x0) / (x1 - x0) * 300 : 150, high > low ? 95 - (y - low) / (high - low) * 90 : low === 0 ? 95 : 50];
   const picture = svg("svg", { viewBox: "0 0 300 100", preserveAspectRatio: "none", role: "img", "aria-label": name });
   for (const y of [5, 50, 95]) picture.append(svg("line", { x1: 0, x2: 300, y1: y, y2: y }));
-  if (points.length === 1) {
-    const [x, y] = place(points[0]);
-    picture.append(svg("circle", { cx: x, cy: y, r: 2 }));
-  } else {
-    picture.append(svg("polyline", { points: thinned(points, 600).map((p) => place(p).map((v) => v.toFixed(2)).join(",")).join(" ") }));
+  for (const [line, className] of [[points, "first"], [beside, "second"]]) {
+    if (line.length === 1) {
+      const [x, y] = place(line[0]);
+      picture.append(svg("circle", { class: className, cx: x, cy: y, r: 2 }));
+    } else if (line.length) {
+      picture.append(svg("polyline", { class: className, points: thinned(line, 600).map((p) => place(p).map((v) => v.toFixed(2)).join(",")).join(" ") }));
+    }
   }
   const range = make("div", "range");
-  range.append(make("span", "", `${short(low)} … ${short(high)}`), make("span", "", `step ${x0} … ${x1}`));
+  range.append(make("span", "axis", `${short(low)} … ${short(high)}`), make("span", "", `step ${x0} … ${x1}`));
   figure.append(caption, picture, range);
+  if (beside.length) figure.append(make("div", "beside", `${BESIDE[name]} ${last(beside)}`));
   return figure;
 }
 
+const ofTotal = (step, total) => (total === null || step === null || step > total ? short(step) : `${step} of ${total}`);
+const percent = (value) => (value === null ? null : `${(100 * value).toFixed(1)} %`);
+
 function tiles() {
-  const last = (name) => { const points = series(name); return points.length ? points[points.length - 1][1] : null; };
-  const ghosts = rows.filter((row) => row.step_kind === "GHOST").length;
-  const executed = series("skip/tokens_executed").reduce((sum, p) => sum + p[1], 0);
-  const dense = series("skip/tokens_dense").reduce((sum, p) => sum + p[1], 0);
-  const facts = [
-    ["step", last("step")], ["rollout", last("rollout")], ["reward", last("reward/mean")],
-    ["samples without signal", last("skip/zero_advantage_ratio") === null ? null : `${(100 * last("skip/zero_advantage_ratio")).toFixed(1)} %`],
-    ["ghost steps", ghosts], ["tokens run of dense", dense ? `${(100 * executed / dense).toFixed(1)} %` : null],
-  ];
-  at("tiles").replaceChildren(...facts.map(([name, value]) => {
+  const own = partOf("own");
+  const last = (name) => { const points = series(name, own); return points.length ? points[points.length - 1][1] : null; };
+  const ghosts = own.filter((row) => row.step_kind === "GHOST").length;
+  const executed = series("skip/tokens_executed", own).reduce((sum, p) => sum + p[1], 0);
+  const dense = series("skip/tokens_dense", own).reduce((sum, p) => sum + p[1], 0);
+  const supervised = own.length > 0 && own.every(isSupervised);
+  const facts = [["step", ofTotal(last("step"), run.state.total_steps)]];
+  if (supervised) {
+    facts.push(["loss", last("train/loss")], ["held-out loss", last("sft/eval_loss") ?? last("preference/eval_loss")]);
+    if (last("preference/accuracy") !== null) facts.push(["pairs told apart", percent(last("preference/accuracy"))], ["margin", last("preference/margin")]);
+    facts.push(["learning rate", last("train/lr")], ["tokens a second", last("perf/tokens_per_second")]);
+  } else {
+    facts.push(["rollout", last("rollout")], ["reward", last("reward/mean")], ["samples without signal", percent(last("skip/zero_advantage_ratio"))]);
+  }
+  if (ghosts || !supervised) facts.push(["ghost steps", ghosts]);
+  facts.push(["tokens run of dense", dense ? percent(executed / dense) : null]);
+  at("tiles").replaceChildren(...facts.filter((fact) => fact[1] !== null).map(([name, value]) => {
     const tile = make("div", "tile");
     tile.append(make("b", "", typeof value === "string" ? value : short(value)), make("span", "", name));
     return tile;
@@ -104,12 +139,17 @@ function tiles() {
 }
 
 function drawMetrics() {
-  const wanted = at("filter").value.trim().toLowerCase();
-  const names = new Set();
-  for (const row of rows) for (const name in row) if (typeof row[name] === "number" && !SKIPPED.has(name)) names.add(name);
-  const usual = [...USUAL.filter((name) => names.has(name)), ...[...names].filter((n) => /^eval\/.*mean|^async\/|engine|replica/.test(n) && !USUAL.includes(n)).sort()];
-  const chosen = wanted ? [...names].filter((name) => name.toLowerCase().includes(wanted)).sort() : usual;
-  at("charts").replaceChildren(...chosen.map(chart).filter(Boolean));
+  at("parts").hidden = partOf("own").length === rows.length;
+  const wanted = at("filter").value.trim().toLowerCase(), part = partOf(at("part").value), names = new Set();
+  for (const row of part) for (const name in row) if (typeof row[name] === "number" && !SKIPPED.has(name)) names.add(name);
+  const usual = [...USUAL.filter((name) => names.has(name)), ...[...names].filter((n) => /^eval\/.+\/mean@\d+$|^async\/|engine|replica/.test(n) && !USUAL.includes(n)).sort()];
+  // the loss and the tokens of supervised steps have two names, and those that drop nothing have no skip to tell of
+  const again = new Set(names.has("preference/loss") ? ["train/loss"] : []);
+  if (part.every(isSupervised)) again.add("perf/dense_equivalent_tokens_per_second");
+  const tellsNothing = part.every(isSupervised) && !part.some((row) => row["skip/zero_advantage_ratio"]);
+  const told = usual.filter((name) => !again.has(name) && !(tellsNothing && name.startsWith("skip/")));
+  const chosen = wanted ? [...names].filter((name) => name.toLowerCase().includes(wanted)).sort() : told;
+  at("charts").replaceChildren(...chosen.map((name) => chart(name, part)).filter(Boolean));
   tiles();
 }
 
@@ -222,28 +262,50 @@ async function refreshNumbers(saved) {
 
 // ---- the page ----------------------------------------------------------------------------------------------------
 
-let turn = Promise.resolve();
+let turn = Promise.resolve(), drawnTotal = null; // of the tiles
 // One at a time: two that read from the same offset would have each row twice.
 const refresh = () => (turn = turn.then(readOnce));
 
+// "14:05", or with its day where that is not today
+function when(seconds) {
+  const time = new Date(1000 * seconds), clock = time.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false });
+  return time.toDateString() === new Date().toDateString() ? clock : `${time.toLocaleDateString()} ${clock}`;
+}
+
+function stateText() {
+  const { name, total_steps: total, at: seconds, fault } = run.state, last = rows.length ? rows[rows.length - 1] : null;
+  const step = last ? `step ${ofTotal(last.step, total)}` : "no optimizer step yet", time = seconds === null ? "" : when(seconds);
+  const phase = last && last.phase ? `${run.phases.titles[last.phase] ?? visible(last.phase)}, ` : "";
+  const said = {
+    running: last ? `running: ${phase}${step}` : "starting: no optimizer step yet",
+    ended: `ended at ${time}, ${step}`,
+    preempted: `told to leave, with a checkpoint, at ${time}, ${step}`,
+    stopped: `stopped by Ctrl-C at ${time}, ${step}`,
+    failed: `failed at ${time}, ${step}`,
+    silent: `not heard from since ${time}, ${step}`,
+    unknown: `${step}${last && time ? `, at ${time}` : ""}`,
+  };
+  return said[name] + (fault ? `; ${visible(fault)}` : "");
+}
+
 async function readOnce() {
   try {
-    const facts = await ask("/api/run");
-    at("name").textContent = document.title = facts.name;
-    at("yaml").textContent = facts.config;
-    let before = rows.length;
+    run = await ask("/api/run");
+    at("name").textContent = document.title = run.name;
+    at("yaml").textContent = run.config;
+    let news = run.state.total_steps !== drawnTotal;
     for (;;) {
       const answer = await ask(`/api/metrics?offset=${offset}`);
-      if (answer.restarted) { rows = []; before = -1; }
+      if (answer.restarted) { rows = []; news = true; }
       rows.push(...answer.rows);
       offset = answer.offset;
       if (!answer.rows.length) break;
+      news = true;
     }
-    if (rows.length !== before) { lastChange = Date.now(); drawMetrics(); }
-    if (!at("rollouts").hidden) await refreshNumbers(facts.rollouts);
-    const idle = Math.round((Date.now() - (lastChange ?? Date.now())) / 1000);
-    at("state").textContent = rows.length ? `${rows.length} optimizer steps${idle > 30 ? `, none new for ${idle} s` : ""}` : "no optimizer step yet";
-    at("state").className = "";
+    if (news) { drawnTotal = run.state.total_steps; drawMetrics(); }
+    if (!at("rollouts").hidden) await refreshNumbers(run.rollouts);
+    at("state").textContent = stateText();
+    at("state").className = run.state.name;
   } catch (error) {
     at("state").textContent = `the run cannot be read: ${error.message}`;
     at("state").className = "error";
@@ -261,6 +323,7 @@ for (const tab of document.querySelectorAll('[role="tab"]')) {
   });
 }
 at("filter").addEventListener("input", drawMetrics);
+at("part").addEventListener("input", drawMetrics);
 at("number").addEventListener("change", chooseRollout);
 for (const id of ["search", "order", "signal"]) at(id).addEventListener("input", () => { limit = GROUPS_AT_ONCE; drawRollout(); });
 at("more").addEventListener("click", () => { limit += GROUPS_AT_ONCE; drawRollout(); });

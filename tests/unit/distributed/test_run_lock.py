@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.distributed import run_lock
-from megatron_rl.distributed.run_lock import LOCK, RunLock, machine, started_ticks
+from megatron_rl.distributed.run_lock import LOCK, LockReader, RunLock, machine, started_ticks
 from megatron_rl.errors import ConfigError
 from tests.patience import patient, until
 
@@ -95,6 +95,24 @@ def test_of_another_machine_only_a_beat_says_that_it_lives(tmp_path, monkeypatch
                 RunLock(tmp_path).acquire()
     take_and_leave(tmp_path)
     assert now[0] > run_lock.STALE_S
+
+
+def test_a_reader_tells_who_lives_waits_for_nothing_and_leaves_the_lock_as_it_is(tmp_path):
+    now_s, wall_s = [0.0], 1000.0
+    reader = LockReader(tmp_path, clock=lambda: now_s[0], wall=lambda: wall_s)
+    assert reader.look() is None
+    for lives, changes in ((True, {}), (False, {"started_ticks": 1}), (False, {"pid": 2**22 + 1, "started_ticks": 1})):
+        os.utime(path := holder_of(tmp_path, **changes), (0, 900.0))
+        assert LockReader(tmp_path).look() == (lives, 900.0)
+    # Another machine's clock may be wrong: by it the last touch says something at the first look alone.
+    os.utime(path := holder_of(tmp_path, machine="another boot"), (0, 999.0 - run_lock.STALE_S))
+    assert reader.look() == (False, 999.0 - run_lock.STALE_S)
+    looks = ((5, 7.0, True), (run_lock.STALE_S - 1, 7.0, True), (1, 7.0, False), (1, 8.0, True))
+    for seconds, touched_s, lives in looks:
+        now_s[0] += seconds
+        os.utime(path, (0, touched_s))
+        assert reader.look() == (lives, touched_s)
+    assert json.loads(path.read_text())["machine"] == "another boot"
 
 
 def test_a_holder_that_was_replaced_learns_so_at_its_next_beat_and_touches_nothing(tmp_path):

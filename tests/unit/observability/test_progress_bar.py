@@ -35,6 +35,60 @@ def run(terminal: bool, enabled: bool = True, num_steps: int = 20) -> str:
     return out.getvalue()
 
 
+PACE = {"train/lr": 1e-05, "perf/tokens_per_second": 12345.6, "time/step_s": 2.0}
+SUPERVISED = {  # the phase and the values of a step, and what the line says of them
+    "sft": ({"train/loss": 1.25, "sft/eval_loss_before": 2.5}, "loss 1.25 | held out 2.5"),
+    "preference": ({"train/loss": 0.5, "preference/accuracy": 0.75, "preference/eval_loss": 0.625,
+                    "preference/eval_loss_before": 0.75}, "loss 0.5 | held out 0.625 | pairs right 75 %"),
+    "warmup": ({"train/loss": 3.0}, "loss 3"),
+}
+
+
+def lines_of(rows: list[dict[str, object]], **settings: object) -> list[str]:
+    """Return the lines of steps of 6 s each."""
+    out, now_s = io.StringIO(), [0.0]
+    console = Console(file=out, width=200, color_system=None)
+    with ProgressBar(10, True, console=console, clock=lambda: now_s[0], **settings) as progress:
+        for row in rows:
+            now_s[0] += 6.0
+            progress.update(row)
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("phase", SUPERVISED)
+def test_a_line_of_a_supervised_step_has_its_loss_rate_and_tokens_a_second(phase: str) -> None:
+    values, said = SUPERVISED[phase]
+    (line,) = lines_of([{"step": 1, "step_kind": "REAL", "phase": phase, **values, **PACE}])
+    assert line == f"{phase} step 1 (1/10) | {said} | lr 1e-05 | 12,346 tokens/s | 2 s/step | ETA 54 s"
+    silent = {"step": 1, "step_kind": "GHOST", "phase": phase, "skip/zero_advantage_ratio": 1.0, **values, **PACE}
+    assert "| no signal 100 % | lr 1e-05 | 12,346 tokens/s | ghosts 1 |" in lines_of([silent])[0]
+
+
+def test_a_resumed_bar_goes_on_from_where_it_was_at_its_own_pace_and_rl_forgets_the_start() -> None:
+    supervised = {"step_kind": "REAL", "phase": "warmup", "train/loss": 3.0, "sft/eval_loss": 2.0}
+    rl = {"step_kind": "REAL", "phase": "rl", "reward/mean": 0.5, "train/loss": 0.01, "train/lr": 1.0}
+    rows = [supervised | {"step": 8}, rl | {"step": 9}, rl | {"step": 10}, rl | {"step": 11}]
+    assert lines_of(rows, done_steps=7, done_ghosts=2) == [
+        "warmup step 8 (8/10) | loss 3 | held out 2 | ghosts 2 | ETA 12 s",
+        "rl step 9 (9/10) | reward 0.500 | ghosts 2 | ETA 6 s",
+        "rl step 10 (10/10) | reward 0.500 | ghosts 2 | ETA 0 s",
+        "rl step 11 (11/11) | reward 0.500 | ghosts 2 | ETA 0 s",  # train.epochs took more than was foreseen
+    ]
+
+
+def test_the_table_of_a_supervised_run_has_its_loss_and_names_it() -> None:
+    rows = [{"step": n, "step_kind": "REAL", "phase": "sft", "train/loss": 3.0 - n / 10, **PACE} for n in range(20)]
+    out = io.StringIO()
+    Console(file=out, width=120).print(summary_table(summarize(rows), 1.0, went_on=True))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    for said in ("loss 2.550 → 1.550 (first 10 → last 10 steps)", "tokens a second 12,346 (median)",
+                 "optimizer steps 20 SFT", "time of this start 1 s"):
+        assert said in lines, said
+    values = {"phase": "preference", "preference/accuracy": 0.5, "skip/zero_advantage_ratio": 0.0}
+    summary = summarize([row | values for row in rows])
+    assert (summary.accuracy, summary.zero_advantage_ratio, summary.steps) == ((0.5, 0.5), None, "20 preference")
+
+
 def test_the_final_table_has_evaluation_and_truncation():
     """An evaluation's first value may be that of before the first step; a single one stands alone."""
     rows = [row(step) | {"rollout/truncated_share": 0.5 if step < 10 else 0.125} for step in range(20)]

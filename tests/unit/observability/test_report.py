@@ -14,7 +14,17 @@ from megatron_rl.config import MetricsConfig
 from megatron_rl.observability.completions import Completion, cut
 from megatron_rl.observability.metrics import MetricsWriter
 from megatron_rl.observability.report import main, write_report
-from megatron_rl.observability.svg import Frame, Series, line_plot, linear_axis, running_mean, short, ticks_between
+from megatron_rl.observability.svg import (
+    LEFT,
+    RIGHT,
+    Frame,
+    Series,
+    line_plot,
+    linear_axis,
+    running_mean,
+    short,
+    ticks_between,
+)
 
 TITLES = ("Reward", "Zero-advantage ratio", "Tokens: executed and dense", "Step time", "Gradient norm", "Entropy")
 TITLES += ("Evaluation: test",)
@@ -48,7 +58,9 @@ def write_run(run_dir, num_steps=60, num_warmup=10, **changes) -> None:
             warmup, ghost = step < num_warmup, step >= num_warmup and step % 7 == 0
             row = {"step": step, "step_kind": "GHOST" if ghost else "REAL", "phase": "warmup" if warmup else "rl"}
             row |= {"train/grad_norm": 0.0 if ghost else random.gamma(2.0), "time/update_s": 0.5, "time/step_s": 0.75}
-            if not warmup:
+            if warmup:
+                row["train/loss"] = 3.0 - step / 10
+            else:
                 row |= {"reward/mean": step / num_steps, "time/rollout_s": 1.0, "time/step_s": 1.75}
                 row |= {"skip/tokens_executed": 0 if ghost else 500, "skip/tokens_dense": 1000}
                 row |= {"skip/zero_advantage_ratio": 0.5, "train/entropy": 1.0}
@@ -91,7 +103,7 @@ def whole(tmp_path_factory) -> str:
 def test_page_has_every_plot_ghost_and_unclaimed_time_and_fetches_nothing(whole):
     for title in TITLES:
         assert f"<b>{title}</b>" in whole
-        assert 'class="shade"' in svg_of(whole, title) and svg_of(whole, title).count("optimizer step") == 1
+        assert svg_of(whole, title).count("optimizer step") == 1
     assert "Not in this run's metrics" not in whole and "Spread of rewards" not in whole
     assert not re.search(r"https?://|<script|<link|@import|url\(|src=", whole)
     # the seven ghost steps (14, 21, ... 56) have a mark in every plot, and the tile counts them
@@ -101,6 +113,47 @@ def test_page_has_every_plot_ghost_and_unclaimed_time_and_fetches_nothing(whole)
     tips = svg_of(whole, "Gradient norm")
     assert "step 13\n" in tips and "step 14\n" not in tips
     assert "step 30\nrollout: 1 s\nupdate: 0.5 s\nother: 0.25 s\nwhole step: 1.75 s" in svg_of(whole, "Step time")
+
+
+def ends(svg: str) -> tuple[float, float]:
+    """Return where the raw line of a chart begins and ends, 0 at the left edge of the chart and 1 at the right one."""
+    xs = [float(x) for x in re.findall(r"[ML]([\d.]+) ", re.search(r'class="raw c1" d="(.*?)"', svg).group(1))]
+    return (xs[0] - LEFT) / (RIGHT - LEFT), (xs[-1] - LEFT) / (RIGHT - LEFT)
+
+
+def test_a_supervised_start_takes_no_place_in_the_charts_of_rl(tmp_path):
+    """Of 200 steps before and 20 of RL each part fills its own charts; its evaluation is where RL's line begins."""
+    write_run(tmp_path, num_steps=220, num_warmup=200)
+    page = report(tmp_path)
+    own, _, start = page.partition("<h2>Supervised start <span")
+    assert "imitation, steps 0 – 199</span>" in start[:60]
+    for part, title, steps in ((own, "Reward", 21), (own, "Gradient norm", 21), (start, "Loss", 200)):
+        first, last = ends(svg_of(part, title))  # RL's axis begins a step early, with the evaluation at 199
+        early = steps == 21
+        assert (first, last) == pytest.approx(((0.5 + early) / steps, 1 - 0.5 / steps), abs=1e-3)
+    assert "step 199\nmean@1: 0.9045" in svg_of(own, "Evaluation: test") and "Evaluation: test" in start
+    assert "<td>supervised start</td><td>0 – 199</td><td>200</td><td>0</td><td>2.550 → -16.450</td><td>–</td>" in start
+    assert "of 20 optimizer steps, after 200 of warm-up" in own
+
+
+@pytest.mark.parametrize(("phase", "name"), [("sft", "SFT"), ("preference", "preference")])
+def test_a_supervised_run_opens_with_its_loss_and_the_held_out_one_beside_it(tmp_path, phase, name):
+    rows = [{"step": n, "step_kind": "REAL", "phase": phase, "train/loss": 2.0 - n / 20} for n in range(1, 21)]
+    rows = [row | {"train/grad_norm": 1.0, "time/step_s": 0.5, "perf/tokens_per_second": 1234.0} for row in rows]
+    rows[0][f"{phase}/eval_loss_before"] = 2.5
+    rows[9][f"{phase}/eval_loss"] = rows[19][f"{phase}/eval_loss"] = 1.25
+    if phase == "preference":
+        rows = [row | {"preference/accuracy": 0.75, "preference/chosen_reward": 0.25} for row in rows]
+        rows = [row | {"preference/rejected_reward": -0.5} for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = report(tmp_path)
+    assert re.findall("<figcaption><b>([^<]*)", page)[0] == "Loss"
+    tips = svg_of(page, "Loss")
+    assert "step 0\nheld out: 2.5 nats<" in tips and "step 10\ntrained: 1.5 nats\nheld out: 1.25 nats<" in tips
+    assert '<div class="value"><span>1.725 → </span>1.225</div>' in page and ">1.23k</div>" in page
+    assert f"<td>{name}</td><td>1 – 20</td>" in page and f'20</div><div class="note">{name}</div>' in page
+    assert not re.search("warm-up|Ghost|so not drawn|Zero-advantage", page)
+    assert ("step 5\nchosen: 0.25\nrejected: -0.5" in page) == (phase == "preference")
 
 
 def test_missing_series_are_named_not_drawn_and_values_that_are_not_finite_counted(tmp_path):
@@ -244,7 +297,7 @@ def test_running_mean_equals_the_naive_loop_stays_in_its_phase_and_a_plot_of_not
 
 def plot(values, **more: object) -> str:
     series = Series(label="x", steps=np.arange(len(values)), values=np.asarray(values, dtype=float), color=1)
-    frame = Frame(first_step=0, last_step=len(values) - 1, shaded=(), ghost_steps=np.asarray([]), **more)
+    frame = Frame(first_step=0, last_step=len(values) - 1, ghost_steps=np.asarray([]), **more)
     return line_plot("x", [series], frame)
 
 
