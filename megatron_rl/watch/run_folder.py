@@ -55,7 +55,8 @@ class RunFolder:
             return {"name": "running", "total_steps": total, "at": lock[1], "fault": fault}
         if lock is None and status is not None and status.state is not RunState.RUNNING:
             return {"name": status.state.value, "total_steps": total, "at": status.at, "fault": None}
-        signs = [lock[1]] if lock is not None else []
+        signs = [status.at] if status is not None else []
+        signs += [lock[1]] if lock is not None else []
         signs += [metrics.stat().st_mtime] if metrics.is_file() else []
         name = "unknown" if lock is None and status is None else "silent"
         return {"name": name, "total_steps": total, "at": max(signs, default=None), "fault": fault}

@@ -203,6 +203,7 @@ def test_pairs_have_their_metrics_axes_begin_at_0_and_a_start_has_its_own_charts
     axis = "document.querySelector('[data-metric=\"{}\"] .axis')?.textContent"
     texts = "[...document.querySelectorAll('#tiles .tile')].map((t) => t.textContent).join()"
     values = {"preference/loss": 0.5, "preference/accuracy": 0.75, "preference/chosen_logprob": -2.0, "train/lr": 0.25}
+    parts = "...document.querySelectorAll('header, .tile, #tiles, #charts, .bar, figure, figcaption')"
     rows = [step_of(1, "preference", **values, **{"preference/eval_loss_before": 0.75})]
     rows += [step_of(2, "preference", **values | {"preference/chosen_logprob": -1.0, "preference/loss": 0.25})]
     (run / "metrics.jsonl").write_text("".join(rows))
@@ -217,16 +218,19 @@ def test_pairs_have_their_metrics_axes_begin_at_0_and_a_start_has_its_own_charts
         assert page.evaluate("document.getElementById('parts').hidden") is True
         (run / "lock.json").write_text(json.dumps(HERE))
         with (run / "metrics.jsonl").open("a") as file:
-            file.write(step_of(3, "rl", **{"reward/mean": 0.5, "train/lr": 0.125}))
+            long = "perf/dense_equivalent_tokens_per_second"
+            file.write(step_of(3, "rl", **{"reward/mean": 0.5, "train/lr": 0.125, long: 1234.5}))
         page.wait_for(state, "running: RL, step 3 of 9")
         assert page.evaluate(axis.format("train/lr")) == "0 … 0.125"
         page.evaluate(change("part", "e.value = 'start'"))
         assert page.evaluate(axis.format("train/lr")) == "0 … 0.25"
+        page.evaluate(change("part", "e.value = 'own'"))
         page.call("Emulation.setDeviceMetricsOverride", width=360, height=800, deviceScaleFactor=1, mobile=False)
         for tab in ("metrics", "rollouts", "config"):
             page.evaluate(f"document.getElementById('tab-{tab}').click()")
             page.wait_for(f"document.getElementById('{tab}').hidden", False)
-            assert page.evaluate("document.documentElement.scrollWidth") == 360, tab
+            wide = f"[document.documentElement, {parts}].filter((e) => e.scrollWidth > e.clientWidth)"
+            assert page.evaluate(f"{wide}.map((e) => e.id || e.tagName).join()") == "", tab
 
 
 @BROWSER

@@ -66,10 +66,11 @@ def test_a_line_of_a_supervised_step_has_its_loss_rate_and_tokens_a_second(phase
 
 def test_a_resumed_bar_goes_on_from_where_it_was_at_its_own_pace_and_rl_forgets_the_start() -> None:
     supervised = {"step_kind": "REAL", "phase": "warmup", "train/loss": 3.0, "sft/eval_loss": 2.0}
+    supervised |= {"time/step_s": 9.0}
     rl = {"step_kind": "REAL", "phase": "rl", "reward/mean": 0.5, "train/loss": 0.01, "train/lr": 1.0}
     rows = [supervised | {"step": 8}, rl | {"step": 9}, rl | {"step": 10}, rl | {"step": 11}]
     assert lines_of(rows, done_steps=7, done_ghosts=2) == [
-        "warmup step 8 (8/10) | loss 3 | held out 2 | ghosts 2 | ETA 12 s",
+        "warmup step 8 (8/10) | loss 3 | held out 2 | ghosts 2 | 9 s/step | ETA 12 s",
         "rl step 9 (9/10) | reward 0.500 | ghosts 2 | ETA 6 s",
         "rl step 10 (10/10) | reward 0.500 | ghosts 2 | ETA 0 s",
         "rl step 11 (11/11) | reward 0.500 | ghosts 2 | ETA 0 s",  # train.epochs took more than was foreseen

@@ -149,6 +149,7 @@ def test_a_supervised_run_opens_with_its_loss_and_the_held_out_one_beside_it(tmp
     page = report(tmp_path)
     assert re.findall("<figcaption><b>([^<]*)", page)[0] == "Loss"
     tips = svg_of(page, "Loss")
+    assert ends(tips) == pytest.approx((1.5 / 21, 1 - 0.5 / 21), abs=1e-3)  # behind a step 0, for the held-out loss
     assert "step 0\nheld out: 2.5 nats<" in tips and "step 10\ntrained: 1.5 nats\nheld out: 1.25 nats<" in tips
     assert '<div class="value"><span>1.725 → </span>1.225</div>' in page and ">1.23k</div>" in page
     assert f"<td>{name}</td><td>1 – 20</td>" in page and f'20</div><div class="note">{name}</div>' in page
