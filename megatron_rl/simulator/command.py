@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,13 +17,21 @@ from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.validate.critic import policy_ranks
 
+if TYPE_CHECKING:
+    from megatron_rl.simulator.forecast import Forecast
+    from megatron_rl.simulator.job_size import JobSize
+    from megatron_rl.simulator.workload import Workload
+    from megatron_rl.weights.model_shape import ModelShape
+
 MAX_ROLLOUTS = 16  # of a trace, evenly spaced: each is planned several times
 
 
 def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add the simulation's own arguments, which are not in the configuration."""
     parser.add_argument(
-        "--nodes", type=int, help="nodes of the job; without it WORLD_SIZE or SLURM's variables say how many GPUs"
+        "--nodes",
+        type=int,
+        help="nodes of the job; without it WORLD_SIZE or SLURM's variables say, else one is assumed",
     )
     parser.add_argument("--gpus-per-node", type=int, help="default 8, or SLURM_GPUS_ON_NODE")
     parser.add_argument(
@@ -51,64 +61,101 @@ def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
 
 
 def simulate_job(
-    config: Config, given: argparse.Namespace, *, prompt_lengths: Sequence[int] | None = None
+    config: Config,
+    given: argparse.Namespace,
+    *,
+    size: JobSize | None = None,
+    prompt_lengths: Sequence[int] | None = None,
+    responses: Sequence[Workload] = (),
 ) -> str | None:
     """Forecast the configuration's update, print it, and write the files that the arguments ask for.
 
+    size: the job's GPUs; None: by the arguments and this process's variables.
     prompt_lengths: tokens of the prompts of a rollout, for a workload that is drawn.
+    responses: the supervised steps on the run's data; they are all that is forecast where no rollout is trained.
     Returns None, or the sentence that says why the job does not fit on its GPUs, and what would make it fit.
     Raises ConfigError as training would.
     """
-    from megatron_rl.simulator.degrees import degrees_of, world_size
+    from megatron_rl.simulator.degrees import degrees_of
     from megatron_rl.simulator.engine_memory import GIB
     from megatron_rl.simulator.forecast import Job, forecast, with_critic, with_teacher
-    from megatron_rl.simulator.picture import picture
     from megatron_rl.simulator.remedies import needs_of, remedies
+    from megatron_rl.simulator.table import figures, show
     from megatron_rl.weights.config_json import read_hf_config
     from megatron_rl.weights.model_dtype import settle_dtype
 
     given = _from_run(given)
     config = settle_dtype(config, read_hf_config(config.model.hf_path, provider=config.model.provider), on_gpu=True)
-    gpus = world_size(given.nodes, given.gpus_per_node, os.environ)
-    degrees = degrees_of(config, policy_ranks(config, gpus))
+    size = size or stated_or_assumed(config, given)
+    degrees = degrees_of(config, policy_ranks(config, size.gpus))
     shape = read_shape(config, degrees)
-    workloads, source = _workloads(config, given, prompt_lengths)
+    workloads, source = _workloads(config, given, shape, prompt_lengths, responses)
     loss_share = sum(int(w.loss_tokens.sum()) for w in workloads) / sum(int(w.lengths.sum()) for w in workloads)
     costs = _costs(config, given, shape, degrees, loss_share)
-    jobs = [Job(config=config, shape=shape, degrees=degrees, workload=w, costs=costs) for w in workloads]
-    jobs = [with_teacher(with_critic(job, read_shape), read_shape) for job in jobs]
+
+    def job_of(workload: Workload) -> Job:
+        job = Job(config=config, shape=shape, degrees=degrees, workload=workload, costs=costs)
+        return with_teacher(with_critic(job, read_shape), read_shape)
+
+    jobs = [job_of(workload) for workload in workloads]
     forecasts = [forecast(job) for job in jobs]
     # The rollout of median length is shown.
     shown = forecasts[int(np.argsort([f.dense.update_s for f in forecasts])[len(forecasts) // 2])]
-    if config.has_critic:
-        print("critic: its memory is in this forecast, and its time is not", file=sys.stderr)
-    if config.has_teacher:
-        print("teacher: its weights are in this forecast, and its passes' time is not", file=sys.stderr)
+    _say_what_is_left_out(config)
     title = f"{config.run.name} on {degrees.world_size} GPUs: {degrees.named}"
-    from megatron_rl.simulator.table import figures, show
-
     gpu_bytes = given.gpu_memory_gib * GIB
-    largest = _largest_job(jobs, forecasts)
+    needing = [_largest_job(jobs, forecasts), *map(job_of, _longest(responses))]  # a supervised start must fit too
+    largest = max(needing, key=lambda job: needs_of(job, gpu_bytes).most)
     needs = needs_of(largest, gpu_bytes)
     words = {"title": title, "workload": source}
     content = figures(shown, config, degrees, needs, **words, num_rollouts=len(forecasts), gpu_bytes=gpu_bytes)
     show(content)
+    _write(given, content, shown)
+    if not content["shortfalls"]:
+        return None
+    ways_out = remedies(largest, read_shape, gpu_bytes, size.on_node)
+    return _refusal(content["shortfalls"], ways_out)
+
+
+def _write(given: argparse.Namespace, content: dict[str, Any], shown: Forecast) -> None:
+    """Write the files that the arguments ask for."""
+    from megatron_rl.simulator.picture import picture
+
     if given.json:
         given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(f"written: {given.json}")
     if given.svg:
-        given.svg.write_text(picture(shown, title), encoding="utf-8")
+        given.svg.write_text(picture(shown, content["title"]), encoding="utf-8")
         print(f"written: {given.svg}")
-    if not content["shortfalls"]:
-        return None
-    ways_out = remedies(largest, read_shape, gpu_bytes, given.gpus_per_node or 8)
+
+
+def _refusal(shortfalls: Sequence[str], ways_out: Sequence[str]) -> str:
     would_fit = (
         f"It would fit with: {' | '.join(ways_out)}"
         if ways_out
         else "No one setting that was tried is enough, with full recompute and bfloat16: more GPUs (--nodes), or "
         "a smaller model, would be"
     )
-    return f"the job does not fit: {'; '.join(content['shortfalls'])}. {would_fit} (docs/it-does-not-fit.md)"
+    return f"the job does not fit: {'; '.join(shortfalls)}. {would_fit} (docs/it-does-not-fit.md)"
+
+
+def stated_or_assumed(config: Config, given: argparse.Namespace, *, host_gpus: int = 0) -> JobSize:
+    """Return the job's GPUs, with a line on stderr where they are assumed. host_gpus: those of this host."""
+    from megatron_rl.simulator.job_size import job_size
+
+    size = job_size(config, given.nodes, given.gpus_per_node, os.environ, host_gpus=host_gpus)
+    if size.assumed:
+        print(f"note: {size.assumed}", file=sys.stderr)
+    return size
+
+
+def _say_what_is_left_out(config: Config) -> None:
+    if config.has_critic:
+        print("critic: its memory is in this forecast, and its time is not", file=sys.stderr)
+    if config.has_teacher:
+        print("teacher: its weights are in this forecast, and its passes' time is not", file=sys.stderr)
+    if config.preference.is_on:
+        print("pairs: the passes that score them before each step are not in the forecast's time", file=sys.stderr)
 
 
 def _from_run(given: argparse.Namespace) -> argparse.Namespace:
@@ -147,8 +194,10 @@ def read_shape(config: Config, degrees, value_head: bool = False):
     from megatron_rl.weights.config_json import read_hf_config
 
     hf_config = read_hf_config(config.model.hf_path, provider=config.model.provider)
+    value_head = value_head or config.trains_reward_model
     shape = model_shape(hf_config, config, degrees, layer_spec=_layer_spec(config), value_head=value_head)
-    check_lengths(config, shape.context_tokens)
+    if config.generates:
+        check_lengths(config, shape.context_tokens)
     transformer_fields(config)
     resolve_fields(config.megatron.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
     return shape
@@ -159,9 +208,21 @@ def _largest_job(jobs, forecasts):
     return max(zip(jobs, forecasts, strict=True), key=lambda pair: max(stage.total for stage in pair[1].memory))[0]
 
 
-def _workloads(config: Config, given: argparse.Namespace, prompt_lengths: Sequence[int] | None):
+def _workloads(
+    config: Config,
+    given: argparse.Namespace,
+    shape: ModelShape,
+    prompt_lengths: Sequence[int] | None,
+    responses: Sequence[Workload],
+) -> tuple[Sequence[Workload], str]:
     from megatron_rl.simulator.workload import draw, read_trace
 
+    drawn = {"--lengths": given.lengths, "--pass-rate": given.pass_rate, "--prompt-tokens": given.prompt_tokens}
+    chosen = [option for option, value in drawn.items() if value]
+    if config.train.num_rollouts == 0 and responses and given.trace is None and not chosen:
+        some = _evenly(responses)
+        rows = "pairs" if config.preference.is_on else "rows"
+        return some, f"{len(some)} of {len(responses)} steps of {config.sft.samples_per_step} {rows} of data.train"
     if given.trace is None:
         workload, source = draw(
             config,
@@ -169,17 +230,15 @@ def _workloads(config: Config, given: argparse.Namespace, prompt_lengths: Sequen
             pass_rate=given.pass_rate,
             prompt_tokens=given.prompt_tokens or prompt_lengths,
             seed=config.run.seed,
+            context_tokens=shape.context_tokens,
         )
         return [workload], source
-    drawn = {"--lengths": given.lengths, "--pass-rate": given.pass_rate, "--prompt-tokens": given.prompt_tokens}
-    chosen = [option for option, value in drawn.items() if value]
     if chosen:
         raise ConfigError(
             f"--trace {given.trace} and {' and '.join(chosen)} both say what the samples are; give one of them"
         )
     recorded = read_trace(given.trace)
-    chosen = np.unique(np.linspace(0, len(recorded) - 1, min(len(recorded), MAX_ROLLOUTS)).round().astype(int))
-    workloads = [recorded[i] for i in chosen]
+    workloads = _evenly(recorded)
     count = config.train.prompts_per_rollout * config.rollout.samples_per_prompt
     some = f"{len(workloads)} of " if len(workloads) < len(recorded) else ""
     source = (
@@ -187,6 +246,16 @@ def _workloads(config: Config, given: argparse.Namespace, prompt_lengths: Sequen
         f"{pathlib.Path(given.trace).name}"
     )
     return workloads, source + (f" (the configuration asks for {count})" if count != len(workloads[0].rewards) else "")
+
+
+def _evenly(recorded: Sequence[Workload]) -> list[Workload]:
+    chosen = np.unique(np.linspace(0, len(recorded) - 1, min(len(recorded), MAX_ROLLOUTS)).round().astype(int))
+    return [recorded[i] for i in chosen]
+
+
+def _longest(steps: Sequence[Workload]) -> list[Workload]:
+    """Return the supervised step with the longest response; [] of none."""
+    return sorted(steps, key=lambda step: step.lengths.max())[-1:]
 
 
 def _costs(config: Config, given: argparse.Namespace, shape, degrees, loss_share: float):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
 from megatron_rl.distributed.topology import check_degrees
-from megatron_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,26 +59,4 @@ def degrees_of(config: Config, world_size: int) -> Degrees:
         data_size=world_size // (parallel.tensor * parallel.context * parallel.pipeline),
         expert_size=parallel.expert,
         expert_tensor_size=expert_tensor,
-    )
-
-
-def world_size(nodes: int | None, gpus_per_node: int | None, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of GPUs from the arguments, else from the variables that torchrun or SLURM have set.
-
-    Raises ConfigError if none of them states it.
-    """
-    if nodes is not None:
-        return nodes * (gpus_per_node or 8)
-    if "WORLD_SIZE" in environment:
-        return int(environment["WORLD_SIZE"])
-    slurm_nodes = environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES")
-    if slurm_nodes is not None:
-        on_node = gpus_per_node or int(environment.get("SLURM_GPUS_ON_NODE", 0))
-        if on_node:
-            return int(slurm_nodes) * on_node
-        raise ConfigError(f"SLURM gives {slurm_nodes} nodes and no SLURM_GPUS_ON_NODE; add --gpus-per-node N")
-    if gpus_per_node is not None:
-        return gpus_per_node
-    raise ConfigError(
-        "the number of GPUs is unknown: neither WORLD_SIZE nor SLURM_NNODES is set; add --nodes N [--gpus-per-node 8]"
     )

@@ -65,7 +65,7 @@ class GpuNeeds:
 def engine_memory(config: Config, shape: ModelShape, degrees: Degrees, gpu_bytes: float) -> EngineMemory:
     """Return the engine's bytes on a GPU of ``gpu_bytes``, of a run with one or no engine on each."""
     rollout, size = config.rollout, ELEMENT_BYTES[config.model.dtype]
-    if rollout.servers:
+    if rollout.servers or not config.generates:
         return EngineMemory(while_training=0, while_generating=0, needed=0, takes_turns=False)
     plain = dataclasses.replace(shape, lora_rank=0, lora_targets=())  # adapters come merged
     weights = sum(stage_parameters(plain, ONE_GPU, 0)) * size

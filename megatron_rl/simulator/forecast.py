@@ -14,7 +14,7 @@ import numpy as np
 from megatron_rl.algorithm.sharing import shares_prompts
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import Config
-from megatron_rl.planning.plan import PlanRules, plan_rules, plan_steps, split_mini_batches
+from megatron_rl.planning.plan import PlanRules, plan_rules, plan_steps
 from megatron_rl.planning.timeline import Timeline, simulate
 from megatron_rl.planning.tokens import SampleTokens
 from megatron_rl.simulator.degrees import Degrees, degrees_of
@@ -131,7 +131,7 @@ class Job:
     def plan(self, rules: PlanRules, signal: np.ndarray, *, drops: bool) -> BatchPlan:
         """Return the plan that MegatronBackend.plan("train", ...) would make."""
         config = self.config
-        members = split_mini_batches(np.arange(len(signal)), config.train.samples_per_mini_batch)
+        members = self.workload.mini_batches(config)
         merge = config.skip.steps == "merge" and drops
         tokens = self._tokens(rules)
         return plan_steps("train", members, tokens, signal, rules, drops=drops, merge=merge)
@@ -228,7 +228,7 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
     own = job.workload.tokens(share_prompts=rules.share_prompts)
     # Put the mini-batches on the clock, one after the other.
     padded = job.padded(rules)
-    epochs = job.config.train.epochs_per_rollout
+    epochs = job.workload.epochs(job.config)
     pipeline_s = busiest_s = mean_s = optimizer_s = 0.0
     idle, works, counts, drawn, largest = np.zeros(job.degrees.pipeline_size), [], [], None, 0
     for mini_batch in plan.mini_batches:

@@ -43,6 +43,8 @@ def figures(
     """Return all printed figures as JSON-able values, in seconds, tokens and bytes."""
     return {
         "title": title,
+        "update_of": "a supervised step" if config.train.num_rollouts == 0 else "one rollout",
+        "generates": config.generates,
         "world_size": degrees.world_size,
         "degrees": degrees.named,
         "workload": workload,
@@ -101,7 +103,7 @@ def gpu_words(content: dict[str, Any]) -> str:
     """Say in words what a GPU needs in training and in generating, and the engine's part of each."""
     needs, whole = content["needs"], content["gpu_bytes"]
     parts = []
-    for time in ("training", "generating"):
+    for time in ("training", "generating") if content["generates"] else ("training",):
         most, stage = needs[time]
         engine = needs["engine"][f"while_{time}"]
         share = f", {gib(engine)} of them the engine's" if engine else ""
@@ -124,8 +126,9 @@ def show(content: dict[str, Any]) -> None:
         title=content["title"],
         caption=f"gain of the skip: predicted {content['gain_predicted']:.2f}, ideal {ideal} by tokens",
     )
-    for name in ("one rollout's update", "dense", "skip"):
-        plans.add_column(name, justify="left" if name.startswith("one") else "right")
+    plans.add_column(f"{content['update_of']}'s update")
+    for name in ("dense", "skip"):
+        plans.add_column(name, justify="right")
     for label, key, unit in ROWS:
         plans.add_row(label, *(_cell(content[kind][key], unit) for kind in ("dense", "skip")))
     console.print(plans)

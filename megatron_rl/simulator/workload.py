@@ -28,8 +28,10 @@ from megatron_rl.algorithm.advantage import GroupRewards, advantages
 from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import has_signal, signal_rule
 from megatron_rl.config import Config
+from megatron_rl.data.solution import Solution
 from megatron_rl.errors import ConfigError
 from megatron_rl.json_text import read_bytes
+from megatron_rl.planning.plan import split_mini_batches
 from megatron_rl.planning.tokens import SampleTokens
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class Workload:
     response_inputs: int64 [S], the response tokens that the model reads, those before the last loss token; None: all.
     by_function: float64 [S] of each reward function by name, NaN if it did not apply; {} if only their weighted sum is
         known.
+    supervised: whether they are the responses of one supervised step, which all train, and not a rollout.
 
     Example: a group of two: ``prompt_tokens=[5, 5], response_tokens=[10, 12], loss_tokens=[10, 12], rewards=[1, 0],
     groups=[0, 0]``.
@@ -57,6 +60,7 @@ class Workload:
     groups: np.ndarray
     by_function: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     response_inputs: np.ndarray | None = None
+    supervised: bool = False
 
     @property
     def lengths(self) -> np.ndarray:
@@ -76,14 +80,23 @@ class Workload:
             own=self.read_response_tokens, prompt=self.prompt_tokens, group=self.groups, windows=windows
         )
 
+    def mini_batches(self, config: Config) -> list[np.ndarray]:
+        """Return the samples of each optimizer step; a supervised step takes them all."""
+        size = None if self.supervised else config.train.samples_per_mini_batch
+        return split_mini_batches(np.arange(len(self.rewards)), size)
+
+    def epochs(self, config: Config) -> int:
+        """Return the number of times that the samples are trained."""
+        return 1 if self.supervised else config.train.epochs_per_rollout
+
     def signal(self, config: Config) -> np.ndarray:
         """Return [S] bool, True for a sample with signal, by the run's own advantages and rule.
 
         Under GAE, a teacher or a KL in the reward, advantages need values or log-probs, which a trace lacks: every
-        sample with a loss token then counts as one with signal.
+        sample with a loss token then counts as one with signal, as every response of a supervised step does.
         """
         advantage, rewards = config.advantage, self.rewards
-        if config.has_critic or config.has_teacher or config.kl_in_reward:
+        if self.supervised or config.has_critic or config.has_teacher or config.kl_in_reward:
             return self.loss_tokens > 0
         columns, weights = rewards[:, None], ()
         if advantage.estimator == "gdpo" and self.by_function:
@@ -217,6 +230,32 @@ def append_trace(path: str | pathlib.Path, rollout: int, given: Workload, prompt
         file.write(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n")
 
 
+def of_responses(responses: Sequence[Solution], config: Config) -> list[Workload]:
+    """Return the supervised steps on responses, in the order in which the data set gives them.
+
+    responses: one of each row, or under ``preference`` chosen and rejected in turns.
+    """
+    of_row = 2 if config.preference.is_on else 1
+    size, found = config.sft.samples_per_step * of_row, []
+    for first in range(0, len(responses), size):
+        step = responses[first : first + size]
+        masks = [response.loss_mask or (True,) * len(response.response_ids) for response in step]
+        found.append(
+            Workload(
+                prompt_tokens=np.array([len(response.prompt.token_ids) for response in step]),
+                response_tokens=np.array([len(mask) for mask in masks]),
+                loss_tokens=np.array([sum(mask) for mask in masks]),
+                response_inputs=np.array(
+                    [len(mask) - 1 - mask[::-1].index(True) if any(mask) else 0 for mask in masks]
+                ),
+                rewards=np.zeros(len(step)),
+                groups=np.arange(len(step)) // of_row,
+                supervised=True,
+            )
+        )
+    return found
+
+
 def _numbers(option: str, text: str, kind: str, names: str) -> tuple[float, float]:
     name, _, values = text.partition(":")
     try:
@@ -238,21 +277,26 @@ def draw(
     pass_rate: str | None,
     prompt_tokens: int | Sequence[int] | None,
     seed: int,
+    context_tokens: int | None = None,
 ) -> tuple[Workload, str]:
-    """Draw a rollout of ``train.prompts_per_rollout`` groups from stated distributions; return it and those in words.
+    """Draw a rollout's groups, or a supervised step's rows, from stated distributions; return it and those in words.
 
     lengths: ``lognormal:MEAN,SIGMA`` of response tokens (MEAN in tokens, SIGMA of their logarithm), cut at
         rollout.max_response_tokens.
     pass_rate: ``beta:A,B`` of each prompt's chance of reward 1, else 0.
     prompt_tokens: of each prompt, or of one prompt after the other, from the first again when they are used up.
+    context_tokens: the model's, at which the responses of rows are cut too; None: they are not.
     """
-    limit = config.rollout.max_response_tokens
-    lengths, pass_rate = lengths or f"lognormal:{max(1, limit // 2)},0.5", pass_rate or "beta:0.5,0.5"
+    supervised, limit = config.train.num_rollouts == 0, config.rollout.max_response_tokens
+    prompts, size = config.train.prompts_per_rollout, config.rollout.samples_per_prompt
     prompt_tokens = prompt_tokens or max(1, config.data.max_prompt_tokens // 2)
+    if supervised:
+        prompts, size = config.sft.samples_per_step, 2 if config.preference.is_on else 1
+        limit = max(1, min(limit, (context_tokens or limit) - int(np.max(prompt_tokens))))
+    lengths, pass_rate = lengths or f"lognormal:{max(1, limit // 2)},0.5", pass_rate or "beta:0.5,0.5"
     mean, sigma = _numbers("--lengths", lengths, "lognormal", "MEAN,SIGMA")
     a, b = _numbers("--pass-rate", pass_rate, "beta", "A,B")
     random = np.random.default_rng(seed)
-    prompts, size = config.train.prompts_per_rollout, config.rollout.samples_per_prompt
     response = np.exp(random.normal(np.log(mean) - sigma**2 / 2, sigma, prompts * size))
     response = np.clip(np.rint(response), 1, limit).astype(np.int64)
     passes = random.random((prompts, size)) < random.beta(a, b, (prompts, 1))
@@ -265,8 +309,7 @@ def draw(
         response_inputs=None if token_coupling(config) else response - 1,
         rewards=passes.reshape(-1).astype(np.float64),
         groups=np.repeat(np.arange(prompts), size),
+        supervised=supervised,
     )
-    return (
-        workload,
-        f"drawn: prompts of {named}, responses {lengths} cut at {limit}, pass rates {pass_rate}, seed {seed}",
-    )
+    rates = "" if supervised else f", pass rates {pass_rate}"
+    return workload, f"drawn: prompts of {named}, responses {lengths} cut at {limit}{rates}, seed {seed}"

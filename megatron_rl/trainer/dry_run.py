@@ -10,14 +10,17 @@ import sys
 
 import torch
 
+from megatron_rl.algorithm.signal import refuse_uncounted_losses
 from megatron_rl.backend.optimizer import megatron_config
 from megatron_rl.backend.teacher_weights import look_at_teacher
-from megatron_rl.config import Config
+from megatron_rl.config import Config, LoraConfig
+from megatron_rl.data.solution import Solution
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.build import refuse_bitwise
-from megatron_rl.model.hf_config import read_shape
+from megatron_rl.model.build import refuse_bitwise, settled_shape, transformer_config
+from megatron_rl.model.hf_config import model_shape, read_shape
+from megatron_rl.model.routing_replay import check_routing_replay
 from megatron_rl.planning.num_steps import moving_rl_steps
 from megatron_rl.reward import opened_reward
 from megatron_rl.rollout.build import (
@@ -33,18 +36,22 @@ from megatron_rl.rollout.build import (
 from megatron_rl.rollout.endpoint.agents import agent_of
 from megatron_rl.rollout.multi_turn import environment_parts
 from megatron_rl.rollout.transformers_engine import check_embedded, stop_tokens
-from megatron_rl.simulator.command import simulate_job
-from megatron_rl.simulator.degrees import world_size
+from megatron_rl.simulator.command import simulate_job, stated_or_assumed
+from megatron_rl.simulator.degrees import Degrees, degrees_of
+from megatron_rl.simulator.job_size import JobSize
+from megatron_rl.simulator.workload import Workload, of_responses
 from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.run_folder import look_at_checkpoints, look_at_run_folder
 from megatron_rl.trainer.supervised import held_out_responses, next_responses
 from megatron_rl.trainer.training_data import context_tokens, load_prompts
 from megatron_rl.validate import check_critic_model, check_lengths
-from megatron_rl.validate.critic import policy_ranks
+from megatron_rl.validate.critic import critic_config, policy_ranks
 from megatron_rl.weights.config_json import check_served, load_hf_config
-from megatron_rl.weights.reader import HuggingFaceReader
+from megatron_rl.weights.model_dtype import settle_dtype
+from megatron_rl.weights.reader import HuggingFaceReader, check_tensors
 
 MAX_PROMPTS = 4096  # whose lengths the forecast takes
+ONLY_ON_GPUS = ("attention_dropout", "hidden_dropout")  # fields that the start refuses on a host without one
 
 
 def dry_run(config: Config, given: argparse.Namespace) -> None:
@@ -53,18 +60,23 @@ def dry_run(config: Config, given: argparse.Namespace) -> None:
     given: the simulation's own arguments (simulator/command.py).
     Raises ConfigError as training would, and where the job does not fit on its GPUs, with what would make it fit.
     """
-    num_ranks = world_size(given.nodes, given.gpus_per_node, os.environ)
-    on_node = given.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", min(8, num_ranks)))
+    size = stated_or_assumed(config, given, host_gpus=torch.cuda.device_count())
     if config.generates:
-        check_engine(config, num_ranks, on_node, elsewhere=given.nodes is not None)
-    prompt_lengths = check_inputs(config)
-    shortfall = simulate_job(config, given, prompt_lengths=prompt_lengths)
+        check_engine(config, size.gpus, size.on_node, elsewhere=given.nodes is not None)
+    prompt_lengths, responses = check_inputs(config)
+    check_models(config, size, elsewhere=given.nodes is not None)
+    if config.generates and config.rollout.engine == "transformers":
+        check_embedded(config.model.hf_path, config.rollout)
+    shortfall = simulate_job(config, given, size=size, prompt_lengths=prompt_lengths, responses=responses)
     if shortfall is not None:
         raise ConfigError(shortfall)
 
 
-def check_inputs(config: Config) -> list[int]:
-    """Check folder, model, tokenizer, data, rewards and environment as a run does; return its first prompts' tokens."""
+def check_inputs(config: Config) -> tuple[list[int], list[Workload]]:
+    """Check folder, model, tokenizer, data, rewards and environment as a run does.
+
+    Returns the tokens of its first prompts, and its supervised steps on each row once.
+    """
     look_at_run_folder(config)
     hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
     shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider)
@@ -76,16 +88,10 @@ def check_inputs(config: Config) -> list[int]:
         refuse_bitwise(shape)
     if config.has_teacher and config.teacher.hf_path:
         look_at_teacher(config, hf_config.vocab_size)
-    if config.model.init == "pretrained":
-        HuggingFaceReader(config.model.hf_path)
     megatron_config(config, config.optimizer)
     tokenizer = load_tokenizer(config, hf_config.vocab_size)
     stop_tokens(config.model.hf_path, tokenizer, hf_config.vocab_size)
-    if not config.generates:
-        pass  # no engine is started
-    elif config.rollout.engine == "transformers":
-        check_embedded(config.model.hf_path, config.rollout)
-    else:
+    if config.generates and config.rollout.engine == "vllm":
         check_served(config.model.hf_path, provider=config.model.provider)
     one_worker = dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))  # it speaks for all
     with opened_reward(one_worker, config.run.deadline_s) as reward:
@@ -96,8 +102,10 @@ def check_inputs(config: Config) -> list[int]:
     limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
     Evaluation(config, tokenizer, *limits, required=required)
     held_out_responses(config, prompts, tokenizer, context_tokens(config, hf_config), hf_config.vocab_size)
+    responses: list[Solution] = []
     if config.sft.is_on:
-        next_responses(config, prompts, min(len(prompts), config.sft.steps * config.sft.samples_per_step))
+        rows = min(len(prompts), config.sft.steps * config.sft.samples_per_step)
+        responses = next_responses(config, prompts, rows)
     if config.environment.name is not None:
         with time_limit("the import of environment.name", config.run.deadline_s):
             environment_parts(config, tokenizer)
@@ -106,7 +114,45 @@ def check_inputs(config: Config) -> list[int]:
             agent_of(config.rollout.endpoint)
     lengths = [len(prompt.token_ids) for prompt in prompts.next(min(len(prompts), MAX_PROMPTS))]
     look_at_checkpoints(config, hf_config, prompts)
-    return lengths
+    return lengths, of_responses(responses, config)
+
+
+def check_models(config: Config, size: JobSize, *, elsewhere: bool) -> None:
+    """Check what is checked when policy, critic and teacher are built.
+
+    elsewhere: whether the job is to run on another machine, whose installation cannot be seen from here.
+    """
+    ranks = policy_ranks(config, size.gpus)
+    degrees = degrees_of(config, ranks)
+    check_model(config, degrees, value_head=config.trains_reward_model, elsewhere=elsewhere)
+    if config.has_critic:
+        critic = critic_config(config)
+        of_critic = degrees_of(critic, config.critic.ranks or ranks)
+        check_model(critic, of_critic, value_head=True, elsewhere=elsewhere)
+    if config.has_teacher and config.teacher.hf_path:
+        model = dataclasses.replace(config.model, hf_path=config.teacher.hf_path, init="pretrained")
+        check_model(dataclasses.replace(config, model=model, lora=LoraConfig()), degrees, elsewhere=elsewhere)
+
+
+def check_model(config: Config, degrees: Degrees, *, value_head: bool = False, elsewhere: bool) -> None:
+    """Check a model's layers, Megatron-Core's fields and the tensors of its files."""
+    hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
+    config = settle_dtype(config, hf_config, on_gpu=True)
+    refuse_uncounted_losses(config)
+    if elsewhere:
+        fields = {name: value for name, value in config.megatron.transformer.items() if name not in ONLY_ON_GPUS}
+        config = dataclasses.replace(config, megatron=dataclasses.replace(config.megatron, transformer=fields))
+        shape = model_shape(hf_config, config, degrees, layer_spec="torch")
+        shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False) if value_head else shape
+    else:
+        shape = settled_shape(config, hf_config, degrees, value_head=value_head)
+    if config.rollout.routing_replay != "off" and not value_head:
+        check_routing_replay(config, shape)
+    if config.model.init == "pretrained":
+        reader = HuggingFaceReader(config.model.hf_path)
+        check_tensors(reader, shape, allow_unread=config.model.allow_unread_tensors)
+    if config.model.provider == "native":  # another's is finished within process groups
+        transformer_config(shape, hf_config, config, degrees)
 
 
 def check_engine(config: Config, num_ranks: int, on_node: int, *, elsewhere: bool) -> None:
@@ -128,5 +174,8 @@ def check_engine(config: Config, num_ranks: int, on_node: int, *, elsewhere: boo
     if own_engines and importlib.util.find_spec("vllm") is None:
         missing = "rollout.engine=vllm starts vLLM in the job's environment, and this one has none"
         if not elsewhere:
-            raise ConfigError(f"{missing}; pip install 'megatron_rl[vllm]', or name running servers by rollout.servers")
+            raise ConfigError(
+                f"{missing}; pip install 'megatron_rl[vllm]', name running servers by rollout.servers, or say by "
+                "--nodes N that the job runs on other machines"
+            )
         print(f"note: {missing}", file=sys.stderr)

@@ -1,6 +1,8 @@
 """Checks ``--dry-run``: it ends with 0 where the job would start and fit, else with 2 and the way out."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -8,13 +10,20 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_rl import cli, train
+from megatron_rl.commands import command
+from megatron_rl.config import Config
+from megatron_rl.critic.link import joined
 from megatron_rl.distributed.run_lock import RunLock
 from megatron_rl.simulator import __main__ as simulate_cluster
+from megatron_rl.trainer.build import build_trainer
+from megatron_rl.trainer.preference import supervised_task
+from megatron_rl.trainer.supervised import start_supervised_optimizer
 from tests.pairwise import quick
 from tests.reference import tiny_config
-from tests.runs.command import arguments, ended
+from tests.runs.command import ROOT, arguments, ended, write_teacher
 
 GIVEN = ("parallel.pipeline=2", "plan.max_tokens_per_microbatch=256", "data.max_prompt_tokens=16",
          "rollout.max_response_tokens=16", "reward.functions=[arithmetic]", "metrics.progress=false")
@@ -90,8 +99,8 @@ def test_rows_without_a_column_that_reward_workers_need_are_refused_alike(arithm
     assert said[0] == said[1] and len(said[0]) == 1
 
 
-def test_the_number_of_gpus_and_vllm_are_asked_for(arithmetic, capsys, monkeypatch) -> None:
-    assert dry_run(arithmetic) == cli.EXIT_CONFIG and "add --nodes N" in capsys.readouterr().err
+def test_the_number_of_gpus_is_assumed_and_vllm_asked_for(arithmetic, capsys, monkeypatch) -> None:
+    assert dry_run(arithmetic) == 0 and "8 GPUs on 1 node are assumed" in capsys.readouterr().err
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "vllm" else find(name, *of))
     assert dry_run(arithmetic, "--gpus-per-node=2", *ON_ENGINES) == cli.EXIT_CONFIG
@@ -186,3 +195,150 @@ def test_a_folder_that_is_locked_or_cannot_be_made_is_refused_and_not_made(arith
     monkeypatch.setattr(os, "access", lambda *_: False)  # root, as whom tests may run, is refused nothing
     for path, words in [(tmp_path, "cannot be written: no permission"), (new, "cannot be made: Permission denied")]:
         refused(arguments(arithmetic, path), capsys, words)
+
+
+# A dry run and a start of one process have the same verdict, on rows of a user's own columns.
+RECIPES, EXAMPLES = ROOT / "examples" / "recipes", ROOT / "examples"
+OWN_KEYS = ("data.prompt_key=question", "data.solution_key=reply", "preference.chosen_key=good",
+            "preference.rejected_key=bad")
+SMALL = ("data.answer_key=label", "data.max_prompt_tokens=16", "rollout.max_response_tokens=6",
+         "rollout.samples_per_prompt=2", "train.prompts_per_rollout=4")
+ALONE = ("parallel.tensor=1", "parallel.expert=1", "parallel.pipeline=1", "parallel.sequence_parallel=false",
+         "data.system_prompt=''", "data.template='{prompt}'", "rollout.engine=transformers",
+         "eval.path={rows}/all.jsonl", "sft.samples_per_step=8")
+PARITY_OF = "reward.functions=[tests.reward_functions:parity]"
+RL = (*SMALL, "data.train={rows}/rl.jsonl", PARITY_OF)
+SFT = ("data.train={rows}/sft.jsonl", "train.num_rollouts=0", "sft.steps=2", "sft.samples_per_step=8")
+DPO = (*SFT, "data.train={rows}/pairs.jsonl", "preference.loss=dpo", "skip.mode=approximate")
+# name → (settings, the words of both refusals; "": both start)
+QUICK_PAIRS = {
+    "RL without a column of solutions": (RL, ""),
+    "SFT of a model whose context is below the rollout's lengths": (SFT, ""),
+    "DPO": (DPO, ""),
+    "a supervised start without a column of solutions": ((*RL, "sft.steps=2"), "has no column 'reply'"),
+    "a response beyond the cap": ((*SFT, "plan.max_tokens_per_microbatch=4", "plan.on_long_sample=fail"),
+                                  "more than plan.max_tokens_per_microbatch=4"),
+    "files that lack a tensor": ((*RL, "model.hf_path={rows}/no_mlp"), "holds no tensor named"),
+    "a field that Megatron-Core refuses": ((*RL, "megatron.transformer.recompute_granularity=full"),
+                                           "recompute_method must be"),
+}
+LONG_PAIRS = {
+    "a reward model": ((*DPO, "preference.loss=bradley_terry"), ""),
+    "adapters on pairs": ((*DPO, "lora.rank=4", "lora.alpha=8"), ""),
+    "epochs of SFT": ((*SFT, "sft.steps=0", "sft.epochs=2", "sft.eval_share=0.1"), ""),
+    "SFT with the engine's rewards": ((*SFT, *SMALL, "eval.path={rows}/rl.jsonl", PARITY_OF,
+                                       "data.train={rows}/all.jsonl"), ""),
+    "responses beyond the context": ((*SFT, "data.train={rows}/beyond.jsonl"), "the model's context 64"),
+    "responses beyond the context, dropped": ((*SFT, "data.train={rows}/beyond.jsonl", "data.on_long_prompt=drop"), ""),
+    "an unknown column of pairs": ((*DPO, "preference.rejected_key=worse"), "has no column 'worse'"),
+    "PPO": ((*RL, "advantage.estimator=gae"), ""),
+    "PPO of a critic whose files lack a tensor": ((*RL, "advantage.estimator=gae", "critic.hf_path={rows}/no_mlp"),
+                                                  "holds no tensor named"),
+    "a teacher whose files lack a tensor": ((*RL, "advantage.estimator=distillation", "teacher.hf_path={rows}/no_mlp"),
+                                            "holds no tensor named"),
+    "a KL under the exact skip": ((*RL, "loss.kl_coefficient=0.1"), "skip.mode=exact"),
+    "experts of a dense model": ((*RL, "rollout.routing_replay=rollout"), "replays the experts of a mixture"),
+    "a kernel that is not here": ((*RL, "model.logprob_kernel=triton"), "which is not installed"),
+    "a chat template that is not there": ((*RL, "data.template=chat"), "the tokenizer has no chat template"),
+    "an environment": ((*RL, "environment.name=calculator", "reward.functions=[environment]"), ""),
+}
+
+
+def begin(config: Config) -> bool:
+    """Build the run's parts as ``train`` does, take the first supervised step and the first rollout's, and end."""
+    with joined(config, of_critic=False) as link, build_trainer(config, link) as trainer:
+        if trainer.config.sft.is_on:
+            start_supervised_optimizer(trainer.backend, trainer.config)
+            if config.preference.needs_reference:
+                trainer.backend.keep_reference()
+            supervised_task(trainer).step()
+        if config.train.num_rollouts != 0 and config.rollout.endpoint.agent is None:
+            trainer.begin_rl()
+            train.train_on_rollout(trainer, 0)
+    return True
+
+
+def begun(rank: int, world: int, given: list[str]) -> tuple[int, str]:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        code = cli.main(begin, given)
+    return code, said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def own_rows(arithmetic, tmp_path_factory) -> pathlib.Path:
+    """Files of rows with a user's own columns: for RL, SFT and pairs alone, and with all of them."""
+    folder = tmp_path_factory.mktemp("own")
+    rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()]
+    columns = {"rl": ("label",), "sft": ("reply",), "pairs": ("good", "bad"), "all": ("label", "reply", "good", "bad")}
+    for name, kept in columns.items():
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for row in rows:
+                whole = dict(label=row["answer"], reply=row["answer"], good=row["answer"], bad=row["answer"] + "1")
+                file.write(json.dumps({"question": row["prompt"]} | {name: whole[name] for name in kept}) + "\n")
+    lengths = [9] * 20 + [80]
+    lines = [json.dumps({"question": "1+1=", "reply": "1" * length}) for length in lengths]
+    (folder / "beyond.jsonl").write_text("\n".join(lines))
+    shutil.copytree(arithmetic / "model", folder / "no_mlp")
+    tensors = load_file(folder / "no_mlp" / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up_proj" not in name}
+    save_file(kept, folder / "no_mlp" / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def same_verdict(pool, arithmetic, rows, run_dir, capsys, settings, words: str = "") -> None:
+    own = [setting.format(rows=rows, prompt="{prompt}") for setting in (*OWN_KEYS, *settings)]
+    given = [f"model.hf_path={arithmetic / 'model'}", f"run.dir={run_dir}", "metrics.progress=false", *own]
+    code, forecast = said_by_dry_run(given, capsys)
+    ((started, said),) = pool.run(1, begun, given, timeout_s=120)
+    assert code == started == (cli.EXIT_CONFIG if words else 0), (forecast, said)
+    assert not words or (forecast == refusal(said) and words in forecast), (forecast, said)
+
+
+@pytest.mark.parametrize("case", quick(QUICK_PAIRS | LONG_PAIRS, *QUICK_PAIRS))
+def test_a_dry_run_says_what_the_start_says(pool, arithmetic, own_rows, tmp_path, capsys, case) -> None:
+    settings, words = (QUICK_PAIRS | LONG_PAIRS)[case]
+    same_verdict(pool, arithmetic, own_rows, tmp_path, capsys, settings, words)
+
+
+OF_METHOD = {"distillation": ("teacher.hf_path={rows}/../teacher",), "dapo": ("reward.overlong_buffer_tokens=2",),
+             "ppo": ("critic.parallel.tensor=1",)}
+OF_PAIRS = ("data.train={rows}/pairs.jsonl", "sft.warmup_steps=0", "sft.samples_per_step=8")
+CONFIGS = sorted(path.relative_to(EXAMPLES) for path in EXAMPLES.glob("*/*.yaml") if path.parent.name != "tinker")
+
+
+@pytest.mark.long(seconds=60)
+@pytest.mark.parametrize("path", CONFIGS, ids=str)
+def test_a_dry_run_accepts_each_example_as_the_start_does(pool, arithmetic, own_rows, tmp_path, capsys, path) -> None:
+    text = (EXAMPLES / path).read_text()
+    if path.parent.name != "recipes":
+        settings = (*SMALL, "data.train={rows}/all.jsonl", *ALONE)
+    elif "preference:" in text:
+        settings = OF_PAIRS
+    else:
+        settings = ("data.train={rows}/sft.jsonl",) if path.stem == "sft" else (*SMALL, "data.train={rows}/rl.jsonl")
+    if path.stem == "distillation":
+        write_teacher(arithmetic / "model", own_rows.parent / "teacher")
+    given = ("--config", str(EXAMPLES / path), *settings, *OF_METHOD.get(path.stem, ()))
+    same_verdict(pool, arithmetic, own_rows, tmp_path / "run", capsys, given)
+
+
+def test_a_new_run_s_own_command_is_a_dry_run_that_accepts(pool, arithmetic, tmp_path, capsys, monkeypatch) -> None:
+    """The line that `new` prints ends with 0 as it stands, on own prompts too, and says what it assumed."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(arithmetic / "model", "model")
+    pathlib.Path("own.jsonl").write_text("".join(f'{{"prompt": "{a}+1=", "answer": "1"}}\n' for a in range(9)))
+    short = ["data.max_prompt_tokens=16", "rollout.max_response_tokens=6"]
+    for folder, more in (("mine", []), ("other", ["--prompts", "own.jsonl"])):
+        assert command.main(["new", folder, "--model", "model", *more]) == 0
+        printed = capsys.readouterr().out.partition("next: megatron-rl train ")[2].split()
+        assert printed[-1] == "--dry-run"
+        assert train.main([*printed, *short]) == 0
+        assert "8 GPUs on 1 node are assumed, as by --nodes 1 --gpus-per-node 8" in capsys.readouterr().err
+        ((code, said),) = pool.run(1, begun_in, str(tmp_path), [*printed[:-1], *short, "train.prompts_per_rollout=4"])
+        assert code == 0, said
+
+
+def begun_in(rank: int, world: int, folder: str, given: list[str]) -> tuple[int, str]:
+    with contextlib.chdir(folder):
+        return begun(rank, world, given)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -12,12 +13,14 @@ import pytest
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.simulator import __main__ as simulate_cluster
-from megatron_rl.simulator.degrees import degrees_of, world_size
+from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.forecast import forecast
+from megatron_rl.simulator.job_size import JobSize, job_size
 from megatron_rl.simulator.machine import Machine, load_coefficients, machine_costs
 from megatron_rl.simulator.memory import stage_parameters
 from megatron_rl.simulator.picture import picture
 from megatron_rl.simulator.workload import Workload, append_trace, draw, read_trace
+from megatron_rl.validate.critic import policy_ranks
 from tests.reference import tiny_config
 from tests.tools import words
 from tests.tools.simulated_job import equal_samples, per_token, tiny_job
@@ -109,11 +112,26 @@ def test_coefficients_of_a_run_and_of_a_machine(tmp_path: pathlib.Path) -> None:
         load_coefficients(file, job.shape, job.config, job.degrees, loss_share=0.8)
 
 
-def test_world_size_is_said_by_somebody() -> None:
-    assert world_size(4, None, {}) == 32 and world_size(None, None, {"WORLD_SIZE": "6"}) == 6
-    assert world_size(None, None, {"SLURM_NNODES": "3", "SLURM_GPUS_ON_NODE": "4"}) == 12
-    with pytest.raises(ConfigError, match="add --nodes N"):
-        world_size(None, None, {})
+def test_the_number_of_gpus_is_stated_or_assumed_aloud() -> None:
+    """What is assumed is the job that its own flags state, and one that the degrees divide."""
+    one_node = load_config(None, [])
+    for environment, gpus in (({"WORLD_SIZE": "6"}, 6), ({"SLURM_NNODES": "3", "SLURM_GPUS_ON_NODE": "4"}, 12)):
+        assert job_size(one_node, None, None, environment).gpus == gpus
+    assert job_size(one_node, 4, None, {"WORLD_SIZE": "6"}) == JobSize(gpus=32, on_node=8)
+    with pytest.raises(ConfigError, match="--nodes 0 is no number"):
+        job_size(one_node, 0, None, {})
+    critic, vllm = "advantage.estimator=gae critic.placement=separate critic.ranks=", "rollout.engine=vllm rollout."
+    for settings, host_gpus, gpus in (
+        ("", 0, 8), ("", 2, 2), ("parallel.pipeline=3", 0, 6), ("parallel.pipeline=3 parallel.tensor=4", 0, 24),
+        ("parallel.expert=16", 0, 16), (f"{critic}2", 0, 8), (f"{critic}4 parallel.tensor=8", 0, 12),
+        (f"{vllm}tensor_parallel=4 rollout.num_engines=4", 0, 16), ("parallel.tensor=8", 2, 8),
+    ):
+        config = load_config(None, words(settings))
+        size = job_size(config, None, None, {}, host_gpus=host_gpus)
+        assert size.gpus == gpus, settings
+        nodes, on_node = re.search(r"--nodes (\d+) --gpus-per-node (\d+)", size.assumed).groups()
+        assert job_size(config, int(nodes), int(on_node), {}) == dataclasses.replace(size, assumed=None)
+        degrees_of(config, policy_ranks(config, gpus))
     with pytest.raises(ConfigError, match="world size 6 is no multiple of"):
         degrees_of(load_config(None, ["parallel.pipeline=4"]), 6)
 

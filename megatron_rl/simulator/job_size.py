@@ -1,0 +1,96 @@
+"""The number of a job's GPUs: from the command line, a launcher's or SLURM's variables, or assumed and said so."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError
+
+NODE_GPUS = 8  # of a node of which nothing is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSize:
+    """Holds the GPUs of a job, and those of each of its nodes.
+
+    assumed: what is assumed, in words, where nothing states the number; None: something does.
+    """
+
+    gpus: int
+    on_node: int
+    assumed: str | None = None
+
+
+def job_size(
+    config: Config,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    host_gpus: int = 0,
+) -> JobSize:
+    """Return the GPUs of a job as the arguments, torchrun's or SLURM's variables state them.
+
+    Where none of them does, as many of one node as the parallel degrees divide, or the fewest whole nodes.
+
+    host_gpus: GPUs of this host, which an unknown node is taken to be like; 0: it has none.
+    Raises ConfigError where SLURM states half of it.
+    """
+    for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} {value} is no number of them; give at least 1")
+    if nodes is not None:
+        on_node = gpus_per_node or NODE_GPUS
+        return JobSize(gpus=nodes * on_node, on_node=on_node)
+    if "WORLD_SIZE" in environment:
+        gpus = int(environment["WORLD_SIZE"])
+        on_node = gpus_per_node or int(environment.get("LOCAL_WORLD_SIZE", min(NODE_GPUS, gpus)))
+        return JobSize(gpus=gpus, on_node=on_node)
+    slurm_nodes = environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES")
+    if slurm_nodes is not None:
+        on_node = gpus_per_node or int(environment.get("SLURM_GPUS_ON_NODE", 0))
+        if on_node:
+            return JobSize(gpus=int(slurm_nodes) * on_node, on_node=on_node)
+        raise ConfigError(f"SLURM gives {slurm_nodes} nodes and no SLURM_GPUS_ON_NODE; add --gpus-per-node N")
+    if gpus_per_node is not None:
+        return JobSize(gpus=gpus_per_node, on_node=gpus_per_node)
+    return _assumed(config, host_gpus or NODE_GPUS)
+
+
+def _assumed(config: Config, on_node: int) -> JobSize:
+    """Return the size of a job that nothing states: on one node where its degrees and engines fit there."""
+    parallel, rollout = config.parallel, config.rollout
+    dense = parallel.tensor * parallel.context * parallel.pipeline
+    experts = (parallel.expert_tensor or parallel.tensor) * parallel.expert * parallel.pipeline
+    unit = math.lcm(dense, experts)
+    of_critic = (config.critic.ranks or 0) if config.has_critic else 0
+    of_engines = 1
+    if config.generates and rollout.engine == "vllm" and not rollout.servers:
+        of_engines = (rollout.num_engines or 1) * rollout.tensor_parallel
+    gpus = next(
+        gpus
+        for gpus in _sizes(on_node, unit, of_critic)
+        if gpus - of_critic >= max(unit, of_engines) and (gpus - of_critic) % unit == 0
+    )
+    nodes = 1 if gpus % on_node else gpus // on_node
+    place = f"{gpus} GPUs on {nodes} node{'s' * (nodes > 1)}"
+    return JobSize(
+        gpus=gpus,
+        on_node=gpus // nodes,
+        assumed=f"nothing says how many GPUs the job has; {place} are assumed, as by --nodes {nodes} --gpus-per-node "
+        f"{gpus // nodes}",
+    )
+
+
+def _sizes(on_node: int, unit: int, of_critic: int) -> Iterator[int]:
+    """Yield sizes: of one node from the largest on, then whole nodes, then any that the degrees divide."""
+    yield from range(on_node, 0, -1)
+    yield from range(2 * on_node, on_node * (unit + of_critic + 1) + 1, on_node)
+    whole = unit
+    while True:
+        yield whole + of_critic
+        whole += unit
