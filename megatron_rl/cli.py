@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import logging
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -19,7 +20,7 @@ from megatron_rl.distributed.agreement import announce
 from megatron_rl.distributed.child_process import end_with_launcher
 from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.doctor import explain_import_error
-from megatron_rl.errors import ConfigError, RunError, quoted
+from megatron_rl.errors import ConfigError, RunError, quoted, shortened
 from megatron_rl.simulator.command import add_arguments
 from megatron_rl.users_code import exit_is_an_error
 from megatron_rl.validate import validate_config
@@ -71,7 +72,7 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
     is_main = os.environ.get("RANK", "0") == "0"
     set_up_logging(is_main)
     try:
-        config, options = _parse(arguments, program)
+        config, options = read_arguments(arguments, program)
         with time_limit("the check of the configuration", config.run.deadline_s):  # calls a user's loss and estimator
             if program.checks:
                 validate_config(config)
@@ -164,7 +165,11 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _parse(arguments: Sequence[str] | None, program: Program) -> tuple[Config, argparse.Namespace]:
+def read_arguments(arguments: Sequence[str] | None, program: Program) -> tuple[Config, argparse.Namespace]:
+    """Return the configuration that a command line gives, and its other options.
+
+    Raises ConfigError for an option or a setting that is not known, and where its options start no such job.
+    """
     parser = argparse.ArgumentParser(
         prog=program.name, description=program.description, epilog=f"example: {program.example}"
     )
@@ -174,7 +179,8 @@ def _parse(arguments: Sequence[str] | None, program: Program) -> tuple[Config, a
         parser.add_argument(
             "--dry-run", action="store_true", help="print what the job would take, join no world, and end"
         )
-        add_arguments(parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)"))
+        forecast = parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)")
+        add_arguments(forecast)
     parser.set_defaults(dry_run=False)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options, unknown = parser.parse_known_intermixed_args(arguments)
@@ -182,10 +188,34 @@ def _parse(arguments: Sequence[str] | None, program: Program) -> tuple[Config, a
         if "=" not in name:
             known = ", ".join(option for action in parser._actions for option in action.option_strings)
             raise ConfigError(f"{quoted(name)} is no option; those are {known}; a setting is section.key=value")
+    if program.checks and not options.dry_run:
+        _refuse_forecast(options, {action.option_strings[0]: action for action in forecast._group_actions})
     config = load_config(options.config, [*unknown, *options.overrides])  # it names the fault of --section.key=value
     if options.run_dir:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=options.run_dir))
     return config, options
+
+
+def _refuse_forecast(options: argparse.Namespace, known: dict[str, argparse.Action]) -> None:
+    """Raise ConfigError for arguments of a forecast without ``--dry-run``: they start nothing."""
+    values = {name: vars(options)[action.dest] for name, action in known.items()}
+    given = {name: value for name, value in values.items() if value != known[name].default}
+    if not given:
+        return
+    said = shortened(" ".join(f"{name} {value}" for name, value in given.items()), 200)
+    if not {"--nodes", "--gpus-per-node"} & set(given):
+        raise ConfigError(
+            f"{said}: arguments of a forecast, and nothing is forecast; add --dry-run, or leave them out"
+        )
+    nodes, on_node = given.get("--nodes", 1), given.get("--gpus-per-node", 8)
+    meet = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+    where = "" if nodes == 1 else f" on each of the {nodes} nodes, HOST being one of them (docs/slurm.md)"
+    named = {"--config": options.config, "--run-dir": options.run_dir}
+    words = [*(word for option, value in named.items() if value for word in (option, value)), *options.overrides]
+    raise ConfigError(
+        f"{said}: a job of so many GPUs is forecast by --dry-run, and started by a launcher{where}: torchrun {meet} "
+        f"--nproc-per-node {on_node} -m megatron_rl.train {shlex.join(words)}".rstrip()
+    )
 
 
 def _stages_import(is_main: bool) -> bool:

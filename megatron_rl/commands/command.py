@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_rl.cli import SERVER, TRAINER, Program, read_arguments
 from megatron_rl.commands.launch import become, command_line, take_processes
 from megatron_rl.commands.new_run import new_command
 from megatron_rl.commands.translate.command import translate_command
@@ -22,16 +23,18 @@ class Verb:
     does: the sentence of the help.
     module: of the package, which another process runs by ``python -m``.
     many: whether ``--nproc`` may start several of it.
+    reads: the program whose arguments and settings are read once before several processes are; None: none are.
     """
 
     does: str
     module: str
     many: bool = False
+    reads: Program | None = None
 
 
 VERBS = {
-    "train": Verb(does="Train a policy.", module="megatron_rl.train", many=True),
-    "serve": Verb(does="Serve Tinker's API on this backend.", module="megatron_rl.serve", many=True),
+    "train": Verb(does="Train a policy.", module="megatron_rl.train", many=True, reads=TRAINER),
+    "serve": Verb(does="Serve Tinker's API on this backend.", module="megatron_rl.serve", many=True, reads=SERVER),
     "serve-vllm": Verb(
         does="Start vLLM servers for a run, and keep them running.", module="megatron_rl.commands.serve_vllm"
     ),
@@ -89,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes, others = take_processes(rest)
         if processes is not None and not verb.many:
             raise ConfigError(f"megatron-rl {name} runs as one process; leave --nproc {processes} out")
+        if processes is not None and verb.reads is not None:
+            read_arguments(others, verb.reads)  # a mistake in them ends here, before any rank is started
         become(command_line(verb.module, others, processes, os.environ))
     except ConfigError as error:
         print(f"megatron_rl: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Builds the command lines that `megatron-rl` hands its process to: Python, or torchrun around it."""
+"""Builds the command lines that `megatron-rl` hands its process to: Python, or torchrun's ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.errors import ConfigError
 FLAG = "--nproc"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # The address: torchrun would take the host's name, and wait for minutes where that has none.
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+TORCHRUN = (sys.executable, "-m", "megatron_rl.commands.ranks", "--standalone", "--local-addr", "127.0.0.1")
 
 
 def take_processes(arguments: Sequence[str]) -> tuple[int | None, list[str]]:

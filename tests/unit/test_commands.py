@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
 import pathlib
+import signal
+import subprocess
 import sys
 import threading
 
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_rl import cli
-from megatron_rl.commands import command, launch
+from megatron_rl.commands import command, launch, ranks
 from megatron_rl.commands.new_run import write_run
 from megatron_rl.config import load_config
 from megatron_rl.distributed import time_limit
 from megatron_rl.errors import ConfigError
 from tests.patience import HANG_S, patient
 
+ROOT = pathlib.Path(__file__).parents[2]
 TORCHRUN = [*launch.TORCHRUN, "--nproc-per-node"]
 
 
@@ -39,8 +46,8 @@ def _no_world(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_word_becomes_its_program() -> None:
     for words, becomes in (
         (["train", "--config", "a.yaml"], [sys.executable, "-m", "megatron_rl.train", "--config", "a.yaml"]),
-        (["train", "--nproc", "2", "x.y=1"], [*TORCHRUN, "2", "-m", "megatron_rl.train", "x.y=1"]),
-        (["serve", "x.y=1", "--nproc=4"], [*TORCHRUN, "4", "-m", "megatron_rl.serve", "x.y=1"]),
+        (["train", "--nproc", "2", "run.seed=1"], [*TORCHRUN, "2", "-m", "megatron_rl.train", "run.seed=1"]),
+        (["serve", "run.seed=1", "--nproc=4"], [*TORCHRUN, "4", "-m", "megatron_rl.serve", "run.seed=1"]),
         (["convert", "inspect", "m"], [sys.executable, "-m", "megatron_rl.commands.convert", "inspect", "m"]),
         (["verify", "--nproc", "2"], [*TORCHRUN, "2", "-m", "megatron_rl.commands.verify"]),
         (["simulate", "--nodes", "4"], [sys.executable, "-m", "megatron_rl.simulator", "--nodes", "4"]),
@@ -58,6 +65,10 @@ def test_a_mistake_ends_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
         (["train", "--nproc", "0"], "--nproc '0' is no number of processes"),
         (["train", "--nproc=two"], "--nproc 'two' is no number of processes"),
         (["train", "--nproc", "2", "--nproc", "3"], "--nproc stands twice: 2 and '3'"),
+        (["train", "--nproc", "2", "optimizer.lrr=3"], "unknown config key optimizer.lrr (value 3)"),
+        (["serve", "--nproc", "2", "serve.prot=3"], "the nearest known key is serve.port"),
+        (["train", "--nproc", "2", "--config", "no.yaml"], "no.yaml cannot be read"),
+        (["train", "--nproc", "2", "--nodes", "2"], "--nodes 2: a job of so many GPUs is forecast by --dry-run"),
         (["new", "/proc/no/run"], "/proc/no/run cannot be made: No such file or directory (/proc/no)"),
         (["doctor", "--nproc", "2"], "megatron-rl doctor runs as one process; leave --nproc 2 out"),
     ):
@@ -106,6 +117,61 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: pathlib.Path, monkeyp
         assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
+# --- the ranks of --nproc
+
+
+@pytest.mark.parametrize(("codes", "code", "said"), [
+    ({0: 2, 1: 2}, 2, ""), ({1: 75}, 75, ""), ({0: 130}, 130, ""),
+    ({1: 1, 0: -15}, 1, "rank 1 (process 101) ended with exit code 1 (its error stands above)"),
+    ({0: 1, 1: -9}, 137, "rank 1 (process 101) was ended by SIGKILL, as the kernel does where"),
+    ({0: 5}, 5, "rank 0 (process 100) ended with exit code 5; the others"),
+])
+def test_the_end_of_ranks_is_one_line_at_most(capsys, codes: dict[int, int], code: int, said: str) -> None:
+    """codes: of the ranks that failed, in the order of time."""
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=found, error_file="<N/A>")
+        for rank, found in codes.items()
+    }
+    for time, failure in enumerate(failures.values()):
+        failure.timestamp = time
+    assert ranks.explain(ChildFailedError("train", failures)) == code
+    printed = capsys.readouterr().err
+    assert printed == "" if not said else said in printed and printed.count("\n") == 1, printed
+
+
+RANK = """
+import os, signal, sys
+from torch.distributed import TCPStore
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+store = TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False)
+if store.add("started", 1) == 2:
+    store.set("both", "")
+if os.environ["RANK"] == "1" and sys.argv[1] != "waits":
+    print("mine", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else sys.exit(int(sys.argv[1]))
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.long(seconds=30)
+@pytest.mark.parametrize(("does", "code", "lines"), [
+    ("2", 2, ["mine"]), ("killed", 137, ["mine", "megatron_rl: rank 1"]), ("waits", 130, []),
+])
+def test_the_launcher_adds_no_report(tmp_path: pathlib.Path, does: str, code: int, lines: list[str]) -> None:
+    """Two real ranks: one that ends, one that is killed, and both under Ctrl-C, as a terminal gives it to all."""
+    (tmp_path / "rank.py").write_text(RANK)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = [*TORCHRUN, "2", str(tmp_path / "rank.py"), does, str(store.port)]
+    job = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
+    if does == "waits":
+        store.wait(["both"], datetime.timedelta(seconds=patient(HANG_S)))
+        os.killpg(job.pid, signal.SIGINT)
+    _, said = job.communicate(timeout=patient(HANG_S))
+    assert job.returncode == code, said
+    assert len(said.splitlines()) == len(lines) and all(map(str.startswith, said.splitlines(), lines)), said
+
+
 # --- python -m megatron_rl.train
 
 
@@ -123,6 +189,11 @@ def test_a_trainers_mistake_is_one_sentence(capsys, monkeypatch) -> None:
         (["--config", "no.yaml"], "no.yaml cannot be read: No such file or directory (working directory "),
         (["optimizer.lr=nan"], "optimizer.lr=nan must be at least 0 and at most 10"),
         ([], "model.hf_path='' names no model"),
+        (["--nodes", "4", "--gpus-per-node", "8", "run.name=a b"], "torchrun --nnodes 4 --rdzv-backend c10d "
+         "--rdzv-endpoint HOST:29400 --nproc-per-node 8 -m megatron_rl.train 'run.name=a b'"),
+        (["--gpus-per-node", "2", "--run-dir", "x"], ": torchrun --standalone --nproc-per-node 2 -m megatron_rl.train "
+         "--run-dir x"),
+        (["--pass-rate", "beta:1,1"], "--pass-rate beta:1,1: arguments of a forecast, and nothing is forecast"),
     ):
         for name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)

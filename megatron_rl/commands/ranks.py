@@ -1,0 +1,94 @@
+"""Starts the ranks of ``--nproc`` by torchrun's own code, and says in a line what no rank has said itself.
+
+    python -m megatron_rl.commands.ranks --nproc-per-node 2 -m megatron_rl.train ...      # torchrun's arguments
+
+torchrun closes with a traceback and a report of its own, some 40 lines below the one that a rank has printed. Here a
+rank's own words are the last ones; a rank that a signal ended, and could say nothing, is named.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_rl.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+SAID_BY_RANKS = (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # codes with which one of them prints why
+# The beginnings of what torchrun logs (2.6 to 2.13) of an end that is said here, or by a rank.
+LOGGED_OF_ENDS = (
+    *("failed (exitcode", "no error file defined", "Sending process", "Closing process", "Received %s death signal"),
+    *("Got termination signal", "Error waiting on exit barrier"),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run torchrun with ``arguments``; return the code of the rank that failed first, 128 + N for a signal N.
+
+    0 where every rank ended well.
+    """
+    try:
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    except KeyboardInterrupt:
+        return _ended_by(signal.SIGINT, ranks_run=False)
+    _log_in_lines()
+    try:
+        torchrun.main(list(arguments))
+    except ChildFailedError as error:
+        return explain(error)
+    except SignalException as error:
+        return _ended_by(error.sigval, ranks_run=True)
+    except KeyboardInterrupt:
+        return _ended_by(signal.SIGINT, ranks_run=False)
+    return 0
+
+
+def _ended_by(number: signal.Signals, *, ranks_run: bool) -> int:
+    """Say which signal ended the job, but for a Ctrl-C of which a rank has told."""
+    if not (ranks_run and number == signal.SIGINT):
+        told = "; the ranks were told, and have ended" if ranks_run else ", before any rank ran"
+        print(f"megatron_rl: ended by {number.name}{told}", file=sys.stderr)
+    return 128 + number
+
+
+def explain(error: ChildFailedError) -> int:
+    """Name the rank that failed first, where it has not said why itself; return its exit code.
+
+    A rank that a signal ended comes before those that met its loss; SIGTERM is torchrun's own to the others.
+    """
+    failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+    killed = [(rank, each) for rank, each in failures if each.exitcode < 0 and each.exitcode != -signal.SIGTERM]
+    rank, failure = (killed or failures)[0]
+    who, code = f"rank {rank} (process {failure.pid})", failure.exitcode
+    if code < 0:
+        name = signal.Signals(-code).name
+        often = ", as the kernel does where the host's memory is full" if -code == signal.SIGKILL else ""
+        print(f"megatron_rl: {who} was ended by {name}{often}; the others were ended after it", file=sys.stderr)
+        return 128 - code
+    if code not in SAID_BY_RANKS:
+        reason = " (its error stands above)" if code == EXIT_FAILED else ""
+        print(
+            f"megatron_rl: {who} ended with exit code {code}{reason}; the others were ended after it", file=sys.stderr
+        )
+    return code
+
+
+def _log_in_lines() -> None:
+    """Print what torchrun logs beside the ends of ranks as lines of ours."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("megatron_rl: torchrun: %(message)s"))
+    handler.addFilter(lambda record: not str(record.msg).startswith(LOGGED_OF_ENDS))
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
