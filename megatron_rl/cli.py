@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron_rl.config import Config, load_config
+from megatron_rl.config.nearest import advice, name_elsewhere
 from megatron_rl.distributed.agreement import announce
 from megatron_rl.distributed.child_process import end_with_launcher
 from megatron_rl.distributed.time_limit import time_limit
@@ -187,7 +188,9 @@ def read_arguments(arguments: Sequence[str] | None, program: Program) -> tuple[C
     for name in unknown:
         if "=" not in name:
             known = ", ".join(option for action in parser._actions for option in action.option_strings)
-            raise ConfigError(f"{quoted(name)} is no option; those are {known}; a setting is section.key=value")
+            bare = name.lstrip("-")
+            meant = f", and {advice(Config, Config, bare)}" if name_elsewhere(bare) else ""
+            raise ConfigError(f"{quoted(name)} is no option; those are {known}; a setting is section.key=value{meant}")
     if program.checks and not options.dry_run:
         _refuse_forecast(options, {action.option_strings[0]: action for action in forecast._group_actions})
     config = load_config(options.config, [*unknown, *options.overrides])  # it names the fault of --section.key=value
@@ -204,9 +207,7 @@ def _refuse_forecast(options: argparse.Namespace, known: dict[str, argparse.Acti
         return
     said = shortened(" ".join(f"{name} {value}" for name, value in given.items()), 200)
     if not {"--nodes", "--gpus-per-node"} & set(given):
-        raise ConfigError(
-            f"{said}: arguments of a forecast, and nothing is forecast; add --dry-run, or leave them out"
-        )
+        raise ConfigError(f"{said}: arguments of a forecast, and nothing is forecast; add --dry-run, or leave them out")
     nodes, on_node = given.get("--nodes", 1), given.get("--gpus-per-node", 8)
     meet = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
     where = "" if nodes == 1 else f" on each of the {nodes} nodes, HOST being one of them (docs/slurm.md)"

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.checks import hints_of
 from megatron_rl.config.interpolation import Interpolations, escaped
+from megatron_rl.config.known_names import RENAMED
+from megatron_rl.config.nearest import meant
 from megatron_rl.config.sections import Config
-from megatron_rl.config.typed import RENAMED, build_section, fitted, hint_at, holds_text
+from megatron_rl.config.typed import build_section, fitted, hint_at, holds_text
 from megatron_rl.config.yaml_text import MOST_LEVELS, Lines, parse_yaml, read_yaml
 from megatron_rl.errors import ConfigError, quoted, shortened
 
@@ -37,6 +38,7 @@ def load_config(
     tree = {name: value for name, value in tree.items() if value is not None}  # a section whose keys are comments
     layers = [tree, *map(_parse_override, overrides)]
     lines = {key: line for key, line in lines.items() if not any(_holds(layer, key) for layer in layers[1:])}
+    given = {key for layer in layers[1:] for key in _keys(layer)}
     try:
         for below, above in itertools.combinations(layers, 2):
             _check_over(below, above)
@@ -50,7 +52,7 @@ def load_config(
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     except ConfigError as error:
-        raise ConfigError(_with_place(str(error), str(source), lines)) from None
+        raise ConfigError(_with_place(str(error), str(source), lines, given)) from None
 
 
 def _check_over(below: object, above: object, key: str = "") -> None:
@@ -111,22 +113,6 @@ def _plain(value: object, key: str) -> object:
     raise ConfigError(f"{key}={quoted(value)} must be a text, a number, true, false, null, a list or a mapping")
 
 
-def right_key(key: str) -> str:
-    """Return a key's name of today, or the nearest one there is."""
-    if key in RENAMED or hint_at(Config, key) is not None:
-        return RENAMED.get(key, key)
-    return difflib.get_close_matches(key[:100], list(all_keys()), n=1, cutoff=0.0)[0]
-
-
-def all_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every setting."""
-    for name, hint in hints_of(cls).items():
-        if dataclasses.is_dataclass(hint):
-            yield from all_keys(hint, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
 def _parse_override(override: str) -> Tree:
     key, equals, text = override.partition("=")
     bare = key.strip().lstrip("+~-")
@@ -135,9 +121,11 @@ def _parse_override(override: str) -> Tree:
             f"override {quoted(override)} is not of the form section.key=value, without spaces around the ="
         )
     if bare != key.strip():
+        is_known = bare in RENAMED or hint_at(Config, bare) is not None
+        keys, note = ([RENAMED.get(bare, bare)], "") if is_known else meant(Config, Config, bare)
+        how = f"as in {keys[0]}={shortened(text)}" if keys else f"and {note}"
         raise ConfigError(
-            f"override {quoted(override)}: a setting is written without {quoted(key.strip()[0])} before it, as in "
-            f"{right_key(bare)}={shortened(text)}"
+            f"override {quoted(override)}: a setting is written without {quoted(key.strip()[0])} before it, {how}"
         )
     value = _override_value(bare, text, override)
     for name in reversed(bare.split(".")):
@@ -176,14 +164,26 @@ def _holds(tree: Tree, key: str) -> bool:
     return not isinstance(found, dict)
 
 
-def _with_place(message: str, path: str, lines: Lines) -> str:
-    """Return a message that begins with the file and the lines of the keys that it names."""
+def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of an override's tree: its sections', and its value's."""
+    for name, part in tree.items():
+        yield f"{prefix}{name}"
+        if isinstance(part, dict):
+            yield from _keys(part, f"{prefix}{name}.")
+
+
+def _with_place(message: str, path: str, lines: Lines, given: Collection[str]) -> str:
+    """Return a message that begins with where the keys stand that it names: lines of the file, the command line.
+
+    given: the dotted keys of the overrides.
+    """
     named = set(re.findall(r"[\w-]+(?:\.[\w-]+)+", message))
     named |= set(re.findall(r"^(?:unknown )?(?:config key )?([\w-]+)(?![\w.-])", message))
     found = sorted({lines[key] for key in named if key in lines})
-    if not found:
-        return message
-    return f"{path}, line{'s' * (len(found) > 1)} {', '.join(map(str, found))}: {message}"
+    places = [f"{path}, line{'s' * (len(found) > 1)} {', '.join(map(str, found))}"] if found else []
+    if named & set(given) or any("." in key and key in message for key in given):
+        places.append("the command line" if found else "on the command line")
+    return f"{' and '.join(places)}: {message}" if places else message
 
 
 def config_to_dict(config: Config) -> dict[str, dict]:

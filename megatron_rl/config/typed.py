@@ -3,52 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import typing
 from collections.abc import Mapping
 
 from megatron_rl.config.checks import Range, check_number, hints_of, parts_of
+from megatron_rl.config.known_names import RENAMED
+from megatron_rl.config.nearest import advice, leaf_of
 from megatron_rl.errors import ConfigError, quoted, shortened
 
-# Keys of earlier releases and their names of today; a section's name renames all of its keys.
-RENAMED = {
-    "train.steps": "train.num_rollouts",
-    "train.prompts_per_step": "train.prompts_per_rollout",
-    "train.export_every": "train.export_every_rollouts",
-    "warmup": "sft",
-    "critic.warmup_steps": "critic.warmup_rollouts",
-    "checkpoint.save_every": "checkpoint.save_every_rollouts",
-    "reference.refresh_every": "reference.refresh_every_rollouts",
-    "eval.every": "eval.every_rollouts",
-    "metrics.dense_every": "metrics.dense_every_rollouts",
-    "weight_sync.interval": "weight_sync.interval_steps",
-    "rollout.producer.depth": "rollout.producer.prefetch_rollouts",
-    "rollout.producer.max_staleness": "rollout.producer.max_staleness_steps",
-    "reward.overlong_buffer": "reward.overlong_buffer_tokens",
-    "replay.size": "replay.capacity_groups",
-    "replay.max_age": "replay.max_age_versions",
-    "reroll.buffer_size": "reroll.capacity_prompts",
-}
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "keys with values"}
 
 
-def fitted(cls: type, values: Mapping[str, object], key: str = "") -> dict[str, object]:
+def fitted(cls: type, values: Mapping[str, object], key: str = "", root: type | None = None) -> dict[str, object]:
     """Return the values of a section as its fields' types want them.
 
     cls: a dataclass of megatron_rl/config.
     key: the section's own key, for messages; empty for the whole configuration.
+    root: the class of the whole configuration; None: ``cls`` is.
     Raises ConfigError for a key that the section lacks, or a value of another type or beyond its range.
     """
-    hints, prefix = hints_of(cls), f"{key}." * bool(key)
+    hints, prefix, root = hints_of(cls), f"{key}." * bool(key), root or cls
     found: dict[str, object] = {}
     for name, value in values.items():
-        check_known(cls, name, value, prefix)
+        check_known(cls, name, value, prefix, root)
         if not dataclasses.is_dataclass(hints[name]):
             found[name] = typed_value(f"{prefix}{name}", value, hints[name])
         elif isinstance(value, dict):
-            found[name] = fitted(hints[name], value, f"{prefix}{name}")
+            found[name] = fitted(hints[name], value, f"{prefix}{name}", root)
         else:
             raise ConfigError(
                 f"{prefix}{name}={_written(value)} must be a section with keys, as in "
@@ -69,19 +52,16 @@ def build_section(cls: type, values: Mapping[str, object]):
     return cls(**built)
 
 
-def check_known(cls: type, name: str, value: object, prefix: str = "") -> None:
+def check_known(cls: type, name: str, value: object, prefix: str, root: type) -> None:
     """Raise ConfigError for a key that the section ``cls`` lacks, with its name of today or the nearest one."""
     if f"{prefix}{name}" in RENAMED:
         raise ConfigError(
             f"config key {prefix}{name} (value {quoted(value)}) is called {RENAMED[f'{prefix}{name}']} now; rename it"
         )
-    known = [field.name for field in dataclasses.fields(cls)]
-    if name not in known:
-        old = [key.removeprefix(prefix) for key in RENAMED if key.rpartition(".")[0] == prefix.rstrip(".")]
-        nearest = prefix + difflib.get_close_matches(name[:100], known + old, n=1, cutoff=0.0)[0]
+    if name not in hints_of(cls):
+        key, held = leaf_of(f"{prefix}{name}", value)
         raise ConfigError(
-            f"unknown config key {shortened(prefix + name)} (value {quoted(value)}); the nearest known key is "
-            f"{RENAMED.get(nearest, nearest)}"
+            f"unknown config key {shortened(key)} (value {quoted(held)}); {advice(root, cls, key, prefix)}"
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.checks import parts_of, range_of
-from megatron_rl.config.file import all_keys
+from megatron_rl.config.nearest import all_keys
 from megatron_rl.config.typed import hint_at
 from megatron_rl.errors import ConfigError
 from megatron_rl.validate import validate_config
@@ -63,7 +63,7 @@ def drawn_value(draw: random.Random, key: str, named: tuple[str, ...]) -> str:
 
 def drawn_overrides(seed: int) -> list[str]:
     """Return one to four overrides of keys drawn at random."""
-    draw, keys = random.Random(seed), sorted(all_keys())
+    draw, keys = random.Random(seed), sorted(all_keys(Config))
     return [f"{key}={drawn_value(draw, key, NAMED.get(key, ()))}" for key in draw.sample(keys, draw.randint(1, 4))]
 
 

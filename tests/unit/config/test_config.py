@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from megatron_rl.config import Config, config_to_yaml, load_config
-from megatron_rl.config.file import all_keys
-from megatron_rl.config.typed import RENAMED, hint_at
+from megatron_rl.config.known_names import ELSEWHERE, NOT_HERE, RENAMED
+from megatron_rl.config.nearest import all_keys
+from megatron_rl.config.typed import hint_at
 from megatron_rl.errors import ConfigError
 from megatron_rl.validate import validate_config
 from tools import config_table
@@ -44,6 +45,51 @@ def test_a_renamed_key_is_answered_by_its_new_name():
         with pytest.raises(ConfigError, match=rf"config key {re.escape(old)} .* is called {re.escape(new)} now"):
             load_config(None, [f"{old}.steps=3" if old == "warmup" else f"{old}=3"])
         assert new in leaves_of(Config) or new in SECTIONS
+
+
+def test_a_name_of_another_framework_is_answered_by_ours():
+    """Every target is a key; no name elsewhere hides a key of ours."""
+    keys = set(all_keys(Config))
+    for name, (target, note) in ELSEWHERE.items():
+        assert target in keys and name not in keys, name
+        said = f"nearest known key is {target}{f' ({note})' * bool(note)}"
+        with pytest.raises(ConfigError, match=f"{re.escape(said)}$"):
+            load_config({name: 3} if "." not in name else None, [] if "." not in name else [f"elsewhere.{name}=3"])
+    for name, reason in NOT_HERE.items():
+        assert name not in keys and set(re.findall(r"\b[a-z]+\.[a-z_]+\b", reason)) <= keys | {"optimizer.distributed"}
+        with pytest.raises(ConfigError, match=re.escape(f"there is none of this meaning: {reason}")):
+            load_config(None, [f"policy.{name}=3"])
+
+
+@pytest.mark.parametrize(("given", "answer"), [
+    ("rollout.n=8", "rollout.samples_per_prompt"), ("actor_rollout_ref.rollout.n=8", "rollout.samples_per_prompt"),
+    ("learning_rate=1", "optimizer.lr"), ("sft.learning_rate=1", "sft.lr"), ("critic.learning-rate=1", "critic.lr"),
+    ("max_steps=3", "train.num_rollouts (sft.steps in a supervised run)"), ("sft.max_steps=3", "sft.steps"),
+    ("kl_coef=1", "loss.kl_coefficient"), ("lerning_rate=1", "optimizer.lr"), ("optimizer.lrr=1", "optimizer.lr"),
+    ("rolout.temperature=1", "rollout.temperature"), ("data.train_batch_size=4", "train.prompts_per_rollout"),
+])
+def test_an_unknown_key_is_answered_by_the_one_that_is_meant(given, answer):
+    key, value = given.split("=")
+    said = f"on the command line: unknown config key {key} (value {value}); the nearest known key is {answer}"
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [given])
+    assert str(refused.value) == said
+
+
+def test_a_fault_names_the_place_of_each_of_its_keys(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("train:\n  foo: 3\n")
+    for given, said in (
+        (["train.foo=4"], "on the command line: unknown config key train.foo (value 4); "),
+        (["run.lr=3", "train.foo=null"], "on the command line: unknown config key"),
+        ([], f"{path}, line 2: unknown config key train.foo"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            load_config(path, given)
+        assert str(refused.value).startswith(said)
+    path.write_text("data:\n  system_prompt: be short\n")
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{path}, line 2 and the command line: data.system_prompt=')}"):
+        load_config(path, ["data.template='{prompt}'"])
 
 
 def test_resolved_yaml_loads_back_to_the_same_config(tmp_path):
@@ -115,7 +161,7 @@ def test_every_example_is_a_valid_config(path):
 
 def test_no_message_repeats_a_long_value_whole():
     """A mistyped override of thousands of characters still ends in a message that a terminal shows at once."""
-    keys = [key for key in sorted(all_keys()) if "str" in str(hint_at(Config, key))]
+    keys = [key for key in sorted(all_keys(Config)) if "str" in str(hint_at(Config, key))]
     assert len(keys) > 80
     for key, value in itertools.product(keys, ("9" * 5000, "[" + "x" * 5000 + "]")):
         try:

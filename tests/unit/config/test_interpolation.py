@@ -158,7 +158,8 @@ def test_a_section_that_is_taken_as_a_whole_is_not_set_beside_it(tmp_path: pathl
     (tmp_path / "run.yaml").write_text("run: {name: x}\neval: {sets: '${oc.create:{a: b}}'}\n")
     assert load_config(tmp_path / "run.yaml").eval.sets == {"a": "b"}
     assert load_config(None, ["eval.sets= ${oc.create:{c: d}}"]).eval.sets == {"c": "d"}  # which YAML takes for keys
-    wanted = r"run\.yaml, line 2: eval\.sets=.* is taken as a whole, and eval\.sets\.c is set too; write eval\.sets out"
+    wanted = r"run\.yaml, line 2 and the command line: eval\.sets=.* is taken as a whole, and eval\.sets\.c is set "
+    wanted += r"too; write eval\.sets out"
     for override in ("eval.sets.c=d", "eval.sets={c: d}"):
         with pytest.raises(ConfigError, match=wanted):
             load_config(tmp_path / "run.yaml", [override])

@@ -120,7 +120,7 @@ def test_an_overrides_fault_is_named_with_the_right_spelling() -> None:
         ("++trian.num_rollouts=3", "without '+' before it, as in train.num_rollouts=3"),
         ("train.num_rollouts", "is not of the form section.key=value, without spaces around the ="),
         ("train.num_rollouts=", "gives no value; write null for none"),
-        ("train..epochs=3", "unknown config key train. "),
+        ("train..epochs=3", "unknown config key train..epochs "),
         ("train.epochs.x=3", "train.epochs={'x': 3} must be a whole number"),
         ("train=null", "train=null must be a section with keys"),
         ("run.name=\udcff", "is not UTF-8"),
@@ -143,5 +143,5 @@ def test_a_text_needs_no_quotes_in_an_override(tmp_path: pathlib.Path) -> None:
     # one in place of a line is not blamed on it
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  epochs: 1\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"^train\.epochs=0 must be"):
+    with pytest.raises(ConfigError, match=r"^on the command line: train\.epochs=0 must be"):
         load_config(path, ["train.epochs=0"])
