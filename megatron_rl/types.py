@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -35,6 +35,7 @@ class Prompt:
     token_ids: the prompt's tokens, as the model reads them.
     columns:   every column of the dataset's row; reward functions receive them all.
     attempt:   how often it was answered before; part of the seeds, so that the same weights answer it anew.
+    messages:  the chat messages that the text was rendered from; None: it is a text of its own.
 
     Example: ``Prompt(prompt_id="17@0", text="3+4=", token_ids=(5, 13, 6, 14), columns={"prompt": "3+4=", "answer":
     "7"})``
@@ -45,6 +46,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     columns: Mapping[str, object]
     attempt: int = 0
+    messages: Sequence[Mapping[str, object]] | None = None
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from megatron_rl.config.checks import Range, choose
 from megatron_rl.errors import ConfigError, quoted
 
+AUTO = "auto"  # of data.template
 # Arguments of transformers' apply_chat_template, and what the run itself gives; no template has such a variable.
 NO_VARIABLES = (
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
@@ -28,15 +29,15 @@ class DataConfig:
     weights: tuple[Annotated[float, Range(0, 10**6, open_low=True)], ...] = ()
     """Share of each path of `data.train` in the prompts, relative to the others; `[]`: each row once an epoch."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a text; under `data.template=chat` a list of messages `{role, content}` as well."""
+    """Column of the prompt: a text, or a list of messages `{role, content}`, which the chat template writes."""
     answer_key: str = "answer"
     """Column of the answer, which reward functions are given as `answer`."""
     solution_key: str = "solution"
     """Column that supervised steps imitate: a text, or an episode as a list of messages."""
     messages_key: str | None = None
     """Column of a whole conversation, in place of prompt and solution (`data.template=chat`); null: none."""
-    template: str = "{prompt}"
-    """Text around the prompt, with `{prompt}` in it; or `chat`: the tokenizer's chat template."""
+    template: str = AUTO
+    """Text with `{prompt}` in it; `chat`: the tokenizer's chat template; `auto`: that for messages, else the prompt."""
     system_prompt: str = ""
     """Text of a system message before the messages of each row that begins with none; needs `data.template=chat`."""
     template_columns: tuple[str, ...] = ("tools", "documents", "chat_template_kwargs")
@@ -59,12 +60,12 @@ class DataConfig:
             raise ConfigError(
                 f"data.weights has {len(self.weights)} numbers and data.train {len(self.train)} paths; give one each"
             )
-        if self.system_prompt and self.template != "chat":
+        if self.system_prompt and self.template not in ("chat", AUTO):
             raise ConfigError(
                 f"data.system_prompt={quoted(self.system_prompt)} is a chat message, and data.template="
                 f"{quoted(self.template)} is a text; write it in that, or set data.template=chat"
             )
-        if self.messages_key is not None and self.template != "chat":
+        if self.messages_key is not None and self.template not in ("chat", AUTO):
             raise ConfigError(
                 f"data.messages_key={quoted(self.messages_key)} names conversations, and data.template="
                 f"{quoted(self.template)} is a text; set data.template=chat"
@@ -74,14 +75,16 @@ class DataConfig:
             taken = next((name for name in names if name in NO_VARIABLES), None)
             if taken is not None:
                 raise ConfigError(f"{key} names {taken!r}, which is no variable of a template; leave it out")
-        if self.template_variables and self.template != "chat":
+        if self.template_variables and self.template not in ("chat", AUTO):
             raise ConfigError(
                 f"data.template_variables={quoted(self.template_variables)} are the chat template's, and data.template="
                 f"{quoted(self.template)} is a text; set data.template=chat"
             )
         choose("data.on_long_prompt", self.on_long_prompt, ("fail", "drop"))
-        if self.template != "chat" and "{prompt}" not in self.template:
-            raise ConfigError(f"data.template={quoted(self.template)} has no {{prompt}} in it; add it, or use 'chat'")
+        if self.template not in ("chat", AUTO) and "{prompt}" not in self.template:
+            raise ConfigError(
+                f"data.template={quoted(self.template)} has no {{prompt}} in it; add it, or use 'chat' or 'auto'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

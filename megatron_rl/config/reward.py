@@ -22,6 +22,8 @@ class RewardConfig:
 
     functions: tuple[str, ...] = ()
     """`arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function` or `./file.py:function`."""
+    completions: str = "text"
+    """What own functions of lists get, unless a type says it: `text`; `messages`, as TRL's (docs/reward-forms.md)."""
     model_path: str | None = None
     """`reward_model`: directory of a sequence classifier of one label (docs/reward-model.md); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()
@@ -45,6 +47,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         choose("reward.on_error", self.on_error, ("fail", "drop", "zero"))
+        choose("reward.completions", self.completions, ("text", "messages"))
         if self.weights and len(self.weights) != len(self.functions):
             raise ConfigError(
                 f"reward.weights has {len(self.weights)} numbers and reward.functions {len(self.functions)} names; "

@@ -18,12 +18,14 @@ class RequiredColumn:
     needed_by: the setting that reads it, for the message.
     null: whether a row may say null, that it does not apply; else every row must hold a value.
     fault: returns why a value cannot be used and the way out, None if it can; None: every value can.
+    or_answer: whether a row may have an answer (``data.answer_key``) in its place.
     """
 
     name: str
     needed_by: str
     null: bool
     fault: Callable[[object], str | None] | None = None
+    or_answer: bool = False
 
 
 def name_of_row(rows: Sequence[Mapping[str, object]], row: int) -> str:
@@ -66,7 +68,10 @@ def check_columns(
     for column in wanted.values():
         for row, columns in enumerate(rows):
             if not has_column(columns, column.name):
+                if column.or_answer and has_column(columns, answer_key):
+                    continue
                 null = "; null where it does not apply" if column.null else ""
+                null += ", or name the answer's column by data.answer_key" if column.or_answer else ""
                 raise ConfigError(
                     f"{name_of_row(rows, row)} has no column {column.name!r} ({column.needed_by}); its columns are "
                     f"{names_of(columns)}. Give every row one{null}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rl.config import DataConfig
-from megatron_rl.config.data import NO_VARIABLES
+from megatron_rl.config.data import AUTO, NO_VARIABLES
 from megatron_rl.data.chat import TURN, Message, check_messages, check_stays, render_chat, source_of
 from megatron_rl.data.columns import name_of_row, names_of
 from megatron_rl.data.rows import has_column, value_of
@@ -28,6 +29,26 @@ KNOWN = {
     "videos": "none here: models read texts alone",
     "audios": "none here: models read texts alone",
 }
+
+
+def settle_template(rows: Sequence[Mapping[str, object]], data: DataConfig) -> DataConfig:
+    """Return the section with ``data.template=auto`` settled by the first row: ``chat`` for messages, else its text.
+
+    Raises ConfigError for a setting of the chat template beside prompts that are texts.
+    """
+    if data.template != AUTO:
+        return data
+    first = rows[0] if rows else {}
+    prompt = value_of(first, data.prompt_key) if has_column(first, data.prompt_key) else None
+    if data.messages_key is not None or isinstance(prompt, list):
+        return dataclasses.replace(data, template="chat")
+    for key, value in {"system_prompt": data.system_prompt, "template_variables": data.template_variables}.items():
+        if value:
+            raise ConfigError(
+                f"data.{key}={quoted(value)} is for a chat template, and the prompts of data.prompt_key="
+                f"{quoted(data.prompt_key)} are texts; set data.template=chat to make each a user's message"
+            )
+    return dataclasses.replace(data, template="{prompt}")
 
 
 class Conversations:

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl.config import DataConfig
 from megatron_rl.data.columns import ANSWER, RequiredColumn, check_columns, name_of_row
-from megatron_rl.data.conversations import Conversations
+from megatron_rl.data.conversations import Conversations, settle_template
 from megatron_rl.data.order import Order, shares
 from megatron_rl.data.responses import Responses, TooLong
 from megatron_rl.data.rows import Rows, has_column, value_of
@@ -65,8 +65,9 @@ class PromptDataset:
     when no row is left (``drop``; see ``num_dropped``). A response that does not fit in the context behind its prompt
     is over the limit too.
 
-    ``Prompt.columns`` is the row. Where ``data.answer_key`` is not "answer", the column it names, or the field within
-    one, is also given as "answer", the name that the built-in reward functions read.
+    ``data`` is the given section with ``data.template=auto`` settled. ``Prompt.columns`` is the row. Where
+    ``data.answer_key`` is not "answer", the column it names, or the field within one, is also given as "answer", the
+    name that the built-in reward functions read.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class PromptDataset:
         responses: Sequence[tuple[str, str]] = (),
         followed_by: str | None = None,
     ) -> None:
+        data = settle_template(rows, data)
         if data.template == "chat" and tokenizer.chat_template is None:
             raise ConfigError(
                 "data.template='chat' and the tokenizer has no chat template; use a text with {prompt} in it"
@@ -89,7 +91,7 @@ class PromptDataset:
         self.num_dropped = 0
         self._rows = rows
         self._tokenizer = tokenizer
-        self._data = data
+        self._data = self.data = data
         self._seed = seed
         self._limits = TokenLimits(tokenizer, context_tokens, vocab_size)
         if data.messages_key is None:
@@ -266,6 +268,7 @@ class PromptDataset:
             token_ids=token_ids,
             columns=columns,
             attempt=attempt,
+            messages=self._conversations.asked(row) if self._conversations.is_chat else None,
         )
 
     def _limit(self) -> tuple[int, str]:

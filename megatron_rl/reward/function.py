@@ -16,6 +16,17 @@ from megatron_rl.config.reward import REWARD_MODEL
 from megatron_rl.data.columns import ANSWER, RequiredColumn
 from megatron_rl.environment.protocol import is_reward
 from megatron_rl.errors import ConfigError
+from megatron_rl.reward.forms import (
+    GROUND_TRUTH,
+    LISTS,
+    Form,
+    Messages,
+    VerlForm,
+    hint_of,
+    in_form,
+    invoke,
+    signature_of,
+)
 from megatron_rl.types import Rollout
 from megatron_rl.users_code import exit_is_an_error
 
@@ -31,7 +42,6 @@ BUILT_IN = {
 MODELS = (REWARD_MODEL,)  # built-in functions that hold a model, which reward.model_path names
 ENVIRONMENT = "environment"  # names no function: the reward that the rollout's environment gave (reward.py)
 
-_RESERVED = ("prompts", "completions", "completion_ids")
 _MAX_TRACEBACK = 20_000  # characters; an error that quotes its whole batch would fill the log
 
 
@@ -51,20 +61,21 @@ class _WrongReturn(Exception):
     """Raised where a reward function does not return one value per sample."""
 
 
-def resolve(name: str, model_path: str | None = None) -> RewardFunction:
-    """Return the callable of a built-in name or ``module:function``; raise ConfigError with the nearest way out.
+def resolve(name: str, completions: str = "text", model_path: str | None = None) -> tuple[Form | None, RewardFunction]:
+    """Return the callable of a built-in name or ``module:function``, and a user's function's form (None: a built-in).
 
-    model_path: ``reward.model_path``, for the function ``reward_model``.
+    completions: ``reward.completions``. model_path: ``reward.model_path``, for the function ``reward_model``.
+    Raises ConfigError with the nearest way out.
     """
     if name in MODELS:
         from megatron_rl.reward.reward_model import RewardModelScore  # brings torch along
 
-        return RewardModelScore(model_path)
+        return None, RewardModelScore(model_path)
     function = users_code.resolve(
         name, BUILT_IN, what=f"reward function {name!r}", form="module:function", also=(*MODELS, ENVIRONMENT)
     )
     _check_callable(name, function)
-    return function
+    return (None, function) if name in BUILT_IN else in_form(name, function, completions)
 
 
 def _check_callable(name: str, function: object) -> None:
@@ -85,11 +96,13 @@ def _check_callable(name: str, function: object) -> None:
 
 def check_signature(name: str, function: RewardFunction, columns: Sequence[str]) -> None:
     """Raise ConfigError where ``function`` cannot take the columns: the signature is at fault, not a sample."""
+    if isinstance(function, VerlForm):
+        return  # it is given no column but those that it names
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
     except ValueError:
         return  # some C functions have no signature; the call itself shows a fault
-    keywords = dict.fromkeys([*_RESERVED, *columns])
+    keywords = dict.fromkeys([*LISTS, *columns])
     try:
         signature.bind(**keywords)
     except TypeError as error:
@@ -120,8 +133,10 @@ def required_columns(parameters: Mapping[str, Sequence[str]]) -> list[RequiredCo
                 needed[ANSWER] = column
             continue
         for column in columns:
-            column = RequiredColumn(name=column, needed_by=f"a parameter of reward function {name!r}", null=True)
-            needed.setdefault(column.name, column)
+            what = "ground_truth" if column == GROUND_TRUTH else "a parameter"
+            needed_by = f"{what} of reward function {name!r}"
+            found = RequiredColumn(name=column, needed_by=needed_by, null=True, or_answer=column == GROUND_TRUTH)
+            needed.setdefault(column, found)
     return list(needed.values())
 
 
@@ -138,15 +153,17 @@ def fault_of_gold(gold: object) -> str | None:
 
 def needed_parameters(function: RewardFunction) -> list[str]:
     """Return the parameters without default that a call by keyword has to give, beside those of every call."""
+    if isinstance(function, VerlForm):
+        return function.needed
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = signature_of(function).parameters.values()
     except ValueError:
         return []  # some C functions have no signature
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [
         parameter.name
         for parameter in parameters
-        if parameter.kind in by_keyword and parameter.default is parameter.empty and parameter.name not in _RESERVED
+        if parameter.kind in by_keyword and parameter.default is parameter.empty and parameter.name not in LISTS
     ]
 
 
@@ -165,8 +182,14 @@ def arguments_of(rollouts: Sequence[Rollout], columns: Sequence[str]) -> dict[st
     return {**by_column, **fixed}
 
 
-def call(function: RewardFunction, arguments: Mapping[str, list]) -> tuple[list[Outcome], str | None]:
-    """Call ``function``; return (an outcome per sample, None), or ([], the reason) where the call fails.
+def conversations_of(rollouts: Sequence[Rollout]) -> list[Messages | None]:
+    return [rollout.prompt.messages for rollout in rollouts]
+
+
+def call(
+    function: RewardFunction, arguments: Mapping[str, list], conversations: Sequence[Messages | None]
+) -> tuple[list[Outcome], str | None]:
+    """Call ``function`` in its form (forms.py); return (an outcome per sample, None), or ([], the reason) if it fails.
 
     A call fails where it raises, calls ``sys.exit`` or ``os._exit``, or returns a wrong number of values. A coroutine
     is run to its end in an event loop of its own. KeyboardInterrupt passes: in a rank it is the user's. The reason is
@@ -174,7 +197,7 @@ def call(function: RewardFunction, arguments: Mapping[str, list]) -> tuple[list[
     """
     try:
         with exit_is_an_error():
-            returned = function(**arguments)
+            returned = invoke(function, arguments, conversations)
             if inspect.isawaitable(returned):
                 returned = asyncio.run(_awaited(returned))
         return [outcome_of(value) for value in _as_list(returned, len(arguments["completions"]))], None
@@ -182,10 +205,10 @@ def call(function: RewardFunction, arguments: Mapping[str, list]) -> tuple[list[
         raise
     except _WrongReturn as error:
         return [], str(error)
-    except BaseException:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001
         # Timeouts of libraries (math-verify's) derive from it, so as not to be caught by the code they interrupt.
         # Nothing is lost: the traceback goes to the caller, which raises it or counts it.
-        return [], formatted_traceback()
+        return [], f"{hint_of(error)}{formatted_traceback()}"
 
 
 def formatted_traceback() -> str:

@@ -26,6 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_rl.distributed.frames import is_json
 from megatron_rl.errors import ConfigError, RewardError
+from megatron_rl.reward.forms import Form
 from megatron_rl.reward.function import MATH, Outcome, columns_of
 from megatron_rl.reward.task_queue import Failure, Task, TaskQueue
 from megatron_rl.reward.worker_handle import CLOSE_S, START_S, Gone, WorkerProcess
@@ -43,15 +44,21 @@ class Pool:
     num_workers: the number of processes; up to twice as many while tasks take long.
     deadline_s: seconds for one sample, and for a task of several.
     variables: names of environment variables that workers get beside the harmless ones.
+    completions: ``reward.completions``.
 
     Raises ConfigError for a function that a worker cannot import, or a variable that is not set. One thread at a time
     may use it.
     """
 
     def __init__(
-        self, functions: Sequence[str], num_workers: int, deadline_s: float, variables: Sequence[str] = ()
+        self,
+        functions: Sequence[str],
+        num_workers: int,
+        deadline_s: float,
+        variables: Sequence[str] = (),
+        completions: str = "text",
     ) -> None:
-        self.functions, self.variables = tuple(functions), tuple(variables)
+        self.functions, self.variables, self.completions = tuple(functions), tuple(variables), completions
         unset = [name for name in self.variables if name not in os.environ]
         if unset:
             raise ConfigError(
@@ -63,7 +70,9 @@ class Pool:
         self.deadline_s = deadline_s
         self.most_samples: int | None = None
         self.num_started = 0
-        self.needed_parameters: dict[str, list[str]] = {}  # of each function, as the last worker that started said
+        # of each function, as the last worker that started said
+        self.needed_parameters: dict[str, list[str]] = {}
+        self.forms: dict[str, Form | None] = {}
         self._workers: list[WorkerProcess] = []
         self._failed_starts = 0
         self._ids = itertools.count()
@@ -166,7 +175,7 @@ class Pool:
         self._selector.register(worker.socket, worker.events, worker)
 
     def _start_one(self) -> Future[WorkerProcess]:
-        return self._starter.submit(WorkerProcess, self.functions, self.deadline_s, self.variables)
+        return self._starter.submit(WorkerProcess, self.functions, self.deadline_s, self.variables, self.completions)
 
     def _hand_out(self, work: TaskQueue, columns: Sequence[str]) -> None:
         """Give idle workers the tasks that may begin, and see to a worker where there is none.
@@ -235,6 +244,7 @@ class Pool:
         if message["kind"] == "ready":
             worker.ready, worker.deadline, worker.pid = True, None, message["pid"]
             self._failed_starts, self.needed_parameters = 0, message["needed"]
+            self.forms = {name: Form[form] if form else None for name, form in message["forms"].items()}
         elif worker.task is None or message["id"] != worker.task_id:
             log.warning("reward worker %d answered %s, which nobody waits for", worker.pid, message["id"])
         else:
@@ -308,6 +318,7 @@ def _message(task: Task, function: str, rollouts: Sequence[Rollout], columns: Se
     return {
         "function": function,
         "prompt": prompt.text,
+        "messages": prompt.messages,
         "columns": {key: prompt.columns.get(key) for key in columns},
         "completions": [sample.text for sample in samples],
         "completion_ids": [list(sample.response_ids) for sample in samples],

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import RewardConfig
 from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import ConfigError, RewardError
+from megatron_rl.reward.forms import Form
 from megatron_rl.reward.function import (
     BUILT_IN,
     ENVIRONMENT,
@@ -20,6 +21,7 @@ from megatron_rl.reward.function import (
     call,
     check_signature,
     columns_of,
+    conversations_of,
     needed_parameters,
     outcome_of,
     required_columns,
@@ -79,6 +81,9 @@ class Reward:
     ``reward.in_process`` names them; other functions are called in this process, on the whole batch. Only a worker can
     be interrupted: ``reward.deadline_s`` bounds the functions that run in one.
 
+    Two more forms are known by their parameters (forms.py): TRL's, whose completions are lists of messages, and verl's
+    ``compute_score``, for one sample or a batch.
+
     A function **fails on a sample** when it raises or exits on it, gives a value that is not a finite number or None,
     or (in a worker) takes too long or kills its process. When a call on several samples fails whole, the guilty sample
     is unknown: the function is called again **one sample at a time**, and only those that fail alone are guilty. So a
@@ -92,10 +97,11 @@ class Reward:
     kind, whole. ``required_columns`` are those that every row of the data must have.
     """
 
-    def __init__(self, config: RewardConfig, import_s: float | None = None) -> None:
+    def __init__(self, config: RewardConfig, import_s: float | None = None, *, episodes: bool = False) -> None:
         """Resolve the functions; raise ConfigError for none, a repeated one, or one that its process cannot resolve.
 
         import_s: seconds for the imports in this process, which ends where they take longer; None: no limit.
+        episodes: whether a response holds several turns; a function of messages is refused then.
         """
         if not config.functions:
             raise ConfigError(
@@ -116,10 +122,19 @@ class Reward:
         in_workers = [name for name in called if config.num_workers and name not in config.in_process]
         with time_limit("the import of reward.functions", import_s):
             here = [name for name in called if name not in in_workers]
-            self._functions: dict[str, RewardFunction] = {name: resolve(name, config.model_path) for name in here}
+            found = {name: resolve(name, config.completions, config.model_path) for name in here}
+        self._functions: dict[str, RewardFunction] = {name: function for name, (_, function) in found.items()}
+        forms = {name: form for name, (form, _) in found.items()}
         self.pool = None
         if in_workers:
-            self.pool = Pool(in_workers, config.num_workers, config.deadline_s, config.worker_environment)
+            settings = (config.deadline_s, config.worker_environment, config.completions)
+            self.pool = Pool(in_workers, config.num_workers, *settings)
+            forms |= self.pool.forms
+        try:
+            _say_forms({name: forms[name] for name in called}, episodes)
+        except ConfigError:
+            self.close()
+            raise
         parameters = {name: needed_parameters(function) for name, function in self._functions.items()}
         parameters |= self.pool.needed_parameters if self.pool else {}
         self.required_columns = required_columns({name: parameters[name] for name in called})
@@ -231,16 +246,31 @@ class Reward:
 
 
 @contextlib.contextmanager
-def opened_reward(config: RewardConfig, import_s: float | None = None) -> Iterator[Reward | None]:
+def opened_reward(
+    config: RewardConfig, import_s: float | None = None, *, episodes: bool = False
+) -> Iterator[Reward | None]:
     """Open the run's reward for the block, None where it names no function; end its workers after it.
 
-    import_s: seconds for the imports in this process; None: no limit.
+    import_s: seconds for the imports in this process; None: no limit. episodes: as Reward's.
     """
     if not config.functions:
         yield None
         return
-    with contextlib.closing(Reward(config, import_s)) as reward:
+    with contextlib.closing(Reward(config, import_s, episodes=episodes)) as reward:
         yield reward
+
+
+def _say_forms(forms: Mapping[str, Form | None], episodes: bool) -> None:
+    """Log how each function of the user's is called; raise ConfigError for one of messages where there are episodes."""
+    for name, form in forms.items():
+        if form is Form.MESSAGES and episodes:
+            raise ConfigError(
+                f"reward function {name!r} {form.value}, and a response of environment.name or "
+                "rollout.endpoint.agent holds several turns, which are given as one text: set reward.completions=text, "
+                "and take list[str]"
+            )
+        if form is not None:
+            log.info("reward function %r %s", name, form.value)
 
 
 def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout], *, stop_at_failure: bool) -> _Answers:
@@ -250,12 +280,12 @@ def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout],
     """
     columns = columns_of(rollouts)
     check_signature(name, function, columns)
-    outcomes, batch_error = call(function, arguments_of(rollouts, columns))
+    outcomes, batch_error = call(function, arguments_of(rollouts, columns), conversations_of(rollouts))
     if batch_error is None:
         return _Answers(outcomes=outcomes, unexplained=())
     outcomes, found_guilty = [], False
     for rollout in rollouts:
-        single, error = call(function, arguments_of([rollout], columns))
+        single, error = call(function, arguments_of([rollout], columns), conversations_of([rollout]))
         outcomes += single if error is None else [Outcome(error=error)]
         found_guilty |= error is not None
         if found_guilty and stop_at_failure:

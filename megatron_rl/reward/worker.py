@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from megatron_rl.distributed.frames import Inbox, encode
 from megatron_rl.distributed.keeper import go_on_in_a_child
 from megatron_rl.errors import ConfigError
+from megatron_rl.reward.forms import Form
 from megatron_rl.reward.function import (
     RewardFunction,
     call,
@@ -45,7 +46,7 @@ def answer(task: dict, function: RewardFunction) -> dict:
     except ConfigError as error:
         return {"id": task["id"], "refused": str(error)}
     try:
-        outcomes, error = call(function, {**columns, **fixed})
+        outcomes, error = call(function, {**columns, **fixed}, [task["messages"]] * size)
     except KeyboardInterrupt:
         error = formatted_traceback()  # the function raised it: nobody interrupts a worker
     if error is not None:
@@ -57,12 +58,12 @@ def answer(task: dict, function: RewardFunction) -> dict:
     }
 
 
-def resolve_all(names: list[str]) -> dict[str, RewardFunction]:
-    """Return the functions by name; raise ConfigError that names one which does not resolve."""
+def resolve_all(names: list[str], completions: str) -> dict[str, tuple[Form | None, RewardFunction]]:
+    """Return the forms and functions by name; raise ConfigError that names one which does not resolve."""
     functions = {}
     for name in names:
         try:
-            functions[name] = resolve(name)
+            functions[name] = resolve(name, completions)
         except ConfigError as error:
             raise ConfigError(
                 f"{error} (met in a reward worker, a process of its own; a function that only the rank's main process "
@@ -83,12 +84,14 @@ def serve(messages: Iterator[dict], send: Callable[[dict], None], stacks: int) -
         return
     sys.path[:] = setup["path"]
     try:
-        functions = resolve_all(setup["functions"])
+        resolved = resolve_all(setup["functions"], setup["completions"])
     except ConfigError as error:
         send({"kind": "refused", "error": str(error)})
         return
+    functions = {name: function for name, (_, function) in resolved.items()}
     needed = {name: needed_parameters(function) for name, function in functions.items()}
-    send({"kind": "ready", "pid": own_pid, "needed": needed})
+    forms = {name: form and form.name for name, (form, _) in resolved.items()}
+    send({"kind": "ready", "pid": own_pid, "needed": needed, "forms": forms})
     for task in messages:
         os.lseek(stacks, 0, os.SEEK_SET)
         os.ftruncate(stacks, 0)

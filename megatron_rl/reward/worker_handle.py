@@ -44,13 +44,14 @@ class WorkerProcess:
     """Runs one worker process and gives it one task at a time.
 
     variables: environment variables that it gets beside the ALLOWED ones, by name.
+    completions: ``reward.completions``.
     pid: the worker's process id once it is ready, its keeper's before.
     deadline: seconds on time.monotonic, of its start or its task; None while it has neither.
     suspect_at: seconds on time.monotonic at which its task takes long; None where nothing is to be done about it.
     task_id: the id that its answer must carry.
     """
 
-    def __init__(self, functions: Sequence[str], deadline_s: float, variables: Sequence[str]) -> None:
+    def __init__(self, functions: Sequence[str], deadline_s: float, variables: Sequence[str], completions: str) -> None:
         self.deadline_s = deadline_s
         self.ready = False
         self.task: Task | None = None
@@ -77,7 +78,8 @@ class WorkerProcess:
         ours.setblocking(False)
         self.socket = ours
         path = [folder or os.getcwd() for folder in sys.path]  # a function is found where this process would find it
-        self._post({"functions": list(functions), "path": path, "deadline_s": deadline_s})
+        setup = {"functions": list(functions), "completions": completions, "path": path, "deadline_s": deadline_s}
+        self._post(setup)
 
     @property
     def idle(self) -> bool:

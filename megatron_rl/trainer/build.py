@@ -80,7 +80,7 @@ def build_trainer(config: Config, critic_link: PolicyCriticLink | None = None) -
         tokenizer = load_tokenizer(config, hf_config.vocab_size)
         with (
             # first, since the functions say which columns the data must have
-            opened_reward(config.reward, config.run.deadline_s) as reward,
+            opened_reward(config.reward, config.run.deadline_s, episodes=config.plays_episodes) as reward,
             _built(config, critic_link, hf_config, tokenizer, reward) as trainer,
         ):
             yield trainer
@@ -92,7 +92,7 @@ def _built(
 ) -> Iterator[Trainer]:
     """Do the work of ``build_trainer`` within the run's folder, with the reward's workers started."""
     prompts = load_prompts(config, tokenizer, hf_config, reward.required_columns if reward else ())
-    config = dataclasses.replace(config, sft=config.sft.settled(len(prompts)))
+    config = dataclasses.replace(config, data=prompts.data, sft=config.sft.settled(len(prompts)))
     rl_steps = total_rl_steps(config, len(prompts))
     this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
     model = RewardModel if config.trains_reward_model else MegatronBackend

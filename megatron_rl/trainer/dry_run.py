@@ -94,10 +94,10 @@ def check_inputs(config: Config) -> tuple[list[int], list[Workload]]:
     if config.generates and config.rollout.engine == "vllm":
         check_served(config.model.hf_path, provider=config.model.provider)
     one_worker = dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))  # it speaks for all
-    with opened_reward(one_worker, config.run.deadline_s) as reward:
+    with opened_reward(one_worker, config.run.deadline_s, episodes=config.plays_episodes) as reward:
         required = reward.required_columns if reward else ()
     prompts = load_prompts(config, tokenizer, hf_config, required)
-    config = dataclasses.replace(config, sft=config.sft.settled(len(prompts)))
+    config = dataclasses.replace(config, data=prompts.data, sft=config.sft.settled(len(prompts)))
     moving_rl_steps(config, len(prompts))
     limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
     Evaluation(config, tokenizer, *limits, required=required)

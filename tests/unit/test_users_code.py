@@ -39,7 +39,7 @@ def test_a_file_gives_its_attributes_and_runs_once(tmp_path, monkeypatch):
     (tmp_path / "math.py").write_text(FILE)  # called like a module of Python's own
     monkeypatch.chdir(tmp_path)
     assert find("./math.py:score")() == 3
-    assert worker.resolve_all(["math.py:score"])["math.py:score"]() == 3
+    assert worker.resolve_all(["math.py:score"], "text")["math.py:score"][1]() == 3
     assert find("math.py:RUNS") is find(f"{tmp_path}/math.py:RUNS")
     import math
 

@@ -74,4 +74,4 @@ def test_what_is_no_variable_names_row_and_column() -> None:
         with pytest.raises(ConfigError, match=words):
             texts(row, template="chat", template_columns=columns)
     with pytest.raises(ConfigError, match="data.template_variables=.*set data.template=chat"):
-        DataConfig(template_variables={"mood": 7})
+        DataConfig(template="{prompt}", template_variables={"mood": 7})

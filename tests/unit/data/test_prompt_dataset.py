@@ -235,7 +235,7 @@ def test_a_system_message_comes_before_the_others_but_where_a_row_has_its_own():
 
 def test_settings_that_contradict_one_another():
     for data, message in (
-        ({"system_prompt": "be brief"}, "data.system_prompt='be brief' is a chat message, and data.template="),
+        ({"system_prompt": "be brief", "template": "{prompt}"}, "data.system_prompt='be brief' is a chat message, and"),
         ({"train": ("a", "b"), "weights": (1,)}, "data.weights has 1 numbers and data.train 2 paths"),
         ({"train": "a"}, r"data.train='a' is a text; give a list of paths, \['a'\]"),
     ):

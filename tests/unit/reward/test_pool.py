@@ -229,7 +229,7 @@ def test_a_late_answer_is_nobody_elses(only_endless, tmp_path):
         go.touch()  # the file that it would wait for, had it not been killed
         assert totals(reward.score(groups_of(["a"], ["sleep 0.3"], ["bc"]))) == [1.0, 9.0, 2.0]
         (worker,) = reward.pool._workers
-        sample = {"prompt": "", "columns": {}, "completions": ["stale"], "completion_ids": [[]]}
+        sample = {"prompt": "", "messages": None, "columns": {}, "completions": ["stale"], "completion_ids": [[]]}
         stale = {"id": 10**6, "function": f"{HERE}:act", **sample}
         worker._post(stale)
         assert totals(reward.score(groups_of(["a"]))) == [1.0]
