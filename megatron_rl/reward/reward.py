@@ -94,7 +94,8 @@ class Reward:
     sample that its environment gave up (``Rollout.excluded``) has no total, and no function is called on it.
 
     ``last_errors`` holds the failures of the last `score`, which the scores name too; the log has the first one of each
-    kind, whole. ``required_columns`` are those that every row of the data must have.
+    kind, whole. ``required_columns`` are those that every row of the data must have. ``recognised`` says how each
+    function of the user's is called, a sentence each.
     """
 
     def __init__(self, config: RewardConfig, import_s: float | None = None, *, episodes: bool = False) -> None:
@@ -131,7 +132,7 @@ class Reward:
             self.pool = Pool(in_workers, config.num_workers, *settings)
             forms |= self.pool.forms
         try:
-            _say_forms({name: forms[name] for name in called}, episodes)
+            self.recognised = _recognised({name: forms[name] for name in called}, episodes)
         except ConfigError:
             self.close()
             raise
@@ -260,8 +261,8 @@ def opened_reward(
         yield reward
 
 
-def _say_forms(forms: Mapping[str, Form | None], episodes: bool) -> None:
-    """Log how each function of the user's is called; raise ConfigError for one of messages where there are episodes."""
+def _recognised(forms: Mapping[str, Form | None], episodes: bool) -> list[str]:
+    """Say how each function of the user's is called; raise ConfigError for one of messages where there are episodes."""
     for name, form in forms.items():
         if form is Form.MESSAGES and episodes:
             raise ConfigError(
@@ -269,8 +270,7 @@ def _say_forms(forms: Mapping[str, Form | None], episodes: bool) -> None:
                 "rollout.endpoint.agent holds several turns, which are given as one text: set reward.completions=text, "
                 "and take list[str]"
             )
-        if form is not None:
-            log.info("reward function %r %s", name, form.value)
+    return [f"reward function {name!r} {form.value}" for name, form in forms.items() if form is not None]
 
 
 def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout], *, stop_at_failure: bool) -> _Answers:

@@ -38,6 +38,8 @@ def announce(trainer: Trainer) -> None:
         chosen = "parallel.pipeline_layout" if config.parallel.pipeline_layout else "chosen to balance them"
         log.info("layers of each pipeline stage: %s (%s)", ", ".join(map(str, shape.stage_layers)), chosen)
     announce_gpu(config)
+    for sentence in trainer.reward.recognised if trainer.reward is not None else ():
+        log.info("%s", sentence)
     if config.plan.share_prompts is None and (reason := sharing_refusal(config, shape.layer_spec)):
         log.info("plan.share_prompts=null: prompts are not shared, since %s", reason)
     asked, rows = config.train.prompts_per_rollout, len(trainer.prompts)

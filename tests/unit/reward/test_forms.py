@@ -89,7 +89,7 @@ def blocks(folder):
     return sorted(found)
 
 
-def test_the_pages_functions_equal_a_call_by_hand_on_the_pages_data(tmp_path, monkeypatch, caplog):
+def test_the_pages_functions_equal_a_call_by_hand_on_the_pages_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert blocks(tmp_path) == ["list_reward.py", "trl_data.py", "trl_reward.py", "verl_data.py", "verl_reward.py"]
     for name, data, form, words in (
@@ -99,9 +99,10 @@ def test_the_pages_functions_equal_a_call_by_hand_on_the_pages_data(tmp_path, mo
     ):
         assert f"reward.functions={name} data.train={data}" in PAGE.read_text()
         rows = load_rows(data)[:12]
-        with caplog.at_level("INFO"):
-            found = scored(rollouts_of(rows), name)
-        assert words in caplog.text and found == by_hand(rows, name, form) and sum(found) == 1.0
+        found = scored(rollouts_of(rows), name)
+        with closing(Reward(RewardConfig(functions=(name,)))) as reward:
+            assert words in reward.recognised[0]
+        assert found == by_hand(rows, name, form) and sum(found) == 1.0
 
 
 def test_every_form_equals_a_call_by_hand_here_and_in_workers(tmp_path):
