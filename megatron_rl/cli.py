@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from megatron_rl import hub
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.nearest import advice, name_elsewhere
 from megatron_rl.distributed.agreement import announce
@@ -74,6 +75,7 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
     set_up_logging(is_main)
     try:
         config, options = read_arguments(arguments, program)
+        config = hub.fetched(config, weights=not options.dry_run, pins=not options.dry_run)
         with time_limit("the check of the configuration", config.run.deadline_s):  # calls a user's loss and estimator
             if program.checks:
                 validate_config(config)
@@ -231,11 +233,11 @@ def _stages_import(is_main: bool) -> bool:
 
 
 def set_up_logging(is_main: bool) -> None:
-    """Log to stderr: everything on the main rank, errors alone on the others; quiet Megatron-Core and transformers."""
+    """Log to stderr: everything on the main rank, errors alone on the others; quiet the libraries."""
     logging.basicConfig(
         level=logging.INFO if is_main else logging.ERROR, format="%(message)s", handlers=[_StderrHandler()]
     )
-    for name in ("megatron.core", "transformers"):
+    for name in ("megatron.core", "transformers", "httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")  # fallbacks that the run's own log names
 

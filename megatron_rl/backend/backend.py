@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl import hub
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.algorithm.own_policy import OwnPolicy
 from megatron_rl.algorithm.sharing import token_coupling
@@ -372,7 +373,7 @@ class MegatronBackend(TrainableModel):
 
         Raises ValueError where the model has none, and ConfigError where PEFT would leave some out.
         """
-        config = adapter_config(self.shape, self.config.model.hf_path)
+        config = adapter_config(self.shape, hub.repo_of(self.config.model.hf_path))
         if self.topology.is_main:
             save_peft(self.export_adapters(), config, path)
         else:

@@ -14,11 +14,11 @@ class ModelConfig:
     """Names the Hugging Face directory of the policy, and how its layers and weights are held here."""
 
     hf_path: str = ""
-    """Local Hugging Face directory with config, safetensors and tokenizer; required."""
+    """Hugging Face directory with config, safetensors, tokenizer, or `owner/name@revision` (docs/hub.md); required."""
     provider: str = "native"
     """`native`: layers and names of this package's families; `bridge`: NVIDIA Megatron-Bridge's, for other families."""
     tokenizer_path: str | None = None
-    """Another directory for the tokenizer; null: `model.hf_path`."""
+    """Another directory, or name on the hub, for the tokenizer; null: `model.hf_path`."""
     allow_unread_tensors: bool = False
     """True leaves out tensors of the files that the model is not made of, with a warning; false refuses them."""
     dtype: str = "auto"

@@ -73,6 +73,16 @@ class Job:
             found = json.loads(verdict)
             raise ConfigError(f"rank {found['rank']} on {found['host']}: {found['message']}")
 
+    def tell(self, key: str, text: str) -> None:
+        """Leave a text for the other ranks."""
+        if self.store is not None:
+            self.store.set(f"{key}/{self.round}", text)
+
+    def told(self, key: str, seconds: float) -> str | None:
+        """Return the text that another rank leaves, once it does; None after ``seconds``."""
+        key = f"{key}/{self.round}"
+        return self.store.get(key).decode() if self._waits(key, seconds) else None
+
     def print_once(self, message: str) -> None:
         """Print on one rank's stderr why this job cannot start, and return when that is done."""
         if self.store is None:

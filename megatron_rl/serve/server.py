@@ -9,6 +9,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 
+from megatron_rl import hub
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.config import Config, config_to_yaml
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -42,7 +43,7 @@ def check_config(config: Config) -> None:
     if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
         raise ConfigError(
             f"model.hf_path={quoted(config.model.hf_path, 300)} holds no config.json; give a local Hugging Face "
-            "directory"
+            "directory, or owner/name of the hub"
         )
     if config.rollout.temperature != 1.0:
         raise ConfigError(
@@ -152,12 +153,14 @@ def _fronted(config: Config, backend: MegatronBackend, tokenizer, worker: Worker
 def served_model(config: Config, backend: MegatronBackend, tokenizer) -> ServedModel:
     """Return the description of the model that is served."""
     path = config.model.hf_path
+    tokenizer_path = config.model.tokenizer_path or path
+    repo, absolute = hub.repo_of(tokenizer_path), pathlib.Path(tokenizer_path).absolute()
     context = backend.shape.context_tokens
     own_engines = config.rollout.engine == "vllm"
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return ServedModel(
-        name=config.serve.base_model or pathlib.Path(path).resolve().name,
-        tokenizer_id=config.serve.tokenizer_id or str(pathlib.Path(config.model.tokenizer_path or path).absolute()),
+        name=config.serve.base_model or pathlib.Path(hub.repo_of(path)).resolve().name,
+        tokenizer_id=config.serve.tokenizer_id or (repo if repo != tokenizer_path else str(absolute)),
         family=backend.shape.family,
         vocab_size=backend.shape.vocab_size,
         context_tokens=context,

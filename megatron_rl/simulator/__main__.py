@@ -13,6 +13,7 @@ import argparse
 import pathlib
 import sys
 
+from megatron_rl import hub
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.simulator.command import add_arguments, simulate_job
@@ -36,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         path = given.config
         if path is None and given.from_run is not None and pathlib.Path(given.from_run).is_dir():
             path = pathlib.Path(given.from_run) / "config.yaml"
-        shortfall = simulate_job(load_config(path, given.overrides), given)
+        config = hub.fetched(load_config(path, given.overrides), weights=False, pins=False)
+        shortfall = simulate_job(config, given)
         if shortfall is not None:
             raise ConfigError(shortfall)
         return 0

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from megatron_rl import hub
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.trainable_model import TrainableModel
@@ -131,7 +132,7 @@ def _built(
             if trainer is not None:
                 trainer.close()
             if is_main:
-                report_run(folder, config_to_yaml(config))
+                report_run(folder, config_to_yaml(hub.with_names(config)))
         progress.finish(written_rows(folder) if is_main else [], folder / "report.html")
     if critic is not None:
         critic.close(preempted=checkpoints.leaves)
@@ -166,7 +167,7 @@ def _open_writer(
     folder = config.run.path
     with on_every_rank(folder):
         if is_main:
-            replace_text(folder / "config.yaml", config_to_yaml(config))
+            replace_text(folder / "config.yaml", config_to_yaml(hub.with_names(config)))
             write_status(folder, RunState.RUNNING, num_steps)
             if resumed is not None:
                 repair_records(folder)

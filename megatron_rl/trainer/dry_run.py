@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import logging
 import os
 import sys
 
 import torch
 
+from megatron_rl import hub
 from megatron_rl.algorithm.signal import refuse_uncounted_losses
 from megatron_rl.backend.optimizer import megatron_config
 from megatron_rl.backend.teacher_weights import look_at_teacher
@@ -45,10 +47,12 @@ from megatron_rl.trainer.run_folder import look_at_checkpoints, look_at_run_fold
 from megatron_rl.trainer.supervised import held_out_responses, next_responses
 from megatron_rl.trainer.training_data import context_tokens, load_prompts
 from megatron_rl.validate import check_critic_model, check_lengths
-from megatron_rl.validate.critic import critic_config, policy_ranks
+from megatron_rl.validate.critic import critic_config, policy_ranks, teacher_config
 from megatron_rl.weights.config_json import check_served, load_hf_config
 from megatron_rl.weights.model_dtype import settle_dtype
 from megatron_rl.weights.reader import HuggingFaceReader, check_tensors
+
+log = logging.getLogger(__name__)
 
 MAX_PROMPTS = 4096  # whose lengths the forecast takes
 ONLY_ON_GPUS = ("attention_dropout", "hidden_dropout")  # fields that the start refuses on a host without one
@@ -95,7 +99,9 @@ def check_inputs(config: Config) -> tuple[list[int], list[Workload]]:
         check_served(config.model.hf_path, provider=config.model.provider)
     one_worker = dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))  # it speaks for all
     with opened_reward(one_worker, config.run.deadline_s, episodes=config.plays_episodes) as reward:
-        required = reward.required_columns if reward else ()
+        required, recognised = (reward.required_columns, reward.recognised) if reward else ((), ())
+    for sentence in recognised:
+        log.info("%s", sentence)
     prompts = load_prompts(config, tokenizer, hf_config, required)
     config = dataclasses.replace(config, data=prompts.data, sft=config.sft.settled(len(prompts)))
     moving_rl_steps(config, len(prompts))
@@ -130,8 +136,9 @@ def check_models(config: Config, size: JobSize, *, elsewhere: bool) -> None:
         of_critic = degrees_of(critic, config.critic.ranks or ranks)
         check_model(critic, of_critic, value_head=True, elsewhere=elsewhere)
     if config.has_teacher and config.teacher.hf_path:
-        model = dataclasses.replace(config.model, hf_path=config.teacher.hf_path, init="pretrained")
-        check_model(dataclasses.replace(config, model=model, lora=LoraConfig()), degrees, elsewhere=elsewhere)
+        teacher = dataclasses.replace(teacher_config(config), lora=LoraConfig())
+        model = dataclasses.replace(teacher.model, init="pretrained")
+        check_model(dataclasses.replace(teacher, model=model), degrees, elsewhere=elsewhere)
 
 
 def check_model(config: Config, degrees: Degrees, *, value_head: bool = False, elsewhere: bool) -> None:
@@ -142,13 +149,12 @@ def check_model(config: Config, degrees: Degrees, *, value_head: bool = False, e
     if elsewhere:
         fields = {name: value for name, value in config.megatron.transformer.items() if name not in ONLY_ON_GPUS}
         config = dataclasses.replace(config, megatron=dataclasses.replace(config.megatron, transformer=fields))
-        shape = model_shape(hf_config, config, degrees, layer_spec="torch")
-        shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False) if value_head else shape
+        shape = model_shape(hf_config, config, degrees, layer_spec="torch", value_head=value_head)
     else:
         shape = settled_shape(config, hf_config, degrees, value_head=value_head)
     if config.rollout.routing_replay != "off" and not value_head:
         check_routing_replay(config, shape)
-    if config.model.init == "pretrained":
+    if config.model.init == "pretrained" and not hub.lacks_weights(config.model.hf_path):
         reader = HuggingFaceReader(config.model.hf_path)
         check_tensors(reader, shape, allow_unread=config.model.allow_unread_tensors)
     if config.model.provider == "native":  # another's is finished within process groups

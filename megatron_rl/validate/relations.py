@@ -43,7 +43,7 @@ def validate_config(config: Config) -> None:
     if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
         raise ConfigError(
             f"model.hf_path={quoted(config.model.hf_path, 300)} holds no config.json; give a local Hugging Face "
-            "directory"
+            "directory, or owner/name of the hub"
         )
     if config.train.num_rollouts != 0 and not config.reward.functions and not config.has_teacher:
         raise ConfigError(

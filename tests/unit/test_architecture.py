@@ -29,7 +29,7 @@ LEVELS = (
     ("json_text", "users_code"),
     ("config",),
     ("distributed", "algorithm", "planning", "data", "environment"),
-    ("reward", "weights", "doctor"),
+    ("reward", "weights", "doctor", "hub"),
     ("model", "validate"),
     ("backend",),
     ("observability",),

@@ -336,6 +336,7 @@ def give_back_freed_memory() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     import megatron_rl.distributed.platform  # noqa: F401  (before anything of Megatron-Core)
+    from megatron_rl import hub
     from megatron_rl.checkpoint.folder import DamagedCheckpoint
     from megatron_rl.errors import CheckpointError, ConfigError, shortened
 
@@ -348,6 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megatron_rl.commands.convert.bridge import bridge_command, needs_bridge
 
     try:
+        if given.command == "roundtrip" or (given.command == "import" and not given.gguf):
+            given.source = hub.fetched_folder(given.source, "SOURCE")
         code, report = (bridge_command if needs_bridge(given) else commands[given.command])(given)
         if given.json:
             given.json.write_text(json.dumps(report, indent=2) + "\n")

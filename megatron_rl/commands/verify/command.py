@@ -94,6 +94,7 @@ def prepare(given: argparse.Namespace) -> Thin:
 
     Raises ConfigError, the same on every rank, before any of them joins another.
     """
+    from megatron_rl import hub
     from megatron_rl.algorithm.signal import signal_rule
     from megatron_rl.commands.verify.thin import (
         KEEP,
@@ -111,7 +112,7 @@ def prepare(given: argparse.Namespace) -> Thin:
     unknown = [x for x in keep if x not in KEEP]
     if unknown:
         raise ConfigError(f"--keep {given.keep} names {unknown[0]!r}; choose from {', '.join(KEEP)}, or all")
-    config = load_config(given.config, given.overrides)
+    config = hub.fetched(load_config(given.config, given.overrides), weights=False, pins=False)
     signal_rule(config)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     real = read_hf_config(config)

@@ -1,0 +1,92 @@
+"""Names on the hub: ``owner/name@revision`` for a model, ``owner/name:config/split@revision`` for a data set.
+
+A path that exists on this host is no name; neither is one with the ending of a data file, as ``data/train.jsonl``.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import pathlib
+import re
+from dataclasses import dataclass
+
+from megatron_rl.errors import ConfigError, quoted
+
+log = logging.getLogger(__name__)
+
+READ = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")  # the forms of files that data/rows.py knows
+LINKS = "megatron_rl"  # the folder of the hub's assets that holds data sets' files, in their order
+_PART = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"({_PART}/{_PART})(?::([\w.+-]*)(?:/([\w.+-]+))?)?(?:@([\w./-]+))?", re.ASCII)
+_SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?", re.ASCII)
+_DATA = re.compile(rf".*/{LINKS}/([\w.-]+?)--([\w.-]+)/([0-9a-f]{{40}})/([\w.+-]+)/([\w.+-]+)/\*", re.ASCII)
+
+
+class Kind(enum.Enum):
+    """Names what a repository holds, in the hub's words; and of a model, whether more than its tokenizer is wanted."""
+
+    MODEL = "model"
+    TOKENIZER = "tokenizer"
+    DATA = "dataset"
+
+    @property
+    def repo_type(self) -> str:
+        return "dataset" if self is Kind.DATA else "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """Holds a name on the hub.
+
+    repo: ``owner/name``. subset: a data set's configuration. revision: a branch, a tag or a commit; None: ``main``.
+
+    Example: ``openai/gsm8k:main/test@e53f048`` has the subset ``main`` and the split ``test``.
+    """
+
+    repo: str
+    subset: str | None = None
+    split: str | None = None
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        part = "" if self.subset is None and self.split is None else f":{self.subset or ''}"
+        part += f"/{self.split}" if self.split else ""
+        return f"{self.repo}{part}" + (f"@{self.revision}" if self.revision else "")
+
+
+def name_of(value: str, kind: Kind, key: str) -> HubName | None:
+    """Return the hub's name that a setting's value is, None for a path; raise ConfigError for a model with parts.
+
+    key: the setting. A path that exists wins over a name of its form, and the log says so.
+    """
+    match = _NAME.fullmatch(value)
+    if match is None or (kind is Kind.DATA and value.lower().endswith((*READ, ".txt"))):
+        return None
+    if os.path.lexists(value):
+        log.info("%s=%s is a path on this host; the hub is not asked for it", key, value)
+        return None
+    repo, subset, split, revision = match.groups()
+    if kind is not Kind.DATA and ":" in value:
+        raise ConfigError(
+            f"{key}={quoted(value, 300)} exists neither as a path nor as a name: a model on the hub is owner/name or "
+            "owner/name@revision"
+        )
+    return HubName(repo=repo, subset=subset or None, split=split, revision=revision)
+
+
+def repo_of(path: str) -> str:
+    """Return the repository's name of a folder that `fetched` gave; any other path as it is."""
+    name = name_of_path(path)
+    return path if name is None else name.repo
+
+
+def name_of_path(path: str) -> HubName | None:
+    """Return the name, with its commit, of a folder or pattern that `fetched` gave; None for any other path."""
+    posix = pathlib.PurePath(path).as_posix()
+    if match := _SNAPSHOT.fullmatch(posix):
+        return HubName(repo=f"{match[1]}/{match[2]}", revision=match[3])
+    if match := _DATA.fullmatch(posix):
+        return HubName(repo=f"{match[1]}/{match[2]}", subset=match[4], split=match[5], revision=match[3])
+    return None
