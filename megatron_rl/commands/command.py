@@ -53,7 +53,7 @@ VERBS = {
 # The words that this process follows itself.
 HERE = {
     "new": ("Write a folder with a configuration, a reward function, prompts and a SLURM job.", new_command),
-    "translate": ("Translate verl's or TRL's settings into a configuration.", translate_command),
+    "translate": ("Translate verl's, TRL's or axolotl's settings into a configuration.", translate_command),
 }
 
 

@@ -1,6 +1,7 @@
 """Checks that the defaults put in by `megatron-rl translate` are verl's and TRL's own."""
 
 import dataclasses
+import importlib
 import importlib.util
 import pathlib
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from megatron_rl.commands.translate import trl as from_trl
+from megatron_rl.commands.translate import trl_pairs as from_pairs
 from megatron_rl.commands.translate import verl as from_verl
 from megatron_rl.commands.translate.translation import flat
 from tests.oracles.batch import MISSING
@@ -28,13 +30,17 @@ def test_verls_defaults(backend: str) -> None:
     assert found == ours
 
 
-def test_trls_defaults() -> None:
-    from trl import GRPOConfig
-
-    defaults = {}
-    for field in dataclasses.fields(GRPOConfig):
-        if field.default is not dataclasses.MISSING:
-            defaults[field.name] = field.default
-    found = {name: defaults[name] for name in from_trl.DEFAULTS}
+@pytest.mark.parametrize("trainer", ["grpo", *from_pairs.DEFAULTS])
+def test_trls_defaults(trainer: str) -> None:
+    trl = importlib.import_module("trl.experimental.cpo" if trainer == "cpo" else "trl")
+    names = {"grpo": "GRPOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "cpo": "CPOConfig", "reward": "RewardConfig"}
+    ours = from_trl.DEFAULTS if trainer == "grpo" else from_pairs.DEFAULTS[trainer]
+    fields = {field.name: field for field in dataclasses.fields(getattr(trl, names[trainer]))}
+    found = {}
+    for name in ours:
+        field = fields[name]
+        found[name] = field.default_factory() if field.default is dataclasses.MISSING else field.default
     found["lr_scheduler_type"] = str(getattr(found["lr_scheduler_type"], "value", found["lr_scheduler_type"]))
-    assert found == from_trl.DEFAULTS
+    if isinstance(found.get("loss_type"), list):
+        (found["loss_type"],) = found["loss_type"]
+    assert found == ours

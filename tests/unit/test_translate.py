@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 
@@ -10,8 +11,10 @@ import yaml
 
 from megatron_rl.commands import command
 from megatron_rl.commands.translate import trl, verl
-from megatron_rl.commands.translate.settings import overrides_of, read_settings
-from megatron_rl.commands.translate.translation import Translation, as_yaml, flat
+from megatron_rl.commands.translate.checking import Check, checked, nested
+from megatron_rl.commands.translate.output import as_yaml
+from megatron_rl.commands.translate.settings import followed, parsed, read_settings
+from megatron_rl.commands.translate.translation import Translation, flat
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
 
@@ -62,15 +65,13 @@ OPEN_R1 = flat(
 )
 
 
-def loaded(translation: Translation, folder: pathlib.Path) -> Config:
-    file = folder / "ours.yaml"
-    file.write_text(as_yaml(translation, "theirs", "verl"), encoding="utf-8")
-    return load_config(str(file), [])
+def loaded(translation: Translation) -> Config:
+    return load_config(nested(translation.ours))
 
 
-def test_verls_example_means_the_same(tmp_path: pathlib.Path) -> None:
+def test_verls_example_means_the_same() -> None:
     found = verl.translate(QWEN2_7B)
-    config = loaded(found, tmp_path)
+    config = loaded(found)
     assert (config.train.prompts_per_rollout, config.train.samples_per_mini_batch) == (1024, 256 * 5)
     assert (config.train.num_rollouts, config.train.epochs, config.train.epochs_per_rollout) == (None, 15, 1)
     assert (config.parallel.tensor, config.parallel.pipeline, config.parallel.sequence_parallel) == (2, 2, True)
@@ -94,7 +95,7 @@ def test_verls_mixture_keeps_its_grid(tmp_path: pathlib.Path) -> None:
         "data.trust_remote_code": True,
     }
     found = verl.translate(QWEN2_7B | grid)
-    parallel = loaded(found, tmp_path).parallel
+    parallel = loaded(found).parallel
     assert (parallel.tensor, parallel.pipeline, parallel.expert, parallel.expert_tensor) == (4, 3, 4, 1)
     assert set(found.left) == {"reward function", f"{megatron}.dist_checkpointing_path", "data.trust_remote_code"}
 
@@ -117,37 +118,68 @@ def test_a_setting_of_verls(tmp_path: pathlib.Path) -> None:
         ),
         (
             "algorithm.adv_estimator=gae critic.optim.lr=2.0e-6 trainer.critic_warmup=3",
-            "advantage.estimator=gae critic.lr=2.0e-6 critic.warmup_rollouts=3 critic.value_clip=0.5",
+            "advantage.estimator=gae critic.lr=2.0e-6 critic.warmup_rollouts=3 critic.value_clip=0.5 "
+            "advantage.whiten=center_and_scale",
         ),
         (f"{ACTOR}.use_kl_loss=false {adaptive}", f"{of_reward} loss.kl_coefficient=0.02 loss.kl_estimator=k1"),
         ("algorithm.rollout_correction.rollout_is=token", "correction.mode=token_truncate"),
         ("trainer.total_training_steps=300", "train.num_rollouts=300"),
         ("algorithm.filter_groups.enable=true", "rollout.dynamic_sampling.max_rounds=10"),
+        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "advantage.estimator=reinforce_plus_plus"),
+        ("algorithm.adv_estimator=gdpo", "advantage.estimator=gdpo advantage.whiten=center_and_scale"),
+        (
+            "reward_model.overlong_buffer.enable=true reward_model.overlong_buffer.len=4096 "
+            "reward_model.overlong_buffer.penalty_factor=0.5 data.max_response_length=8192",
+            "reward.overlong_buffer_tokens=4096 reward.overlong_penalty=0.5",
+        ),
+        (f"{ACTOR}.megatron.router_replay.mode=R3", "rollout.routing_replay=rollout"),
+        ("trainer.resume_mode=disable", "checkpoint.resume=never"),
+        ("data.apply_chat_template_kwargs.enable_thinking=false", "data.template_variables.enable_thinking=false"),
         (f"{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", "rollout.vllm.enforce_eager=true"),
     ):
         found = verl.translate(QWEN2_7B | named(settings))
         assert {key: found.ours[key] for key in named(ours)} == named(ours)
         assert set(found.left) == {"reward function"}
-        loaded(found, tmp_path)
+        loaded(found)
 
 
 def test_a_setting_of_verls_that_has_no_place_is_listed() -> None:
+    greedy = f"{ROLLOUT}.val_kwargs"
     for settings, name, why in (
         ({f"{ROLLOUT}.top_p": 0.9}, f"{ROLLOUT}.top_p", "whose log-probs are trained"),
         ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name", "engines here are vllm and transformers"),
-        ({"algorithm.adv_estimator": "opo"}, "algorithm.adv_estimator", "of verl's estimators gae, grpo, rloo"),
-        ({f"{ACTOR}.policy_loss.loss_mode": "kl_cov"}, f"{ACTOR}.policy_loss.loss_mode", "vanilla, gspo, cispo"),
+        ({f"{ROLLOUT}.top_k": 20}, f"{ROLLOUT}.top_k", "whose log-probs are trained"),
+        ({"data.filter_overlong_prompts": False, "data.truncation": "left"}, "data.truncation", "no prompt is cut"),
+        ({f"{greedy}.do_sample": True, f"{greedy}.top_p": 0.7}, f"{greedy}.top_p", "whole distribution"),
+        ({"data.gen_batch_size": 1536}, "data.gen_batch_size", "asks as many further prompts"),
+        ({f"{ACTOR}.fsdp_config.dtype": "float16"}, f"{ACTOR}.fsdp_config.dtype", "float32 or bfloat16"),
+        ({f"{ACTOR}.megatron.override_ddp_config.a": 1}, f"{ACTOR}.megatron.override_ddp_config.a", "no rule is known"),
+        ({"reward_model.enable": True}, "reward_model.enable", "reward.model_path"),
+        ({"trainer.device": "npu"}, "trainer.device", "GPUs run it here"),
         ({"trainer.never_heard_of": 1}, "trainer.never_heard_of", "no rule is known for it"),
-        ({"data.train_batch_size": "many"}, "data.train_batch_size", "could not convert"),
         ({"algorithm.use_kl_in_reward": True}, "algorithm.use_kl_in_reward", "not in both"),
     ):
         left = verl.translate(QWEN2_7B | settings).left
-        assert set(left) == {"reward function", name} and why in left[name]
+        assert set(left) - {"trainer.critic_warmup"} == {"reward function", name} and why in left[name]
+
+
+def test_what_has_no_place_and_belongs_to_a_key_leaves_it_to_be_filled_in() -> None:
+    for settings, keys, why in (
+        ({"algorithm.adv_estimator": "opo"}, {"advantage.estimator", "advantage.whiten"}, "of verl's estimators gae"),
+        ({"algorithm.adv_estimator": "reinforce_plus_plus"}, {"advantage.estimator", "advantage.whiten"}, "estimators"),
+        ({f"{ACTOR}.policy_loss.loss_mode": "kl_cov"}, {"loss.policy"}, "vanilla, gspo, cispo"),
+        ({"data.train_batch_size": "many"}, {"train.prompts_per_rollout"}, "could not convert"),
+        ({f"{ROLLOUT}.n": "x"}, {"train.samples_per_mini_batch", "rollout.samples_per_prompt"}, "could not convert"),
+    ):
+        found = verl.translate(QWEN2_7B | settings)
+        assert set(found.open) == keys and all(why in each for each in found.open.values())
+        with pytest.raises(ConfigError, match="is a place to be filled in"):
+            loaded(found)
 
 
 def test_open_r1s_recipe_means_the_same_and_its_batch_needs_the_number_of_processes(tmp_path: pathlib.Path) -> None:
     found = trl.translate(OPEN_R1)
-    config = loaded(found, tmp_path)
+    config = loaded(found)
     samples = 7 * 16 * 16  # processes, per device, accumulated: a generation of TRL's and its one optimizer step
     assert config.train.prompts_per_rollout * config.rollout.samples_per_prompt == samples
     assert config.train.samples_per_mini_batch == samples and config.rollout.samples_per_prompt == 7
@@ -180,54 +212,108 @@ def test_a_setting_of_trls(tmp_path: pathlib.Path) -> None:
         found = trl.translate(OPEN_R1 | named(settings))
         assert {key: found.ours[key] for key in named(ours)} == pytest.approx(named(ours))
         assert set(found.left) == {"dataset_name", "push_to_hub", "warmup_ratio"}
-        loaded(found, tmp_path)
+        loaded(found)
 
 
+# In the form of verl's DAPO for Qwen2.5-32B: lengths computed, defaults of the environment, a branch for a device.
 SCRIPT = r"""
-n=4
+max_prompt_length=$((1024 * 2)); max_response_length=$((1024 * 8))
+n=16; MODEL=${MODEL_PATH:-"${HOME}/Qwen2.5-32B"}
+if [ "$1" = npu ]; then DEVICE=(trainer.device=npu); max_prompt_length=512; fi
 files="['/d/a.parquet', '/d/b.parquet']"
-python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \
-    algorithm.adv_estimator=rloo \
-    data.train_files="$files" \
+ARGS=(algorithm.adv_estimator=rloo "data.train_files=$files" trainer.nnodes=2 actor_rollout_ref.actor.use_kl_loss=True)
+python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' "${ARGS[@]}" ${DEVICE[@]} \
+    data.max_prompt_length=${max_prompt_length} \
+    data.max_response_length=${max_response_length} \
+    actor_rollout_ref.model.path="$MODEL" \
     actor_rollout_ref.rollout.n=${n} \
+    actor_rollout_ref.rollout.max_num_batched_tokens=$((max_prompt_length + max_response_length)) \
     +actor_rollout_ref.actor.optim.lr=${LR:-2e-6} \
+    data.train_batch_size=$BSZ \
     trainer.logger=['console','wandb'] \
+    # trainer.total_epochs=3 \
     trainer.project_name=$PROJECT $@
 """
 
 
-def test_a_scripts_overrides_are_read() -> None:
-    assert overrides_of(SCRIPT) == {
+def test_a_scripts_settings_are_what_bash_makes_of_them(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    read = read_settings(tmp_path / "run.sh")
+    assert read.given == {
         "algorithm.adv_estimator": "rloo",
         "data.train_files": ["/d/a.parquet", "/d/b.parquet"],
-        "actor_rollout_ref.rollout.n": 4,
-        "actor_rollout_ref.actor.optim.lr": 2e-6,
+        "trainer.nnodes": 2,
+        f"{ACTOR}.use_kl_loss": True,
+        "data.max_prompt_length": 2048,
+        "data.max_response_length": 8192,
+        "actor_rollout_ref.model.path": str(pathlib.Path.home() / "Qwen2.5-32B"),
+        f"{ROLLOUT}.n": 16,
+        f"{ROLLOUT}.max_num_batched_tokens": 10240,
+        f"{ACTOR}.optim.lr": 2e-6,
         "trainer.logger": ["console", "wandb"],
-        "trainer.project_name": "$PROJECT",
     }
-    assert verl.translate(overrides_of(SCRIPT)).left["trainer.project_name"] == "'$PROJECT' holds a shell variable"
+    assert read.unknown == {"data.train_batch_size": "'$BSZ' depends on '$BSZ'"}
+    assert list(read.notes) == [
+        "line 4 depends on '[ \"$1\" = npu ]', and is not taken: 'DEVICE=(trainer.device=npu) max_prompt_length=512'",
+        "line 17: 'trainer.project_name=$PROJECT' is a command of its own to bash, and given to no program",
+    ]
+    told = read_settings(tmp_path / "run.sh", values={"1": "npu", "BSZ": "512"}).given
+    assert (told["data.max_prompt_length"], told["trainer.device"], told["data.train_batch_size"]) == (512, "npu", 512)
 
 
-def test_the_command_prints_what_it_could_not(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_is_open_what_will_not_start_and_what_was_not_checked(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT)
     assert command.main(["translate", "verl", str(script)]) == 0
     said = capsys.readouterr().out
-    assert "# NOT translated:\n#   reward function: " in said and "#   trainer.project_name: '$PROJECT'" in said
+    heads = [line for line in said.splitlines() if line.startswith("# ") and line.endswith(":")]
+    assert heads == [
+        "# TO FILL IN (??? below); it does not load before:",
+        "# WILL NOT START as it is:",
+        "# Of the script, and not taken as settings:",
+        "# NOT translated:",
+        "# Needs no setting here:",
+        "# Checked:",
+        "# Not checked:",
+    ]
+    plain = " ".join(said.replace("\n#    ", "").split())
+    assert "train.prompts_per_rollout: data.train_batch_size='$BSZ' depends on '$BSZ'" in plain
+    assert "loss.kl_coefficient=0.001 makes that untrue; either set loss.kl_coefficient" in plain
+    assert "or choose skip.mode=approximate" in plain and "the model: model.hf_path=" in plain
     ours = flat(yaml.safe_load(said))
-    assert ours["advantage.estimator"] == "rloo" and ours["rollout.samples_per_prompt"] == 4
-    nested = tmp_path / "resolved.yaml"
-    nested.write_text(yaml.safe_dump({"data": {"train_batch_size": 8}, "algorithm": {"adv_estimator": "grpo"}}))
-    assert read_settings(nested) == {"data.train_batch_size": 8, "algorithm.adv_estimator": "grpo"}
-    (tmp_path / "empty.sh").write_text("echo\n")
-    (tmp_path / "odd.sh").write_text("python a.py actor_rollout_ref.rollout.n=many\n")
-    for name, why in (
-        ("none.yaml", "cannot be read"),
-        ("empty.sh", "holds no setting of verl's"),
-        ("odd.sh", "has a value of another kind than verl's own: could not convert"),
-    ):
-        assert command.main(["translate", "verl", str(tmp_path / name)]) == command.EXIT_CONFIG
-        assert why in capsys.readouterr().err
+    assert (ours["data.max_prompt_tokens"], ours["rollout.max_response_tokens"]) == (2048, 8192)
+    with pytest.raises(ConfigError, match=re.escape("train.prompts_per_rollout=??? is a place to be filled in")):
+        load_config(yaml.safe_load(said))
+    assert command.main(["translate", "verl", str(script), "--set", "BSZ=512"]) == 0
+    assert load_config(yaml.safe_load(capsys.readouterr().out)).train.prompts_per_rollout == 512
+    assert command.main(["translate", "verl", str(script), "--set", "512"]) == command.EXIT_CONFIG
+    assert command.main(["translate", "verl", str(tmp_path / "none.yaml")]) == command.EXIT_CONFIG
+    assert "--set '512' is not NAME=VALUE" in (said := capsys.readouterr().err) and "cannot be read" in said
+
+
+def test_the_fault_behind_that_of_the_skip_is_named_too() -> None:
+    settings = {name: value for name, value in QWEN2_7B.items() if name != "data.val_files"}
+    found = checked(verl.translate(settings | {f"{ROLLOUT}.n": 1}))
+    assert ["skip.mode=exact" in found.faults[0], "samples_per_prompt=1" in found.faults[1]] == [True, True]
+
+
+@pytest.mark.long  # imports transformers
+def test_a_model_that_is_here_bounds_the_lengths(tmp_path: pathlib.Path) -> None:
+    config = {"model_type": "qwen2", "max_position_embeddings": 1500, "vocab_size": 64, "hidden_size": 16}
+    config |= {"num_key_value_heads": 2, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    here = {"actor_rollout_ref.model.path": str(tmp_path), f"{ACTOR}.use_kl_loss": False}
+    found = checked(verl.translate(QWEN2_7B | here))
+    assert "is more than the context of the model: 1500 tokens" in found.faults[0] and len(found.faults) == 1
+    assert not any("model" in each for each in found.not_done)
+
+
+def test_references_within_a_yaml_are_followed() -> None:
+    settings = {"a.b": 3, "c": "${a.b}", "d": "${oc.select:a.b,4}", "e": "${oc.select:z,4}", "f": "x/${c}/${a.b}"}
+    settings |= {"g": "${z}", "h": "${h}${h}", "i": "${oc.env:HOME}"}
+    assert followed(settings) == settings | {"c": 3, "d": 3, "e": 4, "f": "x/3/3"}
 
 
 BOMB = "a: &a0 [x, x]\n" + "".join(f"b{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
@@ -235,8 +321,8 @@ HOSTILE = {
     "bomb.yaml": (BOMB, "bomb.yaml, line 1: more than 10000 values, aliases written out"),
     "large.yaml": ("a: " + "x" * 2**18, "bytes; at most 262144 are read"),
     "large.sh": ("a.b=" + "x" * 20_000_000, "has 20000004 bytes; at most 262144 are read"),
-    "double.sh": ("A=" + "x" * 99 + "\nA=$A$A" * 40, "holds a word, 'A=$A$A', of more than 8192 characters; shorten"),
-    "open.sh": ("a.b=" + "${a:-" * 40_000, "holds a word, 'a.b=${a:-${a:-"),
+    "double.sh": ("A=" + "x" * 99 + "\nA=$A$A" * 40, "of more than 8192 characters; shorten it"),
+    "open.sh": ("a.b=" + "${a:-" * 40_000, "holds a word, '${a:-${a:-"),
     "lines.yaml": ('"x.y\\nreward:\\n  functions: [a.py:f]\\n#": 1', "which is no text of one line"),
 }
 
@@ -251,6 +337,8 @@ def test_what_is_too_large_or_would_grow_is_refused(tmp_path: pathlib.Path, name
 
 def test_a_value_that_cannot_be_read_stays_a_text_of_one_line() -> None:
     deep, grows = "[" * 4000, "{a: &a [1, 1, 1], b: &b [*a, *a], c: [" + "*b, " * 2000 + "]}"
-    assert overrides_of(f"x.a={deep} x.b={'{' * 4000} 'x.c={grows}'") == {"x.a": [""], "x.b": "{" * 4000, "x.c": grows}
-    left = Translation(given={}, assumed={}, left={"x": "a\nreward:\n  functions: [a.py:f]\u2028b: 1"})
-    assert yaml.safe_load(as_yaml(left, "theirs", "verl")) == {}
+    assert [parsed(text) for text in (deep, "{" * 4000, grows)] == [[""], "{" * 4000, grows]
+    left = Translation(
+        framework="verl", given={}, assumed={}, left={"x": "a\nreward:\n  functions: [a.py:f]\u2028b: 1"}
+    )
+    assert yaml.safe_load(as_yaml(left, "theirs", Check(faults=("a\nb: 1",), done=(), not_done=()))) == {}

@@ -4,37 +4,90 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
-from megatron_rl.commands.translate import trl, verl
-from megatron_rl.commands.translate.settings import read_settings
-from megatron_rl.commands.translate.translation import Translation, as_yaml
-from megatron_rl.errors import ConfigError
+from megatron_rl.commands.translate import axolotl, trl, trl_pairs, verl
+from megatron_rl.commands.translate.checking import checked
+from megatron_rl.commands.translate.kinds import OF_TRL, Kind, refuse_trainer, require_kind
+from megatron_rl.commands.translate.output import as_yaml
+from megatron_rl.commands.translate.settings import Settings, read_settings
+from megatron_rl.commands.translate.translation import Translation
+from megatron_rl.errors import ConfigError, quoted
+
+FRAMEWORKS = {"verl": "verl", "trl": "TRL", "axolotl": "axolotl"}
+OF_TRL_HERE = ("grpo", *trl_pairs.DEFAULTS)
+OF_AXOLOTL_HERE = ("sft", "dpo", "ipo", "simpo", "grpo", "gdpo", "reward")
 
 
-def translated(framework: str, path: pathlib.Path, processes: int | None) -> Translation:
-    """Return the translation of a file of verl's or TRL's settings. Raises ConfigError for a file without any."""
-    given = read_settings(path)
-    if not given:
-        raise ConfigError(f"{path} holds no setting of {framework}'s: neither a YAML nor overrides a.b=c")
+def translated(
+    framework: str,
+    path: pathlib.Path,
+    *,
+    processes: int | None = None,
+    trainer: str | None = None,
+    values: Mapping[str, str] | None = None,
+) -> tuple[Translation, Settings]:
+    """Return the translation of a file, and what was read. Raises ConfigError for a file that is not the framework's.
+
+    values: of a script's variables and arguments, by name.
+    """
+    read = read_settings(path, FRAMEWORKS[framework], values)
+    kind = require_kind(read.kind, FRAMEWORKS[framework], str(path), trainer)
     try:
-        return verl.translate(given) if framework == "verl" else trl.translate(given, processes=processes)
+        return _translation(kind, read, str(path), processes), read
     except (ValueError, TypeError) as error:  # of a number that other numbers are made of
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path} has a value of another kind than {framework}'s own: {error}") from error
+
+
+def _translation(kind: Kind, read: Settings, path: str, processes: int | None) -> Translation:
+    if kind.framework == "verl":
+        if kind.trainer != "rl":
+            raise refuse_trainer(kind, path, ("main_ppo", "the recipe dapo"))
+        return verl.translate(read.given, read.unknown)
+    if kind.framework == "axolotl":
+        trainer = axolotl.trainer_of(read.given)
+        if trainer not in OF_AXOLOTL_HERE or "rl" in read.unknown:
+            raise refuse_trainer(Kind("axolotl", trainer), path, OF_AXOLOTL_HERE)
+        return axolotl.translate(trainer, read.given, read.unknown, processes=processes)
+    if kind.trainer not in OF_TRL_HERE:
+        raise refuse_trainer(kind, path, OF_TRL_HERE)
+    if kind.trainer == "grpo":
+        return trl.translate(read.given, read.unknown, processes=processes)
+    return trl_pairs.translate(kind.trainer, read.given, read.unknown, processes=processes)
 
 
 def translate_command(arguments: Sequence[str]) -> int:
     """Print our YAML for a file of settings, with a comment for each that is not translated, and return 0."""
     parser = argparse.ArgumentParser(
-        prog="megatron-rl translate", description="Translate verl's or TRL's settings; prints our YAML."
+        prog="megatron-rl translate",
+        description="Translate verl's, TRL's or axolotl's settings; prints our YAML, checked. No script is run.",
     )
-    parser.add_argument("framework", choices=("verl", "trl"))
-    parser.add_argument("file", type=pathlib.Path, help="a YAML; for verl also a script with overrides a.b=c")
+    parser.add_argument("framework", choices=tuple(FRAMEWORKS))
+    parser.add_argument("file", type=pathlib.Path, help="a YAML, or a script with overrides a.b=c or --name value")
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="trl: processes that train, for its batch per device"
+        "--processes", type=int, metavar="N", help="trl, axolotl: processes that train, for the batch per device"
+    )
+    parser.add_argument("--trainer", choices=OF_TRL, help="trl: what a YAML is for, where it does not say so")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a script's variable, or its argument by number, as in --set 1=gpu",
     )
     given = parser.parse_args(arguments)
     if given.processes is not None and given.processes < 1:
         raise ConfigError(f"--processes {given.processes} is no number of processes; it is at least 1")
-    print(as_yaml(translated(given.framework, given.file, given.processes), given.file.name, given.framework), end="")
+    values = {}
+    for each in given.set:
+        if not re.match(r"([A-Za-z_]\w*|[1-9])=", each):
+            raise ConfigError(f"--set {quoted(each)} is not NAME=VALUE, with a variable's name or 1 to 9")
+        name, _, values[name] = each.partition("=")
+    translation, read = translated(
+        given.framework, given.file, processes=given.processes, trainer=given.trainer, values=values
+    )
+    print(as_yaml(translation, given.file.name, checked(translation), read.notes), end="")
     return 0

@@ -2,67 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from megatron_rl.errors import ConfigError, quoted
+
+MISSING = "???"  # what stands for a value that the user has to fill in; no field takes it
+FREE_NAMES = ("rollout.vllm.", "megatron.", "data.template_variables.", "critic.optimizer.", "critic.parallel.")
 
 
 @dataclass(slots=True, kw_only=True)
 class Translation:
     """Collects a configuration key by key.
 
+    framework: whose settings they are.
     given:   their settings, name → value: those that the user wrote.
     assumed: their defaults for settings that the user did not write and that differ from ours.
+    unknown: their settings whose values are not known → what those depend on.
     ours:    our settings, ``section.key`` → value.
+    open:    our key → why it has no value: it is written as MISSING, and the file does not load before it has one.
     left:    their name → why it is not translated.
     needless: their names whose work is done here without a setting.
     """
 
+    framework: str
     given: Mapping[str, Any]
     assumed: Mapping[str, Any]
+    unknown: Mapping[str, str] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)
+    open: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     needless: list[str] = field(default_factory=list)
     _read: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> Any:
-        """Return their value, written or assumed, and count the setting as read; None where it is neither."""
+        """Return their value, written or assumed, and count the setting as read; None where it is neither.
+
+        A value that is not known is left, and their default stands in for it.
+        """
         self._read.add(name)
+        if name in self.unknown:
+            self.left[name] = f"{self.unknown[name]}; read as their default, {self.assumed.get(name)}"
         return self.given.get(name, self.assumed.get(name))
 
+    def is_given(self, name: str) -> bool:
+        return name in self.given or name in self.unknown
+
+    def under(self, prefix: str) -> list[str]:
+        """Return the names of the written settings that begin with a prefix."""
+        return [name for name in (*self.given, *self.unknown) if name.startswith(prefix)]
+
+    def need(self, key: str, why: str) -> None:
+        """Leave a key for the user to fill in. What stands within a mapping of free names is left out instead."""
+        if key.startswith(FREE_NAMES):
+            self.left[key] = why
+            return
+        self.ours[key] = MISSING
+        self.open[key] = why
+
     def take(self, name: str, key: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
-        """Set ``key`` to their value, where they have one. A ValueError of ``convert`` leaves it, with its message."""
-        value = self.get(name)
-        if value is None:
+        """Set ``key`` to their value, where they have one. A ValueError of ``convert`` leaves it open."""
+        self.compute(key, (name,), convert)
+
+    def compute(self, key: str, names: Sequence[str], function: Callable[..., Any]) -> None:
+        """Set ``key`` to a function of their values, where all are there. A value that is not known leaves it open."""
+        self._read |= set(names)
+        for name in names:
+            if name in self.unknown:
+                self.need(key, f"{name}={self.unknown[name]}")
+                return
+        values = [self.get(name) for name in names]
+        if any(value is None for value in values):
             return
         try:
-            self.ours[key] = convert(value)
-        except ValueError as error:
-            self.left[name] = f"{value!r}: {error}"
+            self.ours[key] = function(*values)
+            self.open.pop(key, None)
+        except (ValueError, TypeError) as error:
+            written = ", ".join(f"{name}={quoted(value)}" for name, value in zip(names, values, strict=True))
+            self.need(key, f"{written}: {error}")
 
     def choose(self, name: str, choices: Mapping[object, Mapping[str, Any]], why: str) -> None:
-        """Set the keys that their value stands for; leave it, with ``why``, where it stands for none."""
+        """Set the keys that their value stands for; leave those open, with ``why``, where it stands for none."""
+        self._read.add(name)
+        keys = dict.fromkeys(key for settings in choices.values() for key in settings)
+        if name in self.unknown:
+            for key in keys:
+                self.need(key, f"{name}={self.unknown[name]}")
+            return
         value = self.get(name)
         if value is None:
             return
-        if value in choices:
+        if isinstance(value, Hashable) and value in choices:
             self.ours |= choices[value]
+        elif keys:
+            for key in keys:
+                self.need(key, f"{name}={quoted(value)}: {why}")
         else:
-            self.left[name] = f"{value!r}: {why}"
+            self.left[name] = f"{quoted(value)}: {why}"
 
     def leave(self, name: str, why: str) -> None:
         """Note why a setting that the user wrote is not translated."""
-        if name in self.given:
+        if self.is_given(name) and name not in self.needless:
             self._read.add(name)
-            self.left[name] = why
+            self.left[name] = f"{quoted(self.given[name], 80)}: {why}" if name in self.given else why
 
     def skip(self, *names: str) -> None:
         """Count settings as needless here; a name that ends with "." stands for all below it."""
-        for name in self.given:
+        for name in (*self.given, *self.unknown):
             if name not in self._read and any(
                 name == each or (each.endswith(".") and name.startswith(each)) for each in names
             ):
@@ -71,9 +118,14 @@ class Translation:
 
     def close(self) -> None:
         """Note each written setting that no rule has read."""
-        for name in self.given:
+        for name, value in self.given.items():
+            if name.endswith("._target_"):
+                self.needless.append(name)
+            elif name not in self._read:
+                self.left[name] = f"{quoted(value, 80)}: no rule is known for it"
+        for name, depends in self.unknown.items():
             if name not in self._read:
-                self.left[name] = "no rule is known for it"
+                self.left[name] = depends
 
 
 def number(value: Any) -> float | int:
@@ -116,33 +168,3 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + name] = value
     return found
-
-
-def as_yaml(translation: Translation, source: str, framework: str) -> str:
-    """Return our YAML, with the settings that are left and the needless ones as comments above it."""
-    sections: dict[str, Any] = {}
-    for key, value in sorted(translation.ours.items()):
-        *path, last = key.split(".")
-        section = sections
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
-    lines = [
-        f"# Translated from {framework}'s {source}. docs/coming-from.md says what each setting means there and here."
-    ]
-    if translation.left:
-        left = (" ".join(f"{name}: {why}".splitlines()) for name, why in sorted(translation.left.items()))
-        lines += ["#", "# NOT translated:", *(f"#   {each}" for each in left)]
-    if translation.needless:
-        lines += ["#", "# Needs no setting here:", *_wrapped(sorted(translation.needless))]
-    text = yaml.safe_dump(sections, sort_keys=True, default_flow_style=False, allow_unicode=True, width=120)
-    return "\n".join(lines) + "\n" + text
-
-
-def _wrapped(names: Sequence[str], width: int = 116) -> list[str]:
-    lines = ["#  "]
-    for name in names:
-        if len(lines[-1]) + len(name) + 2 > width:
-            lines.append("#  ")
-        lines[-1] += f" {name}"
-    return lines

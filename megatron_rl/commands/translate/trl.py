@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.commands.translate import trl_job
 from megatron_rl.commands.translate.translation import Translation, number, paths, truth, whole
-from megatron_rl.errors import ConfigError
 
 # TRL's and transformers' defaults of settings that are translated, where the user's file leaves them out.
 DEFAULTS: dict[str, Any] = {
@@ -41,81 +41,49 @@ REDUCTIONS = {
     "luspo": "sequence_sum_mean",
 }
 NEEDLESS = (
-    "bf16",
-    "fp16",
-    "attn_implementation",
-    "gradient_checkpointing",
-    "gradient_checkpointing_kwargs.",
-    "model_revision",
-    "do_train",
-    "do_eval",
-    "eval_strategy",
-    "per_device_eval_batch_size",
-    "log_level",
-    "logging_first_step",
-    "logging_steps",
-    "logging_strategy",
-    "overwrite_output_dir",
-    "save_strategy",
+    *trl_job.NEEDLESS,
     "steps_per_generation",
     "generation_batch_size",
-    "num_processes",
     "vllm_device",
     "vllm_mode",
     "vllm_enable_sleep_mode",
     "ds3_gather_for_generation",
-    "dataset_configs",
-    "ddp_timeout",
     "log_completions",
-    "use_liger_kernel",
+    "num_completions_to_print",
+    "log_unique_prompts",
     "disable_dropout",
-    "remove_unused_columns",
 )
 
 
-def translate(given: Mapping[str, Any], *, processes: int | None = None) -> Translation:
-    """Return our settings for TRL's.
+def translate(
+    given: Mapping[str, Any], unknown: Mapping[str, str] | None = None, *, processes: int | None = None
+) -> Translation:
+    """Return our settings for TRL's GRPO.
 
-    processes: of the job, where the file's ``num_processes`` does not say it: TRL's batch is per device. Raises
-    ConfigError where neither does.
+    unknown: settings without a value → what it depends on. processes: of the job, where the file's ``num_processes``
+    does not say it: TRL's batch is per device. Raises ConfigError where neither does.
     """
-    processes = processes or given.get("num_processes")
-    if processes is None:
-        raise ConfigError("TRL's batch is per device: say how many processes train by --processes, as in --processes 8")
-    found = Translation(given=given, assumed=DEFAULTS)
-    found.ours["data.template"] = "chat"
-    _data_and_model(found)
-    _batches(found, whole(processes))
+    num_processes = trl_job.processes_of(given, processes)
+    found = Translation(framework="TRL", given=given, assumed=DEFAULTS, unknown=unknown or {})
+    trl_job.model_and_data(found)
+    found.take("max_prompt_length", "data.max_prompt_tokens", whole)
+    found.take("system_prompt", "data.system_prompt", str)
+    found.leave("chat_template", "put it into the tokenizer's folder; data.template=chat applies it")
+    found.leave("dataset_prompt_column", "data.prompt_key names the column")
+    found.leave("reward_funcs", "name functions of yours in reward.functions (docs/your-own.md); built in: math_verify")
+    if "reward_weights" in found.given:
+        found.leave("reward_weights", "one each of reward.functions: reward.weights")
+    _batches(found, num_processes)
+    trl_job.schedule(found, "optimizer")
     _loss(found)
+    _advantages(found)
     _engine(found)
-    _records(found)
+    trl_job.records(found)
+    found.leave("save_steps", "checkpoint.save_every_rollouts counts rollouts")
+    found.leave("eval_steps", "eval.every_rollouts counts rollouts; eval.path names the data")
     found.skip(*NEEDLESS)
     found.close()
     return found
-
-
-def _data_and_model(found: Translation) -> None:
-    found.take("model_name_or_path", "model.hf_path", str)
-    for name in ("dtype", "torch_dtype"):
-        found.take(name, "model.dtype", _dtype)
-    found.take("max_prompt_length", "data.max_prompt_tokens", whole)
-    found.take("seed", "run.seed", whole)
-    found.take("system_prompt", "data.system_prompt", str)
-    found.leave("chat_template", "put it into the tokenizer's folder; data.template=chat applies it")
-    found.leave("dataset_name", "no hub is asked: save it as a file or a folder, and name that in data.train")
-    found.leave("dataset_prompt_column", "data.prompt_key names the column")
-    found.leave("reward_funcs", "name functions of yours in reward.functions (docs/your-own.md); built in: math_verify")
-    found.take("reward_weights", "reward.weights", lambda values: list(map(number, values)))
-    if truth(found.get("use_peft") or False):
-        found.take("lora_r", "lora.rank", whole)
-        found.take("lora_alpha", "lora.alpha", number)
-    found.skip("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_peft")
-
-
-def _dtype(value: Any) -> str:
-    if value not in ("float32", "bfloat16", "auto"):
-        raise ValueError("model.dtype is float32, bfloat16 or auto")
-    return value
 
 
 def _batches(found: Translation, processes: int) -> None:
@@ -138,6 +106,11 @@ def _batches(found: Translation, processes: int) -> None:
         "train.samples_per_mini_batch": min(per_step, max(1, generated // group) * group),
     }
     found.take("num_iterations", "train.epochs_per_rollout", whole)
+    of_batches = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    for name in (*of_batches, "generation_batch_size", "steps_per_generation"):
+        if name in found.unknown:
+            for key in ("rollout.samples_per_prompt", "train.prompts_per_rollout", "train.samples_per_mini_batch"):
+                found.need(key, f"{name}={found.unknown[name]}")
     max_steps = found.get("max_steps")
     if max_steps is not None and whole(max_steps) > 0:
         each = max(1, generated // per_step) * whole(found.get("num_iterations"))
@@ -146,29 +119,6 @@ def _batches(found: Translation, processes: int) -> None:
         found.ours["train.num_rollouts"] = None
         found.take("num_train_epochs", "train.epochs", whole)
     found.skip("num_train_epochs")
-    found.take("learning_rate", "optimizer.lr", number)
-    found.take("weight_decay", "optimizer.weight_decay", number)
-    found.take("max_grad_norm", "optimizer.clip_grad", number)
-    found.take("warmup_steps", "optimizer.warmup_steps", whole)
-    found.leave("warmup_ratio", "give the number of steps, optimizer.warmup_steps")
-    schedules: dict[object, Mapping[str, Any]] = {
-        "constant": {"optimizer.schedule": "constant"},
-        "constant_with_warmup": {"optimizer.schedule": "constant"},
-        "linear": {"optimizer.schedule": "linear"},
-        "cosine": {"optimizer.schedule": "cosine"},
-        "cosine_with_min_lr": {"optimizer.schedule": "cosine"},
-    }
-    found.choose("lr_scheduler_type", schedules, "optimizer.schedule is constant, cosine or linear")
-    rate = found.get("lr_scheduler_kwargs.min_lr_rate")
-    if rate is not None:
-        found.ours["optimizer.min_lr"] = number(rate) * number(found.get("learning_rate"))
-    found.take("lr_scheduler_kwargs.min_lr", "optimizer.min_lr", number)
-    for name, place in (("adam_beta1", 0), ("adam_beta2", 1)):
-        value = found.get(name)
-        if value is not None:
-            betas = found.ours.setdefault("optimizer.betas", [0.9, 0.999])
-            betas[place] = number(value)
-    found.take("adam_epsilon", "optimizer.epsilon", number)
 
 
 def _loss(found: Translation) -> None:
@@ -197,8 +147,6 @@ def _loss(found: Translation) -> None:
     found.skip("use_bias_correction_kl", "beta")
     if found.get("sync_ref_model"):
         found.leave("sync_ref_model", "reference.refresh_every_rollouts renews the reference whole, without a mixture")
-    scales = {"group": "grpo", True: "grpo", "batch": "batch_std", "none": "dr_grpo", False: "dr_grpo"}
-    found.choose("scale_rewards", {theirs: {"advantage.estimator": ours} for theirs, ours in scales.items()}, "unknown")
     found.take("mask_truncated_completions", "loss.mask_truncated", truth)
     found.take("entropy_coef", "loss.entropy_coefficient", number)
     for name, off in (
@@ -211,6 +159,17 @@ def _loss(found: Translation) -> None:
                 found.take(name, "correction.off_policy_delta", number)
             else:
                 found.leave(name, "not here")
+
+
+def _advantages(found: Translation) -> None:
+    """Set the estimator; the sum of standardised rewards is GDPO, which TRL whitens by mean and deviation."""
+    if found.given.get("multi_objective_aggregation") == "normalize_then_sum":
+        found.ours |= {"advantage.estimator": "gdpo", "advantage.whiten": "center_and_scale"}
+        found.skip("multi_objective_aggregation", "scale_rewards")
+        return
+    found.choose("multi_objective_aggregation", {"sum_then_normalize": {}}, "sums, then normalises, or GDPO's")
+    scales = {"group": "grpo", True: "grpo", "batch": "batch_std", "none": "dr_grpo", False: "dr_grpo"}
+    found.choose("scale_rewards", {theirs: {"advantage.estimator": ours} for theirs, ours in scales.items()}, "unknown")
 
 
 def _engine(found: Translation) -> None:
@@ -238,24 +197,3 @@ def _engine(found: Translation) -> None:
     else:
         found.ours["rollout.engine"] = "transformers"
     found.skip(*(name for name in found.given if name.startswith("vllm_importance_sampling")))
-
-
-def _records(found: Translation) -> None:
-    found.take("output_dir", "run.dir", str)
-    found.take("run_name", "run.name", str)
-    found.take("save_total_limit", "checkpoint.keep_last", whole)
-    found.leave("save_steps", "checkpoint.save_every_rollouts counts rollouts")
-    found.leave("eval_steps", "eval.every_rollouts counts rollouts; eval.path names the data")
-    report = found.get("report_to")
-    for name in paths(report) if report is not None else []:
-        if name == "wandb":
-            found.ours["metrics.wandb_project"] = str(found.get("wandb_project") or "megatron_rl")
-        elif name == "tensorboard":
-            found.ours["metrics.tensorboard"] = True
-        elif name == "mlflow":
-            found.ours["metrics.mlflow_experiment"] = "megatron_rl"
-        elif name != "none":
-            found.left["report_to"] = f"{name!r}: wandb, tensorboard and mlflow are here"
-    found.skip("wandb_project", "wandb_entity")
-    for name in ("push_to_hub", "hub_model_id", "hub_strategy"):
-        found.leave(name, "nothing is sent to a hub; the policy is exported under checkpoints/")

@@ -1,0 +1,102 @@
+"""Translates axolotl's YAML: its trainers are TRL's, so that its names become those, and TRL's rules follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.commands.translate import trl, trl_pairs
+from megatron_rl.commands.translate.translation import Translation
+
+NAMES = {  # axolotl's → TRL's
+    "base_model": "model_name_or_path",
+    "revision_of_model": "model_revision",
+    "micro_batch_size": "per_device_train_batch_size",
+    "num_epochs": "num_train_epochs",
+    "lr_scheduler": "lr_scheduler_type",
+    "optimizer": "optim",
+    "sequence_len": "max_length",
+    "sample_packing": "packing",
+    "rl_beta": "beta",
+    "dpo_beta": "beta",
+    "dpo_label_smoothing": "label_smoothing",
+    "wandb_name": "run_name",
+}
+DEFAULTS: dict[str, Any] = {  # axolotl's, where they are not TRL's
+    "lr_scheduler_type": "cosine",
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 1,
+}
+NEEDLESS = (
+    *("model_type", "tokenizer_type", "is_llama_derived_model", "strict", "dataset_prepared_path", "dataset_processes"),
+    *("bf16", "tf32", "flash_attention", "sdp_attention", "xformers_attention", "attn_implementation"),
+    *("eager_attention", "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "evals_per_epoch"),
+    *("saves_per_epoch", "debug", "deepspeed", "fsdp", "wandb_watch", "wandb_log_model", "wandb_entity"),
+    *("resume_from_checkpoint", "auto_resume_from_checkpoints", "local_rank", "early_stopping_patience"),
+    *("save_safetensors", "save_first_step", "gradient_checkpointing", "activation_offloading", "fsdp_version"),
+    *("skip_prepare_dataset", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "use_kernels"),
+    *("ddp_find_unused_parameters", "torch_compile", "logging_steps"),
+)
+PREFIXES = ("gradient_checkpointing_kwargs.", "fsdp_config.", "special_tokens.", "liger_")
+
+
+def trainer_of(given: Mapping[str, Any]) -> str:
+    """Return what a file trains: its ``rl``, ``reward`` of a reward model, or ``sft``."""
+    if given.get("reward_model"):
+        return "reward"
+    if given.get("process_reward_model"):
+        return "prm"
+    return str(given.get("rl") or "sft")
+
+
+def translate(
+    trainer: str, given: Mapping[str, Any], unknown: Mapping[str, str] | None = None, *, processes: int | None = None
+) -> Translation:
+    """Return our settings for axolotl's, of a trainer that ``trainer_of`` gives."""
+    written = {name: value for name, value in given.items() if value is not None}
+    needless = [name for name in written if name in NEEDLESS or name.startswith(PREFIXES)]
+    theirs: dict[str, str] = {}  # TRL's name → axolotl's
+    settings: dict[str, Any] = dict(DEFAULTS)
+    for name, value in written.items():
+        if name not in needless:
+            other = NAMES.get(name, name.removeprefix("trl."))
+            theirs[other] = name
+            settings[other] = value
+    _own(trainer, settings)
+    renamed = {NAMES.get(name, name): why for name, why in (unknown or {}).items()}
+    if trainer in ("grpo", "gdpo"):
+        found = trl.translate(settings, renamed, processes=processes)
+    else:
+        found = trl_pairs.translate(
+            {"ipo": "dpo", "simpo": "cpo"}.get(trainer, trainer), settings, renamed, processes=processes
+        )
+    found.framework = "axolotl"
+    share = settings.get("val_set_size")
+    if share == 0 or (isinstance(share, float) and trainer not in ("grpo", "gdpo")):
+        found.left.pop("val_set_size")
+        found.ours |= {"sft.eval_share": share} if share else {}
+    found.left = {theirs.get(name, name): why for name, why in found.left.items()}
+    found.needless = [theirs[name] for name in found.needless if name in theirs] + needless
+    return found
+
+
+def _own(trainer: str, settings: dict[str, Any]) -> None:
+    """Say in TRL's words what axolotl says in its own."""
+    for name in ("rl", "reward_model"):
+        settings.pop(name, None)
+    if settings.get("packing") is False:
+        settings.pop("packing")
+    if trainer == "gdpo":
+        settings.setdefault("multi_objective_aggregation", "normalize_then_sum")
+    elif trainer in ("dpo", "ipo", "simpo"):
+        settings.setdefault("loss_type", {"dpo": "sigmoid"}.get(trainer, trainer))
+    if trainer == "simpo":
+        settings.setdefault("cpo_alpha", 0)
+    if trainer == "sft":
+        settings["assistant_only_loss"] = not settings.pop("train_on_inputs", False)
+    if settings.pop("adapter", None) in ("lora", "qlora"):
+        settings["use_peft"] = True
+        if settings.pop("lora_target_linear", False):
+            settings["lora_target_modules"] = "all-linear"
+    if settings.get("wandb_project"):
+        settings.setdefault("report_to", "wandb")

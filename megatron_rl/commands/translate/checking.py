@@ -1,0 +1,114 @@
+"""Loads a translation as a run would, checks its sections against one another, and says what that did not reach."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pathlib
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.commands.translate.translation import MISSING, Translation
+from megatron_rl.config import Config, load_config
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.validate import validate_config
+from megatron_rl.validate.relations import check_lengths
+
+_OF_THE_SKIP = "skip.mode=exact"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Holds what a check of a translation found.
+
+    faults: why a run of it would not start, beside the open keys. done, not_done: what was held, and what was not.
+    """
+
+    faults: tuple[str, ...]
+    done: tuple[str, ...]
+    not_done: tuple[str, ...]
+
+
+def nested(ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``section.key`` → value as sections."""
+    sections: dict[str, Any] = {}
+    for key, value in sorted(ours.items()):
+        *path, last = key.split(".")
+        section = sections
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return sections
+
+
+def checked(translation: Translation) -> Check:
+    """Load a translation's settings, its open ones left out, and check them as far as the files are there."""
+    ours = {key: value for key, value in translation.ours.items() if value != MISSING}
+    try:
+        config = load_config(nested(ours))
+    except ConfigError as error:
+        return Check(faults=(str(error),), done=(), not_done=("how the sections agree",))
+    done, not_done, faults = ["each value, by loading it", "how the sections agree"], [], []
+    if translation.open:
+        not_done.append(f"what depends on {', '.join(translation.open)}")
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, "config.json").write_text("{}", encoding="utf-8")
+        stand_ins = _stand_ins(config, folder, translation.open, not_done)
+        faults += _faults(nested(ours | stand_ins))
+    if "model.hf_path" not in stand_ins and config.model.hf_path:
+        faults += _against_model(config, done)
+    missing = [path for path in config.data.train if not os.path.exists(path) and not any(c in path for c in "*?[")]
+    if not config.data.train:
+        not_done.append("the rows: data.train names no file")
+    elif missing:
+        not_done.append(f"the rows: {quoted(missing[0], 200)} is not here")
+    else:
+        not_done.append("the rows: megatron-rl train --dry-run reads them")
+    return Check(faults=tuple(dict.fromkeys(faults)), done=tuple(done), not_done=tuple(not_done))
+
+
+def _stand_ins(config: Config, folder: str, open_keys: Collection[str], not_done: list[str]) -> dict[str, Any]:
+    """Return settings that stand in, for the check, for what is not here or not named yet."""
+    found: dict[str, Any] = {}
+    for key, path in (("model.hf_path", config.model.hf_path), ("critic.hf_path", config.critic.hf_path)):
+        needed = key == "model.hf_path" or path is not None
+        if needed and not os.path.isfile(os.path.join(path or "", "config.json")):
+            found[key] = folder
+            what = f"{key}={quoted(path, 200)} is no folder here" if path else f"{key} names none"
+            not_done.append(f"the model: {what}; download it, and name its folder")
+    if "eval.sets" in open_keys:
+        found["eval.sets"] = {"test": folder}
+    if config.train.num_rollouts != 0 and not config.reward.functions and not config.has_teacher:
+        found["reward.functions"] = ["arithmetic"]
+        not_done.append("the rewards: reward.functions is to be named")
+    return found
+
+
+def _faults(settings: dict[str, Any]) -> list[str]:
+    """Return the reasons for which a run would not start; behind that of the skip, the next one."""
+    try:
+        validate_config(load_config(settings))
+    except ConfigError as error:
+        found = [str(error)]
+        if _OF_THE_SKIP in found[0] and settings.get("skip", {}).get("mode") is None:
+            without = copy.deepcopy(settings)
+            without.setdefault("skip", {})["mode"] = "off"
+            found += _faults(without)
+        return found
+    return []
+
+
+def _against_model(config: Config, done: list[str]) -> list[str]:
+    """Return the faults of the lengths against the context of a model whose folder is here."""
+    from megatron_rl.weights.config_json import read_hf_config  # brings torch along
+
+    try:
+        model = read_hf_config(config.model.hf_path, "model.hf_path")
+        if config.generates:
+            check_lengths(config, model.max_position_embeddings)
+            done.append("the lengths, against the model's context")
+    except ConfigError as error:
+        return [str(error)]
+    return []

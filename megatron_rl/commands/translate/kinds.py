@@ -1,0 +1,150 @@
+"""Tells what a file of settings is: whose, and for which trainer; by its program, or by names that only one has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_rl.errors import ConfigError
+
+OF_TRL = (
+    *("sft", "dpo", "grpo", "kto", "reward", "rloo", "ppo", "cpo", "orpo", "bco", "gkd", "prm"),
+    *("online_dpo", "nash_md", "xpo", "async_grpo", "distillation"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Names a framework and one of its trainers, ``""`` if the file does not say which."""
+
+    framework: str
+    trainer: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.framework}'s {self.trainer.upper()}" if self.trainer else self.framework
+
+
+_PROGRAMS = (  # of a command line → whose it is; the group is its trainer, else the third word
+    (r"verl\.trainer\.main_ppo|\bmain_ppo\.py|\brecipe[./]dapo|main_dapo", "verl", "rl"),
+    (r"verl\.trainer\.(?:\w+_)?(sft)_trainer|\w*_?(sft)_trainer\w*\.py", "verl", ""),
+    (r"verl\.trainer\.main_(generation|eval)|\brecipe[./](\w+)[./]\S*main\w*", "verl", ""),
+    (r"(?:^|/| )trl (\w+)(?: |$)|trl[./]scripts[./](\w+)(?:\.py| |$)|examples/scripts/(?:ppo/)?(\w+)\.py", "TRL", ""),
+    (r"open_r1[./](grpo|sft)(?:\.py| |$)", "TRL", ""),
+    (r"openrlhf\.cli\.train_(\w+)", "OpenRLHF", ""),
+    (r"axolotl (?:train|preprocess)|axolotl\.cli\.train", "axolotl", ""),
+    (r"examples/run_(grpo|dpo|sft|rm|ppo|distillation|vlm_grpo)\w*\.py", "NeMo-RL", ""),
+    (r"train(?:_async)?\.py .*--(?:hf-checkpoint|rollout-batch-size|ref-load|rollout-num-gpus)\b", "slime", ""),
+    (r"llamafactory-cli train", "LLaMA-Factory", ""),
+    (r"swift (?:rlhf|sft|pt)\b", "ms-swift", ""),
+    (r"skyrl_train\.entrypoints|skyrl\.train", "SkyRL", ""),
+    (r"pretrain_\w+\.py|train_rl\.py", "Megatron-LM", ""),
+)
+_SCRIPTS_OF_TRL = {"reward_modeling": "reward", "gspo": "grpo"}
+_NEMO = r"policy\.(?:model_name|\w+_cfg\..+|max_total_sequence_length|train_global_batch_size)"
+_NAMES = (  # names of settings that only one framework has
+    (_NEMO, "NeMo-RL", ""),
+    (r"pass_rate_min|output_dataset_name", "open-r1's filter of data", ""),
+    (r"actor_rollout_ref\..+|algorithm\.adv_estimator|data\.(?:train_batch_size|max_response_length)", "verl", "rl"),
+    (r"model\.partial_pretrain|data\.response_key|data\.multiturn\..+", "verl", "sft"),
+    (r"base_model|micro_batch_size|sample_packing|sequence_len", "axolotl", ""),
+    (r"finetuning_type|stage|cutoff_len", "LLaMA-Factory", ""),
+    (r"trainer\.policy\..+|generator\..+", "SkyRL", ""),
+    (r"gconfig\..+|allocation_mode", "AReaL", ""),
+    (r"actor_train\..+|actor_infer\..+", "ROLL", ""),
+    (r".*_component_", "torchtune", ""),
+    (r"model\.hf_path|rollout\.samples_per_prompt|train\.prompts_per_rollout", "megatron_rl", ""),
+    (r"model_name_or_path|per_device_train_batch_size|num_train_epochs|num_generations", "TRL", ""),
+)
+_OF_ONE_TRAINER = {  # names that only one of TRL's trainers has
+    "grpo": {
+        *("max_completion_length", "num_generations", "reward_funcs", "scale_rewards", "epsilon", "epsilon_high"),
+        *("num_iterations", "importance_sampling_level", "mask_truncated_completions", "steps_per_generation"),
+        *("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "multi_objective_aggregation"),
+    },
+    "dpo": {"precompute_ref_log_probs", "rpo_alpha", "ld_alpha", "f_divergence_type", "reference_free"},
+    "sft": {"packing", "packing_strategy", "max_seq_length", "assistant_only_loss", "dataset_text_field"},
+    "kto": {"desirable_weight", "undesirable_weight"},
+    "reward": {"center_rewards_coefficient"},
+    "cpo": {"cpo_alpha", "simpo_gamma"},
+}
+_OF_NEMO = ("dpo", "distillation", "sft", "rm", "ppo", "grpo")
+
+
+def kind_of_command(line: str, names: Collection[str]) -> Kind | None:
+    """Return whose command a line is, by its program, else by the names of its settings; None of another program."""
+    for pattern, framework, trainer in _PROGRAMS:
+        found = re.search(pattern, line)
+        if found:
+            named = next((each for each in found.groups() if each), trainer)
+            return Kind(framework, _SCRIPTS_OF_TRL.get(named, named))
+    kind = kind_of_names(names)
+    own_main = re.search(r"(?:^|[ ./])(\w*main\w*)(?:\.py)?(?: |$)", line)
+    return Kind("verl", own_main[1]) if kind == Kind("verl", "rl") and own_main else kind
+
+
+def kind_of_names(names: Collection[str]) -> Kind | None:
+    """Return whose settings these are; None of nobody's that is known."""
+    if any(re.fullmatch(r"policy\..+", each) for each in names) and any(
+        re.match(r"cluster\.|grpo\.", n) for n in names
+    ):
+        return Kind("NeMo-RL", _nemo_trainer(names))
+    for pattern, framework, trainer in _NAMES:
+        if any(re.fullmatch(pattern, name) for name in names):
+            if framework == "NeMo-RL":
+                return Kind(framework, _nemo_trainer(names))
+            return Kind(framework, trainer or (_trl_trainer(names) if framework == "TRL" else ""))
+    return None
+
+
+def _nemo_trainer(names: Collection[str]) -> str:
+    return next((each for each in _OF_NEMO if any(name.startswith(f"{each}.") for name in names)), "")
+
+
+def _trl_trainer(names: Collection[str]) -> str:
+    found = [trainer for trainer, own in _OF_ONE_TRAINER.items() if own & set(names)]
+    return found[0] if len(found) == 1 else ""
+
+
+def require_kind(given: Kind | None, framework: str, path: str, trainer: str | None) -> Kind:
+    """Return the kind that a file is translated as. Raises ConfigError where it is another framework's, or nobody's.
+
+    trainer: the user's word for it, which a file that names another one contradicts.
+    """
+    if given is None:
+        raise ConfigError(
+            f"{path} holds no setting of {framework}'s: neither a YAML nor overrides a.b=c nor --name value"
+        )
+    if given.framework != framework:
+        ways = {"TRL": "megatron-rl translate trl", "verl": "megatron-rl translate verl"}
+        ways |= {"axolotl": "megatron-rl translate axolotl", "megatron_rl": "megatron-rl train --config"}
+        way = ways.get(given.framework)
+        out = f"{way} {path}" if way else "docs/coming-from.md lists settings by name; there is no tool for these"
+        raise ConfigError(f"{path} is a file of {given}, not of {framework}'s; {out}")
+    if trainer and given.trainer and trainer != given.trainer:
+        raise ConfigError(f"{path} is a file of {given}, and --trainer {trainer} says another; leave that out")
+    return Kind(framework, given.trainer or trainer or "")
+
+
+_ELSE = "docs/coming-from.md lists settings by name"
+_INSTEAD = {
+    "sft": "Supervised steps are sft.* here (docs/supervised.md)",
+    "rm": "A reward model is preference.loss=bradley_terry here (docs/reward-model.md)",
+    "rloo": "Near it is advantage.estimator=rloo here, whose ratio is a token's (docs/semantics.md)",
+    "ppo": "A critic is advantage.estimator=gae here (docs/ppo.md)",
+    "gkd": "Distillation is advantage.estimator=distillation here (docs/distillation.md)",
+    "distillation": "Distillation is advantage.estimator=distillation here (docs/distillation.md)",
+}
+
+
+def refuse_trainer(kind: Kind, path: str, known: Collection[str]) -> ConfigError:
+    """Return the error for a trainer of a framework that has no counterpart here."""
+    if not kind.trainer:
+        return ConfigError(
+            f"{path} does not say which of {kind.framework}'s trainers it is for; say so by --trainer, as in "
+            f"--trainer {next(iter(known))} (translated are {', '.join(known)})"
+        )
+    return ConfigError(
+        f"{path} is for {kind}, which is not translated; of {kind.framework}'s, {', '.join(known)} are. "
+        f"{_INSTEAD.get(kind.trainer, _ELSE)}"
+    )

@@ -1,0 +1,46 @@
+"""Writes a translation as our YAML, under a header that says what it is worth."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+import yaml
+
+from megatron_rl.commands.translate.checking import Check, nested
+from megatron_rl.commands.translate.translation import MISSING, Translation
+
+WIDTH = 118
+
+
+def as_yaml(translation: Translation, source: str, check: Check, notes: Sequence[str] = ()) -> str:
+    """Return our YAML; above it, as comments, what is open, what will not start, what was checked and what is left."""
+    lines = [
+        f"# Translated from {translation.framework}'s {source}. docs/coming-from.md says what each setting means there "
+        "and here."
+    ]
+    lines += _section(f"TO FILL IN ({MISSING} below); it does not load before:", _named(translation.open))
+    lines += _section("WILL NOT START as it is:", check.faults)
+    lines += _section("Of the script, and not taken as settings:", notes)
+    lines += _section("NOT translated:", _named(translation.left))
+    needless = ", ".join(sorted(translation.needless))
+    lines += _section("Needs no setting here:", [needless] if needless else [])
+    lines += _section("Checked:", [", ".join(check.done)] if check.done else [])
+    lines += _section("Not checked:", check.not_done)
+    text = yaml.safe_dump(
+        nested(translation.ours), sort_keys=True, default_flow_style=False, allow_unicode=True, width=120
+    )
+    return "\n".join(lines) + "\n" + text
+
+
+def _named(reasons: dict[str, str]) -> list[str]:
+    return [f"{name}: {why}" for name, why in sorted(reasons.items())]
+
+
+def _section(title: str, entries: Iterable[str]) -> list[str]:
+    found = []
+    for entry in entries:
+        one_line = " ".join(entry.split())
+        wrapped = textwrap.wrap(one_line, WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+        found += [f"#   {line}" if i == 0 else f"#     {line}" for i, line in enumerate(wrapped)]
+    return ["#", f"# {title}", *found] if found else []

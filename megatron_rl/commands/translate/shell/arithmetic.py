@@ -1,0 +1,166 @@
+"""Computes bash's arithmetic: whole numbers of 64 bits, with C's operators, and division towards zero."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+MOST_NESTED = 30
+_TOKEN = re.compile(
+    r"\s*(?:(0[xX][0-9a-fA-F]+|\d+#\w+|\d+)|([A-Za-z_]\w*)|(\*\*|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>&^|!~?:()=,]))"
+)
+_LEVELS = ("||", "&&", "|", "^", "&", "== !=", "< > <= >=", "<< >>", "+ -", "* / %")  # loosest first, left to right
+
+
+class NotComputed(Exception):
+    """Says that an expression is none of these, divides by zero or needs a value that is not known."""
+
+
+def computed(text: str, value_of: Callable[[str], int]) -> int:
+    """Return the value of an expression without assignments.
+
+    value_of: → the number of a variable; it raises NotComputed where that is not known. Example: ``1024 * (2 + k)``
+    with k = 6 is 8192.
+    """
+    parser = _Parser(text, value_of)
+    found = parser.choice()
+    if parser.token is not None:
+        raise NotComputed(text)
+    return found
+
+
+def _wrapped(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _divided(left: int, right: int) -> int:
+    if right == 0:
+        raise NotComputed("division by 0")
+    found = abs(left) // abs(right)
+    return found if (left < 0) == (right < 0) else -found
+
+
+def _power(base: int, exponent: int) -> int:
+    if exponent < 0:
+        raise NotComputed("a negative exponent")
+    return _wrapped(pow(base % 2**64, exponent, 2**64))
+
+
+_COMPUTE: dict[str, Callable[[int, int], int]] = {
+    "||": lambda a, b: int(bool(a) or bool(b)),
+    "&&": lambda a, b: int(bool(a) and bool(b)),
+    "|": lambda a, b: a | b,
+    "^": lambda a, b: a ^ b,
+    "&": lambda a, b: a & b,
+    "==": lambda a, b: int(a == b),
+    "!=": lambda a, b: int(a != b),
+    "<": lambda a, b: int(a < b),
+    ">": lambda a, b: int(a > b),
+    "<=": lambda a, b: int(a <= b),
+    ">=": lambda a, b: int(a >= b),
+    "<<": lambda a, b: a << (b % 64),
+    ">>": lambda a, b: a >> (b % 64),
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": _divided,
+    "%": lambda a, b: a - b * _divided(a, b),
+}
+
+
+class _Parser:
+    def __init__(self, text: str, value_of: Callable[[str], int]) -> None:
+        self.value_of, self.depth = value_of, 0
+        self.tokens, at = [], 0
+        while at < len(text.rstrip()):
+            found = _TOKEN.match(text, at)
+            if not found:
+                raise NotComputed(text)
+            self.tokens.append(found[0].strip())
+            at = found.end()
+        self.at = 0
+
+    @property
+    def token(self) -> str | None:
+        return self.tokens[self.at] if self.at < len(self.tokens) else None
+
+    def take(self) -> str:
+        if self.token is None:
+            raise NotComputed("it ends early")
+        self.at += 1
+        return self.tokens[self.at - 1]
+
+    def choice(self) -> int:
+        self.depth += 1
+        if self.depth > MOST_NESTED:
+            raise NotComputed("too deep")
+        found = self.level(0)
+        if self.token == "?":
+            self.take()
+            first = self.choice()
+            if self.take() != ":":
+                raise NotComputed("? without :")
+            second = self.choice()
+            found = first if found else second
+        self.depth -= 1
+        return found
+
+    def level(self, number: int) -> int:
+        if number == len(_LEVELS):
+            return self.power()
+        found = self.level(number + 1)
+        while self.token in _LEVELS[number].split():
+            operator = self.take()
+            found = _wrapped(_COMPUTE[operator](found, self.level(number + 1)))
+        return found
+
+    def power(self) -> int:
+        base = self.unary()
+        if self.token == "**":
+            self.take()
+            self.depth += 1
+            if self.depth > MOST_NESTED:
+                raise NotComputed("too deep")
+            base = _power(base, self.power())
+            self.depth -= 1
+        return base
+
+    def unary(self) -> int:
+        signs = []
+        while self.token in ("+", "-", "!", "~"):
+            signs.append(self.take())
+        found = self.primary()
+        for sign in reversed(signs):
+            found = {"+": found, "-": -found, "!": int(not found), "~": ~found}[sign]
+        return _wrapped(found)
+
+    def primary(self) -> int:
+        token = self.take()
+        if token == "(":
+            found = self.choice()
+            if self.take() != ")":
+                raise NotComputed("( without )")
+            return found
+        if token[0].isdigit():
+            return number(token)
+        if token[0].isalpha() or token[0] == "_":
+            return self.value_of(token)
+        raise NotComputed(token)
+
+
+def number(text: str) -> int:
+    """Return bash's whole number: decimal, 0x and 0 before hexadecimal and octal digits, or base#digits."""
+    text = text.strip()
+    sign = -1 if text[:1] == "-" else 1
+    digits = text.lstrip("+-") if text[1:2] not in ("+", "-") else ""
+    try:
+        if "#" in digits:
+            base, _, digits = digits.partition("#")
+            return _wrapped(sign * int(digits, int(base)))
+        if digits[:2].lower() == "0x":
+            return _wrapped(sign * int(digits, 16))
+        if re.fullmatch(r"\d{1,40}", digits):
+            return _wrapped(sign * int(digits, 8 if digits[0] == "0" and len(digits) > 1 else 10))
+    except ValueError as error:
+        raise NotComputed(text) from error
+    raise NotComputed(text)

@@ -1,0 +1,162 @@
+"""Translates what all of TRL's trainers share: model, data, batch, schedule, records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.commands.translate.translation import Translation, number, paths, truth, whole
+from megatron_rl.config.lora import PROJECTIONS
+from megatron_rl.errors import ConfigError
+
+NEEDLESS = (
+    "bf16",
+    "tf32",
+    "attn_implementation",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs.",
+    "do_train",
+    "do_eval",
+    "eval_strategy",
+    "per_device_eval_batch_size",
+    "log_level",
+    "logging_dir",
+    "logging_first_step",
+    "logging_steps",
+    "logging_strategy",
+    "overwrite_output_dir",
+    "save_strategy",
+    "save_only_model",
+    "save_safetensors",
+    "num_processes",
+    "dataset_num_proc",
+    "dataloader_num_workers",
+    "ddp_timeout",
+    "use_liger_kernel",
+    "remove_unused_columns",
+    "no_remove_unused_columns",
+)
+
+
+def processes_of(given: Mapping[str, Any], processes: int | None) -> int:
+    """Return the number of processes that train. Raises ConfigError where nothing says it: the batch is per device."""
+    processes = processes or given.get("num_processes")
+    if processes is None:
+        raise ConfigError(
+            "the batch there is per device: say how many processes train by --processes, as in --processes 8"
+        )
+    return whole(processes)
+
+
+def model_and_data(found: Translation) -> None:
+    found.ours["data.template"] = "chat"
+    found.take("model_name_or_path", "model.hf_path", str)
+    for name in ("dtype", "torch_dtype"):
+        found.take(name, "model.dtype", _dtype)
+    found.take("seed", "run.seed", whole)
+    found.leave(
+        "dataset_name",
+        "save it as a file or a folder, and name that in data.train; rows whose prompt is a plain text get no chat "
+        "template there: data.template='{prompt}' for these",
+    )
+    for name in ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_mixture", "datasets"):
+        found.leave(name, "data.train names files of the rows that are trained")
+    if found.given.get("model_revision", "main") == "main":
+        found.skip("model_revision")
+    found.leave("model_revision", "model.hf_path is a folder of that revision")
+    found.leave("trust_remote_code", "no code of a model's folder is run here")
+    for name in ("load_in_4bit", "load_in_8bit", "fp16"):
+        if found.given.get(name) is False:
+            found.skip(name)
+        found.leave(name, "model.dtype is float32 or bfloat16")
+    _adapters(found)
+
+
+def _adapters(found: Translation) -> None:
+    names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_task_type")
+    if not truth(found.get("use_peft") or False):
+        found.skip(*names)
+        return
+    found.take("lora_r", "lora.rank", whole)
+    found.take("lora_alpha", "lora.alpha", number)
+    if not found.given.get("lora_dropout", 0.05):
+        found.skip("lora_dropout")
+    dropout = "adapters have no dropout here: log-probs of engine and trainer would be of two models"
+    found.leave("lora_dropout", dropout)
+    if not found.is_given("lora_dropout"):
+        found.left["lora_dropout"] = f"0.05 by default: {dropout}"
+    found.take("lora_target_modules", "lora.targets", targets)
+    found.skip("lora_task_type")
+
+
+def targets(value: Any) -> list[str]:
+    """Return our layers for projections by their Hugging Face names. Raises ValueError for a part of a joint layer."""
+    names = set(paths(value))
+    if names in ({"all-linear"}, {"all"}):
+        return list(PROJECTIONS)
+    found = [ours for ours, theirs in PROJECTIONS.items() if names & set(theirs)]
+    covered = {name for ours in found for name in PROJECTIONS[ours]}
+    if names != covered:
+        raise ValueError(f"lora.targets are whole layers here: {PROJECTIONS}")
+    return found
+
+
+def _dtype(value: Any) -> str:
+    if value not in ("float32", "bfloat16", "auto"):
+        raise ValueError("model.dtype is float32, bfloat16 or auto")
+    return value
+
+
+def schedule(found: Translation, section: str) -> None:
+    """Set the rate, its schedule and AdamW's numbers: ``section`` is ``optimizer``, or ``sft`` for the rate's part."""
+    found.take("learning_rate", f"{section}.lr", number)
+    found.take("weight_decay", f"{section}.weight_decay", number)
+    found.take("max_grad_norm", "optimizer.clip_grad", number)
+    share = found.given.get("warmup_steps")
+    if isinstance(share, float) and 0 < share < 1:
+        found.leave("warmup_steps", f"a share of the steps: give their number, {section}.warmup_steps")
+    else:
+        found.take("warmup_steps", f"{section}.warmup_steps", whole)
+    found.leave("warmup_ratio", f"give the number of steps, {section}.warmup_steps")
+    schedules: dict[object, Mapping[str, Any]] = {
+        "constant": {f"{section}.schedule": "constant"},
+        "constant_with_warmup": {f"{section}.schedule": "constant"},
+        "linear": {f"{section}.schedule": "linear"},
+        "cosine": {f"{section}.schedule": "cosine"},
+        "cosine_with_min_lr": {f"{section}.schedule": "cosine"},
+    }
+    found.choose("lr_scheduler_type", schedules, f"{section}.schedule is constant, cosine or linear")
+    found.compute(
+        f"{section}.min_lr",
+        ("lr_scheduler_kwargs.min_lr_rate", "learning_rate"),
+        lambda share, rate: float(f"{number(share) * number(rate):.12g}"),
+    )
+    found.take("lr_scheduler_kwargs.min_lr", f"{section}.min_lr", number)
+    for name, place in (("adam_beta1", 0), ("adam_beta2", 1)):
+        value = found.get(name)
+        if value is not None:
+            betas = found.ours.setdefault("optimizer.betas", [0.9, 0.999])
+            betas[place] = number(value)
+    found.take("adam_epsilon", "optimizer.epsilon", number)
+    if found.given.get("optim", "adamw_torch") in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
+        found.skip("optim")
+    found.leave("optim", "AdamW in full precision is the optimizer here")
+
+
+def records(found: Translation) -> None:
+    found.take("output_dir", "run.dir", str)
+    found.take("run_name", "run.name", str)
+    found.take("save_total_limit", "checkpoint.keep_last", whole)
+    report = found.get("report_to")
+    for name in paths(report) if report is not None else []:
+        if name == "wandb":
+            found.ours["metrics.wandb_project"] = str(found.get("wandb_project") or "megatron_rl")
+        elif name == "tensorboard":
+            found.ours["metrics.tensorboard"] = True
+        elif name == "mlflow":
+            found.ours["metrics.mlflow_experiment"] = "megatron_rl"
+        elif name != "none":
+            found.left["report_to"] = f"{name!r}: wandb, tensorboard and mlflow are here"
+    found.skip("wandb_project", "wandb_entity")
+    for name in ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "push_to_hub_revision"):
+        found.leave(name, "nothing is sent to a hub; the policy is exported under checkpoints/")

@@ -1,0 +1,230 @@
+"""Translates verl's actor, critic and algorithm: optimizer, loss, KL, layout, advantages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.commands.translate.translation import MISSING, Translation, number, truth, whole
+from megatron_rl.commands.translate.verl_names import ACTOR, ROLLOUT
+
+KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+MEGATRON = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+    "expert_tensor_parallel_size": "expert_tensor",
+}
+
+
+def translate(found: Translation) -> None:
+    """Set our sections optimizer, loss, reference, parallel, advantage, critic and correction."""
+    _optimizer(found)
+    _loss(found)
+    _kl(found)
+    _layout(found)
+    _advantages(found)
+    _groups_and_weights(found)
+
+
+def _optimizer(found: Translation) -> None:
+    optimizer = f"{ACTOR}.optim"
+    found.take(f"{optimizer}.lr", "optimizer.lr", number)
+    found.take(f"{optimizer}.weight_decay", "optimizer.weight_decay", number)
+    found.take(f"{optimizer}.clip_grad", "optimizer.clip_grad", number)
+    found.take(f"{ACTOR}.grad_clip", "optimizer.clip_grad", number)
+    found.take(f"{optimizer}.betas", "optimizer.betas", list)
+    found.take(f"{optimizer}.min_lr", "optimizer.min_lr", number)
+    found.compute(
+        "optimizer.min_lr", (f"{optimizer}.min_lr_ratio", f"{optimizer}.lr"), lambda a, b: number(a) * number(b)
+    )
+    found.take(f"{optimizer}.lr_decay_steps", "optimizer.decay_steps", whole)
+    found.take(f"{optimizer}.lr_warmup_steps", "optimizer.warmup_steps", lambda value: max(0, whole(value)))
+    if found.given.get(f"{optimizer}.lr_warmup_steps_ratio"):
+        found.leave(f"{optimizer}.lr_warmup_steps_ratio", "give the number of steps, optimizer.warmup_steps")
+    found.skip(f"{optimizer}.lr_warmup_steps_ratio")
+    if found.given.get(f"{optimizer}.total_training_steps") in (None, -1):
+        found.skip(f"{optimizer}.total_training_steps")
+    schedules = {name: {"optimizer.schedule": name} for name in ("constant", "cosine", "linear")}
+    for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style"):
+        found.choose(f"{optimizer}.{name}", schedules, "optimizer.schedule is constant, cosine or linear")
+    prefix = f"{optimizer}.override_optimizer_config."
+    for name in found.under(prefix):
+        found.leave(name, f"Megatron-Core's; if wanted, megatron.optimizer.{name.removeprefix(prefix)}")
+    found.compute(
+        "train.samples_per_mini_batch",
+        (f"{ROLLOUT}.n", f"{ACTOR}.ppo_mini_batch_size"),
+        lambda group, prompts: whole(group) * whole(prompts),
+    )
+    found.take(f"{ACTOR}.ppo_epochs", "train.epochs_per_rollout", whole)
+    found.take(f"{ACTOR}.ppo_max_token_len_per_gpu", "plan.max_tokens_per_microbatch", whole)
+
+
+def _loss(found: Translation) -> None:
+    for side in ("low", "high"):  # verl reads clip_ratio where the side is null
+        name = f"{ACTOR}.clip_ratio_{side}"
+        is_null = name in found.given and found.get(name) is None
+        found.take(f"{ACTOR}.clip_ratio" if is_null else name, f"loss.clip_{side}", number)
+    found.skip(f"{ACTOR}.clip_ratio")
+    modes = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}
+    found.choose(
+        f"{ACTOR}.policy_loss.loss_mode",
+        {theirs: {"loss.policy": ours} for theirs, ours in modes.items()},
+        f"of verl's losses {', '.join(modes)} are here; a function of yours can be loss.policy (docs/your-own.md)",
+    )
+    if found.ours.get("loss.policy") == "ppo":
+        found.take(f"{ACTOR}.clip_ratio_c", "loss.dual_clip", number)
+    found.skip(f"{ACTOR}.clip_ratio_c")
+    found.choose(
+        f"{ACTOR}.loss_agg_mode",
+        {
+            "token-mean": {"loss.reduction": "token_mean"},
+            "token-sum": {"loss.reduction": "token_sum"},
+            "seq-mean-token-mean": {"loss.reduction": "sequence_mean"},
+            "seq-mean-token-sum": {"loss.reduction": "sequence_sum_mean"},
+            "seq-mean-token-sum-norm": {"loss.reduction": "sequence_sum_norm"},
+        },
+        "no reduction of that name",
+    )
+    found.take(f"{ACTOR}.entropy_coeff", "loss.entropy_coefficient", number)
+
+
+def _kl(found: Translation) -> None:
+    in_loss, in_reward = truth(found.get(f"{ACTOR}.use_kl_loss")), truth(found.get("algorithm.use_kl_in_reward"))
+    if in_loss and in_reward:
+        found.left["algorithm.use_kl_in_reward"] = "the KL is in the loss or in the reward here, not in both"
+    kinds = {theirs: {"loss.kl_estimator": ours} for theirs, ours in KL.items()}
+    if in_loss:
+        found.take(f"{ACTOR}.kl_loss_coef", "loss.kl_coefficient", number)
+        found.choose(f"{ACTOR}.kl_loss_type", kinds, f"of verl's estimators {', '.join(KL)} are here")
+    elif in_reward:
+        found.ours["reference.kl_in"] = "reward"
+        found.take("algorithm.kl_ctrl.kl_coef", "loss.kl_coefficient", number)
+        found.choose("algorithm.kl_penalty", kinds, f"of verl's estimators {', '.join(KL)} are here")
+        if found.get("algorithm.kl_ctrl.type") == "adaptive":
+            found.ours["reference.controller"] = "adaptive"
+            found.take("algorithm.kl_ctrl.target_kl", "reference.kl_target", number)
+            found.take("algorithm.kl_ctrl.horizon", "reference.kl_horizon", whole)
+    found.skip(f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", "algorithm.kl_ctrl.", "algorithm.kl_penalty")
+
+
+def _layout(found: Translation) -> None:
+    megatron = f"{ACTOR}.megatron"
+    for theirs, ours in MEGATRON.items():
+        found.take(f"{megatron}.{theirs}", f"parallel.{ours}", whole)
+    tensor = found.ours.get("parallel.tensor", 1)
+    if isinstance(tensor, int) and tensor > 1:  # verl turns it on wherever there is tensor parallelism
+        found.ours["parallel.sequence_parallel"] = True
+        found.take(f"{megatron}.sequence_parallel", "parallel.sequence_parallel", truth)
+    found.skip(f"{megatron}.sequence_parallel")
+    prefix = f"{megatron}.override_transformer_config."
+    for name in found.under(prefix):
+        found.take(name, f"megatron.transformer.{name.removeprefix(prefix)}")
+    found.leave(f"{megatron}.dist_checkpointing_path", "weights are read from model.hf_path, at any topology")
+    replays = {"disabled": "off", "R2": "old_logprobs", "R3": "rollout"}
+    for name in (f"{megatron}.router_replay.mode", f"{ACTOR}.router_replay.mode"):
+        found.choose(
+            name,
+            {theirs: {"rollout.routing_replay": ours} for theirs, ours in replays.items()},
+            f"of verl's modes {', '.join(replays)} are here",
+        )
+    for name in (f"{megatron}.dtype", f"{ACTOR}.fsdp_config.dtype", f"{ROLLOUT}.dtype"):
+        if found.given.get(name) == "bfloat16":
+            found.skip(name)
+        found.leave(name, "model.dtype is float32 or bfloat16")
+
+
+def _advantages(found: Translation) -> None:
+    scaled = truth(found.get("algorithm.norm_adv_by_std_in_grpo"))
+    grouped = {"advantage.estimator": "grpo" if scaled else "dr_grpo", "advantage.whiten": "scale"}
+    leave_one_out = {"advantage.estimator": "rloo", "advantage.whiten": "scale"}
+    estimators: dict[object, dict[str, Any]] = {  # docs/oracles.md: verl whitens by the mean and the deviation
+        "gae": {"advantage.estimator": "gae", "advantage.whiten": "center_and_scale"},
+        "grpo": grouped,
+        "grpo_vectorized": grouped,
+        "rloo": leave_one_out,
+        "rloo_vectorized": leave_one_out,
+        "reinforce_plus_plus_baseline": {
+            "advantage.estimator": "reinforce_plus_plus",
+            "advantage.whiten": "center_and_scale",
+        },
+        "gdpo": {"advantage.estimator": "gdpo", "advantage.whiten": "center_and_scale"},
+    }
+    found.choose(
+        "algorithm.adv_estimator",
+        estimators,
+        f"of verl's estimators {', '.join(map(str, estimators))} are here; a function of yours can be "
+        "advantage.estimator (docs/your-own.md)",
+    )
+    estimator = found.ours.get("advantage.estimator")
+    if estimator == "gae":
+        _critic(found)
+    elif estimator != MISSING:
+        found.skip("algorithm.gamma", "algorithm.lam", "critic.", "trainer.critic_warmup")
+    else:
+        for name in ("algorithm.gamma", "algorithm.lam", "trainer.critic_warmup", *found.under("critic.")):
+            found.leave(name, "of a critic, under advantage.estimator=gae")
+
+
+def _critic(found: Translation) -> None:
+    found.take("algorithm.gamma", "advantage.gamma", number)
+    found.take("algorithm.lam", "advantage.lam", number)
+    found.take("critic.optim.lr", "critic.lr", number)
+    found.take("critic.optim.weight_decay", "critic.optimizer.weight_decay", number)
+    found.take("critic.optim.lr_warmup_steps", "critic.optimizer.warmup_steps", lambda value: max(0, whole(value)))
+    found.take("critic.grad_clip", "critic.optimizer.clip_grad", number)
+    found.take("critic.model.path", "critic.hf_path", str)
+    found.take("critic.cliprange_value", "critic.value_clip", number)
+    found.take("critic.ppo_epochs", "critic.epochs_per_rollout", whole)
+    found.compute(
+        "critic.samples_per_mini_batch",
+        ("critic.ppo_mini_batch_size", f"{ROLLOUT}.n"),
+        lambda prompts, group: whole(prompts) * whole(group),
+    )
+    found.take("trainer.critic_warmup", "critic.warmup_rollouts", whole)
+    for theirs, ours in MEGATRON.items():
+        found.take(f"critic.megatron.{theirs}", f"critic.parallel.{ours}", whole)
+    if not found.given.get("critic.optim.lr_warmup_steps_ratio"):
+        found.skip("critic.optim.lr_warmup_steps_ratio")
+    found.leave("critic.optim.lr_warmup_steps_ratio", "give the number of steps, critic.optimizer.warmup_steps")
+    found.leave("critic.model.tokenizer_path", "the critic has the policy's tokenizer here")
+    found.leave("critic.model.trust_remote_code", "no code of a model's folder is run here")
+
+
+def _groups_and_weights(found: Translation) -> None:
+    """Translate the groups that are drawn again, and the importance weights against the engine."""
+    filtered = found.get("algorithm.filter_groups.enable")
+    if filtered is not None and truth(filtered):
+        found.ours["rollout.dynamic_sampling.max_rounds"] = 10
+        found.take("algorithm.filter_groups.max_num_gen_batches", "rollout.dynamic_sampling.max_rounds", _rounds)
+        if found.get("algorithm.filter_groups.metric") not in (None, "acc"):  # of scores with the overlong penalty
+            found.ours["rollout.dynamic_sampling.metric"] = "shaped"
+    found.skip("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches")
+    name = "algorithm.rollout_correction"
+    weights = found.get(f"{name}.rollout_is")
+    if weights in ("token", "sequence"):
+        found.ours["correction.mode"] = f"{weights}_truncate"
+        found.take(f"{name}.rollout_is_threshold", "correction.cap", number)
+    elif weights not in (None, "null"):
+        found.leave(f"{name}.rollout_is", "token or sequence")
+    else:
+        found.skip(f"{name}.rollout_is_threshold")
+    cap = found.given.get(f"{ACTOR}.tis_imp_ratio_cap")
+    if isinstance(cap, int | float) and cap > 0:
+        found.ours["correction.mode"] = "token_truncate"
+        found.take(f"{ACTOR}.tis_imp_ratio_cap", "correction.cap", number)
+    found.skip(f"{ACTOR}.tis_imp_ratio_cap")
+    if found.given.get(f"{name}.bypass_mode") is True:
+        found.ours["correction.old_logprobs"] = "rollout"
+    found.skip(f"{name}.bypass_mode")
+    for each in ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold"):
+        if found.given.get(f"{name}.{each}", 0) is not None:
+            found.leave(f"{name}.{each}", "samples are rejected by correction.mode=…_mask here (docs/semantics.md)")
+        found.skip(f"{name}.{each}")
+
+
+def _rounds(value: Any) -> int:
+    if whole(value) < 1:
+        raise ValueError("verl asks without an end; rollout.dynamic_sampling.max_rounds has one, 1 to 1000")
+    return whole(value)
