@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
         "--coefficients", help="JSON, or a run's folder: its fitted stages, or a machine's rates; without it --flops"
     )
     parser.add_argument(
-        "--flops", type=float, default=4e14, help="FLOP/s of one GPU in matrix products, stated; default 4e14"
+        "--flops", type=float, help="FLOP/s of one GPU in matrix products, stated; default 4e14, of a mixture 2.7e14"
     )
     parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU; default 80")
     parser.add_argument("--svg", type=pathlib.Path, help="write a picture of the pipeline, dense and skip, there")
@@ -132,8 +132,8 @@ def _refusal(shortfalls: Sequence[str], ways_out: Sequence[str]) -> str:
     would_fit = (
         f"It would fit with: {' | '.join(ways_out)}"
         if ways_out
-        else "No one setting that was tried is enough, with full recompute and bfloat16: more GPUs (--nodes), or "
-        "a smaller model, would be"
+        else "No setting and no other degrees on as many GPUs that were tried are enough, with full recompute and "
+        "bfloat16: more GPUs (--nodes), or a smaller model, would be"
     )
     return f"the job does not fit: {'; '.join(shortfalls)}. {would_fit} (docs/it-does-not-fit.md)"
 
@@ -258,10 +258,11 @@ def _longest(steps: Sequence[Workload]) -> list[Workload]:
 
 
 def _costs(config: Config, given: argparse.Namespace, shape, degrees, loss_share: float):
-    from megatron_rl.simulator.machine import load_coefficients, machine_costs, stated_machine
+    from megatron_rl.simulator.machine import assumed_flops, load_coefficients, machine_costs, stated_machine
 
     if given.coefficients:
         return load_coefficients(given.coefficients, shape, config, degrees, loss_share=loss_share)
-    machine = stated_machine(given.flops, shape, config, degrees)
-    source = f"stated: {given.flops:.3g} FLOP/s per GPU in the prior's proportions; not measured"
+    flops, source = (given.flops, f"stated: {given.flops:.3g} FLOP/s per GPU") if given.flops else assumed_flops(shape)
+    machine = stated_machine(flops, shape, config, degrees)
+    source += " in the prior's proportions; not measured"
     return machine_costs(machine, shape, config, degrees, loss_share=loss_share, source=source)

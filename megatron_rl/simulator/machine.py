@@ -25,6 +25,9 @@ from megatron_rl.weights.model_shape import ModelShape
 # Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32 gradients out, bfloat16
 # weights back) over 100 GB/s per GPU.
 ADAM_S, REDUCE_S = 30 / 2e12, 6 / 100e9
+# Assumed of a GPU in matrix products where --flops says nothing, of 989e12 (H100, bfloat16): 40 %, and 27 % of a
+# mixture's many small products and their exchanges. Published of mixtures: 24 to 30 % (docs/simulate-cluster.md).
+DENSE_FLOPS_PER_S, MIXTURE_FLOPS_PER_S = 4e14, 2.7e14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +149,16 @@ def stated_machine(flops_per_s: float, shape: ModelShape, config: Config, degree
         attention_flops_per_s=flops_per_s,
         layer_overhead_s=config.plan.microbatch_overhead_tokens * token,
     )
+
+
+def assumed_flops(shape: ModelShape) -> tuple[float, str]:
+    """Return the FLOP/s that are assumed of a GPU for a model, and where they are from, in words."""
+    if shape.num_experts:
+        return MIXTURE_FLOPS_PER_S, (
+            f"assumed: {MIXTURE_FLOPS_PER_S:.3g} FLOP/s per GPU (27 % of an H100's; of mixtures 24 to 30 % are "
+            "published, docs/simulate-cluster.md)"
+        )
+    return DENSE_FLOPS_PER_S, f"assumed: {DENSE_FLOPS_PER_S:.3g} FLOP/s per GPU (40 % of an H100's)"
 
 
 def fitted_with(shape: ModelShape, config: Config, degrees: Degrees | Topology) -> dict[str, object]:

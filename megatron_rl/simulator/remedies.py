@@ -1,8 +1,13 @@
-"""Finds the settings under which a job fits on its GPUs: each is counted as the job itself was."""
+"""Finds the settings under which a job fits on its GPUs: each is counted as the job itself was.
+
+One setting of a kind is tried first, then other degrees of parallelism at the same number of GPUs, with the engine's
+share or width beside them where that is short too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.config import Config
@@ -10,7 +15,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.engine_memory import GpuNeeds, engine_memory, gib, gpu_needs, shortfalls
 from megatron_rl.simulator.forecast import Job, ReadShape, critic_memory, memory_of, with_critic, with_teacher
-from megatron_rl.simulator.memory import full_recompute
+from megatron_rl.simulator.memory import StageMemory, full_recompute, stage_memory
 from megatron_rl.validate import validate_config
 from megatron_rl.validate.critic import critic_config
 
@@ -22,6 +27,9 @@ RECOMPUTE: Change = {
 }
 BFLOAT16: Change = {"model.dtype": "bfloat16"}
 FACTORS = (2, 4, 8, 16)
+DEGREES = (1, *FACTORS)
+MOST_LAYOUTS, MOST_PLANNED = 3, 40  # that are named, and that are planned to find them
+ROUGHLY = 0.8  # of the usual largest micro-batch: that of other degrees is hardly smaller
 
 
 def changed(config: Config, change: Change) -> Config:
@@ -37,10 +45,30 @@ def changed(config: Config, change: Change) -> Config:
 
 def needs_of(job: Job, gpu_bytes: float) -> GpuNeeds:
     """Return the bytes that a job needs on a GPU, by the dense run's plan. Raises ConfigError if it has none."""
+    return _beside_engine(job, _trainer_memory(job), gpu_bytes)
+
+
+Stages = tuple[StageMemory, ...]
+
+
+def _trainer_memory(job: Job) -> tuple[Stages, Stages]:
+    """Return the stages of the policy, and of a critic on ranks of its own, by the dense run's plan."""
     plan = job.plan(job.rules(), job.workload.signal(job.config), drops=False)
-    engine = engine_memory(job.config, job.shape, job.degrees, gpu_bytes)
     separate = critic_memory(job.critic) if job.critic and job.config.critic.placement == "separate" else ()
-    return gpu_needs(memory_of(job, plan), engine, separate)
+    return memory_of(job, plan), separate
+
+
+def _beside_engine(job: Job, memory: tuple[Stages, Stages], gpu_bytes: float) -> GpuNeeds:
+    policy, separate = memory
+    return gpu_needs(policy, engine_memory(job.config, job.shape, job.degrees, gpu_bytes), separate)
+
+
+def _needs_at(job: Job, gpu_bytes: float, *, tokens: int, microbatches: int) -> GpuNeeds:
+    """Return what a job needs of a largest micro-batch of ``tokens`` without loss; 0: no activations."""
+    size = {"tokens": tokens, "loss_tokens": 0, "microbatches": microbatches}
+    stages = range(job.degrees.pipeline_size)
+    memory = tuple(stage_memory(job.shape, job.config, job.degrees, stage, **size) for stage in stages)
+    return _beside_engine(job, (memory, ()), gpu_bytes)
 
 
 def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: int) -> list[str]:
@@ -49,7 +77,7 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
     read_shape: gives a configuration's shape of the model (simulator/command.py).
 
     One setting of each kind is tried by itself, and if none is enough together with full recompute, with bfloat16, and
-    with both; the mildest value of each kind that fits is returned.
+    with both; the mildest value of each kind that fits is returned. If none is, the mildest other degrees are.
     """
     families = list(_families(job.config, int(job.padded(job.rules()).whole.max(initial=1)), gpus_per_node))
     bases: list[Change] = [{}]
@@ -61,7 +89,104 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
         found = [_mildest([{**base, **change} for change in family], job, read_shape, gpu_bytes) for family in families]
         if any(found):
             return [each for each in found if each]
-    return []
+    return _other_degrees(job, read_shape, gpu_bytes, gpus_per_node)
+
+
+def _other_degrees(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: int) -> list[str]:
+    """Return the mildest degrees under which the job fits on as many GPUs, with what its engine needs beside them."""
+    found, seen, planned = [], set(), 0
+    engines: list[Change] = [{}, *_engine_changes(job.config, gpus_per_node)]
+    usual = _largest_microbatch(job)
+    for change in _layouts(job, gpus_per_node):
+        other = None if _but_experts(change) in seen else _changed_job(job, change, read_shape)
+        if other is None or _falls_short(other, _without_engine(_rough_needs(other, usual, gpu_bytes)), gpu_bytes):
+            continue
+        planned += 1
+        if planned > MOST_PLANNED:
+            break
+        memory = _trainer_memory(other)
+        for beside in engines:
+            whole = _changed_job(other, beside, read_shape) if beside else other
+            needs = _beside_engine(whole, memory, gpu_bytes) if whole else None
+            if needs is not None and not _falls_short(whole, needs, gpu_bytes):
+                found.append(_words({**change, **beside}, needs))
+                seen.add(_but_experts(change))
+                break
+        if len(found) == MOST_LAYOUTS:
+            break
+    return found
+
+
+def _but_experts(change: Change) -> tuple[tuple[str, object], ...]:
+    return tuple((name, value) for name, value in change.items() if name != "parallel.expert")
+
+
+def _largest_microbatch(job: Job) -> int:
+    """Return the tokens of the largest micro-batch of the dense run's plan."""
+    rules = job.rules()
+    padded, plan = job.padded(rules), job.plan(rules, job.workload.signal(job.config), drops=False)
+    steps = [step for step in plan.mini_batches if len(step.order)]
+    return max((int(padded.sums(x.order, x.microbatch_offsets)[0].max()) for x in steps), default=0)
+
+
+def _rough_needs(job: Job, usual: int, gpu_bytes: float) -> GpuNeeds:
+    """Return about what a job needs where its largest micro-batch has most of ``usual`` tokens; it is not planned."""
+    total = int(job.padded(job.rules()).whole.sum())
+    many = max(1, total // max(1, usual * job.degrees.data_size))
+    return _needs_at(job, gpu_bytes, tokens=round(ROUGHLY * usual), microbatches=many)
+
+
+def _without_engine(needs: GpuNeeds) -> GpuNeeds:
+    """Return the needs as beside an engine that takes nothing: its share is chosen later."""
+    none = dataclasses.replace(needs.engine, while_training=0, while_generating=0, needed=0)
+    training, stage = needs.training
+    return dataclasses.replace(
+        needs, engine=none, training=(training - needs.engine.while_training, stage), generating=(0, stage)
+    )
+
+
+def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
+    """Return changes of the degrees and of recompute: of the fewest settings first, then what splits least."""
+    parallel, experts = job.config.parallel, job.shape.num_experts
+    tensors = [n for n in DEGREES if parallel.tensor <= n <= gpus_per_node]
+    widths = [n for n in range(parallel.expert, (experts or 1) + 1) if experts and experts % n == 0] or [1]
+    recomputes = [False] if full_recompute(job.config) else [False, True]
+    pipelines = [parallel.pipeline * n for n in DEGREES]
+    contexts = [parallel.context * n for n in DEGREES[:3]]
+    ranked = []
+    for tensor, pipeline, context, expert, recompute in itertools.product(
+        tensors, pipelines, contexts, widths, recomputes
+    ):
+        change: dict[str, object] = {}
+        if tensor != parallel.tensor:
+            change |= {"parallel.tensor": tensor, "parallel.sequence_parallel": True}
+            if experts and parallel.expert_tensor is None:
+                change["parallel.expert_tensor"] = 1
+        wanted = {"pipeline": pipeline, "context": context, "expert": expert}
+        change |= {f"parallel.{name}": n for name, n in wanted.items() if n != vars(parallel)[name]}
+        change |= _freed_layout(job.config) if "parallel.pipeline" in change else {}
+        count = len([name for name in change if name.split(".")[1] in ("tensor", *wanted)]) + recompute
+        split = tensor * pipeline * context
+        if count > 1 and job.degrees.world_size % split == 0:
+            ranked.append(((count, split, expert, recompute), change | (RECOMPUTE if recompute else {})))
+    return [change for _, change in sorted(ranked, key=lambda each: each[0])]
+
+
+def _freed_layout(config: Config) -> Change:
+    """Return the change that goes with another number of stages: a stated layout is of so many as there are."""
+    return {"parallel.pipeline_layout": ()} if config.parallel.pipeline_layout else {}
+
+
+def _engine_changes(config: Config, gpus_per_node: int) -> Iterator[Change]:
+    """Yield changes of the engine's share and width, the mildest first; none for one that takes no share of a GPU."""
+    rollout = config.rollout
+    if rollout.engine != "vllm" or rollout.servers or not config.generates:
+        return
+    shares = [share / 20 for share in _shares(rollout.gpu_memory_utilization)]
+    widths = [rollout.tensor_parallel * n for n in DEGREES if rollout.tensor_parallel * n <= gpus_per_node]
+    for width, share in itertools.product(widths, shares):
+        wider: Change = {} if width == rollout.tensor_parallel else {"rollout.tensor_parallel": width}
+        yield {**wider, "rollout.gpu_memory_utilization": share}
 
 
 def _families(config: Config, longest: int, gpus_per_node: int) -> Iterator[Sequence[Change]]:
@@ -74,9 +199,9 @@ def _families(config: Config, longest: int, gpus_per_node: int) -> Iterator[Sequ
         for n in FACTORS
         if parallel.tensor * n <= gpus_per_node
     ]
-    freed = {"parallel.pipeline_layout": ()} if parallel.pipeline_layout else {}
-    yield [{"parallel.pipeline": parallel.pipeline * n, **freed} for n in FACTORS]
+    yield [{"parallel.pipeline": parallel.pipeline * n, **_freed_layout(config)} for n in FACTORS]
     yield [{"parallel.context": parallel.context * n} for n in FACTORS]
+    yield [{"parallel.expert": parallel.expert * n} for n in FACTORS]
     if config.has_critic:
         tensor = critic_config(config).parallel.tensor
         yield [
@@ -103,20 +228,34 @@ def _shares(current: float) -> list[int]:
 def _mildest(family: Sequence[Change], job: Job, read_shape: ReadShape, gpu_bytes: float) -> str | None:
     """Return the first change of a family under which the job fits, in words; None if none of them can."""
     for change in family:
+        other = _changed_job(job, change, read_shape)
+        if other is None or _falls_short(other, _needs_at(other, gpu_bytes, tokens=0, microbatches=0), gpu_bytes):
+            continue  # without a plan, which takes seconds for a large rollout
         try:
-            config = changed(job.config, change)
-            degrees = degrees_of(config, job.degrees.world_size)
-            other = dataclasses.replace(
-                job,
-                config=config,
-                degrees=degrees,
-                shape=read_shape(config, degrees),
-                costs=dataclasses.replace(job.costs, from_run=False),
-            )
-            needs = needs_of(with_teacher(with_critic(other, read_shape), read_shape), gpu_bytes)
-        except ConfigError:  # a degree that does not divide, a cap below a sample: no way out
+            needs = needs_of(other, gpu_bytes)
+        except ConfigError:  # a cap below a sample: no way out
             continue
-        if not shortfalls(needs, config, gpu_bytes):
-            settings = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
-            return f"{settings} ({gib(needs.most)} GiB)"
+        if not _falls_short(other, needs, gpu_bytes):
+            return _words(change, needs)
     return None
+
+
+def _changed_job(job: Job, change: Change, read_shape: ReadShape) -> Job | None:
+    """Return a job under other settings; None where they cannot work, as a degree that does not divide."""
+    try:
+        config = changed(job.config, change)
+        degrees = degrees_of(config, job.degrees.world_size)
+        shape, costs = read_shape(config, degrees), dataclasses.replace(job.costs, from_run=False)
+        other = dataclasses.replace(job, config=config, degrees=degrees, shape=shape, costs=costs)
+        return with_teacher(with_critic(other, read_shape), read_shape)
+    except ConfigError:
+        return None
+
+
+def _falls_short(job: Job, needs: GpuNeeds, gpu_bytes: float) -> bool:
+    return bool(shortfalls(needs, job.config, gpu_bytes))
+
+
+def _words(change: Change, needs: GpuNeeds) -> str:
+    settings = " ".join(f"{key}={'[]' if value == () else str(value).lower()}" for key, value in change.items())
+    return f"{settings} ({gib(needs.most)} GiB)"

@@ -16,7 +16,7 @@ from megatron_rl.simulator import __main__ as simulate_cluster
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.forecast import forecast
 from megatron_rl.simulator.job_size import JobSize, job_size
-from megatron_rl.simulator.machine import Machine, load_coefficients, machine_costs
+from megatron_rl.simulator.machine import Machine, assumed_flops, load_coefficients, machine_costs
 from megatron_rl.simulator.memory import stage_parameters
 from megatron_rl.simulator.picture import picture
 from megatron_rl.simulator.workload import Workload, append_trace, draw, read_trace
@@ -112,6 +112,12 @@ def test_coefficients_of_a_run_and_of_a_machine(tmp_path: pathlib.Path) -> None:
         load_coefficients(file, job.shape, job.config, job.degrees, loss_share=0.8)
 
 
+def test_the_rate_that_is_assumed_of_a_mixture_is_its_own() -> None:
+    jobs = [tiny_job(equal_samples(8, 20), 2, family=family) for family in ("qwen3", "mixtral")]
+    rates = [assumed_flops(job.shape)[0] for job in jobs]
+    assert rates == [4e14, 2.7e14] and [round(rate / 989e12, 2) for rate in rates] == [0.40, 0.27]
+
+
 def test_the_number_of_gpus_is_stated_or_assumed_aloud() -> None:
     """What is assumed is the job that its own flags state, and one that the degrees divide."""
     one_node = load_config(None, [])
@@ -148,6 +154,7 @@ def test_the_tool_prints_and_writes(arguments, tmp_path: pathlib.Path, capsys) -
     assert simulate_cluster.main(["--nodes", "2", "--svg", str(svg), *arguments, "--json", str(written)]) == 0
     printed, content = capsys.readouterr().out, json.loads(written.read_text())
     assert "TP 1, PP 4, DP 4" in printed and "not measured" in printed and "binds: " in printed
+    assert content["costs"].startswith("assumed: 4e+14 FLOP/s per GPU (40 %")
     assert content["world_size"] == 16 and len(content["memory"]) == 4 and content["gain_predicted"] > 1
     dense = content["dense"]
     assert dense["update_s"] == pytest.approx(dense["pipeline_s"] + dense["optimizer_s"])
