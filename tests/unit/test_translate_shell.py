@@ -200,3 +200,9 @@ def test_a_branch_whose_condition_is_not_known_is_named_and_not_taken() -> None:
 def test_what_cannot_be_followed_is_refused_with_its_line(script: str, why: str) -> None:
     with pytest.raises((ScriptError, TooLong), match=why):
         read_script(script, "run.sh", {})
+
+
+def test_deep_forms_end_without_recursion() -> None:
+    deep = ("[[ " + "( " * 2000 + "a" + " )" * 2000 + " ]]", "! " * 2000 + "true", "[ " + "! " * 2000 + "a ]")
+    for script in (*deep, "python " + "<<a " * 2000 + "\na\n" * 2000):
+        assert len(read_script(f"{script}\npython x", "run.sh", {}).calls) > 0

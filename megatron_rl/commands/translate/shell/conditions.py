@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_rl.commands.translate.shell.arithmetic import NotComputed, number
 from megatron_rl.commands.translate.shell.expansion import Value
 
+MOST_NESTED = 50  # parentheses and negations within one another
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
     "-eq": lambda a, b: a == b,
     "-ne": lambda a, b: a != b,
@@ -37,7 +38,7 @@ def decided(terms: Sequence[Term]) -> bool | None:
     """Return whether a condition holds; None if that depends on what is not known, or on files."""
     parser = _Parser(terms)
     found = parser.any_of()
-    return found if parser.at == len(terms) else None
+    return found if parser.at == len(terms) and parser.depth < MOST_NESTED else None
 
 
 def matches(value: Value, pattern: Value) -> bool | None:
@@ -47,7 +48,7 @@ def matches(value: Value, pattern: Value) -> bool | None:
 
 class _Parser:
     def __init__(self, terms: Sequence[Term]) -> None:
-        self.terms, self.at = terms, 0
+        self.terms, self.at, self.depth = terms, 0, 0
 
     def is_operator(self, *texts: str, ahead: int = 0) -> bool:
         place = self.at + ahead
@@ -71,15 +72,21 @@ class _Parser:
 
     def one(self) -> bool | None:
         left = len(self.terms) - self.at
+        if self.depth >= MOST_NESTED:  # and stays there: the whole is not decided
+            return None
         if left >= 3 and self.is_operator(*_OF_TEXTS, *_COMPARE, "-nt", "-ot", "-ef", ahead=1):
             return self.comparison()
         if left > 1 and self.is_operator("!"):
             self.at += 1
+            self.depth += 1
             found = self.one()
+            self.depth -= self.depth < MOST_NESTED
             return None if found is None else not found
         if left > 2 and self.is_operator("("):
             self.at += 1
+            self.depth += 1
             found = self.any_of()
+            self.depth -= self.depth < MOST_NESTED
             self.at += 1
             return found
         if left >= 2 and self.is_operator("-z", "-n", "-v", *_OF_FILES):

@@ -183,16 +183,17 @@ class _Parser:
         return parts[0][1] if len(parts) == 1 else Chain(parts=tuple(parts), line=line)
 
     def piped(self) -> Statement:
-        line = self.token.line
-        if self.is_word("!"):
+        line, negations = self.token.line, 0
+        while self.is_word("!"):
             self.take()
-            return Negated(statement=self.piped(), line=line)
+            negations += 1
         parts = [("", self.statement())]
         while self.is_operator("|", "|&"):
             self.take()
             self.skip_lines()
             parts.append(("|", self.statement()))
-        return parts[0][1] if len(parts) == 1 else Chain(parts=tuple(parts), line=line)
+        found = parts[0][1] if len(parts) == 1 else Chain(parts=tuple(parts), line=line)
+        return Negated(statement=found, line=line) if negations % 2 else found
 
     def statement(self) -> Statement:
         self.depth += 1

@@ -172,7 +172,14 @@ class _Lexer:
                 return
 
     def next(self, last: Token | None) -> Token | None:
+        """Return the next token, None at the end; ``last`` tells whether a command may begin here."""
         self.skip_blanks()
+        while found := re.compile(r"<<-?(?![<])").match(self.script, self.at):
+            self.at = found.end()
+            self.skip_blanks()
+            delimiter = self.word()
+            self.documents.append(("".join(piece.text for piece in delimiter.pieces), found[0] == "<<-"))
+            self.skip_blanks()
         script, line = self.script, self.line
         if self.at >= len(script):
             return None
@@ -191,11 +198,6 @@ class _Lexer:
         found = _OPERATOR.match(script, self.at)
         if found and script[self.at : self.at + 2] not in ("<(", ">("):
             self.at = found.end()
-            if found[0] in ("<<", "<<-"):
-                self.skip_blanks()
-                delimiter = self.word()
-                self.documents.append(("".join(piece.text for piece in delimiter.pieces), found[0] == "<<-"))
-                return self.next(last)
             return Token(kind="operator", text=found[0], line=line)
         return self.word()
 
