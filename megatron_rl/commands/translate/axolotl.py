@@ -29,15 +29,15 @@ DEFAULTS: dict[str, Any] = {  # axolotl's, where they are not TRL's
 }
 NEEDLESS = (
     *("model_type", "tokenizer_type", "is_llama_derived_model", "strict", "dataset_prepared_path", "dataset_processes"),
-    *("bf16", "tf32", "flash_attention", "sdp_attention", "xformers_attention", "attn_implementation"),
-    *("eager_attention", "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "evals_per_epoch"),
+    *("tf32", "flash_attention", "sdp_attention", "xformers_attention", "attn_implementation"),
+    *("eager_attention", "pad_to_sequence_len", "eval_sample_packing", "evals_per_epoch"),
     *("saves_per_epoch", "debug", "deepspeed", "fsdp", "wandb_watch", "wandb_log_model", "wandb_entity"),
-    *("resume_from_checkpoint", "auto_resume_from_checkpoints", "local_rank", "early_stopping_patience"),
+    *("local_rank",),
     *("save_safetensors", "save_first_step", "gradient_checkpointing", "activation_offloading", "fsdp_version"),
     *("skip_prepare_dataset", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "use_kernels"),
     *("ddp_find_unused_parameters", "torch_compile", "logging_steps"),
 )
-PREFIXES = ("gradient_checkpointing_kwargs.", "fsdp_config.", "special_tokens.", "liger_")
+PREFIXES = ("gradient_checkpointing_kwargs.", "fsdp_config.", "special_tokens.pad_token", "liger_")
 
 
 def trainer_of(given: Mapping[str, Any]) -> str:

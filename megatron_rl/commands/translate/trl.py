@@ -51,7 +51,6 @@ NEEDLESS = (
     "log_completions",
     "num_completions_to_print",
     "log_unique_prompts",
-    "disable_dropout",
 )
 
 

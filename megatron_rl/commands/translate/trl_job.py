@@ -10,7 +10,6 @@ from megatron_rl.config.lora import PROJECTIONS
 from megatron_rl.errors import ConfigError
 
 NEEDLESS = (
-    "bf16",
     "tf32",
     "attn_implementation",
     "gradient_checkpointing",
@@ -69,6 +68,10 @@ def model_and_data(found: Translation) -> None:
         if found.given.get(name) is False:
             found.skip(name)
         found.leave(name, "model.dtype is float32 or bfloat16")
+    for name, default in (("bf16", True), ("disable_dropout", True)):
+        if found.given.get(name, default) in (default, "auto"):
+            found.skip(name)
+        found.leave(name, "model.dtype=float32 says so here" if name == "bf16" else "dropout is off here")
     _adapters(found)
 
 

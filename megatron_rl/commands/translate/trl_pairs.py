@@ -28,7 +28,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 NEEDLESS = (
     *trl_job.NEEDLESS,
     "activation_offloading",
-    "disable_dropout",
     "pad_to_multiple_of",
     "padding_free",
     "eval_packing",

@@ -44,6 +44,16 @@ DEFAULTS: dict[str, Any] = {
     "critic.cliprange_value": 0.5,
     "trainer.total_epochs": 30,
 }
+REFERENCE, OF_CRITIC = "actor_rollout_ref.ref", ("critic.model.fsdp_config", "critic.fsdp")
+OF_MEGATRON = (
+    *("param_offload", "optimizer_offload", "grad_offload", "use_mbridge", "vanilla_mbridge", "use_remove_padding"),
+    *("use_distributed_optimizer", "use_dist_checkpointing"),
+)
+OF_FSDP = (
+    *("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward", "fsdp_size", "wrap_policy."),
+    *("forward_prefetch", "wrap_policy", "use_orig_params", "entropy_checkpointing", "use_torch_compile", "strategy"),
+    "ulysses_sequence_parallel_size",
+)
 # Of these only time, memory and the place of files depend; never what is trained, or how an evaluation samples.
 NEEDLESS = (
     f"{ACTOR}.ppo_micro_batch_size",
@@ -55,29 +65,19 @@ NEEDLESS = (
     f"{ACTOR}.entropy_checkpointing",
     f"{ACTOR}.entropy_from_logits_with_chunking",
     f"{ACTOR}.load_weight",
+    *(f"{part}.megatron.{name}" for part in (ACTOR, REFERENCE, "critic") for name in OF_MEGATRON),
+    *(f"{REFERENCE}.megatron.{name}" for name in ("sequence_parallel", *verl_training.MEGATRON)),  # as the policy's
     *(
-        f"{part}.megatron.{name}"
-        for part in (ACTOR, "critic")
-        for name in (
-            *("param_offload", "optimizer_offload", "grad_offload", "use_mbridge", "vanilla_mbridge"),
-            *("use_remove_padding", "use_distributed_optimizer", "use_dist_checkpointing"),
-        )
+        f"{part}.{name}"
+        for part in (f"{ACTOR}.fsdp_config", f"{REFERENCE}.fsdp_config", "critic.fsdp_config", *OF_CRITIC)
+        for name in OF_FSDP
     ),
     *(
-        f"{part}.fsdp_config.{name}"
-        for part in (ACTOR, "critic", "critic.model")
-        for name in (
-            *("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward", "fsdp_size"),
-            *("forward_prefetch", "wrap_policy", "use_orig_params", "entropy_checkpointing", "use_torch_compile"),
-            *("strategy", "ulysses_sequence_parallel_size"),
-        )
-    ),
-    *(
-        f"actor_rollout_ref.ref.{name}"
+        f"{REFERENCE}.{name}"
         for name in (
             *("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
-            *("log_prob_max_token_len_per_gpu", "fsdp_config.", "megatron.", "ulysses_sequence_parallel_size"),
-            *("strategy", "use_torch_compile", "entropy_checkpointing", "entropy_from_logits_with_chunking"),
+            *("log_prob_max_token_len_per_gpu", "ulysses_sequence_parallel_size", "strategy", "use_torch_compile"),
+            *("entropy_checkpointing", "entropy_from_logits_with_chunking", "profiler."),
         )
     ),
     *(f"{MODEL}.{name}" for name in ("use_remove_padding", "enable_gradient_checkpointing", "use_fused_kernels")),
@@ -126,7 +126,7 @@ NEEDLESS = (
     "critic.strategy",
     "critic.model.use_remove_padding",
     "critic.model.enable_gradient_checkpointing",
-    "critic.fsdp.",
+    "critic.profiler.",
 )
 
 

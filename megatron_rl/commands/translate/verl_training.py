@@ -121,7 +121,8 @@ def _layout(found: Translation) -> None:
     prefix = f"{megatron}.override_transformer_config."
     for name in found.under(prefix):
         found.take(name, f"megatron.transformer.{name.removeprefix(prefix)}")
-    found.leave(f"{megatron}.dist_checkpointing_path", "weights are read from model.hf_path, at any topology")
+    for part in (ACTOR, "actor_rollout_ref.ref", "critic"):
+        found.leave(f"{part}.megatron.dist_checkpointing_path", "weights are read from model.hf_path, at any topology")
     replays = {"disabled": "off", "R2": "old_logprobs", "R3": "rollout"}
     for name in (f"{megatron}.router_replay.mode", f"{ACTOR}.router_replay.mode"):
         found.choose(
@@ -129,8 +130,9 @@ def _layout(found: Translation) -> None:
             {theirs: {"rollout.routing_replay": ours} for theirs, ours in replays.items()},
             f"of verl's modes {', '.join(replays)} are here",
         )
-    for name in (f"{megatron}.dtype", f"{ACTOR}.fsdp_config.dtype", f"{ROLLOUT}.dtype"):
-        if found.given.get(name) == "bfloat16":
+    of_fsdp = (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.model_dtype")
+    for name in (f"{megatron}.dtype", *of_fsdp, f"{ROLLOUT}.dtype"):
+        if found.given.get(name) in ("bfloat16", "bf16"):
             found.skip(name)
         found.leave(name, "model.dtype is float32 or bfloat16")
 
