@@ -11,6 +11,7 @@ import yaml
 from megatron_rl.commands.translate import trl as from_trl
 from megatron_rl.commands.translate import trl_pairs as from_pairs
 from megatron_rl.commands.translate import verl as from_verl
+from megatron_rl.commands.translate.kinds import OF_GRPO_AND_RLOO, OF_ONE_TRAINER
 from megatron_rl.commands.translate.translation import flat
 from tests.oracles.batch import MISSING
 
@@ -30,12 +31,29 @@ def test_verls_defaults(backend: str) -> None:
     assert found == ours
 
 
+def config_of(trainer: str) -> type:
+    """Return TRL's configuration of a trainer."""
+    names = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO", "cpo": "CPO", "reward": "Reward", "rloo": "RLOO", "kto": "KTO"}
+    names |= {"gkd": "GKD", "online_dpo": "OnlineDPO"}
+    module = f"trl.experimental.{trainer}" if trainer in ("cpo", "gkd", "online_dpo") else "trl"
+    return getattr(importlib.import_module(module), f"{names[trainer]}Config")
+
+
+def test_names_of_one_trainer_are_of_that_one_alone() -> None:
+    fields = {trainer: {field.name for field in dataclasses.fields(config_of(trainer))} for trainer in OF_ONE_TRAINER}
+    for trainer, own in OF_ONE_TRAINER.items():
+        assert own <= fields[trainer]
+        others = [name for name in fields if name not in (trainer, "gkd" if trainer == "sft" else trainer)]
+        assert not any(own & fields[name] for name in others), trainer
+    assert fields["grpo"] & fields["rloo"] >= OF_GRPO_AND_RLOO
+    rest = set().union(*(fields[name] for name in fields if name not in ("grpo", "rloo")))
+    assert not OF_GRPO_AND_RLOO & rest
+
+
 @pytest.mark.parametrize("trainer", ["grpo", *from_pairs.DEFAULTS])
 def test_trls_defaults(trainer: str) -> None:
-    trl = importlib.import_module("trl.experimental.cpo" if trainer == "cpo" else "trl")
-    names = {"grpo": "GRPOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "cpo": "CPOConfig", "reward": "RewardConfig"}
     ours = from_trl.DEFAULTS if trainer == "grpo" else from_pairs.DEFAULTS[trainer]
-    fields = {field.name: field for field in dataclasses.fields(getattr(trl, names[trainer]))}
+    fields = {field.name: field for field in dataclasses.fields(config_of(trainer))}
     found = {}
     for name in ours:
         field = fields[name]

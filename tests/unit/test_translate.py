@@ -13,8 +13,9 @@ from megatron_rl.commands import command
 from megatron_rl.commands.translate import trl, verl
 from megatron_rl.commands.translate.checking import Check, checked, nested
 from megatron_rl.commands.translate.output import as_yaml
-from megatron_rl.commands.translate.settings import followed, parsed, read_settings
+from megatron_rl.commands.translate.settings import read_settings
 from megatron_rl.commands.translate.translation import Translation, flat
+from megatron_rl.commands.translate.yaml_settings import followed, parsed
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
 
@@ -124,7 +125,10 @@ def test_a_setting_of_verls(tmp_path: pathlib.Path) -> None:
         (f"{ACTOR}.use_kl_loss=false {adaptive}", f"{of_reward} loss.kl_coefficient=0.02 loss.kl_estimator=k1"),
         ("algorithm.rollout_correction.rollout_is=token", "correction.mode=token_truncate"),
         ("trainer.total_training_steps=300", "train.num_rollouts=300"),
-        ("algorithm.filter_groups.enable=true", "rollout.dynamic_sampling.max_rounds=10"),
+        (
+            "algorithm.filter_groups.enable=true algorithm.filter_groups.max_num_gen_batches=7",
+            "rollout.dynamic_sampling.max_rounds=7",
+        ),
         ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "advantage.estimator=reinforce_plus_plus"),
         ("algorithm.adv_estimator=gdpo", "advantage.estimator=gdpo advantage.whiten=center_and_scale"),
         (

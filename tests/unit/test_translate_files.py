@@ -10,6 +10,7 @@ import yaml
 from megatron_rl.commands import command
 from megatron_rl.commands.translate.checking import checked
 from megatron_rl.commands.translate.command import translated
+from megatron_rl.errors import ConfigError
 
 
 def named(text: str) -> dict:
@@ -31,6 +32,9 @@ FILES = {
     "ours.yaml": ("model: {hf_path: Q}", "verl", "of megatron_rl, not of verl's; megatron-rl train"),
     "config_demo.yaml": ("model_name_or_path: Q\nnum_generations: 16", "verl", "of TRL's GRPO, not of verl's"),
     "example_config.yaml": ("model_name_or_path: Q\nlearning_rate: 0.1", "trl", "does not say which of TRL's trainers"),
+    "rloo.yaml": ("{model_name_or_path: Q, num_generations: 2, reward_clip_range: [0, 1]}", "trl", "TRL's RLOO, which"),
+    "gkd.yaml": ("{model_name_or_path: Q, packing: false, lmbda: 0.5}", "trl", "TRL's GKD, which is not translated"),
+    "config.sh": ("trl dpo --config none.yaml --beta 1", "trl", "settings stand in 'none.yaml', which is not"),
     "kto.sh": ("python trl/scripts/kto.py --model_name_or_path Q", "trl", "is for TRL's KTO, which is not translated"),
     "rloo.sh": ("accelerate launch examples/scripts/rloo.py --x 1", "trl", "TRL's RLOO, which is not translated"),
     "ppo.sh": ("python examples/scripts/ppo/ppo.py --x 1", "trl", "TRL's PPO, which is not translated"),
@@ -83,3 +87,25 @@ def test_a_supervised_file_means_the_same_and_is_no_grpo(name: str, tmp_path: pa
     assert {key: found.ours[key] for key in named(MEANS[name])} == named(MEANS[name])
     assert not found.open and (not left or left in found.left)
     assert [each for each in checked(found).faults if "skip.mode" not in each] == []
+
+
+def test_a_file_of_names_that_rloo_has_too_is_read_as_grpo_which_is_said(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("{model_name_or_path: Q, num_generations: 2, num_processes: 8}")
+    assert "read as GRPO's" in translated("trl", file)[0].left["trainer"]
+    assert "trainer" not in translated("trl", file, trainer="grpo")[0].left
+    with pytest.raises(ConfigError, match="is for TRL's RLOO, which is not translated"):
+        translated("trl", file, trainer="rloo")
+
+
+def test_a_yaml_that_a_command_names_is_read_with_it_and_one_of_verls_is_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "dpo.yaml").write_text("{model_name_or_path: Q, beta: 0.3, num_processes: 2, max_steps: 4}")
+    (tmp_path / "run.sh").write_text("trl dpo --config dpo.yaml --beta $((1 + 1))")
+    found, _ = translated("trl", tmp_path / "run.sh")
+    assert (found.ours["preference.beta"], found.ours["sft.steps"], "config" in found.left) == (2, 4, False)
+    (tmp_path / "ax.yml").write_text("{base_model: Q, rl: dpo, micro_batch_size: 2}")
+    (tmp_path / "ax.sh").write_text("axolotl train ax.yml --learning-rate 0.5")
+    assert translated("axolotl", tmp_path / "ax.sh", processes=1)[0].ours["sft.lr"] == 0.5
+    (tmp_path / "verl.sh").write_text("python -m verl.trainer.main_ppo --config-name=multiturn data.train_batch_size=8")
+    (note,) = translated("verl", tmp_path / "verl.sh")[1].notes
+    assert "'multiturn' is a YAML of other defaults, which is not read" in note

@@ -11,8 +11,9 @@ from megatron_rl.commands.translate import axolotl, trl, trl_pairs, verl
 from megatron_rl.commands.translate.checking import checked
 from megatron_rl.commands.translate.kinds import OF_TRL, Kind, refuse_trainer, require_kind
 from megatron_rl.commands.translate.output import as_yaml
-from megatron_rl.commands.translate.settings import Settings, read_settings
+from megatron_rl.commands.translate.settings import read_settings
 from megatron_rl.commands.translate.translation import Translation
+from megatron_rl.commands.translate.yaml_settings import Settings
 from megatron_rl.errors import ConfigError, quoted
 
 FRAMEWORKS = {"verl": "verl", "trl": "TRL", "axolotl": "axolotl"}
@@ -55,7 +56,10 @@ def _translation(kind: Kind, read: Settings, path: str, processes: int | None) -
     if kind.trainer not in OF_TRL_HERE:
         raise refuse_trainer(kind, path, OF_TRL_HERE)
     if kind.trainer == "grpo":
-        return trl.translate(read.given, read.unknown, processes=processes)
+        found = trl.translate(read.given, read.unknown, processes=processes)
+        if kind.assumed:
+            found.left["trainer"] = "the file names none, and is read as GRPO's; RLOO has its names too: --trainer"
+        return found
     return trl_pairs.translate(kind.trainer, read.given, read.unknown, processes=processes)
 
 

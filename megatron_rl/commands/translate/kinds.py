@@ -16,10 +16,14 @@ OF_TRL = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Names a framework and one of its trainers, ``""`` if the file does not say which."""
+    """Names a framework and one of its trainers, ``""`` if the file does not say which.
+
+    assumed: whether another trainer has the names of the file too.
+    """
 
     framework: str
     trainer: str = ""
+    assumed: bool = False
 
     def __str__(self) -> str:
         return f"{self.framework}'s {self.trainer.upper()}" if self.trainer else self.framework
@@ -56,17 +60,30 @@ _NAMES = (  # names of settings that only one framework has
     (r"model\.hf_path|rollout\.samples_per_prompt|train\.prompts_per_rollout", "megatron_rl", ""),
     (r"model_name_or_path|per_device_train_batch_size|num_train_epochs|num_generations", "TRL", ""),
 )
-_OF_ONE_TRAINER = {  # names that only one of TRL's trainers has
+OF_ONE_TRAINER = {  # names that only one of TRL's trainers has; of sft, its descendant gkd has them too
     "grpo": {
-        *("max_completion_length", "num_generations", "reward_funcs", "scale_rewards", "epsilon", "epsilon_high"),
-        *("num_iterations", "importance_sampling_level", "mask_truncated_completions", "steps_per_generation"),
-        *("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "multi_objective_aggregation"),
+        *(
+            "scale_rewards",
+            "importance_sampling_level",
+            "multi_objective_aggregation",
+            "use_bias_correction_kl",
+            "delta",
+        ),
+        *("vllm_importance_sampling_mode", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef"),
     },
-    "dpo": {"precompute_ref_log_probs", "rpo_alpha", "ld_alpha", "f_divergence_type", "reference_free"},
-    "sft": {"packing", "packing_strategy", "max_seq_length", "assistant_only_loss", "dataset_text_field"},
+    "rloo": {"normalize_advantages", "reward_clip_range"},
+    "dpo": {"f_divergence_type", "ld_alpha", "use_weighting", "discopop_tau", "loss_weights"},
+    "gkd": {"lmbda", "seq_kd", "teacher_model_name_or_path"},
+    "online_dpo": {"missing_eos_penalty", "reward_model_path"},
+    "sft": {"packing", "packing_strategy", "assistant_only_loss", "dataset_text_field"},
     "kto": {"desirable_weight", "undesirable_weight"},
     "reward": {"center_rewards_coefficient"},
     "cpo": {"cpo_alpha", "simpo_gamma"},
+}
+# Names that GRPO shares with RLOO: a file of these and no name of RLOO's own is read as GRPO's, which is said.
+OF_GRPO_AND_RLOO = {
+    *("num_generations", "num_iterations", "epsilon", "epsilon_high", "mask_truncated_completions"),
+    *("steps_per_generation", "generation_batch_size", "log_completions"),
 }
 _OF_NEMO = ("dpo", "distillation", "sft", "rm", "ppo", "grpo")
 
@@ -93,7 +110,7 @@ def kind_of_names(names: Collection[str]) -> Kind | None:
         if any(re.fullmatch(pattern, name) for name in names):
             if framework == "NeMo-RL":
                 return Kind(framework, _nemo_trainer(names))
-            return Kind(framework, trainer or (_trl_trainer(names) if framework == "TRL" else ""))
+            return _trl_kind(names) if framework == "TRL" else Kind(framework, trainer)
     return None
 
 
@@ -101,9 +118,11 @@ def _nemo_trainer(names: Collection[str]) -> str:
     return next((each for each in _OF_NEMO if any(name.startswith(f"{each}.") for name in names)), "")
 
 
-def _trl_trainer(names: Collection[str]) -> str:
-    found = [trainer for trainer, own in _OF_ONE_TRAINER.items() if own & set(names)]
-    return found[0] if len(found) == 1 else ""
+def _trl_kind(names: Collection[str]) -> Kind:
+    trainer = next((each for each, own in OF_ONE_TRAINER.items() if own & set(names)), "")
+    if not trainer and OF_GRPO_AND_RLOO & set(names):
+        return Kind("TRL", "grpo", assumed=True)
+    return Kind("TRL", trainer)
 
 
 def require_kind(given: Kind | None, framework: str, path: str, trainer: str | None) -> Kind:
@@ -121,6 +140,8 @@ def require_kind(given: Kind | None, framework: str, path: str, trainer: str | N
         way = ways.get(given.framework)
         out = f"{way} {path}" if way else "docs/coming-from.md lists settings by name; there is no tool for these"
         raise ConfigError(f"{path} is a file of {given}, not of {framework}'s; {out}")
+    if given.assumed:
+        return Kind(framework, trainer or given.trainer, assumed=trainer is None)
     if trainer and given.trainer and trainer != given.trainer:
         raise ConfigError(f"{path} is a file of {given}, and --trainer {trainer} says another; leave that out")
     return Kind(framework, given.trainer or trainer or "")

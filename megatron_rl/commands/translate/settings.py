@@ -1,50 +1,33 @@
 """Reads a file of another framework's settings: a YAML, or the script that gives them to a program.
 
-Either is bounded as a configuration of ours is (megatron_rl/config/yaml_text.py), a script's words by MOST_WORD.
+Either is bounded: a YAML as a configuration of ours is, a script's words by MOST_WORD.
 """
 
 from __future__ import annotations
 
-import ast
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.commands.translate.kinds import Kind, kind_of_command, kind_of_names
+from megatron_rl.commands.translate.kinds import kind_of_command
 from megatron_rl.commands.translate.shell.expansion import Value
 from megatron_rl.commands.translate.shell.reading import Branch, Call, Script, read_script
 from megatron_rl.commands.translate.shell.words import MOST_WORD, ScriptError, TooLong
-from megatron_rl.commands.translate.translation import flat, number
-from megatron_rl.config.yaml_text import MOST_BYTES, parse_yaml, read_yaml
+from megatron_rl.commands.translate.yaml_settings import SUFFIXES, Settings, of_yaml, parsed
+from megatron_rl.config.yaml_text import MOST_BYTES
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import read_bytes
 
 _OVERRIDE = re.compile(r"([+~]{0,2})(\w+(?:\.[\w-]+)+|model_engine)=(.*)", re.DOTALL)
+_FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _OTHER_FORMS = {
     ".py": "Python, and is not run",
     ".toml": "TOML, the form of prime-rl and torchtitan",
     ".ipynb": "a notebook",
 }
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:\s*)?([\w.]+)(?:,([^{}]*))?\}")
-_MOST_PASSES = 5  # references to references
-_FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Holds what a file sets.
-
-    kind: whose it is; None if nothing says so.
-    given: name → value. unknown: name → what its value depends on.
-    notes: what of the file is not among them, a line each.
-    """
-
-    kind: Kind | None
-    given: Mapping[str, Any]
-    unknown: Mapping[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+# verl's own YAMLs, whose defaults of translated settings are the same.
+_OF_VERL = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
 
 
 def read_settings(path: pathlib.Path, framework: str = "verl", values: Mapping[str, str] | None = None) -> Settings:
@@ -56,11 +39,8 @@ def read_settings(path: pathlib.Path, framework: str = "verl", values: Mapping[s
         raise ConfigError(
             f"{path} is {_OTHER_FORMS[path.suffix]}; give a YAML, or a script with the command that trains"
         )
-    if path.suffix in (".yaml", ".yml", ".json"):
-        found = followed(flat(read_yaml(path)[0]))
-        refers = {k: f"{v!r} refers to another setting" for k, v in found.items() if isinstance(v, str) and "${" in v}
-        given = {name: value for name, value in found.items() if name not in refers}
-        return Settings(kind=kind_of_names(found), given=given, unknown=refers)
+    if path.suffix in SUFFIXES:
+        return of_yaml(path)
     try:
         text = read_bytes(path, "a YAML or a script", most_bytes=MOST_BYTES, error=ConfigError).decode()
         script = read_script(text, str(path), values or {})
@@ -73,31 +53,9 @@ def read_settings(path: pathlib.Path, framework: str = "verl", values: Mapping[s
     return _of_script(script, framework, path, text)
 
 
-def followed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with Hydra's references to one another put in, where those have values of their own."""
-    found = dict(settings)
-    for _ in range(_MOST_PASSES):
-        for name, value in found.items():
-            if not isinstance(value, str) or "${" not in value:
-                continue
-            whole_value = _REFERENCE.fullmatch(value)
-            if whole_value:
-                found[name] = _referred(whole_value, found)
-            else:
-                text = _REFERENCE.sub(lambda match: str(_referred(match, found)), value)
-                found[name] = text if len(text) <= MOST_WORD else value
-    return found
-
-
-def _referred(match: re.Match[str], settings: Mapping[str, Any]) -> Any:
-    name, default = match[1], match[2]
-    value = settings.get(name, match[0] if default is None else parsed(default.strip()))
-    return match[0] if isinstance(value, str) and "${" in value else value
-
-
 def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) -> Settings:
     lost = [call for call in script.calls if _OVERRIDE.match(call.words[0].text)]  # behind a line that does not go on
-    commands = [(call, *_named(call, flags=framework == "TRL")) for call in script.calls if call not in lost]
+    commands = [(call, *_named(call, flags=framework != "verl")) for call in script.calls if call not in lost]
     kinds = [
         kind_of_command(" ".join(w.text for w in call.words), [*given, *unknown]) for call, given, unknown in commands
     ]
@@ -120,7 +78,40 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
     if len(own) > 1:
         further = ", ".join(str(commands[i][0].line) for i in own[1:])
         notes.append(f"line {call.line} is translated; further commands of {framework}'s are not: line {further}")
-    return Settings(kind=kinds[chosen[0]], given=given, unknown=unknown, notes=notes)
+    kind = kinds[chosen[0]]
+    if kind is not None and kind.framework == framework:
+        elsewhere = _elsewhere(call, framework, given, path, notes)
+        given = {**elsewhere.given, **given}
+        unknown = {**{name: why for name, why in elsewhere.unknown.items() if name not in given}, **unknown}
+    return Settings(kind=kind, given=given, unknown=unknown, notes=notes)
+
+
+def _elsewhere(call: Call, framework: str, given: dict[str, Any], script: pathlib.Path, notes: list[str]) -> Settings:
+    """Return the settings of the YAML that a command line names; ``given`` loses that name.
+
+    verl's is named in ``notes`` alone, since it builds upon others. Raises ConfigError where another's is not here.
+    """
+    line = " ".join(word.text for word in call.words)
+    if framework == "verl":
+        named = re.search(r"--config-name[= ](\S+)", line)
+        if named and named[1].removesuffix(".yaml") not in _OF_VERL:
+            notes.append(
+                f"line {call.line}: {quoted(named[1], 80)} is a YAML of other defaults, which is not read: what it "
+                "sets has verl's own defaults below"
+            )
+        return Settings(kind=None, given={})
+    file = given.pop("config", None)
+    if framework == "axolotl":
+        file = next((word.text for word in call.words if word.text.endswith(SUFFIXES)), None)
+    if file is None:
+        return Settings(kind=None, given={})
+    for path in (pathlib.Path(str(file)), script.parent / str(file)):
+        if path.is_file():
+            return of_yaml(path)
+    raise ConfigError(
+        f"{script}, line {call.line}: its settings stand in {quoted(file, 300)}, which is not here; run this where it "
+        "is, or translate that file"
+    )
 
 
 def _note(branch: Branch) -> str:
@@ -167,17 +158,3 @@ def _values_behind(words: Sequence[Value]) -> list[Value]:
             break
         found.append(word)
     return found
-
-
-def parsed(text: str) -> Any:
-    """Return Hydra's value of a text: a number, a list, true, null or the text itself."""
-    if text.startswith("["):
-        try:
-            return list(ast.literal_eval(text))
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two of many brackets
-            return [part.strip(" '\"") for part in text.strip("[]").split(",")]
-    try:
-        value = parse_yaml(text, "a word")
-        return number(value) if isinstance(value, str) or (isinstance(value, float) and "e" in text.lower()) else value
-    except ValueError:  # no number; a ConfigError of what is no YAML is one too
-        return text

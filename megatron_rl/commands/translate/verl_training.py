@@ -198,8 +198,13 @@ def _groups_and_weights(found: Translation) -> None:
     """Translate the groups that are drawn again, and the importance weights against the engine."""
     filtered = found.get("algorithm.filter_groups.enable")
     if filtered is not None and truth(filtered):
-        found.ours["rollout.dynamic_sampling.max_rounds"] = 10
-        found.take("algorithm.filter_groups.max_num_gen_batches", "rollout.dynamic_sampling.max_rounds", _rounds)
+        rounds = "algorithm.filter_groups.max_num_gen_batches"
+        if not found.is_given(rounds):
+            found.ours["rollout.dynamic_sampling.max_rounds"] = 10
+            found.left[rounds] = (
+                "0 by default, which asks without an end; rollout.dynamic_sampling.max_rounds=10 is set"
+            )
+        found.take(rounds, "rollout.dynamic_sampling.max_rounds", _rounds)
         if found.get("algorithm.filter_groups.metric") not in (None, "acc"):  # of scores with the overlong penalty
             found.ours["rollout.dynamic_sampling.metric"] = "shaped"
     found.skip("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches")

@@ -1,0 +1,78 @@
+"""Reads a YAML of another framework's settings, within the bounds of a configuration of ours."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.commands.translate.kinds import Kind, kind_of_names
+from megatron_rl.commands.translate.translation import flat, number
+from megatron_rl.config.yaml_text import parse_yaml, read_yaml
+
+SUFFIXES = (".yaml", ".yml", ".json")
+MOST_TEXT = 2**13  # characters of a value that refers to others
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:\s*)?([\w.]+)(?:,([^{}]*))?\}")
+_MOST_PASSES = 5  # references to references
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Holds what a file sets.
+
+    kind: whose it is; None if nothing says so.
+    given: name → value. unknown: name → what its value depends on.
+    notes: what of the file is not among them, a line each.
+    """
+
+    kind: Kind | None
+    given: Mapping[str, Any]
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def of_yaml(path: pathlib.Path) -> Settings:
+    """Return the settings of a YAML. Raises ConfigError for a bad file."""
+    found = followed(flat(read_yaml(path)[0]))
+    refers = {k: f"{v!r} refers to another setting" for k, v in found.items() if isinstance(v, str) and "${" in v}
+    given = {name: value for name, value in found.items() if name not in refers}
+    return Settings(kind=kind_of_names(found), given=given, unknown=refers)
+
+
+def followed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with Hydra's references to one another put in, where those have values of their own."""
+    found = dict(settings)
+    for _ in range(_MOST_PASSES):
+        for name, value in found.items():
+            if not isinstance(value, str) or "${" not in value:
+                continue
+            whole_value = _REFERENCE.fullmatch(value)
+            if whole_value:
+                found[name] = _referred(whole_value, found)
+            else:
+                text = _REFERENCE.sub(lambda match: str(_referred(match, found)), value)
+                found[name] = text if len(text) <= MOST_TEXT else value
+    return found
+
+
+def _referred(match: re.Match[str], settings: Mapping[str, Any]) -> Any:
+    name, default = match[1], match[2]
+    value = settings.get(name, match[0] if default is None else parsed(default.strip()))
+    return match[0] if isinstance(value, str) and "${" in value else value
+
+
+def parsed(text: str) -> Any:
+    """Return Hydra's value of a text: a number, a list, true, null or the text itself."""
+    if text.startswith("["):
+        try:
+            return list(ast.literal_eval(text))
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two of many brackets
+            return [part.strip(" '\"") for part in text.strip("[]").split(",")]
+    try:
+        value = parse_yaml(text, "a word")
+        return number(value) if isinstance(value, str) or (isinstance(value, float) and "e" in text.lower()) else value
+    except ValueError:  # no number; a ConfigError of what is no YAML is one too
+        return text
