@@ -52,7 +52,7 @@ setup(
         "omegaconf>=2.3",
         "transformers>=5.0",
         # it comes with transformers, and hub/ asks for models and data by it
-        "huggingface_hub>=1.0",
+        "huggingface-hub>=1.0",
         "safetensors>=0.4",
         "tokenizers>=0.20",
         "numpy>=1.26",

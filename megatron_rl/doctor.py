@@ -29,6 +29,7 @@ REQUIRED = {
     "pyyaml": "6.0",
     "omegaconf": "2.3",
     "transformers": "5.0",
+    "huggingface-hub": "1.0",
     "safetensors": "0.4",
     "tokenizers": "0.20",
     "numpy": "1.26",

@@ -55,7 +55,7 @@ REFUSED = [
     (f"{STARTED} sft.warmup_steps=3", "sft.warmup_steps=3 must be below sft.steps=3"),
     (f"{STARTED} sft.schedule=cosin", "sft.schedule='cosin'"),
     (f"{STARTED} sft.epochs=2", "sft.steps=3 and sft.epochs=2: one of the two says how many steps there are"),
-    (f"{STARTED} data.messages_key=messages", "data.messages_key='messages' names conversations"),
+    (f"{STARTED} data.messages_key=messages", "data.template='chat' and the tokenizer has no chat template"),
 ]
 ARITHMETIC = "reward.functions=arithmetic"
 
