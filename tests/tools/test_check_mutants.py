@@ -1,10 +1,13 @@
 """Checks that the table of tools/check_mutants.py fits this tree; on a small tree, that it tells kills from errors."""
 
 import ast
+import functools
 import json
 import pathlib
+import signal
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 
 import check_mutants
 import pytest
@@ -14,6 +17,12 @@ from mutants.table import AREAS, Mutant, read
 from tests.tools import ROOT
 
 pytestmark = pytest.mark.process
+
+
+@functools.cache
+def defined_in(name: str) -> set[str]:
+    """Return the functions of a test file; many mutants name the same one."""
+    return {node.name for node in ast.parse((ROOT / name).read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
 def test_every_line_occurs_once_and_parses_with_its_fault_and_every_test_named_exists() -> None:
@@ -26,9 +35,7 @@ def test_every_line_occurs_once_and_parses_with_its_fault_and_every_test_named_e
         for test in mutant.tests:
             name, _, function = test.partition("::")
             assert (ROOT / name).is_file(), (mutant.name, test)
-            body = ast.parse((ROOT / name).read_text()).body
-            defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-            assert not function or function.partition("[")[0] in defined, (mutant.name, test)
+            assert not function or function.partition("[")[0] in defined_in(name), (mutant.name, test)
 
 
 def test_names_are_unique_every_area_has_two_and_the_page_names_every_mutant_and_its_file() -> None:
@@ -109,7 +116,15 @@ def test_what_cannot_be_judged_is_said(tree: pathlib.Path, capsys) -> None:
     assert "gone: the line occurs 0 times in megatron_rl/algorithm/noise.py" in capsys.readouterr().err
 
 
-def test_tests_that_do_not_end_are_no_kill(tree: pathlib.Path) -> None:
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Let processes started here be interrupted, where the suite ignores SIGINT as what a shell put aside does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_tests_that_do_not_end_are_no_kill(tree: pathlib.Path, interrupts: None) -> None:
     (tree / "tests/test_small.py").write_text("import time\n\n\ndef test_one():\n    time.sleep(3600)\n")
     outcome = check_mutants.run_tests(tree, ["tests/test_small.py"], 2.0)
     assert outcome.code is None and check_mutants.judge(outcome)["status"] == "UNCLEAR"
