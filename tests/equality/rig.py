@@ -158,7 +158,7 @@ def layers_of(config: Config) -> int:
 
 
 @functools.cache
-def _near_samples(family: str, layers: int, count: int, unique_lengths: bool) -> tuple[Sample, ...]:
+def near_samples(family: str, layers: int, count: int, unique_lengths: bool = False) -> tuple[Sample, ...]:
     """Draw samples with log-probs as an engine of slightly other weights would report, once per process."""
     return tuple(near_policy(tiny_model(family, layers=layers)[1], make_samples(count, unique_lengths=unique_lengths)))
 
@@ -174,7 +174,7 @@ def open_rig(family, *overrides, samples=0, unique_lengths=False, total_steps=1,
         backend = MegatronBackend(config, hf_config=hf_config, weights=file_weights(model), total_steps=total_steps)
         rig = Rig(backend=backend, model=model)
         if samples:
-            rig.take(list(_near_samples(family, layers, samples, unique_lengths)))
+            rig.take(list(near_samples(family, layers, samples, unique_lengths)))
         held.pop_all()
         held.callback(backend.close, leave_world=False)
         yield rig
