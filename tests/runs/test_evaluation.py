@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.pairwise import quick
 from tests.runs.command import assert_same_run, firsts_of, rows_of, same_tensors, weights_of
 
-ROLLOUTS, EVERY = "train.num_rollouts=3", "eval.every_rollouts=1"
+ROLLOUTS, EVERY = "train.num_rollouts=2", "eval.every_rollouts=1"
 SAMPLED = ("eval.samples_per_prompt=4", "eval.temperature=1.0", "eval.reward_threshold=0.5")
 GRADED = "reward.functions=[tests.runs.test_evaluation:graded]"
 ALWAYS = ("response_tokens_mean", "truncated_share", "excluded", "tests.runs.test_evaluation:graded")
@@ -28,7 +28,7 @@ def graded(prompts, completions, completion_ids, **columns):
 def sets(arithmetic: pathlib.Path) -> tuple[str, ...]:
     """Return the test set and, as another one, the first rows of the training data, both sampled."""
     seen = f"eval.sets.seen={arithmetic / 'train.jsonl'}"
-    return (f"eval.path={arithmetic / 'test.jsonl'}", seen, "eval.max_prompts=14", *SAMPLED)
+    return (f"eval.path={arithmetic / 'test.jsonl'}", seen, "eval.max_prompts=8", *SAMPLED)
 
 
 def evaluated(run_dir: pathlib.Path) -> list[dict[str, float]]:
@@ -63,7 +63,7 @@ def test_greedy_evaluation_equals_hugging_faces(made, arithmetic):
 
 
 def test_data_parallel_evaluation_equals_one_process(made, sets):
-    """Two sets have fourteen prompts with four samples each; on two ranks a set's last prompt is rank 1's."""
+    """Two sets have eight prompts with four samples each; on two ranks a set's last prompt is rank 1's."""
     found, other = (evaluated(made(world, GRADED, ROLLOUTS, *sets, EVERY)) for world in (1, 2))
     assert found == other
     kinds = ("mean@4", "mean@4_se", "pass@1", "pass@2", "pass@4", *ALWAYS)
@@ -83,7 +83,7 @@ def test_a_run_with_evaluation_equals_one_without(made, sets, tmp_path, producer
     assert_same_run(plain, with_it, "eval/", files=["trace.jsonl"])
     recorded = map(json.loads, (with_it / "completions.jsonl").read_text().splitlines())
     wanted = [("eval/test_before", None), ("eval/seen_before", None)]
-    for number in range(1, 4):
+    for number in range(1, 3):
         wanted += [("train", number), ("eval/test", None), ("eval/seen", None)]
     # four of each, where they belong
     assert [(line["source"], line["rollout"]) for line in recorded] == [each for each in wanted for _ in range(4)]

@@ -15,7 +15,7 @@ TURNS = (
     "environment.name=tests.runs.test_turn_runs:Riddle", "environment.max_turns=3", "rollout.max_response_tokens=24",
     "reward.functions=[environment,tests.reward_functions:parity]", "reward.weights=[1.0,0.5]",
     "optimizer.schedule=constant",
-    *("sft.steps=20", "sft.samples_per_step=8"),  # on short answers: turns end soon
+    *("sft.steps=8", "sft.samples_per_step=8"),  # on short answers: turns end soon
 )
 CHAT = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content }}<|endoftext|>{% else %}{{ m.content }}"
