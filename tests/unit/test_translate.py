@@ -189,8 +189,11 @@ def test_open_r1s_recipe_means_the_same_and_its_batch_needs_the_number_of_proces
     assert config.train.samples_per_mini_batch == samples and config.rollout.samples_per_prompt == 7
     assert (config.loss.reduction, config.loss.clip_low, config.loss.kl_coefficient) == ("token_mean", 0.2, 0.0)
     assert (config.optimizer.lr, config.optimizer.schedule) == (2e-5, "cosine")
+    assert (config.data.train, config.data.template) == (("AI-MO/NuminaMath-TIR",), "auto")
+    part = named("dataset_config=main dataset_train_split=test")
+    assert trl.translate(OPEN_R1 | part).ours["data.train"] == ["AI-MO/NuminaMath-TIR:main/test"]
     assert (config.correction.mode, config.correction.cap) == ("sequence_mask", 3.0)  # TRL's defaults with vLLM
-    assert set(found.left) == {"dataset_name", "push_to_hub", "warmup_ratio"}
+    assert set(found.left) == {"push_to_hub", "warmup_ratio"}
     settings = {name: value for name, value in OPEN_R1.items() if name != "num_processes"}
     with pytest.raises(ConfigError, match="say how many processes train by --processes"):
         trl.translate(settings)
@@ -215,7 +218,7 @@ def test_a_setting_of_trls(tmp_path: pathlib.Path) -> None:
     ):
         found = trl.translate(OPEN_R1 | named(settings))
         assert {key: found.ours[key] for key in named(ours)} == pytest.approx(named(ours))
-        assert set(found.left) == {"dataset_name", "push_to_hub", "warmup_ratio"}
+        assert set(found.left) == {"push_to_hub", "warmup_ratio"}
         loaded(found)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rl.commands.translate.translation import Translation, number, paths, truth, whole
 from megatron_rl.config.lora import PROJECTIONS
 from megatron_rl.errors import ConfigError
+from megatron_rl.hub.names import HubName
 
 NEEDLESS = (
     "tf32",
@@ -48,17 +49,12 @@ def processes_of(given: Mapping[str, Any], processes: int | None) -> int:
 
 
 def model_and_data(found: Translation) -> None:
-    found.ours["data.template"] = "chat"
     found.take("model_name_or_path", "model.hf_path", str)
     for name in ("dtype", "torch_dtype"):
         found.take(name, "model.dtype", _dtype)
     found.take("seed", "run.seed", whole)
-    found.leave(
-        "dataset_name",
-        "save it as a file or a folder, and name that in data.train; rows whose prompt is a plain text get no chat "
-        "template there: data.template='{prompt}' for these",
-    )
-    for name in ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_mixture", "datasets"):
+    found.compute("data.train", ("dataset_name",), lambda name: [_data_set(found, name)])
+    for name in ("dataset_test_split", "dataset_mixture", "datasets"):
         found.leave(name, "data.train names files of the rows that are trained")
     if found.given.get("model_revision", "main") == "main":
         found.skip("model_revision")
@@ -73,6 +69,15 @@ def model_and_data(found: Translation) -> None:
             found.skip(name)
         found.leave(name, "model.dtype=float32 says so here" if name == "bf16" else "dropout is off here")
     _adapters(found)
+
+
+
+def _data_set(found: Translation, name: object) -> str:
+    """Return a data set's name on the hub, with its configuration and split (docs/hub.md); a path stays as it is."""
+    subset, split = found.get("dataset_config"), found.get("dataset_train_split")
+    if subset is None and split in (None, "train"):
+        return str(name)
+    return str(HubName(repo=str(name), subset=subset, split=split))
 
 
 def _adapters(found: Translation) -> None:

@@ -17,6 +17,11 @@ MEGATRON = {
     "expert_tensor_parallel_size": "expert_tensor",
 }
 
+LAYOUT_FIELDS = (
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+
 
 def translate(found: Translation) -> None:
     """Set our sections optimizer, loss, reference, parallel, advantage, critic and correction."""
@@ -119,8 +124,13 @@ def _layout(found: Translation) -> None:
         found.take(f"{megatron}.sequence_parallel", "parallel.sequence_parallel", truth)
     found.skip(f"{megatron}.sequence_parallel")
     prefix = f"{megatron}.override_transformer_config."
+    found.take(f"{prefix}pipeline_model_parallel_layout", "parallel.pipeline_layout", str)
+    for name in LAYOUT_FIELDS:
+        found.leave(prefix + name, "stages balance by themselves; parallel.pipeline_layout states the layers of each")
     for name in found.under(prefix):
-        found.take(name, f"megatron.transformer.{name.removeprefix(prefix)}")
+        field = name.removeprefix(prefix)
+        if field not in (*LAYOUT_FIELDS, "pipeline_model_parallel_layout"):
+            found.take(name, f"megatron.transformer.{field}")
     for part in (ACTOR, "actor_rollout_ref.ref", "critic"):
         found.leave(f"{part}.megatron.dist_checkpointing_path", "weights are read from model.hf_path, at any topology")
     replays = {"disabled": "off", "R2": "old_logprobs", "R3": "rollout"}
