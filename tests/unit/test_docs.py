@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl import __version__
 from megatron_rl.commands.command import HERE, VERBS
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
@@ -215,6 +216,14 @@ def unknown_extras(name: str) -> Iterator[str]:
     extras = set(re.findall(r'^        "([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.M))
     asked = [extra for words in commands(name) for word in words for extra in re.findall(r"^\.\[([\w,-]+)\]$", word)]
     yield from {extra for several in asked for extra in several.split(",")} - extras
+
+
+def test_the_changelog_begins_with_the_package_s_release() -> None:
+    heads = re.findall(r"^## (.*)$", text_of("CHANGELOG.md"), re.M)
+    releases = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \((\d{4}-\d\d-\d\d)\)", head) for head in heads]
+    assert heads[0].startswith(f"{__version__} (") and len(heads) > 1 and all(releases), heads
+    numbers = [tuple(map(int, release.groups()[:3])) for release in releases]
+    assert numbers == sorted(numbers, reverse=True)
 
 
 def test_every_extra_has_its_row() -> None:
