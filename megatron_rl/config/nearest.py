@@ -91,8 +91,8 @@ def nearest(root: type, cls: type, key: str, prefix: str) -> list[str]:
         found = difflib.get_close_matches(own, names + old, n=1, cutoff=cutoff)
         return [RENAMED.get(prefix + each, prefix + each) for each in found]
 
-    if close := within(CLOSE):
-        return close
+    if close := within(CLOSE) or [prefix + name for name in names if len(own) > 2 and name.startswith(own)]:
+        return close[:MOST_NAMED]
     keys = list(all_keys(root))
     same = [each for each in keys if each.rpartition(".")[2] == last]
     if same:

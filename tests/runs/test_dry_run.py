@@ -58,7 +58,7 @@ def test_a_job_that_would_start_ends_with_0_and_joins_nothing(arithmetic, capsys
     assert "PP 2, DP 4" in said.out and not torch.distributed.is_initialized()
     assert "prompts of 4.0 tokens (data.train)" in said.out and "GPU: training 0.00" in said.out
     monkeypatch.setenv("WORLD_SIZE", "12")
-    assert dry_run(arithmetic, "data.solution_key=none") == 0  # which RL alone does not read
+    assert dry_run(arithmetic) == 0
     assert "PP 2, DP 6" in capsys.readouterr().out
     assert dry_run(arithmetic, *SEPARATE, "critic.ranks=4") == 0  # every sample trains, and four ranks hold no policy
     said = capsys.readouterr()
@@ -80,7 +80,6 @@ def test_a_job_that_would_start_ends_with_0_and_joins_nothing(arithmetic, capsys
     (["rollout.max_response_tokens=5000"], "5000"), (["data.train=none.jsonl"], "none.jsonl"),
     (["data.prompt_key=question"], "has no column 'question'"),
     (["data.max_prompt_tokens=2"], "at most 2 are allowed"), (["eval.path=none.jsonl"], "eval.path='none.jsonl'"),
-    (["sft.steps=2", "data.solution_key=steps"], "has no column 'steps'"),
     (["sft.steps=2", "sft.eval_path=none.jsonl"], "sft.eval_path='none.jsonl'"),
     (["reward.functions=[no_such:score]"], "no_such"),
     (["reward.functions=[no_such:score]", "reward.num_workers=2"], "no_such"),

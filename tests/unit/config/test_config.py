@@ -66,7 +66,8 @@ def test_a_name_of_another_framework_is_answered_by_ours():
     ("learning_rate=1", "optimizer.lr"), ("sft.learning_rate=1", "sft.lr"), ("critic.learning-rate=1", "critic.lr"),
     ("max_steps=3", "train.num_rollouts (sft.steps in a supervised run)"), ("sft.max_steps=3", "sft.steps"),
     ("kl_coef=1", "loss.kl_coefficient"), ("lerning_rate=1", "optimizer.lr"), ("optimizer.lrr=1", "optimizer.lr"),
-    ("rolout.temperature=1", "rollout.temperature"), ("data.train_batch_size=4", "train.prompts_per_rollout"),
+    ("rolout.temperature=1", "rollout.temperature"), ("plan.max_token=4", "plan.max_tokens_per_microbatch"),
+    ("data.train_batch_size=4", "train.prompts_per_rollout"),
 ])
 def test_an_unknown_key_is_answered_by_the_one_that_is_meant(given, answer):
     key, value = given.split("=")
