@@ -211,7 +211,8 @@ def _refuse_forecast(options: argparse.Namespace, known: dict[str, argparse.Acti
     if not {"--nodes", "--gpus-per-node"} & set(given):
         raise ConfigError(f"{said}: arguments of a forecast, and nothing is forecast; add --dry-run, or leave them out")
     nodes, on_node = given.get("--nodes", 1), given.get("--gpus-per-node", 8)
-    meet = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+    meet = "--standalone --local-addr 127.0.0.1" if nodes == 1 else several
     where = "" if nodes == 1 else f" on each of the {nodes} nodes, HOST being one of them (docs/slurm.md)"
     named = {"--config": options.config, "--run-dir": options.run_dir}
     words = [*(word for option, value in named.items() if value for word in (option, value)), *options.overrides]

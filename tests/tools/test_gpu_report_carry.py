@@ -85,7 +85,7 @@ def test_every_requirement_of_setup_is_packed_or_comes_with_torch() -> None:
     text = (ROOT / "setup.py").read_text().split("install_requires=[")[1].split("]")[0]
     wanted = {re.match(r"[\w-]+", line)[0] for line in re.findall(r'"([^"]+)"', text)}
     packed = {re.match(r"[\w-]+", line)[0].lower() for line in carry.BASE}
-    there = {"torch", "triton", "transformers", "tokenizers", "safetensors", "numpy"}
+    there = {"torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "huggingface-hub"}
     assert wanted - packed - there == {"tensorboard"}  # imported only where a run asks for it
 
 

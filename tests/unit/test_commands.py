@@ -191,8 +191,8 @@ def test_a_trainers_mistake_is_one_sentence(capsys, monkeypatch) -> None:
         ([], "model.hf_path='' names no model"),
         (["--nodes", "4", "--gpus-per-node", "8", "run.name=a b"], "torchrun --nnodes 4 --rdzv-backend c10d "
          "--rdzv-endpoint HOST:29400 --nproc-per-node 8 -m megatron_rl.train 'run.name=a b'"),
-        (["--gpus-per-node", "2", "--run-dir", "x"], ": torchrun --standalone --nproc-per-node 2 -m megatron_rl.train "
-         "--run-dir x"),
+        (["--gpus-per-node", "2", "--run-dir", "x"], ": torchrun --standalone --local-addr 127.0.0.1 "
+         "--nproc-per-node 2 -m megatron_rl.train --run-dir x"),
         (["--pass-rate", "beta:1,1"], "--pass-rate beta:1,1: arguments of a forecast, and nothing is forecast"),
     ):
         for name in ("RANK", "WORLD_SIZE"):
