@@ -49,8 +49,8 @@ def offloaded(rig: Rig, really: bool) -> Iterator[None]:
 
 
 def several_steps(layout: tuple[str, ...], family: str, really: bool) -> dict[str, object]:
-    """Take ghosts and real steps, then a fresh AdamW and two more; before each happens what a rollout does."""
-    kinds = "GRGGRRGR", "RG"
+    """Take ghosts and real steps, each after each, then a fresh AdamW and two more; before each as in a rollout."""
+    kinds = "GGRRGR", "RG"
     with moving(layout, family) as rig:
         exported, logprobs, norms = [], [], []
         for number, kind in enumerate("".join(kinds)):
@@ -74,11 +74,11 @@ def with_and_without(rank: int, world: int, family: str, layout: tuple[str, ...]
         **{key: equal(found[key], wanted[key]) for key in ("logprobs", "norms", "state")},
         # the last steps are of a fresh AdamW: its state is not empty, and weights move or the equalities prove nothing
         "moved": not equal_by_name(wanted["exported"][-2], wanted["exported"][-1]) and len(wanted["state"]) > 4,
-        "norms are not zero": sum(float(x) > 0 for x in wanted["norms"]) == 5,
+        "norms are not zero": sum(float(x) > 0 for x in wanted["norms"]) == 4,
     }
 
 
-@pytest.mark.parametrize("name", quick((*LAYOUTS, *ADAPTERS), *QUICK, *ADAPTERS))
+@pytest.mark.parametrize("name", quick((*LAYOUTS, *ADAPTERS), *QUICK, ADAPTERS[0]))
 def test_steps_with_offload_between_equal_steps_without(pool, name):
     """To the bit: weights as exported while offloaded, log-probs, norms, and AdamW's moments, masters and counts."""
     assert_all(pool, name, with_and_without)
