@@ -28,6 +28,8 @@ LAYOUTS = (*("one qwen2_tied", "DP2 llama3_rope", "PP2 qwen2_tied", "TP2-SP qwen
            *("PP2-shared qwen2_untied", "CP2 llama3_rope", "LoRA-DP2 llama3_rope", "LoRA-TP2 qwen2_tied"))
 LONG = (*("TP2 qwen2_tied", "DP2-shared qwen2_tied", "TP2-PP2 qwen2_untied", "PP2-DP2 qwen2_tied"),
         *("LoRA qwen3", "LoRA-PP2 qwen2_tied"))
+# a pair's loss is of sums that every rank holds: on most grids one that drops nothing and one that drops pairs
+EVERY_LOSS, FEW_LOSSES = (*LAYOUTS[:2], *LONG), ("dpo", "hinge")
 
 
 def naive(model, reference, samples: list[Sample], config: PreferenceConfig) -> tuple[dict[str, torch.Tensor], float]:
@@ -89,6 +91,6 @@ def gradients_of_pairs(rank, world, family, overrides, losses) -> dict[str, floa
     return found
 
 
-@pytest.mark.parametrize("layout", quick((*LAYOUTS, *LONG), *LAYOUTS[1:]))
+@pytest.mark.parametrize("layout", quick((*LAYOUTS, *LONG), LAYOUTS[1], *LAYOUTS[3:]))
 def test_the_linear_loss_has_the_gradient_of_the_pairs(pool, layout):
-    assert_close(pool, layout, gradients_of_pairs, OF_A_POLICY)
+    assert_close(pool, layout, gradients_of_pairs, OF_A_POLICY if layout in EVERY_LOSS else FEW_LOSSES)

@@ -49,7 +49,7 @@ def train_by_turns(served: Served, turns: str) -> None:
 
 def two_models(rank: int, world: int, path: str, folder: str, overrides: tuple[str, ...]) -> dict[str, bool]:
     """Train two models in one server by turns, then each in a server of its own; compare to the bit."""
-    turns, found = "abaABbbAaBabAB", {}
+    turns, found = "abAbAaBBA", {}  # each steps while the other has a gradient, and once without one of its own
     lora = any(x.startswith("lora") for x in overrides)
     with open_served(path, f"{folder}/both", *overrides) as served:
         for model, spec in SPECS.items():
