@@ -176,12 +176,15 @@ def _with_place(message: str, path: str, lines: Lines, given: Collection[str]) -
     """Return a message that begins with where the keys stand that it names: lines of the file, the command line.
 
     given: the dotted keys of the overrides.
+
+    Of an unknown key's message that key alone counts: the nearest one may stand elsewhere.
     """
-    named = set(re.findall(r"[\w-]+(?:\.[\w-]+)+", message))
-    named |= set(re.findall(r"^(?:unknown )?(?:config key )?([\w-]+)(?![\w.-])", message))
+    said = message.split(" (value ")[0] if message.startswith("unknown config key ") else message
+    named = set(re.findall(r"[\w-]+(?:\.[\w-]+)+", said))
+    named |= set(re.findall(r"^(?:unknown )?(?:config key )?([\w-]+)(?![\w.-])", said))
     found = sorted({lines[key] for key in named if key in lines})
     places = [f"{path}, line{'s' * (len(found) > 1)} {', '.join(map(str, found))}"] if found else []
-    if named & set(given) or any("." in key and key in message for key in given):
+    if named & set(given) or any("." in key and key in said for key in given):
         places.append("the command line" if found else "on the command line")
     return f"{' and '.join(places)}: {message}" if places else message
 

@@ -77,7 +77,7 @@ def _stand_ins(config: Config, folder: str, open_keys: Collection[str], not_done
         if needed and not os.path.isfile(os.path.join(path or "", "config.json")):
             found[key] = folder
             what = f"{key}={quoted(path, 200)} is no folder here" if path else f"{key} names none"
-            not_done.append(f"the model: {what}; download it, and name its folder")
+            not_done.append(f"the model: {what}; a name on the hub is fetched at the start (docs/hub.md)")
     if "eval.sets" in open_keys:
         found["eval.sets"] = {"test": folder}
     if config.train.num_rollouts != 0 and not config.reward.functions and not config.has_teacher:

@@ -207,7 +207,9 @@ def _rewards(found: Translation) -> None:
                     found.leave(each, "of the reward model; reward.model_path names it")
         else:
             found.skip(name, *(f"{name.removesuffix('enable')}{each}" for each in ("model.", "rollout.")))
-    found.left["reward function"] = "verl chooses it by the data's data_source; name one in reward.functions"
+    found.left["reward function"] = (
+        "verl chooses it by the data's data_source; name one in reward.functions (docs/reward-forms.md)"
+    )
     for prefix in ("reward_model", "reward_model.reward_kwargs", "reward", "reward.reward_kwargs"):
         name = "overlong_buffer_cfg" if prefix.endswith("kwargs") else "overlong_buffer"
         _overlong(found, f"{prefix}.{name}", f"{prefix}.max_resp_len")

@@ -88,8 +88,10 @@ def test_a_fault_names_the_place_of_each_of_its_keys(tmp_path):
         with pytest.raises(ConfigError) as refused:
             load_config(path, given)
         assert str(refused.value).startswith(said)
-    path.write_text("data:\n  system_prompt: be short\n")
-    with pytest.raises(ConfigError, match=f"^{re.escape(f'{path}, line 2 and the command line: data.system_prompt=')}"):
+    path.write_text("optimizer:\n  lr: 0.1\ndata:\n  system_prompt: be short\n")
+    with pytest.raises(ConfigError, match="^on the command line: unknown config key learning_rate .* optimizer.lr$"):
+        load_config(path, ["learning_rate=3"])
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{path}, line 4 and the command line: data.system_prompt=')}"):
         load_config(path, ["data.template='{prompt}'"])
 
 
