@@ -12,7 +12,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.model.bridge_family import bridged_shape
-from megatron_rl.planning.pipeline_layout import stage_layers
+from megatron_rl.model.stage_costs import layout_of
 from megatron_rl.weights.families.family import class_fields
 from megatron_rl.weights.families.refusals import refuse_other_masks
 from megatron_rl.weights.families.register import FAMILIES, check_family
@@ -82,22 +82,6 @@ def model_shape(
     if topology.pipeline_size * topology.virtual_size == 1:
         return shape
     return dataclasses.replace(shape, stage_layers=layout_of(shape, config, hf_config))
-
-
-def layout_of(shape: ModelShape, config: Config, hf_config: Any) -> tuple[int, ...]:
-    """Return the number of layers of each stage, chunks counted one by one, in the order of the layers.
-
-    Raises ConfigError for more stages than layers, and as planning/pipeline_layout.py ``stage_layers`` does.
-    """
-    costs = list(map(shape.passed_parameters, range(shape.num_layers)))
-    name = hf_config.name_or_path or hf_config.model_type
-    found = stage_layers(config.parallel, costs, shape.head_parameters, model=name)
-    if config.lora.rank is not None and 0 in found and not shape.value_head:
-        raise ConfigError(
-            f"parallel.pipeline_layout leaves stage {found.index(0)} without a layer, and lora.rank={config.lora.rank} "
-            "trains adapters of layers alone: that stage would have nothing to train; give it one"
-        )
-    return found
 
 
 def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, provider: str = "native") -> ModelShape:

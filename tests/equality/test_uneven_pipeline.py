@@ -14,7 +14,7 @@ from megatron_rl.model import build
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.memory import stage_parameters
 from megatron_rl.weights.config_json import read_hf_config
-from tests.equality.layouts import PLAIN, PP2, SHARDED, VPP2
+from tests.equality.layouts import PLAIN, PP2, RECOMPUTE, SHARDED, VPP2
 from tests.equality.matrix import BOUND, Cell, measure
 from tests.equality.saved_steps import save_and_load
 from tests.pairwise import quick
@@ -90,7 +90,8 @@ def rank_of(rank: int, world: int, config):
 
 def released(name: str, stages: tuple[int, ...] | None, *overrides: str) -> list[tuple[int, int, int]]:
     """Return of each stage its layers' numbers, and its parameters, built on the meta device and by the forecast."""
-    config = load_config(None, ["model.dtype=bfloat16", "model.layer_spec=torch", *overrides])
+    lengths = "data.max_prompt_tokens=1024", "rollout.max_response_tokens=8192"
+    config = load_config(None, ["model.dtype=bfloat16", "model.layer_spec=torch", *RECOMPUTE, *lengths, *overrides])
     hf_config, meta = read_hf_config(HERE / name), torch.device("meta")
     pipeline, expert = config.parallel.pipeline, config.parallel.expert
     degrees, found = degrees_of(config, pipeline * expert), []

@@ -12,10 +12,14 @@ from megatron_rl.planning.plan import plan_rules
 from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.forecast import forecast
+from megatron_rl.simulator.machine import Machine, machine_costs
 from megatron_rl.simulator.memory import kept_elements, stage_memory
 from megatron_rl.simulator.workload import Workload, draw
+from megatron_rl.weights.config_json import read_hf_config
+from tests.equality.layouts import RECOMPUTE
 from tests.equality.rig import DEFAULTS, layers_of, open_rig, ragged_advantages
 from tests.pairwise import quick
+from tests.published.configs import HERE
 from tests.reference import tiny_config
 from tests.tools import words
 from tests.tools.simulated_job import bytes_of, equal_samples, held_bytes, job_of, per_token, tiny_job
@@ -189,3 +193,24 @@ def test_thousands_of_gpus_are_forecast() -> None:
     workload, _ = draw(config, lengths=None, pass_rate=None, prompt_tokens=None, seed=0)
     found = forecast(job_of(config, shape, degrees, workload))
     assert found.dense.update_s >= found.skip.update_s > 0 and 1 <= found.gain <= found.ideal * 1.2
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen2.5-7B-Instruct"])
+@pytest.mark.parametrize("recompute", [(), RECOMPUTE], ids=["kept", "recomputed"])
+def test_no_other_split_of_two_stages_is_forecast_to_be_quicker(name: str, recompute: tuple[str, ...]) -> None:
+    """The layers are divided before there is a sample, by the mean length that the limits allow."""
+    lengths = "data.max_prompt_tokens=1024", "rollout.max_response_tokens=4096"
+    config = load_config(None, [*DEFAULTS, *lengths, *recompute, "parallel.pipeline=2"])
+    degrees, hf_config = degrees_of(config, 2), read_hf_config(HERE / name)
+    shape = model_shape(hf_config, config, degrees, layer_spec="torch")
+    tokens, squares = np.array([2560.0]), np.array([2560.0**2])
+
+    def slowest(stage_layers: tuple[int, ...]) -> float:
+        machine = Machine(flops_per_s=1e12, attention_flops_per_s=1e12, layer_overhead_s=0.0)
+        split = dataclasses.replace(shape, stage_layers=stage_layers)
+        model = machine_costs(machine, split, config, degrees, loss_share=0.8, source="").model
+        return max(float(stage.seconds(tokens, squares)[0]) for stage in model.stages)
+
+    count = shape.num_layers
+    assert slowest(shape.stage_layers) == min(slowest((first, count - first)) for first in range(1, count))
+    assert slowest(shape.stage_layers) < 0.97 * slowest((count // 2, count // 2))

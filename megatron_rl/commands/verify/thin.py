@@ -67,7 +67,8 @@ def thin_layout(real, config: Config, layers_per_stage: int) -> tuple[int, ...]:
     A stage that has more layers than the leanest keeps one more. Raises ConfigError where the real model's layers do
     not lie on the stages.
     """
-    from megatron_rl.model.hf_config import layout_of, read_shape
+    from megatron_rl.model.hf_config import read_shape
+    from megatron_rl.model.stage_costs import layout_of
 
     counts = layout_of(read_shape(real, layer_spec="torch"), config, real)
     least = min(count for count in counts if count)
