@@ -25,12 +25,12 @@ from megatron.core.tensor_parallel import random  # isort: skip
 
 TIED, UNTIED, MIXTURE, LATENTS = "qwen2_tied", "qwen2_untied", "qwen3_moe", "deepseek_v3"
 CELLS = [  # pipeline, chunks, layers, model, layout, other settings
-    (2, 1, 5, TIED, "[]"),
     (3, 1, 7, UNTIED, "[]"),
-    (4, 1, 5, TIED, "[]"),
     (2, 2, 7, TIED, "[]"),
     (4, 1, 7, UNTIED, "Et|(ttt|)*2L"),
     (2, 1, 3, MIXTURE, "[1, 2]", "parallel.expert=2"),
+    (2, 1, 5, TIED, "[]"),
+    (4, 1, 5, TIED, "[]"),
     (2, 1, 7, UNTIED, "[]"),
     (3, 1, 5, TIED, "[]"),
     (4, 1, 7, TIED, "[]"),
@@ -42,7 +42,7 @@ CELLS = [  # pipeline, chunks, layers, model, layout, other settings
 ]
 
 
-@pytest.mark.parametrize("cell", quick(CELLS, *CELLS[:6]))
+@pytest.mark.parametrize("cell", quick(CELLS, *CELLS[:4]))
 def test_every_layout_equals_one_process(pool, cell: tuple) -> None:
     """Log-probs, gradient, its norm and the weights after three steps; dense and skip, packed and padded."""
     pipeline, virtual, layers, family, layout, *extra = cell
@@ -60,7 +60,7 @@ SAVED = [  # layers of each stage before and after, other settings
 ]
 
 
-@pytest.mark.parametrize("row", SAVED, ids=lambda row: f"{row[0]} to {row[2]}")
+@pytest.mark.parametrize("row", quick(SAVED, *SAVED[1:]))
 def test_a_checkpoint_goes_on_under_another_layout(pool, tmp_path, row: tuple) -> None:
     first, settings, second, others = row
     both = (f"parallel.pipeline_layout={first}", *settings), (f"parallel.pipeline_layout={second}", *others)

@@ -55,6 +55,7 @@ def test_a_run_ahead_that_is_killed_ends_with_the_same_bits(streaming, tmp_path)
     assert_no_orphans()
 
 
+@pytest.mark.long(seconds=30)
 def test_a_signal_while_a_thread_generates_saves_what_is_ahead(streaming, tmp_path):
     """All leave with 75 and a checkpoint off schedule that holds the rollout ahead, and the same command goes on."""
     notes, run_dir = tmp_path / "notes", tmp_path / "run"

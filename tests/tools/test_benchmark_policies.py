@@ -190,6 +190,7 @@ def measured(rank: int, world: int) -> str:
         return json.dumps(tool.measure(rig.backend, given, 0.5))
 
 
+@pytest.mark.long(seconds=10)
 def test_every_setting_is_measured_and_the_fastest_shown(pool: Pool) -> None:
     (found,) = (json.loads(x) for x in pool.run(1, measured, timeout_s=90))
     assert [row["name"] for row in found["rows"]] == [name for name, _, _ in tool.VARIANTS]

@@ -55,6 +55,7 @@ def test_seconds_of_a_hang_run_from_its_first_call_to_its_last_kill() -> None:
     assert math.isnan(hang_seconds("7 3 10.0\n", [])[0])
 
 
+@pytest.mark.long(seconds=15)
 def test_the_whole_in_small(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     sizes = "--samples 50 --group-size 4 --workers 2 --raising 0.02 --hanging 0.02 --killing 0.02"
