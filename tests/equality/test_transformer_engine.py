@@ -231,7 +231,7 @@ def half_precision(rank: int, world: int, family: str, overrides: tuple[str, ...
         return gaps(measured(family, *half, *ENGINE), measured(family, *half, *TORCH))
 
 
-@pytest.mark.parametrize("name", quick(HALF, *HALF[:2]))
+@pytest.mark.parametrize("name", quick(HALF, HALF[1]))
 def test_bfloat16_is_as_close_as_its_rounding(engine_pool, name):
     for found in measured_on(engine_pool, name, half_precision):
         assert found["log-probs"] < 0.1  # seen 8e-3 to 4e-2

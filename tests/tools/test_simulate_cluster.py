@@ -181,6 +181,7 @@ def test_replicas_that_share_experts_wait_for_each_other() -> None:
         assert found.dense.update_s == pytest.approx(seconds + 7, rel=1e-12)
 
 
+@pytest.mark.long(seconds=5)
 def test_thousands_of_gpus_are_forecast() -> None:
     """4,096 GPUs, 2,048 samples and four mini-batches are planned and put on the clock several times over."""
     given = "model.dtype=bfloat16 parallel.tensor=4 parallel.sequence_parallel=true parallel.pipeline=8 "
