@@ -224,7 +224,7 @@ bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2, PP=2; PP=4 and P
 	$(TORCHRUN) 4 tools/benchmarks/skip.py --json runs/benchmark_skip_pp4.json $(CLOCK_ARGS)
 	$(TORCHRUN) 4 tools/benchmarks/skip.py --json runs/benchmark_skip_pp4vpp2.json $(CLOCK_ARGS) --virtual-pipeline 2
 
-golden: $(STAMP)  ## record five short runs in full precision; compare two records with python -m tests.golden compare
+golden: $(STAMP)  ## record short runs in full precision, one of each feature; compare two records with python -m tests.golden compare
 	python -m tests.golden record runs/golden.json
 
 docs: $(STAMP)  ## write the generated tables of docs/
