@@ -185,9 +185,9 @@ $(BRIDGE)/.installed: setup.py tests/extras/bridge.txt
 test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine (root; installs it); "Error 77": skipped, not passed
 	python -m tests.slurm.check
 
-test-browser: $(STAMP)  ## the page of `megatron-rl watch` in a headless Chromium (root installs Debian's where none is)
+test-browser: $(STAMP)  ## reports and the page of `megatron-rl watch` in a headless Chromium (root installs Debian's where none is)
 	command -v chromium chromium-browser google-chrome >/dev/null || { apt-get update -qq && apt-get install -y -q chromium; }
-	python -m pytest tests/runs/test_watch.py $(PYTEST_ARGS)
+	python -m pytest tests/runs/test_watch.py tests/runs/test_report_page.py $(PYTEST_ARGS)
 
 acceptance: $(STAMP)  ## fill the support matrix on this machine, its GPUs or gloo; runs/acceptance.{md,json}
 	python tools/acceptance.py --json runs/acceptance.json --markdown runs/acceptance.md $(ACCEPTANCE_ARGS)

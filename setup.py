@@ -44,7 +44,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl.commands": ["templates/*", "templates/slurm/*"], "megatron_rl.watch": ["page/*"]},
+    package_data={
+        "megatron_rl.commands": ["templates/*", "templates/slurm/*"],
+        "megatron_rl.observability": ["page/*"],
+    },
     install_requires=[
         "torch>=2.9",
         "megatron-core>=0.16.1,<0.20",
@@ -96,7 +99,7 @@ setup(
             "codetiming==1.4.0",
             "peft==0.21.2",
             "prefix-grouper==0.0.1.post1",
-            # its interpreter runs model/logprob_kernels.py without a GPU; 0.2 GB to fetch, 0.7 GB on disk
+            # its interpreter runs model/logprob/kernels.py without a GPU; 0.2 GB to fetch, 0.7 GB on disk
             "triton==3.7.1; sys_platform == 'linux'",
         ],
         # Tinker's SDK and cookbook, which `make test-tinker` runs against the server; the last two its recipes import

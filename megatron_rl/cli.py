@@ -17,13 +17,10 @@ from typing import NoReturn
 
 from megatron_rl import hub
 from megatron_rl.config import Config, load_config
-from megatron_rl.config.nearest import advice, name_elsewhere
 from megatron_rl.distributed.agreement import announce
 from megatron_rl.distributed.child_process import end_with_launcher
 from megatron_rl.distributed.time_limit import time_limit
-from megatron_rl.doctor import explain_import_error
 from megatron_rl.errors import ConfigError, RunError, quoted, shortened
-from megatron_rl.simulator.command import add_arguments
 from megatron_rl.users_code import exit_is_an_error
 from megatron_rl.validate import validate_config
 
@@ -87,7 +84,7 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
 
                 dry_run(config, options)
             return 0
-        return 0 if _run(train, config) else EXIT_PREEMPTED
+        return 0 if _ended(lambda: train(config)) else EXIT_PREEMPTED
     except (ConfigError, FileNotFoundError) as error:
         announce(str(error))
         return EXIT_CONFIG
@@ -105,8 +102,8 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
         return EXIT_FAILED
 
 
-def _run(train: Callable[[Config], bool], config: Config) -> bool:
-    """Call ``train``.
+def _ended(train: Callable[[], bool]) -> bool:
+    """Call ``train`` and return whether the run came to its end.
 
     Raises RunError where something within it asks to exit, with whatever code: no run ended well. PeerError is raised
     where another rank ended outside the watch.
@@ -115,7 +112,7 @@ def _run(train: Callable[[Config], bool], config: Config) -> bool:
 
     try:
         with exit_is_an_error(), losses_named():
-            return train(config)
+            return train()
     except SystemExit as error:
         raise RunError(
             f"something within the run asked to exit ({error.code!r}), which is a failure; mend what calls it:\n"
@@ -182,35 +179,55 @@ def read_arguments(arguments: Sequence[str] | None, program: Program) -> tuple[C
         parser.add_argument(
             "--dry-run", action="store_true", help="print what the job would take, join no world, and end"
         )
-        forecast = parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)")
-        add_arguments(forecast)
+    forecast = _add_forecast(parser) if program.checks and _has_other_options(arguments) else {}
     parser.set_defaults(dry_run=False)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options, unknown = parser.parse_known_intermixed_args(arguments)
     for name in unknown:
         if "=" not in name:
-            known = ", ".join(option for action in parser._actions for option in action.option_strings)
-            bare = name.lstrip("-")
-            meant = f", and {advice(Config, Config, bare)}" if name_elsewhere(bare) else ""
-            raise ConfigError(f"{quoted(name)} is no option; those are {known}; a setting is section.key=value{meant}")
-    if program.checks and not options.dry_run:
-        _refuse_forecast(options, {action.option_strings[0]: action for action in forecast._group_actions})
+            raise _no_option(name, [option for action in parser._actions for option in action.option_strings])
+    if not options.dry_run:
+        _refuse_forecast(options, forecast)
     config = load_config(options.config, [*unknown, *options.overrides])  # it names the fault of --section.key=value
     if options.run_dir:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=options.run_dir))
     return config, options
 
 
+def _no_option(name: str, known: Sequence[str]) -> ConfigError:
+    from megatron_rl.config.nearest import advice, name_elsewhere
+
+    bare = name.lstrip("-")
+    meant = f", and {advice(Config, Config, bare)}" if name_elsewhere(bare) else ""
+    options = ", ".join(known)
+    return ConfigError(f"{quoted(name)} is no option; those are {options}; a setting is section.key=value{meant}")
+
+
+def _has_other_options(arguments: Sequence[str] | None) -> bool:
+    """Tell whether a command line has options beside those of every program; a forecast's may be among them."""
+    words = sys.argv[1:] if arguments is None else arguments
+    return any(word.startswith("-") and word.partition("=")[0] not in ("--config", "--run-dir") for word in words)
+
+
+def _add_forecast(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Add the arguments of a forecast to a parser, and return them by name."""
+    from megatron_rl.simulator.arguments import add_arguments
+
+    group = parser.add_argument_group("with --dry-run (docs/simulate-cluster.md)")
+    add_arguments(group)
+    return {action.option_strings[0]: action for action in group._group_actions}
+
+
 def _refuse_forecast(options: argparse.Namespace, known: dict[str, argparse.Action]) -> None:
     """Raise ConfigError for arguments of a forecast without ``--dry-run``: they start nothing."""
     values = {name: vars(options)[action.dest] for name, action in known.items()}
-    given = {name: value for name, value in values.items() if value != known[name].default}
-    if not given:
+    stated = {name: value for name, value in values.items() if value != known[name].default}
+    if not stated:
         return
-    said = shortened(" ".join(f"{name} {value}" for name, value in given.items()), 200)
-    if not {"--nodes", "--gpus-per-node"} & set(given):
+    said = shortened(" ".join(f"{name} {value}" for name, value in stated.items()), 200)
+    if not {"--nodes", "--gpus-per-node"} & set(stated):
         raise ConfigError(f"{said}: arguments of a forecast, and nothing is forecast; add --dry-run, or leave them out")
-    nodes, on_node = given.get("--nodes", 1), given.get("--gpus-per-node", 8)
+    nodes, on_node = stated.get("--nodes", 1), stated.get("--gpus-per-node", 8)
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
     meet = "--standalone --local-addr 127.0.0.1" if nodes == 1 else several
     where = "" if nodes == 1 else f" on each of the {nodes} nodes, HOST being one of them (docs/slurm.md)"
@@ -228,6 +245,8 @@ def _stages_import(is_main: bool) -> bool:
         import megatron_rl.trainer.build  # noqa: F401
     except (ImportError, OSError, AttributeError) as error:  # libraries and half-installed packages: the latter two
         if is_main:
+            from megatron_rl.doctor import explain_import_error
+
             print(explain_import_error(error), file=sys.stderr)
         return False
     return True

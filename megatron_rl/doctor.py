@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megatron_rl.distributed.import_faults import Cause, fault_of
 from megatron_rl.distributed.installation import Host, Probe, inspect_host
-from megatron_rl.distributed.versions import MEGATRON_BELOW, MEGATRON_LEAST, older
+from megatron_rl.distributed.requirements import MEGATRON_BELOW, MEGATRON_LEAST, older
 
 # The least version of each package that setup.py asks for; tests/unit/test_doctor.py compares the two.
 REQUIRED = {

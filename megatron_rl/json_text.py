@@ -36,11 +36,11 @@ def parse_json(text: str | bytes, where: str, *, error: type[Exception] = Config
         raise _Refused(reason)
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        values = dict(pairs)
+        if len(values) < len(pairs):
             double = first_double(name for name, _ in pairs)
             refuse(f"the key {quoted(double)} stands twice in one object; keep one of the two")
-        return found
+        return values
 
     try:
         if isinstance(text, bytes):
@@ -110,15 +110,15 @@ def walk(value: object) -> Iterator[tuple[str, object]]:
     """
     waiting = [("", value)]
     while waiting:
-        place, part = waiting.pop()
-        yield place, part
+        at, part = waiting.pop()
+        yield at, part
         if isinstance(part, dict):
             for name, inner in part.items():
-                below = f"{place}.{quoted(name)[1:-1]}".lstrip(".")
+                below = f"{at}.{quoted(name)[1:-1]}".lstrip(".")
                 yield below, name
                 waiting.append((below, inner))
         elif isinstance(part, list):
-            waiting += [(f"{place}[{i}]", inner) for i, inner in enumerate(part)]
+            waiting += [(f"{at}[{i}]", inner) for i, inner in enumerate(part)]
 
 
 def read_json(

@@ -12,7 +12,7 @@ from megatron_rl import cli
 from megatron_rl.config import Config
 
 if TYPE_CHECKING:
-    from megatron_rl.trainer.trainer import Trainer
+    from megatron_rl.trainer.run import Run
 
 
 def train(config: Config) -> bool:
@@ -21,46 +21,41 @@ def train(config: Config) -> bool:
     Returns True if the run reached its end, False if it was preempted and has saved everything.
     Raises ConfigError before any weight is read.
     """
-    from megatron_rl.critic.link import holds_critic, joined  # Megatron-Core is imported from here on
-    from megatron_rl.critic.server import serve
-    from megatron_rl.trainer.build import build_trainer
-    from megatron_rl.trainer.preference import supervised_task
-    from megatron_rl.trainer.supervised import supervised_start
+    from megatron_rl.trainer.build import build_run  # Megatron-Core is imported from here on
+    from megatron_rl.trainer.critic_part import serve_critic
 
-    if holds_critic(config):
-        return serve(config)
-    with joined(config, of_critic=False) as critic_link, build_trainer(config, critic_link) as trainer:
-        if trainer.rollouts_done is None and supervised_start(trainer, supervised_task(trainer)):
+    if (ended := serve_critic(config)) is not None:
+        return ended
+    with build_run(config) as run:
+        if run.begin():
             return False
-        trainer.evaluate_at_start()
-        if trainer.rollouts_done is None:
-            trainer.begin_rl()
-            if trainer.save_if_due(0):
-                return False
-        index = trainer.rollouts_done or 0
-        while trainer.rollouts.has(index):
-            train_on_rollout(trainer, index)
+        index = run.rollouts_done or 0
+        while run.queue.has(index):
+            train_on_rollout(run, index)
             index += 1
-            trainer.export_if_due(index)
-            if trainer.save_if_due(index):
+            run.exports.write_if_due(index)
+            if run.save_if_due(index):
                 return False
         if config.train.num_rollouts == 0:  # a supervised run keeps its policy too
-            trainer.export_if_due(0)
+            run.exports.write_if_due(0)
     return True
 
 
-def train_on_rollout(trainer: Trainer, index: int) -> None:
-    """Train on one rollout, with an optimizer step for each of its mini-batches in each of its epochs."""
-    taken = trainer.take_rollout(index)  # facts and rewards, on every rank
-    result = trainer.compute_advantages(taken, index)
-    update = trainer.prepare_update(taken, result, index)
-    trainer.train_critic(update, result)
-    for number, (step, fingerprint) in enumerate(update.steps):
-        with trainer.timer.measure("update"):
-            trainer.backend.forward_backward(update.batch, step, update.inputs(step), fingerprint=fingerprint)
-            outcome = trainer.backend.optim_step(step.kind)  # REAL, GHOST or HELD
-        trainer.log_step(index, update, number, outcome)
-    trainer.end_rollout(index, update)
+def train_on_rollout(run: Run, index: int) -> None:
+    """Train on one rollout: take its scored groups, find advantages and signal, and take its optimizer steps."""
+    taken = run.take(index)  # scored groups, on every rank
+    passes = run.passes.before_advantages(taken, index)  # those that advantages are made of
+    result = run.advantages(taken.scored, passes)
+    run.records.rollout(index, taken, result)
+    update = run.planner.prepare(taken, passes, result, index)  # signal, other passes, importance weights, plan
+    run.records.update(update)
+    run.records.add(run.critic.train(update))
+    for step in update.steps:
+        with run.timer.measure("update"):
+            run.backend.forward_backward(update.batch, step.plan, update.inputs(step), fingerprint=step.fingerprint)
+            outcome = run.backend.optim_step(step.plan.kind)  # REAL, GHOST or HELD
+        run.end_step(update, step, outcome)
+    run.reference.after_rollout(index, update.batch.facts.num_samples, update.kl)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

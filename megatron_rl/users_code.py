@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import numbers
 import operator
 import os
 import pathlib
@@ -20,6 +21,7 @@ from types import ModuleType
 
 from megatron_rl.errors import ConfigError, quoted
 
+LARGEST_REWARD = float.fromhex("0x1.fffffep+127")  # of float32, in which the loss reads advantages
 _INSTALLING = threading.Lock()
 _num_inside = 0
 _real_exit: Callable[[int], None] = os._exit
@@ -128,3 +130,10 @@ def _module_of_file(path: str, what: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def is_reward(value: object) -> bool:
+    """Tell whether a value is a number that float32 holds: not NaN, not infinite, and at most 3.4e38 either way."""
+    import numpy as np  # which a program that reads the configuration alone does without
+
+    return isinstance(value, (numbers.Real, np.bool_)) and bool(abs(value) <= LARGEST_REWARD)

@@ -1,10 +1,9 @@
-"""Log-probs and entropies over whole vocabulary-parallel logits: the reference of model/logprob.py's chunks."""
+"""Log-probs and entropies over whole vocabulary-parallel logits: the reference of model/logprob/linear.py's chunks."""
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.model.logit_chunks import UNDERFLOW
-from megatron_rl.model.logprob import own_columns
+from megatron_rl.model.logprob.chunks import UNDERFLOW, own_columns
 
 CHUNK_TOKENS = 1024  # of vocab_parallel_logprob
 

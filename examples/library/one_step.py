@@ -44,7 +44,7 @@ values = advantages(group_rewards, estimator="grpo")
 signal = has_signal(values, batch.facts.loss_tokens)
 old = backend.logprobs(batch, signal).flat
 
-plan = backend.plan("train", batch, signal, drops=True)
+plan = backend.plan_training(batch, signal, drops=True)
 batch = backend.fetch_rows(batch, plan)
 for number, mini_batch in enumerate(plan.mini_batches):
     weights = reduction_weights("token_mean", batch.facts, mini_batch.members, max_response_tokens=2)

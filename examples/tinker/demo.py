@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from workplace import CHAT, make_workplace
 
 from megatron_rl.observability.metrics import read_metrics
-from megatron_rl.observability.phases import WARMUP
 from megatron_rl.observability.progress_bar import ProgressBar
 from megatron_rl.observability.report import write_report
+from megatron_rl.observability.summary import WARMUP
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_S, END_S, STALL_S = 300.0, 30.0, 600.0

@@ -27,13 +27,13 @@ from megatron_rl.algorithm.estimators import (
     dr_grpo,
     gdpo,
     grpo,
+    in_unequal_groups,
     reinforce_plus_plus,
     rloo,
     whitened,
 )
 from megatron_rl.algorithm.finite import require_epsilon, require_finite
-from megatron_rl.algorithm.own_estimator import in_unequal_groups, own_advantages
-from megatron_rl.config import Config
+from megatron_rl.config import LossConfig
 from megatron_rl.types import Advantages, BatchFacts, LossInputs, StepPlan
 from megatron_rl.users_code import is_own
 
@@ -66,6 +66,8 @@ def advantages(
     require_epsilon("advantage.epsilon", epsilon)
     require_finite(rewards.totals, "the reward", rewards.sample_ids, _REWARD, included=rewards.included)
     if is_own(estimator):
+        from megatron_rl.algorithm.own_estimator import own_advantages
+
         values = own_advantages(rewards, estimator, arguments or {}, moves_equal_rewards=moves_equal_rewards)
     else:
         values = _estimate(rewards, estimator, epsilon, whiten)
@@ -178,39 +180,31 @@ def reduction_weights(
 
 
 def loss_inputs(
-    config: Config,
+    loss: LossConfig,
     facts: BatchFacts,
     mini_batch: StepPlan,
     advantages: Advantages,
     signal: np.ndarray,
     *,
-    old: np.ndarray | None = None,
-    reference: np.ndarray | None = None,
-    importance: np.ndarray | None = None,
-    kl_coefficient: float = 0.0,
+    drops: bool,
+    max_response_tokens: int,
 ) -> LossInputs:
     """Fold the reduction's weights into the advantages, by the denominators of this mini-batch.
 
     signal: bool [S]; under ``loss.denominator=kept`` only the members with signal are counted, and the metrics measure
-            them alone, even where others run in their micro-batches (``plan.repack=false``). With ``skip.mode=off``
-            everything is counted and measured, as in the dense run.
-
-    old, reference, importance: [T] flat, see LossInputs.
+            them alone, even where others run in their micro-batches (``plan.repack=false``).
+    drops: False under ``skip.mode=off``: everything is counted and measured, as in the dense run.
+    max_response_tokens: see ``reduction_weights``.
     """
     members = mini_batch.members
-    counts_all = config.loss.denominator == "original" or config.skip.mode == "off"
+    counts_all = loss.denominator == "original" or not drops
     counted = members if counts_all else members[signal[members]]
-    weights = reduction_weights(
-        config.loss.reduction, facts, counted, max_response_tokens=config.rollout.max_response_tokens
-    )
+    weights = reduction_weights(loss.reduction, facts, counted, max_response_tokens=max_response_tokens)
     per_token = None if advantages.of_token is None else advantages.of_token * np.repeat(weights, facts.response_tokens)
     return LossInputs(
         advantages=advantages.of_sample * weights,
         weights=weights,
-        old_logprobs=old,
-        reference_logprobs=reference,
-        importance_weights=importance,
         token_advantages=per_token,
-        kl_coefficient=kl_coefficient,
-        measured=None if config.skip.mode == "off" else signal,
+        kl_coefficient=0.0,
+        measured=signal if drops else None,
     )

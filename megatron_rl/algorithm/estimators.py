@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.algorithm.cancellation import READINGS, standardised_rewards_cancel
-
 CLOSE_TO_ZERO = 1e-4  # of a sum's terms; what is closer is decided in exact arithmetic, in about 1 ms for a group of 16
 
 
@@ -42,6 +40,15 @@ class GroupRewards:
     by_function: np.ndarray | None = None
     function_weights: tuple[float, ...] = ()
     sample_ids: tuple[str, ...] = ()
+
+
+def in_unequal_groups(rewards: GroupRewards) -> np.ndarray:
+    """Return [S] bool: whether a sample's group has two included samples of different total rewards."""
+    group = np.unique(rewards.groups, return_inverse=True)[1].reshape(-1)
+    high, low = np.full(group.max(initial=-1) + 1, -np.inf), np.full(group.max(initial=-1) + 1, np.inf)
+    np.maximum.at(high, group[rewards.included], rewards.totals[rewards.included])
+    np.minimum.at(low, group[rewards.included], rewards.totals[rewards.included])
+    return (high > low)[group]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,6 +116,10 @@ def _without_rounding(rewards: Rewards, centred: np.ndarray, suspects: np.ndarra
 
     suspects: bool [S], the samples whose distance to their group's mean may be its rounding.
     """
+    if not suspects.any():
+        return centred
+    from megatron_rl.algorithm.cancellation import READINGS
+
     for group in np.unique(rewards.group[suspects]).tolist():
         members = np.flatnonzero(rewards.included & (rewards.group == group))
         for exact in READINGS:
@@ -183,6 +194,8 @@ def gdpo(
     Example: one group of two, functions (1, 0) and (10, 0), weights 1 and 1, ε = 0: both standardise to (0.707,
     −0.707), their sum (1.414, −1.414), ``scale`` → (0.707, −0.707).
     """
+    from megatron_rl.algorithm.cancellation import standardised_rewards_cancel
+
     total, largest = np.zeros(len(included)), np.zeros(len(included))
     for column, weight in zip(columns, weights, strict=True):
         term = weight * grpo(column, epsilon=epsilon)

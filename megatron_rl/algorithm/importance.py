@@ -87,11 +87,11 @@ def importance_weights(
         config.mode.split("_")[0]
     ]
     weights, capped = _bounded(log_ratio, config)
-    kept = counted
+    weighted = counted
     if config.off_policy_delta is not None:
-        kept = counted & ~off_policy(advantages, mean, config.off_policy_delta)[owner]
-    weights = np.where(kept, weights, 0.0)
-    return Correction(weights=weights, capped=capped & kept)
+        weighted = counted & ~off_policy(advantages, mean, config.off_policy_delta)[owner]
+    weights = np.where(weighted, weights, 0.0)
+    return Correction(weights=weights, capped=capped & weighted)
 
 
 def _bounded(log_ratio: np.ndarray, config: CorrectionConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -54,8 +54,8 @@ def linearised(
     """
     require_finite(sums, "Σ log π (or the score)", sample_ids, way_out)
     given = torch.from_numpy(np.asarray(sums, dtype=np.float64).copy()).requires_grad_()
-    found = terms(given)
-    (gradient,) = torch.autograd.grad(found.sum(), given)
+    losses = terms(given)
+    (gradient,) = torch.autograd.grad(losses.sum(), given)
     coefficients = -gradient.numpy()
     require_finite(coefficients, "the coefficient ∂loss/∂log π", sample_ids, way_out)
-    return LinearLoss(terms=found.detach().numpy(), coefficients=coefficients)
+    return LinearLoss(terms=losses.detach().numpy(), coefficients=coefficients)

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_rl.algorithm import own_policy
-from megatron_rl.algorithm.kl import kl_per_token
-from megatron_rl.algorithm.policy_loss import CompleteSums, PolicyTerm, identity, policy_term
-from megatron_rl.algorithm.sft_loss import cross_entropy
+from megatron_rl.algorithm.policy_loss import CompleteSums, LossTokens, PolicyTerm, identity, policy_term
 from megatron_rl.config import LossConfig
 from megatron_rl.users_code import is_own
 
-
-class LossTokens(Protocol):
-    """Describes the fields of a packed micro-batch that the loss reads, over its N loss tokens.
-
-    kl_coefficient: β, or None for the configuration's.
-    measured: [N], 1 at tokens that the sums for the metrics count and 0 at others; None: all count.
-    """
-
-    num_sequences: int
-    sequences: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    old_logprobs: torch.Tensor | None
-    rollout_logprobs: torch.Tensor
-    reference_logprobs: torch.Tensor | None
-    kl_coefficient: float | None
-    measured: torch.Tensor | None
+if TYPE_CHECKING:
+    from megatron_rl.algorithm.own_policy import OwnPolicy
 
 
 class Objective:
@@ -44,14 +26,16 @@ class Objective:
     enter_own: entered, with the name "loss", around each call of a user's policy loss; bounds its time.
     """
 
-    def __init__(
-        self, config: LossConfig, whole: CompleteSums = identity, *, term: own_policy.OwnPolicy | None = None
-    ) -> None:
+    def __init__(self, config: LossConfig, whole: CompleteSums = identity, *, term: OwnPolicy | None = None) -> None:
         """term: computes the policy term, in place of the one that ``loss.policy`` names."""
         self.config = config
         self.whole = whole
         self.enter_own: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self._own = term or (own_policy.resolve(config) if is_own(config.policy) else None)
+        self._own: Callable[[LossTokens, torch.Tensor, torch.Tensor], PolicyTerm] | None = None
+        if term is not None or is_own(config.policy):
+            from megatron_rl.algorithm.own_policy import OwnTerm, resolve
+
+            self._own = OwnTerm(term or resolve(config), whole)
 
     @property
     def trains_entropy(self) -> bool:
@@ -66,6 +50,8 @@ class Objective:
         loss = term.loss.sum()
         kl = logprobs.new_zeros(())
         if tokens.reference_logprobs is not None:
+            from megatron_rl.algorithm.kl import kl_per_token
+
             per_token = kl_per_token(logprobs, tokens.reference_logprobs, old, estimator=config.kl_estimator)
             kl = per_token
             coefficient = config.kl_coefficient if tokens.kl_coefficient is None else tokens.kl_coefficient
@@ -78,18 +64,8 @@ class Objective:
 
     def _policy_term(self, tokens: LossTokens, logprobs: torch.Tensor, old: torch.Tensor) -> PolicyTerm:
         if self._own is not None:
-            given = own_policy.PolicyTokens(
-                logprobs=logprobs,
-                old_logprobs=old,
-                rollout_logprobs=tokens.rollout_logprobs,
-                advantages=tokens.advantages,
-                weights=tokens.weights,
-                sequences=tokens.sequences,
-                num_sequences=tokens.num_sequences,
-                complete_sums=self.whole,
-            )
             with self.enter_own("loss"):
-                return self._own(given)
+                return self._own(tokens, logprobs, old)
         # dro's quadratic is against μ (semantics §7).
         behaviour = tokens.rollout_logprobs if self.config.policy == "dro" else old
         return policy_term(
@@ -109,6 +85,16 @@ class Objective:
         loss = cross_entropy(logprobs, tokens.weights)
         zero = logprobs.new_zeros(())
         return loss, _sums(loss, None, logprobs, (entropy, zero, zero, zero), gap=zero)
+
+
+def cross_entropy(logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the scalar −Σ_t w_t · log π_θ(t): maximum likelihood, or any loss of sums (algorithm/linear_loss.py).
+
+    logprobs, weights: [T], both over loss tokens; the weights are of any sign.
+
+    Example: log π = (−1, −2), w = ½ each → 1.5.
+    """
+    return -(weights * logprobs).sum()
 
 
 def _sums(

@@ -17,19 +17,10 @@ import numpy as np
 
 from megatron_rl import users_code
 from megatron_rl.algorithm.contract import Finding
-from megatron_rl.algorithm.estimators import GroupRewards
+from megatron_rl.algorithm.estimators import GroupRewards, in_unequal_groups
 from megatron_rl.algorithm.finite import sample_name
 from megatron_rl.config import AdvantageConfig
 from megatron_rl.errors import ConfigError
-
-
-def in_unequal_groups(rewards: GroupRewards) -> np.ndarray:
-    """Return [S] bool: whether a sample's group has two included samples of different total rewards."""
-    group = np.unique(rewards.groups, return_inverse=True)[1].reshape(-1)
-    high, low = np.full(group.max(initial=-1) + 1, -np.inf), np.full(group.max(initial=-1) + 1, np.inf)
-    np.maximum.at(high, group[rewards.included], rewards.totals[rewards.included])
-    np.minimum.at(low, group[rewards.included], rewards.totals[rewards.included])
-    return (high > low)[group]
 
 
 def resolve(estimator: str, arguments: Mapping[str, object]) -> Callable[[GroupRewards], object]:

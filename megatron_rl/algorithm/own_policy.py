@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl import users_code
-from megatron_rl.algorithm.policy_loss import CompleteSums, PolicyTerm, identity
+from megatron_rl.algorithm.policy_loss import CompleteSums, LossTokens, PolicyTerm, identity
 from megatron_rl.config import LossConfig
 from megatron_rl.errors import ConfigError
 
@@ -48,6 +48,32 @@ class PolicyTokens:
     sequences: torch.Tensor
     num_sequences: int
     complete_sums: CompleteSums = identity
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTerm:
+    """Computes the policy term of a micro-batch by a function of its loss tokens.
+
+    whole: completes the sums of sequences that ranks share.
+    """
+
+    function: OwnPolicy
+    whole: CompleteSums
+
+    def __call__(self, tokens: LossTokens, logprobs: torch.Tensor, old: torch.Tensor) -> PolicyTerm:
+        """Return the term. logprobs, old: float32 [N], log π_θ and log π_old."""
+        return self.function(
+            PolicyTokens(
+                logprobs=logprobs,
+                old_logprobs=old,
+                rollout_logprobs=tokens.rollout_logprobs,
+                advantages=tokens.advantages,
+                weights=tokens.weights,
+                sequences=tokens.sequences,
+                num_sequences=tokens.num_sequences,
+                complete_sums=self.whole,
+            )
+        )
 
 
 def resolve(config: LossConfig) -> OwnPolicy:

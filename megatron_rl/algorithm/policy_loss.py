@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,24 @@ CompleteSums = Callable[[torch.Tensor], torch.Tensor]
 def identity(sums: torch.Tensor) -> torch.Tensor:
     """Return the sums unchanged: a rank that holds whole sequences has complete sums."""
     return sums
+
+
+class LossTokens(Protocol):
+    """Describes the fields of a packed micro-batch that the loss reads, over its N loss tokens.
+
+    kl_coefficient: β, or None for the configuration's.
+    measured: [N], 1 at tokens that the sums for the metrics count and 0 at others; None: all count.
+    """
+
+    num_sequences: int
+    sequences: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    old_logprobs: torch.Tensor | None
+    rollout_logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor | None
+    kl_coefficient: float | None
+    measured: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,11 +82,11 @@ def compare(scores: PairScores, config: PreferenceConfig) -> PairOutcome:
         raise ValueError(f"{len(scores.sums)} responses are no pairs; give the chosen and the rejected one in turns")
     if config.needs_reference and scores.reference is None:
         raise ValueError(f"preference.loss={config.loss} reads the reference policy's log-probs, and none are given")
-    found: LinearLoss = linearised(
+    linear: LinearLoss = linearised(
         lambda sums: _losses(_rewards(sums, scores, config), config), scores.sums, sample_ids=scores.sample_ids
     )
     rewards = _rewards(torch.from_numpy(np.asarray(scores.sums, dtype=np.float64)), scores, config)
-    return PairOutcome(losses=found.terms, rewards=rewards.numpy(), coefficients=found.coefficients)
+    return PairOutcome(losses=linear.terms, rewards=rewards.numpy(), coefficients=linear.coefficients)
 
 
 def _rewards(sums: torch.Tensor, scores: PairScores, config: PreferenceConfig) -> torch.Tensor:

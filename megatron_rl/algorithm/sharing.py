@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatron_rl.algorithm.signal import COUPLING_FIELDS
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
@@ -24,17 +26,17 @@ def sharing_refusal(config: Config, layer_spec: str) -> str | None:
     if setting := token_coupling(config):
         return f"{setting} makes a token's numbers depend on the others that run, and a shared prompt runs once"
     if layer_spec == "transformer_engine":
-        return _engine_refusal(config)
+        return _engine_refusal(config.parallel.context, config.megatron.transformer)
     return None
 
 
-def _engine_refusal(config: Config) -> str | None:
-    if config.parallel.context > 1:
+def _engine_refusal(context: int, transformer: Mapping[str, object]) -> str | None:
+    if context > 1:
         return (
-            f"parallel.context={config.parallel.context}: Transformer Engine splits whole sequences over context "
+            f"parallel.context={context}: Transformer Engine splits whole sequences over context "
             "ranks, and a response to a shared prompt is a part of one"
         )
-    if config.megatron.transformer.get("apply_rope_fusion"):
+    if transformer.get("apply_rope_fusion"):
         return "megatron.transformer.apply_rope_fusion=true: its kernel has the positions of every segment start at 0"
     return None
 
@@ -44,8 +46,8 @@ def shares_prompts(config: Config, layer_spec: str) -> bool:
 
     Raises ConfigError where `plan.share_prompts` asks for it and it cannot be.
     """
-    asked = config.plan.share_prompts
-    refusal = None if asked is False else sharing_refusal(config, layer_spec)
-    if asked and refusal:
+    wanted = config.plan.share_prompts
+    refusal = None if wanted is False else sharing_refusal(config, layer_spec)
+    if wanted and refusal:
         raise ConfigError(f"plan.share_prompts=true: {refusal}; set plan.share_prompts=null or false")
-    return asked is not False and refusal is None
+    return wanted is not False and refusal is None

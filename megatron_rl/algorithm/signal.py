@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.algorithm.finite import require_epsilon, require_finite
-from megatron_rl.config import Config
+from megatron_rl.config import Config, LossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.users_code import is_own
 
@@ -105,7 +105,7 @@ def coupling_terms(config: Config) -> tuple[str, ...]:
         terms.append(f"loss.kl_coefficient={config.loss.kl_coefficient}")
     if config.loss.entropy_coefficient != 0:
         terms.append(f"loss.entropy_coefficient={config.loss.entropy_coefficient}")
-    if config.loss.policy == "dro" or (is_own(config.loss.policy) and _trains_without_advantage(config)):
+    if config.loss.policy == "dro" or (is_own(config.loss.policy) and _trains_without_advantage(config.loss)):
         terms.append(f"loss.policy={config.loss.policy}")
     if config.loss.denominator == "kept":
         terms.append("loss.denominator=kept")
@@ -117,10 +117,10 @@ def coupling_terms(config: Config) -> tuple[str, ...]:
     return tuple(terms)
 
 
-def _trains_without_advantage(config: Config) -> bool:
+def _trains_without_advantage(loss: LossConfig) -> bool:
     from megatron_rl.algorithm.own_policy_check import trains_without_advantage  # brings torch along
 
-    return trains_without_advantage(config.loss)
+    return trains_without_advantage(loss)
 
 
 def _neutral(term: str) -> str:

@@ -4,7 +4,7 @@ train.py is one of its users. Another one, of which examples/library/one_step.py
 
     backend = MegatronBackend(config, total_steps=100)
     batch = backend.gather(samples, groups, order)          # facts to everyone
-    plan = backend.plan("train", batch, signal)             # the same on every rank
+    plan = backend.plan_training(batch, signal, drops=True) # the same on every rank
     batch = backend.fetch_rows(batch, plan)                 # rows where they are needed
     for mini_batch in plan.mini_batches:
         backend.forward_backward(batch, mini_batch, inputs) # as often as you like: gradients add
@@ -20,6 +20,7 @@ import pathlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,28 +28,25 @@ import torch.distributed as dist
 
 from megatron_rl import hub
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.algorithm.own_policy import OwnPolicy
 from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.batch import Batch
+from megatron_rl.backend.build import build_parts, build_reference
 from megatron_rl.backend.packing import FlatInputs, PackedMicroBatch
-from megatron_rl.backend.reference_weights import PLACEMENTS, ReferenceWeights
-from megatron_rl.backend.routed_rows import RecordedExperts, RouterRows, gather_recorded, read_experts, token_places
+from megatron_rl.backend.part import BackendPart, Recorded
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.config import Config, LossConfig
 from megatron_rl.distributed import topology
-from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.model.adapter import MergedParameters, adapters_off
 from megatron_rl.model.head import head_weight
-from megatron_rl.model.logprob import linear_logprob
-from megatron_rl.model.routing_replay import Recording, RoutingReplay, check_routing_replay
-from megatron_rl.planning.tokens import read_tokens
+from megatron_rl.model.logprob.linear import linear_logprob
+from megatron_rl.model.parts import parts_of
 from megatron_rl.types import BatchPlan, LossInputs, Sample, StepKind, StepPlan
-from megatron_rl.weights.checksum import Checksum
-from megatron_rl.weights.export import BUCKET_BYTES, export_weights, save_hugging_face
+from megatron_rl.weights.export import BUCKET_BYTES, export_weights, named_weights, save_hugging_face
 from megatron_rl.weights.mapping import adapter_entries
-from megatron_rl.weights.peft import adapter_config, lost_by_peft, save_peft
+
+if TYPE_CHECKING:
+    from megatron_rl.algorithm.own_policy import OwnPolicy
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +57,12 @@ class LogProbs:
 
     flat: float32 [T] over the batch's response tokens, 0 where a token was not passed.
     sums: over the loss tokens passed, their count, the gap's absolute value, its k3 estimate, and its maximum.
-    experts: that the routers have chosen, under ``rollout.routing_replay=old_logprobs``; else None.
+    recorded: what parts of the backend recorded, to be given to the batch that is trained.
     """
 
     flat: np.ndarray
     sums: Mapping[str, float]
-    experts: RecordedExperts | None = None
+    recorded: tuple[Recorded, ...] = ()
 
 
 class MegatronBackend(TrainableModel):
@@ -88,23 +86,10 @@ class MegatronBackend(TrainableModel):
         # the KL is measured all the same
         loss = dataclasses.replace(config.loss, kl_coefficient=0.0) if config.kl_in_reward else config.loss
         self.objective = Objective(loss, self._sum_over_context)
-        self.reference: ReferenceWeights = PLACEMENTS[config.reference.placement](self)
         self._frozen_checksum: str | None = None
-        if config.rollout.routing_replay != "off":
-            self._put_routing_replay()
 
-    def _put_routing_replay(self) -> None:
-        check_routing_replay(self.config, self.shape)
-        routing, grid = RoutingReplay([chunk.module for chunk in self.chunks]), self.topology
-        sliced = self.config.parallel.sequence_parallel
-        self.schedule.routing = routing
-        self.routers: RouterRows | None = RouterRows(
-            layers=routing.layers,
-            num_layers=self.shape.num_layers,
-            top_k=self.shape.experts_per_token,
-            slice_rank=grid.tensor_rank if sliced else 0,
-            slices=grid.tensor_size if sliced else 1,
-        )
+    def _build_parts(self) -> tuple[BackendPart, ...]:
+        return build_parts(self)
 
     @property
     def has_gradient(self) -> bool:
@@ -135,7 +120,7 @@ class MegatronBackend(TrainableModel):
             train_entropy=train_entropy,
             reduce_hidden_grad=not self.config.parallel.sequence_parallel,
             into_main_grad=True,
-            kernel="invariant" if self.config.rollout.bitwise else self.config.model.logprob_kernel,
+            kernel=parts_of(self.config).logprob_kernel,
         )
 
     # ---- forward and backward --------------------------------------------------------------------------------------
@@ -145,13 +130,13 @@ class MegatronBackend(TrainableModel):
 
         The batch must hold this plan's rows (``fetch_rows``).
         """
-        routing = self.schedule.routing if self.config.rollout.routing_replay == "old_logprobs" else None
 
         def read(microbatch: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
             logprobs, _ = self._logprobs(hidden, microbatch.targets)
             return logprobs, {"gap": logprobs - microbatch.rollout_logprobs}
 
-        with routing.recording() if routing else contextlib.nullcontext() as recorded:
+        with contextlib.ExitStack() as parts:
+            recordings = [parts.enter_context(part.recording()) for part in self.schedule.parts if part.records]
             flat, kept = self._read(batch, plan, read)
         gaps = torch.zeros(3, dtype=torch.float64, device=HOST.device)
         highest = torch.zeros(1, dtype=torch.float64, device=HOST.device)
@@ -164,34 +149,17 @@ class MegatronBackend(TrainableModel):
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         absolute, k3, tokens = gaps.tolist()
         sums = {"tokens": tokens, "logprob_gap_abs": absolute, "logprob_gap_k3": k3, "logprob_gap_max": highest.item()}
-        experts = None if recorded is None else self._gather_experts(batch, plan, recorded)
-        return LogProbs(flat=flat, sums=sums, experts=experts)
+        recorded = tuple(recording.gather(batch, plan) for recording in recordings)
+        return LogProbs(flat=flat, sums=sums, recorded=recorded)
 
-    def _gather_experts(self, batch: Batch, plan: BatchPlan, recorded: Recording) -> RecordedExperts:
-        """Return the experts that this rank's routers, and those of all others, have recorded."""
-        facts, (mini_batch,) = batch.facts, plan.mini_batches
-        read, parts = read_tokens(facts), {}
-        for packed, by_index in recorded.values():
-            samples, layout = packed.source.samples, packed.packed.layout
-            if packed.source.filler:  # its sample runs elsewhere, or nobody needs it
-                continue
-            places = [
-                token_places(layout, slot, int(facts.prompt_tokens[i]), int(read[i])) for slot, i in enumerate(samples)
-            ]
-            found = read_experts(by_index, layout, places, packed.positions, self.routers)
-            parts.update(zip(samples.tolist(), found, strict=True))
-        passed = np.zeros(facts.num_samples, dtype=bool)
-        passed[mini_batch.ran] = True
-        return gather_recorded(batch, parts, passed, self.routers, self.topology.rank)
-
-    def require_routed(self, batch: Batch) -> None:
-        """Raise ValueError, under ``rollout.routing_replay=rollout``, for a sample without the engine's experts."""
-        if self.config.rollout.routing_replay == "rollout":
-            batch_exchange.require_routed(batch.facts, (self.shape.num_layers, self.shape.experts_per_token))
+    def check_samples(self, batch: Batch) -> None:
+        """Raise ValueError, on every rank alike, for a sample of a rollout that a part cannot use."""
+        for part in self.parts:
+            part.check(batch.facts)
 
     def logprobs(self, batch: Batch, chosen: np.ndarray) -> LogProbs:
         """Run ``forward`` over the samples ``chosen`` ([S] bool), under a plan of its own."""
-        plan = self.plan("logprob", batch, chosen, drops=True)
+        plan = self.plan_pass(batch, chosen)
         return self.forward(self.fetch_rows(batch, plan), plan)
 
     def gather_rollout_logprobs(self, batch: Batch) -> np.ndarray:
@@ -267,20 +235,6 @@ class MegatronBackend(TrainableModel):
 
         return self._accumulate(batch, mini_batch, inputs, fingerprint, loss)
 
-    def zero_grad(self) -> None:
-        super().zero_grad()
-        if self.routers is not None:
-            self.schedule.routing.counts.zero_()
-
-    def _reduce_sums(self) -> dict[str, float]:
-        """Add to the sums the tokens, layer by layer, that were replayed, and those that were sent elsewhere by it."""
-        sums = super()._reduce_sums()
-        if self.routers is not None:
-            rerouted, replayed = reduce_on_host(self.schedule.routing.counts.cpu()).tolist()
-            self.schedule.routing.counts.zero_()
-            sums |= {"rerouted": float(rerouted), "replayed": float(replayed)}
-        return sums
-
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def export(self, *, bucket_bytes: int = BUCKET_BYTES, merges: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
@@ -291,7 +245,11 @@ class MegatronBackend(TrainableModel):
         merges: False for the frozen weights that the adapters belong to.
         """
         self.schedule.gather_parameters()
-        parameters = [MergedParameters(chunk.module, merges=merges) for chunk in self.chunks]
+        parameters = [named_weights(chunk.module) for chunk in self.chunks]
+        if self.shape.lora_rank:
+            from megatron_rl.model.lora.adapters import MergedParameters
+
+            parameters = [MergedParameters(chunk.module, merges=merges) for chunk in self.chunks]
         yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
     def export_adapters(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
@@ -313,11 +271,12 @@ class MegatronBackend(TrainableModel):
         The weights are read by the first call alone.
         """
         if self.shape.lora_rank and self._frozen_checksum is None:
+            from megatron_rl.weights.checksum import Checksum
+
             checksums, total = {}, Checksum()
-            with adapters_off(self.chunks):
-                for name, tensor in self.export():
-                    checksums[name] = Checksum()
-                    checksums[name].update(name, tensor)
+            for name, tensor in self.export(merges=False):
+                checksums[name] = Checksum()
+                checksums[name].update(name, tensor)
             for name in sorted(checksums):  # a mixture's experts come in another order at another parallel.expert
                 total.extend(checksums[name])
             self._frozen_checksum = total.value()
@@ -325,21 +284,25 @@ class MegatronBackend(TrainableModel):
 
     def keep_reference(self) -> None:
         """Make the current weights the reference policy, under ``reference.placement``."""
+        if self.reference is None:
+            self.reference = build_reference(self)
         self.reference.keep()
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
         """Have ``forward``, ``logprobs`` and ``export`` read the reference within the block; the optimizer stays.
 
-        Its routers choose for themselves.
+        No part takes part in its passes: a router chooses experts for itself.
         """
-        schedule, routing = self.schedule, self.schedule.routing
-        schedule.routing = None
+        if self.reference is None:
+            raise ValueError("there is no reference policy yet: call keep_reference() first")
+        schedule, parts = self.schedule, self.schedule.parts
+        schedule.parts = ()
         try:
             with self.reference.reading():
                 yield
         finally:
-            schedule.routing = routing
+            schedule.parts = parts
 
     def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
         """Write the policy as a Hugging Face directory; the main rank writes, all take part.
@@ -360,7 +323,11 @@ class MegatronBackend(TrainableModel):
         else:
             _run_through(self.export())
         adapters = path.with_name(f"{path.name}_adapter")
-        lost = lost_by_peft(self.shape)
+        lost = ""
+        if self.shape.lora_rank:
+            from megatron_rl.weights.peft import lost_by_peft
+
+            lost = lost_by_peft(self.shape)
         if self.shape.lora_rank and not lost:
             self.save_adapters(adapters)
         elif self.topology.is_main:
@@ -373,6 +340,8 @@ class MegatronBackend(TrainableModel):
 
         Raises ValueError where the model has none, and ConfigError where PEFT would leave some out.
         """
+        from megatron_rl.weights.peft import adapter_config, save_peft
+
         config = adapter_config(self.shape, hub.repo_of(self.config.model.hf_path))
         if self.topology.is_main:
             save_peft(self.export_adapters(), config, path)

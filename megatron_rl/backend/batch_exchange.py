@@ -60,7 +60,6 @@ def _facts_of(parts: Sequence[dict[str, list]]) -> BatchFacts:
     del columns["faults"]
     arrays = {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
     shapes = np.array(routed_shapes, dtype=np.int64).reshape(len(sample_ids), 2)
-    arrays["prompt_keys"] = np.unique(arrays["prompt_keys"], return_inverse=True)[1]
     return BatchFacts(sample_ids=tuple(sample_ids), routed_shapes=shapes if shapes.any() else None, **arrays)
 
 
@@ -119,7 +118,7 @@ def refuse_too_long(facts: BatchFacts, context_tokens: int) -> None:
 def needed_rows(plan: BatchPlan, topology: Topology, *, every_stage: bool = False) -> list[np.ndarray]:
     """Return for each global rank the sorted samples whose rows it needs: its replica's, on first and last stages.
 
-    every_stage: on the stages between them too, whose routers replay experts.
+    every_stage: on the stages between them too, for a part of the backend.
     """
     per_replica = []
     for rank in range(topology.data_size):
@@ -162,27 +161,6 @@ def _expert_fault(sample: Sample, num_experts: int) -> str | None:
         f"routed_experts of sample {sample.sample_id} sends token {token} in layer {layer} to experts "
         f"{sample.routed_experts[token, layer].tolist()}; each must be another one of 0 to {num_experts - 1}, or all "
         "of them −1 where they are not known. Look at the engine that gave them, or set rollout.routing_replay=off"
-    )
-
-
-def require_routed(facts: BatchFacts, shape: tuple[int, int]) -> None:
-    """Raise ValueError, on every rank alike, for a sample whose experts are missing, or of another model.
-
-    shape: (layers, top_k) of the model.
-    """
-    shapes = np.zeros((facts.num_samples, 2), dtype=np.int64) if facts.routed_shapes is None else facts.routed_shapes
-    wrong = np.flatnonzero((shapes != shape).any(axis=1))
-    if not len(wrong):
-        return
-    i, (layers, top_k) = int(wrong[0]), shape
-    found = (
-        "no routed_experts" if not shapes[i].any() else f"routed_experts of [tokens, {shapes[i][0]}, {shapes[i][1]}]"
-    )
-    raise ValueError(
-        f"sample {facts.sample_ids[i]} came with {found} ({len(wrong)} such samples), and "
-        f"rollout.routing_replay=rollout wants int16 [{facts.total_tokens[i]}, {layers}, {top_k}] of it (tokens, "
-        "layers, experts per token); see to it that the engine serves the model of model.hf_path and returns its "
-        "experts, or set rollout.routing_replay=off"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
-from megatron_rl.config import Config
+from megatron_rl.config.model import MegatronConfig
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.megatron_fields import Refusals, resolve_fields
@@ -26,15 +26,16 @@ _UNSUPPORTED_FIELDS = {
 REFUSED_DDP_FIELDS = Refusals.of(DistributedDataParallelConfig, owned=_OWNED_FIELDS, unsupported=_UNSUPPORTED_FIELDS)
 
 
-def distributed_fields(config: Config) -> dict:
+def distributed_fields(settings: MegatronConfig, *, distributed_optimizer: bool) -> dict:
     """Return the fields of DistributedDataParallelConfig: this package's own, and those of ``megatron.ddp``.
+
+    distributed_optimizer: ``optimizer.distributed``.
 
     Raises ConfigError for a field of ``megatron.ddp`` or ``megatron.optimizer`` that may not be set.
     """
-    settings = config.megatron
     resolve_fields(settings.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
     fields = resolve_fields(settings.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
-    if settings.ddp.get("overlap_param_gather") and not config.optimizer.distributed:
+    if settings.ddp.get("overlap_param_gather") and not distributed_optimizer:
         raise ConfigError(
             "megatron.ddp.overlap_param_gather=true needs optimizer.distributed=true, which shards the parameters it "
             "gathers"
@@ -47,7 +48,7 @@ def distributed_fields(config: Config) -> dict:
         )
     if settings.ddp.get("nccl_ub"):
         _require_compiler()
-    return {"grad_reduce_in_fp32": True, **fields, "use_distributed_optimizer": config.optimizer.distributed}
+    return {"grad_reduce_in_fp32": True, **fields, "use_distributed_optimizer": distributed_optimizer}
 
 
 def _require_compiler() -> None:

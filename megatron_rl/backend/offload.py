@@ -82,20 +82,20 @@ class Offload:
         self._moved: list[_Moved] = []
 
     def release(
-        self, *, zeros: Iterable[torch.Tensor], state: Iterable[torch.Tensor], kept: Iterable[torch.Tensor]
+        self, *, zeros: Iterable[torch.Tensor], state: Iterable[torch.Tensor], staying: Iterable[torch.Tensor]
     ) -> OffloadedBytes:
         """Release the storages of tensors; does nothing where they are released already.
 
         zeros: tensors that hold nothing but zeros.
         state: tensors whose contents move to the host.
-        kept: tensors whose storages stay, whatever else lives in them.
+        staying: tensors whose storages stay, whatever else lives in them.
         """
         if self.released is not None:
             return self.released
-        staying = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        zeroed = _storages(zeros, staying)
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in staying}
+        zeroed = _storages(zeros, addresses)
         moved, end = [], 0
-        for storage in _storages(state, staying):
+        for storage in _storages(state, addresses):
             moved.append(_Moved(storage=storage, num_bytes=storage.nbytes(), start=end))
             end += storage.nbytes()
         self.host.reserve(end)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.backend.gradient_norm import use_accurate_norm
-from megatron_rl.backend.offload import Offload, OffloadedBytes
-from megatron_rl.config import Config
+from megatron_rl.config.model import MegatronConfig
 from megatron_rl.config.optimizer import OptimizerConfig as OptimizerSettings
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.distributed.collectives import reduce_on_host
@@ -31,6 +31,9 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer  # isort: skip
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+
+if TYPE_CHECKING:  # which only a run whose engine takes turns on the device needs
+    from megatron_rl.backend.offload import Offload, OffloadedBytes
 
 _SECTION = "it is set by optimizer.{}"
 _OWNED_FIELDS = {
@@ -100,9 +103,9 @@ class AdamStep:
     clip_grad: float
 
 
-def choose_kernel(asked: str) -> str:
+def choose_kernel(kernel: str) -> str:
     """Point Megatron-Core at the Adam that ``optimizer.kernel`` names; return transformer_engine, apex or torch."""
-    candidates = ("transformer_engine", "apex", "torch") if asked == "auto" else (asked,)
+    candidates = ("transformer_engine", "apex", "torch") if kernel == "auto" else (kernel,)
     for name in candidates:
         adam = _adam_class(name)
         if adam is not None:
@@ -111,7 +114,7 @@ def choose_kernel(asked: str) -> str:
             megatron_optimizer.USING_PYTORCH_OPTIMIZER = name == "torch"
             return name
     raise ConfigError(
-        f"optimizer.kernel={asked} cannot be imported here; install it (python -m megatron_rl.doctor says how), or "
+        f"optimizer.kernel={kernel} cannot be imported here; install it (python -m megatron_rl.doctor says how), or "
         "use optimizer.kernel=auto"
     )
 
@@ -137,25 +140,26 @@ class Optimizer:
     def __init__(
         self,
         chunks: Sequence[DistributedDataParallel],
-        config: Config,
+        settings: OptimizerSettings,
         topology: Topology,
         *,
+        megatron: MegatronConfig,
+        dtype: str,
+        ghost: str,
         total_steps: int,
-        settings: OptimizerSettings | None = None,
     ):
-        """Build AdamW by ``settings``; None takes those of ``config.optimizer``."""
-        settings = settings or config.optimizer
+        """Build AdamW by ``settings``; other arguments are ``model.dtype``, ``skip.ghost`` and the schedule's end."""
         self.chunks = list(chunks)
         self.topology = topology
         self.on_nonfinite = settings.on_nonfinite
-        self.ghost = config.skip.ghost
+        self.ghost = ghost
         self.kernel = choose_kernel(settings.kernel)
-        self._offload = Offload()
+        self._offload: Offload | None = None  # before the first ``offload``
         use_accurate_norm()
         try:
-            self._megatron = get_megatron_optimizer(megatron_config(config, settings), self.chunks)
+            self._megatron = get_megatron_optimizer(megatron_config(settings, megatron, dtype), self.chunks)
         except OSError as error:
-            folder = config.megatron.optimizer.get("config_logger_dir")
+            folder = megatron.optimizer.get("config_logger_dir")
             raise ConfigError(
                 f"megatron.optimizer.config_logger_dir={folder} cannot be written ({error}); name a folder that can be"
             ) from error
@@ -204,26 +208,35 @@ class Optimizer:
         """
         if any(chunk.ddp_config.nccl_ub for chunk in self.chunks):
             raise ValueError("offload() would release buffers that NCCL has registered; set megatron.ddp.nccl_ub=false")
+        if self._offload is None:
+            from megatron_rl.backend.offload import Offload
+
+            self._offload = Offload()
         buffers = [x for chunk in self.chunks for x in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         gathered = [x.param_data for x in buffers if x.param_data is not None]
         adams = [x.optimizer for x in self._megatron.chained_optimizers if not x.is_stub_optimizer]
         masters = [p for adam in adams for group in adam.param_groups for p in group["params"]]
         state = [
-            x for adam in adams for kept in adam.state.values() for x in kept.values() if isinstance(x, torch.Tensor)
+            x
+            for adam in adams
+            for tensors in adam.state.values()
+            for x in tensors.values()
+            if isinstance(x, torch.Tensor)
         ]
         return self._offload.release(
             zeros=[x.grad_data for x in buffers],
             state=[*masters, *state],
-            kept=[*gathered, *(p for chunk in self.chunks for p in chunk.module.parameters())],
+            staying=[*gathered, *(p for chunk in self.chunks for p in chunk.module.parameters())],
         )
 
     def restore(self) -> None:
         """Undo ``offload``: the same tensors with the same contents, gradients of zero. Not a collective."""
-        self._offload.restore()
+        if self._offload is not None:
+            self._offload.restore()
 
     def refuse_offloaded(self, what: str) -> None:
         """Raise ValueError while gradients and optimizer state are off the device: their tensors point at nothing."""
-        if self._offload.released is not None:
+        if self._offload is not None and self._offload.released is not None:
             raise ValueError(
                 f"{what} needs the gradients and the optimizer state, {self._offload.released.total:,} bytes of which "
                 "left this rank's device in offload(); call restore() first"
@@ -242,14 +255,14 @@ class Optimizer:
         """
         self.refuse_offloaded("optim_step()")
         if adam is not None:
-            self._set(adam)
+            self.set_adam(adam)
         learning_rate = self.learning_rate
         if kind is StepKind.GHOST:
             applied = self.ghost == "dense"
             if applied:
-                self._ghost_step()
+                self.ghost_step()
             return StepOutcome(grad_norm=0.0, learning_rate=learning_rate, applied=applied)
-        self._reduce_gradients()
+        self.reduce_gradients()
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if self._any_rank(not math.isfinite(norm)):
@@ -269,7 +282,8 @@ class Optimizer:
         self.zero_grad()
         return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=True)
 
-    def _ghost_step(self) -> None:
+    def ghost_step(self) -> None:
+        """Step as by a gradient of zeros, without a reduction or a norm."""
         self.zero_grad()
         self.megatron.prepare_grads()
         self.megatron.step_with_ready_grads()
@@ -284,7 +298,7 @@ class Optimizer:
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
-    def _reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         """Reduce the gradients once, in order: data parallel, sequence-parallel and q/k norms, tied embeddings.
 
         Divides nothing.
@@ -315,7 +329,7 @@ class Optimizer:
                     bucket.grad_data, shard, group=group.intra_distributed_optimizer_instance_group
                 )
 
-    def _set(self, adam: AdamStep) -> None:
+    def set_adam(self, adam: AdamStep) -> None:
         """Set the settings of the next step; the schedule's own are set again after it."""
         for optimizer in self.megatron.chained_optimizers:
             for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
@@ -337,10 +351,10 @@ class Optimizer:
         return bool(reduce_on_host(torch.tensor([float(flag)]), dist.ReduceOp.MAX).item())
 
 
-def megatron_config(config: Config, settings: OptimizerSettings) -> OptimizerConfig:
+def megatron_config(settings: OptimizerSettings, megatron: MegatronConfig, dtype: str) -> OptimizerConfig:
     """Build Megatron-Core's OptimizerConfig: own fields first, overruled by those of ``megatron.optimizer``."""
-    bf16 = config.model.dtype == "bfloat16"
-    extra = resolve_fields(config.megatron.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
+    bf16 = dtype == "bfloat16"
+    extra = resolve_fields(megatron.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
     fields = dict(
         optimizer="adam",
         lr=settings.lr,
@@ -353,6 +367,6 @@ def megatron_config(config: Config, settings: OptimizerSettings) -> OptimizerCon
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=settings.distributed,
-        overlap_param_gather=bool(config.megatron.ddp.get("overlap_param_gather", False)),
+        overlap_param_gather=bool(megatron.ddp.get("overlap_param_gather", False)),
     )
     return OptimizerConfig(**{**fields, **extra})

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from megatron_rl.backend.batch import targets_at
-from megatron_rl.backend.routed_rows import RouterRows, lay_experts
+from megatron_rl.backend.batch import Batch, targets_at
 from megatron_rl.distributed.platform import HOST, send
-from megatron_rl.model.attention import PackedSequences, pack
-from megatron_rl.model.attention_spans import WHOLE, ContextShard, context_positions
-from megatron_rl.model.layout import Layout, lay_out
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.model.attention.layout import Layout, lay_out
+from megatron_rl.model.attention.packed import PackedSequences, pack
+from megatron_rl.model.attention.spans import WHOLE, ContextShard, context_positions
+from megatron_rl.planning.plan import PlanRules
 from megatron_rl.planning.tokens import read_tokens
-from megatron_rl.types import BatchFacts, MicroBatch, Sample
+from megatron_rl.types import MicroBatch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,7 +33,7 @@ class PackedMicroBatch:
 
     positions: [T] on the host, each token's place in the whole micro-batch.
     tokens: [1, T], the token ids.
-    experts: int16 [layers of this rank, rows of its routers, top_k], for routing replay; None where none is known.
+    of_parts: what each part of the backend packed for itself, by the part's name (backend/part.py).
     source: the micro-batch that was packed.
     loss_positions: [N] into T, the position whose logits predict the loss token.
     targets: [N], the loss tokens' ids.
@@ -47,7 +48,7 @@ class PackedMicroBatch:
     positions: np.ndarray
     num_sequences: int
     tokens: torch.Tensor | None
-    experts: torch.Tensor | None = None
+    of_parts: Mapping[str, object] = field(default_factory=dict)
     source: MicroBatch | None = None
     loss_positions: torch.Tensor | None = None
     targets: torch.Tensor | None = None
@@ -73,55 +74,98 @@ class FlatInputs(Protocol):
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray | float]: ...
 
 
-def pack_microbatch(
-    microbatch: MicroBatch,
-    facts: BatchFacts,
-    rows: Mapping[int, Sample],
-    inputs: FlatInputs | None,
-    *,
-    pad_multiple: int,
-    row_multiple: int = 1,
-    share_prompts: bool = False,
-    pad_token: int,
-    needs_tokens: bool,
-    needs_loss: bool,
-    device: torch.device,
-    context: ContextShard = WHOLE,
-    for_transformer_engine: bool = False,
-    routers: RouterRows | None = None,
-) -> PackedMicroBatch:
-    """Pack this rank's part of one micro-batch; the first stage needs its tokens, the last stage its loss fields.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LaidMicroBatch:
+    """Holds the K sequences of a micro-batch with their places, before they become tensors.
 
-    routers: of this rank, which replay experts; None where none does.
+    rows: its K samples.
+    read: int64 [K], the response tokens of each that the model reads.
+    positions: int64 [T], the places that this rank holds.
     """
-    samples = microbatch.samples
-    read = read_tokens(facts)[samples]
-    layout = lay_out(
-        facts.prompt_tokens[samples],
-        read,
-        facts.prompt_keys[samples] if share_prompts else None,
-        pad_multiple,
-        row_multiple,
-    )
-    own_positions = context_positions(layout.lengths, context.rank, context.size)
-    packed = pack(layout, device, context, for_transformer_engine=for_transformer_engine, share_prompts=share_prompts)
-    fields: dict[str, object] = {"tokens": None, "source": microbatch}
-    if needs_tokens:
-        tokens = _lay_tokens(layout, [rows[i] for i in samples.tolist()], read, pad_token)
-        fields["tokens"] = send(torch.from_numpy(tokens[own_positions])[None], device)
-    if routers is not None:
-        experts = lay_experts(layout, [rows[i] for i in samples.tolist()], read, own_positions, routers)
-        fields["experts"] = None if experts is None else send(torch.from_numpy(experts), device)
-    if needs_loss:
-        local = np.full(layout.num_tokens, -1)
-        local[own_positions] = np.arange(len(own_positions))
-        fields.update(_loss_fields(microbatch, facts, rows, inputs, layout, local, device))
-    return PackedMicroBatch(
-        packed=packed,
-        positions=own_positions,
-        num_sequences=len(samples),
-        **fields,
-    )
+
+    layout: Layout
+    rows: Sequence[Sample]
+    read: np.ndarray
+    positions: np.ndarray
+
+
+class PackingPart(Protocol):
+    """Packs something of its own with every micro-batch, under its name."""
+
+    name: str
+
+    def pack(self, laid: LaidMicroBatch) -> object: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packer:
+    """Packs this rank's part of micro-batches; it is made once per model.
+
+    pad_token: the token id of pads.
+    needs_tokens, needs_loss: whether this stage is the first, which reads tokens, or the last, which has a loss.
+    context: the chunks of every sequence that this rank holds.
+    for_transformer_engine: whether the layers are Transformer Engine's.
+    parts: of the backend.
+    """
+
+    pad_token: int
+    needs_tokens: bool
+    needs_loss: bool
+    device: torch.device
+    context: ContextShard = WHOLE
+    for_transformer_engine: bool = False
+    parts: tuple[PackingPart, ...] = ()
+
+    @staticmethod
+    def of_rank(grid: Topology, pad_token: object, layer_spec: str, parts: tuple[PackingPart, ...]) -> Packer:
+        """Return the packer of this rank.
+
+        pad_token: the Hugging Face config's, which may have none. layer_spec: the model's.
+        """
+        return Packer(
+            pad_token=max(pad_token, 0) if isinstance(pad_token, int) else 0,
+            needs_tokens=grid.is_first_stage,
+            needs_loss=grid.is_last_stage,
+            device=HOST.device,
+            context=ContextShard(rank=grid.context_rank, size=grid.context_size, group=grid.context_group),
+            for_transformer_engine=layer_spec == "transformer_engine",
+            parts=parts,
+        )
+
+    def pack(
+        self, microbatch: MicroBatch, *, batch: Batch, inputs: FlatInputs | None, rules: PlanRules
+    ) -> PackedMicroBatch:
+        """Pack one micro-batch of a batch that was planned by ``rules``; ``inputs`` is None without a loss."""
+        facts, samples = batch.facts, microbatch.samples
+        read = read_tokens(facts)[samples]
+        layout = lay_out(
+            facts.prompt_tokens[samples],
+            read,
+            facts.prompt_keys[samples] if rules.share_prompts else None,
+            rules.pad_multiple,
+            rules.row_multiple,
+        )
+        positions = context_positions(layout.lengths, self.context.rank, self.context.size)
+        packed = pack(
+            layout,
+            self.device,
+            self.context,
+            for_transformer_engine=self.for_transformer_engine,
+            share_prompts=rules.share_prompts,
+        )
+        fields: dict[str, object] = {"tokens": None, "source": microbatch}
+        if self.needs_tokens:
+            tokens = _lay_tokens(layout, [batch.rows[i] for i in samples.tolist()], read, self.pad_token)
+            fields["tokens"] = send(torch.from_numpy(tokens[positions])[None], self.device)
+        if self.parts:
+            rows = [batch.rows[i] for i in samples.tolist()]
+            laid = LaidMicroBatch(layout=layout, rows=rows, read=read, positions=positions)
+            fields["of_parts"] = {part.name: part.pack(laid) for part in self.parts}
+        if self.needs_loss:
+            local = np.full(layout.num_tokens, -1)
+            local[positions] = np.arange(len(positions))
+            fields.update(_loss_fields(microbatch, batch, inputs, layout, local, self.device))
+        return PackedMicroBatch(packed=packed, positions=positions, num_sequences=len(samples), **fields)
 
 
 def _lay_tokens(layout: Layout, rows: Sequence[Sample], read: np.ndarray, pad_token: int) -> np.ndarray:
@@ -147,8 +191,7 @@ def _lay_tokens(layout: Layout, rows: Sequence[Sample], read: np.ndarray, pad_to
 
 def _loss_fields(
     microbatch: MicroBatch,
-    facts: BatchFacts,
-    rows: Mapping[int, Sample],
+    batch: Batch,
     inputs: FlatInputs | None,
     layout: Layout,
     local: np.ndarray,
@@ -158,11 +201,11 @@ def _loss_fields(
 
     local: int64, for each position of the whole micro-batch its place on this rank; −1 on another context rank.
     """
-    offsets = facts.response_offsets
+    offsets = batch.facts.response_offsets
     # per sequence, the loss tokens whose predicting position is on this rank
     positions, targets, flat, sequences, rollout = [], [], [], [], []
     for slot, i in enumerate(microbatch.samples.tolist()):
-        row = rows[i]
+        row = batch.rows[i]
         # a filler trains nothing and is measured in nothing: no loss token, yet a graph whose gradient is zero
         chosen = np.flatnonzero(row.loss_mask if not microbatch.filler else np.zeros_like(row.loss_mask))
         # a token is predicted at the place before it: the first of a response at the prompt's end
@@ -201,8 +244,8 @@ def _loss_fields(
 class PackedAhead(Sequence[PackedMicroBatch]):
     """Packs each micro-batch of a step, and sends it to the device, while the one before it runs.
 
-    ``packer``'s one thread does so on ``stream``. Every micro-batch is kept until the whole step is given up, so that
-    none of its memory is written again while the device may still read it; ``stream`` first waits for all that was
+    The one thread of ``thread`` does so on ``stream``. Every micro-batch is kept until the whole step is given up, so
+    that none of its memory is written again while the device may still read it; ``stream`` first waits for all that was
     launched before. An error of packing is raised by the call that asks for the micro-batch.
     """
 
@@ -210,10 +253,10 @@ class PackedAhead(Sequence[PackedMicroBatch]):
         self,
         microbatches: Sequence[MicroBatch],
         pack: Callable[[MicroBatch], PackedMicroBatch],
-        packer: ThreadPoolExecutor,
+        thread: ThreadPoolExecutor,
         stream: torch.cuda.Stream | None = None,
     ):
-        self._microbatches, self._pack_one, self._packer, self._stream = microbatches, pack, packer, stream
+        self._microbatches, self._pack_one, self._thread, self._stream = microbatches, pack, thread, stream
         self._coming: list[Future] = []
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
@@ -233,7 +276,7 @@ class PackedAhead(Sequence[PackedMicroBatch]):
 
     def _ask_for(self, count: int) -> None:
         for microbatch in self._microbatches[len(self._coming) : count]:
-            self._coming.append(self._packer.submit(self._pack, microbatch))
+            self._coming.append(self._thread.submit(self._pack, microbatch))
 
     def _pack(self, microbatch: MicroBatch) -> tuple[PackedMicroBatch, torch.cuda.Event | None]:
         if self._stream is None:

@@ -21,8 +21,6 @@ from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.frozen import build_frozen
 
-NONE_YET = "there is no reference policy yet: call keep_reference() first"
-
 
 class _HostMemory:
     """Holds copies of parameters in host memory, which is allocated once: fresh pinned memory costs more than the copy.
@@ -62,8 +60,6 @@ class HostCopy:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Give the model's parameters the reference's values within the block; the optimizer's masters stay."""
-        if self.tensors is None:
-            raise ValueError(NONE_YET)
         self.model.schedule.gather_parameters()
         parameters = trained(self.model.parameters())
         current = self._policy.take(parameters)
@@ -105,8 +101,6 @@ class DeviceCopy:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Make the second model's chunks the model's within the block; no gradient can be accumulated in them."""
-        if self.chunks is None:
-            raise ValueError(NONE_YET)
         model = self.model
         own = model.chunks, model.schedule
         model.chunks, model.schedule = self.chunks, self.schedule
@@ -114,10 +108,6 @@ class DeviceCopy:
             yield
         finally:
             model.chunks, model.schedule = own
-
-
-ReferenceWeights = HostCopy | DeviceCopy
-PLACEMENTS: dict[str, type[ReferenceWeights]] = {"host": HostCopy, "device": DeviceCopy}
 
 
 def trained(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

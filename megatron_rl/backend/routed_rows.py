@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.backend.batch import Batch
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.model.layout import Layout
+from megatron_rl.model.attention.layout import Layout
 from megatron_rl.types import Sample
 
 REDUCED_BYTES = 64 * 2**20  # of one reduction of recorded experts

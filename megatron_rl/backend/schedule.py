@@ -26,13 +26,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.backend import stage_shapes
 from megatron_rl.backend.packing import PackedMicroBatch
+from megatron_rl.backend.part import BackendPart
 from megatron_rl.distributed.collectives import gather_json, reduce_on_host
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import LockstepError
-from megatron_rl.model.routing_replay import RoutingReplay
 from megatron_rl.planning.cost import NUM_SUMS, measured
 from megatron_rl.planning.timeline import rank_order
 from megatron_rl.types import StepKind, StepPlan
@@ -102,18 +101,24 @@ def _mark():
     return event
 
 
-_BACKWARD = _Laps()
-_true_backward_step = schedules.backward_step
+@contextlib.contextmanager
+def _timed_backward(laps: _Laps) -> Iterator[None]:
+    """Have the backward of each micro-batch and chunk take a lap within the block, communication apart.
 
+    Every schedule (0.16.1, 0.19.2) calls ``schedules.backward_step`` by this name, once per micro-batch and chunk.
+    """
+    true_step = schedules.backward_step
 
-@functools.wraps(_true_backward_step)
-def _measured_backward_step(*args, **kwargs):
-    with _BACKWARD.lap():
-        return _true_backward_step(*args, **kwargs)
+    @functools.wraps(true_step)
+    def timed_step(*args, **kwargs):
+        with laps.lap():
+            return true_step(*args, **kwargs)
 
-
-# Every schedule (0.16.1, 0.19.2) calls it by this name, once per micro-batch and chunk, communication apart.
-schedules.backward_step = _measured_backward_step
+    schedules.backward_step = timed_step
+    try:
+        yield
+    finally:
+        schedules.backward_step = true_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,16 +165,20 @@ class Schedule:
     """Runs packed micro-batches through this rank's stage, forward and (unless ``forward_only``) backward.
 
     windows: the model's, for the laps' squared tokens.
+    parts: of the backend, which take part in every pass.
     """
 
     def __init__(
-        self, chunks: Sequence[DistributedDataParallel], topology: Topology, windows: tuple[int, ...] = ()
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        topology: Topology,
+        windows: tuple[int, ...] = (),
+        parts: tuple[BackendPart, ...] = (),
     ) -> None:
         self.chunks = list(chunks)
-        self.topology, self.windows = topology, windows
-        self.routing: RoutingReplay | None = None  # of the chunks' routers, where experts are replayed
+        self.topology, self.windows, self.parts = topology, windows, parts
         self.run_schedule = schedules.get_forward_backward_func()
-        self._forward = _Laps()
+        self._forward, self._backward = _Laps(), _Laps()
         self._forwarded: list[tuple[int, PackedMicroBatch]] = []
         self._runs: list[_Run] = []
         for chunk in self.chunks:
@@ -203,10 +212,11 @@ class Schedule:
                 contexts.enter_context(torch.no_grad())
             if self.topology.pipeline_size > 1:
                 contexts.enter_context(self._planned_shapes(microbatches, forward_only))
-            self._forwarded, self._forward.marks, _BACKWARD.marks = [], [], []
-            if self.routing is not None:
-                contexts.callback(self.routing.forget)
-            kept = self.run_schedule(
+            self._forwarded, self._forward.marks, self._backward.marks = [], [], []
+            contexts.enter_context(_timed_backward(self._backward))
+            for part in self.parts:
+                contexts.enter_context(part.running())
+            reports = self.run_schedule(
                 forward_step_func=partial(self._forward_step, loss=loss, trains=not forward_only),
                 data_iterator=[iter(microbatches) for _ in self.chunks],
                 model=self.chunks,
@@ -216,13 +226,17 @@ class Schedule:
                 forward_only=forward_only,
             )
         if not forward_only:
-            self._runs.append(_Run(forwarded=self._forwarded, forward=self._forward.marks, backward=_BACKWARD.marks))
+            self._runs.append(
+                _Run(forwarded=self._forwarded, forward=self._forward.marks, backward=self._backward.marks)
+            )
         self._forwarded = []
-        return kept
+        return reports
 
     def _planned_shapes(
         self, microbatches: Sequence[PackedMicroBatch], forward_only: bool
     ) -> contextlib.AbstractContextManager[None]:
+        from megatron_rl.backend import stage_shapes
+
         config = self.chunks[0].config
         ranks = self.topology.tensor_size if config.sequence_parallel else 1
 
@@ -234,10 +248,10 @@ class Schedule:
     def _forward_step(self, iterator, model, *, loss: LossFunction, trains: bool):
         microbatch: PackedMicroBatch = next(iterator)
         chunk_and_microbatch = next(i for i, chunk in enumerate(self.chunks) if chunk is model), microbatch
-        replay: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if self.routing is not None:
-            replay = self.routing.forward(*chunk_and_microbatch, microbatch.experts, counts=trains)
-        with self._forward.lap(), replay:
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(self._forward.lap())
+            for part in self.parts:
+                contexts.enter_context(part.forward(*chunk_and_microbatch, trains=trains))
             output = model(
                 microbatch.tokens, microbatch.packed.position_ids[None], None, packed_seq_params=microbatch.packed
             )
@@ -250,6 +264,14 @@ class Schedule:
             return total, torch.ones((), dtype=torch.int32, device=total.device), kept
 
         return output, loss_sum
+
+    def drop_hooks(self) -> None:
+        """Take autograd's hooks off the chunks. Not a collective."""
+        for chunk in self.chunks:
+            # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
+            chunk.grad_accs.clear()
+            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+                chunk.disable_forward_pre_hook(param_sync=False)
 
     def forget_measured(self) -> None:
         """Drop the laps measured since the last ``take_laps``, without asking the device."""

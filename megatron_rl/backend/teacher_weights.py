@@ -42,17 +42,19 @@ class TeacherWeights:
         load_weights([chunk.module for chunk in self.chunks], self.shape, model.topology, reader)
         reader.close()
         self.schedule = Schedule(self.chunks, model.topology)
+        by_transformer_engine = self.shape.layer_spec == "transformer_engine"
+        self.packer = dataclasses.replace(model.packer, for_transformer_engine=by_transformer_engine)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Make the teacher's chunks the model's within the block; no gradient can be accumulated in them."""
         model = self.model
-        own = model.chunks, model.schedule, model.shape
-        model.chunks, model.schedule, model.shape = self.chunks, self.schedule, self.shape
+        own = model.chunks, model.schedule, model.shape, model.packer
+        model.chunks, model.schedule, model.shape, model.packer = self.chunks, self.schedule, self.shape, self.packer
         try:
             yield
         finally:
-            model.chunks, model.schedule, model.shape = own
+            model.chunks, model.schedule, model.shape, model.packer = own
 
 
 def look_at_teacher(config: Config, vocab_size: int):

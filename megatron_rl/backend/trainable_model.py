@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,19 +25,17 @@ from megatron_rl.algorithm.signal import refuse_uncounted_losses
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.megatron_ddp import distributed_fields
-from megatron_rl.backend.offload import OffloadedBytes
 from megatron_rl.backend.optimizer import AdamStep, Optimizer
-from megatron_rl.backend.packing import FlatInputs, PackedAhead, PackedMicroBatch, pack_microbatch
+from megatron_rl.backend.packing import FlatInputs, PackedAhead, PackedMicroBatch, Packer
+from megatron_rl.backend.part import BackendPart, ReferenceWeights
 from megatron_rl.backend.schedule import Schedule, check_lockstep, measured_sums
 from megatron_rl.backend.step_sums import StepSums
 from megatron_rl.config import Config, LoraConfig
 from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.distributed import topology
 from megatron_rl.distributed.collectives import reduce_on_host
-from megatron_rl.distributed.cuda_environment import prepare_cuda
+from megatron_rl.distributed.cuda_environment import prepare_cuda, wanted_variables
 from megatron_rl.distributed.platform import HOST, send
-from megatron_rl.model.adapter import put_adapters
-from megatron_rl.model.attention_spans import ContextShard
 from megatron_rl.model.build import build_model, settled_shape
 from megatron_rl.planning.cost import CostFit
 from megatron_rl.planning.plan import plan_rules, plan_steps, split_mini_batches
@@ -51,6 +50,9 @@ from megatron_rl.weights.reader import HuggingFaceReader, MemoryReader, WeightRe
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 
+if TYPE_CHECKING:
+    from megatron_rl.backend.offload import OffloadedBytes
+
 REMEMBERED_STEPS = 50  # REAL optimizer steps whose seconds are kept
 
 
@@ -59,12 +61,15 @@ class TrainableModel:
 
     sum_names: keys of ``StepResult.sums``, for the sums (float64 [len(sum_names)]) of every micro-batch's loss.
     num_maxima: how many of them, the last ones, are maxima, of values that are not negative.
-    reference: keeps a policy's reference (backend/reference_weights.py). routers: that replay experts. Or None.
+    training, reading: the names of its plans' purposes, part of their fingerprints.
+    reference: keeps a policy's reference; None before ``keep_reference``. parts: optional features (backend/part.py).
     """
 
     sum_names: tuple[str, ...]
     num_maxima: int = 0
-    reference, routers = None, None
+    training, reading = "train", "logprob"
+    reference: ReferenceWeights | None = None
+    parts: tuple[BackendPart, ...] = ()
 
     def __init__(
         self,
@@ -75,23 +80,24 @@ class TrainableModel:
         total_steps: int = 1,
         value_head: bool = False,
         lora: LoraConfig | None = None,
-        place: topology.Topology | None = None,
+        grid: topology.Topology | None = None,
     ) -> None:
         """Build the model and its optimizer. Raises ConfigError for settings that cannot work together.
 
         hf_config, weights (by the names of checkpoint files): None takes those of ``model.hf_path``.
         total_steps: the optimizer steps after which the learning rate's decay ends.
         value_head: whether it gives one number per token in place of the vocabulary (model/head.py).
-        lora: adapters, the other weights being frozen (model/adapter.py); None or a rank of None trains every weight.
-        place: an existing grid; None builds one by ``parallel``.
+        lora: adapters, the other weights being frozen; None or a rank of None trains every weight.
+        grid: an existing one; None builds one by ``parallel``.
         """
         refuse_uncounted_losses(config)
         if hf_config is None:
             hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
         self.config = config = settle_dtype(config, hf_config, on_gpu=HOST.is_cuda)
-        prepare_cuda(config)
-        with contextlib.nullcontext() if place else topology.undone_on_failure():
-            self.topology = place or self._join()
+        wanted = wanted_variables(config.run, config.parallel, config.megatron, config.rollout, config.weight_sync)
+        prepare_cuda(wanted, deterministic=config.run.deterministic)
+        with contextlib.nullcontext() if grid else topology.undone_on_failure():
+            self.topology = grid or self._join()
             self._build(hf_config, weights, total_steps, value_head, lora)
 
     def _build(
@@ -104,53 +110,57 @@ class TrainableModel:
     ) -> None:
         """Build model, schedule and optimizer within the grid; the arguments are those of the constructor."""
         config = self.config
-        ddp_fields = distributed_fields(config)
+        ddp_fields = distributed_fields(config.megatron, distributed_optimizer=config.optimizer.distributed)
         self.hf_config = hf_config
         self.shape = settled_shape(config, hf_config, self.topology, value_head=value_head)
         reader = self._reader(weights)  # which refuses a config of other files before the model takes memory
         models, _ = build_model(config, hf_config, self.topology, value_head=value_head)
         load_weights(models, self.shape, self.topology, reader)
         if lora is not None and lora.rank is not None:
+            from megatron_rl.model.lora.adapters import put_adapters
+
             self.shape = put_adapters(models, self.shape, lora, self.topology, config.run.seed)
         ddp = DistributedDataParallelConfig(**ddp_fields)
         # later chunks' gradients are reduced behind the first's backward: Megatron-LM does not bucket them
         self.chunks = [DistributedDataParallel(m.config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
-        self.schedule = Schedule(self.chunks, self.topology, self.shape.windows)
-        self.optimizer = Optimizer(self.chunks, config, self.topology, total_steps=total_steps)
-        shares = shares_prompts(config, self.shape.layer_spec)
-        self.rules = plan_rules(config, self.topology, self.shape, share_prompts=shares)
+        self.parts = self._build_parts()
+        self.schedule = Schedule(self.chunks, self.topology, self.shape.windows, self.parts)
+        fields = dict(megatron=config.megatron, dtype=config.model.dtype, ghost=config.skip.ghost)
+        self._make_optimizer = partial(Optimizer, self.chunks, topology=self.topology, **fields)
+        self.optimizer = self._make_optimizer(config.optimizer, total_steps=total_steps)
+        self.rules = plan_rules(
+            config.plan,
+            self.topology,
+            self.shape,
+            sequence_parallel=config.parallel.sequence_parallel,
+            fp8=bool(config.megatron.transformer.get("fp8")),
+            share_prompts=shares_prompts(config, self.shape.layer_spec),
+        )
         self.fit = CostFit(self.rules.cost)
         self.weight_version = self.step_index = 0
         self.optimizer_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._sums = StepSums(self.sum_names, self.num_maxima)
-        self._accumulated = False
-        self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
+        self.packer = Packer.of_rank(self.topology, hf_config.pad_token_id, self.shape.layer_spec, self.parts)
+        self._packing_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packing")
         self._copies = torch.cuda.Stream() if HOST.is_cuda else None
         self.zero_grad()
 
+    def _build_parts(self) -> tuple[BackendPart, ...]:
+        return ()
+
     def _join(self) -> topology.Topology:
-        parallel = self.config.parallel
-        return topology.initialize(
-            tensor=parallel.tensor,
-            pipeline=parallel.pipeline,
-            virtual_pipeline=parallel.virtual_pipeline,
-            context=parallel.context,
-            expert=parallel.expert,
-            expert_tensor=parallel.expert_tensor,
-            deadline_s=self.config.run.deadline_s,
-            seed=self.config.run.seed,
-        )
+        config = self.config
+        return topology.initialize(config.parallel, deadline_s=config.run.deadline_s, seed=config.run.seed)
 
     def _reader(self, weights: Mapping[str, torch.Tensor] | None) -> WeightReader:
         if weights is not None:
             return MemoryReader(weights)
-        if self.config.model.init == "pretrained":
-            reader = HuggingFaceReader(self.config.model.hf_path)
-            check_tensors(reader, self.shape, allow_unread=self.config.model.allow_unread_tensors)
+        model, seed = self.config.model, self.config.run.seed
+        if model.init == "pretrained":
+            reader = HuggingFaceReader(model.hf_path)
+            check_tensors(reader, self.shape, allow_unread=model.allow_unread_tensors)
             return reader
-        config = self.config
-        path, seed = config.model.hf_path, config.run.seed
-        state = random_state(self.hf_config, self.shape, path, seed=seed, device=HOST.device)
+        state = random_state(self.hf_config, self.shape, model.hf_path, seed=seed, device=HOST.device)
         return MemoryReader(file_tensors(state, self.hf_config.model_type))
 
     def reset_optimizer(self, *, total_steps: int, settings: OptimizerConfig | None = None) -> None:
@@ -159,7 +169,7 @@ class TrainableModel:
         settings: those of the supervised start, in place of ``config.optimizer``.
         """
         self.optimizer.refuse_offloaded("reset_optimizer()")
-        self.optimizer = Optimizer(self.chunks, self.config, self.topology, total_steps=total_steps, settings=settings)
+        self.optimizer = self._make_optimizer(settings or self.config.optimizer, total_steps=total_steps)
         self.optimizer.zero_grad()
 
     # ---- the batch -------------------------------------------------------------------------------------------------
@@ -172,23 +182,30 @@ class TrainableModel:
             facts = dataclasses.replace(facts, response_inputs=None)
         return Batch(facts=facts, local=samples)
 
-    def plan(self, purpose: str, batch: Batch, signal: np.ndarray, *, drops: bool) -> BatchPlan:
-        """Plan the batch: whole for "logprob" and "values", else split in mini-batches. Not a collective."""
+    def plan_training(self, batch: Batch, signal: np.ndarray, *, drops: bool) -> BatchPlan:
+        """Plan the batch's optimizer steps, one per mini-batch. Not a collective.
+
+        signal: [S] bool. drops: whether samples without it are left out.
+        """
+        skip, members = self.config.skip, np.arange(batch.facts.num_samples)
+        mini_batches = split_mini_batches(members, self.config.train.samples_per_mini_batch)
+        merge = skip.steps == "merge" and drops and skip.mode != "off"
+        return self._plan(self.training, mini_batches, batch, signal, drops=drops, merge=merge)
+
+    def plan_pass(self, batch: Batch, chosen: np.ndarray, *, drops: bool = True) -> BatchPlan:
+        """Plan one forward pass over the samples ``chosen`` ([S] bool), or over all unless it ``drops``.
+
+        Not a collective.
+        """
         members = np.arange(batch.facts.num_samples)
-        whole = purpose in ("logprob", "values")
-        mini_batches = [members] if whole else split_mini_batches(members, self.config.train.samples_per_mini_batch)
-        merge = not whole and self.config.skip.steps == "merge" and drops and self.config.skip.mode != "off"
-        facts = batch.facts
-        return plan_steps(
-            purpose,
-            mini_batches,
-            tokens_of(facts, share_prompts=self.rules.share_prompts, windows=self.shape.windows),
-            signal,
-            self.rules,
-            drops=drops,
-            merge=merge,
-            sample_ids=facts.sample_ids,
-        )
+        return self._plan(self.reading, [members], batch, chosen, drops=drops)
+
+    def _plan(
+        self, purpose: str, mini_batches: list[np.ndarray], batch: Batch, signal: np.ndarray, **cut: bool
+    ) -> BatchPlan:
+        facts, rules = batch.facts, self.rules
+        tokens = tokens_of(facts, share_prompts=rules.share_prompts, windows=self.shape.windows)
+        return plan_steps(purpose, mini_batches, tokens, signal, rules, sample_ids=facts.sample_ids, **cut)
 
     def fetch_rows(self, batch: Batch, plan: BatchPlan) -> Batch:
         """Return the batch with the rows that the plan's micro-batches need on this rank.
@@ -198,31 +215,15 @@ class TrainableModel:
         """
         whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
         check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
-        needed = batch_exchange.needed_rows(plan, self.topology, every_stage=self.routers is not None)
+        every_stage = any(part.every_stage for part in self.parts)
+        needed = batch_exchange.needed_rows(plan, self.topology, every_stage=every_stage)
         rows = batch_exchange.exchange_rows(batch.facts, batch.local, needed, self.topology)
         return dataclasses.replace(batch, rows=rows)
 
     def _pack(self, batch: Batch, mini_batch: StepPlan, inputs: FlatInputs | None) -> PackedAhead:
-        grid = self.topology
-        context = ContextShard(rank=grid.context_rank, size=grid.context_size, group=grid.context_group)
-        pad = self.hf_config.pad_token_id if isinstance(self.hf_config.pad_token_id, int) else 0
-        pack = partial(
-            pack_microbatch,
-            facts=batch.facts,
-            rows=batch.rows,
-            inputs=inputs,
-            pad_multiple=self.rules.pad_multiple,
-            row_multiple=self.rules.row_multiple,
-            share_prompts=self.rules.share_prompts,
-            pad_token=max(pad, 0),
-            needs_tokens=grid.is_first_stage,
-            needs_loss=grid.is_last_stage,
-            device=HOST.device,
-            context=context,
-            for_transformer_engine=self.shape.layer_spec == "transformer_engine",
-            routers=self.routers,
-        )
-        return PackedAhead(list(mini_batch.microbatches(grid.data_rank)), pack, self._packer, self._copies)
+        pack = partial(self.packer.pack, batch=batch, inputs=inputs, rules=self.rules)
+        microbatches = list(mini_batch.microbatches(self.topology.data_rank))
+        return PackedAhead(microbatches, pack, self._packing_thread, self._copies)
 
     # ---- forward and backward --------------------------------------------------------------------------------------
 
@@ -243,10 +244,10 @@ class TrainableModel:
 
         for chunk in self.chunks:
             chunk.eval()
-        kept = self.schedule.run(mini_batch, self._pack(batch, mini_batch, None), keep, forward_only=True)
+        reports = self.schedule.run(mini_batch, self._pack(batch, mini_batch, None), keep, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
-        reported = kept if self.topology.reports_loss else []
+        reported = reports if self.topology.reports_loss else []
         return self._spread(batch, mini_batch, reported), reported
 
     def _spread(self, batch: Batch, mini_batch: StepPlan, reported: Sequence[Mapping]) -> np.ndarray:
@@ -273,8 +274,8 @@ class TrainableModel:
         self.optimizer.refuse_offloaded("forward_backward()")
         check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
         self._accumulated = self._accumulated or mini_batch.kind is StepKind.REAL
-        kept = self.schedule.run(mini_batch, self._pack(batch, mini_batch, inputs), loss, forward_only=False)
-        reported = kept if self.topology.reports_loss else []
+        reports = self.schedule.run(mini_batch, self._pack(batch, mini_batch, inputs), loss, forward_only=False)
+        reported = reports if self.topology.reports_loss else []
         if reported:
             self._sums.add([each["sums"] for each in reported])
         return reported
@@ -284,6 +285,8 @@ class TrainableModel:
         self.optimizer.zero_grad()
         self.schedule.forget_measured()
         self._sums.zero()
+        for part in self.parts:
+            part.forget_sums()
         self._accumulated = False
 
     def optim_step(self, kind: StepKind, adam: AdamStep | None = None) -> StepResult:
@@ -312,20 +315,16 @@ class TrainableModel:
         self._sums.zero()
         self.step_index += 1
         self.weight_version += int(outcome.applied)
-        return StepResult(
-            kind=kind,
-            grad_norm=outcome.grad_norm,
-            learning_rate=outcome.learning_rate,
-            applied=outcome.applied,
-            sums=sums,
-        )
+        return StepResult(kind=kind, sums=sums, **dataclasses.asdict(outcome))
 
     def _reduce_sums(self) -> dict[str, float]:
-        """Add the step's sums, and its micro-batches' measured times, over all ranks; return the sums."""
+        """Add the step's sums, its parts' and its micro-batches' measured times over all ranks; return the sums."""
         measured = np.zeros_like(self.fit.sums)
         measured[self.topology.pipeline_rank] = measured_sums(self.schedule.take_laps())
         sums, reduced = self._sums.reduce(torch.from_numpy(measured))
         self._calibrate(reduced.numpy())
+        for part in self.parts:
+            sums |= part.take_sums()
         return sums
 
     def _time_step(self, started: float) -> None:
@@ -367,7 +366,7 @@ class TrainableModel:
         Names are Hugging Face's, an adapter's are PEFT's (``….q_proj.lora_A.weight``). For tests and tools: it consumes
         the reduction, so ``optim_step`` must not follow; call ``zero_grad()``.
         """
-        self.optimizer._reduce_gradients()
+        self.optimizer.reduce_gradients()
         self.optimizer.gather_gradients()
         gradients = [
             {name: p.main_grad for name, p in chunk.module.named_parameters() if p.requires_grad}
@@ -389,9 +388,5 @@ class TrainableModel:
 
     def retire(self) -> None:
         """End the model's threads and hooks; its groups stay. Not a collective."""
-        for chunk in self.chunks:
-            # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
-            chunk.grad_accs.clear()
-            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
-                chunk.disable_forward_pre_hook(param_sync=False)
-        self._packer.shutdown(cancel_futures=True)
+        self.schedule.drop_hooks()
+        self._packing_thread.shutdown(cancel_futures=True)

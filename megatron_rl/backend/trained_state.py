@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +19,9 @@ from megatron_rl.backend.optimizer import AdamStep
 from megatron_rl.backend.reference_weights import overwrite, trained
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.model.adapter import adapters_of
+
+if TYPE_CHECKING:
+    from megatron_rl.model.lora.layer import Adapter
 
 _MOVES_NOTHING = AdamStep(learning_rate=0.0, betas=(0.0, 0.0), epsilon=1.0, weight_decay=0.0, clip_grad=0.0)
 
@@ -43,8 +46,8 @@ class TrainedState:
 
 def begin_adam(backend: TrainableModel) -> None:
     """Make AdamW's tensors, zeros at step 0, by a step that moves nothing. A collective, before the first step."""
-    backend.optimizer._set(_MOVES_NOTHING)
-    backend.optimizer._ghost_step()
+    backend.optimizer.set_adam(_MOVES_NOTHING)
+    backend.optimizer.ghost_step()
     reset_adam(backend)
 
 
@@ -114,14 +117,23 @@ def set_adam_steps(backend: TrainableModel, steps: int) -> None:
 
 def scale_of(backend: TrainableModel) -> float | None:
     """Return alpha / rank of the model's adapters; None without adapters."""
-    adapters = adapters_of([chunk.module for chunk in backend.chunks])
+    adapters = _adapters(backend)
     return adapters[0].scale if adapters else None
 
 
 def set_scale(backend: TrainableModel, scale: float | None) -> None:
     """Set alpha / rank of the model's adapters."""
-    for adapter in adapters_of([chunk.module for chunk in backend.chunks]):
+    for adapter in _adapters(backend):
         adapter.scale = scale
+
+
+def _adapters(backend: TrainableModel) -> list[Adapter]:
+    """Return this rank's adapters; none where every weight is trained."""
+    if not backend.shape.lora_rank:
+        return []
+    from megatron_rl.model.lora.adapters import adapters_of
+
+    return adapters_of([chunk.module for chunk in backend.chunks])
 
 
 def _adams(backend: TrainableModel) -> list[torch.optim.Optimizer]:

@@ -7,8 +7,8 @@ import pathlib
 import re
 import shutil
 
+from megatron_rl.distributed.atomic_file import set_aside
 from megatron_rl.errors import ConfigError
-from megatron_rl.observability.metrics import set_aside
 
 log = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from megatron_rl.checkpoint.torch_dist import TorchDistReader
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import read_bytes
 from megatron_rl.weights.entry import Entry, Layout
+from megatron_rl.weights.families.register import stacking
 from megatron_rl.weights.mapping import (
     EMBEDDING,
     FINAL_NORM,
@@ -37,7 +38,6 @@ from megatron_rl.weights.mapping import (
     shard_size,
 )
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.stacked import stacking
 
 RELEASE, HF_FOLDER = "release", "hf"
 LAYERS = "decoder.layers."
@@ -191,13 +191,13 @@ def find(stored: Stored, shape: ModelShape, keys: Collection[str], where: str) -
 
     Raises ConfigError naming the tensor where a checkpoint holds none of its forms.
     """
-    for place in stored.forms(shape):
-        if place.key in keys:
-            return [place]
-        halves = [dataclasses.replace(place, key=f"{place.key}_{x}") for x in "wv"]
+    for form in stored.forms(shape):
+        if form.key in keys:
+            return [form]
+        halves = [dataclasses.replace(form, key=f"{form.key}_{x}") for x in "wv"]
         if all(x.key in keys for x in halves):
             return halves
-    missing = ", ".join(place.key for place in stored.forms(shape))
+    missing = ", ".join(form.key for form in stored.forms(shape))
     raise ConfigError(
         f"{where} has none of {missing}, of which {', '.join(stored.entry.hf)} is made; the config is another model's"
     )
@@ -213,12 +213,12 @@ def check_sizes(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> t
     wanted = whole_size(stored.entry, shape)
     if len(places) > 1:
         wanted = (wanted[0] // 2, *wanted[1:])
-    for place in places:
-        size, expected = reader.size(place.key), (*place.stack, *wanted)
+    for part in places:
+        size, expected = reader.size(part.key), (*part.stack, *wanted)
         pads = stored.entry.layout is Layout.ROWS and size[0] >= shape.vocab_size and size[1:] == expected[1:]
         if size != expected and not pads:
             raise ConfigError(
-                f"{place.key} in {reader.folder} has shape {size} and the config asks for {expected}; it is another "
+                f"{part.key} in {reader.folder} has shape {size} and the config asks for {expected}; it is another "
                 "model's"
             )
     return reader.dtype(places[0].key)

@@ -7,7 +7,6 @@ again.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping
 
@@ -17,7 +16,7 @@ import torch
 from megatron_rl.backend.reference_weights import trained
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.backend.trained_state import set_adam_steps
-from megatron_rl.checkpoint.resume import check_identity
+from megatron_rl.checkpoint.resume import check_identity, identity_of_shape
 from megatron_rl.checkpoint.tensors import (
     AdamStates,
     adam_to_save,
@@ -27,13 +26,10 @@ from megatron_rl.checkpoint.tensors import (
     weights_to_save,
 )
 from megatron_rl.checkpoint.writer import PendingSave
-from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.dist_checkpointing.mapping import ShardedBase  # isort: skip
 
 REFERENCE = "reference."
-# fields of a ModelShape that may differ between a save and a load
-OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head", "num_extra_layers", "stage_layers")
 
 
 def identity(backend: TrainableModel) -> dict[str, object]:
@@ -43,13 +39,6 @@ def identity(backend: TrainableModel) -> dict[str, object]:
     collective where there are adapters.
     """
     return {**identity_of_shape(backend.shape), "frozen_weights": backend.frozen_checksum()}
-
-
-def identity_of_shape(shape: ModelShape) -> dict[str, object]:
-    """Return the part of a model's ``identity`` that its shape, with its adapters, tells."""
-    fields = dataclasses.asdict(shape) | {"lora_targets": sorted(shape.lora_targets)}
-    own = {name: value for name, value in sorted(fields.items()) if name not in OF_THE_RUN}
-    return json.loads(json.dumps(own))  # as it is read back: lists for tuples
 
 
 def numbers(backend: TrainableModel) -> dict[str, object]:
@@ -105,33 +94,33 @@ def save(
 
 
 def load(
-    backend: TrainableModel, folder: pathlib.Path, kept: Mapping[str, object], model: Mapping[str, object]
+    backend: TrainableModel, folder: pathlib.Path, saved: Mapping[str, object], model: Mapping[str, object]
 ) -> None:
     """Give the backend the state that ``save`` took of the same model, under any topology; a collective.
 
     Raises CheckpointError where the models differ.
-    kept: the values of ``numbers`` when it was saved.
+    saved: the values of ``numbers`` when it was saved.
     model: the saved model's ``identity``.
     """
     check_model(backend, folder, model)
     entries = _entries(backend)
     # the reference first: it is read into the model's parameters and copied from there
-    if kept["has_reference"]:
+    if saved["has_reference"]:
         _put(backend, load_weights([x for x in entries if x.data.requires_grad], folder, prefix=REFERENCE))
         backend.keep_reference()
     optimizer = backend.optimizer
-    if kept["optimizer_steps"]:
+    if saved["optimizer_steps"]:
         # AdamW makes its tensors in its first step; everything that this one moves is overwritten
-        optimizer._ghost_step()
+        optimizer.ghost_step()
     _put(backend, load_weights(entries, folder))
     optimizer.megatron.reload_model_params()  # float32 masters of half-precision weights, where no AdamW was saved
-    if kept["optimizer_steps"]:
+    if saved["optimizer_steps"]:
         load_adam(entries, AdamStates(optimizer.megatron), folder)
-    set_adam_steps(backend, kept["optimizer_steps"])
+    set_adam_steps(backend, saved["optimizer_steps"])
     optimizer.scheduler.step(0)
-    backend.step_index, backend.weight_version = kept["step_index"], kept["weight_version"]
-    if kept.get("stage_layers", []) == list(backend.shape.stage_layers):  # checkpoints of earlier releases lack it
-        _restore_fit(backend, np.array(kept["cost_sums"]))
+    backend.step_index, backend.weight_version = saved["step_index"], saved["weight_version"]
+    if saved.get("stage_layers", []) == list(backend.shape.stage_layers):  # checkpoints of earlier releases lack it
+        _restore_fit(backend, np.array(saved["cost_sums"]))
     backend.zero_grad()
 
 

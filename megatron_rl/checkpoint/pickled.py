@@ -152,12 +152,12 @@ def read_index(folder: pathlib.Path) -> Metadata:
     metadata = check_pickle(path)
     sizes: dict[str, int] = {}
     try:
-        for place, info in metadata.storage_data.items():
+        for index, info in metadata.storage_data.items():
             name = info.relative_path
             size = sizes[name] if name in sizes else sizes.setdefault(name, _size_of(folder, name))
             if not 0 <= info.offset <= info.offset + info.length <= size:
                 raise DamagedCheckpoint(
-                    f"{folder / name} has {size} bytes, and {METADATA} has {quoted(place.fqn)} at bytes "
+                    f"{folder / name} has {size} bytes, and {METADATA} has {quoted(index.fqn)} at bytes "
                     f"{quoted(info.offset)} to {quoted(info.offset + info.length)} of it: the checkpoint is damaged"
                 )
         for key, entry in metadata.state_dict_metadata.items():

@@ -1,25 +1,16 @@
-"""The checkpoints that a run can resume from, and the one that its start would find, told without a model.
-
-`CheckpointManager.load_newest` chooses by the same rules and loads.
-"""
+"""The checkpoints that a run can resume from, and the identity of the model that they are of. No tensors."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
+import json
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.checkpoint.exports import exported_steps, start_anew
-from megatron_rl.checkpoint.folder import DamagedCheckpoint, name_of, verify, whole_checkpoints
-from megatron_rl.checkpoint.pickled import check_torch_files
-from megatron_rl.checkpoint.run_state import ResumePoint
-from megatron_rl.checkpoint.state_file import read_model_state, read_state
-from megatron_rl.config import Config
+from megatron_rl.checkpoint.folder import DamagedCheckpoint, name_of
 from megatron_rl.errors import CheckpointError
 from megatron_rl.weights.model_shape import ModelShape
 
-log = logging.getLogger(__name__)
 ROOT, CRITIC, SUPERVISED = "checkpoints", "critic", "supervised"  # of the run's folder, and within the first
 # an older checkpoint's identity lacks the fields that came after it, and its model has none of what they describe
 WITHOUT_LATER_FIELDS = {
@@ -27,6 +18,8 @@ WITHOUT_LATER_FIELDS = {
     for field in dataclasses.fields(ModelShape)
     if field.default is not dataclasses.MISSING
 } | {"frozen_weights": None}
+# fields of a ModelShape that may differ between a save and a load
+OF_THE_RUN = ("layer_spec", "padded_vocab_size", "context_tokens", "value_head", "num_extra_layers", "stage_layers")
 
 
 def resumable(
@@ -49,6 +42,13 @@ def resumable(
         iterations = both
     folders = [root / name_of(iteration) for iteration in reversed(iterations)]
     return folders + [root / SUPERVISED / name_of(steps) for steps in reversed(supervised)]
+
+
+def identity_of_shape(shape: ModelShape) -> dict[str, object]:
+    """Return the part of a model's ``identity`` that its shape, with its adapters, tells."""
+    fields = dataclasses.asdict(shape) | {"lora_targets": sorted(shape.lora_targets)}
+    own = {name: value for name, value in sorted(fields.items()) if name not in OF_THE_RUN}
+    return json.loads(json.dumps(own))  # as it is read back: lists for tuples
 
 
 def check_identity(own: Mapping[str, object], folder: pathlib.Path, model: Mapping[str, object]) -> None:
@@ -78,37 +78,3 @@ def damaged_words(error: DamagedCheckpoint) -> str:
 def none_good_words(folders: Sequence[pathlib.Path], root: pathlib.Path) -> str:
     """Return the message of a run all of whose checkpoints are damaged."""
     return f"all {len(folders)} checkpoints in {root} are damaged; restore one, or set checkpoint.resume=never"
-
-
-def foresee_resume(config: Config, identity: Mapping[str, object]) -> ResumePoint | None:
-    """Return the checkpoint that this run's start would resume from, None if it would begin anew; write nothing.
-
-    identity: of the policy's model, as far as it is known without its weights.
-
-    The files' names and sizes are checked, and those that are read for it; tensors are not digested. Raises
-    CheckpointError and ConfigError as the start would.
-    """
-    root = config.run.path / ROOT
-    of_critic = whole_checkpoints(root / CRITIC) if config.has_critic else None
-    iterations, supervised = whole_checkpoints(root), whole_checkpoints(root / SUPERVISED)
-    if not (iterations or supervised) or config.checkpoint.resume == "never":
-        if iterations or supervised or exported_steps(root):
-            start_anew(root, config.model.hf_path, is_main=False)
-        return None
-    folders = resumable(root, iterations, of_critic, supervised)
-    for folder in folders:
-        try:
-            verify(folder, share=None)
-            state = read_state(folder)
-            check_torch_files(folder)
-            if of_critic is not None and folder.parent == root:
-                verify(root / CRITIC / folder.name, share=None)
-                read_model_state(root / CRITIC / folder.name)
-            check_identity(identity, folder, state["model"])
-        except DamagedCheckpoint as error:
-            if config.checkpoint.on_damage == "fail":
-                raise DamagedCheckpoint(damaged_words(error)) from error
-            log.error("%s; THE CHECKPOINT BEFORE IT WOULD BE USED", error)
-            continue
-        return ResumePoint(folder=folder, state=state)
-    raise CheckpointError(none_good_words(folders, root))

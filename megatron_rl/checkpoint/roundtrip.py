@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.megatron_lm import MegatronFolder, stored_layers
 from megatron_rl.config import load_config
 from megatron_rl.distributed import platform, topology
-from megatron_rl.model import attention
+from megatron_rl.model.attention import packed as attention
+from megatron_rl.model.attention.layout import Layout
 from megatron_rl.model.build import build_model
 from megatron_rl.model.head import head_weight
-from megatron_rl.model.layout import Layout
 from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import HuggingFaceReader

@@ -6,6 +6,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+# in the run's folder; cut back to the sizes that they had when the checkpoint was taken
+APPENDED = ("metrics.jsonl", "trace.jsonl", "completions.jsonl")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
@@ -57,3 +60,19 @@ class RestoredRun:
     prompts: Mapping
     reference: Mapping
     trace_rollouts: int
+
+
+def own_file(rank: int) -> str:
+    return f"rollouts_{rank}.npz"
+
+
+def changed_settings(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple]:
+    """Return the dotted keys whose values differ, with both values."""
+    changes: dict[str, tuple] = {}
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes |= changed_settings(old, new, f"{prefix}{key}.")
+        elif old != new:
+            changes[prefix + key] = (old, new)
+    return changes

@@ -98,11 +98,11 @@ def _check_places(asked: object, where: str) -> None:
 
 def _check_queue(queue: Mapping, where: str) -> None:
     _count(queue, "next_rollout", where)
-    for number, asked in field(queue, "jobs", dict, where).items():
-        place = f"{where}.jobs.{json_text.quoted(number)[1:-1]}"
+    for number, places in field(queue, "jobs", dict, where).items():
+        job = f"{where}.jobs.{json_text.quoted(number)[1:-1]}"
         if not (number.isascii() and number.isdigit() and len(number) < 16):
-            raise DamagedCheckpoint(f"{place}: the name of a rollout must be its number")
-        _check_places(asked, place)
+            raise DamagedCheckpoint(f"{job}: the name of a rollout must be its number")
+        _check_places(places, job)
     if "left" in queue:  # older releases write neither stragglers nor lengths
         _check_places(queue["left"], f"{where}.left")
     lengths = field(queue, "lengths", dict, where) if "lengths" in queue else {}
@@ -111,13 +111,13 @@ def _check_queue(queue: Mapping, where: str) -> None:
     keys = set()
     entries = field(field(queue, "replay", dict, where), "entries", list, f"{where}.replay")
     for i, entry in enumerate(entries):
-        place = f"{where}.replay.entries[{i}]"
-        keys.add(field(check(entry, place, dict), "key", str, place))
-        field(entry, "score", float, place)
-        _count(entry, "version", place)
-        _count(entry, "uses", place)
+        at_entry = f"{where}.replay.entries[{i}]"
+        keys.add(field(check(entry, at_entry, dict), "key", str, at_entry))
+        field(entry, "score", float, at_entry)
+        _count(entry, "version", at_entry)
+        _count(entry, "uses", at_entry)
         if extra := sorted(entry.keys() - {"key", "score", "version", "uses"}):
-            raise DamagedCheckpoint(f"{place} has a field {json_text.quoted(extra[0])} that no release writes")
+            raise DamagedCheckpoint(f"{at_entry} has a field {json_text.quoted(extra[0])} that no release writes")
     if len(keys) != len(entries):
         raise DamagedCheckpoint(f"{where}.replay.entries holds a key twice")
     reroll = field(queue, "reroll", dict, where)
@@ -161,9 +161,9 @@ def _check_random(state: Mapping, where: str) -> None:
     check(python[1][-1], f"{where}.python[1][{PYTHON_WORDS - 1}]", int, least=0, most=NUMPY_WORDS)
     check(numpy[2], f"{where}.numpy[2]", int, least=0, most=NUMPY_WORDS)
     check(numpy[3], f"{where}.numpy[3]", int, least=0, most=1)
-    for place, gauss in (
+    for name, gauss in (
         (f"{where}.python[2]", 0.0 if python[2] is None else python[2]),
         (f"{where}.numpy[4]", numpy[4]),
     ):
-        if not math.isfinite(check(gauss, place, float)):
-            raise DamagedCheckpoint(f"{place} is not finite")
+        if not math.isfinite(check(gauss, name, float)):
+            raise DamagedCheckpoint(f"{name} is not finite")

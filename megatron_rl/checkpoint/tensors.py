@@ -216,15 +216,15 @@ def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
     yield from runs + [[]] * (int(count.item()) - len(runs))
 
 
-def _read(asked: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Tensor]:
+def _read(entries: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Tensor]:
     try:
         with guarded():
             loaded = dist_checkpointing.load(
-                {"tensors": dict(enumerate(asked))}, str(folder), validate_access_integrity=False
+                {"tensors": dict(enumerate(entries))}, str(folder), validate_access_integrity=False
             )
     except (CheckpointException, CheckpointingException, *OF_A_FALSE_INDEX) as error:  # all raised on every rank
         raise DamagedCheckpoint(f"{folder} cannot be loaded: {_reason(error)}") from error
-    return [loaded["tensors"][i] for i in range(len(asked))]
+    return [loaded["tensors"][i] for i in range(len(entries))]
 
 
 def _reason(error: BaseException) -> str:

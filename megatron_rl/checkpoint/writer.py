@@ -193,32 +193,32 @@ def _own_results():
     """
     # the names in 0.16.1 and 0.19.2
     (name,) = [x for x in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, x)]
-    results, kept = queue.Queue(), getattr(filesystem_async, name)
+    results, true_queue = queue.Queue(), getattr(filesystem_async, name)
     setattr(filesystem_async, name, lambda *_: results)
     try:
         yield results
     finally:
-        setattr(filesystem_async, name, kept)
+        setattr(filesystem_async, name, true_queue)
 
 
 @contextlib.contextmanager
 def _kept_errors() -> Iterator[list[Exception]]:
     """Collect in a list the errors of the files that the main rank writes amid collectives; none is raised."""
-    kept: list[Exception] = []
+    errors: list[Exception] = []
 
     def quiet(function: Callable) -> Callable:
         def call(*args, **kwargs) -> None:
             try:
                 function(*args, **kwargs)
             except (OSError, RuntimeError) as error:  # torch.save raises the latter on a full disk
-                kept.append(error)
+                errors.append(error)
 
         return call
 
     with contextlib.ExitStack() as patches:
         for owner, name in SMALL_FILES:
             patches.enter_context(patch.object(owner, name, quiet(getattr(owner, name))))
-        yield kept
+        yield errors
 
 
 def _on_host(buckets: Sequence[tuple]) -> list[tuple]:

@@ -57,14 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--moves-equal-rewards", action="store_true", help="the estimator's advantage.moves_equal_rewards=true"
     )
     options = parser.parse_args(arguments)
-    given = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in options.arguments)}
+    values = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in options.arguments)}
     try:
         if options.estimator:
             estimator = AdvantageConfig(
-                estimator=options.estimator, arguments=given, moves_equal_rewards=options.moves_equal_rewards
+                estimator=options.estimator, arguments=values, moves_equal_rewards=options.moves_equal_rewards
             )
             return 0 if print_findings(options.estimator, own_estimator.check(estimator)) else 1
-        config = LossConfig(policy=options.loss, arguments=given)
+        config = LossConfig(policy=options.loss, arguments=values)
         findings = own_policy_check.check(config)
         whole = print_findings(options.loss, findings)
         if findings[0].holds:

@@ -29,18 +29,18 @@ def new_command(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", help="to make; its last part is the run's name")
     parser.add_argument("--model", default="", metavar="PATH", help="Hugging Face folder to train; default: left open")
     parser.add_argument("--prompts", metavar="FILE", help="your own prompts (JSONL, CSV, Parquet); default: 100 sums")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        write_run(given.folder, model=given.model, prompts=given.prompts, environment=_environment())
+        write_run(options.folder, model=options.model, prompts=options.prompts, environment=_environment())
     except OSError as error:
         raise ConfigError(
-            f"{given.folder} cannot be made: {error.strerror} ({error.filename}); name a folder on a disk that you "
+            f"{options.folder} cannot be made: {error.strerror} ({error.filename}); name a folder on a disk that you "
             "may write to"
         ) from error
-    missing = "" if given.model else " model.hf_path=/path/to/a/hugging-face/model"
+    missing = "" if options.model else " model.hf_path=/path/to/a/hugging-face/model"
     print(
-        f"{given.folder}: run.yaml, reward.py, job.sbatch{'' if given.prompts else ', prompts.jsonl'}\n"
-        f"next: megatron-rl train --config {given.folder}/run.yaml --dry-run{missing}"
+        f"{options.folder}: run.yaml, reward.py, job.sbatch{'' if options.prompts else ', prompts.jsonl'}\n"
+        f"next: megatron-rl train --config {options.folder}/run.yaml --dry-run{missing}"
     )
     return 0
 

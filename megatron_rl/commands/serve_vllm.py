@@ -97,74 +97,75 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--module", default=server_command.MODULE, help=f"what python -m runs (default {server_command.MODULE})"
     )
-    given = parser.parse_args(own)
-    if given.replicas < 1 or given.tensor_parallel_size < 1 or given.max_restarts < 0:
+    options = parser.parse_args(own)
+    if options.replicas < 1 or options.tensor_parallel_size < 1 or options.max_restarts < 0:
         parser.error(
-            f"--replicas {given.replicas}, --tensor-parallel-size {given.tensor_parallel_size} must be at least 1, "
+            f"--replicas {options.replicas}, --tensor-parallel-size {options.tensor_parallel_size} must be at least 1, "
             "--max-restarts 0"
         )
-    return given, extra
+    return options, extra
 
 
 def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def specs_of(given: argparse.Namespace, extra: list[str]) -> list[supervisor.ServerSpec]:
-    if given.api_key_env and not os.environ.get(given.api_key_env):
+def specs_of(options: argparse.Namespace, extra: list[str]) -> list[supervisor.ServerSpec]:
+    if options.api_key_env and not os.environ.get(options.api_key_env):
         raise ConfigError(
-            f"--api-key-env {given.api_key_env} names an environment variable that is empty or not set; export it first"
+            f"--api-key-env {options.api_key_env} names an environment variable that is empty or not set; export it "
+            "first"
         )
     refuse_spanning(extra)
-    api_key = os.environ[given.api_key_env] if given.api_key_env else None
-    supervisor.check_exposure(given.host, api_key, "--api-key-env", given.allow_no_key)
+    api_key = os.environ[options.api_key_env] if options.api_key_env else None
+    supervisor.check_exposure(options.host, api_key, "--api-key-env", options.allow_no_key)
     devices = supervisor.split_devices(
-        supervisor.visible_devices(os.environ), given.replicas, given.tensor_parallel_size
+        supervisor.visible_devices(os.environ), options.replicas, options.tensor_parallel_size
     )
     # The servers import megatron_rl.rollout.weight_sync.receiver from here.
     root = str(pathlib.Path(__file__).resolve().parents[2])
     specs = []
     for index, own_devices in enumerate(devices):
         environment, dropped = server_command.server_environment(os.environ, api_key=api_key, devices=own_devices)
-        if own_devices is None and given.replicas > 1:  # each would pin its threads to the same cores
+        if own_devices is None and options.replicas > 1:  # each would pin its threads to the same cores
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
         if index == 0 and dropped:
             say(f"not passed on to the servers: {', '.join(dropped)}")
         command = server_command.server_command(
-            given.model,
-            given.host,
-            given.port + index,
+            options.model,
+            options.host,
+            options.port + index,
             "--tensor-parallel-size",
-            str(given.tensor_parallel_size),
+            str(options.tensor_parallel_size),
             *extra,
             python=sys.executable,
-            module=given.module,
+            module=options.module,
         )
         specs.append(
             supervisor.ServerSpec(
                 name=f"server {index}",
                 command=tuple(command),
                 environment=environment,
-                host=given.host,
-                port=given.port + index,
-                log_path=given.log_dir.resolve() / f"server{index}.log",
+                host=options.host,
+                port=options.port + index,
+                log_path=options.log_dir.resolve() / f"server{index}.log",
             )
         )
     return specs
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given, extra = parse(sys.argv[1:] if arguments is None else arguments)
+    options, extra = parse(sys.argv[1:] if arguments is None else arguments)
     limits = supervisor.Limits(
-        restarts=given.max_restarts,
-        window_s=given.restart_window_s,
-        ready_s=given.ready_s,
-        grace_s=given.grace_s,
-        sick_s=given.sick_s,
+        restarts=options.max_restarts,
+        window_s=options.restart_window_s,
+        ready_s=options.ready_s,
+        grace_s=options.grace_s,
+        sick_s=options.sick_s,
     )
     try:
-        return supervisor.Supervisor(specs_of(given, extra), limits, say).run()
+        return supervisor.Supervisor(specs_of(options, extra), limits, say).run()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

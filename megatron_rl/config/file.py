@@ -14,11 +14,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.checks import hints_of
-from megatron_rl.config.interpolation import Interpolations, escaped
-from megatron_rl.config.known_names import RENAMED
-from megatron_rl.config.nearest import meant
 from megatron_rl.config.sections import Config
-from megatron_rl.config.typed import build_section, fitted, hint_at, holds_text
+from megatron_rl.config.typed import build_section, escaped, fitted, hint_at, holds_text
 from megatron_rl.config.yaml_text import MOST_LEVELS, Lines, parse_yaml, read_yaml
 from megatron_rl.errors import ConfigError, quoted, shortened
 
@@ -38,21 +35,36 @@ def load_config(
     tree = {name: value for name, value in tree.items() if value is not None}  # a section whose keys are comments
     layers = [tree, *map(_parse_override, overrides)]
     lines = {key: line for key, line in lines.items() if not any(_holds(layer, key) for layer in layers[1:])}
-    given = {key for layer in layers[1:] for key in _keys(layer)}
+    overridden = {key for layer in layers[1:] for key in _keys(layer)}
     try:
         for below, above in itertools.combinations(layers, 2):
             _check_over(below, above)
-        interpolations = Interpolations()
-        merged = OmegaConf.unsafe_merge(*(OmegaConf.create(interpolations.taken_out(layer)) for layer in layers))
-        settings = interpolations.put_in(OmegaConf.to_container(merged), lambda: config_to_dict(Config()))
+        settings = _merged(layers)
         for section, key in (("skip", "mode"), ("rollout", "routing_replay")):
-            if isinstance(found := settings.get(section), dict) and found.get(key) is False:
-                found[key] = "off"  # YAML reads a bare off as the boolean
+            if isinstance(part := settings.get(section), dict) and part.get(key) is False:
+                part[key] = "off"  # YAML reads a bare off as the boolean
         return _typed(fitted(Config, settings))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     except ConfigError as error:
-        raise ConfigError(_with_place(str(error), str(source), lines, given)) from None
+        raise ConfigError(_with_place(str(error), str(source), lines, overridden)) from None
+
+
+def _merged(layers: Sequence[Tree]) -> Tree:
+    """Return the layers as one tree, a later one over those before it, with a value for each interpolation."""
+    if not any(_has_interpolation(layer) for layer in layers):
+        return OmegaConf.to_container(OmegaConf.unsafe_merge(*map(OmegaConf.create, layers)))
+    from megatron_rl.config.interpolation import Interpolations
+
+    interpolations = Interpolations()
+    merged = OmegaConf.unsafe_merge(*(OmegaConf.create(interpolations.taken_out(layer)) for layer in layers))
+    return interpolations.put_in(OmegaConf.to_container(merged), lambda: config_to_dict(Config()))
+
+
+def _has_interpolation(value: object) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_interpolation, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and "${" in value
 
 
 def _check_over(below: object, above: object, key: str = "") -> None:
@@ -121,6 +133,9 @@ def _parse_override(override: str) -> Tree:
             f"override {quoted(override)} is not of the form section.key=value, without spaces around the ="
         )
     if bare != key.strip():
+        from megatron_rl.config.known_names import RENAMED
+        from megatron_rl.config.nearest import meant
+
         is_known = bare in RENAMED or hint_at(Config, bare) is not None
         keys, note = ([RENAMED.get(bare, bare)], "") if is_known else meant(Config, Config, bare)
         how = f"as in {keys[0]}={shortened(text)}" if keys else f"and {note}"
@@ -154,14 +169,14 @@ def _override_value(key: str, text: str, override: str) -> object:
 
 def _holds(tree: Tree, key: str) -> bool:
     """Tell whether a tree sets the value at a dotted key, or a section that it stands in."""
-    found: object = tree
+    part: object = tree
     for name in key.split("."):
-        if not isinstance(found, dict):
+        if not isinstance(part, dict):
             return True
-        if name not in found:
+        if name not in part:
             return False
-        found = found[name]
-    return not isinstance(found, dict)
+        part = part[name]
+    return not isinstance(part, dict)
 
 
 def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
@@ -172,10 +187,10 @@ def _keys(tree: Tree, prefix: str = "") -> Iterator[str]:
             yield from _keys(part, f"{prefix}{name}.")
 
 
-def _with_place(message: str, path: str, lines: Lines, given: Collection[str]) -> str:
+def _with_place(message: str, path: str, lines: Lines, overridden: Collection[str]) -> str:
     """Return a message that begins with where the keys stand that it names: lines of the file, the command line.
 
-    given: the dotted keys of the overrides.
+    overridden: the dotted keys of the overrides.
 
     Of an unknown key's message that key alone counts: the nearest one may stand elsewhere.
     """
@@ -184,7 +199,7 @@ def _with_place(message: str, path: str, lines: Lines, given: Collection[str]) -
     named |= set(re.findall(r"^(?:unknown )?(?:config key )?([\w-]+)(?![\w.-])", said))
     found = sorted({lines[key] for key in named if key in lines})
     places = [f"{path}, line{'s' * (len(found) > 1)} {', '.join(map(str, found))}"] if found else []
-    if named & set(given) or any("." in key and key in said for key in given):
+    if named & set(overridden) or any("." in key and key in said for key in overridden):
         places.append("the command line" if found else "on the command line")
     return f"{' and '.join(places)}: {message}" if places else message
 

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException, UnsupportedInterpolationType
 
+from megatron_rl.config.typed import escaped
 from megatron_rl.errors import ConfigError, quoted, shortened
 
 MOST_CHARACTERS = 100_000  # of one text
@@ -33,17 +34,6 @@ _MARKER = re.compile(rf"\$\{{{re.escape(_PENDING)}:(\d+)\}}")
 _PLAIN = re.compile(r"\$\{\s*(?:[\w.]+|oc\.env:[^${}]*)\s*\}")
 _REFUSED = {"oc.coerce": "it imports modules"}
 _PATCHED = threading.RLock()  # a resolver of the user's may load a configuration itself
-
-
-def escaped(value: object) -> object:
-    """Return a value whose texts OmegaConf reads as they are: a ``${`` in them is no interpolation."""
-    if isinstance(value, dict):
-        return {name: escaped(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(escaped(part) for part in value)
-    if isinstance(value, str) and "${" in value:
-        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
-    return value
 
 
 class Interpolations:
@@ -172,13 +162,13 @@ class Interpolations:
 def _reason(error: Exception) -> str:
     """Return what follows key and text in the sentence: what is wrong, as OmegaConf says, and the way out."""
     said = (str(error).splitlines() or [""])[0].strip()
-    if found := re.search(r"Interpolation key '(.*?)' not found", said):
-        return f": {quoted(found[1])} names no setting; write ${{section.key}} or ${{oc.env:VARIABLE}}"
+    if unknown := re.search(r"Interpolation key '(.*?)' not found", said):
+        return f": {quoted(unknown[1])} names no setting; write ${{section.key}} or ${{oc.env:VARIABLE}}"
     if isinstance(error, RecursionError) or re.search("[Rr]ecursi|to parent node", said):
         return " refers to itself, or to a section that it stands in; write the value out"
-    if found := re.search(r"Unsupported interpolation type (\S+)", said):
+    if resolver := re.search(r"Unsupported interpolation type (\S+)", said):
         known = ", ".join(name for name in BaseContainer._resolvers if name not in (_PENDING, *_REFUSED))
-        return f": there is no resolver {quoted(found[1])}; those known are {known}"
+        return f": there is no resolver {quoted(resolver[1])}; those known are {known}"
     if isinstance(error, GrammarParseError):
         return rf" is no interpolation that can be read ({shortened(said)}); write \${{ where ${{ is meant as it is"
     return f": {shortened(said, 200) or type(error).__name__}"

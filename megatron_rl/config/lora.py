@@ -15,6 +15,7 @@ PROJECTIONS = {  # by target, under their Hugging Face names
     "linear_fc2": ("down_proj",),
 }
 TARGETS = tuple(PROJECTIONS)
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that its engines can be built for (config/lora.py, 0.32.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,3 +56,8 @@ class PreferenceConfig:
     def needs_reference(self) -> bool:
         """Return whether the loss reads a reference policy's log-probs."""
         return self.loss in WITH_REFERENCE
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Return whether the run's one model is a reward model."""
+        return self.loss == "bradley_terry"

@@ -12,13 +12,13 @@ from megatron_rl.config.checks import Range, choose
 class ServeConfig:
     """Serves Tinker's API by `python -m megatron_rl.serve` (docs/tinker.md); a training run reads none of it.
 
-    The first rank holds the HTTP front. Every other wait than these is bounded by `run.deadline_s`.
+    The first rank holds the HTTP server. Every other wait than these is bounded by `run.deadline_s`.
     """
 
     host: str = "127.0.0.1"
-    """Address that the front listens at; any other than this host's own loopback needs `serve.api_key_env`."""
+    """Address that the server listens at; any other than this host's own loopback needs `serve.api_key_env`."""
     port: Annotated[int, Range(0, 65535)] = 8000
-    """Port of the front; 0: any free one, which the log names."""
+    """Port of the server; 0: any free one, which the log names."""
     api_key_env: str | None = None
     """Environment variable that holds the keys clients may present, between commas; null: any key is taken."""
     base_model: str | None = None

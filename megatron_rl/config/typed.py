@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Mapping
 
 from megatron_rl.config.checks import Range, check_number, hints_of, parts_of
-from megatron_rl.config.known_names import RENAMED
-from megatron_rl.config.nearest import advice, leaf_of
 from megatron_rl.errors import ConfigError, quoted, shortened
 
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -25,19 +24,30 @@ def fitted(cls: type, values: Mapping[str, object], key: str = "", root: type | 
     Raises ConfigError for a key that the section lacks, or a value of another type or beyond its range.
     """
     hints, prefix, root = hints_of(cls), f"{key}." * bool(key), root or cls
-    found: dict[str, object] = {}
+    typed: dict[str, object] = {}
     for name, value in values.items():
         check_known(cls, name, value, prefix, root)
         if not dataclasses.is_dataclass(hints[name]):
-            found[name] = typed_value(f"{prefix}{name}", value, hints[name])
+            typed[name] = typed_value(f"{prefix}{name}", value, hints[name])
         elif isinstance(value, dict):
-            found[name] = fitted(hints[name], value, f"{prefix}{name}", root)
+            typed[name] = fitted(hints[name], value, f"{prefix}{name}", root)
         else:
             raise ConfigError(
                 f"{prefix}{name}={_written(value)} must be a section with keys, as in "
                 f"{prefix}{name}.{dataclasses.fields(hints[name])[0].name}"
             )
-    return found
+    return typed
+
+
+def escaped(value: object) -> object:
+    """Return a value whose texts OmegaConf reads as they are: a ``${`` in them is no interpolation."""
+    if isinstance(value, dict):
+        return {name: escaped(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(escaped(part) for part in value)
+    if isinstance(value, str) and "${" in value:
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+    return value
 
 
 def build_section(cls: type, values: Mapping[str, object]):
@@ -54,15 +64,17 @@ def build_section(cls: type, values: Mapping[str, object]):
 
 def check_known(cls: type, name: str, value: object, prefix: str, root: type) -> None:
     """Raise ConfigError for a key that the section ``cls`` lacks, with its name of today or the nearest one."""
+    if name in hints_of(cls):
+        return
+    from megatron_rl.config.known_names import RENAMED
+    from megatron_rl.config.nearest import advice, leaf_of
+
     if f"{prefix}{name}" in RENAMED:
         raise ConfigError(
             f"config key {prefix}{name} (value {quoted(value)}) is called {RENAMED[f'{prefix}{name}']} now; rename it"
         )
-    if name not in hints_of(cls):
-        key, held = leaf_of(f"{prefix}{name}", value)
-        raise ConfigError(
-            f"unknown config key {shortened(key)} (value {quoted(held)}); {advice(root, cls, key, prefix)}"
-        )
+    key, held = leaf_of(f"{prefix}{name}", value)
+    raise ConfigError(f"unknown config key {shortened(key)} (value {quoted(held)}); {advice(root, cls, key, prefix)}")
 
 
 def hint_at(cls: type, key: str) -> object | None:
@@ -120,14 +132,14 @@ def _tuple(key: str, value: object, arguments: tuple) -> tuple:
 
 
 def _scalar(key: str, value: object, kind: type, bounds: Range | None, may_be_null: bool) -> object:
-    found = _converted(value, kind)
-    if found is None:
+    converted = _converted(value, kind)
+    if converted is None:
         numbers = f", {bounds.words}" if bounds is not None else ""
         quotes = "; put quotes around it" if kind is str and isinstance(value, bool) else ""
         raise ConfigError(f"{key}={_written(value)} must be {_WORDS[kind]}{numbers}{', or null' * may_be_null}{quotes}")
     if bounds is not None:
-        check_number(key, found, bounds, or_null=may_be_null)
-    return float(found) if kind is float else found
+        check_number(key, converted, bounds, or_null=may_be_null)
+    return float(converted) if kind is float else converted
 
 
 def _written(value: object) -> str:

@@ -102,13 +102,13 @@ class _Reader:
     def __init__(self, where: str, lines: Lines | None) -> None:
         self.where, self.lines, self.count = where, lines, 0
 
-    def fault(self, place: object, reason: str) -> ConfigError:
-        """Return the error of a mark, or of the mark of a node, token or exception."""
+    def fault(self, at: object, reason: str) -> ConfigError:
+        """Return the error at a mark, or at the mark of a node, token or exception."""
         for name in ("problem_mark", "context_mark", "start_mark"):
-            if isinstance(mark := vars(place).get(name), yaml.Mark):
-                place = mark
+            if isinstance(mark := vars(at).get(name), yaml.Mark):
+                at = mark
                 break
-        line = f", line {place.line + 1}" if isinstance(place, yaml.Mark) and self.lines is not None else ""
+        line = f", line {at.line + 1}" if isinstance(at, yaml.Mark) and self.lines is not None else ""
         return ConfigError(f"{self.where}{line}: {reason}")
 
     def bound(self, place: object, count: int, depth: int) -> None:
@@ -137,7 +137,7 @@ class _Reader:
         return value
 
     def mapping(self, node: yaml.MappingNode, key: str, depth: int) -> dict[str, object]:
-        found: dict[str, object] = {}
+        values: dict[str, object] = {}
         first: dict[str, int] = {}
         for name_node, value_node in node.value:
             name = self.build(name_node, key, depth + 1)
@@ -147,10 +147,10 @@ class _Reader:
             if name == "<<":
                 raise self.fault(name_node, "the merge key << is not read; write the keys out")
             line = name_node.start_mark.line + 1
-            if name in found:
+            if name in values:
                 raise self.fault(name_node, f"the key {quoted(name)} stands on line {first[name]} already; keep one")
             first[name], inner = line, f"{key}.{name}".lstrip(".")
             if self.lines is not None:
                 self.lines.setdefault(inner, line)
-            found[name] = self.build(value_node, inner, depth + 1)
-        return found
+            values[name] = self.build(value_node, inner, depth + 1)
+        return values

@@ -48,6 +48,7 @@ class Critic(TrainableModel):
 
     is_told_to_leave = False  # a signal tells only ranks that are not the policy's
 
+    training, reading = "critic", "values"
     sum_names = ("loss", "tokens", "clipped", "value", "return", "return_squared", "error_squared")
 
     def __init__(
@@ -70,7 +71,7 @@ class Critic(TrainableModel):
         shared = topology.current() if self.grid is None and not alone else None
         with self._here():
             super().__init__(
-                own, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True, place=shared
+                own, hf_config=hf_config, weights=weights, total_steps=total_steps, value_head=True, grid=shared
             )
 
     def _here(self) -> contextlib.AbstractContextManager:
@@ -101,7 +102,7 @@ class Critic(TrainableModel):
         """Return V of the state before each loss token, 0 elsewhere: float32 [T] flat over the batch, on every rank."""
         own = dataclasses.replace(batch, rows={})
         with self._here():
-            plan = self.plan("values", own, own.facts.loss_tokens > 0, drops=True)
+            plan = self.plan_pass(own, own.facts.loss_tokens > 0)
             own = self.fetch_rows(own, plan)
             return self._read(own, plan, lambda _, hidden: (values_of(hidden, self.chunks[-1].module), {}))[0]
 
@@ -113,7 +114,7 @@ class Critic(TrainableModel):
         """
         own = dataclasses.replace(batch, rows={})
         with self._here():
-            plan = self.plan("critic", own, own.facts.loss_tokens > 0, drops=True)
+            plan = self.plan_training(own, own.facts.loss_tokens > 0, drops=True)
             own = self.fetch_rows(own, plan)
             results = []
             for mini_batch, fingerprint in [

@@ -46,7 +46,12 @@ def joined(config: Config, *, of_critic: bool) -> Iterator[PolicyCriticLink | No
     if not is_separate(config):
         yield None
         return
-    link = PolicyCriticLink(config, of_critic=of_critic)
+    link = PolicyCriticLink(
+        of_critic=of_critic,
+        num_policy=policy_ranks_here(config),
+        num_critic=config.critic.ranks,
+        deadline_s=config.run.deadline_s,
+    )
     try:
         yield link
     except BaseException as error:
@@ -92,11 +97,12 @@ def local_policy_ranks(config: Config, rank: int, local_rank: int, local_world_s
 class PolicyCriticLink:
     """Holds one rank's end of the link. Making one joins this rank's own world; a collective over the job."""
 
-    def __init__(self, config: Config, *, of_critic: bool) -> None:
-        self.deadline_s, self.of_critic = config.run.deadline_s, of_critic
+    def __init__(self, *, of_critic: bool, num_policy: int, num_critic: int, deadline_s: float) -> None:
+        """num_policy, num_critic: the ranks of the two worlds. deadline_s: ``run.deadline_s``."""
+        self.deadline_s, self.of_critic = deadline_s, of_critic
         bound = datetime.timedelta(seconds=self.deadline_s)
         store, rank, _ = meet(self.deadline_s)
-        first, count = (policy_ranks_here(config), config.critic.ranks) if of_critic else (0, policy_ranks_here(config))
+        first, count = (num_policy, num_critic) if of_critic else (0, num_policy)
         name = "critic" if of_critic else "policy"
         join_world(HOST.backend, dist.PrefixStore(name, store), rank - first, count, self.deadline_s)
         self.is_first = rank == first

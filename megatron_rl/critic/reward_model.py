@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 class RewardModel(TrainableModel):
     """Trains and reads a reward model. Every method is a collective unless it says otherwise."""
 
+    reading = "values"
     sum_names = ("loss", "tokens")
 
     def __init__(
@@ -50,7 +51,7 @@ class RewardModel(TrainableModel):
 
         chosen: bool [S], the samples that are passed.
         """
-        plan = self.plan("values", batch, chosen, drops=True)
+        plan = self.plan_pass(batch, chosen)
         return self._read(
             self.fetch_rows(batch, plan),
             plan,
@@ -103,14 +104,14 @@ def classifier_config(hf_config, tokenizer):
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
 
-    found = copy.deepcopy(hf_config)
-    found.architectures = [CLASSES[hf_config.model_type]]
-    found.num_labels = 1
+    classifier = copy.deepcopy(hf_config)
+    classifier.architectures = [CLASSES[hf_config.model_type]]
+    classifier.num_labels = 1
     pads = [pad for pad in (hf_config.pad_token_id, tokenizer.pad_token_id) if isinstance(pad, int) and pad >= 0]
-    found.pad_token_id = next((pad for pad in pads if pad != tokenizer.eos_token_id), None)
-    if found.pad_token_id is None:
+    classifier.pad_token_id = next((pad for pad in pads if pad != tokenizer.eos_token_id), None)
+    if classifier.pad_token_id is None:
         log.warning(
             "the reward model's tokenizer has no pad token beside the end of sequence: config.json has "
             "pad_token_id=null, and transformers scores one row at a time"
         )
-    return found
+    return classifier

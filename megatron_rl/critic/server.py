@@ -75,22 +75,22 @@ class Service:
             self.link.tell(f"answer/{self.number}", {**answer, "is_told_to_leave": is_told_to_leave}, results)
         return request["request"] != "close"
 
-    def _answer(self, asked: Mapping, arrays: Mapping[str, np.ndarray]) -> Answer:
-        match asked["request"]:
+    def _answer(self, message: Mapping, arrays: Mapping[str, np.ndarray]) -> Answer:
+        match message["request"]:
             case "build":
-                self.critic = Critic(self.config, total_steps=asked["total_steps"], alone=True)
+                self.critic = Critic(self.config, total_steps=message["total_steps"], alone=True)
                 log.info("critic: %d ranks, %s", self.critic.topology.world_size, self.critic.topology.degrees)
             case "values":
-                self.batch = self._batch(asked["sample_ids"], arrays)
+                self.batch = self._batch(message["sample_ids"], arrays)
                 return {}, {"values": self.critic.values(self.batch)}
             case "train":
                 return {"metrics": self.critic.train(self.batch, arrays["returns"], arrays["old_values"])}, {}
             case "save" | "finish" | "check" | "load" as request:
-                return self._checkpoint(request, asked), {}
+                return self._checkpoint(request, message), {}
             case "abandon":
                 self.pending.abandon()
             case "close":
-                self.preempted = asked["preempted"]
+                self.preempted = message["preempted"]
                 self.critic.close()
             case other:
                 raise ValueError(
@@ -98,19 +98,19 @@ class Service:
                 )
         return {}, {}
 
-    def _checkpoint(self, request: str, asked: Mapping) -> dict:
+    def _checkpoint(self, request: str, message: Mapping) -> dict:
         """Answer a request about a checkpoint; the policy's ranks handle its error (``checkpoint.on_error``)."""
         try:
             match request:
                 case "save":
-                    self.pending = self.critic.save(pathlib.Path(asked["root"]), asked["iteration"])
+                    self.pending = self.critic.save(pathlib.Path(message["root"]), message["iteration"])
                 case "finish":
                     folder = self.pending.finish()
                     return {"refused": "", "folder": str(folder), "written_s": self.pending.written_s}
                 case "check":
-                    self.critic.check(pathlib.Path(asked["folder"]))
+                    self.critic.check(pathlib.Path(message["folder"]))
                 case "load":
-                    self.critic.load(pathlib.Path(asked["folder"]))
+                    self.critic.load(pathlib.Path(message["folder"]))
         except CheckpointError as error:  # raised on every rank
             return {"refused": str(error), "damaged": isinstance(error, DamagedCheckpoint)}
         return {"refused": ""}

@@ -150,21 +150,21 @@ def text_behind_turn(
 
 
 def check_stays(
-    tokenizer, asked: Sequence[Message], then: Sequence[Message], where: str, beside: Mapping[str, object]
+    tokenizer, messages: Sequence[Message], then: Sequence[Message], where: str, beside: Mapping[str, object]
 ) -> None:
     """Raise ConfigError where the template writes the messages of a prompt otherwise once others follow them.
 
     The policy has read the prompt by then. Mistral's templates write tools before the last of the user's messages.
 
-    then: those that follow, the last one not the assistant's.
+    messages: of the prompt. then: those that follow, the last one not the assistant's.
     """
-    whole = [{**message, "content": said_in(message)} for message in asked]
+    whole = [{**message, "content": said_in(message)} for message in messages]
     plain, prompt = (
         render_chat(tokenizer, whole, where, add_generation_prompt=prompt, beside=beside) for prompt in (False, True)
     )
     rendered = render_chat(tokenizer, [*whole, *then], where, add_generation_prompt=True, beside=beside)
     if not rendered.startswith(os.path.commonprefix([plain, prompt])):
-        named = ", ".join([*dict.fromkeys(f"a {message['role']}'s message" for message in asked), *beside])
+        named = ", ".join([*dict.fromkeys(f"a {message['role']}'s message" for message in messages), *beside])
         raise ConfigError(
             f"{where}: the chat template writes the prompt ({named}) otherwise once a message of role "
             f"{then[-1]['role']!r} follows the policy's turn, which has read it as it was; write tools and system "

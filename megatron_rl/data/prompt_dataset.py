@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_rl.config import DataConfig
 from megatron_rl.data.columns import ANSWER, RequiredColumn, check_columns, name_of_row
-from megatron_rl.data.conversations import Conversations, settle_template
 from megatron_rl.data.order import Order, shares
-from megatron_rl.data.responses import Responses, TooLong
+from megatron_rl.data.prompt_texts import PromptTexts, settle_template
 from megatron_rl.data.rows import Rows, has_column, value_of
-from megatron_rl.data.solution import Solution
 from megatron_rl.data.token_limits import TokenLimits
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
+
+if TYPE_CHECKING:  # of supervised steps
+    from megatron_rl.data.responses import Responses
+    from megatron_rl.data.solution import Solution
 
 # The fast tokenizers are parallel over a list, and a list of this length stays small in memory.
 _ROWS_PER_TOKENIZER_CALL = 1024
@@ -41,6 +45,16 @@ def _held_out(rows: np.ndarray, share: float, seed: int) -> np.ndarray:
         )
     key = np.array([seed % 2**64, 2**64 - 1], dtype=np.uint64)  # no epoch's order has this stream
     return np.sort(np.random.Generator(np.random.Philox(key=key)).choice(rows, count, replace=False))
+
+
+def _prompt_texts(rows: Sequence[Mapping[str, object]], tokenizer, data: DataConfig) -> PromptTexts:
+    match data.template:
+        case "chat":
+            from megatron_rl.data.conversations import Conversations
+
+            return Conversations(rows, tokenizer, data)
+        case _:
+            return PromptTexts(rows, tokenizer, data)
 
 
 class PromptDataset:
@@ -98,16 +112,15 @@ class PromptDataset:
             check_columns(rows, required, data.prompt_key, data.answer_key)
         else:
             check_columns(rows, required, data.messages_key, data.answer_key, prompt_setting="data.messages_key")
-        self._conversations = Conversations(rows, tokenizer, data)
-        self._responses = Responses(rows, tokenizer, data, self._conversations, self._limits)
+        self._texts = _prompt_texts(rows, tokenizer, data)
         # int32 arrays, not tuples: a dataset of a million prompts stays well under a gigabyte.
         self._token_ids: dict[int, np.ndarray] = {}
         for start in range(0, len(rows), _ROWS_PER_TOKENIZER_CALL):
             self._admit(range(start, min(start + _ROWS_PER_TOKENIZER_CALL, len(rows))))
         for key, setting in responses:
             self._admit_responses(key, setting)
-        if followed_by is not None and self._conversations.is_chat:
-            self._conversations.check_followed(self._token_ids, followed_by)
+        if followed_by is not None and self._texts.is_chat:
+            self._texts.check_followed(self._token_ids, followed_by)
         if not self._token_ids:
             raise ConfigError(
                 f"no prompt is left: all {len(rows)} rows are longer than {self._limit()[0]} tokens "
@@ -121,6 +134,13 @@ class PromptDataset:
         # (row, epoch, attempt), in the order in which they were put back
         self._returned: deque[tuple[int, int, int]] = deque()
         self._checked_keys = {key for key, _ in responses}
+
+    @functools.cached_property
+    def _responses(self) -> Responses:
+        """Return the reader of the rows' responses, which supervised steps alone need."""
+        from megatron_rl.data.responses import Responses
+
+        return Responses(self._rows, self._tokenizer, self._data, self._texts, self._limits)
 
     def __len__(self) -> int:
         """Return the prompts per epoch: the number of rows that were neither dropped nor held out."""
@@ -199,12 +219,12 @@ class PromptDataset:
     def _pairs(
         self, drawn: Iterable[tuple[int, int]], chosen_key: str, rejected_key: str
     ) -> list[tuple[Solution, Solution]]:
-        read, found = self._responses.tokenized, []
+        read, pairs = self._responses.tokenized, []
         for row, epoch in drawn:
             prompt = self._prompt(row, epoch)
             chosen = read(prompt, row, chosen_key, "preference.chosen_key")
-            found.append((chosen, read(prompt, row, rejected_key, "preference.rejected_key")))
-        return found
+            pairs.append((chosen, read(prompt, row, rejected_key, "preference.rejected_key")))
+        return pairs
 
     def state(self) -> dict:
         """Return the cursors as JSON-able values, with the order that they count in and the prompts put back."""
@@ -264,11 +284,11 @@ class PromptDataset:
         token_ids = tuple(self._token_ids[row].tolist())
         return Prompt(
             prompt_id=f"{row}@{epoch}",
-            text=self._conversations.text(row),
+            text=self._texts.text(row),
             token_ids=token_ids,
             columns=columns,
             attempt=attempt,
-            messages=self._conversations.asked(row) if self._conversations.is_chat else None,
+            messages=self._texts.messages(row),
         )
 
     def _limit(self) -> tuple[int, str]:
@@ -283,7 +303,7 @@ class PromptDataset:
 
     def _admit(self, row_numbers: range) -> None:
         """Render and tokenize rows; keep those that fit."""
-        texts = {row: self._conversations.text(row) for row in row_numbers}
+        texts = {row: self._texts.text(row) for row in row_numbers}
         limit, limit_name = self._limit()
         for row, text in [*texts.items()]:
             if self._limits.is_endless(len(text), limit):
@@ -321,6 +341,8 @@ class PromptDataset:
 
     def _admit_responses(self, key: str, setting: str) -> None:
         """Tokenize every row's response in a column, so that a bad one is named; drop long ones if asked for."""
+        from megatron_rl.data.responses import TooLong
+
         self._responses.require_end()
         for row in [*self._token_ids]:
             try:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.chat import THOUGHT_END, Message, check_messages
+from megatron_rl.data.chat import THOUGHT_END, Message, Observations, check_messages
 from megatron_rl.data.columns import name_of_row
-from megatron_rl.data.conversations import Conversations, conversation_of, cut_conversation, text_or_messages
+from megatron_rl.data.conversations import conversation_of, cut_conversation, text_or_messages
+from megatron_rl.data.prompt_texts import PromptTexts
 from megatron_rl.data.rows import has_column, value_of
-from megatron_rl.data.solution import Solution, tokenize_solution, tokenize_turns
+from megatron_rl.data.solution import Solution
 from megatron_rl.data.token_limits import TokenLimits
 from megatron_rl.data.turns import TurnFinder, Turns, words_of
 from megatron_rl.errors import ConfigError
@@ -32,7 +34,7 @@ class Responses:
         rows: Sequence[Mapping[str, object]],
         tokenizer,
         data: DataConfig,
-        conversations: Conversations,
+        conversations: PromptTexts,
         limits: TokenLimits,
     ) -> None:
         self._rows, self._tokenizer, self._data, self._limits = rows, tokenizer, data, limits
@@ -56,7 +58,7 @@ class Responses:
         if setting == "data.messages_key":
             messages = conversation_of(self._rows, row, key)
             return self._turns(cut_conversation(messages, self._where(row, key, setting))[1], row, key, setting)
-        value = text_or_messages(self._rows, row, key, setting, messages=True)
+        value = text_or_messages(self._rows, row, key, setting)
         return value if isinstance(value, str) else self._turns(self._without_prompt(value, row), row, key, setting)
 
     def _column(self, key: str, setting: str) -> tuple[str, str]:
@@ -82,11 +84,11 @@ class Responses:
     def _without_prompt(self, messages: list[Message], row: int) -> list[Message]:
         columns, key = self._rows[row], self._data.prompt_key
         prompt = value_of(columns, key) if has_column(columns, key) else None
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if isinstance(asked, list):
-            asked = check_messages(asked, self._where(row, self._data.prompt_key, "data.prompt_key"))
-        if isinstance(asked, list) and messages[: len(asked)] == asked:
-            return messages[len(asked) :]
+        first = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if isinstance(first, list):
+            first = check_messages(first, self._where(row, self._data.prompt_key, "data.prompt_key"))
+        if isinstance(first, list) and messages[: len(first)] == first:
+            return messages[len(first) :]
         return messages
 
     def _where(self, row: int, key: str, setting: str) -> str:
@@ -97,33 +99,37 @@ class Responses:
 
         Raises ConfigError for one that does not fit in the model's context, or with a token that the model lacks.
         """
-        given = self.given(row, key, setting)
+        response = self.given(row, key, setting)
         key, setting = self._column(key, setting)
-        length = len(given) if isinstance(given, str) else sum(len(message.get("content") or "") for message in given)
+        length = (
+            len(response)
+            if isinstance(response, str)
+            else sum(len(message.get("content") or "") for message in response)
+        )
         context = self._limits.context_tokens
         if context is not None and self._limits.is_endless(length, context):
             self._refuse_long(row, key, f"more than {length} characters")
-        solution = self._solution(prompt, given, row, self._where(row, key, setting))
+        solution = self._solution(prompt, response, row, self._where(row, key, setting))
         self._limits.check_vocabulary(name_of_row(self._rows, row), key, solution.response_ids)
         total = len(prompt.token_ids) + len(solution.response_ids)
         if context is not None and total > context:
             self._refuse_long(row, key, f"{total} tokens (end-of-sequence included)")
         return solution
 
-    def _solution(self, prompt: Prompt, given: str | list[Message], row: int, where: str) -> Solution:
+    def _solution(self, prompt: Prompt, response: str | list[Message], row: int, where: str) -> Solution:
         if not self._conversations.is_chat:
-            if not isinstance(given, str) and any(message.get("tool_calls") for message in given):
+            if not isinstance(response, str) and any(message.get("tool_calls") for message in response):
                 raise ConfigError(
                     f"{where} has tool_calls, which a chat template writes; set data.template=chat, or write the calls "
                     "into the content"
                 )
-            return tokenize_solution(prompt, given, self._tokenizer, self._data.template)
-        messages = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
-        asked, beside = self._conversations.asked(row), self._conversations.beside(row)
-        turns = TurnFinder(self._tokenizer, self._words, asked, messages, beside, where).turns()
+            return tokenize_solution(prompt, response, self._tokenizer, self._data.template)
+        messages = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+        prompts, beside = self._conversations.messages(row), self._conversations.beside(row)
+        turns = TurnFinder(self._tokenizer, self._words, prompts, messages, beside, where).turns()
         self._warn_of_thoughts(turns, where)
         self._warn_of_nothing(messages, where)
-        return tokenize_turns(prompt, turns, self._tokenizer, masked=not isinstance(given, str))
+        return tokenize_turns(prompt, turns, self._tokenizer, masked=not isinstance(response, str))
 
     def _warn_of_thoughts(self, turns: Turns, where: str) -> None:
         """Warn, once, of a template that writes a thought in the last turn and leaves it out of an earlier one."""
@@ -161,3 +167,57 @@ class Responses:
 
 class TooLong(ConfigError):
     """Reports a response that does not fit in the model's context behind its prompt."""
+
+
+def tokenize_solution(prompt: Prompt, response: str | Sequence[Message], tokenizer, template: str) -> Solution:
+    """Return the tokens of a solution behind a prompt that is a text, with a loss on the assistant's turns alone.
+
+    response: a text, or messages of which the first and the last are the assistant's; every turn ends in the
+        tokenizer's end of sequence, and the others' messages are unchanged text.
+    template: ``data.template``.
+    """
+
+    def turn(text: str) -> tuple[int, ...]:
+        return (*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id)
+
+    if isinstance(response, str):
+        return Solution(prompt=prompt, response_ids=turn(response))
+    observations = Observations(tokenizer, template)
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    waiting = ""
+    for message in response:
+        if message["role"] != "assistant":
+            waiting += message["content"]
+            continue
+        between = observations.token_ids(waiting, tokenizer.eos_token_id)
+        said, waiting = turn(message["content"]), ""
+        token_ids += (*between, *said)
+        mask += [False] * len(between) + [True] * len(said)
+    return Solution(prompt=prompt, response_ids=tuple(token_ids), loss_mask=tuple(mask))
+
+
+def tokenize_turns(prompt: Prompt, turns: Turns, tokenizer, *, masked: bool) -> Solution:
+    """Return the tokens of a conversation that the chat template wrote, with a loss on its turns alone.
+
+    masked: whether the response has a mask though it is one turn.
+
+    Turns are tokenized apart from what stands before them, as the policy meets them. The prompt is the text before the
+    first turn: it may lack an end of the generation prompt that the template does not write before a turn.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    behind = turns.spans[0][0]
+    if turns.text[:behind] != prompt.text:
+        text = turns.text[:behind]
+        prompt = dataclasses.replace(prompt, text=text, token_ids=tuple(encode(text)))
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    for first, last in turns.spans:
+        between, said = encode(turns.text[behind:first]) if first > behind else [], encode(turns.text[first:last])
+        token_ids += [*between, *said]
+        mask += [False] * len(between) + [True] * len(said)
+        behind = last
+    return Solution(prompt=prompt, response_ids=tuple(token_ids), loss_mask=tuple(mask) if masked else None)

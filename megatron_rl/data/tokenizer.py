@@ -6,7 +6,7 @@ import pathlib
 from collections import Counter
 from collections.abc import Mapping
 
-from megatron_rl.config import Config
+from megatron_rl.config import ModelConfig
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check, field, read_object
 
@@ -23,7 +23,7 @@ JSON_FILES = (
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe")
 
 
-def load_tokenizer(config: Config, vocab_size: int):
+def load_tokenizer(model: ModelConfig, vocab_size: int):
     """Return the run's tokenizer.
 
     vocab_size: the tokens that the model has, above every id of the tokenizer's.
@@ -33,7 +33,7 @@ def load_tokenizer(config: Config, vocab_size: int):
     """
     from transformers import AutoTokenizer
 
-    path = pathlib.Path(config.model.tokenizer_path or config.model.hf_path)
+    path = pathlib.Path(model.tokenizer_path or model.hf_path)
     tokens = _check_files(path, vocab_size)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

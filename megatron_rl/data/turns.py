@@ -58,7 +58,7 @@ class TurnFinder:
     """Finds the assistant's turns of one conversation.
 
     words: the tokenizer's.
-    asked: the messages of the prompt. given: those of the response, the first and the last the assistant's.
+    prompt: its messages. response: those of it, the first and the last the assistant's.
     beside: the template's variables. where: begins the message of every ConfigError.
     """
 
@@ -66,15 +66,15 @@ class TurnFinder:
         self,
         tokenizer,
         words: Words,
-        asked: Sequence[Message],
-        given: Sequence[Message],
+        prompt: Sequence[Message],
+        response: Sequence[Message],
         beside: Mapping[str, object],
         where: str,
     ) -> None:
         self._tokenizer, self._words, self._beside, self._where = tokenizer, words, beside, where
-        self._messages = [*asked, *given]
+        self._messages = [*prompt, *response]
         own = [number for number, message in enumerate(self._messages) if message["role"] == "assistant"]
-        self._own = [number for number in own if number >= len(asked)]
+        self._own = [number for number in own if number >= len(prompt)]
         self._asked_turns = len(own) - len(self._own)
         self._prompts: dict[str, str] = {}  # generation prompts, by the role that stands before them
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pathlib
 import shutil
 from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
 
 
 def replace_text(path: pathlib.Path, text: str, *, synced: bool = False) -> None:
@@ -35,3 +38,12 @@ def replacing_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
         os.replace(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def set_aside(path: pathlib.Path) -> None:
+    """Rename an earlier run's ``path`` to the first free ``path.1``, ``path.2``, ..., and log a warning."""
+    number = 1
+    while (other := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(other)
+    log.warning("%s is from an earlier run: kept as %s", path.name, other.name)

@@ -19,11 +19,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
 _ASKS_TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return ``given`` without the variables of the trainer's world, and with this package on PYTHONPATH."""
-    variables = {name: value for name, value in given.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
+def environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return ``inherited`` without the variables of the trainer's world, and with this package on PYTHONPATH."""
+    variables = {name: value for name, value in inherited.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
     variables["PYTHONPATH"] = os.pathsep.join(
-        [str(pathlib.Path(__file__).parents[2]), *filter(None, [given.get("PYTHONPATH")])]
+        [str(pathlib.Path(__file__).parents[2]), *filter(None, [inherited.get("PYTHONPATH")])]
     )
     return variables
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_rl.config import Config
-from megatron_rl.distributed.weight_channel import ALLOCATOR, opens_device_memory
+from megatron_rl.config import MegatronConfig, ParallelConfig, RolloutConfig, RunConfig, WeightSyncConfig
 from megatron_rl.errors import ConfigError
 
 DRIVER = "/proc/driver/nvidia/version"
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the older name, which every version reads, first
 # What bitwise repetition needs, each with the values that give it. cuBLAS: its documentation on reproducibility.
 # Transformer Engine: attention's backward (pytorch/attention). NCCL: NVLink SHARP adds in the order of arrival, and
 # Megatron-LM's --deterministic-mode asks for one of the others.
@@ -31,33 +31,47 @@ def added_variables() -> dict[str, str]:
     return dict(_added)
 
 
-def wanted_variables(config: Config) -> dict[str, tuple[str, ...]]:
+def opens_device_memory(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> bool:
+    """Tell whether engines on the trainer's GPUs are to open its memory, where its allocator lets them."""
+    channel = weight_sync.channel
+    return channel == "cuda_ipc" or (channel == "auto" and rollout.engine == "vllm" and not rollout.servers)
+
+
+def wanted_variables(
+    run: RunConfig,
+    parallel: ParallelConfig,
+    megatron: MegatronConfig,
+    rollout: RolloutConfig,
+    weight_sync: WeightSyncConfig,
+) -> dict[str, tuple[str, ...]]:
     """Return the variables that a run wants on a GPU, each with the values that do, the one to set first."""
     wanted: dict[str, tuple[str, ...]] = {}
-    if config.parallel.tensor > 1 or config.parallel.context > 1:
+    if parallel.tensor > 1 or parallel.context > 1:
         # One hardware queue keeps the order in which Megatron-Core launches a collective and the product that shall
         # hide it (0.16.1 tensor_parallel/layers.py warns without it; Megatron-LM's arguments.py asks for it under
         # context parallelism too, up to Hopper).
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1",)
-    if not opens_device_memory(config) and not config.megatron.ddp.get("nccl_ub"):
+    if not opens_device_memory(rollout, weight_sync) and not megatron.ddp.get("nccl_ub"):
         # Micro-batches differ in size, and blocks of fixed size fragment; a handle on a segment that grows would ask
         # the engine's process for more rights, and NCCL registers fixed buffers.
         wanted[ALLOCATOR[0]] = ("expandable_segments:True",)
-    return {**wanted, **(DETERMINISTIC if config.run.deterministic else {})}
+    return {**wanted, **(DETERMINISTIC if run.deterministic else {})}
 
 
-def prepare_cuda(config: Config) -> None:
+def prepare_cuda(wanted: Mapping[str, tuple[str, ...]], *, deterministic: bool) -> None:
     """Set what a run wants before CUDA starts, and torch's switches; may be called again.
+
+    wanted: by ``wanted_variables``. deterministic: ``run.deterministic``.
 
     Raises ConfigError where ``run.deterministic`` needs a variable that the user set otherwise, or that CUDA, which has
     started already, did not find.
     """
     if os.path.exists(DRIVER):
-        set_variables(wanted_variables(config), os.environ, has_started=torch.cuda.is_initialized())
+        set_variables(wanted, os.environ, has_started=torch.cuda.is_initialized())
     # cuDNN builds a plan for each shape that it has not seen, in half a second and more under torch 2.11 (reported, not
     # measured here), and every decoding step of the embedded engine has one; flash attention takes any length.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if config.run.deterministic:
+    if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory that nobody wrote
         torch.backends.cudnn.benchmark = False
@@ -71,12 +85,12 @@ def set_variables(wanted: Mapping[str, tuple[str, ...]], environment: dict[str, 
     Raises ConfigError as ``prepare_cuda`` does.
     """
     for name, values in wanted.items():
-        given = environment.get(name)
-        if name in DETERMINISTIC and given is not None and given not in values:
+        value = environment.get(name)
+        if name in DETERMINISTIC and value is not None and value not in values:
             raise ConfigError(
-                f"run.deterministic=true needs {name} to be one of {', '.join(values)} and it is {given!r}; unset it"
+                f"run.deterministic=true needs {name} to be one of {', '.join(values)} and it is {value!r}; unset it"
             )
-        if given is not None or (name in ALLOCATOR and any(other in environment for other in ALLOCATOR)):
+        if value is not None or (name in ALLOCATOR and any(other in environment for other in ALLOCATOR)):
             continue
         if has_started:
             if name in DETERMINISTIC:

@@ -44,22 +44,22 @@ def fault_of(error: str, package: str, cuda: str | None = None) -> Fault:
 
     error: "Type: message". package: how the names of its own modules begin. cuda: the version that torch is built for.
     """
-    if (found := MODULE.match(error)) and not found[1].startswith(package):
-        top, dot, _ = found[1].partition(".")
+    if (matched := MODULE.match(error)) and not matched[1].startswith(package):
+        top, dot, _ = matched[1].partition(".")
         if dot:  # Python looks for the top one first
             return Fault(
-                Cause.PACKAGE_MISSING, f"lacks the module {found[1]} of another {top}", f"pip install --upgrade {top}"
+                Cause.PACKAGE_MISSING, f"lacks the module {matched[1]} of another {top}", f"pip install --upgrade {top}"
             )
         install = f"pip install {top.replace('_', '-')}"
         return Fault(Cause.PACKAGE_MISSING, f"lacks the package {top}", f"{install}  (pip check names any others)")
-    if found := UNNAMED_LIBRARY.match(error):
-        return _library_missing(f"lib{found[1]}.so", cuda)
-    found = LIBRARY.match(error)
-    if not found or (package in found[1] and found[2].startswith(ABSENT)):
+    if matched := UNNAMED_LIBRARY.match(error):
+        return _library_missing(f"lib{matched[1]}.so", cuda)
+    matched = LIBRARY.match(error)
+    if not matched or (package in matched[1] and matched[2].startswith(ABSENT)):
         return Fault(Cause.ITSELF, "is half-installed")
-    if found[2].startswith(ABSENT):
-        return _library_missing(found[1], cuda)
-    return Fault(Cause.LIBRARY_BROKEN, f"has a library that does not load, {found[1]}")
+    if matched[2].startswith(ABSENT):
+        return _library_missing(matched[1], cuda)
+    return Fault(Cause.LIBRARY_BROKEN, f"has a library that does not load, {matched[1]}")
 
 
 def _library_missing(library: str, cuda: str | None) -> Fault:

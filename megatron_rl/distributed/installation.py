@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import importlib.metadata
 import importlib.util
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from megatron_rl.distributed.requirements import compiler_fault
 
 PROBE_S = 120.0  # seconds for one import; torch from a cold network disk has taken 60
 
@@ -140,20 +139,6 @@ def own_name() -> tuple[str, bool]:
     """Return the name that torchrun gives this host, and whether it has an address."""
     name = socket.getfqdn()
     return name, has_address(name)
-
-
-@functools.cache
-def compiler_fault() -> str:
-    """Return what Triton lacks here to build a kernel's launcher, or "" where it lacks nothing.
-
-    It runs a C compiler over Python's headers (read in Triton 3.6 and 3.7, runtime/build.py), as torch.compile does.
-    """
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "no C compiler was found (CC, gcc, clang)"
-    include = sysconfig.get_paths()["include"]
-    return "" if os.path.exists(os.path.join(include, "Python.h")) else f"Python's headers are not in {include}"
 
 
 def inspect_host() -> Host:

@@ -7,6 +7,7 @@ fails looks there for the ranks of its own host, and names those whose process i
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import re
 import socket
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 import psutil
 import torch.distributed as dist
 
+from megatron_rl.distributed.time_limit import time_limit
 from megatron_rl.errors import PeerError, RunError, shortened
 
 SETTLE_S = 1.0  # a killed process closes its connections before it is gone
@@ -27,6 +29,9 @@ ADVICE = (
     "its own log and the launcher's say how it ended (killed for want of memory?); then start the same command again"
 )
 UNNAMED = "another rank, which cannot be named"
+NO_ANSWER = f"a rank that met the others does not answer, or has ended: {ADVICE}"
+GRACE_S = 5.0  # beyond the deadline, which torch keeps by itself but where a connection is accepted and never answered
+NCCL_GRACE_S = 60.0  # beyond the deadline, for the watchdog to find the cause before NCCL ends the process
 _met: list[tuple[dist.Store, int]] = []  # the store of the job that this process belongs to, and its rank
 
 
@@ -45,6 +50,20 @@ def _host() -> str:
     """Return a name of this host, and of the numbers that its processes have here: containers may share a host."""
     numbers = os.readlink(NAMESPACE) if os.path.exists(NAMESPACE) else "one"
     return f"{socket.gethostname()}/{uuid.getnode()}/{numbers}"
+
+
+def group_timeout(backend: str, deadline_s: float) -> datetime.timedelta:
+    """Return the time-out of a process group: ``deadline_s``, and NCCL_GRACE_S more for NCCL's."""
+    return datetime.timedelta(seconds=deadline_s + (NCCL_GRACE_S if backend == "nccl" else 0.0))
+
+
+def joining(backend: str, deadline_s: float) -> contextlib.AbstractContextManager[None]:
+    """End this process where the groups of the body are not built in time.
+
+    gloo (torch 2.13) tries five times, each for the group's time-out, to reach a rank that met the others and ended.
+    """
+    grace_s = group_timeout(backend, GRACE_S).total_seconds()
+    return time_limit("joining the other ranks' process groups", deadline_s, grace_s=grace_s, way_out=NO_ANSWER)
 
 
 @contextlib.contextmanager

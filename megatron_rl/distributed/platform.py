@@ -22,8 +22,7 @@ import psutil
 import torch
 import torch.utils._device as torch_device
 
-from megatron_rl.distributed.import_faults import error_text, fault_of
-from megatron_rl.distributed.versions import check_megatron_core
+from megatron_rl.distributed.requirements import check_megatron_core
 from megatron_rl.errors import ConfigError
 
 BF16_PEAK_FLOPS = {
@@ -127,23 +126,8 @@ class _NoStream:
 
 
 _FACTORIES = (
-    "arange",
-    "empty",
-    "empty_like",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "ones",
-    "ones_like",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "tensor",
-    "zeros",
-    "zeros_like",
-    "as_tensor",
+    *("arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like"),
+    *("rand", "randint", "randn", "randperm", "tensor", "zeros", "zeros_like", "as_tensor"),
 )
 
 
@@ -313,14 +297,14 @@ def choose_device(
 
     Raises ConfigError on a GPU host where CUDA does not work: a run must not fall back to the CPU in silence.
     """
-    asked = environment.get("MEGATRON_RL_DEVICE", "").strip().lower()
-    if asked not in ("", "cpu", "cuda"):
-        raise ConfigError(f"MEGATRON_RL_DEVICE={asked!r} is no device; set it to cpu or cuda, or unset it")
-    if asked == "cpu" or environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+    wanted = environment.get("MEGATRON_RL_DEVICE", "").strip().lower()
+    if wanted not in ("", "cpu", "cuda"):
+        raise ConfigError(f"MEGATRON_RL_DEVICE={wanted!r} is no device; set it to cpu or cuda, or unset it")
+    if wanted == "cpu" or environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return "cpu"
     if is_available():
         return "cuda"
-    if driver_loaded or asked == "cuda":
+    if driver_loaded or wanted == "cuda":
         raise ConfigError(
             f"this host has an NVIDIA driver and CUDA does not work in torch {torch.__version__}: {reason()}. "
             "python -m megatron_rl.doctor says more; set MEGATRON_RL_DEVICE=cpu to run on the CPU"
@@ -360,6 +344,8 @@ def _detect() -> Host:
 
 
 def _transformer_engine_fault(error: Exception) -> str:
+    from megatron_rl.distributed.import_faults import error_text, fault_of
+
     fault = fault_of(error_text(error), "transformer_engine", torch.version.cuda)
     way_out = f"{fault.mend}; " if fault.mend else ""
     return f"Transformer Engine {fault.state} ({error_text(error)}); {way_out}python -m megatron_rl.doctor says more"

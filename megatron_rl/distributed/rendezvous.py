@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import queue
@@ -13,14 +12,8 @@ import time
 import torch.distributed as dist
 
 from megatron_rl.distributed.collectives import open_host_group
-from megatron_rl.distributed.installation import has_address
-from megatron_rl.distributed.lost_rank import ADVICE, UNNAMED, gone, note_process
-from megatron_rl.distributed.time_limit import time_limit
+from megatron_rl.distributed.lost_rank import ADVICE, GRACE_S, UNNAMED, gone, group_timeout, joining, note_process
 from megatron_rl.errors import PeerError
-
-NCCL_GRACE_S = 60.0  # beyond the deadline, for the watchdog to find the cause before NCCL ends the process
-NO_ANSWER = f"a rank that met the others does not answer, or has ended: {ADVICE}"
-GRACE_S = 5.0  # beyond the deadline, which torch keeps by itself but where a connection is accepted and never answered
 
 
 def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
@@ -44,14 +37,14 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
     # In a thread of its own: torch 2.13 waits for ever for the first answer of a TCPStore (TCPStore.cpp, validate).
     threading.Thread(target=join, daemon=True, name="rendezvous").start()
     try:
-        found = met.get(timeout=deadline_s + GRACE_S)
+        outcome = met.get(timeout=deadline_s + GRACE_S)
     except queue.Empty:
-        found = TimeoutError("the program that listens there does not answer as a rendezvous")
-    if isinstance(found, Exception):
-        raise _failure(found, deadline_s) from found
+        outcome = TimeoutError("the program that listens there does not answer as a rendezvous")
+    if isinstance(outcome, Exception):
+        raise _failure(outcome, deadline_s) from outcome
     if url == "env://":
-        note_process(found[0], found[1])
-    return found
+        note_process(outcome[0], outcome[1])
+    return outcome
 
 
 def _wait_for_listener(deadline_s: float) -> None:
@@ -73,20 +66,6 @@ def _wait_for_listener(deadline_s: float) -> None:
                 whose = "torchrun" if by_launcher else "rank 0"
                 raise TimeoutError(f"nobody listens there ({error}): {whose} did not start, or has ended") from error
         time.sleep(0.1)
-
-
-def group_timeout(backend: str, deadline_s: float) -> datetime.timedelta:
-    """Return the time-out of a process group: ``deadline_s``, and NCCL_GRACE_S more for NCCL's."""
-    return datetime.timedelta(seconds=deadline_s + (NCCL_GRACE_S if backend == "nccl" else 0.0))
-
-
-def joining(backend: str, deadline_s: float) -> contextlib.AbstractContextManager[None]:
-    """End this process where the groups of the body are not built in time.
-
-    gloo (torch 2.13) tries five times, each for the group's time-out, to reach a rank that met the others and ended.
-    """
-    grace_s = group_timeout(backend, GRACE_S).total_seconds()
-    return time_limit("joining the other ranks' process groups", deadline_s, grace_s=grace_s, way_out=NO_ANSWER)
 
 
 def join_world(backend: str, store: dist.Store, rank: int, world_size: int, deadline_s: float) -> None:
@@ -118,6 +97,8 @@ def _failure(error: Exception, deadline_s: float) -> PeerError:
         "another program may hold that port (choose another MASTER_PORT), a firewall may close it, or a rank did not "
         "start, or has ended"
     )
+    from megatron_rl.distributed.installation import has_address
+
     if "MASTER_ADDR" in os.environ and not has_address(address):
         way_out = (
             f"{address} has no address on this host: give it a line in /etc/hosts, or set MASTER_ADDR to an address of "

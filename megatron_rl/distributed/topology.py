@@ -11,13 +11,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed.collectives import open_host_group
+from megatron_rl.distributed.lost_rank import group_timeout, joining
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.distributed.rendezvous import group_timeout, join_world, joining, meet
 from megatron_rl.errors import ConfigError
 
 from megatron.core import parallel_state  # isort: skip  (after platform)
 from megatron.core.tensor_parallel import random as tensor_parallel_random  # isort: skip
+
+ALONE = ParallelConfig()  # one process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,51 +113,41 @@ class Topology:
 
 
 def initialize(
+    parallel: ParallelConfig = ALONE,
     *,
-    tensor: int = 1,
-    pipeline: int = 1,
-    virtual_pipeline: int = 1,
-    context: int = 1,
-    expert: int = 1,
-    expert_tensor: int | None = None,
     deadline_s: float = 1800.0,
     seed: int = 0,
     init_method: str | None = None,
 ) -> Topology:
     """Join the world (where that has not happened) and build Megatron's groups.
 
-    expert_tensor: degree of the experts' tensor parallelism, None for that of ``tensor``.
+    parallel: the degrees of parallelism.
     deadline_s: seconds, the time-out of every group.
 
     Raises ConfigError where the degrees do not divide the world or one another, PeerError where the ranks do not meet.
     """
-    # The world: without a launcher this process is alone in it.
     if not dist.is_initialized():
-        if "RANK" not in os.environ and init_method is None:
-            init_method = "tcp://127.0.0.1:0"
-            dist.init_process_group(
-                HOST.backend,
-                init_method=init_method,
-                rank=0,
-                world_size=1,
-                timeout=group_timeout(HOST.backend, deadline_s),
-            )
-        else:
-            store, rank, world_size = meet(deadline_s, init_method or "env://")
-            join_world(HOST.backend, dist.PrefixStore("world", store), rank, world_size, deadline_s)
+        _make_world(init_method, deadline_s)
     if HOST.is_cuda:
         torch.cuda.set_device(HOST.device)
     open_host_group(deadline_s)
-    expert_tensor = expert_tensor or tensor
-    check_degrees(dist.get_world_size(), tensor, context, pipeline, expert, expert_tensor)
+    expert_tensor, virtual_pipeline = parallel.expert_tensor or parallel.tensor, parallel.virtual_pipeline
+    check_degrees(
+        dist.get_world_size(),
+        parallel.tensor,
+        parallel.context,
+        parallel.pipeline,
+        parallel.expert,
+        expert_tensor,
+    )
     # Megatron's groups ignore init_process_group's time-out and would wait 30 minutes on a hang.
     with joining(HOST.backend, deadline_s):
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor,
-            pipeline_model_parallel_size=pipeline,
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
-            context_parallel_size=context,
-            expert_model_parallel_size=expert,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=expert_tensor,
             distributed_timeout_minutes=group_timeout(HOST.backend, deadline_s).total_seconds() / 60,
         )
@@ -168,6 +161,23 @@ def initialize(
         tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: None
         tensor_parallel_random._set_cuda_rng_state = lambda *args, **kwargs: None
     return current()
+
+
+def _make_world(init_method: str | None, deadline_s: float) -> None:
+    """Make the world; without a launcher this process is alone in it."""
+    if "RANK" not in os.environ and init_method is None:
+        dist.init_process_group(
+            HOST.backend,
+            init_method="tcp://127.0.0.1:0",
+            rank=0,
+            world_size=1,
+            timeout=group_timeout(HOST.backend, deadline_s),
+        )
+        return
+    from megatron_rl.distributed.rendezvous import join_world, meet
+
+    store, rank, world_size = meet(deadline_s, init_method or "env://")
+    join_world(HOST.backend, dist.PrefixStore("world", store), rank, world_size, deadline_s)
 
 
 def _record() -> dict[str, object]:

@@ -35,24 +35,22 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-
-import psutil
+from typing import TYPE_CHECKING
 
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.lost_rank import is_peer_failure
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.distributed.thread_position import LongWait, where_is
-from megatron_rl.distributed.topology import Topology
-from megatron_rl.distributed.watchdog_server import (
+from megatron_rl.distributed.rank_state import (
     ANSWER_S,
     BETWEEN,
     SETTLE_S,
     Cause,
-    JsonConnection,
+    LongWait,
     RankState,
     SlowStages,
-    WatchdogServer,
+    where_is,
 )
+from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import (
     CheckpointError,
     ConfigError,
@@ -62,6 +60,9 @@ from megatron_rl.errors import (
     PeerError,
     RewardError,
 )
+
+if TYPE_CHECKING:
+    from megatron_rl.distributed.watchdog_server import JsonConnection, WatchdogServer
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Watchdog:
         self,
         rank: int,
         who: str,
-        keeper_who: str,
+        server_who: str,
         deadline_s: float,
         slow_stages: SlowStages | None = None,
         *,
@@ -96,7 +97,7 @@ class Watchdog:
         self.rank, self.who, self.deadline_s = rank, who, deadline_s
         self._slow_stages = slow_stages
         self._own: tuple[str, float] | None = None  # the user's function that runs, and since when
-        self._keeper = RankState(rank=0, who=keeper_who)
+        self._server = RankState(rank=0, who=server_who)
         self._stage, self._number, self._since = BETWEEN, 0, time.monotonic()
         self._main = threading.get_ident()
         self._long_wait = LongWait(self._main, deadline_s) if times_waits else None
@@ -111,9 +112,9 @@ class Watchdog:
         """Begin to watch, in a thread."""
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
-    def connect(self, connection: socket.socket, token: str) -> None:
-        """Join rank 0's watch and return when every rank has connected; raise PeerError after ``deadline_s``."""
-        self._line = JsonConnection(connection)
+    def join(self, line: JsonConnection, token: str) -> None:
+        """Join rank 0's watch and return when every rank has joined; raise PeerError after ``deadline_s``."""
+        self._line = line
         self._line.send(**{"is": "hello", "rank": self.rank, "who": self.who, "token": token})
         self.start()
         if not self._welcome.wait(self.deadline_s):
@@ -165,7 +166,7 @@ class Watchdog:
             self._line.send(**{"is": "lost", "error": summary})
             if self._known.wait(ASK_S):
                 raise PeerError(self._cause.text) from error
-            silence = f"{self._keeper.who}, which keeps the watch, did not say why in {ASK_S:g} s"
+            silence = f"{self._server.who}, which keeps the watch, did not say why in {ASK_S:g} s"
             raise PeerError(
                 f"a collective failed on {self.who}, in {self._stage!r}, and {silence}: {summary}"
             ) from error
@@ -190,7 +191,7 @@ class Watchdog:
                 return
             self._look()
             if messages is None:
-                self._learn(self._keeper.gone())
+                self._learn(self._server.gone())
             for message in messages or []:
                 # rank 0 is done; after a cause this rank must still end
                 if message["is"] == "bye" and self._cause is None:
@@ -236,8 +237,8 @@ class Watchdog:
         match message["is"]:
             case "welcome":
                 self._welcome.set()
-            case "keeper":
-                self._keeper.stage, self._keeper.since = message["stage"], time.monotonic()
+            case "server":
+                self._server.stage, self._server.since = message["stage"], time.monotonic()
             case "where":
                 own = self._own
                 position, waits = where_is(self._main, in_own_code=own is not None)
@@ -263,53 +264,6 @@ class Watchdog:
         os._exit(1)
 
 
-def own_address() -> str:
-    """Return this host's address on the network that the ranks use; 127.0.0.1 where it has no other.
-
-    That is the address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names (by its beginning, as NCCL
-    has it), else the one from which this host reaches MASTER_ADDR, else the one of its name.
-    """
-    names = [
-        name.lstrip("=")
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        for name in os.environ.get(variable, "").split(",")
-        if name and not name.startswith("^")  # NCCL's way to leave interfaces out
-    ]
-    found = [
-        entry.address
-        for name in names
-        for interface, entries in psutil.net_if_addrs().items()
-        if interface.startswith(name)
-        for entry in entries
-        if entry.family == socket.AF_INET
-    ]
-    if found:
-        return found[0]
-    for host in [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]:
-        with contextlib.suppress(OSError):
-            for family, kind, _, _, address in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
-                with socket.socket(family, kind) as probe:
-                    probe.connect(address)  # of a datagram socket: finds the route and sends nothing
-                    found.append(probe.getsockname()[0])
-    return next((address for address in found if not address.startswith("127.") and address != "::1"), "127.0.0.1")
-
-
-def _listen(address: str, backlog: int) -> socket.socket:
-    """Listen at a port of one address, so that no other network reaches it."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=backlog)
-
-
-def _connect(address: str, port: int, who: str, deadline_s: float) -> socket.socket:
-    try:
-        return socket.create_connection((address, port), timeout=min(deadline_s, 10.0))
-    except OSError as error:
-        raise PeerError(
-            f"{who} cannot reach the watch of rank 0 at {address}:{port} ({error}); the hosts must reach one another's "
-            "ports, and GLOO_SOCKET_IFNAME names the network's interface where there are several"
-        ) from error
-
-
 @contextlib.contextmanager
 def open_watchdog(
     topology: Topology, deadline_s: float, *, slow_stage_s: float = 0.0, say: Callable[[str], None] = log.warning
@@ -331,16 +285,18 @@ def open_watchdog(
         watchdog.start()
     # Rank 0 offers its address, port and token; every rank connects.
     else:
+        from megatron_rl.distributed.watchdog_server import WatchdogServer, connect, listen, own_address
+
         hosts = gather_json([who, f"{socket.gethostname()} {uuid.getnode()}"])
         watchdog = Watchdog(topology.rank, who, hosts[0][0], deadline_s, times_waits=HOST.backend == "nccl")
         if topology.rank == 0:
             one_host = len({host for _, host in hosts}) == 1
-            listener = _listen("127.0.0.1" if one_host else own_address(), topology.world_size)
+            listener = listen("127.0.0.1" if one_host else own_address(), topology.world_size)
             offer = [*listener.getsockname()[:2], secrets.token_hex(16)]
         address, port, token = gather_json(offer)[0]
         if listener is not None:
             server = WatchdogServer(listener, token, topology.world_size, slow_stages)
-        watchdog.connect(_connect(address, port, who, deadline_s), token)
+        watchdog.join(connect(address, port, who, deadline_s), token)
     # A failure is reported before the watch ends.
     has_failed = True
     try:

@@ -3,7 +3,7 @@
 distributed/watchdog.py has the rules. A message is one line with a JSON object:
 rank → server: hello, stage, raised, overdue (a user's function takes too long), lost (a collective failed on this
 rank), answer, bye.
-server → rank: welcome (all ranks have joined), keeper (rank 0's stage, in case it dies), where (asks for the main
+server → rank: welcome (all ranks have joined), server (rank 0's stage, in case it dies), where (asks for the main
 thread's position), cause, bye.
 
 Strangers may reach the port until every rank has joined, when it is closed. A connection is a rank's once it has said
@@ -23,12 +23,13 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
-SETTLE_S = 2.0  # after a failed collective, the rank that raised or died has this long to be known as the cause
-ANSWER_S = 3.0  # the watch threads have this long to report their main threads' positions
-BETWEEN = "between stages"
+import psutil
+
+from megatron_rl.distributed.rank_state import ANSWER_S, BETWEEN, SETTLE_S, Cause, RankState, SlowStages
+from megatron_rl.errors import PeerError
+
 HELLO_BYTES, HELLO_S = 4096, 10.0  # of a connection before it has said hello
 MESSAGE_BYTES = 1 << 20  # a rank's longest line; the longest that it sends has about 20 kB
 STRANGERS = 16  # connections without a hello, beyond those of ranks that are still to come
@@ -87,86 +88,6 @@ class JsonConnection:
         return messages if are_whole else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """Names the guilty rank (None where nothing points at one) and describes its failure in ``text``."""
-
-    rank: int | None
-    text: str
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class RankState:
-    """Holds the server's knowledge of one rank.
-
-    number: the count of outermost stages that it has entered.
-    since: seconds on the server's monotonic clock, the entry into ``stage``.
-    lost: the error of its failed collective; ended: it said good-bye, or its connection closed.
-    answer: its main thread's position ("at", "waits", "left": it failed too), once it has answered.
-    """
-
-    rank: int
-    who: str
-    stage: str = BETWEEN
-    number: int = 0
-    since: float = field(default_factory=time.monotonic)
-    lost: str | None = None
-    ended: bool = False
-    answer: Mapping[str, object] | None = None
-
-    def doing(self) -> str:
-        return f"in {self.stage!r} for {time.monotonic() - self.since:.1f} s"
-
-    def gone(self) -> Cause:
-        """Return the cause for a rank whose connection closed before it said good-bye."""
-        last = f"it last said it was in {self.stage!r}, {time.monotonic() - self.since:.1f} s before"
-        return Cause(rank=self.rank, text=f"{self.who} is gone: its process ended without a word (killed?); {last}")
-
-    def place(self) -> str:
-        return self.doing() + (f", at {self.answer['at']}" if self.answer else "")
-
-
-class SlowStages:
-    """Says which stage each rank is in, once one of them has taken ``after_s`` seconds, twice that, four times that, …
-
-    after_s: 0 for never.
-    say: takes the line, in the watch's thread.
-    """
-
-    def __init__(self, after_s: float, say: Callable[[str], None]) -> None:
-        self._after_s, self._say = after_s, say
-        self._next_s = after_s
-
-    def look(self, ranks: Collection[RankState], now: float) -> None:
-        """Say the stages, if that is due at ``now``, seconds of the clock of ``RankState.since``."""
-        running = [rank for rank in ranks if not rank.ended]
-        longest_s = max((now - rank.since for rank in running), default=0.0)
-        if longest_s < self._after_s:
-            self._next_s = self._after_s
-        if not self._after_s or longest_s < self._next_s:
-            return
-        while self._next_s <= longest_s:
-            self._next_s *= 2.0
-        by_stage: dict[str, list[RankState]] = {}
-        for rank in sorted(running, key=lambda rank: rank.since):
-            by_stage.setdefault(rank.stage, []).append(rank)
-        parts = [f"in {stage!r} for {now - there[0].since:.0f} s: {_ranks(there)}" for stage, there in by_stage.items()]
-        self._say("; ".join(parts))
-
-
-def _ranks(ranks: Collection[RankState]) -> str:
-    """Name ranks: "ranks 0-3, 6"; one alone by its place in the grid too."""
-    if len(ranks) == 1:
-        return next(iter(ranks)).who
-    runs: list[list[int]] = []
-    for number in sorted(rank.rank for rank in ranks):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return "ranks " + ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def find_culprit(peers: Mapping[int, RankState]) -> Cause:
     """Return the cause of a failed collective where no rank raised or died: a rank that kept the others waiting.
 
@@ -213,7 +134,7 @@ class WatchdogServer:
         self._asked_at: float | None = None
         self._told: tuple[float, str] = (0.0, BETWEEN)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watch server", daemon=True)
         self._thread.start()
 
     def close(self, *, failed: bool) -> None:
@@ -336,7 +257,7 @@ class WatchdogServer:
             self._slow_stages.look(self.peers.values(), now)
         if 0 in self.peers and now - self._told[0] > 1.0 and self.peers[0].stage != self._told[1]:
             self._told = (now, self.peers[0].stage)
-            self._tell(**{"is": "keeper", "stage": self.peers[0].stage})
+            self._tell(**{"is": "server", "stage": self.peers[0].stage})
         if self.cause is not None or self._failed_at is None or now - self._failed_at < SETTLE_S:
             return
         if self._asked_at is None:
@@ -353,3 +274,51 @@ class WatchdogServer:
     def _tell(self, **message: object) -> None:
         for line in list(self._lines.values()):
             line.send(**message)
+
+
+def own_address() -> str:
+    """Return this host's address on the network that the ranks use; 127.0.0.1 where it has no other.
+
+    That is the address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names (by its beginning, as NCCL
+    has it), else the one from which this host reaches MASTER_ADDR, else the one of its name.
+    """
+    names = [
+        name.lstrip("=")
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        for name in os.environ.get(variable, "").split(",")
+        if name and not name.startswith("^")  # NCCL's way to leave interfaces out
+    ]
+    addresses = [
+        entry.address
+        for name in names
+        for interface, entries in psutil.net_if_addrs().items()
+        if interface.startswith(name)
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
+    if addresses:
+        return addresses[0]
+    for host in [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]:
+        with contextlib.suppress(OSError):
+            for family, kind, _, _, address in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
+                with socket.socket(family, kind) as probe:
+                    probe.connect(address)  # of a datagram socket: finds the route and sends nothing
+                    addresses.append(probe.getsockname()[0])
+    return next((address for address in addresses if not address.startswith("127.") and address != "::1"), "127.0.0.1")
+
+
+def listen(address: str, backlog: int) -> socket.socket:
+    """Listen at a port of one address, so that no other network reaches it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=backlog)
+
+
+def connect(address: str, port: int, who: str, deadline_s: float) -> JsonConnection:
+    """Return this rank's line to the watch of rank 0; raise PeerError where it cannot be reached."""
+    try:
+        return JsonConnection(socket.create_connection((address, port), timeout=min(deadline_s, 10.0)))
+    except OSError as error:
+        raise PeerError(
+            f"{who} cannot reach the watch of rank 0 at {address}:{port} ({error}); the hosts must reach one another's "
+            "ports, and GLOO_SOCKET_IFNAME names the network's interface where there are several"
+        ) from error

@@ -1,6 +1,6 @@
 """Choice of the channel by which the policy's weights reach the engines.
 
-It lies below the rollouts because the trainer's allocator depends on it: no other process may open memory in expandable
+The trainer's allocator depends on it (distributed/cuda_environment.py): no other process may open memory in expandable
 segments without more rights.
 """
 
@@ -10,30 +10,24 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from megatron_rl.config import Config
+from megatron_rl.config import RolloutConfig, WeightSyncConfig
+from megatron_rl.distributed.cuda_environment import ALLOCATOR, opens_device_memory
 from megatron_rl.errors import ConfigError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the older name, which every version reads, first
 EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
-def opens_device_memory(config: Config) -> bool:
-    """Tell whether engines on the trainer's GPUs are to open its memory, where its allocator lets them."""
-    channel = config.weight_sync.channel
-    return channel == "cuda_ipc" or (
-        channel == "auto" and config.rollout.engine == "vllm" and not config.rollout.servers
-    )
-
-
-def choose_channel(config: Config, *, on_gpu: bool, environment: Mapping[str, str]) -> tuple[str, str]:
+def choose_channel(
+    rollout: RolloutConfig, weight_sync: WeightSyncConfig, *, on_gpu: bool, environment: Mapping[str, str]
+) -> tuple[str, str]:
     """Return the weights' channel, and why it is no direct one where the devices would allow that, else "".
 
     environment: that of the trainer's process, whose variables settle how torch allocates.
 
     Raises ConfigError for a channel that the engines cannot use.
     """
-    channel, rollout = config.weight_sync.channel, config.rollout
+    channel = weight_sync.channel
     expandable = next((name for name in ALLOCATOR if EXPANDABLE.search(environment.get(name, ""))), "")
     if channel == "cuda_ipc" and (not on_gpu or rollout.servers):
         raise ConfigError(
@@ -53,7 +47,7 @@ def choose_channel(config: Config, *, on_gpu: bool, environment: Mapping[str, st
         )
     if channel != "auto":
         return channel, ""
-    if on_gpu and opens_device_memory(config):
+    if on_gpu and opens_device_memory(rollout, weight_sync):
         if not expandable:
             return "cuda_ipc", ""
         reason = f"{expandable}={environment[expandable]} asks for expandable segments, which no engine can open"

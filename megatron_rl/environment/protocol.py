@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from megatron_rl.config import EnvironmentConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt
-from megatron_rl.users_code import resolve
+from megatron_rl.users_code import is_reward, resolve
 
 BUILT_IN = {
     "calculator": "megatron_rl.environment.calculator:Calculator",
     "gymnasium": "megatron_rl.environment.gymnasium_adapter:GymnasiumAdapter",
 }
-LARGEST_REWARD = float(np.finfo(np.float32).max)  # the loss reads advantages in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +63,6 @@ class Environment(Protocol):
                 passed.
         """
         ...
-
-
-def is_reward(value: object) -> bool:
-    """Tell whether a value is a number that float32 holds: not NaN, not infinite, and at most 3.4e38 either way."""
-    return isinstance(value, (numbers.Real, np.bool_)) and bool(abs(value) <= LARGEST_REWARD)
 
 
 def fault_of(step: object) -> str | None:

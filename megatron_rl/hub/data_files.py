@@ -97,14 +97,14 @@ class _Builders:
         given = {"path": self._name.repo, "name": subset, "revision": self._name.revision}
         builder = self._asked(self._datasets.load_dataset_builder, **given)
         root = f"hf://datasets/{self._name.repo}@{self._name.revision}/"
-        found = {str(split): [str(url) for url in urls] for split, urls in builder.config.data_files.items()}
-        outside = next((url for urls in found.values() for url in urls if not url.startswith(root)), None)
+        splits = {str(split): [str(url) for url in urls] for split, urls in builder.config.data_files.items()}
+        outside = next((url for urls in splits.values() for url in urls if not url.startswith(root)), None)
         if outside is not None:
             raise ConfigError(
                 f"{self._key}={quoted(str(self._name), 300)} lists the file {quoted(outside, 200)}, which lies outside "
                 "its repository, and is not fetched; name a file of your own"
             )
-        return {split: [url.removeprefix(root) for url in urls] for split, urls in found.items()}
+        return {split: [url.removeprefix(root) for url in urls] for split, urls in splits.items()}
 
     def _asked(self, function: Any, **given: Any) -> Any:
         from huggingface_hub.errors import HfHubHTTPError
@@ -150,17 +150,17 @@ def _asked_for(name: HubName, key: str) -> str:
 
 def _linked(name: HubName, paths: Sequence[pathlib.Path]) -> str:
     """Link files in their order, and return the pattern; another node that shares the cache may do so too."""
-    place = _folder(name) / name.subset / name.split
-    partial = place.with_name(f"{place.name}.{os.getpid()}")
+    folder = _folder(name) / name.subset / name.split
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
     partial.mkdir(parents=True, exist_ok=True)
     for number, path in enumerate(paths):
         (partial / f"{number:05d}-{path.name}").symlink_to(path)
     try:
-        os.rename(partial, place)
+        os.rename(partial, folder)
     except OSError:  # it is there: of the same commit, so of the same files
-        if not place.is_dir():
+        if not folder.is_dir():
             raise
         for link in partial.iterdir():
             link.unlink()
         partial.rmdir()
-    return f"{place}/*"
+    return f"{folder}/*"

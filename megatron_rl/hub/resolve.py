@@ -1,4 +1,4 @@
-"""Replaces the hub's names in a configuration by local folders: one rank decides the commits, one a node fetches.
+"""Finds the local folders of the hub's names in a configuration: one rank decides the commits, one a node fetches.
 
 The commits stand in ``hub.json`` of the run's folder, by kind and name as it was written, so that a run that resumes
 reads the same files though a branch has moved. Not a collective of the run's world, which does not exist yet: ranks
@@ -12,16 +12,15 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
-from megatron_rl.config import Config
+from megatron_rl.config import RunConfig
 from megatron_rl.distributed.agreement import Job, this_job
 from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.hub.data_files import fetch_data
 from megatron_rl.hub.fetch import commit_of, fetch_model
 from megatron_rl.hub.names import HubName, Kind, name_of
-from megatron_rl.hub.settings import names_in, with_paths
 from megatron_rl.json_text import read_object
 
 log = logging.getLogger(__name__)
@@ -30,26 +29,24 @@ PINS = "hub.json"
 Names = Mapping[str, tuple[Kind, HubName]]
 
 
-def fetched(config: Config, *, weights: bool = True, pins: bool = True) -> Config:
-    """Return the configuration with a local path in place of each name of the hub; the same one if it has none.
+def local_paths(
+    names: Names, run: RunConfig, *, without_weights: Collection[str], resumes: bool, pins: bool
+) -> dict[str, str]:
+    """Return the local path of each name, by its setting's key.
 
-    weights: whether the policy's, critic's and teacher's are wanted; a dry run reads config and tokenizer alone.
-    pins: whether the commits are written to the run's folder.
+    without_weights: the keys of models whose config and tokenizer alone are wanted.
+    resumes: whether the commits that the run's folder has are taken; pins: whether they are written there.
     Raises ConfigError on every rank for a name that cannot be fetched, and where the others do not answer in time.
     """
-    names = names_in(config)
-    if not names:
-        return config
-    job = this_job(deadline_s=config.run.deadline_s)
-    wait_s = config.run.deadline_s
-    commits = _shared(job, "commits", job.rank == 0, lambda: _commits(config, names, pins=pins), wait_s)
+    job, wait_s = this_job(deadline_s=run.deadline_s), run.deadline_s
+    file = run.path / PINS
+    commits = _shared(job, "commits", job.rank == 0, lambda: _commits(names, file, resumes=resumes, pins=pins), wait_s)
     names = {
         key: (kind, dataclasses.replace(name, revision=commits[_pin(kind, name)]))
         for key, (kind, name) in names.items()
     }
     first = job.rank - int(os.environ.get("LOCAL_RANK", "0"))  # of this node
-    paths = _shared(job, f"node/{first}", job.rank == first, lambda: _fetch(config, names, weights=weights), wait_s)
-    return with_paths(config, paths)
+    return _shared(job, f"node/{first}", job.rank == first, lambda: _fetch(names, without_weights), wait_s)
 
 
 def fetched_folder(path: pathlib.Path, key: str) -> pathlib.Path:
@@ -65,42 +62,38 @@ def _pin(kind: Kind, name: HubName) -> str:
     return f"{kind.repo_type}s/{name.repo}@{name.revision or 'main'}"
 
 
-def _commits(config: Config, names: Names, *, pins: bool) -> dict[str, str]:
+def _commits(names: Names, file: pathlib.Path, *, resumes: bool, pins: bool) -> dict[str, str]:
     """Return the commit of each name: the one of the run's folder, else the hub's of today, which is written there."""
-    file = config.run.path / PINS
-    known = read_object(file) if config.checkpoint.resume != "never" and file.is_file() else {}
-    found = {}
+    known = read_object(file) if resumes and file.is_file() else {}
+    commits = {}
     for key, (kind, name) in names.items():
         pin = _pin(kind, name)
-        commit = found.get(pin, known.get(pin))
+        commit = commits.get(pin, known.get(pin))
         if commit is None:
             commit = commit_of(kind, name, key)
-        elif pin not in found:
+        elif pin not in commits:
             log.info("%s: %s is commit %s, as %s says; remove the file to ask again", key, name, commit, file)
         if not isinstance(commit, str) or len(commit) != 40:
             raise ConfigError(f"{file}: {quoted(pin, 300)} is {quoted(commit)}, no commit; mend or remove the file")
-        found[pin] = commit
-    if pins and found.items() - known.items():
+        commits[pin] = commit
+    if pins and commits.items() - known.items():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(file, json.dumps({**known, **found}, indent=1) + "\n")
+            replace_text(file, json.dumps({**known, **commits}, indent=1) + "\n")
         except OSError as error:
             raise ConfigError(
                 f"run.dir={quoted(str(file.parent), 300)} cannot be written: {error}; name another folder"
             ) from error
-    return found
+    return commits
 
 
-def _fetch(config: Config, names: Names, *, weights: bool) -> dict[str, str]:
+def _fetch(names: Names, without_weights: Collection[str]) -> dict[str, str]:
     paths = {}
     for key, (kind, name) in names.items():
         if kind is Kind.DATA:
             paths[key] = fetch_data(name, key)
         else:
-            wanted = key == "reward.model_path" or (
-                weights and (key != "model.hf_path" or config.model.init == "pretrained")
-            )
-            paths[key] = str(fetch_model(kind, name, key, weights=wanted))
+            paths[key] = str(fetch_model(kind, name, key, weights=key not in without_weights))
         log.info("%s: %s is read from %s", key, name, pathlib.PurePath(paths[key]))
     return paths
 

@@ -1,14 +1,17 @@
-"""The settings that may name something on the hub: their values by key, and a configuration with others in place."""
+"""The settings that may name something on the hub: a configuration with paths in the place of names, and back.
+
+What fetches a name is imported only where a setting holds one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from megatron_rl.config import Config
-from megatron_rl.hub.names import HubName, Kind, name_of, name_of_path
+from megatron_rl.hub.names import Kind, name_of, name_of_path
 
-_ONE = {
+_SETTINGS = {
     ("model", "hf_path"): Kind.MODEL,
     ("model", "tokenizer_path"): Kind.TOKENIZER,
     ("critic", "hf_path"): Kind.MODEL,
@@ -19,25 +22,24 @@ _ONE = {
 }
 
 
-def values_of(config: Config) -> dict[str, tuple[Kind, str]]:
-    """Return the kind and value of every setting that names a model or data, by key, as ``data.train[0]``."""
-    found = {}
-    for (section, field), kind in _ONE.items():
-        value = dataclasses.asdict(getattr(config, section))[field]
-        if value:
-            found[f"{section}.{field}"] = (kind, value)
-    found |= {f"data.train[{number}]": (Kind.DATA, value) for number, value in enumerate(config.data.train)}
-    return found | {f"eval.sets.{name}": (Kind.DATA, value) for name, value in config.eval.sets.items()}
+def fetched(config: Config, *, weights: bool = True, pins: bool = True) -> Config:
+    """Return the configuration with a local path in place of each name of the hub; the same one if it has none.
 
+    weights: whether the policy's, critic's and teacher's are wanted; a dry run reads config and tokenizer alone.
+    pins: whether the commits are written to the run's folder.
+    Raises ConfigError on every rank for a name that cannot be fetched, and where the others do not answer in time.
+    """
+    names = {key: (kind, name_of(value, kind, key)) for key, (kind, value) in _values(config).items()}
+    names = {key: (kind, name) for key, (kind, name) in names.items() if name is not None}
+    if not names:
+        return config
+    from megatron_rl.hub.resolve import local_paths
 
-def names_in(config: Config) -> dict[str, tuple[Kind, HubName]]:
-    """Return the hub's names in a configuration, by key. Raises ConfigError for one that is malformed."""
-    found = {key: (kind, name_of(value, kind, key)) for key, (kind, value) in values_of(config).items()}
-    return {key: (kind, name) for key, (kind, name) in found.items() if name is not None}
-
-
-def with_paths(config: Config, paths: Mapping[str, str]) -> Config:
-    """Return the configuration with paths in place of the values at their keys."""
+    without = () if weights else ("model.hf_path", "critic.hf_path", "teacher.hf_path")
+    if config.model.init != "pretrained":
+        without = (*without, "model.hf_path")
+    resumes = config.checkpoint.resume != "never"
+    paths = local_paths(names, config.run, without_weights=without, resumes=resumes, pins=pins)
     return _mapped(config, lambda key, value: paths.get(key, value))
 
 
@@ -46,9 +48,20 @@ def with_names(config: Config) -> Config:
     return _mapped(config, lambda key, value: str(name_of_path(value) or value))
 
 
+def _values(config: Config) -> dict[str, tuple[Kind, str]]:
+    """Return the kind and value of every setting that names a model or data, by key, as ``data.train[0]``."""
+    values = {}
+    for (section, field), kind in _SETTINGS.items():
+        value = dataclasses.asdict(getattr(config, section))[field]
+        if value:
+            values[f"{section}.{field}"] = (kind, value)
+    values |= {f"data.train[{number}]": (Kind.DATA, value) for number, value in enumerate(config.data.train)}
+    return values | {f"eval.sets.{name}": (Kind.DATA, value) for name, value in config.eval.sets.items()}
+
+
 def _mapped(config: Config, of: Callable[[str, str], str]) -> Config:
     changed: dict[str, dict[str, object]] = {}
-    for key, (_, value) in values_of(config).items():
+    for key, (_, value) in _values(config).items():
         section, _, field = key.partition(".")
         if "[" not in field and not field.startswith("sets."):
             changed.setdefault(section, {})[field] = of(key, value)

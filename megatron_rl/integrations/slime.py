@@ -164,16 +164,20 @@ def _own_rewards(args: Any, package: str) -> Callable | None:
 
 def obstacles_of(args: Any) -> list[str]:
     """Return what of the arguments, each as ``key=value``, keeps samples without advantage from being cut."""
-    given = vars(args)
-    found = [] if args.advantage_estimator in EXACT_ESTIMATORS else [f"advantage_estimator={args.advantage_estimator}"]
-    found += [
-        f"{key}={given[key]}" for key, harmless in HARMLESS.items() if key in given and given[key] not in harmless
+    arguments = vars(args)
+    obstacles = (
+        [] if args.advantage_estimator in EXACT_ESTIMATORS else [f"advantage_estimator={args.advantage_estimator}"]
+    )
+    obstacles += [
+        f"{key}={arguments[key]}"
+        for key, harmless in HARMLESS.items()
+        if key in arguments and arguments[key] not in harmless
     ]
-    if given.get("use_kl_loss") and args.kl_loss_coef != 0:
-        found.append(f"kl_loss_coef={args.kl_loss_coef}")
-    found += [f"{key}={given[key]} (not known)" for key in UNKNOWN if given.get(key) is not None]
-    found += [f"{key}={given[key]} (not tried)" for key in UNTRIED if given.get(key)]
-    return found + model_obstacles(given)
+    if arguments.get("use_kl_loss") and args.kl_loss_coef != 0:
+        obstacles.append(f"kl_loss_coef={args.kl_loss_coef}")
+    obstacles += [f"{key}={arguments[key]} (not known)" for key in UNKNOWN if arguments.get(key) is not None]
+    obstacles += [f"{key}={arguments[key]} (not tried)" for key in UNTRIED if arguments.get(key)]
+    return obstacles + model_obstacles(arguments)
 
 
 def field_obstacles(train_data: Mapping[str, Any]) -> list[str]:

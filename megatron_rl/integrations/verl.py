@@ -41,14 +41,14 @@ def register_engine() -> bool:
     from megatron_rl.integrations.verl_engine import SkippingEngine
 
     place = EngineRegistry._engines["language_model"]["megatron"]
-    found = place.get(("cuda", "nvidia"))
-    if found is SkippingEngine:
+    engine = place.get(("cuda", "nvidia"))
+    if engine is SkippingEngine:
         return True
-    if found is not None:
+    if engine is not None:
         logger.warning(
             "megatron_rl's zero-advantage skip is OFF: %s is registered for (cuda, nvidia) already; choose one plug-in "
             "by VERL_USE_EXTERNAL_PLUGINS=<name>",
-            found.__name__,
+            engine.__name__,
         )
         return False
     EngineRegistry.register("language_model", "megatron", device="cuda", vendor="nvidia")(SkippingEngine)

@@ -76,8 +76,8 @@ class SkippingEngine(MegatronEngineWithLMHead):
 
     def _obstacles(self, data: TensorDict, loss_function: Callable) -> list[str]:
         """Return why this mini-batch stays whole, each as ``key=value``; the same on every rank."""
-        found = loss_obstacles(loss_function, ppo_loss, data, get_policy_loss_fn)
-        found += model_obstacles(vars(self.tf_config))
+        obstacles = loss_obstacles(loss_function, ppo_loss, data, get_policy_loss_fn)
+        obstacles += model_obstacles(vars(self.tf_config))
         untried = {
             "dynamic_context_parallel": self.engine_config.dynamic_context_parallel,
             "use_megatron_fsdp": self.engine_config.use_megatron_fsdp,
@@ -87,7 +87,7 @@ class SkippingEngine(MegatronEngineWithLMHead):
             "force_group_size": tu.get_non_tensor_data(data, key="force_group_size", default=1) != 1,
             "lora.dropout": self.peft_cls is not None and bool(self.model_config.lora.get("dropout", 0)),
         }
-        return found + [f"{name} (not tried)" for name, is_on in untried.items() if is_on]
+        return obstacles + [f"{name} (not tried)" for name, is_on in untried.items() if is_on]
 
     def _say(self, obstacles: tuple[str, ...]) -> None:
         if obstacles == self._said:

@@ -41,12 +41,12 @@ class Rows:
 
     def with_fillers(self, num_rows: int) -> list[int] | None:
         """Return the rows with signal, filled up to ``num_rows``; None where no row of weight zero is there to fill."""
-        kept = self.kept
-        missing = num_rows - len(kept)
+        rows_kept = self.kept
+        missing = num_rows - len(rows_kept)
         if missing <= 0:
-            return kept
+            return rows_kept
         dropped = [row for row, has in enumerate(self.has_signal) if not has]
-        return kept + [min(dropped, key=self.lengths.__getitem__)] * missing if dropped else None
+        return rows_kept + [min(dropped, key=self.lengths.__getitem__)] * missing if dropped else None
 
     def tokens(self, rows: Sequence[int]) -> int:
         return sum(self.lengths[row] for row in rows)
@@ -77,26 +77,26 @@ def loss_obstacles(loss_function: Callable, own_loss: Callable, batch: Any, poli
     """
     if not isinstance(loss_function, functools.partial) or loss_function.func is not own_loss:
         return [f"the loss function {loss_function!r:.80} (only verl's ppo_loss is known)"]
-    config, found = loss_function.keywords["config"], []
+    config, obstacles = loss_function.keywords["config"], []
     mode = config.policy_loss.get("loss_mode", "vanilla")
     if mode not in EXACT_LOSS_MODES or policy_loss(mode).__module__ != policy_loss.__module__:
-        found.append(f"actor.policy_loss.loss_mode={mode}")
+        obstacles.append(f"actor.policy_loss.loss_mode={mode}")
     if config.use_kl_loss and config.kl_loss_coef != 0:
-        found.append(f"actor.kl_loss_coef={config.kl_loss_coef}")
+        obstacles.append(f"actor.kl_loss_coef={config.kl_loss_coef}")
     if config.entropy_coeff != 0:
-        found.append(f"actor.entropy_coeff={config.entropy_coeff}")
+        obstacles.append(f"actor.entropy_coeff={config.entropy_coeff}")
     by_rows = config.loss_agg_mode.startswith("seq-") or mode == "sapo"
     if by_rows and ("global_batch_size" not in batch or batch["global_batch_size"] is None):
-        found.append("no global_batch_size (a mean over a micro-batch's own rows)")
+        obstacles.append("no global_batch_size (a mean over a micro-batch's own rows)")
     norm = config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None
     if norm and batch["response_mask"].is_nested:
-        found.append("actor.loss_scale_factor=null (the longest response of a micro-batch)")
-    return found
+        obstacles.append("actor.loss_scale_factor=null (the longest response of a micro-batch)")
+    return obstacles
 
 
 def model_obstacles(transformer: Mapping[str, Any]) -> list[str]:
     """Return what ``skip.mode=exact`` refuses of Megatron-Core's TransformerConfig, each as ``key=value``."""
-    found = [
+    obstacles = [
         f"{field}={transformer[field]}"
         for field, harmless in COUPLING_FIELDS.items()
         if field in transformer and not _among(transformer[field], harmless)
@@ -104,8 +104,8 @@ def model_obstacles(transformer: Mapping[str, Any]) -> list[str]:
     for field in UNCOUNTED_FIELDS:
         value = transformer.get(field)
         if any(value) if isinstance(value, list | tuple) else value:
-            found.append(f"{field}={value}")
-    return found
+            obstacles.append(f"{field}={value}")
+    return obstacles
 
 
 def _among(value: Any, harmless: tuple) -> bool:

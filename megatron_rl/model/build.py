@@ -6,42 +6,25 @@ config settles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
-
-import torch
-import torch.nn.functional as F
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from megatron_rl.algorithm.sharing import shares_prompts
 from megatron_rl.config import Config
-from megatron_rl.distributed.installation import compiler_fault
 from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.requirements import compiler_fault
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.bridge_model import bridged_config, check_frequencies, provide_chunk, put_norms
-from megatron_rl.model.chunked_attention import put_chunked_attention
 from megatron_rl.model.head import hand_out_hidden, put_value_head
 from megatron_rl.model.hf_config import angle_kinds, model_shape, softmax_scale
-from megatron_rl.model.invariant import silu
-from megatron_rl.model.invariant_layers import give_angles, invariant_block_spec
-from megatron_rl.model.latent_attention import (
-    latent_fields,
-    put_latent_attention,
-)
-from megatron_rl.model.layer_spec import (
-    accumulate_weight_gradients,
-    block_spec,
-    choose_layer_spec,
-    fuse_weight_gradients,
-    settle_expert_biases,
-)
-from megatron_rl.model.logit_chunks import check_kernel
-from megatron_rl.model.positions import angles_of, give_inputs, half_on_gpu, turning_attention
-from megatron_rl.model.post_norm import put_norms_around, put_norms_behind, put_wide_norms
+from megatron_rl.model.layer_spec import settle_expert_biases
+from megatron_rl.model.logprob.chunks import check_kernel
+from megatron_rl.model.parts import parts_of
+from megatron_rl.model.positions import angles_of, half_on_gpu
+from megatron_rl.model.rotary import Angles
 from megatron_rl.model.seam_fields import seam_fields, users_fields
 from megatron_rl.model.transformer_fields import build_config, require_installed
-from megatron_rl.weights.families.gpt_oss import QUICK_GELU
+from megatron_rl.model.weight_gradients import accumulate_weight_gradients, fuse_weight_gradients
 from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.model_shape import ModelShape
 
@@ -55,12 +38,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
     """Return Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
-    extra = users_fields(config)
+    extra = users_fields(config.megatron.transformer, lora_rank=config.lora.rank)
     if shape.router_bias and "moe_router_enable_expert_bias" in config.megatron.transformer:
         raise ConfigError(
             f"megatron.transformer.moe_router_enable_expert_bias is settled for {shape.family}: its checkpoint holds "
             "the bias, which is used as it is; remove the setting"
         )
+    shares = shape.layer_spec == "transformer_engine" and shares_prompts(config, shape.layer_spec)
     fields: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -71,17 +55,26 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=_activation(shape, bitwise=config.rollout.bitwise),
+        activation_func=parts_of(config).activation(shape),
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         softmax_scale=_scale(shape, hf_config),
-        **seam_fields(config, topology, shape),
+        **seam_fields(
+            shape,
+            topology,
+            dtype=config.model.dtype,
+            sequence_parallel=config.parallel.sequence_parallel,
+            deterministic=config.run.deterministic,
+        ),
         **_window_fields(shape, topology),
-        **_fusions(shape, extra, config),
+        **_fusions(shape, extra, half=half_on_gpu(config.model.dtype), shares=shares),
     )
     fields |= FAMILIES[shape.family].layer_fields(shape)
-    fields |= latent_fields(shape, hf_config, extra)
+    if shape.kv_lora_rank:
+        from megatron_rl.model.latent_attention import latent_fields
+
+        fields |= latent_fields(shape, hf_config, extra)
     return _build_config(fields, extra, shape)
 
 
@@ -92,22 +85,8 @@ def _scale(shape: ModelShape, hf_config: Any) -> float | None:
     return softmax_scale(hf_config, shape.head_dim)
 
 
-def _activation(shape: ModelShape, *, bitwise: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the gate's activation: ``quick_gelu`` beside bounds of gate and up (gpt-oss), gelu (Gemma), else SiLU."""
-    if shape.gelu:
-        return partial(F.gelu, approximate="tanh")
-    if shape.swiglu_limit:
-        return quick_gelu
-    return silu if bitwise else F.silu
-
-
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return x · σ(1.702 x), as Megatron-Core's own, which torch compiles anew for every shape."""
-    return x * torch.sigmoid(QUICK_GELU * x)
-
-
 def _window_fields(shape: ModelShape, topology: Topology) -> dict[str, Any]:
-    """Return the fields by which ``model/attention.py`` and Transformer Engine's attention know each layer's window.
+    """Return the fields by which ``attention/packed.py`` and Transformer Engine's attention know each layer's window.
 
     Raises ConfigError under Transformer Engine's context parallelism, whose ring has no window.
     """
@@ -136,20 +115,22 @@ def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelSha
     return transformer
 
 
-def _fusions(shape: ModelShape, extra: dict[str, Any], config: Config) -> dict[str, bool]:
+def _fusions(shape: ModelShape, extra: dict[str, Any], *, half: bool, shares: bool) -> dict[str, bool]:
     """Return which of Megatron-Core's fused functions run. extra: the user's fields.
+
+    half: as ``half_on_gpu``. shares: whether Transformer Engine's layers may share prompts.
 
     Rotary angles: over packed sequences Megatron-Core's plain way asks the device for the lengths four times in every
     layer (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``); the kernel does not, and rounds neither cos
-    nor sin. Where prompts may be shared the attention applies it (model/engine_attention.py). SwiGLU: compiled by
-    torch, keeps its input alone for backward; Megatron-Core refuses it beside Transformer Engine's own activation. The
-    weights' gradients are fused by model/layer_spec.py: this field would want Apex. docs/status.md says why the others
-    are off.
+    nor sin. Where prompts may be shared the attention applies it (model/attention/transformer_engine.py). SwiGLU:
+    compiled by torch, keeps its input alone for backward; Megatron-Core refuses it beside Transformer Engine's own
+    activation. Weights' gradients are fused by model/weight_gradients.py: this field would want Apex. docs/status.md
+    says why the others are off.
     """
     engine, plain = shape.layer_spec == "transformer_engine", not (shape.gelu or shape.swiglu_limit)
-    compiles = engine or (half_on_gpu(config) and plain and not compiler_fault())
+    compiles = engine or (half and plain and not compiler_fault())
     return dict(
-        apply_rope_fusion=engine and not shares_prompts(config, shape.layer_spec),
+        apply_rope_fusion=engine and not shares,
         bias_activation_fusion=compiles and not extra.get("use_te_activation_func"),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -160,13 +141,81 @@ def _fusions(shape: ModelShape, extra: dict[str, Any], config: Config) -> dict[s
 def settled_shape(config: Config, hf_config: Any, topology: Topology, *, value_head: bool = False) -> ModelShape:
     """Return the shape of ``build_model``'s model; nothing is allocated."""
     check_kernel(config.model.logprob_kernel)
-    bitwise = config.rollout.bitwise
-    layer_spec = "torch" if bitwise else choose_layer_spec(config.model.layer_spec, config.model.dtype)
-    require_installed(config, layer_spec)
+    parts = parts_of(config)
+    layer_spec = parts.layer_spec
+    require_installed(config.megatron.transformer, config.model, layer_spec)
     shape = model_shape(hf_config, config, topology, layer_spec=layer_spec, value_head=value_head)
-    if bitwise:
-        refuse_bitwise(shape)
+    parts.require_shown(shape)
     return shape
+
+
+class Provider(Protocol):
+    """Makes Megatron-Core's config and model (``model.provider``)."""
+
+    transformer_config: Callable[[ModelShape, Any, Config, Topology], TransformerConfig]
+    """(shape, Hugging Face config, configuration, topology) → the fields of the seam, of the model and of the user."""
+
+    def chunk(
+        self,
+        transformer: TransformerConfig,
+        spec: TransformerBlockSubmodules,
+        shape: ModelShape,
+        *,
+        first: bool,
+        last: bool,
+        number: int | None,
+    ) -> GPTModel:
+        """Build one chunk of a stage, of the layers ``spec``.
+
+        first, last: whether it holds the embedding, the output layer.
+        number: among the stage's chunks under the interleaved schedule, else None.
+        """
+
+    def check_angles(self, model: GPTModel, angles: Angles) -> None:
+        """Raise ConfigError where a chunk's own rotary angles are not those that it is to be given."""
+
+
+class NativeProvider:
+    """Makes the families that are built here."""
+
+    transformer_config = staticmethod(transformer_config)
+
+    def chunk(
+        self,
+        transformer: TransformerConfig,
+        spec: TransformerBlockSubmodules,
+        shape: ModelShape,
+        *,
+        first: bool,
+        last: bool,
+        number: int | None,
+    ) -> GPTModel:
+        return GPTModel(
+            transformer,
+            spec,
+            vocab_size=shape.padded_vocab_size,
+            max_sequence_length=shape.context_tokens,
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="rope",
+            vp_stage=number,
+        )
+
+    def check_angles(self, model: GPTModel, angles: Angles) -> None:
+        pass
+
+
+def provider_of(name: str) -> Provider:
+    """Return what makes the models of ``model.provider``."""
+    match name:
+        case "bridge":
+            from megatron_rl.model.bridge.build import BridgeProvider
+
+            return BridgeProvider()
+        case _:
+            return NativeProvider()
 
 
 def build_model(
@@ -178,35 +227,28 @@ def build_model(
     """
     # Settings that all chunks share.
     shape = settled_shape(config, hf_config, topology, value_head=value_head)
-    bitwise, layer_spec = config.rollout.bitwise, shape.layer_spec
-    bridged = config.model.provider == "bridge"
-    transformer = (bridged_config if bridged else transformer_config)(shape, hf_config, config, topology)
-    shares = shares_prompts(config, layer_spec)
-    tables, factor = angles_of(hf_config, shape)
-    given = config.megatron.transformer
+    provider, parts = provider_of(config.model.provider), parts_of(config)
+    transformer = provider.transformer_config(shape, hf_config, config, topology)
+    shares = shares_prompts(config, shape.layer_spec)
+    angles = angles_of(hf_config, shape)
+    extra = config.megatron.transformer
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
         layers = shape.layers_on(chunk * topology.pipeline_size + topology.pipeline_rank)
-        spec = _block_spec(transformer, shape, layers, tables.get(None), bitwise=bitwise, shares=shares)
-        model = _make_chunk(transformer, shape, spec, topology, chunk, bridged=bridged, given=given)
-        if bridged:
-            check_frequencies(model, tables[None])
-        if bitwise:
-            give_angles(model, tables[None])
-        else:
-            packed = layer_spec == "torch" or shares
-            turning = None if "apply_rope_fusion" in given else turning_attention(config, shape, shares=shares)
-            give_inputs(model, tables, factor, hf_config, shape, packed=packed, turning=turning)
+        spec = parts.block_spec(transformer, shape, layers, angles, shares=shares)
+        model = _make_chunk(provider, transformer, shape, spec, topology, chunk, extra)
+        provider.check_angles(model, angles)
+        parts.give_inputs(model, shape, hf_config, angles, shares=shares)
         if model.post_process:
             (put_value_head if value_head else hand_out_hidden)(model)
         _mark_tensor_parallel(model)
         if shape.num_experts and topology.expert_tensor_size != topology.tensor_size:
             _mark_experts(model)
-        if "gradient_accumulation_fusion" not in given and not given.get("fp8"):
-            if layer_spec == "transformer_engine":
+        if "gradient_accumulation_fusion" not in extra and not extra.get("fp8"):
+            if shape.layer_spec == "transformer_engine":
                 fuse_weight_gradients(model)
-            elif half_on_gpu(config):
+            elif half_on_gpu(config.model.dtype):
                 accumulate_weight_gradients(model)
         chunks.append(model.to(HOST.device))
     _freeze_router_bias(transformer, chunks)
@@ -214,98 +256,32 @@ def build_model(
 
 
 def _make_chunk(
+    provider: Provider,
     transformer: TransformerConfig,
     shape: ModelShape,
     spec: TransformerBlockSubmodules,
     topology: Topology,
     chunk: int,
-    *,
-    bridged: bool,
-    given: Mapping[str, Any],
+    extra: Mapping[str, Any],
 ) -> GPTModel:
-    """Build one chunk of this rank's stage: a GPTModel, by Megatron-Bridge's provider where ``bridged``.
+    """Build one chunk of this rank's stage. extra: the user's fields.
 
-    given: the user's fields. Raises ConfigError where Megatron-Core's layers refuse them.
+    Raises ConfigError where Megatron-Core's layers refuse them.
     """
     first = topology.is_first_stage and chunk == 0
     last = topology.is_last_stage and chunk == topology.virtual_size - 1
     number = chunk if topology.virtual_size > 1 else None
     try:
-        if bridged:
-            put_norms(spec, transformer, shape.layer_spec)
-            model = provide_chunk(transformer, spec, first=first, last=last, chunk=number)
-        else:
-            model = GPTModel(
-                transformer,
-                spec,
-                vocab_size=shape.padded_vocab_size,
-                max_sequence_length=shape.context_tokens,
-                pre_process=first,
-                post_process=last,
-                parallel_output=True,
-                share_embeddings_and_output_weights=shape.tied_embeddings,
-                position_embedding_type="rope",
-                vp_stage=number,
-            )
+        model = provider.chunk(transformer, spec, shape, first=first, last=last, number=number)
     except (AssertionError, AttributeError, ImportError, OSError, TypeError, ValueError) as error:
-        if not given or isinstance(error, ConfigError):
+        if not extra or isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"Megatron-Core builds no {shape.family} model under megatron.transformer={dict(given)}: "
+            f"Megatron-Core builds no {shape.family} model under megatron.transformer={dict(extra)}: "
             f"{type(error).__name__}: {error}; remove the field that it names"
         ) from error
     model.model_type = ModelType.encoder_or_decoder
     return model
-
-
-def _block_spec(
-    transformer: TransformerConfig,
-    shape: ModelShape,
-    layers: Sequence[int],
-    frequencies: torch.Tensor | None,
-    *,
-    bitwise: bool,
-    shares: bool,
-) -> TransformerBlockSubmodules:
-    if bitwise:
-        return invariant_block_spec(transformer, len(layers))
-    spec = block_spec(transformer, shape.layer_spec, layers, share_prompts=shares)
-    if shape.sinks:
-        put_wide_norms(spec, shape.layer_spec)
-    if shape.post_norms:
-        put_norms_behind(spec, shape.layer_spec)
-    if shape.sandwich_norms:
-        put_norms_around(spec, shape.layer_spec)
-    if shape.chunked is not None:
-        put_chunked_attention(spec, shape, frequencies)
-    if shape.kv_lora_rank:
-        put_latent_attention(spec, shape.layer_spec)
-    return spec
-
-
-def refuse_bitwise(shape: ModelShape) -> None:
-    """Raise ConfigError for a model, or a host, that ``rollout.bitwise`` was not shown on."""
-    if shape.num_experts:
-        raise ConfigError(
-            f"rollout.bitwise=true is for dense models, and this one mixes {shape.num_experts} experts, whose "
-            "router and whose sum over experts are not row-invariant; set it to false"
-        )
-    if not FAMILIES[shape.family].bitwise:
-        shown = ", ".join(sorted(name for name, family in FAMILIES.items() if family.bitwise))
-        raise ConfigError(
-            f"rollout.bitwise=true was shown for {shown}, and this model's model_type is "
-            f"{shape.family}, whose layers may have other operations; set it to false"
-        )
-    if any(shape.windows):
-        raise ConfigError(
-            f"rollout.bitwise=true is for attention over all tokens, and this {shape.family} model has a sliding "
-            f"window of {max(shape.windows)} tokens; set it to false"
-        )
-    if HOST.is_cuda:
-        raise ConfigError(
-            "rollout.bitwise=true was shown on CPUs alone; set it to false on a GPU (docs/bitwise.md says what vLLM "
-            "has there)"
-        )
 
 
 def _freeze_router_bias(transformer: TransformerConfig, chunks: list[GPTModel]) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.model.adapter import put_adapters
 from megatron_rl.model.build import build_model
 from megatron_rl.weights.model_shape import ModelShape
 
@@ -28,6 +27,8 @@ def build_frozen(
     """
     models, shape = build_model(config, hf_config, topology)
     if config.lora.rank is not None:
+        from megatron_rl.model.lora.adapters import put_adapters
+
         put_adapters(models, shape, config.lora, topology, config.run.seed)
     chunks = []
     for model in models:

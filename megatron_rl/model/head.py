@@ -1,7 +1,7 @@
 """The head, taken out of GPTModel's forward: the model returns its output layer's input, the hidden states.
 
 Log-probs or values are made of them later, so logits exist for loss positions alone, a chunk at a time
-(model/logprob.py), and never for a prompt's tokens.
+(model/logprob/linear.py), and never for a prompt's tokens.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.config.model import ParallelConfig
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError, quoted
-from megatron_rl.model.bridge_family import bridged_shape
-from megatron_rl.model.stage_costs import layout_of
+from megatron_rl.model.costs import layout_of
 from megatron_rl.weights.families.family import class_fields
 from megatron_rl.weights.families.refusals import refuse_other_masks
 from megatron_rl.weights.families.register import FAMILIES, check_family
@@ -22,7 +22,7 @@ from megatron_rl.weights.model_shape import ModelShape
 SCALINGS = ("linear", "llama3", "yarn")
 
 
-def _check_divisible(hf_config: Any, shape: ModelShape, config: Config, topology: Topology) -> None:
+def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig, topology: Topology) -> None:
     """Raise ConfigError where a degree of parallelism does not divide the size that it splits."""
     name, family = hf_config.name_or_path or hf_config.model_type, FAMILIES[shape.family]
     experts, ffn, ffn_name = family.experts is not None, shape.ffn_hidden_size, family.ffn_field
@@ -51,11 +51,11 @@ def _check_divisible(hf_config: Any, shape: ModelShape, config: Config, topology
         raise ConfigError(
             f"parallel.expert={topology.expert_size} splits experts and {name} has none; set parallel.expert=1"
         )
-    if not experts and config.parallel.expert_tensor not in (None, topology.tensor_size):
+    if not experts and parallel.expert_tensor not in (None, topology.tensor_size):
         raise ConfigError(
-            f"parallel.expert_tensor={config.parallel.expert_tensor} splits experts and {name} has none; leave it null"
+            f"parallel.expert_tensor={parallel.expert_tensor} splits experts and {name} has none; leave it null"
         )
-    if experts and topology.tensor_size > 1 and not config.parallel.sequence_parallel:
+    if experts and topology.tensor_size > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.tensor={topology.tensor_size} with experts needs parallel.sequence_parallel=true, or "
             "Megatron-Core would send each token to the experts once per tensor rank; turn it on"
@@ -76,7 +76,7 @@ def model_shape(
     """
     provider = config.model.provider
     shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size, provider=provider)
-    _check_divisible(hf_config, shape, config, topology)
+    _check_divisible(hf_config, shape, config.parallel, topology)
     if value_head:
         shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     if topology.pipeline_size * topology.virtual_size == 1:
@@ -93,6 +93,8 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, prov
     Raises ConfigError with the name of a feature that Megatron-Core, or the model built here, cannot express.
     """
     if provider == "bridge":
+        from megatron_rl.model.bridge.family import bridged_shape
+
         return bridged_shape(hf_config, layer_spec=layer_spec, vocab_multiple=vocab_multiple)
     check_family(hf_config.model_type, "model.hf_path")
     family = FAMILIES[hf_config.model_type]
@@ -154,8 +156,8 @@ def inverse_frequencies(
     rope = _rope(hf_config, layer_kind)
     kind = rope["rope_type"]
     share = rope.get("partial_rotary_factor") or 1.0
-    partly = [name for name, family in FAMILIES.items() if family.turns_partly]
-    if share != 1.0 and (not (turns_partly or hf_config.model_type in partly) or kind != "default"):
+    if share != 1.0 and not (kind == "default" and (turns_partly or _turns_partly(hf_config))):
+        partly = [name for name, family in FAMILIES.items() if family.turns_partly]
         raise ConfigError(
             f"partial_rotary_factor={share} of {hf_config.model_type} with rope_type={kind!r} is not supported; only "
             f"1.0 is, and another one for {', '.join(partly)} with rope_type='default'"
@@ -171,6 +173,11 @@ def inverse_frequencies(
     if factor != 1.0 and kind != "yarn":
         raise ConfigError(f"rope_type={kind!r} with attention factor {factor} is not supported; only 1.0 is")
     return _checked(frequencies, rope, head_dim)
+
+
+def _turns_partly(hf_config: Any) -> bool:
+    """Return whether a config's family, if it is built here, reads ``partial_rotary_factor``."""
+    return hf_config.model_type in FAMILIES and FAMILIES[hf_config.model_type].turns_partly
 
 
 def _checked(frequencies: torch.Tensor, rope: dict[str, Any], head_dim: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.attention import PackedSequences, TorchAttention
+from megatron_rl.model.attention.packed import PackedSequences, TorchAttention
 from megatron_rl.model.layer_spec import RMSNorm
 from megatron_rl.model.rotary import PackedRotary
 from megatron_rl.weights.model_shape import ModelShape
@@ -53,12 +53,10 @@ _BUILT_BY_SPEC = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_l
 
 
 def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return MLATransformerConfig's fields of a shape with latents; {} for any other. extra: the user's fields.
+    """Return MLATransformerConfig's fields of a shape with latents. extra: the user's fields.
 
     The scores' scale is mscale² / sqrt(width of q), where mscale = 0.1 · mscale_all_dim · ln(factor) + 1 under yarn.
     """
-    if not shape.kv_lora_rank:
-        return {}
     if extra.get("apply_rope_fusion"):
         raise ConfigError(
             f"megatron.transformer.apply_rope_fusion=true of {shape.family}: Megatron-Core's fused rotary kernel of "

@@ -9,9 +9,7 @@ import torch
 
 from megatron_rl.distributed.platform import transformer_engine_importable
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.attention import TorchAttention
-from megatron_rl.model.logprob import add_product
-from megatron_rl.model.sinks import SinkAttention
+from megatron_rl.model.attention.packed import TorchAttention
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
@@ -43,17 +41,17 @@ class RMSNorm(torch.nn.RMSNorm):
         return self.weight * torch.nn.functional.rms_norm(x.float(), self.normalized_shape, None, self.eps).to(x.dtype)
 
 
-def choose_layer_spec(asked: str, dtype: str) -> str:
+def choose_layer_spec(setting: str, dtype: str) -> str:
     """Return "transformer_engine" or "torch" for ``model.layer_spec``.
 
     ``auto`` takes torch for float32: Transformer Engine's attention has kernels for packed sequences in half precision
     only. Raises ConfigError where the spec asked for cannot be built.
     """
-    if asked == "torch" or (asked == "auto" and dtype == "float32"):
+    if setting == "torch" or (setting == "auto" and dtype == "float32"):
         return "torch"
     if transformer_engine_importable():
         return "transformer_engine"
-    if asked == "transformer_engine":
+    if setting == "transformer_engine":
         raise ConfigError(
             "model.layer_spec=transformer_engine, but Transformer Engine cannot be used here (not installed, "
             "does not import, or no GPU); run python -m megatron_rl.doctor, or use model.layer_spec=auto"
@@ -88,14 +86,14 @@ def _layer_spec(config: TransformerConfig, kind: str, is_mixture: bool, *, share
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **mixture)
         if share_prompts:
-            from megatron_rl.model.engine_attention import SharedPromptAttention
+            from megatron_rl.model.attention.transformer_engine import SharedPromptAttention
 
             layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
         return layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm, **mixture)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = SinkAttention if config.softmax_type == "learnable" else TorchAttention
+    attention.core_attention = TorchAttention
     if config.qk_layernorm:  # 0.19 raises on q/k norms that the config does not ask for
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
@@ -123,44 +121,3 @@ def settle_expert_biases(model: torch.nn.Module) -> None:
             module.explicit_expert_comm = True
             module.bias.sequence_parallel = False
             tensor_parallel.set_tensor_model_parallel_attributes(module.bias, True, 0, 1)
-
-
-def fuse_weight_gradients(model: torch.nn.Module) -> None:
-    """Have Transformer Engine's linears add their weights' gradients to main_grad within the product itself.
-
-    Read in 2.3 and 2.20 (pytorch/module/linear.py, layernorm_linear.py, grouped_linear.py): the field is read at each
-    forward, and a weight with ``grad_added_to_main_grad``, which Megatron-Core's DistributedDataParallel gives it, then
-    hands autograd memory of any content, as model/logprob.py does for the output weight. Each micro-batch's gradient
-    reaches a float32 main_grad without a rounding to bfloat16. A module's very first micro-batch is written over
-    main_grad, which holds zeros then, and not added (``is_first_microbatch``). Under FP8 Megatron-Core sets that again
-    at every call of the schedule, so that a second call before the optimizer's step would lose the first one's
-    gradients: nothing is fused there.
-    """
-    for module in model.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
-
-
-class WeightGradients:
-    """Stands for Apex's ``fused_weight_gradient_mlp_cuda``, which Megatron-Core's own linears call where they fuse."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-        add_product(main_grad, grad_output, total_input)
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-
-
-def accumulate_weight_gradients(model: torch.nn.Module) -> None:
-    """Have torch's linears add their weights' gradients to main_grad within the product, as ``fuse_weight_gradients``.
-
-    Megatron-Core's linears know how (0.16.1 and 0.19.2 ``tensor_parallel/layers.py``), but refuse the field without
-    Apex's kernel, whose name does not exist then: torch's product with a float32 output takes its place. The field is
-    read at each forward. The output layer is left out: model/logprob.py adds its gradient.
-    """
-    if not hasattr(tensor_parallel, "fused_weight_gradient_mlp_cuda"):
-        tensor_parallel.fused_weight_gradient_mlp_cuda = WeightGradients
-    linears = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
-    for name, module in model.named_modules():
-        if isinstance(module, linears) and name != "output_layer":
-            module.gradient_accumulation_fusion = True

@@ -50,18 +50,18 @@ class Refusals:
             raise ConfigError(f"{section}.{name}={quoted(value)} is refused: {reason}; remove it")
 
 
-def resolve_fields(given: Mapping[str, Any], cls: type, section: str, refusals: Refusals) -> dict[str, Any]:
+def resolve_fields(users: Mapping[str, Any], cls: type, section: str, refusals: Refusals) -> dict[str, Any]:
     """Return the fields with values of the types that ``cls`` wants.
 
-    given: the user's fields and values.
+    users: the user's fields and values.
     cls: a configuration class of the installed Megatron-Core.
-    section: the key of ``given``, for messages.
+    section: the key of ``users``, for messages.
     Raises ConfigError for a field that ``cls`` lacks, that is refused, or whose value has no meaning.
     """
     known = {f.name: f.default for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     resolved = {}
-    for name, value in given.items():
+    for name, value in users.items():
         refusals.refuse(name, value, section, known.get(name))
         if name not in known:
             nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]

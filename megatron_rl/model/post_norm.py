@@ -158,21 +158,6 @@ class ShiftedPostNormMLP(PostNormMLP):
     norm = ShiftedRMSNorm
 
 
-def put_wide_norms(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
-    """Have every norm of a block multiply by its weight in float32 and round once, as gpt-oss's do, in place.
-
-    Raises ConfigError for Transformer Engine's layers, on which gpt-oss was not shown.
-    """
-    if layer_spec != "torch":
-        raise ConfigError(
-            f"model.layer_spec={layer_spec}: attention sinks and experts with biases (gpt_oss) were shown on torch's "
-            "layers alone; set model.layer_spec=torch"
-        )
-    for layer in spec.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = WideRMSNorm
-    spec.layer_norm = WideRMSNorm
-
-
 def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
     """Make every layer of a block one of OLMo 2's, in place.
 

@@ -8,14 +8,27 @@ that it gets: [T, 1, d] beside q [T, h, d].
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from megatron_rl.model.attention import PackedSequences
-from megatron_rl.model.turning import token_angles
+from megatron_rl.model.attention.apply_rotary import token_angles
+from megatron_rl.model.attention.packed import PackedSequences
 
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Angles:
+    """Holds a model's rotary inverse frequencies, float32 [d / 2] on this device, and the factor on cos and sin.
+
+    tables: by the kinds of the layers (hf_config.py ``angle_kinds``); under None alone where all layers share.
+    factor: 1.0 but for latent attention's.
+    """
+
+    tables: Mapping[str | None, torch.Tensor]
+    factor: float
 
 
 class NoRotary(torch.nn.Module):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megatron_rl.algorithm.signal import UNCOUNTED_FIELDS
-from megatron_rl.config import Config
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
@@ -18,13 +18,13 @@ from megatron_rl.weights.model_shape import ModelShape
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def users_fields(config: Config) -> dict[str, Any]:
+def users_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str, Any]:
     """Return ``megatron.transformer``'s fields, typed; raise ConfigError for one that is refused on this host.
 
     0, false and null of a loss that is not counted (algorithm/signal.py refuses the rest) go: to Megatron-Core only its
     default means off.
     """
-    extra = transformer_fields(config)
+    extra = transformer_fields(users, lora_rank=lora_rank)
     extra = {name: value for name, value in extra.items() if name not in UNCOUNTED_FIELDS or value}
     for name in ("attention_dropout", "hidden_dropout"):
         if extra.get(name, 0.0) != 0.0 and not HOST.is_cuda:
@@ -34,28 +34,30 @@ def users_fields(config: Config) -> dict[str, Any]:
     return extra
 
 
-def seam_fields(config: Config, topology: Topology, shape: ModelShape) -> dict[str, Any]:
+def seam_fields(
+    shape: ModelShape, topology: Topology, *, dtype: str, sequence_parallel: bool, deterministic: bool
+) -> dict[str, Any]:
     """Return parallel sizes, dtypes, the token sum's switches and the schedule's; of the layers, how stages hold them.
 
     shape: the model's, of which the layers of each stage are read.
     """
-    dtype = DTYPES[config.model.dtype]
+    of_weights = DTYPES[dtype]
     return dict(
         tensor_model_parallel_size=topology.tensor_size,
         pipeline_model_parallel_size=topology.pipeline_size,
         expert_model_parallel_size=topology.expert_size,
         expert_tensor_parallel_size=topology.expert_tensor_size,
         context_parallel_size=topology.context_size,
-        sequence_parallel=config.parallel.sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
+        sequence_parallel=sequence_parallel,
+        params_dtype=of_weights,
+        pipeline_dtype=of_weights,
+        bf16=of_weights is torch.bfloat16,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=not HOST.is_cuda,
         perform_initialization=False,
         calculate_per_token_loss=True,
-        deterministic_mode=config.run.deterministic,
+        deterministic_mode=deterministic,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable lengths insist on it, for dense models too (0.16.1)
         pipeline_model_parallel_layout=notation(shape.stage_layers) if shape.num_stages > 1 else None,

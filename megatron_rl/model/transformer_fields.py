@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config import Config
+from megatron_rl.config.model import ModelConfig
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.model.megatron_fields import OFF, Refusals, resolve_fields
@@ -123,11 +123,12 @@ _BALANCED_BY_LOSS = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed")
 
 
-def transformer_fields(config: Config) -> dict[str, Any]:
-    """Return the user's fields, typed as TransformerConfig wants them. Raises ConfigError for one that is refused."""
-    fields = resolve_fields(
-        config.megatron.transformer, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS
-    )
+def transformer_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str, Any]:
+    """Return the user's fields, typed as TransformerConfig wants them. Raises ConfigError for one that is refused.
+
+    users: ``megatron.transformer``.
+    """
+    fields = resolve_fields(users, TransformerConfig, "megatron.transformer", REFUSED_TRANSFORMER_FIELDS)
     balancing = fields.get("moe_router_load_balancing_type", "none")
     if any(kind not in _BALANCED_BY_LOSS for kind in (balancing if isinstance(balancing, list) else [balancing])):
         raise ConfigError(
@@ -140,7 +141,7 @@ def transformer_fields(config: Config) -> dict[str, Any]:
             f"megatron.transformer.recompute_num_layers={layers} of recompute_method=uniform would be a forward pass "
             "without an end, by so many layers at a time; give 1 or more, or remove it"
         )
-    return _with_fp8(fields, config) if fields.get("fp8") else fields
+    return _with_fp8(fields, lora_rank) if fields.get("fp8") else fields
 
 
 def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str) -> dict[str, Any]:
@@ -185,34 +186,34 @@ def _fault(cls: type, fields: Mapping[str, Any]) -> Exception | None:
     return None
 
 
-def require_installed(config: Config, layer_spec: str) -> None:
+def require_installed(users: Mapping[str, Any], model: ModelConfig, layer_spec: str) -> None:
     """Raise ConfigError for a field of ``megatron.transformer`` that needs layers or kernels which are not here.
 
     layer_spec: of the layers that are built.
     """
-    given = {name: value for name, value in config.megatron.transformer.items() if value not in OFF}
+    wanted = {name: value for name, value in users.items() if value not in OFF}
     for name in _ENGINE_LAYERS:
-        if name in given and layer_spec != "transformer_engine":
+        if name in wanted and layer_spec != "transformer_engine":
             raise ConfigError(
-                f"megatron.transformer.{name}={given[name]} needs Transformer Engine's layers, and these are "
-                f"{layer_spec}'s (model.layer_spec={config.model.layer_spec}, model.dtype={config.model.dtype}); "
+                f"megatron.transformer.{name}={wanted[name]} needs Transformer Engine's layers, and these are "
+                f"{layer_spec}'s (model.layer_spec={model.layer_spec}, model.dtype={model.dtype}); "
                 f"install Transformer Engine, or remove megatron.transformer.{name}"
             )
     for name, kernel in _ENGINE_KERNELS.items():
-        if name in given and vars(moe_utils).get(kernel) is None:
+        if name in wanted and vars(moe_utils).get(kernel) is None:
             raise ConfigError(
-                f"megatron.transformer.{name}={given[name]} needs {kernel} of Transformer Engine, which is not "
+                f"megatron.transformer.{name}={wanted[name]} needs {kernel} of Transformer Engine, which is not "
                 f"installed, or too old; install it, or remove megatron.transformer.{name}"
             )
     name, extension = "gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"
-    if name in given and importlib.util.find_spec(extension) is None:
+    if name in wanted and importlib.util.find_spec(extension) is None:
         raise ConfigError(
-            f"megatron.transformer.{name}={given[name]} needs Apex's {extension}, which is not installed; remove it: "
+            f"megatron.transformer.{name}={wanted[name]} needs Apex's {extension}, which is not installed; remove it: "
             "without it the product adds a weight's gradient to main_grad on a GPU"
         )
 
 
-def _with_fp8(fields: dict[str, Any], config: Config) -> dict[str, Any]:
+def _with_fp8(fields: dict[str, Any], lora_rank: int | None) -> dict[str, Any]:
     """Return the fields with those that FP8 needs here; raise ConfigError where FP8 cannot work.
 
     Delayed scaling reduces its history of maxima at the end of every micro-batch (Transformer Engine 2.3 to 2.20,
@@ -230,9 +231,9 @@ def _with_fp8(fields: dict[str, Any], config: Config) -> dict[str, Any]:
             "megatron.transformer.tp_only_amax_red=false would have data-parallel ranks wait for each other after "
             "every micro-batch, and they run different numbers of them; remove it, or take another fp8_recipe"
         )
-    if config.lora.rank is not None:
+    if lora_rank is not None:
         raise ConfigError(
-            f"lora.rank={config.lora.rank} trains adapters, whose products are of model.dtype, beside frozen weights "
+            f"lora.rank={lora_rank} trains adapters, whose products are of model.dtype, beside frozen weights "
             "whose products FP8 would round by themselves, which was not run; remove megatron.transformer.fp8 or "
             "lora.rank"
         )

@@ -24,6 +24,7 @@ from megatron_rl.types import Rollout
 log = logging.getLogger(__name__)
 
 FILE_NAME = "completions.jsonl"
+ROLLOUTS_FOLDER = "rollouts"  # of whole rollouts (saved_rollouts.py)
 TRAIN = "train"  # the source of a rollout's completions
 MOST_LINE_BYTES = 1 << 24  # of a completion's
 LOGGED_CHARS = 400  # of each text in the log
@@ -155,14 +156,19 @@ def best_to_worst(rewards: Sequence[float | None], count: int) -> list[int]:
     return [order[place] for place in places]
 
 
+def plain(value: float | None) -> float | None:
+    """Return a number with six digits, and None for one that JSON cannot hold."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
 def to_row(completion: Completion) -> dict[str, object]:
     """Return a completion as one JSON line's object; a number that JSON cannot hold is its name, as "inf"."""
 
-    def plain(value: object) -> object:
+    def written(value: object) -> object:
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
-    row = {key: plain(value) for key, value in dataclasses.asdict(completion).items()}
-    row["rewards"] = {name: plain(value) for name, value in completion.rewards.items()}
+    row = {key: written(value) for key, value in dataclasses.asdict(completion).items()}
+    row["rewards"] = {name: written(value) for name, value in completion.rewards.items()}
     return row
 
 

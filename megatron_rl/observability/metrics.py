@@ -14,18 +14,21 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import numpy as np
 
 from megatron_rl.config import MetricsConfig
+from megatron_rl.distributed.atomic_file import set_aside
 from megatron_rl.errors import RunError
 from megatron_rl.json_text import open_regular
-from megatron_rl.observability import completions, saved_rollouts
+from megatron_rl.observability import completions
 from megatron_rl.observability.completions import Completion
-from megatron_rl.observability.sinks import Sink, TimedSink, open_sinks, set_aside
 from megatron_rl.planning.tokens import read_tokens, tokens_of
 from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
+
+if TYPE_CHECKING:  # only a run that sends its metrics somewhere needs it
+    from megatron_rl.observability.sinks import Sink
 
 log = logging.getLogger(__name__)
 
@@ -194,8 +197,8 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         last_step = None if resumed is None else -1 if self._last_step is None else self._last_step
         values = {**(config or {}), "total_steps": total_steps}
-        self._sinks = open_sinks(run_dir, metrics_config, values, last_step=last_step)
-        for name in (METRICS_FILE, completions.FILE_NAME, saved_rollouts.FOLDER):
+        self._sinks = _open_sinks(run_dir, metrics_config, values, last_step)
+        for name in (METRICS_FILE, completions.FILE_NAME, completions.ROLLOUTS_FOLDER):
             if (run_dir / name).exists() and not resumed:
                 set_aside(run_dir / name)
         self._file = (run_dir / METRICS_FILE).open("a" if resumed else "x", encoding="utf-8")
@@ -229,10 +232,9 @@ class MetricsWriter:
         return _revive(plain)
 
     def measured(self, stage: str, started_s: float, seconds: float) -> None:
-        """Hand an interval of the step's timer (StepTimer.heard) to the sinks that want it, before its row."""
+        """Hand an interval of the step's timer (StepTimer.heard) to the sinks, before its row."""
         for sink in self._sinks:
-            if isinstance(sink, TimedSink):
-                sink.measured(stage, started_s, seconds)
+            sink.measured(stage, started_s, seconds)
 
     def _emit(self, plain: Row) -> None:
         if self._file is None:
@@ -286,6 +288,16 @@ class MetricsWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
+
+
+def _open_sinks(
+    run_dir: pathlib.Path, settings: MetricsConfig, values: Mapping[str, object], last_step: int | None
+) -> list[Sink]:
+    if not (settings.tensorboard or settings.otel or settings.wandb_project or settings.mlflow_experiment):
+        return []
+    from megatron_rl.observability.sinks import open_sinks
+
+    return open_sinks(run_dir, settings, values, last_step=last_step)
 
 
 def _revive(plain: Mapping[str, object]) -> Row:

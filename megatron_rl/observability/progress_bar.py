@@ -15,9 +15,8 @@ from rich.progress import Progress as LiveBar
 from rich.table import Table
 
 from megatron_rl.observability.metrics import Row
-from megatron_rl.observability.phases import is_supervised
-from megatron_rl.observability.summary import RunSummary, duration, summarize
-from megatron_rl.observability.untrained import Untrained, untrained
+from megatron_rl.observability.stall_warning import StallCounts, stall_counts
+from megatron_rl.observability.summary import RunSummary, duration, is_supervised, summarize
 from megatron_rl.types import StepKind
 
 LINE_EVERY_S = 5.0
@@ -137,9 +136,9 @@ class ProgressBar:
         self.close()
         if not self._enabled:
             return
-        counts = untrained(rows)
-        named = counts if counts.is_worth_saying(self._untrained_warning_steps) else None
-        table = summary_table(summarize(rows), self._clock() - self._started_s, named, went_on=self._done_steps > 0)
+        counts = stall_counts(rows)
+        stall = counts if counts.is_worth_saying(self._untrained_warning_steps) else None
+        table = summary_table(summarize(rows), self._clock() - self._started_s, stall, went_on=self._done_steps > 0)
         self._console.print(table)
         if report_path is not None:
             self._console.print(f"report: {report_path}", markup=False, highlight=False, soft_wrap=True)
@@ -180,11 +179,11 @@ def supervised_facts(latest: Mapping[str, float]) -> list[str]:
 
 
 def summary_table(
-    summary: RunSummary, elapsed_s: float, untrained_steps: Untrained | None = None, *, went_on: bool = False
+    summary: RunSummary, elapsed_s: float, stall: StallCounts | None = None, *, went_on: bool = False
 ) -> Table:
     """Build the final table, with one line per headline figure that the run has.
 
-    untrained_steps: the last steps that trained nothing, where they are to be named.
+    stall: the last steps that trained nothing, if they are to be named.
     went_on: ``elapsed_s`` counts from a checkpoint on.
     """
     table = Table(title="The run", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
@@ -226,7 +225,7 @@ def summary_table(
     if summary.tokens_per_second is not None:
         table.add_row("tokens a second", f"{summary.tokens_per_second:,.0f}  (median)")
     table.add_row("optimizer steps", summary.steps)
-    if untrained_steps is not None:
-        table.add_row("[red]WARNING[/red]", f"[red]{untrained_steps}[/red]")
+    if stall is not None:
+        table.add_row("[red]WARNING[/red]", f"[red]{stall}[/red]")
     table.add_row("time of this start" if went_on else "total time", duration(elapsed_s))
     return table

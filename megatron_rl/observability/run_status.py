@@ -58,14 +58,14 @@ def read_status(folder: pathlib.Path) -> RunStatus | None:
     path = folder / STATUS_FILE
     if not path.exists():
         return None
-    found, where = read_object(path), str(path)
-    state = field(found, "state", str, where)
+    written, where = read_object(path), str(path)
+    state = field(written, "state", str, where)
     if state not in [*RunState]:
         raise ConfigError(f"{where}: state must be one of {', '.join(RunState)}, and it is {quoted(state)}; delete it")
     return RunStatus(
         state=RunState(state),
-        total_steps=field(found, "total_steps", int, where, least=0),
-        at=field(found, "at", float, where),
+        total_steps=field(written, "total_steps", int, where, least=0),
+        at=field(written, "at", float, where),
     )
 
 

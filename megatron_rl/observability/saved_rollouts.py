@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
 import pathlib
 import re
@@ -21,8 +20,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 
 from megatron_rl.json_text import check, field, parse_json, read_bytes
+from megatron_rl.observability.completions import ROLLOUTS_FOLDER, plain
 
-FOLDER = "rollouts"
 MOST_BYTES = 1 << 28  # of a rollout's JSON, over all ranks
 _NAME = re.compile(r"rollout_(\d+)\.rank(\d+)\.json\.gz")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -59,14 +58,9 @@ def _text_of(name: str | None, table: dict[str, int] | None) -> str:
     return name.replace("▁", " ").encode("utf-8", "replace").decode("latin-1")
 
 
-def plain(value: float | None) -> float | None:
-    """Return a number with six digits, and None for one that JSON cannot hold."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
-
-
 def write_rollout(run_dir: pathlib.Path, number: int, rank: int, document: dict[str, object]) -> pathlib.Path:
     """Write what a rank has of rollout ``number`` (from 1), whole or not at all, and return the file."""
-    folder = run_dir / FOLDER
+    folder = run_dir / ROLLOUTS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rollout_{number}.rank{rank}.json.gz"
     text = json.dumps({"rollout": number, **document}, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
@@ -78,7 +72,7 @@ def write_rollout(run_dir: pathlib.Path, number: int, rank: int, document: dict[
 
 def saved_numbers(run_dir: pathlib.Path) -> list[int]:
     """Return the numbers of the rollouts that are saved, in order."""
-    found = (_NAME.fullmatch(path.name) for path in (run_dir / FOLDER).glob("rollout_*.json.gz"))
+    found = (_NAME.fullmatch(path.name) for path in (run_dir / ROLLOUTS_FOLDER).glob("rollout_*.json.gz"))
     return sorted({int(match[1]) for match in found if match})
 
 
@@ -87,9 +81,13 @@ def read_rollout(run_dir: pathlib.Path, number: int) -> dict[str, object]:
 
     Raises ValueError for a file that is none of ``write_rollout``'s, FileNotFoundError for a rollout that is not saved.
     """
-    paths = [path for path in (run_dir / FOLDER).glob(f"rollout_{number}.rank*.json.gz") if _NAME.fullmatch(path.name)]
+    paths = [
+        path
+        for path in (run_dir / ROLLOUTS_FOLDER).glob(f"rollout_{number}.rank*.json.gz")
+        if _NAME.fullmatch(path.name)
+    ]
     if not paths:
-        raise FileNotFoundError(f"{run_dir / FOLDER} holds no rollout {number}")
+        raise FileNotFoundError(f"{run_dir / ROLLOUTS_FOLDER} holds no rollout {number}")
     whole: dict[str, object] = {"rollout": number, "functions": [], "tokens": {}, "groups": []}
     left = MOST_BYTES
     for path in sorted(paths):
@@ -127,7 +125,7 @@ def _unpacked(path: pathlib.Path, most_bytes: int) -> bytes:
 
 def forget_after(run_dir: pathlib.Path, number: int) -> None:
     """Delete saved rollouts above ``number``: a run that goes on from a checkpoint takes them again."""
-    for path in (run_dir / FOLDER).glob("rollout_*.json.gz"):
+    for path in (run_dir / ROLLOUTS_FOLDER).glob("rollout_*.json.gz"):
         match = _NAME.fullmatch(path.name)
         if match and int(match[1]) > number:
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Sums a run's rows up to its headline figures."""
+"""Names the phases of a run's optimizer steps, and sums its rows up to its headline figures."""
 
 from __future__ import annotations
 
@@ -9,15 +9,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.observability.metrics import Row
-from megatron_rl.observability.phases import is_supervised, split_start, title
 from megatron_rl.types import StepKind
 
+WARMUP, SFT, PREFERENCE, RL = "warmup", "sft", "preference", "rl"
+SUPERVISED = frozenset({WARMUP, SFT, PREFERENCE})
+TITLES = {WARMUP: "supervised start", SFT: "SFT", PREFERENCE: "preference", RL: "RL"}
 COUNTED = {"skip/tokens_executed", "skip/tokens_dense"}
 HELD_OUT = {  # the table's words for a metric of held-out rows
     "held-out supervised loss": "sft/eval_loss",
     "held-out pairs, loss": "preference/eval_loss",
     "held-out pairs, accuracy": "preference/eval_accuracy",
 }
+
+
+def is_supervised(row: Row) -> bool:
+    return row["phase"] in SUPERVISED
+
+
+def title(phase: str) -> str:
+    """Return a phase's name on a page or in a table; a phase of other programs keeps its own."""
+    return TITLES.get(phase, phase)
+
+
+def split_start(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return (the supervised steps that precede others, the run's own steps).
+
+    A run of supervised steps alone precedes nothing: all are its own.
+
+    Example: rows of the phases ``warmup warmup rl`` give two and one; ``sft sft`` give none and two.
+    """
+    own = [row for row in rows if not is_supervised(row)]
+    return ([row for row in rows if is_supervised(row)], own) if own else ([], list(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,28 +110,28 @@ def eval_points(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, floa
 
     ``..._before`` in a step's row was measured before that step, so it stands at the step before.
     """
-    found: dict[str, dict[tuple[str, int], list[tuple[int, float]]]] = {}
+    points_of: dict[str, dict[tuple[str, int], list[tuple[int, float]]]] = {}
     for row in rows:
         for key, value in row.items():
             if match := re.fullmatch(r"eval/(.+)/(mean|pass)@(\d+)(_before)?", key):
                 name, kind, k, before = match.groups()
-                points = found.setdefault(name, {}).setdefault((kind, int(k)), [])
+                points = points_of.setdefault(name, {}).setdefault((kind, int(k)), [])
                 points.append((row["step"] - (before is not None), value))
     return {
         name: {f"{kind}@{k}": sorted(points) for (kind, k), points in sorted(metrics.items())}
-        for name, metrics in sorted(found.items())
+        for name, metrics in sorted(points_of.items())
     }
 
 
 def eval_errors(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     """Return the standard errors of each set's mean@k, by "<set> mean@k" and by step as in ``eval_points``."""
-    found: dict[str, dict[int, float]] = {}
+    errors_of: dict[str, dict[int, float]] = {}
     for row in rows:
         for key, value in row.items():
             if match := re.fullmatch(r"eval/(.+)/(mean@\d+)_se(_before)?", key):
                 name, metric, before = match.groups()
-                found.setdefault(f"{name} {metric}", {})[row["step"] - (before is not None)] = value
-    return found
+                errors_of.setdefault(f"{name} {metric}", {})[row["step"] - (before is not None)] = value
+    return errors_of
 
 
 def held_out_points(rows: Sequence[Row], metric: str) -> list[tuple[int, float]]:

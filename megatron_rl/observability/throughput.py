@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.model.flops import flops_per_token
+from megatron_rl.model.costs import flops_per_token
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.planning.cost import plan_seconds
 from megatron_rl.planning.tokens import SampleTokens, tokens_of

@@ -30,7 +30,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.config import Config
+from megatron_rl.config.optimizer import PlanConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.cost import CostModel, StageCost, prior
 from megatron_rl.planning.spread import SampleCosts, split_to, spread
@@ -105,7 +105,15 @@ class Sizes(Protocol):
     def rank_shares(self, pipeline: int) -> Sequence[tuple[float, float]]: ...
 
 
-def plan_rules(config: Config, degrees: Degrees, sizes: Sizes, *, share_prompts: bool = False) -> PlanRules:
+def plan_rules(
+    settings: PlanConfig,
+    degrees: Degrees,
+    sizes: Sizes,
+    *,
+    sequence_parallel: bool,
+    fp8: bool,
+    share_prompts: bool = False,
+) -> PlanRules:
     """Return the rules of a run: its settings, its degrees of parallelism and the prior costs of its micro-batches.
 
     Under context parallelism each sequence splits into two chunks per rank; under sequence parallelism a micro-batch's
@@ -113,20 +121,20 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes, *, share_prompts:
     lowered to a multiple of what a micro-batch is padded to, so that the pads stay within it.
     """
     chunks = 2 * degrees.context_size if degrees.context_size > 1 else 1
-    tensor_ranks = degrees.tensor_size if config.parallel.sequence_parallel else 1
-    row_multiple, max_tokens = 1, config.plan.max_tokens_per_microbatch
-    if config.megatron.transformer.get("fp8"):
+    tensor_ranks = degrees.tensor_size if sequence_parallel else 1
+    row_multiple, max_tokens = 1, settings.max_tokens_per_microbatch
+    if fp8:
         row_multiple = FP8_ROWS * tensor_ranks * degrees.context_size
         max_tokens = max_tokens // row_multiple * row_multiple
         if not max_tokens:
             raise ConfigError(
-                f"plan.max_tokens_per_microbatch={config.plan.max_tokens_per_microbatch} is below {row_multiple}, to "
+                f"plan.max_tokens_per_microbatch={settings.max_tokens_per_microbatch} is below {row_multiple}, to "
                 "which FP8 pads every micro-batch here; raise it"
             )
     cost = prior(
         sizes.rank_shares(degrees.pipeline_size),
         virtual=degrees.virtual_size,
-        overhead_tokens=config.plan.microbatch_overhead_tokens,
+        overhead_tokens=settings.microbatch_overhead_tokens,
         square_share=sizes.square_share,
         head_layers=sizes.head_layers,
     )
@@ -134,14 +142,14 @@ def plan_rules(config: Config, degrees: Degrees, sizes: Sizes, *, share_prompts:
         data_size=degrees.data_size,
         cost=cost,
         max_tokens=max_tokens,
-        samples_per_microbatch=config.plan.samples_per_microbatch,
-        repack=config.plan.repack,
+        samples_per_microbatch=settings.samples_per_microbatch,
+        repack=settings.repack,
         pad_multiple=chunks * tensor_ranks,
         row_multiple=row_multiple,
         share_prompts=share_prompts,
         microbatch_multiple=degrees.pipeline_size if degrees.virtual_size > 1 else 1,
         lockstep_ranks=degrees.lockstep_replicas,
-        on_long_sample=config.plan.on_long_sample,
+        on_long_sample=settings.on_long_sample,
     )
 
 
@@ -205,12 +213,12 @@ def _plan_mini_batch(
     live = members[signal[members]] if drops else members
     dense = cut(members, costs, rules)
     if len(live) == len(members):
-        kept = dense
+        running = dense
     elif rules.repack:
-        kept = cut(live, costs, rules)
+        running = cut(live, costs, rules)
     else:
-        kept = _rows_with_signal(dense, signal, rules)
-    return _assemble(members, kept, costs.tokens.whole, rules, num_dense=int(_lockstep_counts(dense, rules).sum()))
+        running = _rows_with_signal(dense, signal, rules)
+    return _assemble(members, running, costs.tokens.whole, rules, num_dense=int(_lockstep_counts(dense, rules).sum()))
 
 
 def _rows_with_signal(dense: Cut, signal: np.ndarray, rules: PlanRules) -> Cut:
@@ -219,12 +227,12 @@ def _rows_with_signal(dense: Cut, signal: np.ndarray, rules: PlanRules) -> Cut:
     A row is what the ranks of a block run at the same time. Their experts' products hold the tokens of all of it, so
     that without one of its micro-batches the sums would round in another order than the dense run's.
     """
-    kept: Cut = []
+    running: Cut = []
     for start in range(0, rules.data_size, rules.lockstep_ranks):
         block = dense[start : start + rules.lockstep_ranks]
         live = {row for rank in block for row, samples in enumerate(rank) if signal[samples].any()}
-        kept += [[samples for row, samples in enumerate(rank) if row in live] for rank in block]
-    return kept
+        running += [[samples for row, samples in enumerate(rank) if row in live] for rank in block]
+    return running
 
 
 def _rounded_up(microbatches: int, rules: PlanRules) -> int:

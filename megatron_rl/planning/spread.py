@@ -97,12 +97,12 @@ def spread(samples: np.ndarray, costs: SampleCosts, bins: int, max_tokens: float
 
 def split_to(bins: list[np.ndarray], count: int, costs: SampleCosts) -> list[np.ndarray]:
     """Return at least ``count`` bins, as far as there are samples, none empty; those of most samples are cut in two."""
-    found = [x for x in bins if len(x)]
-    while len(found) < count and max(map(len, found), default=0) > 1:
-        number = max(range(len(found)), key=lambda i: (len(found[i]), -i))
-        halves = [x for x in spread(found[number], costs, 2) if len(x)]
-        found[number : number + 1] = halves if len(halves) > 1 else balance(found[number], costs.own, 2)
-    return found
+    pieces = [x for x in bins if len(x)]
+    while len(pieces) < count and max(map(len, pieces), default=0) > 1:
+        number = max(range(len(pieces)), key=lambda i: (len(pieces[i]), -i))
+        halves = [x for x in spread(pieces[number], costs, 2) if len(x)]
+        pieces[number : number + 1] = halves if len(halves) > 1 else balance(pieces[number], costs.own, 2)
+    return pieces
 
 
 def _costliest(bins: list[np.ndarray], costs: SampleCosts) -> float:

@@ -128,11 +128,11 @@ def _leading_answer(text: str, wants_number: bool, *, may_be_heading: bool) -> s
     line = line[lead.end() :] if lead else line
     if _BOX.search(line):
         return None  # the box is the answer
-    found = _number_at(line)
-    if found is not None and may_be_heading and _NUMBERED_HEADING.match(found[1]):
+    number = _number_at(line)
+    if number is not None and may_be_heading and _NUMBERED_HEADING.match(number[1]):
         return None
-    if found is not None and wants_number and not _GOES_ON.match(found[1]):
-        return found[0]
+    if number is not None and wants_number and not _GOES_ON.match(number[1]):
+        return number[0]
     if not line.strip() or _HEADING.match(line):
         return None
     line = _WORDS.split(line, maxsplit=1)[0] if wants_number else line
@@ -146,28 +146,28 @@ def _last_box(text: str) -> tuple[int, str] | None:
     """
     boxes: list[tuple[int, int, str]] = []
     position = 0
-    while found := _BOX.search(text, position):
-        content, position = _content(text, found)
-        boxes.append((found.start(), position, content))
+    while box := _BOX.search(text, position):
+        content, position = _content(text, box)
+        boxes.append((box.start(), position, content))
     if not boxes:
         return None
-    place, start, answer = boxes[-1][0], boxes[-1][0], boxes[-1][2]
+    last, start, answer = boxes[-1][0], boxes[-1][0], boxes[-1][2]
     for before in reversed(boxes[:-1]):
         if not answer or not _BETWEEN_BOXES.fullmatch(text, before[1], start):
             break
         start, answer = before[0], f"{before[2]}, {answer}"
-    return place, without_currency(answer)
+    return last, without_currency(answer)
 
 
-def _content(text: str, found: re.Match) -> tuple[str, int]:
-    """Return a box's content and the place of its end."""
-    if found[1] != "{":
-        return found[1].rstrip(".,;"), found.end()
+def _content(text: str, box: re.Match) -> tuple[str, int]:
+    """Return a box's content and the place of its end. ``box``: the match of its beginning."""
+    if box[1] != "{":
+        return box[1].rstrip(".,;"), box.end()
     depth = 1
-    for brace in _BRACE.finditer(text, found.end()):
+    for brace in _BRACE.finditer(text, box.end()):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            content = text[found.end() : brace.start()]
+            content = text[box.end() : brace.start()]
             inner = _last_box(content)
             return (content if inner is None else inner[1]), brace.end()
     return "", len(text)
@@ -176,9 +176,9 @@ def _content(text: str, found: re.Match) -> tuple[str, int]:
 def _number_at(text: str) -> tuple[str, str] | None:
     """Return the number at a text's beginning and the text behind it, or None."""
     text = text[_OPENING.match(text).end() :]
-    found = _NUMBER.match(text)
-    if not (found["grouped"] or found["digits"] or found["decimals"]):
+    number = _NUMBER.match(text)
+    if not (number["grouped"] or number["digits"] or number["decimals"]):
         return None
-    whole = re.sub(r"\D", "", found["grouped"] or found["digits"] or "0").lstrip("0") or "0"
-    sign = "-" if found["sign"] in ("-", "−") else ""
-    return f"{sign}{whole}{found['decimals'] or ''}", text[found.end() :]
+    whole = re.sub(r"\D", "", number["grouped"] or number["digits"] or "0").lstrip("0") or "0"
+    sign = "-" if number["sign"] in ("-", "−") else ""
+    return f"{sign}{whole}{number['decimals'] or ''}", text[number.end() :]

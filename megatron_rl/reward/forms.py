@@ -181,11 +181,11 @@ def _typed_form(annotation: object) -> Form | None:
     return Form.MESSAGES if objects else Form.TEXTS
 
 
-async def _gathered(found: Sequence[object]) -> list[object]:
+async def _gathered(values: Sequence[object]) -> list[object]:
     async def one(value: object) -> object:
         return await value if inspect.isawaitable(value) else value
 
-    return _scores(await asyncio.gather(*map(one, found)))
+    return _scores(await asyncio.gather(*map(one, values)))
 
 
 async def _scores_once(returned: Awaitable) -> object:

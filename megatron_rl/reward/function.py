@@ -14,7 +14,6 @@ import numpy as np
 from megatron_rl import users_code
 from megatron_rl.config.reward import REWARD_MODEL
 from megatron_rl.data.columns import ANSWER, RequiredColumn
-from megatron_rl.environment.protocol import is_reward
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward.forms import (
     GROUND_TRUTH,
@@ -28,7 +27,7 @@ from megatron_rl.reward.forms import (
     signature_of,
 )
 from megatron_rl.types import Rollout
-from megatron_rl.users_code import exit_is_an_error
+from megatron_rl.users_code import exit_is_an_error, is_reward
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 

@@ -166,14 +166,14 @@ def _within(seconds: float, function: Callable, *arguments: object) -> object:
 
 
 def _score(completion: str, gold: Gold) -> float:
-    found = final_answer(completion, marks_first=gold.marks_first, wants_number=gold.is_number)
-    number = number_text(found.text) if found.is_marked else None
+    answer = final_answer(completion, marks_first=gold.marks_first, wants_number=gold.is_number)
+    number = number_text(answer.text) if answer.is_marked else None
     if number is not None:
         values = [Number(number)]
-    elif found.is_marked:
-        values = _read_expression(found.text)
+    elif answer.is_marked:
+        values = _read_expression(answer.text)
     else:
-        values = _parse(found.text, fallback_mode="first_match")
+        values = _parse(answer.text, fallback_mode="first_match")
     return float(any(_equal(gold_value, value) for gold_value in gold.values for value in values))
 
 

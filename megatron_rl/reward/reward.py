@@ -27,7 +27,6 @@ from megatron_rl.reward.function import (
     required_columns,
     resolve,
 )
-from megatron_rl.reward.pool import Pool
 from megatron_rl.types import Rollout, Score
 
 log = logging.getLogger(__name__)
@@ -128,6 +127,8 @@ class Reward:
         forms = {name: form for name, (form, _) in found.items()}
         self.pool = None
         if in_workers:
+            from megatron_rl.reward.pool import Pool
+
             settings = (config.deadline_s, config.worker_environment, config.completions)
             self.pool = Pool(in_workers, config.num_workers, *settings)
             forms |= self.pool.forms

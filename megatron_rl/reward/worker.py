@@ -2,10 +2,10 @@
 
     python -m megatron_rl.reward.worker FD STACK_FD PARENT_PID      # started by pool.py, never by hand
 
-The process that is started becomes the worker's keeper (distributed/keeper.py), and a child of it the worker. The first
-message names the functions; then one task at a time arrives and its answer leaves. Functions are called in
-the main thread, since math-verify's deadlines are SIGALRM. Only the pool interrupts a task, by killing this process: a
-call that takes a whole list cannot be interrupted otherwise. Shortly before, the stacks go to STACK_FD.
+The process that is started becomes the worker's subreaper (distributed/subreaper.py), and a child of it the worker. The
+first message names the functions; then one task at a time arrives and its answer leaves. Functions are called in the
+main thread, since math-verify's deadlines are SIGALRM. Only the pool interrupts a task, by killing this process: a call
+that takes a whole list cannot be interrupted otherwise. Shortly before, the stacks go to STACK_FD.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from megatron_rl.distributed.frames import Inbox, encode
-from megatron_rl.distributed.keeper import go_on_in_a_child
+from megatron_rl.distributed.subreaper import go_on_in_a_child
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward.forms import Form
 from megatron_rl.reward.function import (

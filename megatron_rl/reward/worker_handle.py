@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.distributed.child_process import environment
 from megatron_rl.distributed.frames import Inbox, encode
-from megatron_rl.distributed.keeper import END
+from megatron_rl.distributed.subreaper import END
 from megatron_rl.reward.task_queue import Task
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class WorkerProcess:
 
     variables: environment variables that it gets beside the ALLOWED ones, by name.
     completions: ``reward.completions``.
-    pid: the worker's process id once it is ready, its keeper's before.
+    pid: the worker's process id once it is ready, its subreaper's before.
     deadline: seconds on time.monotonic, of its start or its task; None while it has neither.
     suspect_at: seconds on time.monotonic at which its task takes long; None where nothing is to be done about it.
     task_id: the id that its answer must carry.
@@ -140,7 +140,7 @@ class WorkerProcess:
             try:
                 code = self._process.wait(REAP_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # the kernel kills the worker with its keeper
+                self._process.kill()  # the kernel kills the worker with its subreaper
                 log.warning(
                     "reward worker %d was killed and is still there after %g s: the kernel holds it", self.pid, REAP_S
                 )

@@ -14,10 +14,11 @@ before every engine sleeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Protocol
 
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.engines.engine import Engine
 
 
 class DeviceOwner(Enum):
@@ -26,11 +27,18 @@ class DeviceOwner(Enum):
     ENGINE = "engine"
 
 
+class DeviceShare(Protocol):
+    """Leaves a device to the engine: a model of the trainer, with its gradients and optimizer state."""
+
+    def offload(self) -> object: ...
+
+    def restore(self) -> object: ...
+
+
 class ColocatedDevice:
     """Hands the devices of all ranks from trainer to engine and back. Its moves are collectives.
 
-    offload:  moves the trainer's gradients and optimizer state off the device; None where nothing is shared.
-    restore:  moves them back; None where nothing is shared.
+    models:   the trainer's on the device; none if the engine has a device of its own.
     together: calls a function on every rank and returns once all have ended it; raises on every rank where one raised.
     ended:    called with the turn that ends, before the device leaves or returns to the trainer (to note peak memory).
     """
@@ -38,12 +46,11 @@ class ColocatedDevice:
     def __init__(
         self,
         engine: Engine,
-        offload: Callable[[], object] | None,
-        restore: Callable[[], object] | None,
+        models: Sequence[DeviceShare],
         together: Callable[[Callable[[], object]], None],
         ended: Callable[[DeviceOwner], None],
     ) -> None:
-        self.engine, self.offload, self.restore, self.ended = engine, offload, restore, ended
+        self.engine, self.models, self.ended = engine, models, ended
         self._together = together
         self.turn = DeviceOwner.TRAINER
 
@@ -51,8 +58,8 @@ class ColocatedDevice:
         """Let the engine take weights; do nothing if it has the device already."""
         if self.turn is DeviceOwner.TRAINER:
             self.ended(self.turn)
-            if self.offload is not None:
-                self._together(self.offload)
+            if self.models:
+                self._together(lambda: [model.offload() for model in self.models])
                 self._together(lambda: self.engine.wake(tags=["weights"]))
             self.turn = DeviceOwner.WEIGHTS
 
@@ -60,7 +67,7 @@ class ColocatedDevice:
         """Let the engine generate."""
         self.to_weights()
         if self.turn is DeviceOwner.WEIGHTS:
-            if self.offload is not None:
+            if self.models:
                 self._together(lambda: self.engine.wake(tags=["kv_cache"]))
             self.turn = DeviceOwner.ENGINE
 
@@ -68,7 +75,7 @@ class ColocatedDevice:
         """Give the device back to the trainer."""
         if self.turn is not DeviceOwner.TRAINER:
             self.ended(self.turn)
-            if self.restore is not None:
+            if self.models:
                 self._together(self.engine.sleep)
-                self._together(self.restore)
+                self._together(lambda: [model.restore() for model in self.models])
             self.turn = DeviceOwner.TRAINER

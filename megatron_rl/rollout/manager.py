@@ -8,24 +8,21 @@ the trainer's state returns.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from megatron_rl.config import Config
+from megatron_rl.config import WeightSyncConfig
 from megatron_rl.distributed import collectives
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.colocation import ColocatedDevice, DeviceOwner
-from megatron_rl.rollout.engine import NO_WEIGHTS, Engine
-from megatron_rl.rollout.rollout_metrics import RolloutMetrics, counts_of
-from megatron_rl.rollout.stragglers import choose, hand_out
+from megatron_rl.rollout.colocation import ColocatedDevice, DeviceOwner, DeviceShare
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics
+from megatron_rl.rollout.weight_source import WeightSource
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
-from megatron_rl.types import Prompt, Rollout, Score
+from megatron_rl.types import Prompt
 
 log = logging.getLogger(__name__)
 PARTS = 4  # of run.deadline_s: ranks that wait for engines meet after each
@@ -47,43 +44,26 @@ class CollectDurations:
 class RolloutManager:
     """Runs the rollouts of all ranks. Methods are collectives unless they say otherwise.
 
-    export:  returns the trainer's weights under their Hugging Face names (``MegatronBackend.export``).
-    export_adapters: returns its adapters, where ``export`` gives the frozen weights beside them; None: no such two.
-    version: returns the version of these weights.
-    share:   (this rank's number among the ranks with prompts, their number); None for a rank without an engine.
-    offload: moves the trainer off a shared device; None where the engine has a device of its own.
-    restore: moves the trainer back to it; None where the engine has a device of its own.
-    score_apart: whether ``score`` may be called in another thread than the main one.
-    take_counts: returns this rank's further counts since its last call, as metrics that add up over ranks.
+    worker:  this rank's, over its engine.
+    weights: the trainer's, which the engine samples with.
+    metrics: where jobs and syncs are noted.
+    models:  the trainer's on a device that the engine shares; none if the engine has a device of its own.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        score: Callable[[Sequence[Rollout]], list[Score]] | None,
-        config: Config,
+        worker: RolloutWorker,
+        weight_sync: WeightSyncConfig,
         *,
-        export: Callable[[], Iterator[tuple[str, torch.Tensor]]],
-        export_adapters: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
-        version: Callable[[], int],
-        share: tuple[int, int] | None,
-        offload: Callable[[], object] | None = None,
-        restore: Callable[[], object] | None = None,
-        score_apart: bool = False,
-        take_counts: Callable[[], Mapping[str, int]] = dict,
+        weights: WeightSource,
+        metrics: RolloutMetrics,
+        models: Sequence[DeviceShare] = (),
     ):
-        self.engine, self.config = engine, config
-        settings = config.rollout.producer
-        self.worker = RolloutWorker(
-            engine, score, settings, apart=score_apart, share=share, deadline_s=config.run.deadline_s
-        )
-        self.in_background = settings.ahead > 0 or settings.mode == "streaming"
+        self.worker, self.engine, self.weights, self.metrics = worker, worker.engine, weights, metrics
+        self.weight_sync, self.in_background = weight_sync, worker.in_background
         self.jobs: list[RolloutJob] = []  # started, and not collected whole
         self.sent_version = NO_WEIGHTS  # the same on every rank, even if an engine was lost since
-        self._export, self._export_adapters, self._version = export, export_adapters, version
-        self._take_counts = take_counts
-        self.device = ColocatedDevice(engine, offload, restore, self._together, self._note_memory)
-        self.metrics = RolloutMetrics(has_turns=config.plays_episodes, has_delta=config.weight_sync.delta)
+        self.device = ColocatedDevice(worker.engine, models, self._together, self._note_memory)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -94,8 +74,8 @@ class RolloutManager:
         every rank, after ``weight_sync.attempts``. Generation under way ends first, unless the engines take weights in
         between (``weight_sync.in_flight``).
         """
-        version, attempts = self._version(), self.config.weight_sync.attempts
-        if not self.config.weight_sync.in_flight:
+        version, attempts = self.weights.version, self.weight_sync.attempts
+        if not self.weight_sync.in_flight:
             self._drain()
         for attempt in range(1, attempts + 1):
             # Every rank learns whether any engine is lost or behind.
@@ -109,7 +89,7 @@ class RolloutManager:
             self.device.to_weights()
             self._recover(lost)
             # Send the weights; a failure on one rank fails the attempt on all.
-            report = self.engine.load_weights(self._tensors(), version)
+            report = self.engine.load_weights(self.weights.tensors(self.engine), version)
             reports = collectives.gather_json(
                 [
                     report.failed,
@@ -131,14 +111,6 @@ class RolloutManager:
         raise EngineError(
             f"weight version {version} did not arrive in {attempts} attempts (weight_sync.attempts): {reasons}"
         )
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return what to send: every weight, or adapters alone where every engine has the weights beside them."""
-        if self._export_adapters is None:
-            return self._export()
-        if any(collectives.gather_json(self.engine.lacks_weights)):
-            return itertools.chain(self._export(), self._export_adapters())
-        return self._export_adapters()
 
     def _recover(self, lost: Sequence[str]) -> None:
         unreached: list[str] = []
@@ -165,7 +137,7 @@ class RolloutManager:
 
         wait: takes ``since`` and ``most_s`` as ``RolloutWorker.wait`` does.
         """
-        since, part_s, ended = time.monotonic(), self.config.run.deadline_s / PARTS, [False]
+        since, part_s, ended = time.monotonic(), self.worker.deadline_s / PARTS, [False]
         while not all(ended):
             mine: list[bool] = []
             self._together(lambda mine=mine: mine.append(wait(since=since, most_s=part_s)))
@@ -183,10 +155,6 @@ class RolloutManager:
         places = list(prompts)
         mine = [places[k] for k in self.worker.places(len(places))]
         return RolloutJob(prompts, mine, samples_per_prompt, temperature=temperature)
-
-    def restored_job(self, prompts: Mapping[int, Prompt]) -> RolloutJob:
-        """Make the job of a rollout finished before a checkpoint; each rank then puts into it the groups it reads."""
-        return RolloutJob(prompts, (), self.config.rollout.samples_per_prompt)
 
     def start(self, job: RolloutJob) -> None:
         """Start a job, whose weights must have been sent. Not a collective.
@@ -207,7 +175,7 @@ class RolloutManager:
         try:
             return self._timed(lambda: self._collect(job, mine))
         except Exception:
-            self.jobs = [other for other in self.jobs if other is not job]  # a caller that goes on does not owe it
+            self.release(job)  # a caller that goes on does not owe it
             raise
 
     def _timed(self, wait: Callable[[], object]) -> CollectDurations:
@@ -218,30 +186,29 @@ class RolloutManager:
         self.metrics.note_wait(waited_s)
         return CollectDurations(waited_s=waited_s, scored_s=scored_s)
 
-    def collect_most(
-        self, job: RolloutJob, left: RolloutJob | None, num_groups: int
-    ) -> tuple[RolloutJob, CollectDurations]:
-        """Wait until all of ``left`` and ``num_groups`` in all are scored on all ranks; return a job of these alone.
+    def collect_some(
+        self, jobs: Sequence[RolloutJob], choose: Callable[[list[list[list[int]]]], list[int] | None]
+    ) -> tuple[list[int], CollectDurations]:
+        """Wait until enough groups of the jobs are scored on all ranks; return which are taken, and the seconds.
 
-        What stays in ``job`` stays under way and owed; ``left`` is finished. Errors are those of ``collect``.
+        choose: takes of every rank, for each job, the scored places; returns None to wait on.
+
+        The jobs stay owed. Errors are those of ``collect``.
         """
-        jobs = [job] if left is None else [left, job]
         chosen: list[int] = []
-        durations = self._timed(lambda: chosen.extend(self._collect_most(jobs, num_groups)))
-        whole = hand_out(job, left, chosen)
-        self.jobs = [other for other in self.jobs if other is not left and (other is not job or job.prompts)]
-        return whole, durations
+        durations = self._timed(lambda: chosen.extend(self._collect_some(jobs, choose)))
+        return chosen, durations
 
-    def _collect_most(self, jobs: Sequence[RolloutJob], num_groups: int) -> list[int]:
-        *left, job = jobs
-        since, num_left = time.monotonic(), sum(len(other.prompts) for other in left)
+    def _collect_some(
+        self, jobs: Sequence[RolloutJob], choose: Callable[[list[list[list[int]]]], list[int] | None]
+    ) -> list[int]:
+        since, job = time.monotonic(), jobs[-1]
         while True:
             if not self.in_background and any(collectives.gather_json(bool(job.missing))):
                 self._generate_here(job)
             self._together(lambda: [self.worker.wait(x, x.mine, since=since, most_s=MEET_S) for x in jobs])
-            ranks = collectives.gather_json([x.scored for x in jobs])
-            chosen = choose([place for scored in ranks for place in scored[-1]], num_groups - num_left)
-            if chosen is not None and sum(len(places) for scored in ranks for places in scored[:-1]) == num_left:
+            chosen = choose(collectives.gather_json([x.scored for x in jobs]))
+            if chosen is not None:
                 return chosen
             if any(lost := self._owed()):
                 self._mend(lost)
@@ -261,8 +228,12 @@ class RolloutManager:
 
         Several jobs before one ``take_metrics`` add up.
         """
+        self.release(job)
+        self.metrics.note_job(collectives.gather_json(self.metrics.counts_of(job)))
+
+    def release(self, job: RolloutJob) -> None:
+        """Forget a job: nothing of it is owed any more. Not a collective."""
         self.jobs = [other for other in self.jobs if other is not job]
-        self.metrics.note_job(collectives.gather_json(counts_of(job, self._take_counts())))
 
     def _generate_here(self, job: RolloutJob) -> None:
         self.device.to_engine()
@@ -316,7 +287,7 @@ class RolloutManager:
         self.start(job)
         self.collect(job, sorted(prompts))
         if temperature is not None:
-            self.jobs = [other for other in self.jobs if other is not job]
+            self.release(job)
             self.metrics.waited_s = waited_s
         else:
             self.finish(job)

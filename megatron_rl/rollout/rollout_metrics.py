@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from megatron_rl.rollout.start_order import tail_s
 from megatron_rl.rollout.worker import RolloutJob
 
 
@@ -13,10 +12,13 @@ class RolloutMetrics:
     """Adds up what rollouts and syncs of weights took.
 
     has_turns: whether samples have turns to count. has_delta: whether syncs may send what changed alone.
+    take_counts: returns this rank's further counts since its last call, as metrics that add up over ranks and jobs.
     """
 
-    def __init__(self, *, has_turns: bool, has_delta: bool) -> None:
-        self._has_turns, self._has_delta = has_turns, has_delta
+    def __init__(
+        self, *, has_turns: bool, has_delta: bool, take_counts: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
+        self._has_turns, self._has_delta, self._take_counts = has_turns, has_delta, take_counts
         self._values: dict[str, float] = {}
         self._turns = self._samples = self._truncated = 0  # of the jobs noted since ``take``
         self.waited_s = 0.0  # for weights and rollouts since the last rollout's end
@@ -50,6 +52,18 @@ class RolloutMetrics:
 
     def note_peak_memory(self, phase: str, num_bytes: int) -> None:
         self._values[f"perf/{phase}_peak_memory_bytes"] = float(num_bytes)
+
+    def counts_of(self, job: RolloutJob) -> dict:
+        """Return this rank's counts of a job, as JSON-able values."""
+        return {
+            "tokens": job.num_tokens(),
+            "generation_s": job.generation_s,
+            "turns": job.num_turns(),
+            "samples": job.num_samples(),
+            "truncated": job.num_truncated(),
+            "ended_s": list(job.ended_s.values()),
+            "further": dict(self._take_counts()),
+        }
 
     def note_job(self, ranks: Sequence[Mapping]) -> None:
         """Note a job that was collected whole. ``ranks``: each rank's ``counts_of``."""
@@ -94,14 +108,10 @@ class RolloutMetrics:
         )
 
 
-def counts_of(job: RolloutJob, further: Mapping[str, int]) -> dict:
-    """Return this rank's counts of a job. ``further``: metrics that add up over ranks and jobs."""
-    return {
-        "tokens": job.num_tokens(),
-        "generation_s": job.generation_s,
-        "turns": job.num_turns(),
-        "samples": job.num_samples(),
-        "truncated": job.num_truncated(),
-        "ended_s": list(job.ended_s.values()),
-        "further": dict(further),
-    }
+def tail_s(ends_s: Sequence[float]) -> float:
+    """Return the seconds from the end of three quarters of a rollout's groups to the end of its last one.
+
+    ends_s: of each group, seconds since the rollout's start, in any order; 0 groups have no tail.
+    """
+    ordered = sorted(ends_s)
+    return ordered[-1] - ordered[-(-3 * len(ordered) // 4) - 1] if ordered else 0.0

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
 
 
 class Start(Enum):

@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron_rl.config import ProducerConfig
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.engine import Engine, EngineLost
+from megatron_rl.rollout.engines.engine import Engine, EngineLost
 from megatron_rl.types import Prompt, Rollout, Sample, Score
 
 CLOSE_S = 10.0  # for threads to see that the engine is closed
@@ -140,12 +140,12 @@ class RolloutJob:
         """Return this rank's groups by their places; every one of them must be scored."""
         return {place: self.group(place) for place in self.mine}
 
-    def put(self, place: int, rollouts: Sequence[Rollout], scores: Sequence[Score] | None) -> None:
-        """Add a group that an earlier process had finished; its place is this rank's from now on."""
-        self.mine = tuple(sorted({*self.mine, place}))
-        self.rollouts[place] = list(rollouts)
+    def put(self, number: int, rollouts: Sequence[Rollout], scores: Sequence[Score] | None) -> None:
+        """Add a group that an earlier process had finished; its place ``number`` is this rank's from now on."""
+        self.mine = tuple(sorted({*self.mine, number}))
+        self.rollouts[number] = list(rollouts)
         if scores is not None:
-            self.scores[place] = list(scores)
+            self.scores[number] = list(scores)
 
     def take_generation_s(self) -> float:
         """Return the seconds of generating so far, under the job's lock; what follows is counted anew."""
@@ -177,6 +177,7 @@ class RolloutWorker:
     score: returns the scores of rollouts; None where a run has no rewards.
     apart: whether ``score`` may be called in another thread than the main one.
     share: (this rank's number among the ranks that take prompts, their number); None for a rank that takes none.
+    in_background: whether jobs are generated in threads, while the trainer trains.
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class RolloutWorker:
         self._enough = max(1, (config.min_groups or 0) // (share[1] if share else 1))  # a rank's groups of a part
         self._apart = apart and config.mode != "sync"
         self._in_parts = config.mode == "streaming" or config.straggler_share > 0
+        self.in_background = config.ahead > 0 or config.mode == "streaming"
         self._jobs: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
         self._to_score: queue.SimpleQueue[RolloutJob | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -286,7 +288,7 @@ class RolloutWorker:
                 return False
             if len(job.rollouts) == len(job.mine):
                 ready.sort()
-            rollouts = [rollout for place in ready for rollout in job.rollouts[place]]
+            rollouts = [rollout for number in ready for rollout in job.rollouts[number]]
             job.scoring = True
         started, scores, error = time.perf_counter(), [], None
         try:
@@ -297,8 +299,9 @@ class RolloutWorker:
             job.error, job.scoring = job.error or error, False
             self._progressed_at = time.monotonic()
             self.scored_here_s += 0.0 if self._apart else time.perf_counter() - started
-            for number, place in enumerate(ready if error is None else []):
-                job.scores[place] = scores[number * job.samples_per_prompt : (number + 1) * job.samples_per_prompt]
+            size = job.samples_per_prompt
+            for position, number in enumerate(ready if error is None else []):
+                job.scores[number] = scores[position * size : (position + 1) * size]
             job.change.notify_all()
         return True
 
@@ -317,12 +320,12 @@ class RolloutWorker:
             with job.change:
                 if job.error:
                     raise job.error
-                if all(place in job.scores for place in places) or (job.lost is not None and not job.generating):
+                if all(number in job.scores for number in places) or (job.lost is not None and not job.generating):
                     return True
                 if time.monotonic() >= part_ends_at:
                     return False
                 if not self._waits_on(job, began, part_ends_at):
-                    generated = all(place in job.rollouts for place in places) and (job.scoring or not job.generating)
+                    generated = all(number in job.rollouts for number in places) and (job.scoring or not job.generating)
                     raise EngineError(self._late(job, "scored" if generated else "generated"))
 
     def wait_generated(self, job: RolloutJob, *, since: float | None = None, most_s: float = INF) -> bool:

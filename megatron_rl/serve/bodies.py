@@ -7,6 +7,8 @@ declared are ignored, since releases add some; those of AdamParams are not, whic
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -25,6 +27,8 @@ MOST_TTL_S = 10 * 366 * 24 * 3600  # ten years, the SDK's own bound
 MOST_SAMPLES, MOST_TOP = 4096, 1024
 MOST_CHUNKS = 4096
 MOST_STOPS, MOST_STOP_TEXT = 64, 1000
+# the releases of the SDK that are served; both ends are tested (`make test-tinker`)
+OLDEST_SDK, NEWEST_SDK = (0, 34), (0, 38)
 
 
 def _plain(value: object) -> object:
@@ -39,12 +43,12 @@ def _plain(value: object) -> object:
 
 def _text_or_tokens(value: object) -> object:
     """Return the stops of a sample. Raises ValueError for a list that is too long, or mixed, or holds an empty text."""
-    given = value if isinstance(value, list) else [] if value is None else [value]
-    if len(given) > MOST_STOPS:
-        raise ValueError(f"{len(given)} stops, and at most {MOST_STOPS} are read")
-    if any(isinstance(part, str) and len(part) > MOST_STOP_TEXT for part in given):
+    stops = value if isinstance(value, list) else [] if value is None else [value]
+    if len(stops) > MOST_STOPS:
+        raise ValueError(f"{len(stops)} stops, and at most {MOST_STOPS} are read")
+    if any(isinstance(part, str) and len(part) > MOST_STOP_TEXT for part in stops):
         raise ValueError(f"a text is longer than {MOST_STOP_TEXT} characters")
-    if not all(isinstance(part, str) and part for part in given) and not all(type(part) is int for part in given):
+    if not all(isinstance(part, str) and part for part in stops) and not all(type(part) is int for part in stops):
         raise ValueError("give texts that are not empty, or tokens, not both")
     return value
 
@@ -235,9 +239,41 @@ def words_of(error: ValidationError) -> str:
     if fault["type"] == "json_invalid":
         return shortened(f"the body is not valid JSON: {reason}", 300)
     parts = [part for part in fault["loc"] if isinstance(part, int) or part.isidentifier() and part != "str"]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
     if fault["type"] == "missing":
-        return f"the body has no {place}, which is needed"
+        return f"the body has no {field}, which is needed"
     if fault["type"] == "extra_forbidden":
         return f"{quoted('.'.join(map(str, fault['loc'])), 100)} is not known; leave it out"
-    return f"{place or 'the body'}={quoted(fault['input'])} is refused: {reason}"
+    return f"{field or 'the body'}={quoted(fault['input'])} is refused: {reason}"
+
+
+def stop_conditions(
+    stop: str | Sequence[str] | Sequence[int] | None, own: Sequence[int], vocab_size: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the tokens and the texts that end a sample.
+
+    stop: None for the model's own ends of sequence; [] for none at all; else these alone, texts or tokens.
+    own: the model's ends of sequence.
+
+    Example: ``["\\n\\n"]`` → ``((), ("\\n\\n",))``: an end of sequence does not end the sample then.
+    """
+    if stop is None:
+        return tuple(own), ()
+    if isinstance(stop, str):
+        return (), (stop,)
+    if any(isinstance(part, str) for part in stop):
+        return (), tuple(stop)
+    if outside := [token for token in stop if not 0 <= token < vocab_size]:
+        raise RequestError(f"stop holds token {quoted(outside[0])}, and the vocabulary has {vocab_size} tokens")
+    return tuple(stop), ()
+
+
+def check_sdk(version: object) -> None:
+    """Raise RequestError for a release outside the range, naming it and the range."""
+    release = re.match(r"(\d+)\.(\d+)", version) if isinstance(version, str) else None
+    if release is None or not OLDEST_SDK <= (int(release[1]), int(release[2])) <= NEWEST_SDK:
+        low, high = (".".join(map(str, end)) for end in (OLDEST_SDK, NEWEST_SDK))
+        raise RequestError(
+            f"sdk_version={quoted(version)} is not served: this server speaks to tinker {low} to {high}; install one "
+            f"of them (pip install 'tinker>={low},<{NEWEST_SDK[0]}.{NEWEST_SDK[1] + 1}')"
+        )

@@ -54,13 +54,13 @@ def load(backend: MegatronBackend, folder: pathlib.Path, *, with_adam: bool) -> 
             "these are weights for a sampler, which have no optimizer state; load them without it, or load what "
             "save_state wrote"
         )
-    kept = dict(state["backend"])
+    numbers = dict(state["backend"])
     if not with_adam:
-        kept["optimizer_steps"] = 0
+        numbers["optimizer_steps"] = 0
     step_index = backend.step_index
-    model_state.load(backend, path, kept, state["model"])
+    model_state.load(backend, path, numbers, state["model"])
     backend.step_index = step_index  # of the server, which all ranks compare
-    if not kept["optimizer_steps"]:
+    if not numbers["optimizer_steps"]:
         trained_state.reset_adam(backend)
     spec = None if state["serve"] is None else AdapterSpec(**state["serve"])
     trained_state.set_scale(backend, None if spec is None else backend.shape.lora_alpha / spec.rank)
@@ -73,12 +73,12 @@ def link_copy(source: pathlib.Path, target: pathlib.Path) -> None:
     What is saved over the source later makes new files, so that the copy stays as it is. Not a collective.
     """
 
-    def put(file: str, place: str) -> str:
+    def put(file: str, copy: str) -> str:
         try:
-            os.link(file, place)
+            os.link(file, copy)
         except OSError:
-            shutil.copy2(file, place)
-        return place
+            shutil.copy2(file, copy)
+        return copy
 
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target, copy_function=put)

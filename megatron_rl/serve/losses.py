@@ -191,10 +191,10 @@ def coefficients(loss: ServedLoss, datum: Datum) -> np.ndarray:
 
 def without_least(loss: ServedLoss, datum: Datum, least: float) -> Datum:
     """Return the datum with advantages of at most ``least`` in size as 0; weights of cross_entropy stay as they are."""
-    given = datum.inputs.get("advantages") if loss.coefficient == "advantages" else None
-    if not least or given is None:
+    if not least or loss.coefficient != "advantages" or "advantages" not in datum.inputs:
         return datum
-    return dataclasses.replace(datum, inputs={**datum.inputs, "advantages": np.where(abs(given) <= least, 0, given)})
+    sent = datum.inputs["advantages"]
+    return dataclasses.replace(datum, inputs={**datum.inputs, "advantages": np.where(abs(sent) <= least, 0, sent)})
 
 
 def ratio_mask(loss: ServedLoss, datum: Datum) -> np.ndarray:

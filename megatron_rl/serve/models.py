@@ -17,7 +17,7 @@ import torch
 from megatron_rl.backend import trained_state
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.trained_state import TrainedState
-from megatron_rl.model.adapter import start_adapters
+from megatron_rl.model.lora.adapters import start_adapters
 from megatron_rl.serve import checkpoints
 from megatron_rl.serve.values import AdapterSpec, RequestError
 
@@ -132,14 +132,14 @@ class Models:
         weights: None for the base model's.
         """
         backend, wanted = self.backend, weights or self.base
-        kept, scale = trained_state.take_weights(backend), trained_state.scale_of(backend)
+        own, scale = trained_state.take_weights(backend), trained_state.scale_of(backend)
         base_of_adapters = weights is None and backend.shape.lora_rank
         trained_state.put_weights(
             backend,
-            [torch.zeros_like(x) for x in kept] if base_of_adapters else wanted.tensors,
+            [torch.zeros_like(x) for x in own] if base_of_adapters else wanted.tensors,
             scale if base_of_adapters else wanted.scale,
         )
         try:
             yield backend
         finally:
-            trained_state.put_weights(backend, kept, scale)
+            trained_state.put_weights(backend, own, scale)

@@ -19,11 +19,14 @@ from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import EngineError, shortened
 from megatron_rl.model.seam_fields import DTYPES
-from megatron_rl.rollout.build import RankLocation, place_engine
-from megatron_rl.rollout.engine import NO_WEIGHTS, Engine, EngineLost
+from megatron_rl.rollout.build import place_engine
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, Engine, EngineLost
+from megatron_rl.rollout.engines.placement import RankLocation
+from megatron_rl.rollout.engines.sampling import SampledSequence, SampleRequest, SampleResult, TopLogProbs
 from megatron_rl.rollout.http_connections import QUIET
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.sampling import SampledSequence, SampleRequest, SampleResult, TopLogProbs
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics
+from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.serve.models import Models, Weights
 from megatron_rl.serve.naming import BASE
 from megatron_rl.serve.values import Fault, RequestError, SampleFailed
@@ -56,15 +59,20 @@ class Samplers:
         self._weights: dict[str, Weights | None] = {BASE: None}
         self._wanted, self._sent, self._version = BASE, "", NO_WEIGHTS
         self._versions = itertools.count(1)
-        self.manager = RolloutManager(
+        worker = RolloutWorker(
             engine,
             None,
-            config,
-            export=self._export,
-            version=lambda: self._version,
+            config.rollout.producer,
+            apart=False,
             share=self.share,
-            offload=backend.offload if shared else None,
-            restore=backend.restore if shared else None,
+            deadline_s=config.run.deadline_s,
+        )
+        self.manager = RolloutManager(
+            worker,
+            config.weight_sync,
+            weights=self,
+            metrics=RolloutMetrics(has_turns=False, has_delta=config.weight_sync.delta),
+            models=[backend] if shared else (),
         )
 
     def snapshot(self, name: str, model: str) -> None:
@@ -87,7 +95,13 @@ class Samplers:
         """Forget a sampler's weights; nothing happens where there are none."""
         self._weights.pop(name, None)
 
-    def _export(self):
+    @property
+    def version(self) -> int:
+        """Return the version of the weights that are to be sampled from. Not a collective."""
+        return self._version
+
+    def tensors(self, engine: Engine):
+        """Yield the weights that are to be sampled from."""
         with self.models.reading(self._weights[self._wanted]) as backend:
             yield from backend.export(bucket_bytes=self.config.weight_sync.bucket_bytes // 2)
 

@@ -1,4 +1,4 @@
-"""A server's life: its parts are built on every rank, the front opens on rank 0, and all ranks run one loop."""
+"""A server's life: its parts are built on every rank, rank 0 listens to clients, and all ranks run one loop."""
 
 from __future__ import annotations
 
@@ -8,24 +8,33 @@ import logging
 import os
 import pathlib
 from collections.abc import Iterator
+from typing import NoReturn
 
 from megatron_rl import hub
 from megatron_rl.backend.backend import MegatronBackend
-from megatron_rl.config import Config, config_to_yaml
+from megatron_rl.config import (
+    Config,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    RolloutConfig,
+    ServeConfig,
+    config_to_yaml,
+)
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
+from megatron_rl.distributed.watchdog import open_watchdog
 from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.rollout.engines.embedded import stop_tokens
 from megatron_rl.rollout.http_server import is_loopback, keys_in, listening
-from megatron_rl.rollout.transformers_engine import stop_tokens
-from megatron_rl.serve.books import Books
-from megatron_rl.serve.dispatch import Dispatcher, note_end, restore_lines
-from megatron_rl.serve.intake import Intake, ServedModel
+from megatron_rl.serve.coordinator import Coordinator, note_end, restore_lines
+from megatron_rl.serve.handlers import RequestHandlers, ServedModel
 from megatron_rl.serve.journal import Journal
 from megatron_rl.serve.models import Models
 from megatron_rl.serve.operations import Operations
+from megatron_rl.serve.registry import Registry
 from megatron_rl.serve.samplers import Samplers
 from megatron_rl.serve.store import Store
 from megatron_rl.serve.worker import Message, Outcome, Worker, share_message
@@ -63,12 +72,12 @@ def check_config(config: Config) -> None:
             f"weight_sync.adapters={config.weight_sync.adapters} is for one policy, and a server's engines take turns "
             "between its clients' models; set it to merged"
         )
-    keys_of(config)
+    keys_of(config.serve)
 
 
-def keys_of(config: Config) -> tuple[str, ...]:
+def keys_of(settings: ServeConfig) -> tuple[str, ...]:
     """Return the keys that clients may present. Raises ConfigError where the address needs one and there is none."""
-    name, host = config.serve.api_key_env, config.serve.host
+    name, host = settings.api_key_env, settings.host
     keys = keys_in(name, setting="serve.api_key_env")
     if name is None and not is_loopback(host):
         raise ConfigError(
@@ -87,9 +96,9 @@ def serve(config: Config) -> bool:
         check_lengths(config, hf_config.max_position_embeddings)  # the engines are started for that length
     # a gradient that is not finite is an answer to its client: the step is passed over, and nothing is moved
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, on_nonfinite="skip"))
-    with held_run_folder(config):
+    with held_run_folder(config.run.path, config.run.deadline_s):
         config = settle_dtype(config, hf_config, on_gpu=HOST.is_cuda)
-        tokenizer = load_tokenizer(config, hf_config.vocab_size)
+        tokenizer = load_tokenizer(config.model, hf_config.vocab_size)
         this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
         backend = MegatronBackend(config, hf_config=hf_config)
         if config.serve.logprobs == "all":  # every datum's prompt has log-probs of its own
@@ -97,85 +106,104 @@ def serve(config: Config) -> bool:
         with open_watchdog(
             backend.topology, config.run.deadline_s, slow_stage_s=config.run.slow_stage_s, say=log.info
         ) as watchdog:
-            _run(config, backend, tokenizer, watchdog)
+            with watchdog.stage("start"):
+                models = Models(backend)
+                samplers = Samplers(config, models, tokenizer)
+                worker = Worker(config.serve, models, samplers, watchdog)
+                backend.frozen_checksum()  # a collective that the first save would be slower by
+            with contextlib.closing(samplers):
+                if not backend.topology.is_main:
+                    follow(worker)
+                served = served_model(
+                    *(config.model, config.data, config.rollout, config.lora, config.serve),
+                    *(backend, tokenizer),
+                    seed=config.run.seed,
+                )
+                lead(worker, served, config.serve, config.run.path, config_to_yaml(config))
         backend.close()
     return True
 
 
-def _run(config: Config, backend: MegatronBackend, tokenizer, watchdog: Watchdog) -> None:
-    with watchdog.stage("start"):
-        models = Models(backend)
-        samplers = Samplers(config, models, tokenizer)
-        worker = Worker(config, models, samplers, watchdog)
-        backend.frozen_checksum()  # a collective that the first save would be slower by
-    try:
-        if not backend.topology.is_main:
-            while True:
-                worker.run(share_message(None))
-        with _fronted(config, backend, tokenizer, worker) as dispatcher:
-            while True:
-                dispatcher.step()
-    finally:
-        samplers.close()
+def follow(worker: Worker) -> NoReturn:
+    """Run what rank 0 says, on every other rank."""
+    while True:
+        worker.run(share_message(None))
 
 
-@contextlib.contextmanager
-def _fronted(config: Config, backend: MegatronBackend, tokenizer, worker: Worker) -> Iterator[Dispatcher]:
-    """Open the books and the front on rank 0, and yield what runs the operations."""
-    settings, folder = config.serve, config.run.path
-    replace_text(folder / "config.yaml", config_to_yaml(config))
+def lead(
+    worker: Worker, served: ServedModel, settings: ServeConfig, folder: pathlib.Path, config_yaml: str
+) -> NoReturn:
+    """Listen to clients on rank 0, and run what they ask for.
+
+    folder: the run's. config_yaml: its settings.
+    """
+    replace_text(folder / "config.yaml", config_yaml)
     store = Store(folder / STORE)
-    books = Books(store, (folder / CHECKPOINTS).absolute())
+    registry = Registry(store, (folder / CHECKPOINTS).absolute())
     operations = Operations(
         gap_s=settings.gap_s,
         queue_s=settings.queue_s,
         max_bytes=int(settings.max_queue_mb * 2**20),
         max_batch=settings.max_batch_samples,
-        ended=note_end(books),
+        ended=note_end(registry),
     )
-    losers = restore_lines(books, operations)
+    losers = restore_lines(registry, operations)
     if losers:
         log.warning("%d models go on from an earlier state; their clients are told what is lost", losers)
-    served = served_model(config, backend, tokenizer)
-    intake = Intake(config, served, books, operations)
+    handlers = RequestHandlers(served, registry, operations, max_samples=settings.max_batch_samples)
 
     def run(message: Message) -> Outcome:
         return worker.run(share_message(message))
 
-    with opened_front(config, books, intake, operations) as address:
+    with serving_clients(settings, registry, handlers, operations) as address:
         rank = f"adapters of rank {served.lora_rank} at most" if served.lora_rank else "every weight"
-        log.info("serving %s at %s (%s): %s is trained", served.name, address, backend.topology.degrees, rank)
-        journal = Journal(folder / MODELS, config_to_yaml(config))
-        yield Dispatcher(settings, books, operations, journal, run)
-    store.close()
+        degrees = worker.models.backend.topology.degrees
+        log.info("serving %s at %s (%s): %s is trained", served.name, address, degrees, rank)
+        coordinator = Coordinator(settings, registry, operations, Journal(folder / MODELS, config_yaml), run)
+        while True:
+            coordinator.step()
 
 
-def served_model(config: Config, backend: MegatronBackend, tokenizer) -> ServedModel:
+def served_model(
+    model: ModelConfig,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    lora: LoraConfig,
+    settings: ServeConfig,
+    backend: MegatronBackend,
+    tokenizer,
+    *,
+    seed: int,
+) -> ServedModel:
     """Return the description of the model that is served."""
-    path = config.model.hf_path
-    tokenizer_path = config.model.tokenizer_path or path
+    path = model.hf_path
+    tokenizer_path = model.tokenizer_path or path
     repo, absolute = hub.repo_of(tokenizer_path), pathlib.Path(tokenizer_path).absolute()
     context = backend.shape.context_tokens
-    own_engines = config.rollout.engine == "vllm"
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    own_engines = rollout.engine == "vllm"
+    longest = data.max_prompt_tokens + rollout.max_response_tokens
     return ServedModel(
-        name=config.serve.base_model or pathlib.Path(hub.repo_of(path)).resolve().name,
-        tokenizer_id=config.serve.tokenizer_id or (repo if repo != tokenizer_path else str(absolute)),
+        name=settings.base_model or pathlib.Path(hub.repo_of(path)).resolve().name,
+        tokenizer_id=settings.tokenizer_id or (repo if repo != tokenizer_path else str(absolute)),
         family=backend.shape.family,
         vocab_size=backend.shape.vocab_size,
         context_tokens=context,
         longest=min(context, longest) if own_engines else context,
-        lora_rank=config.lora.rank,
+        lora_rank=lora.rank,
         stop_ids=tuple(stop_tokens(path, tokenizer, backend.shape.vocab_size)),
+        lora_targets=lora.targets,
+        top_logprobs=not own_engines,
+        seed=seed,
     )
 
 
 @contextlib.contextmanager
-def opened_front(config: Config, books: Books, intake: Intake, operations: Operations) -> Iterator[str]:
+def serving_clients(
+    settings: ServeConfig, registry: Registry, handlers: RequestHandlers, operations: Operations
+) -> Iterator[str]:
     """Listen in a thread within the block; yield the address. Raises RunError where it cannot."""
-    from megatron_rl.serve.front import Front
+    from megatron_rl.serve.routes import Routes
 
-    settings = config.serve
-    front = Front(settings, books, intake, operations, keys_of(config))
-    with listening(front.app, settings.host, settings.port, section="serve") as address:
+    routes = Routes(settings, registry, handlers, operations, keys_of(settings))
+    with listening(routes.app, settings.host, settings.port, section="serve") as address:
         yield address

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megatron_rl.backend.optimizer import AdamStep
-from megatron_rl.config import Config
+from megatron_rl.config.serve import ServeConfig
 from megatron_rl.distributed.collectives import broadcast_on_host, gather_json
 from megatron_rl.distributed.lost_rank import is_peer_failure
 from megatron_rl.distributed.watchdog import Watchdog
@@ -32,12 +32,12 @@ from megatron_rl.errors import (
     NonFiniteAdvantage,
     NonFiniteGradient,
 )
-from megatron_rl.rollout.sampling import SampleRequest
+from megatron_rl.rollout.engines.sampling import SampleRequest
+from megatron_rl.serve.codec import parse_training
 from megatron_rl.serve.models import Models
 from megatron_rl.serve.samplers import Samplers
 from megatron_rl.serve.updates import prepare, run
 from megatron_rl.serve.values import AdapterSpec, Fault, Message, Outcome, RequestError
-from megatron_rl.serve.wire import parse_training
 from megatron_rl.types import StepKind
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ def share_message(message: Message | None) -> Message:
 class Worker:
     """Runs messages on this rank. Every method is a collective but those that say otherwise."""
 
-    def __init__(self, config: Config, models: Models, samplers: Samplers, watchdog: Watchdog) -> None:
-        self.config, self.models, self.samplers, self.watchdog = config, models, samplers, watchdog
+    def __init__(self, settings: ServeConfig, models: Models, samplers: Samplers, watchdog: Watchdog) -> None:
+        self.settings, self.models, self.samplers, self.watchdog = settings, models, samplers, watchdog
 
     def run(self, message: Message) -> Outcome:
         """Run a message that every rank has, and agree on its outcome."""
@@ -92,7 +92,7 @@ class Worker:
             return None, None
         try:
             call = message.parsed or parse_training(message.body)
-            settings = self.config.serve
+            settings = self.settings
             prepared = prepare(
                 self.models.backend, call, logprobs=settings.logprobs, least_advantage=settings.least_advantage
             )
@@ -104,8 +104,8 @@ class Worker:
         """Return the outcome of an error that any rank has; None where all are well."""
         fault = error.fault if isinstance(error, RequestError) else Fault.SERVER
         own = None if error is None else [f"{error}" if isinstance(error, ANSWERS) else repr(error), fault.value]
-        found = [x for x in gather_json(own) if x is not None]
-        return Outcome(error=found[0][0], fault=Fault(found[0][1])) if found else None
+        errors = [x for x in gather_json(own) if x is not None]
+        return Outcome(error=errors[0][0], fault=Fault(errors[0][1])) if errors else None
 
     def _ended(self, header: Mapping[str, object], failed: Outcome) -> Outcome:
         """Discard the gradient of an operation that failed, so that no half of a step is left."""

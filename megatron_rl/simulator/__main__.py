@@ -16,7 +16,8 @@ import sys
 from megatron_rl import hub
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.simulator.command import add_arguments, simulate_job
+from megatron_rl.simulator.arguments import add_arguments
+from megatron_rl.simulator.command import simulate_job
 
 EXIT_CONFIG = 2
 
@@ -32,13 +33,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    given = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
-        path = given.config
-        if path is None and given.from_run is not None and pathlib.Path(given.from_run).is_dir():
-            path = pathlib.Path(given.from_run) / "config.yaml"
-        config = hub.fetched(load_config(path, given.overrides), weights=False, pins=False)
-        shortfall = simulate_job(config, given)
+        path = options.config
+        if path is None and options.from_run is not None and pathlib.Path(options.from_run).is_dir():
+            path = pathlib.Path(options.from_run) / "config.yaml"
+        config = hub.fetched(load_config(path, options.overrides), weights=False, pins=False)
+        shortfall = simulate_job(config, options)
         if shortfall is not None:
             raise ConfigError(shortfall)
         return 0

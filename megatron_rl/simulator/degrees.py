@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config import Config
+from megatron_rl.config.model import ParallelConfig
 from megatron_rl.distributed.topology import check_degrees
 
 
@@ -42,12 +42,11 @@ class Degrees:
         return ", ".join([always, *(f"{name} {size}" for name, size in rarer if size > 1)])
 
 
-def degrees_of(config: Config, world_size: int) -> Degrees:
-    """Return the degrees of a configuration on ``world_size`` GPUs.
+def degrees_of(parallel: ParallelConfig, world_size: int) -> Degrees:
+    """Return a configuration's degrees on ``world_size`` GPUs.
 
     Raises ConfigError if they do not divide the world or one another, as at the start of a run.
     """
-    parallel = config.parallel
     expert_tensor = parallel.expert_tensor or parallel.tensor
     check_degrees(world_size, parallel.tensor, parallel.context, parallel.pipeline, parallel.expert, expert_tensor)
     return Degrees(

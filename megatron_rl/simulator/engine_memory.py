@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron_rl.config import Config
+from megatron_rl.config import RolloutConfig
 from megatron_rl.simulator.degrees import Degrees
-from megatron_rl.simulator.memory import ELEMENT_BYTES, StageMemory, stage_parameters
-from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.simulator.forecast import Job
+from megatron_rl.simulator.memory import StageMemory, stage_parameters
 
 GIB = 2**30
 ONE_GPU = Degrees(
@@ -62,9 +62,10 @@ class GpuNeeds:
         return max(self.training[0], self.generating[0], self.critic[0] if self.critic else 0)
 
 
-def engine_memory(config: Config, shape: ModelShape, degrees: Degrees, gpu_bytes: float) -> EngineMemory:
+def engine_memory(job: Job, gpu_bytes: float) -> EngineMemory:
     """Return the engine's bytes on a GPU of ``gpu_bytes``, of a run with one or no engine on each."""
-    rollout, size = config.rollout, ELEMENT_BYTES[config.model.dtype]
+    config, shape, size = job.config, job.shape, job.placed.element_bytes
+    rollout = config.rollout
     if rollout.servers or not config.generates:
         return EngineMemory(while_training=0, while_generating=0, needed=0, takes_turns=False)
     plain = dataclasses.replace(shape, lora_rank=0, lora_targets=())  # adapters come merged
@@ -80,7 +81,7 @@ def engine_memory(config: Config, shape: ModelShape, degrees: Degrees, gpu_bytes
         return EngineMemory(
             while_training=0 if turns else share, while_generating=share, needed=needed, takes_turns=turns
         )
-    samples = -(-config.train.prompts_per_rollout * rollout.samples_per_prompt // degrees.world_size)
+    samples = -(-config.train.prompts_per_rollout * rollout.samples_per_prompt // job.degrees.world_size)
     rows = min(rollout.max_batch_samples, samples)
     return EngineMemory(
         while_training=weights,
@@ -108,24 +109,24 @@ def gpu_needs(memory: tuple[StageMemory, ...], engine: EngineMemory, critic: tup
     return GpuNeeds(training=training, generating=generating, engine=engine, critic=of_critic)
 
 
-def shortfalls(needs: GpuNeeds, config: Config, gpu_bytes: float) -> list[str]:
+def shortfalls(needs: GpuNeeds, rollout: RolloutConfig, gpu_bytes: float) -> list[str]:
     """Say each way in which a job does not fit on GPUs of ``gpu_bytes``; [] where it fits."""
-    found, whole = [], f"{gpu_bytes / GIB:g} GiB"
-    engine = f"the {config.rollout.engine} engine"
+    sentences, whole = [], f"{gpu_bytes / GIB:g} GiB"
+    engine = f"the {rollout.engine} engine"
     for time, (most, stage), part in (
         ("training", needs.training, needs.engine.while_training),
         ("generating", needs.generating, needs.engine.while_generating),
     ):
         if most > gpu_bytes:
             share = f", {gib(part)} of them for {engine}" if part else ""
-            found.append(f"{time} needs {gib(most)} GiB of {whole} on a GPU of stage {stage}{share}")
+            sentences.append(f"{time} needs {gib(most)} GiB of {whole} on a GPU of stage {stage}{share}")
     if needs.critic and needs.critic[0] > gpu_bytes:
         most, stage = needs.critic
-        found.append(f"training the critic needs {gib(most)} GiB of {whole} on a GPU of its stage {stage}")
-    if config.rollout.engine == "vllm" and needs.engine.needed > needs.engine.while_generating:
-        found.append(
+        sentences.append(f"training the critic needs {gib(most)} GiB of {whole} on a GPU of its stage {stage}")
+    if rollout.engine == "vllm" and needs.engine.needed > needs.engine.while_generating:
+        sentences.append(
             f"{engine} needs {gib(needs.engine.needed)} GiB for its weights and one longest sample, and "
-            f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g} of {whole} is "
+            f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} of {whole} is "
             f"{gib(needs.engine.while_generating)} GiB"
         )
-    return found
+    return sentences

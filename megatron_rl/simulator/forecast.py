@@ -20,6 +20,7 @@ from megatron_rl.planning.tokens import SampleTokens
 from megatron_rl.simulator.degrees import Degrees, degrees_of
 from megatron_rl.simulator.machine import Costs
 from megatron_rl.simulator.memory import StageMemory, beside_critic, beside_teacher, stage_memory
+from megatron_rl.simulator.placed import PlacedModel
 from megatron_rl.simulator.workload import Workload
 from megatron_rl.types import BatchPlan, StepKind, StepPlan
 from megatron_rl.validate.critic import critic_config, teacher_config
@@ -121,17 +122,29 @@ class Job:
     critic: Job | None = None
     teacher: ModelShape | None = None
 
+    @property
+    def placed(self) -> PlacedModel:
+        return PlacedModel.of(self.config, self.shape, self.degrees)
+
     def rules(self) -> PlanRules:
         """Return the backend's plan rules: prior costs, or a run's own if given and ``plan.calibrate`` is on."""
         shares = shares_prompts(self.config, self.shape.layer_spec)
-        rules = plan_rules(self.config, self.degrees, self.shape, share_prompts=shares)
+        config = self.config
+        rules = plan_rules(
+            config.plan,
+            self.degrees,
+            self.shape,
+            sequence_parallel=config.parallel.sequence_parallel,
+            fp8=bool(config.megatron.transformer.get("fp8")),
+            share_prompts=shares,
+        )
         calibrated = self.costs.from_run and self.config.plan.calibrate
         return dataclasses.replace(rules, cost=self.costs.model) if calibrated else rules
 
     def plan(self, rules: PlanRules, signal: np.ndarray, *, drops: bool) -> BatchPlan:
-        """Return the plan that MegatronBackend.plan("train", ...) would make."""
+        """Return the plan that MegatronBackend.plan_training would make."""
         config = self.config
-        members = self.workload.mini_batches(config)
+        members = self.workload.mini_batches(config.train)
         merge = config.skip.steps == "merge" and drops
         tokens = self._tokens(rules)
         return plan_steps("train", members, tokens, signal, rules, drops=drops, merge=merge)
@@ -173,7 +186,7 @@ def with_critic(job: Job, read_shape: ReadShape) -> Job:
     if not job.config.has_critic:
         return job
     config = critic_config(job.config)
-    degrees = degrees_of(config, job.config.critic.ranks or job.degrees.world_size)
+    degrees = degrees_of(config.parallel, job.config.critic.ranks or job.degrees.world_size)
     shape = read_shape(config, degrees, value_head=True)
     costs = dataclasses.replace(job.costs, from_run=False)
     critic = Job(config=config, shape=shape, degrees=degrees, workload=job.workload, costs=costs)
@@ -200,19 +213,11 @@ def memory_of(job: Job, plan: BatchPlan) -> tuple[StageMemory, ...]:
     tokens, loss_tokens = max((_largest(step, padded, job.workload.loss_tokens) for step in real), default=(0, 0))
     microbatches = max((int(step.num_microbatches.max()) for step in real), default=0)
     stages = tuple(
-        stage_memory(
-            job.shape,
-            job.config,
-            job.degrees,
-            stage,
-            tokens=tokens,
-            loss_tokens=loss_tokens,
-            microbatches=microbatches,
-        )
+        stage_memory(job.placed, stage, tokens=tokens, loss_tokens=loss_tokens, microbatches=microbatches)
         for stage in range(job.degrees.pipeline_size)
     )
     if job.teacher is not None:
-        stages = tuple(beside_teacher(stage, job.teacher, job.config, job.degrees) for stage in stages)
+        stages = tuple(beside_teacher(stage, job.teacher, job.placed) for stage in stages)
     if job.critic is None or job.config.critic.placement == "separate":
         return stages
     return beside_critic(stages, critic_memory(job.critic), job.degrees.world_size)
@@ -228,7 +233,7 @@ def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, pla
     own = job.workload.tokens(share_prompts=rules.share_prompts)
     # Put the mini-batches on the clock, one after the other.
     padded = job.padded(rules)
-    epochs = job.workload.epochs(job.config)
+    epochs = job.workload.epochs(job.config.train)
     pipeline_s = busiest_s = mean_s = optimizer_s = 0.0
     idle, works, counts, drawn, largest = np.zeros(job.degrees.pipeline_size), [], [], None, 0
     for mini_batch in plan.mini_batches:
@@ -322,24 +327,24 @@ def _drawn(rank: int, timeline: Timeline, mini_batch: StepPlan, lengths: np.ndar
 
 
 def _constraints(
-    job: Job, rules: PlanRules, signal: np.ndarray, found: Outcome, *, drops: bool
+    job: Job, rules: PlanRules, signal: np.ndarray, skip: Outcome, *, drops: bool
 ) -> tuple[Constraint, ...]:
     """Return the constraints, most binding first, from plans without one rule each, on the same clock."""
-    epochs_s, longest = found.update_s, int(job.padded(rules).whole.max(initial=0))
+    epochs_s, longest = skip.update_s, int(job.padded(rules).whole.max(initial=0))
 
     def saved(**changed) -> float:
         return epochs_s - run_plan(job, dataclasses.replace(rules, **changed), signal, drops=drops).update_s
 
     # Limits that the outcome itself shows.
-    bubble, uneven = found.pipeline_s - found.busiest_s, found.busiest_s - found.mean_s
-    balance = found.busiest_s * (1 - 1 / (1 + found.imbalance))
+    bubble, uneven = skip.pipeline_s - skip.busiest_s, skip.busiest_s - skip.mean_s
+    balance = skip.busiest_s * (1 - 1 / (1 + skip.imbalance))
     constraints = [
         Constraint(
             name="longest sample",
             saves_s=balance,
             note=f"{longest} tokens; what perfect balance over replicas would save",
         ),
-        Constraint(name="optimizer step", saves_s=found.optimizer_s, note="reduction, norm, AdamW, gather"),
+        Constraint(name="optimizer step", saves_s=skip.optimizer_s, note="reduction, norm, AdamW, gather"),
     ]
     if job.degrees.pipeline_size > 1:
         note = "the busiest stage waits: the pipeline fills, drains, and stalls behind long micro-batches"

@@ -58,30 +58,32 @@ def job_size(
         raise ConfigError(f"SLURM gives {slurm_nodes} nodes and no SLURM_GPUS_ON_NODE; add --gpus-per-node N")
     if gpus_per_node is not None:
         return JobSize(gpus=gpus_per_node, on_node=gpus_per_node)
-    return _assumed(config, host_gpus or NODE_GPUS)
-
-
-def _assumed(config: Config, on_node: int) -> JobSize:
-    """Return the size of a job that nothing states: on one node where its degrees and engines fit there."""
     parallel, rollout = config.parallel, config.rollout
     dense = parallel.tensor * parallel.context * parallel.pipeline
     experts = (parallel.expert_tensor or parallel.tensor) * parallel.expert * parallel.pipeline
-    unit = math.lcm(dense, experts)
-    of_critic = (config.critic.ranks or 0) if config.has_critic else 0
     of_engines = 1
     if config.generates and rollout.engine == "vllm" and not rollout.servers:
         of_engines = (rollout.num_engines or 1) * rollout.tensor_parallel
+    of_critic = (config.critic.ranks or 0) if config.has_critic else 0
+    return _assumed(host_gpus or NODE_GPUS, math.lcm(dense, experts), of_critic=of_critic, of_engines=of_engines)
+
+
+def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> JobSize:
+    """Return the size of a job that nothing states: on one node where its degrees and engines fit there.
+
+    unit: the ranks that the policy's degrees take, or a multiple. of_critic, of_engines: the critic's and the engines'.
+    """
     gpus = next(
         gpus
         for gpus in _sizes(on_node, unit, of_critic)
         if gpus - of_critic >= max(unit, of_engines) and (gpus - of_critic) % unit == 0
     )
     nodes = 1 if gpus % on_node else gpus // on_node
-    place = f"{gpus} GPUs on {nodes} node{'s' * (nodes > 1)}"
+    where = f"{gpus} GPUs on {nodes} node{'s' * (nodes > 1)}"
     return JobSize(
         gpus=gpus,
         on_node=gpus // nodes,
-        assumed=f"nothing says how many GPUs the job has; {place} are assumed, as by --nodes {nodes} --gpus-per-node "
+        assumed=f"nothing says how many GPUs the job has; {where} are assumed, as by --nodes {nodes} --gpus-per-node "
         f"{gpus // nodes}",
     )
 

@@ -13,18 +13,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.config import Config
-from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.json_text import read_bytes
+from megatron_rl.observability.trace import fitted_with
 from megatron_rl.planning.cost import LEAST_LAYERS, CostModel, StageCost
 from megatron_rl.simulator.degrees import Degrees
-from megatron_rl.simulator.memory import full_recompute, stage_parameters
+from megatron_rl.simulator.memory import stage_parameters
+from megatron_rl.simulator.placed import PlacedModel
 from megatron_rl.weights.model_shape import ModelShape
 
 # Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32 gradients out, bfloat16
 # weights back) over 100 GB/s per GPU.
 ADAM_S, REDUCE_S = 30 / 2e12, 6 / 100e9
+HEAD_FLOPS = 8.0  # per element of the LM head
 # Assumed of a GPU in matrix products where --flops says nothing, of 989e12 (H100, bfloat16): 40 %, and 27 % of a
 # mixture's many small products and their exchanges. Published of mixtures: 24 to 30 % (docs/simulate-cluster.md).
 DENSE_FLOPS_PER_S, MIXTURE_FLOPS_PER_S = 4e14, 2.7e14
@@ -81,17 +82,16 @@ def layer_flops(shape: ModelShape) -> tuple[float, float]:
     return 6.0 * shape.layer_parameters, 6.0 * shape.score_width
 
 
-def machine_costs(
-    machine: Machine, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float, source: str
-) -> Costs:
+def machine_costs(machine: Machine, placed: PlacedModel, *, loss_share: float, source: str) -> Costs:
     """Return the costs of every stage.
 
     loss_share: loss tokens over all tokens.
     """
-    recompute_factor = 4 / 3 if full_recompute(config) else 1.0
+    shape, degrees = placed.shape, placed.degrees
+    recompute_factor = 4 / 3 if placed.full_recompute else 1.0
     split = degrees.tensor_size * degrees.context_size
     linear, scores = layer_flops(shape)
-    head = 8.0 * shape.padded_vocab_size * shape.hidden_size * loss_share / split / machine.flops_per_s
+    head = shape.head_cost(loss_share, times=HEAD_FLOPS, columns=shape.padded_vocab_size) / split / machine.flops_per_s
     stages = []
     for rank, (share, layers) in enumerate(shape.rank_shares(degrees.pipeline_size)):
         token = linear * recompute_factor * max(share, LEAST_LAYERS) / split / machine.flops_per_s
@@ -106,9 +106,7 @@ def machine_costs(
         model=CostModel(stages=tuple(stages), virtual=degrees.virtual_size),
         chunk_shares=chunk_shares(shape, degrees, loss_share),
         forward_share=1 / 4 if recompute_factor > 1 else 1 / 3,
-        optimizer_s=max(
-            optimizer_seconds(machine, shape, config, degrees, stage) for stage in range(degrees.pipeline_size)
-        ),
+        optimizer_s=max(optimizer_seconds(machine, placed, stage) for stage in range(degrees.pipeline_size)),
         source=source,
     )
 
@@ -120,34 +118,36 @@ def chunk_shares(shape: ModelShape, degrees: Degrees, loss_share: float) -> tupl
     """
     costs = np.array([sum(map(shape.passed_parameters, shape.layers_on(stage))) for stage in range(shape.num_stages)])
     costs = np.maximum(costs, LEAST_LAYERS * shape.layer_parameters)
-    costs[-1] += shape.head_parameters * loss_share
+    costs[-1] += shape.head_cost(loss_share)
     of_ranks = np.tile(costs.reshape(-1, degrees.pipeline_size).sum(0), degrees.virtual_size)
     return tuple((costs / of_ranks).tolist())
 
 
-def optimizer_parameters(shape: ModelShape, config: Config, degrees: Degrees, stage: int) -> tuple[float, float]:
+def optimizer_parameters(placed: PlacedModel, stage: int) -> tuple[float, float]:
     """Return the numbers of parameters on a rank of the stage that AdamW updates and that are reduced."""
-    dense, experts = stage_parameters(shape, degrees, stage)
+    degrees = placed.degrees
+    dense, experts = stage_parameters(placed.shape, degrees, stage)
     replicas = degrees.data_size * degrees.context_size
-    own = dense / replicas + experts / degrees.expert_data_size if config.optimizer.distributed else dense + experts
+    own = dense / replicas + experts / degrees.expert_data_size if placed.shards_optimizer else dense + experts
     return own, (dense if replicas > 1 else 0) + (experts if degrees.expert_data_size > 1 else 0)
 
 
-def optimizer_seconds(machine: Machine, shape: ModelShape, config: Config, degrees: Degrees, stage: int) -> float:
-    own, reduced = optimizer_parameters(shape, config, degrees, stage)
+def optimizer_seconds(machine: Machine, placed: PlacedModel, stage: int) -> float:
+    own, reduced = optimizer_parameters(placed, stage)
     return machine.update_overhead_s + machine.adam_s * own + machine.reduce_s * reduced
 
 
-def stated_machine(flops_per_s: float, shape: ModelShape, config: Config, degrees: Degrees) -> Machine:
+def stated_machine(flops_per_s: float, placed: PlacedModel, overhead_tokens: float) -> Machine:
     """Return the machine of a stated FLOP/s.
 
-    A micro-batch's fixed cost is the planner's own ``plan.microbatch_overhead_tokens``.
+    overhead_tokens: a micro-batch's fixed cost, the planner's own ``plan.microbatch_overhead_tokens``.
     """
-    token = layer_flops(shape)[0] / (degrees.tensor_size * degrees.context_size * flops_per_s)
+    degrees = placed.degrees
+    token = layer_flops(placed.shape)[0] / (degrees.tensor_size * degrees.context_size * flops_per_s)
     return Machine(
         flops_per_s=flops_per_s,
         attention_flops_per_s=flops_per_s,
-        layer_overhead_s=config.plan.microbatch_overhead_tokens * token,
+        layer_overhead_s=overhead_tokens * token,
     )
 
 
@@ -161,23 +161,7 @@ def assumed_flops(shape: ModelShape) -> tuple[float, str]:
     return DENSE_FLOPS_PER_S, f"assumed: {DENSE_FLOPS_PER_S:.3g} FLOP/s per GPU (40 % of an H100's)"
 
 
-def fitted_with(shape: ModelShape, config: Config, degrees: Degrees | Topology) -> dict[str, object]:
-    """Return the settings, besides the machine and the replicas' number, on which a stage's fit depends."""
-    return {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "dtype": config.model.dtype,
-        "tensor": degrees.tensor_size,
-        "context": degrees.context_size,
-        "expert": degrees.expert_size,
-        "expert_tensor": degrees.expert_tensor_size,
-        "stage_layers": list(shape.stage_layers),
-    }
-
-
-def load_coefficients(
-    path: str | pathlib.Path, shape: ModelShape, config: Config, degrees: Degrees, *, loss_share: float
-) -> Costs:
+def load_coefficients(path: str | pathlib.Path, placed: PlacedModel, *, loss_share: float) -> Costs:
     """Read costs from a JSON file, or from the coefficients.json in a run's folder.
 
     The file holds a run's ``stages``, or a ``machine`` (Machine's fields):
@@ -199,16 +183,16 @@ def load_coefficients(
         # Rates of a machine give every stage's costs; a run's own stages are taken as they were fitted.
         if "machine" in content:
             machine = Machine(**content["machine"])
-            return machine_costs(machine, shape, config, degrees, loss_share=loss_share, source=source)
+            return machine_costs(machine, placed, loss_share=loss_share, source=source)
         model = CostModel(
             stages=tuple(StageCost(**stage) for stage in content["stages"]), virtual=content.get("virtual", 1)
         )
-        forward_share = float(content.get("forward_share", 1 / 4 if full_recompute(config) else 1 / 3))
+        forward_share = float(content.get("forward_share", 1 / 4 if placed.full_recompute else 1 / 3))
         costs = Costs(
             model=model,
             forward_share=forward_share,
             optimizer_s=float(content["optimizer_s"]),
-            chunk_shares=chunk_shares(shape, degrees, loss_share),
+            chunk_shares=chunk_shares(placed.shape, placed.degrees, loss_share),
             source=source,
             from_run=True,
         )
@@ -218,7 +202,8 @@ def load_coefficients(
             f"--coefficients {path} cannot be read ({type(error).__name__}: {error}); it holds JSON with stages, "
             "virtual and optimizer_s, or with machine (see docs/simulate-cluster.md)"
         ) from error
-    _check_fitted(path, costs.model, fitted, degrees, fitted_with(shape, config, degrees))
+    wanted = fitted_with(placed.shape, placed.dtype, placed.degrees)
+    _check_fitted(path, costs.model, fitted, placed.degrees, wanted)
     return costs
 
 

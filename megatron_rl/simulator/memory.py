@@ -16,14 +16,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config import Config
-from megatron_rl.model.logit_chunks import bytes_per_logit, default_chunk_tokens
+from megatron_rl.model.logprob.chunks import bytes_per_logit, default_chunk_tokens
 from megatron_rl.planning.timeline import warmup_forwards
 from megatron_rl.simulator.degrees import Degrees
+from megatron_rl.simulator.placed import PlacedModel
 from megatron_rl.weights.mapping import pair_entries, shard_size, target_entries
 from megatron_rl.weights.model_shape import ModelShape
-
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +121,10 @@ def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[i
     return dense, experts
 
 
-def stage_adapters(shape: ModelShape, config: Config, degrees: Degrees, stage: int) -> tuple[int, int]:
+def stage_adapters(model: PlacedModel, stage: int) -> tuple[int, int]:
     """Count a rank's adapter parameters on the stage, outside the experts and in them; 0 if every weight is trained."""
-    adapted, dense, experts = shape.with_adapters(config.lora), 0, 0
+    shape, degrees = model.shape, model.degrees
+    adapted, dense, experts = shape.with_adapters(model.lora), 0, 0
     for layer in layers_of(shape, degrees, stage):
         for weight in target_entries(adapted, layer, shape.num_experts or 1):  # of the experts, one
             ranks = degrees.tensor_size if weight.expert is None else degrees.expert_tensor_size
@@ -137,11 +136,7 @@ def stage_adapters(shape: ModelShape, config: Config, degrees: Degrees, stage: i
     return dense, experts
 
 
-def full_recompute(config: Config) -> bool:
-    return config.megatron.transformer.get("recompute_granularity") == "full"
-
-
-def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: int) -> float:
+def kept_elements(model: PlacedModel, layer: int) -> float:
     """Return the elements that autograd saves per token of a rank in a layer, with torch's layers in float32.
 
     In bfloat16 on a GPU, and with Transformer Engine's layers, fused kernels keep less (``fused_kept_elements``).
@@ -155,18 +150,19 @@ def kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: in
     routed, a rank's experts get its share of the choices: a tensor rank of sequence parallelism sends its own tokens
     alone, expert-tensor ranks take the same.
     """
-    if config.model.dtype == "bfloat16" and takes_fused_kernels(shape):
-        return fused_kept_elements(shape, config, degrees, layer)
+    shape, degrees = model.shape, model.degrees
+    if model.dtype == "bfloat16" and takes_fused_kernels(shape):
+        return fused_kept_elements(model, layer)
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     normed = shape.qk_norm or shape.post_norms
     attention = 3 * (heads + kv_heads) / tensor + 4 + ((2 * heads + kv_heads) / tensor if normed else 0)
     attention *= shape.head_dim
-    norms = (10 if shape.sandwich_norms else 6) * hidden / (tensor if config.parallel.sequence_parallel else 1)
+    norms = (10 if shape.sandwich_norms else 6) * hidden / model.sequence_shards
     if shape.kv_lora_rank:
         apart = shape.value_head_dim if shape.value_head_dim != shape.head_dim else 0
         attention = heads * (4 * shape.head_dim + apart) / tensor + 4 * shape.rope_head_dim
         latents = 3 * (shape.q_lora_rank + shape.kv_lora_rank) + shape.rope_head_dim
-        norms += latents / (tensor if config.parallel.sequence_parallel else 1)
+        norms += latents / model.sequence_shards
     if not shape.has_mixture(layer):
         return norms + attention + 5 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor
     choices = shape.experts_per_token * degrees.expert_tensor_size / tensor
@@ -180,16 +176,17 @@ def takes_fused_kernels(shape: ModelShape) -> bool:
     return not (shape.post_norms or shape.sandwich_norms or shape.swiglu_limit or shape.gelu or shape.kv_lora_rank)
 
 
-def fused_kept_elements(shape: ModelShape, config: Config, degrees: Degrees, layer: int) -> float:
+def fused_kept_elements(model: PlacedModel, layer: int) -> float:
     """Return the elements that autograd saves per token of a rank in a layer under fused norms and SwiGLU.
 
     A norm keeps its input alone, its output is the next product's (4 h). SwiGLU keeps gate and up, and the product
     after it their product. Norms of q and k keep q beside the projection. Cosines and sines are the micro-batch's. An
     expert's SwiGLU takes the router's weights, so that its output is not kept.
     """
+    shape, degrees = model.shape, model.degrees
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
     attention = (3 * (heads + kv_heads) / tensor + (heads / tensor if shape.qk_norm else 0)) * shape.head_dim
-    norms = 4 * hidden / (tensor if config.parallel.sequence_parallel else 1)
+    norms = 4 * hidden / model.sequence_shards
     if not shape.has_mixture(layer):
         return norms + attention + 3 * (shape.dense_ffn_hidden_size or shape.ffn_hidden_size) / tensor
     choices = shape.experts_per_token * degrees.expert_tensor_size / tensor
@@ -204,18 +201,16 @@ def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
     return min(warm + 1, microbatches * virtual) / virtual
 
 
-def stage_memory(
-    shape: ModelShape, config: Config, degrees: Degrees, stage: int, *, tokens: int, loss_tokens: int, microbatches: int
-) -> StageMemory:
+def stage_memory(model: PlacedModel, stage: int, *, tokens: int, loss_tokens: int, microbatches: int) -> StageMemory:
     """Compute the memory of one pipeline stage.
 
     tokens, loss_tokens: of the largest micro-batch.
     microbatches: the most that a data-parallel rank runs.
     """
     # Parameters, and their optimizer state.
-    size = ELEMENT_BYTES[config.model.dtype]
+    shape, degrees, size = model.shape, model.degrees, model.element_bytes
     dense, experts = stage_parameters(shape, degrees, stage)
-    adapters = (0, 0) if shape.value_head else stage_adapters(shape, config, degrees, stage)
+    adapters = (0, 0) if shape.value_head else stage_adapters(model, stage)
     weights = dense + experts + sum(adapters)
     if any(adapters):
         dense, experts = adapters  # only the adapters are trained
@@ -224,42 +219,45 @@ def stage_memory(
     sharded = round(
         per_parameter * (dense / (degrees.data_size * degrees.context_size) + experts / degrees.expert_data_size)
     )
-    gradient_bytes = 4 if config.megatron.ddp.get("grad_reduce_in_fp32", True) else size
-    # Activations of the micro-batches in flight, kept and recomputed.
+    gradient_bytes = 4 if model.float32_gradients else size
+    # Activations of the micro-batches in flight, as autograd keeps them and under full recompute.
     own_tokens, flying = tokens / degrees.context_size, in_flight(degrees, stage, microbatches)
-    each = [kept_elements(shape, config, degrees, layer) for layer in layers_of(shape, degrees, stage)]
+    each = [kept_elements(model, layer) for layer in layers_of(shape, degrees, stage)]
     layer = own_tokens * max(each, default=0.0) * size  # of which recomputation keeps one whole
-    boundary = own_tokens * shape.hidden_size * size / (degrees.tensor_size if config.parallel.sequence_parallel else 1)
-    at_once = config.megatron.transformer.get("recompute_num_layers") or 1
-    kept, recomputed = flying * own_tokens * sum(each) * size, flying * len(each) * boundary / at_once + at_once * layer
-    has_reference = config.loss.kl_coefficient != 0 or config.preference.needs_reference
-    second = has_reference and config.reference.placement == "device" and not shape.value_head
-    logits = 0.0
-    if stage == degrees.pipeline_size - 1 and microbatches:
-        columns = 1 if shape.value_head else shape.padded_vocab_size // degrees.tensor_size
-        # torch's CUDA builds, which the forecast is for, bring Triton
-        kernel = "triton" if config.model.logprob_kernel == "auto" else config.model.logprob_kernel
-        rows = min(loss_tokens / degrees.context_size, default_chunk_tokens("cuda", columns, kernel, size))
-        logits = rows * columns * bytes_per_logit(kernel, size)
+    boundary = own_tokens * shape.hidden_size * size / model.sequence_shards
+    at_once = model.recompute_layers
+    all_kept = flying * own_tokens * sum(each) * size
+    recomputed = flying * len(each) * boundary / at_once + at_once * layer
+    is_last = stage == degrees.pipeline_size - 1 and microbatches
     return StageMemory(
         stage=stage,
         layers=len(each),
         weights=weights * size,
-        reference=weights * size * second,
+        reference=weights * size * model.keeps_reference,
         gradients=(dense + experts) * gradient_bytes,
-        optimizer=sharded if config.optimizer.distributed else whole,
+        optimizer=sharded if model.shards_optimizer else whole,
         optimizer_sharded=sharded,
         optimizer_whole=whole,
-        activations=round(recomputed if full_recompute(config) else kept),
-        activations_kept=round(kept),
+        activations=round(recomputed if model.full_recompute else all_kept),
+        activations_kept=round(all_kept),
         activations_recomputed=round(recomputed),
-        logits=round(logits),
+        logits=round(_logit_bytes(model, loss_tokens)) if is_last else 0,
     )
 
 
-def beside_teacher(stage: StageMemory, teacher: ModelShape, config: Config, degrees: Degrees) -> StageMemory:
+def _logit_bytes(model: PlacedModel, loss_tokens: int) -> float:
+    """Return the bytes of a chunk's logits on the last stage."""
+    shape, degrees, size = model.shape, model.degrees, model.element_bytes
+    columns = 1 if shape.value_head else shape.padded_vocab_size // degrees.tensor_size
+    # torch's CUDA builds, which the forecast is for, bring Triton
+    kernel = "triton" if model.logprob_kernel == "auto" else model.logprob_kernel
+    rows = min(loss_tokens / degrees.context_size, default_chunk_tokens("cuda", columns, kernel, size))
+    return rows * columns * bytes_per_logit(kernel, size)
+
+
+def beside_teacher(stage: StageMemory, teacher: ModelShape, policy: PlacedModel) -> StageMemory:
     """Return a stage's memory with a frozen teacher's weights of the same stage, in the policy's dtype."""
-    held = sum(stage_parameters(teacher, degrees, stage.stage)) * ELEMENT_BYTES[config.model.dtype]
+    held = sum(stage_parameters(teacher, policy.degrees, stage.stage)) * policy.element_bytes
     return dataclasses.replace(stage, reference=stage.reference + held)
 
 
@@ -271,7 +269,7 @@ def beside_critic(
     Stages are blocks of successive ranks, so that a stage of the one meets some of the other: its GPU of the greatest
     need counts.
     """
-    found = []
+    stages = []
     for number, stage in enumerate(policy):
         ranks = range(number * num_ranks // len(policy), (number + 1) * num_ranks // len(policy))
         met = sorted({rank * len(critic) // num_ranks for rank in ranks})
@@ -284,5 +282,5 @@ def beside_critic(
             )
             for other in met
         ]
-        found.append(max(both, key=lambda memory: memory.total))
-    return tuple(found)
+        stages.append(max(both, key=lambda memory: memory.total))
+    return tuple(stages)

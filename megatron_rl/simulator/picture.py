@@ -1,17 +1,18 @@
 """Draws a forecast as SVG: the pipeline's clock, the dense run above the skip run, on one axis of seconds.
 
-Colours are those of the run report (observability/report.py), light and dark. In the dense run the part of a
+Colours are those of the run report (observability/page/watch.css), light and dark. In the dense run the part of a
 micro-batch without signal is grey: the skip run lacks that part.
 """
 
 from __future__ import annotations
 
 import html
+import math
 
 import numpy as np
 
-from megatron_rl.observability.svg import short, ticks_between
 from megatron_rl.simulator.forecast import Drawn, Forecast
+from megatron_rl.simulator.table import short
 
 WIDTH, LEFT, RIGHT = 980, 64, 964
 ROW, GAP, HEADING = 22, 4, 40
@@ -129,3 +130,12 @@ def _axis(y: int, seconds: float) -> str:
         parts.append(f'<text class="soft" x="{x + 16}" y="{y + 40}">{words}</text>')
         x += 40 + 7 * len(words)
     return "".join(parts)
+
+
+def ticks_between(low: float, high: float, count: int = 5) -> tuple[float, ...]:
+    """Return about ``count`` multiples of 1, 2 or 5 times a power of ten that cover [low, high]."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    size = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
+    return tuple(float(f"{i * size:.12g}") for i in range(first, last + 1))

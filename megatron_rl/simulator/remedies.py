@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.config import Config
+from megatron_rl.config.model import ParallelConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.engine_memory import GpuNeeds, engine_memory, gib, gpu_needs, shortfalls
 from megatron_rl.simulator.forecast import Job, ReadShape, critic_memory, memory_of, with_critic, with_teacher
-from megatron_rl.simulator.memory import StageMemory, full_recompute, stage_memory
+from megatron_rl.simulator.memory import StageMemory, stage_memory
 from megatron_rl.validate import validate_config
 from megatron_rl.validate.critic import critic_config
 
@@ -60,14 +61,14 @@ def _trainer_memory(job: Job) -> tuple[Stages, Stages]:
 
 def _beside_engine(job: Job, memory: tuple[Stages, Stages], gpu_bytes: float) -> GpuNeeds:
     policy, separate = memory
-    return gpu_needs(policy, engine_memory(job.config, job.shape, job.degrees, gpu_bytes), separate)
+    return gpu_needs(policy, engine_memory(job, gpu_bytes), separate)
 
 
 def _needs_at(job: Job, gpu_bytes: float, *, tokens: int, microbatches: int) -> GpuNeeds:
     """Return what a job needs of a largest micro-batch of ``tokens`` without loss; 0: no activations."""
     size = {"tokens": tokens, "loss_tokens": 0, "microbatches": microbatches}
     stages = range(job.degrees.pipeline_size)
-    memory = tuple(stage_memory(job.shape, job.config, job.degrees, stage, **size) for stage in stages)
+    memory = tuple(stage_memory(job.placed, stage, **size) for stage in stages)
     return _beside_engine(job, (memory, ()), gpu_bytes)
 
 
@@ -79,9 +80,9 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
     One setting of each kind is tried by itself, and if none is enough together with full recompute, with bfloat16, and
     with both; the mildest value of each kind that fits is returned. If none is, the mildest other degrees are.
     """
-    families = list(_families(job.config, int(job.padded(job.rules()).whole.max(initial=1)), gpus_per_node))
+    families = list(_families(job, int(job.padded(job.rules()).whole.max(initial=1)), gpus_per_node))
     bases: list[Change] = [{}]
-    if not full_recompute(job.config):
+    if not job.placed.full_recompute:
         bases.append(RECOMPUTE)
     if job.config.model.dtype == "float32":
         bases += [{**base, **BFLOAT16} for base in bases]
@@ -94,8 +95,8 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
 
 def _other_degrees(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: int) -> list[str]:
     """Return the mildest degrees under which the job fits on as many GPUs, with what its engine needs beside them."""
-    found, seen, planned = [], set(), 0
-    engines: list[Change] = [{}, *_engine_changes(job.config, gpus_per_node)]
+    ways, seen, planned = [], set(), 0
+    engines: list[Change] = [{}, *_engine_changes(job, gpus_per_node)]
     usual = _largest_microbatch(job)
     for change in _layouts(job, gpus_per_node):
         other = None if _but_experts(change) in seen else _changed_job(job, change, read_shape)
@@ -109,12 +110,12 @@ def _other_degrees(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_n
             whole = _changed_job(other, beside, read_shape) if beside else other
             needs = _beside_engine(whole, memory, gpu_bytes) if whole else None
             if needs is not None and not _falls_short(whole, needs, gpu_bytes):
-                found.append(_words({**change, **beside}, needs))
+                ways.append(_words({**change, **beside}, needs))
                 seen.add(_but_experts(change))
                 break
-        if len(found) == MOST_LAYOUTS:
+        if len(ways) == MOST_LAYOUTS:
             break
-    return found
+    return ways
 
 
 def _but_experts(change: Change) -> tuple[tuple[str, object], ...]:
@@ -150,7 +151,7 @@ def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
     parallel, experts = job.config.parallel, job.shape.num_experts
     tensors = [n for n in DEGREES if parallel.tensor <= n <= gpus_per_node]
     widths = [n for n in range(parallel.expert, (experts or 1) + 1) if experts and experts % n == 0] or [1]
-    recomputes = [False] if full_recompute(job.config) else [False, True]
+    recomputes = [False] if job.placed.full_recompute else [False, True]
     pipelines = [parallel.pipeline * n for n in DEGREES]
     contexts = [parallel.context * n for n in DEGREES[:3]]
     ranked = []
@@ -164,7 +165,7 @@ def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
                 change["parallel.expert_tensor"] = 1
         wanted = {"pipeline": pipeline, "context": context, "expert": expert}
         change |= {f"parallel.{name}": n for name, n in wanted.items() if n != vars(parallel)[name]}
-        change |= _freed_layout(job.config) if "parallel.pipeline" in change else {}
+        change |= _freed_layout(parallel) if "parallel.pipeline" in change else {}
         count = len([name for name in change if name.split(".")[1] in ("tensor", *wanted)]) + recompute
         split = tensor * pipeline * context
         if count > 1 and job.degrees.world_size % split == 0:
@@ -172,15 +173,15 @@ def _layouts(job: Job, gpus_per_node: int) -> list[Change]:
     return [change for _, change in sorted(ranked, key=lambda each: each[0])]
 
 
-def _freed_layout(config: Config) -> Change:
+def _freed_layout(parallel: ParallelConfig) -> Change:
     """Return the change that goes with another number of stages: a stated layout is of so many as there are."""
-    return {"parallel.pipeline_layout": ()} if config.parallel.pipeline_layout else {}
+    return {"parallel.pipeline_layout": ()} if parallel.pipeline_layout else {}
 
 
-def _engine_changes(config: Config, gpus_per_node: int) -> Iterator[Change]:
+def _engine_changes(job: Job, gpus_per_node: int) -> Iterator[Change]:
     """Yield changes of the engine's share and width, the mildest first; none for one that takes no share of a GPU."""
-    rollout = config.rollout
-    if rollout.engine != "vllm" or rollout.servers or not config.generates:
+    rollout = job.config.rollout
+    if rollout.engine != "vllm" or rollout.servers or not job.config.generates:
         return
     shares = [share / 20 for share in _shares(rollout.gpu_memory_utilization)]
     widths = [rollout.tensor_parallel * n for n in DEGREES if rollout.tensor_parallel * n <= gpus_per_node]
@@ -189,17 +190,18 @@ def _engine_changes(config: Config, gpus_per_node: int) -> Iterator[Change]:
         yield {**wider, "rollout.gpu_memory_utilization": share}
 
 
-def _families(config: Config, longest: int, gpus_per_node: int) -> Iterator[Sequence[Change]]:
+def _families(job: Job, longest: int, gpus_per_node: int) -> Iterator[Sequence[Change]]:
     """Yield the changes of each kind, the mildest first."""
-    parallel, rollout, cap = config.parallel, config.rollout, config.plan.max_tokens_per_microbatch
-    yield [] if full_recompute(config) else [RECOMPUTE]
+    config, parallel, rollout = job.config, job.config.parallel, job.config.rollout
+    cap = config.plan.max_tokens_per_microbatch
+    yield [] if job.placed.full_recompute else [RECOMPUTE]
     yield [{"plan.max_tokens_per_microbatch": cap // n} for n in FACTORS if cap // n >= longest]
     yield [
         {"parallel.tensor": parallel.tensor * n, "parallel.sequence_parallel": True}
         for n in FACTORS
         if parallel.tensor * n <= gpus_per_node
     ]
-    yield [{"parallel.pipeline": parallel.pipeline * n, **_freed_layout(config)} for n in FACTORS]
+    yield [{"parallel.pipeline": parallel.pipeline * n, **_freed_layout(parallel)} for n in FACTORS]
     yield [{"parallel.context": parallel.context * n} for n in FACTORS]
     yield [{"parallel.expert": parallel.expert * n} for n in FACTORS]
     if config.has_critic:
@@ -244,7 +246,7 @@ def _changed_job(job: Job, change: Change, read_shape: ReadShape) -> Job | None:
     """Return a job under other settings; None where they cannot work, as a degree that does not divide."""
     try:
         config = changed(job.config, change)
-        degrees = degrees_of(config, job.degrees.world_size)
+        degrees = degrees_of(config.parallel, job.degrees.world_size)
         shape, costs = read_shape(config, degrees), dataclasses.replace(job.costs, from_run=False)
         other = dataclasses.replace(job, config=config, degrees=degrees, shape=shape, costs=costs)
         return with_teacher(with_critic(other, read_shape), read_shape)
@@ -253,7 +255,7 @@ def _changed_job(job: Job, change: Change, read_shape: ReadShape) -> Job | None:
 
 
 def _falls_short(job: Job, needs: GpuNeeds, gpu_bytes: float) -> bool:
-    return bool(shortfalls(needs, job.config, gpu_bytes))
+    return bool(shortfalls(needs, job.config.rollout, gpu_bytes))
 
 
 def _words(change: Change, needs: GpuNeeds) -> str:

@@ -5,34 +5,37 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_rl.config import Config
-from megatron_rl.observability.svg import short
-from megatron_rl.simulator.degrees import Degrees
 from megatron_rl.simulator.engine_memory import GIB, GpuNeeds, gib, shortfalls
-from megatron_rl.simulator.forecast import Forecast, Outcome
-from megatron_rl.simulator.memory import full_recompute
+from megatron_rl.simulator.forecast import Forecast, Job, Outcome
 
 
-def _outcome(found: Outcome) -> dict[str, Any]:
+def short(value: float) -> str:
+    """Format a number for people: ``1.2M``, ``340``, ``0.05``, ``3e-05``."""
+    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
     kinds = ("num_fillers", "silent_ranks", "ghosts")
     return {
-        "update_s": found.update_s,
-        "pipeline_s": found.pipeline_s,
-        "optimizer_s": found.optimizer_s,
-        "bubble_share": found.bubble_share.tolist(),
-        "data_parallel_imbalance": found.imbalance,
-        "microbatches_per_replica": list(found.microbatches),
-        "largest_microbatch_tokens": found.largest_tokens,
-        "tokens": found.tokens,
-        "optimizer_steps": len(found.plan.mini_batches),
-        **{name: found.count(name) for name in kinds},
+        "update_s": outcome.update_s,
+        "pipeline_s": outcome.pipeline_s,
+        "optimizer_s": outcome.optimizer_s,
+        "bubble_share": outcome.bubble_share.tolist(),
+        "data_parallel_imbalance": outcome.imbalance,
+        "microbatches_per_replica": list(outcome.microbatches),
+        "largest_microbatch_tokens": outcome.largest_tokens,
+        "tokens": outcome.tokens,
+        "optimizer_steps": len(outcome.plan.mini_batches),
+        **{name: outcome.count(name) for name in kinds},
     }
 
 
 def figures(
-    found: Forecast,
-    config: Config,
-    degrees: Degrees,
+    forecast: Forecast,
+    job: Job,
     needs: GpuNeeds,
     *,
     title: str,
@@ -41,6 +44,7 @@ def figures(
     gpu_bytes: float,
 ) -> dict[str, Any]:
     """Return all printed figures as JSON-able values, in seconds, tokens and bytes."""
+    config, degrees = job.config, job.degrees
     return {
         "title": title,
         "update_of": "a supervised step" if config.train.num_rollouts == 0 else "one rollout",
@@ -49,19 +53,19 @@ def figures(
         "degrees": degrees.named,
         "workload": workload,
         "rollouts": num_rollouts,
-        "costs": found.costs.source,
-        "dead_samples": found.dead_samples,
-        "dense": _outcome(found.dense),
-        "skip": _outcome(found.skip),
-        "gain_ideal": found.ideal,
-        "gain_predicted": found.gain,
-        "recompute": "full" if full_recompute(config) else "none",
+        "costs": forecast.costs.source,
+        "dead_samples": forecast.dead_samples,
+        "dense": _outcome(forecast.dense),
+        "skip": _outcome(forecast.skip),
+        "gain_ideal": forecast.ideal,
+        "gain_predicted": forecast.gain,
+        "recompute": "full" if job.placed.full_recompute else "none",
         "distributed_optimizer": config.optimizer.distributed,
-        "memory": [dataclasses.asdict(stage) | {"total": stage.total} for stage in found.memory],
+        "memory": [dataclasses.asdict(stage) | {"total": stage.total} for stage in forecast.memory],
         "gpu_bytes": gpu_bytes,
         "needs": dataclasses.asdict(needs),
-        "shortfalls": shortfalls(needs, config, gpu_bytes),
-        "constraints": [dataclasses.asdict(x) for x in found.constraints],
+        "shortfalls": shortfalls(needs, config.rollout, gpu_bytes),
+        "constraints": [dataclasses.asdict(x) for x in forecast.constraints],
     }
 
 

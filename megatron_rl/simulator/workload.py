@@ -1,7 +1,7 @@
 """Holds a simulated job's lengths and rewards per sample, recorded by a run or drawn from a stated distribution.
 
 A trace is JSON lines. A run writes one rollout a line, a list over its samples each (``Recorder`` in
-simulator/record.py):
+observability/trace.py):
 
     {"rollout": 3, "group": [17, 17], "prompt_tokens": [90, 90], "response_tokens": [41, 97],
      "loss_tokens": [41, 97], "response_inputs": [40, 96], "reward": [1, null]}
@@ -27,7 +27,7 @@ import numpy as np
 from megatron_rl.algorithm.advantage import GroupRewards, advantages
 from megatron_rl.algorithm.sharing import token_coupling
 from megatron_rl.algorithm.signal import has_signal, signal_rule
-from megatron_rl.config import Config
+from megatron_rl.config import Config, TrainConfig
 from megatron_rl.data.solution import Solution
 from megatron_rl.errors import ConfigError
 from megatron_rl.json_text import read_bytes
@@ -80,14 +80,14 @@ class Workload:
             own=self.read_response_tokens, prompt=self.prompt_tokens, group=self.groups, windows=windows
         )
 
-    def mini_batches(self, config: Config) -> list[np.ndarray]:
+    def mini_batches(self, train: TrainConfig) -> list[np.ndarray]:
         """Return the samples of each optimizer step; a supervised step takes them all."""
-        size = None if self.supervised else config.train.samples_per_mini_batch
+        size = None if self.supervised else train.samples_per_mini_batch
         return split_mini_batches(np.arange(len(self.rewards)), size)
 
-    def epochs(self, config: Config) -> int:
+    def epochs(self, train: TrainConfig) -> int:
         """Return the number of times that the samples are trained."""
-        return 1 if self.supervised else config.train.epochs_per_rollout
+        return 1 if self.supervised else train.epochs_per_rollout
 
     def signal(self, config: Config) -> np.ndarray:
         """Return [S] bool, True for a sample with signal, by the run's own advantages and rule.
@@ -203,44 +203,17 @@ def _workload(parts: list[dict]) -> Workload:
     return Workload(**tokens, groups=columns["group"], rewards=columns["reward"], by_function=by_function)
 
 
-def append_trace(path: str | pathlib.Path, rollout: int, given: Workload, prompts: Sequence[str] = ()) -> None:
-    """Add one rollout to a trace, in one write; ``read_trace`` reads it back.
-
-    With several functions the reward is their weighted sum.
-    prompts: the name of each group's prompt, in the order of the groups, for readers of the trace alone.
-    """
-
-    def plain(values: np.ndarray) -> list[float | None]:
-        return [None if np.isnan(x) else x for x in values.tolist()]
-
-    row = {
-        "rollout": rollout,
-        "group": given.groups.tolist(),
-        "prompt_tokens": given.prompt_tokens.tolist(),
-        "response_tokens": given.response_tokens.tolist(),
-        "loss_tokens": given.loss_tokens.tolist(),
-        "response_inputs": given.read_response_tokens.tolist(),
-        "reward": plain(given.rewards),
-    }
-    if given.by_function:
-        row["reward_functions"] = {name: plain(x) for name, x in given.by_function.items()}
-    if prompts:
-        row["prompts"] = list(prompts)
-    with pathlib.Path(path).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n")
-
-
-def of_responses(responses: Sequence[Solution], config: Config) -> list[Workload]:
+def of_responses(responses: Sequence[Solution], rows_per_step: int, *, pairs: bool) -> list[Workload]:
     """Return the supervised steps on responses, in the order in which the data set gives them.
 
-    responses: one of each row, or under ``preference`` chosen and rejected in turns.
+    responses: one of each row, or of ``pairs`` (``preference``) chosen and rejected in turns.
     """
-    of_row = 2 if config.preference.is_on else 1
-    size, found = config.sft.samples_per_step * of_row, []
+    of_row = 2 if pairs else 1
+    size, steps = rows_per_step * of_row, []
     for first in range(0, len(responses), size):
         step = responses[first : first + size]
         masks = [response.loss_mask or (True,) * len(response.response_ids) for response in step]
-        found.append(
+        steps.append(
             Workload(
                 prompt_tokens=np.array([len(response.prompt.token_ids) for response in step]),
                 response_tokens=np.array([len(mask) for mask in masks]),
@@ -253,7 +226,7 @@ def of_responses(responses: Sequence[Solution], config: Config) -> list[Workload
                 supervised=True,
             )
         )
-    return found
+    return steps
 
 
 def _numbers(option: str, text: str, kind: str, names: str) -> tuple[float, float]:

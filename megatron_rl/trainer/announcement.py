@@ -5,21 +5,30 @@ from __future__ import annotations
 import logging
 
 from megatron_rl.algorithm.sharing import sharing_refusal
-from megatron_rl.config import Config
+from megatron_rl.algorithm.signal import SignalRule
+from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.config import Config, TrainConfig
 from megatron_rl.distributed.cuda_environment import added_variables
-from megatron_rl.distributed.installation import compiler_fault
 from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.requirements import compiler_fault
 from megatron_rl.errors import quoted
-from megatron_rl.model.logit_chunks import settled_kernel
-from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.model.logprob.chunks import settled_kernel
+from megatron_rl.model.parts import parts_of
+from megatron_rl.reward import Reward
+from megatron_rl.trainer.passes.old_logprobs import needs_old_logprobs
 from megatron_rl.weights.config_json import ignored_fields
 
 log = logging.getLogger(__name__)
 
 
-def announce(trainer: Trainer) -> None:
-    """Log the chosen topology, layers and kernels, and the consequences of settings that may surprise."""
-    config, topology, shape = trainer.config, trainer.backend.topology, trainer.backend.shape
+def announce(
+    config: Config, backend: TrainableModel, rule: SignalRule, reward: Reward | None, *, num_prompts: int
+) -> None:
+    """Log the chosen topology, layers and kernels, and the consequences of settings that may surprise.
+
+    num_prompts: of the training data.
+    """
+    topology, shape = backend.topology, backend.shape
     if ignored := ignored_fields(config.model.hf_path):
         said = ", ".join(f"{name}={quoted(value)}" for name, value in ignored.items())
         log.warning("%s/config.json sets fields that are not read here: %s", config.model.hf_path, said)
@@ -31,41 +40,32 @@ def announce(trainer: Trainer) -> None:
         HOST.backend,
         config.model.dtype,
         shape.layer_spec,
-        "invariant" if config.rollout.bitwise else settled_kernel(config.model.logprob_kernel, HOST.device_type),
-        trainer.backend.optimizer.kernel,
+        settled_kernel(parts_of(config).logprob_kernel, HOST.device_type),
+        backend.optimizer.kernel,
     )
     if len(set(shape.stage_layers)) > 1:
         chosen = "parallel.pipeline_layout" if config.parallel.pipeline_layout else "chosen to balance them"
         log.info("layers of each pipeline stage: %s (%s)", ", ".join(map(str, shape.stage_layers)), chosen)
-    announce_gpu(config)
-    for sentence in trainer.reward.recognised if trainer.reward is not None else ():
+    announce_gpu(config.model.dtype)
+    for sentence in reward.recognised if reward is not None else ():
         log.info("%s", sentence)
     if config.plan.share_prompts is None and (reason := sharing_refusal(config, shape.layer_spec)):
         log.info("plan.share_prompts=null: prompts are not shared, since %s", reason)
-    asked, rows = config.train.prompts_per_rollout, len(trainer.prompts)
-    if config.train.num_rollouts != 0 and asked > rows:
-        log.warning(
-            "WARNING: train.prompts_per_rollout=%d and data.train has %d prompts: each rollout asks prompts %.3g "
-            "times, as groups of their own; lower it to %d at most, or give more data",
-            asked,
-            rows,
-            asked / rows,
-            rows,
-        )
+    _announce_asked_again(config.train, num_prompts)
     if config.sft.steps and config.rollout.temperature != 1.0:
         log.warning(
             "rollout.temperature=%g divides the logits of supervised steps too, since log-probs are at the sampling "
             "temperature; set it to 1 to imitate the data as they are",
             config.rollout.temperature,
         )
-    for term in trainer.rule.approximated:
+    for term in rule.approximated:
         log.warning("skip.mode=approximate: dropped samples lose what %s would have given them", term)
-    if trainer.rule.kl_in_reward and trainer.rule.drops and config.skip.logprob_passes:
+    if rule.kl_in_reward and rule.drops and config.skip.logprob_passes:
         log.warning(
             "reference.kl_in=reward makes advantages of log-probs: skip.logprob_passes turns itself off, every sample "
             "is passed"
         )
-    if (needed := trainer.planner.needs_old_logprobs) and config.correction.old_logprobs == "auto":
+    if (needed := needs_old_logprobs(config)) and config.correction.old_logprobs == "auto":
         log.info("every sample that is trained is passed for its old log-probs, the first step's too: %s", needed)
     if config.correction.old_logprobs == "rollout":
         log.warning("correction.old_logprobs=rollout: the trainer-engine gap is measured on the dense samples alone")
@@ -78,8 +78,25 @@ def announce(trainer: Trainer) -> None:
         log.warning("advantage.whiten=center_and_scale moves every group off zero: nothing will be dropped")
 
 
-def announce_gpu(config: Config) -> None:
-    """Log what a GPU alone has: variables that were set for it, and what makes it slower than it could be."""
+def _announce_asked_again(train: TrainConfig, num_prompts: int) -> None:
+    """Warn of a rollout that is larger than the data."""
+    per_rollout = train.prompts_per_rollout
+    if train.num_rollouts != 0 and per_rollout > num_prompts:
+        log.warning(
+            "WARNING: train.prompts_per_rollout=%d and data.train has %d prompts: each rollout asks prompts %.3g "
+            "times, as groups of their own; lower it to %d at most, or give more data",
+            per_rollout,
+            num_prompts,
+            per_rollout / num_prompts,
+            num_prompts,
+        )
+
+
+def announce_gpu(dtype: str) -> None:
+    """Log what a GPU alone has: variables that were set for it, and what makes it slower than it could be.
+
+    dtype: ``model.dtype``.
+    """
     if not HOST.is_cuda:
         return
     if added := added_variables():
@@ -90,7 +107,7 @@ def announce_gpu(config: Config) -> None:
             "(gcc) and Python's headers (python3-dev)",
             fault,
         )
-    if config.model.dtype == "float32":
+    if dtype == "float32":
         log.warning(
             "model.dtype=float32: matrix products run on an H100 at a tenth and less of bfloat16's speed, and without "
             "Transformer Engine; set model.dtype=bfloat16 unless you compare numbers"

@@ -1,4 +1,4 @@
-"""Chooses the completions of a rollout or of an evaluation that are recorded; saves whole rollouts.
+"""Chooses the completions of a rollout or of an evaluation that are recorded.
 
 Completions are of prompts that this rank generated, so that nothing is sent for them; the first rank generates with
 every engine and every layout, and alone records them. Choosing them draws no random number and changes none of a run's.
@@ -7,23 +7,66 @@ every engine and every layout, and alone records them. Choosing them draws no ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.config import Config
+from megatron_rl.config import MetricsConfig
 from megatron_rl.observability.completions import TRAIN, Completion, best_to_worst, of_rollout, share_of_groups
-from megatron_rl.observability.saved_rollouts import sample_row, token_texts, write_rollout
 from megatron_rl.rollout.training_batch import TrainingBatch
 from megatron_rl.rollout.worker import Group
-from megatron_rl.types import Advantages
+from megatron_rl.trainer.advantages.source import AdvantageResult
+from megatron_rl.trainer.records import Record
 
 
-def of_training(config: Config, taken: TrainingBatch, advantages: np.ndarray, index: int) -> list[Completion]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRules:
+    """Holds which completions are recorded.
+
+    functions:      the names of the reward functions, ``reward.functions``.
+    every_rollouts: of so many rollouts one is recorded.
+    count:          of each rollout or evaluation, ``metrics.log_completions``.
+    most_chars:     of each text.
+    """
+
+    functions: Sequence[str]
+    every_rollouts: int
+    count: int
+    most_chars: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedCompletions(Record):
+    """Records completions of the rollouts that are trained.
+
+    show: takes them (``Records.show``).
+    """
+
+    rules: CompletionRules
+    show: Callable[[Sequence[Completion]], None]
+
+    def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
+        """Record some completions of rollout ``index``, if that is due."""
+        self.show(of_training(self.rules, taken, result.advantages.of_sample, index))
+        return {}
+
+
+def completion_rules(metrics: MetricsConfig, functions: Sequence[str]) -> CompletionRules:
+    """Return the rules of a run. ``functions``: the names of its reward functions."""
+    return CompletionRules(
+        functions=functions,
+        every_rollouts=metrics.completions_every_rollouts,
+        count=metrics.log_completions,
+        most_chars=metrics.completion_chars,
+    )
+
+
+def of_training(rules: CompletionRules, taken: TrainingBatch, advantages: np.ndarray, index: int) -> list[Completion]:
     """Return completions of rollout ``index`` with the rewards and advantages that they are trained on.
 
     advantages: [S], of each sample. Not a collective.
     """
-    if index % config.metrics.completions_every_rollouts:
+    if index % rules.every_rollouts:
         return []
     groups, totals = taken.facts.groups, taken.scored.rewards.totals
 
@@ -31,63 +74,10 @@ def of_training(config: Config, taken: TrainingBatch, advantages: np.ndarray, in
         members = np.flatnonzero(groups == place)  # in the group's order
         return totals[members].tolist(), advantages[members].tolist()
 
-    return _chosen(config, taken.groups, numbers, source=TRAIN, number=index + 1)
+    return _chosen(rules, taken.groups, numbers, source=TRAIN, number=index + 1)
 
 
-def save_rollout(
-    config: Config, taken: TrainingBatch, advantages: Advantages, index: int, *, tokenizer: object, rank: int
-) -> None:
-    """Save this rank's groups of rollout ``index`` whole, where ``metrics.save_rollouts`` asks for it.
-
-    Not a collective: a rank writes the samples that it generated, with the rewards and advantages that all ranks know.
-    """
-    if not config.metrics.save_rollouts or index % config.metrics.completions_every_rollouts or not taken.groups:
-        return
-    facts, totals = taken.facts, taken.scored.rewards.totals
-    ends = np.cumsum(facts.response_tokens)
-    groups, seen = [], set()
-    for place in sorted(taken.groups):
-        group, samples = taken.groups[place], []
-        for member, row in enumerate(np.flatnonzero(facts.groups == place).tolist()):
-            rollout = group.rollouts[member]
-            of_token = None
-            if advantages.of_token is not None:
-                of_token = advantages.of_token[ends[row] - facts.response_tokens[row] : ends[row]].tolist()
-            elif rollout.loss_mask is not None:  # the environment's tokens have none
-                of_token = (advantages.of_sample[row] * np.array(rollout.loss_mask)).tolist()
-            seen.update(rollout.response_ids)
-            samples.append(
-                sample_row(
-                    sample=rollout.sample_index,
-                    ids=rollout.response_ids,
-                    advantage=float(advantages.of_sample[row]),
-                    advantages=of_token,
-                    reward=float(totals[row]),
-                    rewards=group.scores[member].by_function,
-                    finish_reason=rollout.finish_reason,
-                    weight_version=rollout.weight_version,
-                    excluded=rollout.excluded,
-                )
-            )
-        prompt = group.rollouts[0].prompt
-        answer = prompt.columns.get("answer")
-        groups.append(
-            {
-                "prompt": prompt.text,
-                "prompt_id": prompt.name,
-                "answer": None if answer is None else str(answer),
-                "samples": samples,
-            }
-        )
-    document = {
-        "functions": list(config.reward.functions),
-        "tokens": {str(id): text for id, text in token_texts(tokenizer, seen).items()},
-        "groups": groups,
-    }
-    write_rollout(config.run.path, index + 1, rank, document)
-
-
-def of_evaluation(config: Config, name: str, groups: Mapping[int, Group]) -> list[Completion]:
+def of_evaluation(rules: CompletionRules, name: str, groups: Mapping[int, Group]) -> list[Completion]:
     """Return completions of an evaluation set, by the reward functions alone. Not a collective.
 
     name: as in the evaluation's metrics, ``eval/<set>``.
@@ -98,11 +88,11 @@ def of_evaluation(config: Config, name: str, groups: Mapping[int, Group]) -> lis
         totals = [score.total for score in groups[place].scores]
         return totals, [None] * len(totals)
 
-    return _chosen(config, groups, numbers, source=name)
+    return _chosen(rules, groups, numbers, source=name)
 
 
 def _chosen(
-    config: Config,
+    rules: CompletionRules,
     groups: Mapping[int, Group],
     numbers: Callable[[int], tuple[Sequence[float | None], Sequence[float | None]]],
     *,
@@ -114,12 +104,12 @@ def _chosen(
     numbers: returns the rewards and the advantages of a place's group.
     """
     places = sorted(groups)
-    size = max((len(groups[place].rollouts) for place in places), default=0)
+    size = max((len(group.rollouts) for group in groups.values()), default=0)
     chosen = []
-    for place, count in zip(places, share_of_groups(len(places), size, config.metrics.log_completions), strict=True):
+    for number_of_group, count in zip(places, share_of_groups(len(places), size, rules.count), strict=True):
         if not count:
             break
-        group, (rewards, advantages) = groups[place], numbers(place)
+        group, (rewards, advantages) = groups[number_of_group], numbers(number_of_group)
         for member in best_to_worst(rewards, count):
             by_function = group.scores[member].by_function
             chosen.append(
@@ -127,8 +117,8 @@ def _chosen(
                     group.rollouts[member],
                     source=source,
                     reward=rewards[member],
-                    rewards=dict(zip(config.reward.functions, by_function, strict=True)),
-                    most_chars=config.metrics.completion_chars,
+                    rewards=dict(zip(rules.functions, by_function, strict=True)),
+                    most_chars=rules.most_chars,
                     advantage=advantages[member],
                     number=number,
                 )

@@ -18,6 +18,7 @@ from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.config import CorrectionConfig
 from megatron_rl.distributed import collectives
+from megatron_rl.trainer.decision import Decision
 from megatron_rl.types import Advantages
 
 
@@ -25,7 +26,7 @@ from megatron_rl.types import Advantages
 class CorrectedSignal:
     """Holds the importance weights of a rollout, and the signal that they leave.
 
-    weights: float64 [T], flat over response tokens; None where no correction is configured (all 1).
+    weights: float64 [T], flat over response tokens; None if no correction is configured (all 1).
     signal:  bool [S], the samples that are left to train on.
     metrics: ``correction/*``.
     """
@@ -33,6 +34,34 @@ class CorrectedSignal:
     weights: np.ndarray | None
     signal: np.ndarray
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrections:
+    """Corrects a run's rollouts.
+
+    advantage_epsilon: ``skip.advantage_epsilon``.
+    """
+
+    settings: CorrectionConfig
+    backend: MegatronBackend
+    advantage_epsilon: float
+
+    def __call__(self, batch: Batch, decision: Decision, advantages: Advantages, old: np.ndarray) -> CorrectedSignal:
+        """Return a rollout's importance weights, and the trained samples that they leave. A collective.
+
+        decision: by the advantages alone. old: [T] flat, log π_old of the samples that it runs.
+        """
+        return apply_corrections(
+            self.settings,
+            self.backend,
+            batch,
+            advantages=advantages,
+            signal=decision.trained,
+            passed=decision.runs,
+            old_logprobs=old,
+            advantage_epsilon=self.advantage_epsilon,
+        )
 
 
 def apply_corrections(

@@ -11,39 +11,43 @@ import sys
 
 import torch
 
-from megatron_rl import hub
 from megatron_rl.algorithm.signal import refuse_uncounted_losses
 from megatron_rl.backend.optimizer import megatron_config
 from megatron_rl.backend.teacher_weights import look_at_teacher
+from megatron_rl.checkpoint.foresight import foresee_resume
+from megatron_rl.checkpoint.resume import identity_of_shape
 from megatron_rl.config import Config, LoraConfig
+from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.solution import Solution
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.time_limit import time_limit
-from megatron_rl.errors import ConfigError
-from megatron_rl.model.build import refuse_bitwise, settled_shape, transformer_config
+from megatron_rl.errors import CheckpointError, ConfigError
+from megatron_rl.hub.fetch import lacks_weights
+from megatron_rl.model.build import settled_shape, transformer_config
 from megatron_rl.model.hf_config import model_shape, read_shape
+from megatron_rl.model.parts import parts_of
 from megatron_rl.model.routing_replay import check_routing_replay
 from megatron_rl.planning.num_steps import moving_rl_steps
 from megatron_rl.reward import opened_reward
-from megatron_rl.rollout.build import (
+from megatron_rl.rollout.endpoint.agents import agent_of
+from megatron_rl.rollout.engines.embedded import check_embedded, stop_tokens
+from megatron_rl.rollout.engines.multi_turn import environment_parts
+from megatron_rl.rollout.engines.placement import (
     RankLocation,
-    adapter_arguments,
     refuse_delta,
     refuse_mixture,
     refuse_sharing,
     role_of,
     shares_device,
-    weight_channel,
 )
-from megatron_rl.rollout.endpoint.agents import agent_of
-from megatron_rl.rollout.multi_turn import environment_parts
-from megatron_rl.rollout.transformers_engine import check_embedded, stop_tokens
+from megatron_rl.rollout.vllm.arguments import adapter_arguments
+from megatron_rl.rollout.vllm.build import weight_channel
 from megatron_rl.simulator.command import simulate_job, stated_or_assumed
 from megatron_rl.simulator.degrees import Degrees, degrees_of
 from megatron_rl.simulator.job_size import JobSize
 from megatron_rl.simulator.workload import Workload, of_responses
 from megatron_rl.trainer.evaluation import Evaluation
-from megatron_rl.trainer.run_folder import look_at_checkpoints, look_at_run_folder
+from megatron_rl.trainer.run_folder import look_at_run_folder, refuse_finished
 from megatron_rl.trainer.supervised import held_out_responses, next_responses
 from megatron_rl.trainer.training_data import context_tokens, load_prompts
 from megatron_rl.validate import check_critic_model, check_lengths
@@ -58,20 +62,20 @@ MAX_PROMPTS = 4096  # whose lengths the forecast takes
 ONLY_ON_GPUS = ("attention_dropout", "hidden_dropout")  # fields that the start refuses on a host without one
 
 
-def dry_run(config: Config, given: argparse.Namespace) -> None:
+def dry_run(config: Config, arguments: argparse.Namespace) -> None:
     """Check what a run checks before its first step, and print its forecast; join no world and build no model.
 
-    given: the simulation's own arguments (simulator/command.py).
+    arguments: the simulation's own arguments (simulator/arguments.py).
     Raises ConfigError as training would, and where the job does not fit on its GPUs, with what would make it fit.
     """
-    size = stated_or_assumed(config, given, host_gpus=torch.cuda.device_count())
+    size = stated_or_assumed(config, arguments, host_gpus=torch.cuda.device_count())
     if config.generates:
-        check_engine(config, size.gpus, size.on_node, elsewhere=given.nodes is not None)
+        check_engine(config, size.gpus, size.on_node, elsewhere=arguments.nodes is not None)
     prompt_lengths, responses = check_inputs(config)
-    check_models(config, size, elsewhere=given.nodes is not None)
+    check_models(config, size, elsewhere=arguments.nodes is not None)
     if config.generates and config.rollout.engine == "transformers":
         check_embedded(config.model.hf_path, config.rollout)
-    shortfall = simulate_job(config, given, size=size, prompt_lengths=prompt_lengths, responses=responses)
+    shortfall = simulate_job(config, arguments, size=size, prompt_lengths=prompt_lengths, responses=responses)
     if shortfall is not None:
         raise ConfigError(shortfall)
 
@@ -81,19 +85,18 @@ def check_inputs(config: Config) -> tuple[list[int], list[Workload]]:
 
     Returns the tokens of its first prompts, and its supervised steps on each row once.
     """
-    look_at_run_folder(config)
+    look_at_run_folder(config.run.path)
     hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
     shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider)
     if config.generates:
         check_lengths(config, hf_config.max_position_embeddings)
-        refuse_mixture(config, shape.num_experts)
+        refuse_mixture(config.weight_sync, shape.num_experts)
     check_critic_model(config, hf_config)
-    if config.rollout.bitwise:
-        refuse_bitwise(shape)
+    parts_of(config).require_shown(shape)
     if config.has_teacher and config.teacher.hf_path:
         look_at_teacher(config, hf_config.vocab_size)
-    megatron_config(config, config.optimizer)
-    tokenizer = load_tokenizer(config, hf_config.vocab_size)
+    megatron_config(config.optimizer, config.megatron, config.model.dtype)
+    tokenizer = load_tokenizer(config.model, hf_config.vocab_size)
     stop_tokens(config.model.hf_path, tokenizer, hf_config.vocab_size)
     if config.generates and config.rollout.engine == "vllm":
         check_served(config.model.hf_path, provider=config.model.provider)
@@ -107,20 +110,40 @@ def check_inputs(config: Config) -> tuple[list[int], list[Workload]]:
     moving_rl_steps(config, len(prompts))
     limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
     Evaluation(config, tokenizer, *limits, required=required)
-    held_out_responses(config, prompts, tokenizer, context_tokens(config, hf_config), hf_config.vocab_size)
+    held_out_responses(config, prompts, tokenizer, context_tokens(config.preference, hf_config), hf_config.vocab_size)
     responses: list[Solution] = []
     if config.sft.is_on:
         rows = min(len(prompts), config.sft.steps * config.sft.samples_per_step)
-        responses = next_responses(config, prompts, rows)
+        responses = next_responses(prompts, rows, config.preference)
     if config.environment.name is not None:
         with time_limit("the import of environment.name", config.run.deadline_s):
-            environment_parts(config, tokenizer)
+            environment_parts(config.environment, config.data, tokenizer)
     if config.rollout.endpoint.agent is not None:
         with time_limit("the import of rollout.endpoint.agent", config.run.deadline_s):
             agent_of(config.rollout.endpoint)
     lengths = [len(prompt.token_ids) for prompt in prompts.next(min(len(prompts), MAX_PROMPTS))]
     look_at_checkpoints(config, hf_config, prompts)
-    return lengths, of_responses(responses, config)
+    return lengths, of_responses(responses, config.sft.samples_per_step, pairs=config.preference.is_on)
+
+
+def look_at_checkpoints(config: Config, hf_config, prompts: PromptDataset) -> None:
+    """Raise ConfigError where the run's checkpoints end its start, and log the one that it would resume from.
+
+    prompts: the training data, whose cursor is then that of the checkpoint.
+    """
+    shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider).with_adapters(config.lora)
+    identity, hf_path = identity_of_shape(shape), config.model.hf_path
+    try:
+        point = foresee_resume(
+            config.run.path, config.checkpoint, identity, hf_path=hf_path, has_critic=config.has_critic
+        )
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    if point is None:
+        return
+    log.info("%s is there: the run would resume from it", point.folder)
+    prompts.load_state(point.state["prompts"])
+    refuse_finished(config, prompts, point.folder, point.state)
 
 
 def check_models(config: Config, size: JobSize, *, elsewhere: bool) -> None:
@@ -129,11 +152,11 @@ def check_models(config: Config, size: JobSize, *, elsewhere: bool) -> None:
     elsewhere: whether the job is to run on another machine, whose installation cannot be seen from here.
     """
     ranks = policy_ranks(config, size.gpus)
-    degrees = degrees_of(config, ranks)
+    degrees = degrees_of(config.parallel, ranks)
     check_model(config, degrees, value_head=config.trains_reward_model, elsewhere=elsewhere)
     if config.has_critic:
         critic = critic_config(config)
-        of_critic = degrees_of(critic, config.critic.ranks or ranks)
+        of_critic = degrees_of(critic.parallel, config.critic.ranks or ranks)
         check_model(critic, of_critic, value_head=True, elsewhere=elsewhere)
     if config.has_teacher and config.teacher.hf_path:
         teacher = dataclasses.replace(teacher_config(config), lora=LoraConfig())
@@ -154,7 +177,7 @@ def check_model(config: Config, degrees: Degrees, *, value_head: bool = False, e
         shape = settled_shape(config, hf_config, degrees, value_head=value_head)
     if config.rollout.routing_replay != "off" and not value_head:
         check_routing_replay(config, shape)
-    if config.model.init == "pretrained" and not hub.lacks_weights(config.model.hf_path):
+    if config.model.init == "pretrained" and not lacks_weights(config.model.hf_path):
         reader = HuggingFaceReader(config.model.hf_path)
         check_tensors(reader, shape, allow_unread=config.model.allow_unread_tensors)
     if config.model.provider == "native":  # another's is finished within process groups
@@ -170,12 +193,12 @@ def check_engine(config: Config, num_ranks: int, on_node: int, *, elsewhere: boo
     device = torch.device("cuda")
     ranks = policy_ranks(config, num_ranks)
     location = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=min(on_node, ranks))
-    role_of(config, location)
-    shared = shares_device(config, device)
-    refuse_sharing(config, shared)
-    refuse_delta(config, shared)
-    adapter_arguments(config, on_gpu=True)
-    weight_channel(config, device, {} if elsewhere else os.environ)
+    role_of(config.rollout, location)
+    shared = shares_device(config.rollout, device)
+    refuse_sharing(config.rollout, config.weight_sync, shared)
+    refuse_delta(config.rollout, config.weight_sync, shared)
+    adapter_arguments(config.weight_sync, config.lora, config.model.dtype, on_gpu=True)
+    weight_channel(config.rollout, config.weight_sync, device, {} if elsewhere else os.environ)
     own_engines = config.rollout.engine == "vllm" and not config.rollout.servers
     if own_engines and importlib.util.find_spec("vllm") is None:
         missing = "rollout.engine=vllm starts vLLM in the job's environment, and this one has none"

@@ -1,8 +1,8 @@
 """The evaluation on held-out prompts by the current weights: mean@k and pass@k of each named set.
 
 Nothing that is trained depends on it. A set's prompts are called ``eval/<set>/<row>@0``, as no training prompt is. The
-seed of a sample derives from that name, its index and the weight version (rollout/engine.py): the same weights give the
-same samples, on any layout and after any draws for training.
+seed of a sample derives from that name, its index and the weight version (rollout/engines/engine.py): the same weights
+give the same samples, on any layout and after any draws for training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_rl.observability.completions import Completion
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.reward_errors import RewardErrors, count_errors, gather_errors, judge_errors
 from megatron_rl.rollout.worker import Group, RolloutJob
-from megatron_rl.trainer.completions import of_evaluation
+from megatron_rl.trainer.completions import completion_rules, of_evaluation
 from megatron_rl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class Evaluation:
         vocab_size: int | None = None,
         required: Sequence[RequiredColumn] = (),
     ) -> None:
-        self.config = config
+        self.config, self.completions = config, completion_rules(config.metrics, config.reward.functions)
         short_form = config.eval.path is not None
         self.sets: dict[str, list[Prompt]] = {}
         for number, (name, path) in enumerate(config.eval.named_sets.items()):
@@ -205,7 +205,7 @@ class Evaluation:
             )
             log.info("eval/%s after %d steps: %s over %d prompts", name, step, summary, len(self.sets[name]))
             metrics |= {f"{key}{suffix}": value for key, value in values.items()}
-            completions += of_evaluation(self.config, f"eval/{name}{suffix}", groups[name])
+            completions += of_evaluation(self.completions, f"eval/{name}{suffix}", groups[name])
         metrics["time/eval_s"] = time.perf_counter() - started
         return EvaluationResult(metrics=metrics, completions=completions)
 
@@ -217,9 +217,9 @@ class Evaluation:
     def _outcomes(self, job: RolloutJob) -> dict[str, Outcomes]:
         """Return every set's outcomes, on every rank. ``job``: this rank's share of the prompts, set after set."""
         size, functions = job.samples_per_prompt, self.config.reward.functions
-        places = [place * size + index for place in job.mine for index in range(size)]
-        scores = [score for place in job.mine for score in job.scores[place]]
-        names = [rollout.sample_id for place in job.mine for rollout in job.rollouts[place]]
+        places = [number * size + index for number in job.mine for index in range(size)]
+        scores = [score for number in job.mine for score in job.scores[number]]
+        names = [rollout.sample_id for number in job.mine for rollout in job.rollouts[number]]
         totals, by_function = batch_exchange.gather_scores(scores, places, len(functions), sample_ids=names)
         ends = np.cumsum([len(members) for members in self.sets.values()])
         local = np.zeros((2, len(ends)), dtype=np.int64)

@@ -20,18 +20,16 @@ from megatron_rl.config import PreferenceConfig
 from megatron_rl.critic import RewardModel
 from megatron_rl.distributed import collectives
 from megatron_rl.observability.metrics import skip_metrics
-from megatron_rl.observability.phases import PREFERENCE
+from megatron_rl.observability.summary import PREFERENCE
 from megatron_rl.observability.throughput import performance, step_times
+from megatron_rl.observability.timer import StepTimer
 from megatron_rl.trainer.supervised import (
-    Imitation,
+    Responses,
     ResponseUpdate,
-    SupervisedTask,
-    next_responses,
     plan_update,
     response_batch,
     response_batches,
 )
-from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import StepResult
 
 HALVES = 2  # responses of a pair: chosen and rejected, in turns
@@ -80,18 +78,19 @@ class Comparison:
 
     phase = PREFERENCE
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.config = trainer, trainer.config
+    def __init__(
+        self, backend: MegatronBackend | RewardModel, responses: Responses, timer: StepTimer, rule: SignalRule
+    ) -> None:
+        self.backend, self.responses, self.timer, self.rule = backend, responses, timer, rule
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
         """Take one optimizer step on the next ``sft.samples_per_step`` pairs."""
-        trainer, backend, timer = self.trainer, self.trainer.backend, self.trainer.timer
-        responses = next_responses(self.config, trainer.prompts, self.config.sft.samples_per_step)
-        batch = response_batch(backend, responses, of_row=HALVES)
+        backend, timer = self.backend, self.timer
+        batch = response_batch(backend, self.responses.next(), of_row=HALVES)
         with timer.measure("logprob"):
-            scores, outcome = compare_pairs(backend, batch, self.config.preference)
+            scores, outcome = compare_pairs(backend, batch, self.responses.pairs)
         with timer.measure("plan"):
-            update = prepare_pairs(backend, batch, outcome, trainer.rule)
+            update = prepare_pairs(backend, batch, outcome, self.rule)
         with timer.measure("update"):
             update.accumulate(backend)
             result = backend.optim_step(update.step.kind)
@@ -103,14 +102,13 @@ class Comparison:
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
         """Return ``preference/eval_*``: the means over the held-out pairs; {} where none are held out."""
-        trainer = self.trainer
-        if not trainer.held_out:
+        held_out, size, pairs = self.responses.held_out, self.responses.size, self.responses.pairs
+        if not held_out:
             return {}
-        size = self.config.sft.samples_per_step
-        with trainer.timer.follow("eval"):
+        with self.timer.follow("eval"):
             parts = [
-                compare_pairs(trainer.backend, batch, self.config.preference)
-                for batch in response_batches(trainer.backend, trainer.held_out, size, of_row=HALVES)
+                compare_pairs(self.backend, batch, pairs)
+                for batch in response_batches(self.backend, held_out, size, of_row=HALVES)
             ]
         outcome = PairOutcome(
             losses=np.concatenate([part.losses for _, part in parts]),
@@ -123,8 +121,3 @@ class Comparison:
             loss_tokens=np.concatenate([part.loss_tokens for part, _ in parts]),
         )
         return pair_metrics(outcome, scores, prefix="preference/eval_", suffix=suffix)
-
-
-def supervised_task(trainer: Trainer) -> SupervisedTask:
-    """Return the task of the run's supervised steps."""
-    return Comparison(trainer) if trainer.config.preference.is_on else Imitation(trainer)

@@ -12,10 +12,10 @@ import numpy as np
 from megatron_rl.algorithm.kl_controller import KLCoefficient
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
-from megatron_rl.config import Config
+from megatron_rl.config import LossConfig, ReferenceConfig
 from megatron_rl.errors import CheckpointError
+from megatron_rl.trainer.advantages.source import MeasuredKL
 from megatron_rl.types import StepResult
-from megatron_rl.validate import check_reference
 
 
 class ReferencePolicy:
@@ -24,17 +24,14 @@ class ReferencePolicy:
     One coefficient holds for a whole rollout, all its mini-batches and epochs; an adaptive one moves once per rollout.
     """
 
-    def __init__(self, config: Config, backend: MegatronBackend) -> None:
-        """Raise ConfigError for settings that do not go together."""
-        check_reference(config)
-        settings = config.reference
+    def __init__(self, loss: LossConfig, settings: ReferenceConfig, backend: MegatronBackend) -> None:
         self.backend = backend
-        self.is_needed = config.loss.kl_coefficient != 0
-        self.in_loss = config.kl_in_loss
+        self.is_needed = loss.kl_coefficient != 0
+        self.in_loss = self.is_needed and settings.kl_in == "loss"
         self.is_adaptive = settings.controller == "adaptive"
         self.refresh_every_rollouts = settings.refresh_every_rollouts
         self._controller = KLCoefficient(
-            value=config.loss.kl_coefficient,
+            value=loss.kl_coefficient,
             target=settings.kl_target if self.is_adaptive else None,
             horizon=settings.kl_horizon,
         )
@@ -85,14 +82,17 @@ class ReferencePolicy:
         """
         self._controller = self._controller.updated(kl_per_token, num_samples)
 
-    def after_rollout(self, index: int, num_samples: int) -> None:
+    def after_rollout(self, index: int, num_samples: int, kl: MeasuredKL | None = None) -> None:
         """Move the coefficient by the KL of rollout ``index``, after its last step, and renew the reference if due.
 
         index: counted from 0.
         num_samples: the rollout's samples, dropped ones too.
+        kl: of a KL in the reward; None without one, and for a rollout that does not train the policy.
 
         A rollout without a measured token moves no coefficient.
         """
+        if kl is not None:
+            self.count(kl.kl, kl.tokens)
         if self._tokens:
             self.observe(self._kl / self._tokens, num_samples)
         self._kl = self._tokens = 0.0
@@ -110,7 +110,7 @@ class ReferencePolicy:
 
         Raises CheckpointError if the checkpoint was taken without the reference that is needed now.
         """
-        if self.is_needed and self.backend.reference.tensors is None:
+        if self.is_needed and self.backend.reference is None:
             raise CheckpointError(
                 f"loss.kl_coefficient={self.coefficient} needs the reference policy, and the checkpoint was taken "
                 "without one, under loss.kl_coefficient=0; set it back to 0, or start another run from the exported "

@@ -9,18 +9,14 @@ import os
 import pathlib
 from collections.abc import Iterator, Mapping
 
-from megatron_rl.checkpoint.manager import APPENDED, changed_settings
-from megatron_rl.checkpoint.model_state import identity_of_shape
-from megatron_rl.checkpoint.resume import foresee_resume
+from megatron_rl.checkpoint.run_state import APPENDED, changed_settings
 from megatron_rl.config import Config, config_to_dict
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.run_lock import RunLock
-from megatron_rl.errors import CheckpointError, ConfigError, quoted
-from megatron_rl.model.hf_config import read_shape
+from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.observability.metrics import METRICS_FILE, Row, read_metrics
-from megatron_rl.observability.report import write_report
 
 log = logging.getLogger(__name__)
 AUTO_DTYPE = ("model.dtype", "auto")  # of a dry run, which does not know the device that the run's record knew
@@ -66,9 +62,8 @@ def _exists(path: pathlib.Path) -> bool:
     return True
 
 
-def look_at_run_folder(config: Config) -> None:
+def look_at_run_folder(folder: pathlib.Path) -> None:
     """Raise ConfigError as `held_run_folder` would, and make, lock and write nothing."""
-    folder = config.run.path
     check_run_folder(folder, make=False)
     try:
         RunLock(folder).check_free()
@@ -76,33 +71,16 @@ def look_at_run_folder(config: Config) -> None:
         raise ConfigError(unwritable(folder, error)) from error
 
 
-def look_at_checkpoints(config: Config, hf_config, prompts: PromptDataset) -> None:
-    """Raise ConfigError where the run's checkpoints end its start, and log the one that it would resume from.
-
-    prompts: the training data, whose cursor is then that of the checkpoint.
-    """
-    shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider).with_adapters(config.lora)
-    try:
-        point = foresee_resume(config, identity_of_shape(shape))
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
-    if point is None:
-        return
-    log.info("%s is there: the run would resume from it", point.folder)
-    prompts.load_state(point.state["prompts"])
-    refuse_finished(config, prompts, point.folder, point.state)
-
-
 @contextlib.contextmanager
-def held_run_folder(config: Config) -> Iterator[None]:
+def held_run_folder(folder: pathlib.Path, deadline_s: float) -> Iterator[None]:
     """Hold the lock of the run's folder within the block, on the job's first rank. Not a collective.
 
+    deadline_s: ``run.deadline_s``, for which the ranks wait for each other.
     Raises ConfigError where the folder cannot be written or another run holds it: before the ranks of the job agree to
     start (distributed/agreement.py), so that it ends all.
     """
-    folder = config.run.path
     check_run_folder(folder)
-    if this_job(deadline_s=config.run.deadline_s).rank:
+    if this_job(deadline_s=deadline_s).rank:
         yield
         return
     lock = RunLock(folder)
@@ -208,6 +186,8 @@ def report_run(folder: pathlib.Path, config_yaml: str) -> None:
     """Write report.html from the metrics so far; a report that cannot be written is said and fails nothing."""
     try:
         if (folder / METRICS_FILE).stat().st_size:
+            from megatron_rl.observability.report import write_report
+
             write_report(folder / METRICS_FILE, config_yaml, folder / "report.html")
     except (OSError, ValueError) as error:
         log.error("report.html was not written (%s); the run is not touched by it", error)

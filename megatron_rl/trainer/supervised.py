@@ -18,17 +18,19 @@ from megatron_rl.algorithm.advantage import reduction_weights
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.trainable_model import TrainableModel
-from megatron_rl.config import Config
+from megatron_rl.config import Config, OptimizerConfig, PreferenceConfig, SftConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import load_rows
 from megatron_rl.data.solution import Solution, read_at_end
 from megatron_rl.errors import ConfigError
-from megatron_rl.observability.phases import SFT, WARMUP
+from megatron_rl.observability.summary import SFT, WARMUP
 from megatron_rl.observability.throughput import performance, step_times
+from megatron_rl.observability.timer import StepTimer
 from megatron_rl.planning.plan import plan_steps
 from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.rollout.worker import to_sample
-from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.run import Run
+from megatron_rl.trainer.training_data import response_columns
 from megatron_rl.types import LossInputs, Rollout, StepPlan, StepResult
 
 PURPOSE = "imitate"  # of the plans of steps on solutions
@@ -71,22 +73,11 @@ class SupervisedTask(Protocol):
         ...
 
 
-def response_columns(config: Config) -> tuple[tuple[str, str], ...]:
-    """Return the (column, setting) of each response that the supervised steps read; () without such steps."""
-    if not config.sft.is_on:
-        return ()
-    pairs = config.preference
-    if pairs.is_on:
-        return (pairs.chosen_key, "preference.chosen_key"), (pairs.rejected_key, "preference.rejected_key")
-    return ((config.data.solution_key, "data.solution_key"),)
-
-
-def next_responses(config: Config, prompts: PromptDataset, rows: int) -> list[Solution]:
+def next_responses(prompts: PromptDataset, rows: int, pairs: PreferenceConfig) -> list[Solution]:
     """Return the responses of the next rows: one of each, or under ``preference`` chosen and rejected in turns."""
-    pairs = config.preference
     if not pairs.is_on:
         return prompts.next_solutions(rows)
-    return _in_turns(config, prompts.next_pairs(rows, pairs.chosen_key, pairs.rejected_key))
+    return _in_turns(prompts.next_pairs(rows, pairs.chosen_key, pairs.rejected_key), pairs)
 
 
 def held_out_responses(
@@ -104,82 +95,116 @@ def held_out_responses(
     if path is None:
         if not pairs.is_on:
             return prompts.held_out_solutions()
-        return _in_turns(config, prompts.held_out_pairs(pairs.chosen_key, pairs.rejected_key))
+        return _in_turns(prompts.held_out_pairs(pairs.chosen_key, pairs.rejected_key), pairs)
     data = dataclasses.replace(config.data, shuffle=False, weights=())
-    rows = load_rows(path, "sft.eval_path")
+    rows, columns = load_rows(path, "sft.eval_path"), response_columns(config.sft, pairs, config.data)
     try:
-        source = PromptDataset(
-            rows, tokenizer, data, config.run.seed, context_tokens, vocab_size, responses=response_columns(config)
-        )
-        return next_responses(config, source, len(source))
+        source = PromptDataset(rows, tokenizer, data, config.run.seed, context_tokens, vocab_size, responses=columns)
+        return next_responses(source, len(source), pairs)
     except ConfigError as error:
         raise ConfigError(f"sft.eval_path={path!r}: {error}") from error
 
 
-def _in_turns(config: Config, pairs: Sequence[tuple[Solution, Solution]]) -> list[Solution]:
-    responses = [response for pair in pairs for response in pair]
-    return [read_at_end(response) for response in responses] if config.trains_reward_model else responses
+def _in_turns(rows: Sequence[tuple[Solution, Solution]], pairs: PreferenceConfig) -> list[Solution]:
+    responses = [response for pair in rows for response in pair]
+    return [read_at_end(response) for response in responses] if pairs.trains_reward_model else responses
 
 
-def start_supervised_optimizer(backend: TrainableModel, config: Config) -> None:
-    """Start AdamW anew under the rates and the schedule of ``sft``. A collective."""
-    backend.reset_optimizer(total_steps=config.sft.steps, settings=config.sft.optimizer(config.optimizer))
+def start_supervised_optimizer(backend: TrainableModel, sft: SftConfig, of_rl: OptimizerConfig) -> None:
+    """Start AdamW anew under the rates and the schedule of ``sft``. A collective.
 
-
-def supervised_start(trainer: Trainer, task: SupervisedTask) -> bool:
-    """Take the steps of ``sft.steps`` that are left, then start a fresh optimizer for RL. A collective.
-
-    Returns whether the run was told to leave between two of them, with a checkpoint saved.
+    of_rl: the optimizer of RL's steps, whose other settings it takes.
     """
-    settings, backend, done = trainer.config.sft, trainer.backend, trainer.supervised_steps_done
-    if not (settings.steps or done):
+    backend.reset_optimizer(total_steps=sft.steps, settings=sft.optimizer(of_rl))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedStart:
+    """Takes the steps of ``sft.steps`` that are left, then starts a fresh optimizer for RL.
+
+    optimizer:      of RL.
+    done:           steps that a checkpoint within the start has taken; else 0.
+    total_rl_steps: optimizer steps of RL that may move the policy; its learning rate's schedule ends after them.
+    keeps_reference: whether the task compares with the policy before the first step.
+    """
+
+    task: SupervisedTask
+    settings: SftConfig
+    optimizer: OptimizerConfig
+    done: int
+    total_rl_steps: int
+    keeps_reference: bool
+
+    def take(self, run: Run) -> bool:
+        """Take the steps; return whether the run was told to leave between two of them. A collective.
+
+        A checkpoint is saved then.
+        """
+        settings, backend, task = self.settings, run.backend, self.task
+        if not self.done:  # a checkpoint has brought its optimizer, and the reference
+            start_supervised_optimizer(backend, settings, self.optimizer)
+            if self.keeps_reference:
+                backend.keep_reference()
+            run.records.add(task.evaluate(suffix="_before"))
+        for number in range(self.done + 1, settings.steps + 1):
+            run.timer.restart()
+            result, values = task.step()
+            last = number == settings.steps
+            if last or (settings.eval_every_steps and number % settings.eval_every_steps == 0):
+                values |= task.evaluate()
+            if last and run.evaluation is not None and run.evaluation.due_at_start():
+                values |= run.evaluate()
+            run.records.write(task.phase, result, values)
+            if not last and run.checkpoints is not None and run.checkpoints.save_supervised_if_due(number):
+                return True
+        backend.reset_optimizer(total_steps=self.total_rl_steps)
         return False
-    if not done:  # a checkpoint has brought its optimizer, and the reference
-        start_supervised_optimizer(backend, trainer.config)
-        if trainer.config.preference.needs_reference:
-            backend.keep_reference()
-        trainer.next_row |= task.evaluate(suffix="_before")
-    for number in range(done + 1, settings.steps + 1):
-        trainer.timer.restart()
-        result, values = task.step()
-        last = number == settings.steps
-        if last or (settings.eval_every_steps and number % settings.eval_every_steps == 0):
-            values |= task.evaluate()
-        if last and trainer.evaluation.due_at_start():
-            values |= trainer.evaluate()
-        trainer.write(task.phase, result, values)
-        if not last and trainer.save_supervised_if_due(number):
-            return True
-    backend.reset_optimizer(total_steps=trainer.total_steps)
-    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Responses:
+    """Holds the responses of a task.
+
+    size:     rows of each step, ``sft.samples_per_step``.
+    pairs:    whether and how a row has two responses.
+    held_out: solutions, or chosen and rejected responses in turns.
+    """
+
+    prompts: PromptDataset
+    size: int
+    pairs: PreferenceConfig
+    held_out: Sequence[Solution]
+
+    def next(self) -> list[Solution]:
+        """Return the responses of the next step."""
+        return next_responses(self.prompts, self.size, self.pairs)
 
 
 class Imitation:
     """Trains the policy to say the data set's solutions: −log π of each loss token, the mean over the step's tokens."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.phase = SFT if trainer.config.train.num_rollouts == 0 else WARMUP
+    def __init__(self, backend: MegatronBackend, responses: Responses, timer: StepTimer, *, precedes_rl: bool) -> None:
+        self.backend, self.responses, self.timer = backend, responses, timer
+        self.phase = WARMUP if precedes_rl else SFT
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
-        trainer = self.trainer
-        backend: MegatronBackend = trainer.backend
-        solutions = next_responses(trainer.config, trainer.prompts, trainer.config.sft.samples_per_step)
-        update = imitate(backend, response_batch(backend, solutions))
-        with trainer.timer.measure("update"):
+        """Take one optimizer step on the next ``sft.samples_per_step`` solutions."""
+        backend, timer = self.backend, self.timer
+        update = imitate(backend, response_batch(backend, self.responses.next()))
+        with timer.measure("update"):
             update.accumulate(backend)
             result = backend.optim_step(update.step.kind)
-        metrics = performance(backend, update.batch.facts, update.step, trainer.timer.seconds["update"])
-        return result, metrics | step_times(trainer.timer, update.batch.facts)
+        metrics = performance(backend, update.batch.facts, update.step, timer.seconds["update"])
+        return result, metrics | step_times(timer, update.batch.facts)
 
     def evaluate(self, *, suffix: str = "") -> dict[str, float]:
         """Return the held-out solutions' loss, −log π per loss token, as ``sft/eval_loss``."""
-        trainer, sums, num_tokens = self.trainer, [], 0
-        if not trainer.held_out:
+        held_out, sums, num_tokens = self.responses.held_out, [], 0
+        if not held_out:
             return {}
-        with trainer.timer.follow("eval"):
-            for batch in response_batches(trainer.backend, trainer.held_out, trainer.config.sft.samples_per_step):
-                read = trainer.backend.logprobs(batch, np.ones(batch.facts.num_samples, dtype=bool))
+        with self.timer.follow("eval"):
+            for batch in response_batches(self.backend, held_out, self.responses.size):
+                read = self.backend.logprobs(batch, np.ones(batch.facts.num_samples, dtype=bool))
                 sums.append(-float(read.flat.astype(np.float64).sum()))
                 num_tokens += int(batch.facts.loss_tokens.sum())
         loss = math.fsum(sums) / num_tokens
@@ -223,13 +248,13 @@ def response_batches(
 def response_batch(backend: TrainableModel, responses: Sequence[Solution], *, of_row: int = 1) -> Batch:
     """Make a batch of responses, ``of_row`` of each group, spread over all ranks. A collective."""
     topology, version = backend.topology, backend.weight_version
-    places = list(range(topology.rank, len(responses), topology.world_size))
+    mine = list(range(topology.rank, len(responses), topology.world_size))
     samples = []
-    for place in places:
-        response, num_tokens = responses[place], len(responses[place].response_ids)
+    for number in mine:
+        response, num_tokens = responses[number], len(responses[number].response_ids)
         rollout = Rollout(
             prompt=response.prompt,
-            sample_index=place % of_row,
+            sample_index=number % of_row,
             response_ids=response.response_ids,
             logprobs=(0.0,) * num_tokens,
             text="",
@@ -238,4 +263,4 @@ def response_batch(backend: TrainableModel, responses: Sequence[Solution], *, of
             loss_mask=response.loss_mask,
         )
         samples.append(to_sample(rollout, included=True))
-    return backend.gather(samples, [place // of_row for place in places], places)
+    return backend.gather(samples, [number // of_row for number in mine], mine)

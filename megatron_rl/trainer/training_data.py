@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, DataConfig, PreferenceConfig, SftConfig
 from megatron_rl.data.columns import RequiredColumn
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import load_rows
-from megatron_rl.trainer.supervised import response_columns
 
 
 def load_prompts(config: Config, tokenizer, hf_config, required: Sequence[RequiredColumn]) -> PromptDataset:
@@ -22,15 +21,24 @@ def load_prompts(config: Config, tokenizer, hf_config, required: Sequence[Requir
         tokenizer,
         config.data,
         config.run.seed,
-        context_tokens=context_tokens(config, hf_config),
+        context_tokens=context_tokens(config.preference, hf_config),
         vocab_size=hf_config.vocab_size,
         required=required,
         held_out_share=config.sft.eval_share if config.sft.is_on else 0.0,
-        responses=response_columns(config),
+        responses=response_columns(config.sft, config.preference, config.data),
         followed_by=None if config.environment.name is None else config.environment.role,
     )
 
 
-def context_tokens(config: Config, hf_config) -> int:
+def context_tokens(pairs: PreferenceConfig, hf_config) -> int:
     """Return the most tokens of a row: the model's context, less the place that a reward model's score is read at."""
-    return hf_config.max_position_embeddings - int(config.trains_reward_model)
+    return hf_config.max_position_embeddings - int(pairs.trains_reward_model)
+
+
+def response_columns(sft: SftConfig, pairs: PreferenceConfig, data: DataConfig) -> tuple[tuple[str, str], ...]:
+    """Return the (column, setting) of each response that the supervised steps read; () without such steps."""
+    if not sft.is_on:
+        return ()
+    if pairs.is_on:
+        return (pairs.chosen_key, "preference.chosen_key"), (pairs.rejected_key, "preference.rejected_key")
+    return ((data.solution_key, "data.solution_key"),)

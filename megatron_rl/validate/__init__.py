@@ -1,23 +1,9 @@
-"""Checks of the settings that only make sense together, before any weight is read. Not a collective."""
+"""Checks of the settings that only make sense together, before any weight is read. Not a collective.
 
-from megatron_rl.validate.relations import (
-    check_critic_model,
-    check_environment,
-    check_lengths,
-    check_overlong,
-    check_own_parts,
-    check_provider,
-    check_reference,
-    validate_config,
-)
+What is refused stands in one table (table.py); the reasons lie by theme in objective.py, models.py and rollouts.py.
+"""
 
-__all__ = [
-    "check_critic_model",
-    "check_environment",
-    "check_lengths",
-    "check_overlong",
-    "check_own_parts",
-    "check_provider",
-    "check_reference",
-    "validate_config",
-]
+from megatron_rl.validate.models import check_critic_model, check_lengths
+from megatron_rl.validate.table import validate_config
+
+__all__ = ["check_critic_model", "check_lengths", "validate_config"]

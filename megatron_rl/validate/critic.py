@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, OptimizerConfig, ParallelConfig
 from megatron_rl.config.checks import hints_of
 from megatron_rl.config.typed import typed_value
 from megatron_rl.errors import ConfigError, quoted
@@ -31,7 +31,8 @@ def critic_config(config: Config) -> Config:
     critic = config.critic
     # without an LM head its stages balance by another layout than the policy's
     fields = {"parallel": {"pipeline_layout": [], **critic.parallel}, "optimizer": critic.optimizer}
-    sections = {name: _changed(config, name, fields[name]) for name in OWN_SECTIONS}
+    before = {"parallel": config.parallel, "optimizer": config.optimizer}
+    sections = {name: _changed(before[name], name, fields[name], critic.lr) for name in OWN_SECTIONS}
     sections["optimizer"] = dataclasses.replace(sections["optimizer"], lr=critic.lr)
     samples_per_mini_batch = critic.samples_per_mini_batch or config.train.samples_per_mini_batch
     own_weights = {"hf_path": critic.hf_path, "init": "pretrained"} if critic.hf_path is not None else {}
@@ -54,14 +55,11 @@ def teacher_config(config: Config) -> Config:
     )
 
 
-def _changed(config: Config, section: str, fields: dict[str, Any]):
-    before = {"parallel": config.parallel, "optimizer": config.optimizer}[section]
+def _changed(before: ParallelConfig | OptimizerConfig, section: str, fields: dict[str, Any], lr: float):
     known = [field.name for field in dataclasses.fields(before)]
     for name, value in fields.items():
         if (section, name) == ("optimizer", "lr"):
-            raise ConfigError(
-                f"critic.optimizer.lr={quoted(value)} is set by critic.lr={config.critic.lr}; set that alone"
-            )
+            raise ConfigError(f"critic.optimizer.lr={quoted(value)} is set by critic.lr={lr}; set that alone")
         if name not in known:
             raise ConfigError(f"critic.{section}.{name}={quoted(value)} is not known; {section} has {', '.join(known)}")
     hints = hints_of(type(before))

@@ -18,14 +18,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megatron-rl watch", description="Follow a run in a browser on this host.")
     parser.add_argument("run", type=pathlib.Path, help="the run's folder, running or finished")
     parser.add_argument("--port", type=int, default=8265, help="of 127.0.0.1; 0 takes a free one; default 8265")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        server = WatchServer(RunFolder(given.run), given.port)
+        server = WatchServer(RunFolder(options.run), options.port)
     except (ConfigError, OSError) as error:  # the latter of a path that cannot be looked at
         print(f"megatron_rl: {error}", file=sys.stderr)
         return EXIT_CONFIG
     with server:
-        print(f"{given.run}: {server.address}  (Ctrl-C ends it)", flush=True)
+        print(f"{options.run}: {server.address}  (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -8,10 +8,10 @@ import pathlib
 from megatron_rl.distributed.run_lock import LockReader
 from megatron_rl.errors import ConfigError
 from megatron_rl.json_text import check, open_regular, parse_json, read_bytes
-from megatron_rl.observability.completions import FILE_NAME, read_completions, to_row
-from megatron_rl.observability.phases import SUPERVISED, TITLES
+from megatron_rl.observability.completions import FILE_NAME, read_completions
+from megatron_rl.observability.report import PHASES, completion_of_page
 from megatron_rl.observability.run_status import RunState, read_status
-from megatron_rl.observability.saved_rollouts import plain, read_rollout, saved_numbers
+from megatron_rl.observability.saved_rollouts import read_rollout, saved_numbers
 
 METRICS = "metrics.jsonl"
 MOST_BYTES = 1 << 22  # of one answer's rows; the page asks again until it has them all
@@ -32,7 +32,7 @@ class RunFolder:
         return {
             "name": self.path.resolve().name,
             "state": self._state(),
-            "phases": {"titles": TITLES, "supervised": sorted(SUPERVISED)},
+            "phases": PHASES,
             "config": self._config(),
             "rollouts": saved_numbers(self.path),
         }
@@ -100,15 +100,8 @@ class RunFolder:
         file = self.path / FILE_NAME
         if file.is_file() and (size := file.stat().st_size) > MOST_COMPLETIONS_BYTES:
             raise ValueError(f"{file} has {size} bytes; the page shows at most {MOST_COMPLETIONS_BYTES}")
-        rows = map(to_row, read_completions(file)) if file.is_file() else ()
-        return {"completions": [_nulled(row) for row in rows]}
-
-
-def _nulled(row: dict[str, object]) -> dict[str, object]:
-    """Return a completion's row with null for each number that was written by its name, as "inf"."""
-    for name in ("reward", "advantage"):
-        row[name] = plain(row[name]) if isinstance(row[name], float) else None
-    return row
+        recorded = read_completions(file) if file.is_file() else ()
+        return {"completions": list(map(completion_of_page, recorded))}
 
 
 def as_json(value: object) -> bytes:

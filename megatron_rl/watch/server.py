@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import http
 import http.server
-import pathlib
 import socket
 import sys
 import threading
 import urllib.parse
 
 from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.observability.report import PAGE
 from megatron_rl.watch.run_folder import RunFolder, as_json
 
 HOST = "127.0.0.1"
-PAGE = pathlib.Path(__file__).resolve().parent / "page"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 # Nothing from elsewhere is loaded or run, and no other page may frame this one.
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; frame-ancestors 'none'"

@@ -16,8 +16,14 @@ from megatron_rl.weights.families.family import class_fields
 from megatron_rl.weights.families.register import ALIASES, FAMILIES, check_family, family_of
 from megatron_rl.weights.mapping import hf_size
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.quantization import WAY_OUT, block_size, is_mxfp4
-from megatron_rl.weights.reader import HEAD_NAME, HuggingFaceReader, has_weights, heads_differ, used_names
+from megatron_rl.weights.reader import (
+    HEAD_NAME,
+    HuggingFaceReader,
+    has_weights,
+    heads_differ,
+    is_quantized,
+    used_names,
+)
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_CONFIG_BYTES = 16 * 2**20
@@ -126,7 +132,10 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
 
     path = pathlib.Path(folder) / CONFIG
     fields = read_fields(folder, key)
-    block_size(fields, str(path))
+    if is_quantized(fields):
+        from megatron_rl.weights.quantization import block_size
+
+        block_size(fields, str(path))
     family = ALIASES.get(str(fields.get("model_type")))
     try:
         if family is None:
@@ -325,12 +334,10 @@ def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> Non
     """Raise ConfigError for a folder that a vLLM engine, which reads config.json itself, would build otherwise."""
     path = pathlib.Path(folder) / CONFIG
     fields = read_fields(folder)
-    kind = "MXFP4" if is_mxfp4(fields) else "FP8" if block_size(fields, str(path)) is not None else None
-    if kind is not None:
-        raise ConfigError(
-            f"{path} has a quantization_config, and rollout.engine=vllm would hold {kind} weights where the trainer "
-            f"sends full ones; {WAY_OUT}: megatron-rl convert import and export write it"
-        )
+    if is_quantized(fields):
+        from megatron_rl.weights.quantization import refuse_served
+
+        refuse_served(fields, str(path))
     written, settled = (read(folder, provider=provider) for read in (read_hf_config, load_hf_config))
     if provider == "native":
         FAMILIES[written.model_type].refuse_served(fields, str(path))

@@ -131,11 +131,13 @@ def apply(packed: torch.Tensor, difference: Difference, payload: torch.Tensor) -
 
 def difference_of(fields: Mapping[str, int]) -> Difference:
     """Return a message's difference. Raises ValueError for numbers that describe none."""
-    found = Difference(**fields)
-    known = found.word_bytes in WORDS and found.code_bytes in (0, *CODES)
-    if not known or min(found.num_codes, found.num_changed) < 0:
-        raise ValueError(f"{found} is no difference: words have 2 or 4 bytes, codes 0, 1 or 2, no number is below 0")
-    return found
+    difference = Difference(**fields)
+    known = difference.word_bytes in WORDS and difference.code_bytes in (0, *CODES)
+    if not known or min(difference.num_codes, difference.num_changed) < 0:
+        raise ValueError(
+            f"{difference} is no difference: words have 2 or 4 bytes, codes 0, 1 or 2, no number is below 0"
+        )
+    return difference
 
 
 def _padded(num_bytes: int) -> int:

@@ -30,6 +30,8 @@ from enum import Enum
 
 from megatron_rl.weights.model_shape import ModelShape
 
+ROUTER_BIAS = "mlp.router.expert_bias"  # Megatron-Core's buffer, of a router that adds it to scores for the choice
+
 
 class Layout(Enum):
     REPLICATED = "replicated"

@@ -7,6 +7,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,8 @@ from megatron_rl.distributed import platform  # noqa: F401  (before megatron.cor
 from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.entry import Entry, Layout
-from megatron_rl.weights.families.sigmoid_router import ROUTER_BIAS
+from megatron_rl.weights.entry import ROUTER_BIAS, Entry, Layout
+from megatron_rl.weights.families.register import stacking
 from megatron_rl.weights.finite import check_finite
 from megatron_rl.weights.mapping import (
     TIED_HEAD,
@@ -30,8 +31,6 @@ from megatron_rl.weights.mapping import (
 )
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import WeightReader, whole_tensors
-from megatron_rl.weights.side_files import copy_side_files, is_tokenizers
-from megatron_rl.weights.stacked import copies
 
 BUCKET_BYTES = 512 * 2**20
 StageEntries = Callable[[ModelShape, int, int], Iterator[Entry]]
@@ -270,13 +269,21 @@ def save_hugging_face(
             copied byte for byte; "" for none.
     tokenizer_source: the directory of another tokenizer than ``source``'s; None for the same.
     """
+    from megatron_rl.weights.side_files import copy_side_files, is_tokenizers
+
     with replacing_folder(path) as partial:
-        experts = hf_config.to_dict().get("num_local_experts") or 0
-        save_file(
-            copies(tensors, hf_config.model_type, experts), partial / "model.safetensors", metadata={"format": "pt"}
-        )
+        save_file(_file_copies(tensors, hf_config), partial / "model.safetensors", metadata={"format": "pt"})
         other = pathlib.Path(tokenizer_source) if tokenizer_source else None
         names = copy_side_files(pathlib.Path(source), partial, tokenizer=other) if source else []
         if not any(is_tokenizers(partial / name) for name in names):
             tokenizer.save_pretrained(partial)
         hf_config.save_pretrained(partial)
+
+
+def _file_copies(tensors: Iterator[tuple[str, torch.Tensor]], hf_config: Any) -> dict[str, torch.Tensor]:
+    """Return copies in host memory under the names of files; each tensor is valid until the next one is asked for."""
+    if stacking(hf_config.model_type) is None:
+        return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+    from megatron_rl.weights.stacked import copies
+
+    return copies(tensors, hf_config.model_type, hf_config.to_dict().get("num_local_experts") or 0)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import torch
 
 from megatron_rl.weights.families.register import FAMILIES
-from megatron_rl.weights.stacked import slices
 
 
 def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
@@ -30,6 +29,8 @@ def file_tensors(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, 
     if names is None:
         return dict(tensors)
     if names.stacked:
+        from megatron_rl.weights.stacked import slices
+
         return dict(slices(tensors.items(), family))
     renamed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():

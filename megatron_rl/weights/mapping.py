@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from megatron_rl.weights.entry import Entry, Layout
-from megatron_rl.weights.families.mixture_layer import expert_entries
 from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.model_shape import ModelShape
 
@@ -37,6 +36,8 @@ def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tup
     """Yield the entries of each of this rank's experts in layer ``layer``, with names as in ``layer_entries``."""
     family = FAMILIES[shape.family]
     if family.experts is not None and shape.has_mixture(layer):
+        from megatron_rl.weights.families.mixture_layer import expert_entries
+
         of_expert = family.expert_layer or partial(expert_entries, family.experts)
         for expert in range(shape.num_experts // expert_size):
             yield of_expert(shape, expert)

@@ -60,7 +60,8 @@ class ModelShape:
     padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
     layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
     value_head: True for one number per token in place of the vocabulary's logits; embeddings are then never tied.
-    lora_rank, lora_alpha, lora_targets: the adapters' (model/adapter.py); 0 and none where every weight is trained.
+    lora_rank, lora_alpha, lora_targets: the adapters' (model/lora/adapters.py); 0 and none where every weight is
+    trained.
     stage_layers: of each pipeline stage, the number of its layers (planning/pipeline_layout.py); () for one that has
     them all.
     """
@@ -185,11 +186,11 @@ class ModelShape:
 
         pipeline: the ranks that the stages lie on, one after the other.
         """
-        found = []
+        shares = []
         for rank in range(pipeline):
             layers = [x for stage in range(rank, self.num_stages, pipeline) for x in self.layers_on(stage)]
-            found.append((sum(map(self.passed_parameters, layers)) / self.layer_parameters, float(len(layers))))
-        return tuple(found)
+            shares.append((sum(map(self.passed_parameters, layers)) / self.layer_parameters, float(len(layers))))
+        return tuple(shares)
 
     @property
     def square_share(self) -> float:
@@ -199,7 +200,18 @@ class ModelShape:
     @property
     def head_layers(self) -> float:
         """Return the LM head's cost in layers, were every token to pass it."""
-        return self.head_parameters / self.layer_parameters
+        return self.head_cost() / self.layer_parameters
+
+    def head_cost(
+        self, loss_tokens: float = 1.0, tokens: float = 1.0, *, times: float = 1.0, columns: int | None = None
+    ) -> float:
+        """Return the weights of the last matrix that a token passes on average, ``times`` over.
+
+        loss_tokens, tokens: those with loss alone pass it.
+        columns: the matrix's; None for all but the pads, or a value head's one.
+        """
+        columns = columns or (1 if self.value_head else self.vocab_size)
+        return self.hidden_size * columns * times * loss_tokens / tokens
 
     def with_adapters(self, lora: LoraConfig) -> ModelShape:
         """Return the same model with ``lora``'s adapters; itself where ``lora.rank`` is null."""

@@ -9,14 +9,19 @@ product in float32, as transformers 5.19 computes it (``integrations/finegrained
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check
+from megatron_rl.weights.shards import DTYPE_NAMES
 
 SCALE = "_scale_inv"
+FP8 = "F8_E4M3"
 WAY_OUT = "give the folder of the full weights (bfloat16, float16 or float32)"
 # ends of tensors' names, and the format that has them
 _TRACES = {
@@ -105,3 +110,80 @@ def dequantize(
         torch.arange(first, first + size) // each for first, size, each in zip(start, weight.shape, block, strict=True)
     )
     return weight.float() * scale.float()[rows][:, columns]
+
+
+class BlockWeight:
+    """Reads slices of a weight in block FP8 as the float32 numbers that it stands for.
+
+    weight, scale: safetensors' slices of the two tensors. block: rows and columns. name, folder: for messages.
+    """
+
+    def __init__(self, weight: Any, scale: Any, block: tuple[int, int], name: str, folder: pathlib.Path) -> None:
+        self.weight, self.scale, self.block, self.name, self.folder = weight, scale, block, name, folder
+
+    def get_shape(self) -> list[int]:
+        return self.weight.get_shape()
+
+    def get_dtype(self) -> str:
+        return DTYPE_NAMES[torch.float32]
+
+    def check(self) -> None:
+        """Raise ConfigError where the weight's scales are not one floating number per block."""
+        size, scales = tuple(self.get_shape()), tuple(self.scale.get_shape())
+        if len(size) != 2:
+            raise ConfigError(f"{self.name} in {self.folder} is {FP8} of shape {size}; blocks are those of a matrix")
+        wanted = tuple(-(-length // each) for length, each in zip(size, self.block, strict=True))
+        dtype = str(self.scale.get_dtype())
+        if scales != wanted or dtype not in DTYPE_NAMES.values():
+            raise ConfigError(
+                f"{self.name}{SCALE} in {self.folder} is {dtype} of shape {scales}; blocks of "
+                f"{self.block} of a weight {size} have {wanted} scales, F32 or BF16"
+            )
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> torch.Tensor:
+        part = self.weight[index]
+        self.check()
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        return dequantize(part, self.scale[:], self.block, (rows.start or 0, columns.start or 0))
+
+
+def block_weights(
+    files: Mapping[str, pathlib.Path],
+    opened: Callable[[pathlib.Path], Any],
+    block: tuple[int, int],
+    folder: pathlib.Path,
+) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], BlockWeight]]]:
+    """Return the files of all tensors but the scales of weights in block FP8, and what makes each weight's reader.
+
+    opened: a file → safetensors' handle. block: rows and columns. folder: for messages.
+    """
+    views: dict[str, Callable[[], BlockWeight]] = {}
+    rest = dict(files)
+    for scale in [x for x in files if x.endswith(SCALE) and x.removesuffix(SCALE) in files]:
+        name = scale.removesuffix(SCALE)
+        if str(opened(files[name]).get_slice(name).get_dtype()) == FP8:
+            views[name] = partial(_block_weight, files, opened, block, name, folder)
+            del rest[scale]
+    return rest, views
+
+
+def _block_weight(
+    files: Mapping[str, pathlib.Path],
+    opened: Callable[[pathlib.Path], Any],
+    block: tuple[int, int],
+    name: str,
+    folder: pathlib.Path,
+) -> BlockWeight:
+    weight, scale = (opened(files[x]).get_slice(x) for x in (name, f"{name}{SCALE}"))
+    return BlockWeight(weight, scale, block, name, folder)
+
+
+def refuse_served(fields: Mapping[str, object], where: str) -> None:
+    """Raise ConfigError for quantised files, of which a vLLM engine would hold others than the trainer's weights."""
+    if not is_mxfp4(fields) and block_size(fields, where) is None:
+        return
+    kind = "MXFP4" if is_mxfp4(fields) else "FP8"
+    raise ConfigError(
+        f"{where} has a quantization_config, and rollout.engine=vllm would hold {kind} weights where the trainer "
+        f"sends full ones; {WAY_OUT}: megatron-rl convert import and export write it"
+    )

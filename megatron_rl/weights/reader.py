@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -18,19 +18,16 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check, field, read_object
 from megatron_rl.weights.entry import Entry
-from megatron_rl.weights.families.family import ExpertNames
+from megatron_rl.weights.families.register import stacking
 from megatron_rl.weights.mapping import hf_size, stage_entries
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.mxfp4 import GROUP, PackedExpert
-from megatron_rl.weights.quantization import SCALE, block_size, dequantize, trace_of
 from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
-from megatron_rl.weights.stacked import BLOCKS, SCALES, ExpertOfStack, Slice, is_stack, slices_of, stacking
 
 log = logging.getLogger(__name__)
 
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 SINGLE = "model.safetensors"
-FP8 = "F8_E4M3"
+QUANTIZATION = ("compression_config", "quantization_config")  # fields of a config.json of other numbers than full ones
 HEAD_NAME, EMBEDDING_NAME, VALUE_NAME = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
 ROTARY = "rotary_emb.inv_freq"  # old llama files hold it, and the config has it
 ROWS = 8192  # of a vocabulary's table, compared at once
@@ -42,6 +39,16 @@ class WeightReader(Protocol):
     def size(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor: ...
+
+
+class TensorView(Protocol):
+    """Reads slices of one tensor, as what safetensors' ``get_slice`` gives does."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor: ...
 
 
 class MemoryReader:
@@ -68,12 +75,13 @@ class MemoryReader:
 class HuggingFaceReader:
     """Reads slices of a Hugging Face directory's safetensors files, sharded or not; never a whole file.
 
-    A weight of block FP8 is read as the float32 numbers that it stands for; its scales are no tensors of ``files``.
-    Nor are stacks of experts (weights/stacked.py), but a tensor for each expert; one of MXFP4 is read as bfloat16.
+    A weight of block FP8 is read as the float32 numbers that it stands for (weights/quantization.py); its scales are no
+    tensors of ``files``. Nor are stacks of experts (weights/stacked.py), but a tensor for each expert; one of MXFP4 is
+    read as bfloat16.
 
     files: each tensor's name and its file.
-    stacks: the place of each expert's tensor that lies in a stack; mxfp4: the stacks in that format.
-    blocks: rows and columns of a block of FP8, None for full weights.
+    views: makes the reader of each tensor that a file does not hold by itself, or as other numbers.
+    scaled: the weights of block FP8 among them.
 
     Raises ConfigError, naming the file, for files that are missing, cut short, malformed or outside the folder, and
     where the index and the files do not hold the same tensors.
@@ -85,45 +93,19 @@ class HuggingFaceReader:
         self.files = _list_tensors(self)
         config = self.path / "config.json"
         fields = read_object(config) if config.is_file() else {}
-        self.blocks = block_size(fields, str(config))
-        self.scales: dict[str, pathlib.Path] = {}
-        self.stacks: dict[str, Slice] = {}
-        self.mxfp4: dict[str, pathlib.Path] = {}
-        if self.blocks is not None:
-            for name in [x for x in self.files if x.endswith(SCALE) and x.removesuffix(SCALE) in self.files]:
-                if self._dtype_name(name.removesuffix(SCALE)) == FP8:
-                    self.scales[name] = self.files[name]
-            self.files = {name: file for name, file in self.files.items() if name not in self.scales}
+        self.views: dict[str, Callable[[], TensorView]] = {}
+        self.scaled: frozenset[str] = frozenset()
+        if is_quantized(fields):
+            from megatron_rl.weights.quantization import block_size, block_weights
+
+            if (block := block_size(fields, str(config))) is not None:
+                self.files, self.views = block_weights(self.files, self.opened, block, self.path)
+                self.scaled = frozenset(self.views)
         if names := stacking(fields.get("model_type")):
-            self._unstack(names)
+            from megatron_rl.weights.stacked import unstacked
 
-    def _unstack(self, names: ExpertNames) -> None:
-        """Put a name for each expert in the place of each stack's, in ``files``."""
-        held, self.files = self.files, {}
-        for name, file in held.items():
-            stack = name.removesuffix(BLOCKS)
-            if name != stack and is_stack(stack, names) and f"{stack}{SCALES}" in held:
-                self.mxfp4 |= {name: file, f"{stack}{SCALES}": held[f"{stack}{SCALES}"]}
-                self._check_packed(stack)
-            elif not is_stack(name, names):
-                self.files[name] = file
-                continue
-            experts = self.opened(file).get_slice(name).get_shape()[0]
-            for expert in range(experts):
-                for own, place in slices_of(stack, expert, names):
-                    self.stacks[own], self.files[own] = place, file
-        self.files = {name: file for name, file in self.files.items() if name not in self.mxfp4}
-
-    def _check_packed(self, stack: str) -> None:
-        """Raise ConfigError where a stack in MXFP4 has not a byte of scale for each group of numbers."""
-        blocks, scales = (self.opened(self.mxfp4[x]).get_slice(x) for x in (f"{stack}{BLOCKS}", f"{stack}{SCALES}"))
-        wanted = ("U8", tuple(blocks.get_shape()[:-1]))
-        found = (scales.get_dtype(), tuple(scales.get_shape()))
-        if len(wanted[1]) != 3 or blocks.get_shape()[-1] != GROUP // 2 or found != wanted or blocks.get_dtype() != "U8":
-            raise ConfigError(
-                f"{stack}{SCALES} in {self.path} is {found[0]} of shape {found[1]}; blocks, {blocks.get_dtype()} of "
-                f"{tuple(blocks.get_shape())}, of [experts, rows, groups, {GROUP // 2}] want {wanted[0]} of {wanted[1]}"
-            )
+            self.files, views = unstacked(self.files, self.opened, names, self.path)
+            self.views |= views
 
     def has(self, name: str) -> bool:
         return name in self.files
@@ -142,33 +124,20 @@ class HuggingFaceReader:
                 ) from error
         return self.open_files[file]
 
-    def _slice(self, name: str):
-        file = self.files.get(name) or self.scales.get(name)
+    def _slice(self, name: str) -> TensorView:
+        file = self.files.get(name)
         if file is None:
             raise ConfigError(
                 f"{self.path} holds no tensor named {name}; its config and its weights do not belong together"
             )
-        if name not in self.stacks:
-            return self.opened(file).get_slice(name)
-        place = self.stacks[name]
-        stack, expert = place.stack, place.expert
-        if f"{stack}{BLOCKS}" not in self.mxfp4:
-            return ExpertOfStack(self.opened(file).get_slice(stack), place)
-        return PackedExpert(
-            *(self.opened(self.mxfp4[x]).get_slice(x) for x in (f"{stack}{BLOCKS}", f"{stack}{SCALES}")), expert
-        )
-
-    def _dtype_name(self, name: str) -> str:
-        return str(self._slice(name).get_dtype())
+        return self.views[name]() if name in self.views else self.opened(file).get_slice(name)
 
     def size(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which ``read`` gives a tensor, or raise ConfigError for one that is not read."""
-        dtype_name = self._dtype_name(name)
-        if dtype_name == FP8 and f"{name}{SCALE}" in self.scales:
-            return torch.float32
+        dtype_name = str(self._slice(name).get_dtype())
         if dtype_name not in DTYPE_OF_NAME:
             raise ConfigError(
                 f"{name} in {self.path} is {dtype_name}; only {', '.join(DTYPE_OF_NAME)} are read: it may be quantised"
@@ -177,18 +146,8 @@ class HuggingFaceReader:
 
     def check_scale(self, name: str) -> None:
         """Raise ConfigError where an FP8 weight's scales are not one floating number per block."""
-        scale = f"{name}{SCALE}"
-        if scale not in self.scales:
-            return
-        size = self.size(name)
-        if len(size) != 2:
-            raise ConfigError(f"{name} in {self.path} is {FP8} of shape {size}; blocks are those of a matrix")
-        wanted = tuple(-(-length // each) for length, each in zip(size, self.blocks, strict=True))
-        if self.size(scale) != wanted or self._dtype_name(scale) not in DTYPE_OF_NAME:
-            raise ConfigError(
-                f"{scale} in {self.path} is {self._dtype_name(scale)} of shape {self.size(scale)}; blocks of "
-                f"{self.blocks} of a weight {size} have {wanted} scales, F32 or BF16"
-            )
+        if name in self.scaled:
+            self._slice(name).check()
 
     def close(self) -> None:
         """Unmap the files, so that the bytes read are no longer resident; the next read maps them again."""
@@ -196,12 +155,12 @@ class HuggingFaceReader:
 
     def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
         tensor = self._slice(name)
-        part = tensor[start:stop] if dimension == 0 else tensor[:, start:stop]
-        if f"{name}{SCALE}" not in self.scales:
-            return part
-        self.check_scale(name)
-        first = (start, 0) if dimension == 0 else (0, start)
-        return dequantize(part, self._slice(f"{name}{SCALE}")[:], self.blocks, first)
+        return tensor[start:stop] if dimension == 0 else tensor[:, start:stop]
+
+
+def is_quantized(fields: Mapping[str, object]) -> bool:
+    """Return whether a config.json's fields say that the files hold other numbers than full weights."""
+    return any(fields.get(name) is not None for name in QUANTIZATION)
 
 
 def has_weights(folder: str | pathlib.Path) -> bool:
@@ -300,6 +259,8 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
     if shape.tied_embeddings or shape.value_head:  # a tied model's copy of its embedding; a critic has no LM head
         unread = [name for name in unread if name != HEAD_NAME]
     if unread:
+        from megatron_rl.weights.quantization import trace_of
+
         kind = trace_of(unread)
         names = f"{len(unread)} tensors that the model is not made of, {', '.join(unread[:3])}"
         if kind is not None or not allow_unread:

@@ -11,15 +11,19 @@ which vLLM reads too (0.32 ``models/llama4.py``, ``load_moe_expert_weights``).
 
 from __future__ import annotations
 
+import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
+from megatron_rl.errors import ConfigError
 from megatron_rl.weights.families.family import ExpertNames
-from megatron_rl.weights.families.register import FAMILIES
+from megatron_rl.weights.families.register import stacking
+from megatron_rl.weights.mxfp4 import GROUP, PackedExpert
 from megatron_rl.weights.shards import Planned
 
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of a stack in MXFP4 (weights/mxfp4.py)
@@ -54,12 +58,6 @@ class Slice(NamedTuple):
         """Return the tensor as a view of the stack."""
         matrix = stack[self.expert]
         return matrix.chunk(self.parts, dim=1)[self.part].t() if self.transposed else matrix
-
-
-def stacking(family: object) -> ExpertNames | None:
-    """Return the names of a mixture whose files stack its experts; None for any other family."""
-    names = FAMILIES[family].experts if isinstance(family, str) and family in FAMILIES else None
-    return names if names is not None and names.stacked else None
 
 
 def is_stack(name: str, names: ExpertNames) -> bool:
@@ -102,20 +100,20 @@ def slice_of(name: str, names: ExpertNames | None) -> Slice | None:
 def joined_plan(planned: Iterable[Planned], family: str) -> list[Planned]:
     """Return the tensors of files, in order, where some of ``planned`` are experts' slices that come one by one."""
     names = stacking(family)
-    found: list[Planned] = []
+    joined: list[Planned] = []
     for tensor in planned:
-        place = slice_of(tensor.name, names)
-        if place is None:
-            found.append(tensor)
+        own = slice_of(tensor.name, names)
+        if own is None:
+            joined.append(tensor)
             continue
-        parts = place.parts if place.transposed else 0
-        if (place.expert, place.part) == (0, 0):
-            found.append(replace(tensor, name=place.stack, slices=(), parts=parts))
-        last, expected = found[-1], place.expert * place.parts + place.part
-        assert last.name == place.stack and len(last.slices) == expected, f"{tensor.name} comes after {last.name}"
-        size = place.stack_size(tensor.shape, place.expert + 1)
-        found[-1] = replace(last, shape=size, slices=(*last.slices, tensor.name))
-    return found
+        if (own.expert, own.part) == (0, 0):
+            parts = own.parts if own.transposed else 0
+            joined.append(replace(tensor, name=own.stack, slices=(), parts=parts))
+        last, expected = joined[-1], own.expert * own.parts + own.part
+        assert last.name == own.stack and len(last.slices) == expected, f"{tensor.name} comes after {last.name}"
+        size = own.stack_size(tensor.shape, own.expert + 1)
+        joined[-1] = replace(last, shape=size, slices=(*last.slices, tensor.name))
+    return joined
 
 
 def slices(tensors: Iterable[tuple[str, torch.Tensor]], family: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,16 +133,16 @@ def copies(tensors: Iterable[tuple[str, torch.Tensor]], family: str, num_experts
     tensors: each valid until the next one is asked for.
     """
     names = stacking(family)
-    found: dict[str, torch.Tensor] = {}
+    held: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        place = slice_of(name, names)
-        if place is None:
-            found[name] = tensor.to("cpu", copy=True)
+        own = slice_of(name, names)
+        if own is None:
+            held[name] = tensor.to("cpu", copy=True)
             continue
-        if place.stack not in found:
-            found[place.stack] = torch.empty(place.stack_size(tuple(tensor.shape), num_experts), dtype=tensor.dtype)
-        place.view(found[place.stack]).copy_(tensor)
-    return found
+        if own.stack not in held:
+            held[own.stack] = torch.empty(own.stack_size(tuple(tensor.shape), num_experts), dtype=tensor.dtype)
+        own.view(held[own.stack]).copy_(tensor)
+    return held
 
 
 class ExpertOfStack:
@@ -167,3 +165,60 @@ class ExpertOfStack:
         rows, columns = (slice(*x.indices(n)) for x, n in zip((*index, slice(None))[:2], size, strict=True))
         first = self.place.part * size[0]
         return self.stack[self.place.expert, columns, slice(first + rows.start, first + rows.stop)].t()
+
+
+def unstacked(
+    files: Mapping[str, pathlib.Path],
+    opened: Callable[[pathlib.Path], Any],
+    names: ExpertNames,
+    folder: pathlib.Path,
+) -> tuple[dict[str, pathlib.Path], dict[str, Callable[[], ExpertOfStack | PackedExpert]]]:
+    """Return the files with a name for each expert in the place of each stack's, and what makes each one's reader.
+
+    opened: a file → safetensors' handle. folder: for messages.
+    """
+    apart: dict[str, pathlib.Path] = {}
+    views: dict[str, Callable[[], ExpertOfStack | PackedExpert]] = {}
+    packed_scales: set[str] = set()
+    for name, file in files.items():
+        stack = name.removesuffix(BLOCKS)
+        if name != stack and is_stack(stack, names) and f"{stack}{SCALES}" in files:
+            packed_scales.add(f"{stack}{SCALES}")
+            _check_packed(*_packed(stack, files, opened), stack, folder)
+            view = partial(_packed_expert, stack, files, opened)
+        elif is_stack(name, names):
+            view = partial(_expert, file, opened)
+        else:
+            apart[name] = file
+            continue
+        for expert in range(opened(file).get_slice(name).get_shape()[0]):
+            for own, place in slices_of(stack, expert, names):
+                views[own], apart[own] = partial(view, place), file
+    return {name: file for name, file in apart.items() if name not in packed_scales}, views
+
+
+def _expert(file: pathlib.Path, opened: Callable[[pathlib.Path], Any], place: Slice) -> ExpertOfStack:
+    return ExpertOfStack(opened(file).get_slice(place.stack), place)
+
+
+def _packed_expert(
+    stack: str, files: Mapping[str, pathlib.Path], opened: Callable[[pathlib.Path], Any], place: Slice
+) -> PackedExpert:
+    return PackedExpert(*_packed(stack, files, opened), place.expert)
+
+
+def _packed(stack: str, files: Mapping[str, pathlib.Path], opened: Callable[[pathlib.Path], Any]) -> tuple[Any, Any]:
+    """Return safetensors' slices of the blocks and the scales of a stack in MXFP4."""
+    blocks, scales = (opened(files[x]).get_slice(x) for x in (f"{stack}{BLOCKS}", f"{stack}{SCALES}"))
+    return blocks, scales
+
+
+def _check_packed(blocks: Any, scales: Any, stack: str, folder: pathlib.Path) -> None:
+    """Raise ConfigError where a stack in MXFP4 has not a byte of scale for each group of numbers."""
+    wanted = ("U8", tuple(blocks.get_shape()[:-1]))
+    actual = (scales.get_dtype(), tuple(scales.get_shape()))
+    if len(wanted[1]) != 3 or blocks.get_shape()[-1] != GROUP // 2 or actual != wanted or blocks.get_dtype() != "U8":
+        raise ConfigError(
+            f"{stack}{SCALES} in {folder} is {actual[0]} of shape {actual[1]}; blocks, {blocks.get_dtype()} of "
+            f"{tuple(blocks.get_shape())}, of [experts, rows, groups, {GROUP // 2}] want {wanted[0]} of {wanted[1]}"
+        )

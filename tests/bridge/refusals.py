@@ -11,7 +11,7 @@ from megatron.bridge.models.conversion.param_mapping import AutoMapping, QKVMapp
 from transformers import DeepseekV3Config, Exaone4Config, Gemma2Config
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.bridge_family import PLAIN, _entry, read_provider, refuse_other_layers
+from megatron_rl.model.bridge.family import PLAIN, _entry, read_provider, refuse_other_layers
 from megatron_rl.model.hf_config import read_shape
 from megatron_rl.weights.model_shape import ModelShape
 from tests.reference import tiny_config

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from megatron_rl.model.bridge_family import PLAIN
+from megatron_rl.model.bridge.family import PLAIN
 from tests.patience import patient
 from tests.runs.command import ROOT, arguments, rows_of
 from tests.workers.environment import TORCHRUN

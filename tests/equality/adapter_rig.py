@@ -7,8 +7,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.model.adapter import adapters_of as own_adapters
-from megatron_rl.model.adapter import adapters_off, fill_adapters
+from megatron_rl.model.lora.adapters import adapters_of as own_adapters
+from megatron_rl.model.lora.adapters import adapters_off, fill_adapters
 from megatron_rl.weights.export import load_weights
 from megatron_rl.weights.reader import MemoryReader
 from tests.adapted import PROJECTIONS, adapt, adapters_of, merged, without_adapters

@@ -123,7 +123,7 @@ def open_critic(family: str, *overrides: str) -> Iterator[Pair]:
 def one_gradient(critic: Critic, batch, returns: np.ndarray, old: np.ndarray) -> tuple[dict[str, torch.Tensor], float]:
     """Return the gradient of the whole batch as one mini-batch, by the critic's own parts."""
     own = dataclasses.replace(batch, rows={})
-    plan = critic.plan("critic", own, own.facts.loss_tokens > 0, drops=True)
+    plan = critic.plan_training(own, own.facts.loss_tokens > 0, drops=True)
     own = critic.fetch_rows(own, plan)
     (mini_batch,) = plan.mini_batches
     critic.accumulate(own, mini_batch, returns, old, plan.fingerprints()[0])

@@ -116,7 +116,7 @@ def take_layout(rig: Rig, layout: str) -> None:
 
 def trained_logprobs(rig: Rig) -> torch.Tensor:
     """Return the log-probs of every loss token of the batch, in order."""
-    plan = rig.plan(np.ones(NUM_SAMPLES), drops=False, purpose="logprob")
+    plan = rig.plan(np.ones(NUM_SAMPLES), drops=False, passes=True)
     flat = torch.from_numpy(rig.backend.forward(rig.batch, plan).flat)
     return flat[torch.from_numpy(rig.loss_mask)]
 

@@ -69,14 +69,15 @@ class Rig:
         """Set another cut into micro-batches, under the same weights."""
         self.backend.rules = dataclasses.replace(self.backend.rules, **changes)
 
-    def plan(self, advantages: np.ndarray, *, drops: bool, purpose: str = "train") -> BatchPlan:
+    def plan(self, advantages: np.ndarray, *, drops: bool, passes: bool = False) -> BatchPlan:
         """Plan the batch and bring its rows; ``has_signal`` refuses an infinite advantage, so a large one stands in."""
         finite = np.nan_to_num(advantages, nan=np.nan, posinf=1.0, neginf=-1.0)
-        return self.plan_of(has_signal(finite, self.batch.facts.loss_tokens), drops=drops, purpose=purpose)
+        return self.plan_of(has_signal(finite, self.batch.facts.loss_tokens), drops=drops, passes=passes)
 
-    def plan_of(self, signal: np.ndarray, *, drops: bool, purpose: str = "train") -> BatchPlan:
+    def plan_of(self, signal: np.ndarray, *, drops: bool, passes: bool = False) -> BatchPlan:
         """Plan the batch by a signal and bring its rows."""
-        plan = self.backend.plan(purpose, self.batch, signal, drops=drops)
+        plans = self.backend.plan_pass if passes else self.backend.plan_training
+        plan = plans(self.batch, signal, drops=drops)
         self.batch = self.backend.fetch_rows(self.batch, plan)
         return plan
 

@@ -1,4 +1,4 @@
-"""A server's worker without its front, data of training requests, and the plain loop over them.
+"""A server's worker without its HTTP routes, data of training requests, and the plain loop over them.
 
 What rank 0 would broadcast is given to every rank.
 """
@@ -156,8 +156,8 @@ def open_served(path: str, folder: str, *overrides: str) -> Iterator[Served]:
     try:
         with open_watchdog(backend.topology, config.run.deadline_s) as watchdog:
             models = Models(backend)
-            samplers = Samplers(config, models, load_tokenizer(config, backend.shape.vocab_size))
-            yield Served(Worker(config, models, samplers, watchdog))
+            samplers = Samplers(config, models, load_tokenizer(config.model, backend.shape.vocab_size))
+            yield Served(Worker(config.serve, models, samplers, watchdog))
             samplers.close()
     finally:
         backend.close(leave_world=False)

@@ -10,8 +10,8 @@ from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
 from megatron_rl.distributed import topology
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.adapter import adapters_of as own_adapters
-from megatron_rl.model.adapter import adapters_off
+from megatron_rl.model.lora.adapters import adapters_of as own_adapters
+from megatron_rl.model.lora.adapters import adapters_off
 from megatron_rl.weights.fused import file_tensors
 from tests.allocated import AllocationMeter
 from tests.equality.adapter_rig import LORA, NUM_SAMPLES, STEPS, gradients, merged_apart, open_settings, three_steps

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.sight import KEY_BLOCK
-from megatron_rl.rollout.bitwise_engine import BitwiseEngine
+from megatron_rl.model.invariant.visible_keys import KEY_BLOCK
+from megatron_rl.rollout.engines.bitwise import BitwiseEngine
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt, Sample
 from tests.equality.rig import Rig, open_rig, ragged_advantages

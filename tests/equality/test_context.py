@@ -72,7 +72,7 @@ def beside(rank: int, world: int, family: str, extra: tuple[str, ...]) -> bool:
             rig.take(samples)
             rig.rules(max_tokens=1000)
             found.append(rig.logprobs())
-            (mini_batch,) = rig.backend.plan("logprob", rig.batch, rig.everyone, drops=True).mini_batches
+            (mini_batch,) = rig.backend.plan_pass(rig.batch, rig.everyone).mini_batches
             assert mini_batch.num_microbatches.max() == 1, "the neighbours must be in one micro-batch"
         bounds = rig.batch.facts.response_offsets
         same = [np.array_equal(found[0][a:b], found[1][a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]

@@ -17,6 +17,7 @@ from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.convert import Cut, export_folder, import_folder
 from megatron_rl.checkpoint.megatron_lm import open_folder
 from megatron_rl.checkpoint.torch_dist import TorchDistReader
+from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import topology
 from megatron_rl.model.hf_config import read_shape
 from tests.equality.layouts import PP2, SHARDED, TP2
@@ -76,7 +77,7 @@ def tokens() -> torch.Tensor:
 
 
 def saved_by_megatron(rank: int, world: int, family: str, folder: str, metadata: dict) -> torch.Tensor:
-    place = topology.initialize(tensor=world, deadline_s=60)
+    place = topology.initialize(ParallelConfig(tensor=world), deadline_s=60)
     try:
         model = megatron_model(family, place.tensor_size)
         path = pathlib.Path(folder, "iter_0000100")
@@ -90,7 +91,7 @@ def saved_by_megatron(rank: int, world: int, family: str, folder: str, metadata:
 
 
 def loaded_by_megatron(rank: int, world: int, family: str, folder: str) -> torch.Tensor:
-    place = topology.initialize(tensor=world, deadline_s=60)
+    place = topology.initialize(ParallelConfig(tensor=world), deadline_s=60)
     try:
         model = megatron_model(family, place.tensor_size)
         loaded = dist_checkpointing.load({"model": model.sharded_state_dict(metadata={})}, folder)

@@ -13,9 +13,9 @@ import torch
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import CorrectionConfig
 from megatron_rl.planning.tokens import tokens_of
-from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.rollout.engines.embedded import TransformersEngine
 from megatron_rl.trainer.corrections import CorrectedSignal, apply_corrections
-from megatron_rl.trainer.update import runs_S
+from megatron_rl.trainer.decision import runs_S
 from megatron_rl.types import Advantages, BatchPlan, LossInputs
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rig import ForwardedLengths, Rig, open_rig, ragged_advantages
@@ -68,7 +68,7 @@ def corrected(rig: Rig, correction: CorrectionConfig, *, drops: bool) -> tuple[B
     """Correct a batch as train_on_rollout does: a draft by advantage, the log-prob pass, the verdict, the plan."""
     batch = rig.batch
     signal = has_signal(ADVANTAGES, batch.facts.loss_tokens)
-    passed = runs_S(rig.backend.plan("train", batch, signal, drops=drops), NUM_SAMPLES)
+    passed = runs_S(rig.backend.plan_training(batch, signal, drops=drops), NUM_SAMPLES)
     old = rig.logprobs(passed)
     given = dict(advantages=Advantages(of_sample=ADVANTAGES), signal=signal, passed=passed, old_logprobs=old)
     verdict = apply_corrections(correction, rig.backend, batch, **given)

@@ -1,14 +1,18 @@
 """The critic's values, and the gradient of their loss, equal a Hugging Face reward model's on every grid of ranks."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_rl.algorithm.advantage import loss_inputs
-from megatron_rl.rollout.training_batch import scored_batch
-from megatron_rl.trainer.advantages import KLPenalty, critic_advantages
+from megatron_rl.rollout.scored_batch import Scoring, scored_batch
+from megatron_rl.trainer.advantages.critic import CriticAdvantages
+from megatron_rl.trainer.advantages.kl_in_reward import KLPenalty
+from megatron_rl.trainer.advantages.source import MeasuredKL
+from megatron_rl.trainer.passes.passes import Passes
 from tests.equality.critic_rig import Pair, naive, one_gradient, open_critic, targets, values_of
 from tests.equality.layouts import TOLERANCE
 from tests.equality.rows import row
@@ -85,17 +89,22 @@ def one_ppo_step(rank: int, world: int, family: str, overrides: tuple[str, ...])
         totals[3] = np.nan  # excluded, as its mask says
         penalties = [BETA * random.normal(size=len(s.loss_mask)) for s in pair.samples]
         mask, penalty = backend.gather_loss_mask(batch), np.concatenate(penalties)
-        unread = np.zeros(len(mask), dtype=np.float32)
-        paid = KLPenalty(old=unread, reference=unread, penalties=penalty, kl=0.0, tokens=len(mask), metrics={})
-        scored = scored_batch(backend.config, batch, totals, totals[:, None])
-        estimate = critic_advantages(backend.config, scored, pair.critic.values(batch), paid, mask)
+        paid = KLPenalty(of_token=penalty, measured=MeasuredKL(kl=0.0, tokens=len(mask)), metrics={})
+        kl = SimpleNamespace(of=lambda passes, num_samples: paid)
+        config = backend.config
+        scoring = Scoring.of(config.reward, config.advantage, config.rollout, config.loss)
+        scored = scored_batch(scoring, batch, totals, totals[:, None])
+        passes = Passes(loss_mask=mask, values=pair.critic.values(batch))
+        estimate = CriticAdvantages(backend.config.advantage, kl=kl)(scored, passes)
         signal = estimate.advantages.largest(facts.response_tokens) > 0
         assert signal.tolist() == (facts.loss_tokens > 0).tolist()
-        plan = backend.plan("train", batch, signal, drops=True)
+        plan = backend.plan_training(batch, signal, drops=True)
         batch = backend.fetch_rows(batch, plan)
         (mini_batch,) = plan.mini_batches
         old = np.concatenate([s.logprobs for s in pair.samples])
-        inputs = loss_inputs(backend.config, facts, mini_batch, estimate.advantages, signal, old=old)
+        limits = dict(drops=True, max_response_tokens=backend.config.rollout.max_response_tokens)
+        inputs = loss_inputs(backend.config.loss, facts, mini_batch, estimate.advantages, signal, **limits)
+        inputs = dataclasses.replace(inputs, old_logprobs=old)
         backend.forward_backward(batch, mini_batch, inputs, fingerprint=plan.fingerprints()[0])
         gradient = backend.gradient()
         backend.zero_grad()

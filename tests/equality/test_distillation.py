@@ -3,14 +3,17 @@
 The reference is a loop over tokens with two Hugging Face models: A_t = log π_T − log π_S, then −Σ A_t · log π_S / N.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_rl.algorithm.advantage import loss_inputs
 from megatron_rl.backend.teacher_weights import TeacherWeights
-from megatron_rl.rollout.training_batch import scored_batch
-from megatron_rl.trainer.advantages import teacher_advantages
+from megatron_rl.rollout.scored_batch import Scoring, scored_batch
+from megatron_rl.trainer.advantages.teacher import TeacherAdvantages
+from megatron_rl.trainer.passes.passes import OldLogProbs, Passes
 from tests.equality.adapter_rig import open_either
 from tests.equality.rig import Rig, any_tokenizer
 from tests.equality.rows import assert_close
@@ -54,18 +57,24 @@ def distil(rank: int, world: int, family: str, overrides: tuple[str, ...], path:
         assert np.array_equal(rig.logprobs(), old)  # the policy is back, to the bit
         gradient, wanted = naive(rig.model, teacher_model(), rig)
         mask, nothing = backend.gather_loss_mask(rig.batch), np.zeros(facts.num_samples)
-        scored = scored_batch(backend.config, rig.batch, nothing, nothing[:, None][:, :0])
-        result = teacher_advantages(backend.config, scored, old, of_teacher, mask, {})
+        config = backend.config
+        scoring = Scoring.of(config.reward, config.advantage, config.rollout, config.loss)
+        scored = scored_batch(scoring, rig.batch, nothing, nothing[:, None][:, :0])
+        of_student = OldLogProbs(flat=old, own=None, sums={}, metrics={})
+        passes = Passes(loss_mask=mask, old=of_student, teacher=of_teacher)
+        result = TeacherAdvantages(discount=config.teacher.discount)(scored, passes)
         signal = result.advantages.largest(facts.response_tokens) > 0
         plan = rig.plan_of(signal, drops=True)
         (mini_batch,) = plan.mini_batches
-        rig.run(plan, loss_inputs(backend.config, facts, mini_batch, result.advantages, signal, old=old))
+        limits = dict(drops=True, max_response_tokens=backend.config.rollout.max_response_tokens)
+        inputs = loss_inputs(backend.config.loss, facts, mini_batch, result.advantages, signal, **limits)
+        rig.run(plan, dataclasses.replace(inputs, old_logprobs=old))
         found = rig.taken()
         masked = np.concatenate(wanted) * rig.loss_mask
         reverse_kl = float((old - masked)[mask].mean())
         return {"teacher": float(np.abs(of_teacher - masked).max()),
                 "gradient": relative_error(found, gradient),
-                "reverse KL": abs(result.teacher.metrics["distillation/reverse_kl"] - reverse_kl)}
+                "reverse KL": abs(result.metrics["distillation/reverse_kl"] - reverse_kl)}
 
 
 @pytest.fixture(scope="module")

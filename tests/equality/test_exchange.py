@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.backend import batch_exchange
+from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import topology
 from megatron_rl.errors import NonFiniteAdvantage
 from megatron_rl.types import Sample, Score
@@ -43,7 +44,7 @@ def with_routing(samples: list[Sample], mode: str) -> list[Sample]:
 
 
 def bring(rank, world, tensor, pipeline, needs, routing) -> dict[str, list[bool]]:
-    here = topology.initialize(tensor=tensor, pipeline=pipeline, deadline_s=30)
+    here = topology.initialize(ParallelConfig(tensor=tensor, pipeline=pipeline), deadline_s=30)
     samples, odd = with_routing(make_samples(COUNT), routing), [np.nan, -np.inf, -0.0, 1e-45]  # bits, not values
     samples[4].logprobs[:] = np.resize(np.array(odd, dtype=np.float32), len(samples[4].logprobs))
     mine = [i for i in range(COUNT) if owner_of(i, world) == rank]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.rollout.engines.embedded import TransformersEngine
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt
 from tests.equality.layouts import EP2, TOLERANCE

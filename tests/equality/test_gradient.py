@@ -138,7 +138,7 @@ def with_a_sample_without_loss_tokens(rank: int, world: int, family: str, layout
         rig.rules(max_tokens=1)
         advantages = np.array([0.5, -1.0, 2.0, 0.0, 1.0])
         expected, _ = reference_gradient(rig.model, samples, rig.groups, list(advantages))
-        plan = rig.plan(advantages, drops=False, purpose="logprob")
+        plan = rig.plan(advantages, drops=False, passes=True)
         passed = rig.backend.forward(rig.batch, plan)
         assert passed.sums["tokens"] == sum(s.loss_mask.sum() for s in samples)
         for drops in (False, True):

@@ -19,7 +19,7 @@ def disagree(rank: int, world: int, odd: int, what: str, pipeline: int) -> dict[
             mine[:] = 0.0
         elif rank == odd:
             rig.backend.step_index += 1
-        other = rig.backend.plan("train", rig.batch, mine != 0, drops=True)
+        other = rig.backend.plan_training(rig.batch, mine != 0, drops=True)
         assert (other.mini_batches[0].kind is StepKind.GHOST) == (what == "step kind" and rank == odd)
         with pytest.raises(LockstepError) as caught:
             rig.accumulate(mine, other)
@@ -45,11 +45,11 @@ def disagree_on_logprobs(rank: int, world: int) -> str:
     """Check the log-prob pass like a step: one rank chose other samples."""
     with open_rig("qwen2_tied", samples=8) as rig:
         signal = np.ones(8, dtype=bool)
-        plan = rig.backend.plan("logprob", rig.batch, signal, drops=True)
+        plan = rig.backend.plan_pass(rig.batch, signal)
         rig.batch = rig.backend.fetch_rows(rig.batch, plan)
         if rank == 1:
             signal[3] = False
-            plan = rig.backend.plan("logprob", rig.batch, signal, drops=True)
+            plan = rig.backend.plan_pass(rig.batch, signal)
         with pytest.raises(LockstepError) as caught:
             rig.backend.forward(rig.batch, plan)
         return str(caught.value)

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from megatron_rl.backend import MegatronBackend
-from megatron_rl.backend.packing import pack_microbatch
+from megatron_rl.backend.batch import Batch
+from megatron_rl.backend.packing import Packer
 from megatron_rl.config import load_config
 from megatron_rl.distributed import topology
-from megatron_rl.model.attention_spans import ContextShard, batch_spans, causal_spans
-from megatron_rl.model.layout import Layout
-from megatron_rl.model.sight import Sight
-from megatron_rl.model.span_attention import span_attention
+from megatron_rl.model.attention.flash import span_attention
+from megatron_rl.model.attention.layout import Layout
+from megatron_rl.model.attention.spans import ContextShard, batch_spans, causal_spans
+from megatron_rl.model.invariant.visible_keys import Sight
 from megatron_rl.planning.plan import PlanRules, plan_steps
 from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.types import MicroBatch, Sample
@@ -59,10 +60,11 @@ def test_planning_and_packing_hold_what_grows_with_the_tokens(size, shares):
         facts = dataclasses.replace(facts_of(samples), prompt_keys=np.zeros(2, dtype=np.int64))
         sample_tokens = tokens_of(facts, share_prompts=shares)
         plan = plan_steps("train", [np.arange(2)], sample_tokens, np.ones(2, dtype=bool), rules, drops=True)
-        given = (MicroBatch(samples=np.arange(2), filler=False), facts, dict(enumerate(samples)), inputs_of(samples))
-        asked = dict(share_prompts=shares, pad_token=0, needs_tokens=True, needs_loss=True, device=CPU)
         context = ContextShard(rank=0, size=size)
-        return plan, pack_microbatch(*given, **asked, pad_multiple=rules.pad_multiple, context=context)
+        packer = Packer(pad_token=0, needs_tokens=True, needs_loss=True, device=CPU, context=context)
+        batch = Batch(facts=facts, local=(), rows=dict(enumerate(samples)))
+        whole = MicroBatch(samples=np.arange(2), filler=False)
+        return plan, packer.pack(whole, batch=batch, inputs=inputs_of(samples), rules=rules)
 
     work(64)
     assert host_bytes(lambda: work(2 * TOKENS)) < TWICE * host_bytes(lambda: work(TOKENS))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.backend import backend
-from megatron_rl.model import logprob
+from megatron_rl.model.logprob import linear as logprob
 from tests.equality.layouts import BF16, TOLERANCE
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages
 from tests.equality.rows import measured

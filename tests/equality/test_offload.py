@@ -183,7 +183,7 @@ def test_shared_storages_move_once_and_those_of_weights_stay():
     wanted = [x.clone() for x in state]
     memory = Offload(block_bytes=64)  # so that storages straddle blocks, and blocks hold several
     for _ in range(2):
-        released = memory.release(zeros=[zeros[:4], zeros[2:]], state=state, kept=[weights])
+        released = memory.release(zeros=[zeros[:4], zeros[2:]], state=state, staying=[weights])
         assert (released.gradients, released.optimizer) == (12 * 4, 50 * 4 + 7 + 2 * 4)
         assert [x.untyped_storage().nbytes() for x in (zeros, *state)] == [0, 160, 0, 0, 0, 0, 0, 0, 4]
         assert len(memory.host.blocks) == 4  # ⌈215 / 64⌉
@@ -208,7 +208,7 @@ def test_a_host_without_memory_is_named_and_nothing_has_left(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(offload.torch, "empty", scarce)
         with pytest.raises(MemoryError, match=r"400 bytes .* gave 192; .*optimizer\.distributed=true"):
-            memory.release(zeros=[], state=[state], kept=[])
+            memory.release(zeros=[], state=[state], staying=[])
     assert memory.released is None and state.tolist() == list(range(100))
 
 

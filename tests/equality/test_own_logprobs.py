@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import EngineError
-from megatron_rl.trainer.update import needs_old_logprobs, passes_parts
+from megatron_rl.trainer.passes.old_logprobs import needs_old_logprobs, passes_parts
 from tests.equality.given_run import GivenRun, fresh_run, train_once
 from tests.equality.given_samples import ADVANTAGES, BOUND, FAMILY, GROUPS, SETTINGS, STEPS, TERMS, drawn
 from tests.equality.layouts import CP2, PP2, TP2

@@ -77,7 +77,7 @@ def every_term(rank: int, world: int) -> dict[str, dict[str, object]]:
                 wanted, norms = plain_loop(config_of(*TWICE, *TERMS[name]))
                 found[name] = {
                     "kinds": "".join(result.kind.value[0] for result in results),
-                    "passes": (run.passes, len(passed)),
+                    "passes": (run.num_passes, len(passed)),
                     "weights": relative_error(weights, {key: wanted[key] for key in weights}),
                     "norm": max(abs(r.grad_norm - n) / max(n, 1e-9) for r, n in zip(results, norms, strict=True)),
                     "clipped": [result.sums["clipped"] for result in results],

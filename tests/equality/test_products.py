@@ -4,6 +4,7 @@ They go through train.py's loop on real schedules. Compared are the gradient of 
 met, and all weights after the rollout's real and ghost steps.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -80,7 +81,9 @@ def step_gradients(rig, run, advantages) -> tuple[list[StepKind], list[dict[str,
     plan, old = rig.plan_of(signal, drops=run.rule.drops), np.concatenate([s.logprobs for s in rig.samples])
     for position, step in enumerate(plan.mini_batches):
         wanted = Advantages(of_sample=advantages)
-        rig.run(plan, loss_inputs(run.config, rig.batch.facts, step, wanted, signal, old=old), position)
+        limits = dict(drops=run.rule.drops, max_response_tokens=run.config.rollout.max_response_tokens)
+        inputs = loss_inputs(run.config.loss, rig.batch.facts, step, wanted, signal, **limits)
+        rig.run(plan, dataclasses.replace(inputs, old_logprobs=old), position)
         found.append(rig.backend.gradient())
         rig.backend.zero_grad()
     return [mini_batch.kind for mini_batch in plan.mini_batches], found

@@ -36,7 +36,8 @@ def terms(rank, world, family, layout, controller, estimator, placement) -> dict
     extra = ADAPTIVE if controller == "adaptive" else ()
     given = (*COMMON, *extra, f"loss.kl_estimator={estimator}", f"reference.placement={placement}")
     with open_rig(family, *layout, *given, samples=NUM_SAMPLES) as rig:
-        reference = ReferencePolicy(rig.backend.config, rig.backend)
+        settings = rig.backend.config
+        reference = ReferencePolicy(settings.loss, settings.reference, rig.backend)
         policy = moved_policy(rig)
         rig.take(near_policy(policy, rig.samples, seed=2))
         reference.observe(0.02, 160)

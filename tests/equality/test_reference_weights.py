@@ -105,7 +105,8 @@ def refreshed(rank: int, world: int, family: str, extra: tuple[str, ...], placem
     """Take three rollouts of one step each, with the reference renewed after the second."""
     given = ("loss.kl_coefficient=0.1", "reference.refresh_every_rollouts=2", f"reference.placement={placement}")
     with opened(family, *extra, *given) as rig:
-        reference = ReferencePolicy(rig.backend.config, rig.backend)
+        settings = rig.backend.config
+        reference = ReferencePolicy(settings.loss, settings.reference, rig.backend)
         reference.keep()
         policy, read = [rig.weights()], []
         for index in range(3):

@@ -116,7 +116,8 @@ def recorded(rank: int, world: int, family: str, overrides: tuple[str, ...]) -> 
     with open_rig(family, *overrides, "rollout.routing_replay=old_logprobs") as rig:
         rig.take(samples)
         passed = rig.backend.logprobs(rig.batch, rig.everyone)
-        rig.batch = passed.experts.given_to(rig.batch)
+        (experts,) = passed.recorded
+        rig.batch = experts.given_to(rig.batch)
         known_of, wrong = {s.sample_id: s.routed_experts for s in known}, []
         for sample in rig.batch.local:
             if not np.array_equal(np.sort(sample.routed_experts, axis=2), known_of[sample.sample_id]):
@@ -144,7 +145,8 @@ def beside_router_replay(rank: int, world: int, family: str) -> list[tuple[torch
     """Compare our seam with RouterReplay: two micro-batches forward, recomputed, and with the router's own choice."""
     random = torch.Generator().manual_seed(7)
     with open_rig(family, REPLAY) as rig:
-        routing, (chunk,) = rig.backend.schedule.routing, rig.backend.chunks
+        (experts_part,), (chunk,) = rig.backend.parts, rig.backend.chunks
+        routing = experts_part.routing
         router = next(x for x in chunk.modules() if isinstance(x, TopKRouter))
         num_experts, width = router.weight.shape
         inputs = [torch.randn(rows, 1, width, generator=random, requires_grad=True) for rows in (23, 9)]
@@ -245,7 +247,7 @@ def with_faulty_experts(rank: int, world: int) -> dict[str, str]:
             samples[3] = dataclasses.replace(samples[3], routed_experts=faulty)
             with pytest.raises(ValueError, match="sample s3") as raised:
                 rig.take(samples)
-                rig.backend.require_routed(rig.batch)
+                rig.backend.check_samples(rig.batch)
             said[kind] = str(raised.value).replace(f"token {token} ", "token N ")
     return said
 

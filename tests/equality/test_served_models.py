@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.rollout.sampling import SampleRequest
+from megatron_rl.rollout.engines.sampling import SampleRequest
 from megatron_rl.serve.values import AdapterSpec
 from tests.equality.layouts import PP2, SHARDED, TP2
 from tests.equality.rig import equal_by_name

@@ -14,6 +14,7 @@ from tests.equality.rig import equal_by_name, open_rig, ragged_advantages, sizes
 from tests.equality.rows import measured
 from tests.pairwise import quick
 
+from megatron.core.pipeline_parallel import schedules  # isort: skip
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
 
 SAMPLES = 11
@@ -105,7 +106,7 @@ def tokens_of(tensors: object) -> int | None:
 
 
 def laps_on_a_counting_clock(rank: int, world: int, pipeline: int, virtual: int) -> list[tuple[np.ndarray, ...]]:
-    now, last, true_backward = [0.0], [0], schedule._true_backward_step
+    now, last, true_backward = [0.0], [0], schedules.backward_step
 
     def backward(input_tensor, output_tensor, *rest, **named):
         now[0] += 2.0 * (tokens_of(input_tensor) or tokens_of(output_tensor) or last[0])
@@ -117,8 +118,10 @@ def laps_on_a_counting_clock(rank: int, world: int, pipeline: int, virtual: int)
         now[0] += last[0]
 
     fields = (f"parallel.virtual_pipeline={virtual}", "plan.samples_per_microbatch=1", "plan.repack=false")
-    counting = mock.patch.multiple(schedule, _true_backward_step=backward, HOST_CLOCK=lambda: now[0])
-    with counting, open_rig("qwen2_tied", *sizes(1, pipeline), *fields, samples=8, unique_lengths=True) as rig:
+    counting = mock.patch.object(schedule, "HOST_CLOCK", lambda: now[0])
+    stepping = mock.patch.object(schedules, "backward_step", backward)
+    fields = (*sizes(1, pipeline), *fields)
+    with counting, stepping, open_rig("qwen2_tied", *fields, samples=8, unique_lengths=True) as rig:
         for chunk in rig.backend.chunks:
             chunk.register_forward_pre_hook(forward, with_kwargs=True)
         advantages = np.array([0.5, -0.5] * 4)

@@ -1,5 +1,6 @@
 """Ghosts equal zero-gradient steps to the bit, frozen ones move nothing, an infinite gradient is passed over by all."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -191,7 +192,9 @@ def step_sums(rank: int, world: int, mode: str) -> list[dict[str, float]]:
             assert np.isin(step.order, np.flatnonzero(~signal)).any() == (mode == "off" or repack == "false")
             old = rig.logprobs() + np.float32(0.3)
             advantages = Advantages(of_sample=ADVANTAGES)
-            rig.run(plan, loss_inputs(rig.backend.config, rig.batch.facts, step, advantages, signal, old=old))
+            limits = dict(drops=mode != "off", max_response_tokens=rig.backend.config.rollout.max_response_tokens)
+            inputs = loss_inputs(rig.backend.config.loss, rig.batch.facts, step, advantages, signal, **limits)
+            rig.run(plan, dataclasses.replace(inputs, old_logprobs=old))
             found.append(dict(rig.backend.optim_step(step.kind).sums))
             found[-1]["wanted tokens"] = float(rig.batch.facts.loss_tokens[signal | (mode == "off")].sum())
     return found

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from megatron_rl.backend import optimizer, packing
-from megatron_rl.model import attention, build, layer_spec, positions
+from megatron_rl.model import build, parts, weight_gradients
+from megatron_rl.model.attention import packed as attention
 from tests.equality.engine_rig import ENGINE, engine_workers
 from tests.equality.layouts import CP2, SHARDED, TOLERANCE
 from tests.equality.rig import equal_by_name, open_rig, ragged_advantages
@@ -168,9 +169,9 @@ def as_on_a_gpu(rank: int, world: int, family: str, overrides: tuple[str, ...]) 
         return lambda *given: (ran.add(name), function(*given))[1]
 
     with (
-        mock.patch.multiple(build, half_on_gpu=lambda config: True, compiler_fault=lambda: "not compiled here"),
-        mock.patch.object(positions, "half_on_gpu", lambda config: True),
-        mock.patch.object(layer_spec, "add_product", noted("weight gradients", layer_spec.add_product)),
+        mock.patch.multiple(build, half_on_gpu=lambda dtype: True, compiler_fault=lambda: "not compiled here"),
+        mock.patch.object(parts, "half_on_gpu", lambda dtype: True),
+        mock.patch.object(weight_gradients, "add_product", noted("weight gradients", weight_gradients.add_product)),
         mock.patch.object(attention, "turn", noted("rotary", attention.turn)),
     ):
         return gaps(measured(family, *overrides, *TORCH, SHARED, grouped=True), plain), ran

@@ -94,7 +94,7 @@ def released(name: str, stages: tuple[int, ...] | None, *overrides: str) -> list
     config = load_config(None, ["model.dtype=bfloat16", "model.layer_spec=torch", *RECOMPUTE, *lengths, *overrides])
     hf_config, meta = read_hf_config(HERE / name), torch.device("meta")
     pipeline, expert = config.parallel.pipeline, config.parallel.expert
-    degrees, found = degrees_of(config, pipeline * expert), []
+    degrees, found = degrees_of(config.parallel, pipeline * expert), []
     for stage in stages or range(pipeline):
         with rank_of(stage * expert, pipeline * expert, config) as place:
             angles = build.angles_of(hf_config, build.settled_shape(config, hf_config, place))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.distributed import topology
-from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.rollout.engines.embedded import TransformersEngine
 from megatron_rl.weights.export import load_weights, named_weights
 from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.reader import HuggingFaceReader

@@ -32,7 +32,7 @@ from tests.patience import until
 from tests.reward_functions import parity
 
 SLEEP_S = 36000.0  # far beyond every bound of the tests
-TOLD: list[str] = []  # the stages of this rank that its keeper has told to the others, where it is rank 0
+TOLD: list[str] = []  # the stages of this rank that its watch server has told to the others, where it is rank 0
 
 
 def sleeping_reward(**columns) -> list[float]:

@@ -35,7 +35,7 @@ from typing import NoReturn
 
 from megatron_rl import cli
 from megatron_rl.checkpoint.folder import name_of, whole_checkpoints
-from megatron_rl.checkpoint.manager import own_file
+from megatron_rl.checkpoint.run_state import own_file
 from tests.equality.saved_steps import tensors_of
 from tests.faults import phased_rank
 from tests.faults.phased_rank import STAGES, Note, read_note
@@ -136,7 +136,7 @@ def attempt(nursery: Nursery, arguments: Sequence[str], folder: pathlib.Path) ->
 
 def note_generation(note: Note) -> None:
     """Note when a thread generates, and let chance decide how long each group takes."""
-    from megatron_rl.rollout.transformers_engine import TransformersEngine
+    from megatron_rl.rollout.engines.embedded import TransformersEngine
 
     whole, chance = TransformersEngine.generate, random.SystemRandom()
 

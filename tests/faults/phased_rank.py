@@ -94,10 +94,10 @@ def note_stages(note: Note) -> None:
 
 def note_saves(note: Note) -> None:
     """Note the main thread's share of a save (planning, ending, pruning), and the thread that writes."""
-    from megatron_rl.checkpoint import folder, manager, writer
+    from megatron_rl.checkpoint import folder, saver, writer
 
-    checkpoints, pending = manager.CheckpointManager, writer.PendingSave
-    save, finish, write, sync = checkpoints._save, checkpoints._finish, pending._write, folder._sync
+    checkpoints, pending = saver.CheckpointSaver, writer.PendingSave
+    save, finish, write, sync = checkpoints.save, checkpoints.finish, pending._write, folder._sync
     write_bucket = writer.FileSystemWriterAsync.write_preloaded_data
 
     def noted(whole):
@@ -123,7 +123,7 @@ def note_saves(note: Note) -> None:
         nap("save")
         sync(path)
 
-    checkpoints._save, checkpoints._finish, pending._write = noted(save), noted(finish), noted_write
+    checkpoints.save, checkpoints.finish, pending._write = noted(save), noted(finish), noted_write
     writer.FileSystemWriterAsync.write_preloaded_data, folder._sync = staticmethod(slow_bucket), slow_sync
 
 

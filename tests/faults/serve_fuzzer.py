@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megatron_rl.serve import bodies, messages
-from megatron_rl.serve.front import NUMBERED
+from megatron_rl.serve.routes import NUMBERED
 from tests.faults.serve_client import Client, Refused, put, training_body
 from tests.odd_bodies import bodies as bodies_of
 from tests.odd_bodies import of_schema

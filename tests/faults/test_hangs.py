@@ -14,9 +14,10 @@ from dataclasses import dataclass, fields
 import pytest
 
 from megatron_rl.distributed import watchdog as watch_module
+from megatron_rl.distributed.rank_state import RankState
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.watchdog import Watchdog, open_watchdog
-from megatron_rl.distributed.watchdog_server import RankState, find_culprit
+from megatron_rl.distributed.watchdog_server import JsonConnection, find_culprit
 from megatron_rl.errors import PeerError
 from tests.patience import HANG_S, patient, until
 from tests.runs.command import arguments
@@ -49,7 +50,7 @@ FAULTS = {
     "raises, DP=2": Fault(name="raise", guilty=0, pipeline=1, says=RAISED),
     "raises and lives on, PP=2": Fault(name="raise_and_stay", guilty=1, pipeline=2, says=RAISED),
     "killed, DP=2": Fault(name="kill", guilty=1, pipeline=1, says=GONE),
-    "killed, PP=2, the keeper": Fault(name="kill", guilty=0, pipeline=2, says=GONE),
+    "killed, PP=2, the server": Fault(name="kill", guilty=0, pipeline=2, says=GONE),
     "sleeps in forward, PP=2": Fault(name="sleep", **PIPED, says=f"{STALLS} 'update'.*faulty_rank.py:.* broken"),
     # its own watch thread's words, or those of a rank whose collective timed out before that looked
     "sleeps in its reward, DP=2": Fault(
@@ -119,7 +120,7 @@ LOST = peer(0, lost="timed out")
     ([LOST, peer(1, waits=False, ended=True), peer(2)], None, "no rank is known to be the cause"),
     ([LOST, peer(1, lost="timed out")], None, "rank 1 in 'update' for"),
 ])
-def test_the_keeper_blames_who_is_not_waiting_then_who_is_behind(peers, guilty, words):
+def test_the_server_blames_who_is_not_waiting_then_who_is_behind(peers, guilty, words):
     cause = find_culprit({p.rank: p for p in peers})
     assert cause.rank == guilty and words in cause.text and "rank 0 (here) met timed out" in cause.text, cause
 
@@ -172,15 +173,15 @@ def test_a_watch_that_saw_nothing_leaves_nothing_behind(pool: Pool) -> None:
     assert pool.run(3, all_end_well, timeout_s=30) == [[], [], []]
 
 
-def test_a_rank_that_cannot_end_is_ended_though_the_keeper_left_with_the_cause(monkeypatch):
+def test_a_rank_that_cannot_end_is_ended_though_the_server_left_with_the_cause(monkeypatch):
     """Both lines come in one packet, and the main thread never comes back: once the stalled rank lived on."""
     ended = threading.Event()
     monkeypatch.setattr(watch_module.os, "_exit", lambda code: ended.set())
     monkeypatch.setattr(watch_module, "END_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
-        keepers = server.accept()[0]
-    with keepers:
-        keepers.sendall(b'{"is": "welcome"}\n{"is": "cause", "rank": 1, "text": "rank 1 stalls"}\n{"is": "bye"}\n')
-        Watchdog(1, "rank 1", "rank 0", patient(HANG_S)).connect(ours, "token")
+        servers = server.accept()[0]
+    with servers:
+        servers.sendall(b'{"is": "welcome"}\n{"is": "cause", "rank": 1, "text": "rank 1 stalls"}\n{"is": "bye"}\n')
+        Watchdog(1, "rank 1", "rank 0", patient(HANG_S)).join(JsonConnection(ours), "token")
         assert ended.wait(patient(HANG_S))

@@ -164,7 +164,7 @@ with _cuda_found():
     from megatron_rl.distributed import collectives, platform  # isort: split
     from megatron.core.tensor_parallel import random as tensor_parallel_random
 
-    from megatron_rl.model import logprob_kernels
+    from megatron_rl.model.logprob import kernels as logprob_kernels
 
 assert platform.HOST.is_cuda
 # Generators: nothing is drawn. Recomputation keeps their states, and fork compares real ones of the host.

@@ -16,7 +16,7 @@ from megatron_rl.backend.batch import Batch
 from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
 from megatron_rl.distributed import topology
-from megatron_rl.model.attention import TorchAttention
+from megatron_rl.model.attention.packed import TorchAttention
 from megatron_rl.types import LossInputs, Sample
 from tests.latest.cases import CASES, LENGTHS, NUM_MICROBATCHES, SPOILED, Case
 from tests.reference import LAYERS, tiny_config
@@ -107,8 +107,8 @@ def answers(model) -> None:
 def one_pass(purpose: str, model, batch: Batch) -> None:
     """Start one pass; it ends in Recorded."""
     facts = batch.facts
-    plan = model.plan({"supervised": "train"}.get(purpose, purpose), batch, np.ones(facts.num_samples, bool),
-                      drops=True)
+    plans = model.plan_pass if purpose in ("logprob", "values") else model.plan_training
+    plan = plans(batch, np.ones(facts.num_samples, bool), drops=True)
     (mini_batch,) = plan.mini_batches
     assert len(list(mini_batch.microbatches(model.topology.data_rank))) == NUM_MICROBATCHES
     flat = np.zeros(int(facts.response_offsets[-1]), dtype=np.float32)
@@ -165,8 +165,8 @@ def run_case(case: Case) -> dict[str, object]:
     kind = functools.partial(Critic, alone=True) if "values" in case.questions else MegatronBackend
     with fake_device.MODE:
         model = kind(config, hf_config=tiny_config(case.family, layers=layers), weights={})
-        model._packer.shutdown()
-        model._packer = fake_device.InTurn()
+        model._packing_thread.shutdown()
+        model._packing_thread = fake_device.InTurn()
         answers(model)
         if case.mistake is not None:
             _spoil(model, case.mistake)

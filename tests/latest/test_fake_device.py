@@ -18,6 +18,7 @@ from megatron_rl.config import load_config
 from megatron_rl.model.hf_config import model_shape
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.memory import kept_elements
+from megatron_rl.simulator.placed import PlacedModel
 from tests.latest.cases import CASES, KEPT, LENGTHS, MISTAKES
 from tests.patience import patient
 from tests.reference import tiny_config
@@ -59,10 +60,11 @@ def test_activations_are_what_autograd_saves_under_fused_kernels(told, family: s
     """In bfloat16 on a GPU a layer's are within 5 % of the forecast, which leaves out a number per token and head."""
     deep, shallow = (told[f"{family}, {layers} layers"]["train"]["kept_bytes"] for layers in (4, 2))
     config = load_config(None, ["model.dtype=bfloat16"])
-    degrees = degrees_of(config, 1)
+    degrees = degrees_of(config.parallel, 1)
     shape = model_shape(tiny_config(family), config, degrees, layer_spec="torch")
     tokens = sum(length - 1 for length in LENGTHS)  # no sample's last token runs
-    assert 2 * tokens * kept_elements(shape, config, degrees, 1) == pytest.approx((deep - shallow) / 2, rel=0.05)
+    kept = kept_elements(PlacedModel.of(config, shape, degrees), 1)
+    assert 2 * tokens * kept == pytest.approx((deep - shallow) / 2, rel=0.05)
 
 
 @pytest.mark.parametrize("family", KEPT)

@@ -32,7 +32,7 @@ def response_gradient(rank: int, world: int, model: pathlib.Path, rows: pathlib.
     """Return loss and gradient of one step on all rows of a file; reference: the folder of its policy's weights."""
     config = load_config(None, [f"model.hf_path={model}", f"data.train={rows}", *DEFAULTS, *given])
     hf_config = load_hf_config(str(model))
-    prompts = load_prompts(config, load_tokenizer(config, hf_config.vocab_size), hf_config, ())
+    prompts = load_prompts(config, load_tokenizer(config.model, hf_config.vocab_size), hf_config, ())
     with contextlib.ExitStack() as held:
         held.callback(topology.destroy)
         backend = (RewardModel if config.trains_reward_model else MegatronBackend)(config, hf_config=hf_config)
@@ -40,7 +40,7 @@ def response_gradient(rank: int, world: int, model: pathlib.Path, rows: pathlib.
             fill(backend, reference)
             backend.keep_reference()
             fill(backend, model)
-        responses = next_responses(config, prompts, len(prompts))
+        responses = next_responses(prompts, len(prompts), config.preference)
         if config.preference.is_on:
             batch = response_batch(backend, responses, of_row=HALVES)
             _, outcome = compare_pairs(backend, batch, config.preference)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model import logit_chunks
-from megatron_rl.model.logprob import linear_logprob
+from megatron_rl.model.logprob import chunks as logit_chunks
+from megatron_rl.model.logprob.linear import linear_logprob
 from tests.pairwise import pairwise
 from tests.unit.model import heads
 from tests.unit.model.heads import CLOSE, TOKENS, VOCAB, assert_near, interpreted, make_head

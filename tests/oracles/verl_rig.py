@@ -14,9 +14,9 @@ from tensordict import TensorDict
 
 import megatron_rl.distributed.platform  # noqa: F401  (before megatron.core)
 from megatron_rl.integrations.verl_engine import SkippingEngine
-from megatron_rl.model.attention import TorchAttention, pack
+from megatron_rl.model.attention.layout import Layout
+from megatron_rl.model.attention.packed import TorchAttention, pack
 from megatron_rl.model.layer_spec import block_spec
-from megatron_rl.model.layout import Layout
 
 from verl.utils import tensordict_utils as tu  # isort: skip
 from verl.utils.metric import Metric  # isort: skip

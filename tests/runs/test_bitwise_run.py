@@ -37,7 +37,7 @@ def test_every_step_has_a_gap_of_zero_and_the_first_a_ratio_of_one(made, case) -
 
 def one_bit_off(rank: int, world: int, given: list[str]) -> tuple[int, str]:
     """Run the command line with an engine that reports one token's log-prob a bit too high."""
-    from megatron_rl.rollout import bitwise_engine
+    from megatron_rl.rollout.engines import bitwise as bitwise_engine
 
     true = bitwise_engine.rank_logprob
     calls = 0

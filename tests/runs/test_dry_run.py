@@ -15,11 +15,9 @@ from safetensors.torch import load_file, save_file
 from megatron_rl import cli, train
 from megatron_rl.commands import command
 from megatron_rl.config import Config
-from megatron_rl.critic.link import joined
 from megatron_rl.distributed.run_lock import RunLock
 from megatron_rl.simulator import __main__ as simulate_cluster
-from megatron_rl.trainer.build import build_trainer
-from megatron_rl.trainer.preference import supervised_task
+from megatron_rl.trainer.build import build_run
 from megatron_rl.trainer.supervised import start_supervised_optimizer
 from tests.pairwise import quick
 from tests.reference import tiny_config
@@ -251,15 +249,15 @@ LONG_PAIRS = {
 
 def begin(config: Config) -> bool:
     """Build the run's parts as ``train`` does, take the first supervised step and the first rollout's, and end."""
-    with joined(config, of_critic=False) as link, build_trainer(config, link) as trainer:
-        if trainer.config.sft.is_on:
-            start_supervised_optimizer(trainer.backend, trainer.config)
-            if config.preference.needs_reference:
-                trainer.backend.keep_reference()
-            supervised_task(trainer).step()
+    with build_run(config) as run:
+        if run.start is not None:
+            start_supervised_optimizer(run.backend, run.start.settings, run.start.optimizer)
+            if run.start.keeps_reference:
+                run.backend.keep_reference()
+            run.start.task.step()
         if config.train.num_rollouts != 0 and config.rollout.endpoint.agent is None:
-            trainer.begin_rl()
-            train.train_on_rollout(trainer, 0)
+            run.begin_rl()
+            train.train_on_rollout(run, 0)
     return True
 
 

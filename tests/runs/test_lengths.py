@@ -8,8 +8,9 @@ from unittest import mock
 
 import pytest
 
-from megatron_rl.rollout import build
-from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.model.seam_fields import DTYPES
+from megatron_rl.rollout.engines.embedded import TransformersEngine
+from megatron_rl.rollout.vllm import build
 from tests.pairwise import quick
 from tests.patience import patient
 from tests.runs.command import SAVED, assert_same_run, command_line, few_prompts, firsts_of, state_of, trained_prompts
@@ -53,11 +54,11 @@ class StragglingEngine(TransformersEngine):
 def straggling(rank: int, world: int, given: list[str]) -> tuple[int, str]:
     """Run the command line with this engine in the place of vLLM's, whose settings the configuration has."""
 
-    def build_engine(config, tokenizer, *, location, role, device, dtype, vocab_size):
-        given = dict(seed=config.run.seed, dtype=dtype, device=device)
+    def vllm_engine(config, tokenizer, *, location, role, device, vocab_size):
+        given = dict(seed=config.run.seed, dtype=DTYPES[config.model.dtype], device=device)
         return StragglingEngine(config.model.hf_path, tokenizer, config.rollout, **given)
 
-    with mock.patch.object(build, "build_engine", build_engine):
+    with mock.patch.object(build, "vllm_engine", vllm_engine):
         return command_line(rank, world, given)
 
 

@@ -42,7 +42,7 @@ def one_run(drops: bool, pipeline: int, extra: tuple[str, ...], rollouts: int) -
             advantages = run_advantages(rollout)
             signal = advantages != 0 if drops else np.ones(NUM_SAMPLES, dtype=bool)
             old = rig.backend.logprobs(rig.batch, signal)
-            passed = rig.backend.plan("logprob", rig.batch, signal, drops=True).mini_batches[0]
+            passed = rig.backend.plan_pass(rig.batch, signal).mini_batches[0]
             assert seen.take() == sorted(lengths[passed.rank_samples(place.data_rank)].tolist())
             plan = rig.plan(advantages, drops=drops)
             for position, mini_batch in enumerate(plan.mini_batches):

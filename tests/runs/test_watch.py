@@ -201,31 +201,34 @@ def step_of(step: int, phase: str, **values: float) -> str:
 def test_pairs_have_their_metrics_axes_begin_at_0_and_a_start_has_its_own_charts(server, run, tmp_path) -> None:
     """On 360 pixels nothing is wider than the page."""
     state = "document.getElementById('state').textContent"
-    axis = "document.querySelector('[data-metric=\"{}\"] .axis')?.textContent"
-    texts = "[...document.querySelectorAll('#tiles .tile')].map((t) => t.textContent).join()"
-    values = {"preference/loss": 0.5, "preference/accuracy": 0.75, "preference/chosen_logprob": -2.0, "train/lr": 0.25}
-    parts = "...document.querySelectorAll('header, .tile, #tiles, #charts, .bar, figure, figcaption')"
+    ticks = "[...document.querySelectorAll('{} [data-metric=\"{}\"] .tick.y')].map((t) => t.textContent)"
+    first_two = "t.innerText.split('\\n').slice(0, 2).join()"
+    texts = f"[...document.querySelectorAll('#tiles .tile')].map((t) => {first_two}).join()"
+    values = {"train/loss": 0.5, "preference/accuracy": 0.75, "preference/chosen_logprob": -2.0, "train/lr": 0.25}
+    parts = "...document.querySelectorAll('header, .tile, #tiles, .charts, .bar, figure, figcaption')"
     rows = [step_of(1, "preference", **values, **{"preference/eval_loss_before": 0.75})]
-    rows += [step_of(2, "preference", **values | {"preference/chosen_logprob": -1.0, "preference/loss": 0.25})]
+    rows += [step_of(2, "preference", **values | {"preference/chosen_logprob": -1.0, "train/loss": 0.25})]
     (run / "metrics.jsonl").write_text("".join(rows))
     (run / "status.json").write_text(json.dumps(SAID | {"state": "ended"}))
     with open_page(server.address, tmp_path / "profile") as page:
         page.wait_for(f"{state}.replace(/at .*\\d\\d:\\d\\d/, '')", "ended , step 2 of 9")
-        assert page.evaluate(texts) == "2 of 9step,0.75held-out loss,75.0 %pairs told apart,0.25learning rate"
-        axes = {"loss": "0 … 0.75", "accuracy": "0 … 1", "chosen_logprob": "-2 … -1"}
-        assert {name: page.evaluate(axis.format(f"preference/{name}")) for name in axes} == axes
-        line = "document.querySelector('[data-metric=\"preference/loss\"] circle.second').getAttribute('cy')"
-        assert page.evaluate(line) == "5"  # the held-out loss, at the top of the loss's own axis
-        assert page.evaluate("document.getElementById('parts').hidden") is True
+        tiles = ["Loss,0.500 → 0.250", "Pairs told apart,75 % → 75 %", "Held-out pairs, loss,0.750"]
+        assert page.evaluate(texts) == ",".join([*tiles, "Learning rate,0.25", "Optimizer steps,2"])
+        axes = {"train/loss": ["0", "0.8"], "preference/accuracy": ["0", "1"]}
+        axes["preference/chosen_logprob"] = ["-2", "-1"]
+        shown = {name: page.evaluate(ticks.format("#charts", name)) for name in axes}
+        assert {name: [each[0], each[-1]] for name, each in shown.items()} == axes
+        # the held-out loss, on the loss's own axis
+        circles = "[...document.querySelectorAll('[data-metric=\"train/loss\"] circle')]"
+        assert page.evaluate(f"{circles}.map((c) => c.getAttribute('class'))") == ["dot c1", "dot c1", "dot c2"]
+        assert page.evaluate("document.getElementById('start').hidden") is True
         (run / "lock.json").write_text(json.dumps(HERE))
         with (run / "metrics.jsonl").open("a") as file:
             long = "perf/dense_equivalent_tokens_per_second"
             file.write(step_of(3, "rl", **{"reward/mean": 0.5, "train/lr": 0.125, long: 1234.5}))
         page.wait_for(state, "running: RL, step 3 of 9")
-        assert page.evaluate(axis.format("train/lr")) == "0 … 0.125"
-        page.evaluate(change("part", "e.value = 'start'"))
-        assert page.evaluate(axis.format("train/lr")) == "0 … 0.25"
-        page.evaluate(change("part", "e.value = 'own'"))
+        highest = [page.evaluate(f"{ticks.format(grid, 'train/lr')}.at(-1)") for grid in ("#charts", "#start-charts")]
+        assert highest == ["0.15", "0.25"]
         page.call("Emulation.setDeviceMetricsOverride", width=360, height=800, deviceScaleFactor=1, mobile=False)
         for tab in ("metrics", "rollouts", "config"):
             page.evaluate(f"document.getElementById('tab-{tab}').click()")
@@ -271,4 +274,4 @@ def test_a_run_without_saved_rollouts_shows_its_completions(server, run: pathlib
         page.wait_for("document.querySelector('.completion')?.textContent", "seven")
         facts = page.evaluate("document.querySelector('.facts').textContent")
         assert facts == "#3 reward 0.5 advantage – · 2 tokens · length · weights 4"
-        assert page.evaluate("document.getElementById('number').value") == "6"
+        assert page.evaluate("document.getElementById('number').selectedOptions[0].text") == "rollout 6, step 6"

@@ -11,6 +11,7 @@ from megatron_rl.planning.cost import CostModel, StageCost
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.forecast import Job
 from megatron_rl.simulator.machine import Costs, machine_costs, stated_machine
+from megatron_rl.simulator.placed import PlacedModel
 from megatron_rl.simulator.workload import Workload
 from tests.reference import tiny_config
 
@@ -20,8 +21,9 @@ OVERLAPS = tuple(f"megatron.ddp.{setting}" for setting in OVERLAPS)
 
 
 def job_of(config, shape, degrees, workload: Workload, costs: Costs | None = None) -> Job:
-    machine = stated_machine(1e12, shape, config, degrees)
-    costs = costs or machine_costs(machine, shape, config, degrees, loss_share=0.8, source="stated")
+    placed = PlacedModel.of(config, shape, degrees)
+    machine = stated_machine(1e12, placed, config.plan.microbatch_overhead_tokens)
+    costs = costs or machine_costs(machine, placed, loss_share=0.8, source="stated")
     return Job(config=config, shape=shape, degrees=degrees, workload=workload, costs=costs)
 
 
@@ -35,7 +37,7 @@ def equal_samples(count: int, tokens: int, dead: int = 0) -> Workload:
 
 def tiny_job(workload: Workload, world: int, *overrides: str, costs: Costs | None = None, family: str = "qwen3") -> Job:
     config = load_config(None, ["model.dtype=float32", "plan.max_tokens_per_microbatch=40", *overrides])
-    degrees = degrees_of(config, world)
+    degrees = degrees_of(config.parallel, world)
     shape = model_shape(tiny_config(family, layers=8), config, degrees, layer_spec="torch")
     return job_of(config, shape, degrees, workload, costs)
 

@@ -16,7 +16,8 @@ import yaml
 
 from megatron_rl import train
 from megatron_rl.config import Config, load_config
-from megatron_rl.simulator.command import add_arguments, simulate_job
+from megatron_rl.simulator.arguments import add_arguments
+from megatron_rl.simulator.command import simulate_job
 from megatron_rl.simulator.engine_memory import GIB
 from megatron_rl.trainer.dry_run import check_engine
 from megatron_rl.validate import validate_config

@@ -14,6 +14,7 @@ from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.forecast import forecast
 from megatron_rl.simulator.machine import Machine, machine_costs
 from megatron_rl.simulator.memory import kept_elements, stage_memory
+from megatron_rl.simulator.placed import PlacedModel
 from megatron_rl.simulator.workload import Workload, draw
 from megatron_rl.weights.config_json import read_hf_config
 from tests.equality.layouts import RECOMPUTE
@@ -64,7 +65,7 @@ SPLITS = {
 
 def shaped(family: str, world: int, *overrides: str):
     config = load_config(None, [*DEFAULTS, "model.dtype=float32", *overrides])
-    degrees = degrees_of(config, world)
+    degrees = degrees_of(config.parallel, world)
     hf_config = tiny_config(family, layers=layers_of(config))
     return config, model_shape(hf_config, config, degrees, layer_spec="torch"), degrees
 
@@ -80,8 +81,11 @@ def built(rank: int, world: int, family: str, *overrides: str) -> dict:
         backend.keep_reference()
         kept = backend.reference.tensors if backend.config.reference.placement == "device" else []
         lengths = {name: getattr(facts, name) for name in ("prompt_tokens", "response_tokens", "response_inputs")}
-        found["workload"] = lengths | dict(loss_tokens=facts.response_tokens, groups=facts.prompt_keys)
-        found["prior"] = plan_rules(backend.config, backend.topology, backend.shape, share_prompts=True)
+        groups = np.unique(facts.prompt_keys, return_inverse=True)[1]
+        found["workload"] = lengths | dict(loss_tokens=facts.response_tokens, groups=groups)
+        sliced = backend.config.parallel.sequence_parallel
+        found["prior"] = plan_rules(backend.config.plan, backend.topology, backend.shape, sequence_parallel=sliced,
+                                    fp8=False, share_prompts=True)
         stage = backend.topology.pipeline_rank
         return found | dict(reference=bytes_of(kept), stage=stage, fingerprints=plan.fingerprints(), signal=values != 0)
 
@@ -93,7 +97,7 @@ def test_memory_and_plan_equal_the_backends(pool, split: str) -> None:
     config, shape, degrees = shaped(family, 2, *overrides)
     found = pool.run(2, built, family, *overrides, timeout_s=120)
     sizes = dict(tokens=40, loss_tokens=20, microbatches=4)
-    predicted = [stage_memory(shape, config, degrees, rank["stage"], **sizes) for rank in found]
+    predicted = [stage_memory(PlacedModel.of(config, shape, degrees), rank["stage"], **sizes) for rank in found]
     for name in ("weights", "reference", "gradients"):
         assert [getattr(x, name) for x in predicted] == [rank[name] for rank in found], name
     assert sum(x.optimizer for x in predicted) == sum(rank["moments"] for rank in found)
@@ -134,7 +138,7 @@ def test_activations_are_what_autograd_saves(pool, case: str) -> None:
     deep, shallow = (pool.run(world, saved_bytes, family, layers, *overrides, timeout_s=60) for layers in (4, 2))
     config, shape, degrees = shaped(family, world, *overrides)
     found = sum(more - less for (more, _), (less, _) in zip(deep, shallow, strict=True)) / 2 / world
-    assert 4 * deep[0][1] * kept_elements(shape, config, degrees, 1) == pytest.approx(found, rel=0.05)
+    assert 4 * deep[0][1] * kept_elements(PlacedModel.of(config, shape, degrees), 1) == pytest.approx(found, rel=0.05)
 
 
 def test_equal_samples_take_what_the_pipeline_takes() -> None:
@@ -187,7 +191,7 @@ def test_thousands_of_gpus_are_forecast() -> None:
     given = "model.dtype=bfloat16 parallel.tensor=4 parallel.sequence_parallel=true parallel.pipeline=8 "
     given += "train.prompts_per_rollout=128 rollout.samples_per_prompt=16 train.samples_per_mini_batch=512 "
     config = load_config(None, words(given + "rollout.max_response_tokens=4096"))
-    degrees = degrees_of(config, 4096)
+    degrees = degrees_of(config.parallel, 4096)
     hf_config = tiny_config("qwen2_untied", layers=32)
     hf_config.num_key_value_heads = 4
     shape = model_shape(hf_config, config, degrees, layer_spec="torch")
@@ -202,14 +206,14 @@ def test_no_other_split_of_two_stages_is_forecast_to_be_quicker(name: str, recom
     """The layers are divided before there is a sample, by the mean length that the limits allow."""
     lengths = "data.max_prompt_tokens=1024", "rollout.max_response_tokens=4096"
     config = load_config(None, [*DEFAULTS, *lengths, *recompute, "parallel.pipeline=2"])
-    degrees, hf_config = degrees_of(config, 2), read_hf_config(HERE / name)
+    degrees, hf_config = degrees_of(config.parallel, 2), read_hf_config(HERE / name)
     shape = model_shape(hf_config, config, degrees, layer_spec="torch")
     tokens, squares = np.array([2560.0]), np.array([2560.0**2])
 
     def slowest(stage_layers: tuple[int, ...]) -> float:
         machine = Machine(flops_per_s=1e12, attention_flops_per_s=1e12, layer_overhead_s=0.0)
         split = dataclasses.replace(shape, stage_layers=stage_layers)
-        model = machine_costs(machine, split, config, degrees, loss_share=0.8, source="").model
+        model = machine_costs(machine, PlacedModel.of(config, split, degrees), loss_share=0.8, source="").model
         return max(float(stage.seconds(tokens, squares)[0]) for stage in model.stages)
 
     count = shape.num_layers

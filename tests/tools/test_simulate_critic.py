@@ -44,7 +44,7 @@ def job_with_critic(family: str, world: int, *overrides: str):
     def read_shape(config, degrees, **given):
         return model_shape(hf_config, config, degrees, layer_spec="torch", **given)
 
-    degrees = degrees_of(config, world)
+    degrees = degrees_of(config.parallel, world)
     return with_critic(job_of(config, read_shape(config, degrees), degrees, equal_samples(8, 16)), read_shape)
 
 
@@ -98,8 +98,8 @@ def test_a_separate_critic_must_fit_on_its_own_gpus() -> None:
     engine = EngineMemory(while_training=0, while_generating=0, needed=0, takes_turns=False)
     needs = gpu_needs((policy,), engine, (critic,))
     assert needs.critic == (critic.total, 0) and needs.most == max(policy.total, critic.total)
-    assert shortfalls(needs, job.config, 2**40) == []
-    assert "training the critic needs" in shortfalls(needs, job.config, critic.total - 1)[-1]
+    assert shortfalls(needs, job.config.rollout, 2**40) == []
+    assert "training the critic needs" in shortfalls(needs, job.config.rollout, critic.total - 1)[-1]
 
 
 def teacher_bytes(rank: int, world: int, *overrides: str) -> int:
@@ -121,7 +121,7 @@ def test_a_teachers_memory_is_that_of_one_that_is_built(pool, tmp_path, layout: 
         hf_config = teacher if config.model.hf_path != "" else tiny_config("qwen2_tied", layers=LAYERS)
         return model_shape(hf_config, config, degrees, layer_spec="torch")
 
-    degrees = degrees_of(config, 2)
+    degrees = degrees_of(config.parallel, 2)
     job = with_teacher(job_of(config, read_shape(config, degrees), degrees, equal_samples(8, 16)), read_shape)
     plan = job.plan(job.rules(), np.ones(8, bool), drops=False)
     with_it, without = memory_of(job, plan), memory_of(dataclasses.replace(job, teacher=None), plan)

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
+from megatron_rl.observability.trace import append_trace
 from megatron_rl.simulator import __main__ as simulate_cluster
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.forecast import forecast
@@ -19,7 +20,7 @@ from megatron_rl.simulator.job_size import JobSize, job_size
 from megatron_rl.simulator.machine import Machine, assumed_flops, load_coefficients, machine_costs
 from megatron_rl.simulator.memory import stage_parameters
 from megatron_rl.simulator.picture import picture
-from megatron_rl.simulator.workload import Workload, append_trace, draw, read_trace
+from megatron_rl.simulator.workload import Workload, draw, read_trace
 from megatron_rl.validate.critic import policy_ranks
 from tests.reference import tiny_config
 from tests.tools import words
@@ -99,17 +100,17 @@ def test_coefficients_of_a_run_and_of_a_machine(tmp_path: pathlib.Path) -> None:
     machine = Machine(flops_per_s=1e9, attention_flops_per_s=5e8, **overheads)
     file = tmp_path / "coefficients.json"
     file.write_text(json.dumps({"machine": dataclasses.asdict(machine), "measured_on": "a laptop"}))
-    read = load_coefficients(file, job.shape, job.config, job.degrees, loss_share=0.8)
-    assert read.model == machine_costs(machine, job.shape, job.config, job.degrees, loss_share=0.8, source="").model
+    read = load_coefficients(file, job.placed, loss_share=0.8)
+    assert read.model == machine_costs(machine, job.placed, loss_share=0.8, source="").model
     assert read.source == "coefficients of coefficients.json: a laptop"
     dense = stage_parameters(job.shape, job.degrees, 1)[0]
     assert read.optimizer_s == pytest.approx(0.1 + 1e-9 * dense)  # one replica: nothing is reduced
     stage = {"overhead": 0.1, "token": 1e-3, "square": 0.0}
     file.write_text(json.dumps({"stages": [stage, stage], "virtual": 1, "optimizer_s": 0.5}))
-    assert load_coefficients(file, job.shape, job.config, job.degrees, loss_share=0.8).from_run
+    assert load_coefficients(file, job.placed, loss_share=0.8).from_run
     file.write_text(json.dumps({"stages": [stage], "virtual": 1, "optimizer_s": 0.5}))
     with pytest.raises(ConfigError, match="1 pipeline stages of 1 chunks and this configuration has 2 of 1"):
-        load_coefficients(file, job.shape, job.config, job.degrees, loss_share=0.8)
+        load_coefficients(file, job.placed, loss_share=0.8)
 
 
 def test_the_rate_that_is_assumed_of_a_mixture_is_its_own() -> None:
@@ -137,9 +138,9 @@ def test_the_number_of_gpus_is_stated_or_assumed_aloud() -> None:
         assert size.gpus == gpus, settings
         nodes, on_node = re.search(r"--nodes (\d+) --gpus-per-node (\d+)", size.assumed).groups()
         assert job_size(config, int(nodes), int(on_node), {}) == dataclasses.replace(size, assumed=None)
-        degrees_of(config, policy_ranks(config, gpus))
+        degrees_of(config.parallel, policy_ranks(config, gpus))
     with pytest.raises(ConfigError, match="world size 6 is no multiple of"):
-        degrees_of(load_config(None, ["parallel.pipeline=4"]), 6)
+        degrees_of(load_config(None, ["parallel.pipeline=4"]).parallel, 6)
 
 
 @pytest.fixture

@@ -204,14 +204,14 @@ def test_the_thin_model_keeps_the_layout_and_its_weights_are_those_of_every_rank
 
 def test_two_groups_of_three_have_no_advantage_and_a_batch_has_several_micro_batches():
     config = load_config(None, [*SP, "plan.samples_per_microbatch=64"])
-    work = thin.make_work(config, 128, 256, world=8)
+    work = thin.make_work(config.parallel, 128, 256, world=8, seed=config.run.seed)
     assert len(work.samples) == 4 * 3 * 4 and np.mean(work.advantages == 0.0) == pytest.approx(2 / 3)
     assert all(len(set(s.loss_mask)) == 2 for s in work.samples) and len(work.traced.token_ids) % 2 == 1
     user = thin.user_config(config, "float32", work, world=8, layout=())
     longest = -(-max(len(s.token_ids) for s in work.samples) // 2) * 2
     assert longest <= user.plan.max_tokens_per_microbatch < 200 and user.plan.samples_per_microbatch == 3
     with pytest.raises(ConfigError, match="context is 16 tokens"):
-        thin.make_work(config, 128, 16, world=8)
+        thin.make_work(config.parallel, 128, 16, world=8, seed=config.run.seed)
 
 
 def test_the_reference_has_one_process_and_what_only_serves_many_is_left_out():

@@ -19,7 +19,7 @@ PACKAGE = sorted((ROOT / "megatron_rl").rglob("*.py"))
 CHECKED = [*PACKAGE, *sorted((ROOT / "tools").rglob("*.py"))]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 # Law 2: rooms and single files of the package, from the bottom up. A module imports from its own room and from lower

@@ -167,7 +167,7 @@ def refused_settings(name: str) -> Iterator[str]:
 
 
 # The files that read the arguments of `python -m megatron_rl.train` and `python -m megatron_rl.serve`.
-TRAIN = [ROOT / "megatron_rl" / "cli.py", ROOT / "megatron_rl" / "simulator" / "command.py"]
+TRAIN = [ROOT / "megatron_rl" / "cli.py", ROOT / "megatron_rl" / "simulator" / "arguments.py"]
 
 
 def sources_of(words: list[str]) -> list[pathlib.Path]:
@@ -181,13 +181,14 @@ def sources_of(words: list[str]) -> list[pathlib.Path]:
             place = ROOT / words[position + 1].replace(".", "/")
             module = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
             assert module.is_file(), words
-            return [module, *place.glob("command.py"), *(TRAIN if place.name in ("train", "serve") else [])]
+            own = [path for name in ("command.py", "arguments.py") for path in place.glob(name)]
+            return [module, *own, *(TRAIN if place.name in ("train", "serve") else [])]
         if word.endswith((".py", ".sh", ".sbatch")) and "/" in word and not word.startswith(NEW_RUN):
             script = ROOT / word
             assert script.is_file(), words
             if script.suffix != ".py":
                 return [*TRAIN, script]
-            return [script, ROOT / "megatron_rl/simulator/command.py", *script.parent.rglob("*.py")]
+            return [script, ROOT / "megatron_rl/simulator/arguments.py", *script.parent.rglob("*.py")]
     return []
 
 

@@ -166,7 +166,7 @@ def test_requirements_are_those_of_setup_py_and_the_standard_library_alone_is_im
     setup = (ROOT / "setup.py").read_text()
     assert dict(re.findall(r'^        "([\w-]+)>=([\d.]+)(?:,<[\d.]+)?"', setup, re.M)) == doctor.REQUIRED
     assert f"megatron-core>={doctor.REQUIRED['megatron-core']},<{doctor.MEGATRON_BELOW}" in setup
-    ours = [f"distributed/{name}" for name in ("installation.py", "import_faults.py", "versions.py")]
+    ours = [f"distributed/{name}" for name in ("installation.py", "import_faults.py", "requirements.py")]
     for file in ("doctor.py", *ours):
         tree = ast.parse((ROOT / "megatron_rl" / file).read_text())
         names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_rl import cli
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.reward import worker
 from megatron_rl.users_code import exit_is_an_error, resolve
@@ -103,7 +103,7 @@ def exit_in_another_thread() -> None:
         thread.join()
 
 
-def leaves(leave: Callable[[], object], config: Config) -> None:
+def leaves(leave: Callable[[], object]) -> None:
     leave()
 
 
@@ -114,4 +114,4 @@ def test_a_run_that_something_exits_is_a_failure() -> None:
         (lambda: os._exit(0), r"'os\._exit\(0\) was called'"),
     ):
         with pytest.raises(RunError, match=rf"(?s)asked to exit \(({said})\), which is a failure.*in leaves"):
-            cli._run(functools.partial(leaves, leave), Config())
+            cli._ended(functools.partial(leaves, leave))

@@ -16,9 +16,10 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from megatron_rl.config import Config, load_config
-from megatron_rl.rollout.build import RankLocation, build_engine, role_of
-from megatron_rl.rollout.engine import SyncReport
-from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.rollout.build import place_engine
+from megatron_rl.rollout.engines.embedded import TransformersEngine
+from megatron_rl.rollout.engines.engine import SyncReport
+from megatron_rl.rollout.engines.placement import RankLocation
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica
 from megatron_rl.rollout.weight_sync.sender import WeightSender
@@ -31,7 +32,7 @@ LOGPROB_TOLERANCE = 1e-4
 START_S = patient(180.0)  # 10 to 20 s where nothing else runs
 REQUEST_S = patient(60.0)
 DEADLINE_S = patient(120.0)  # no engine that is well is this late
-BLOCK_TOKENS = 32  # of the prefix cache; see launch.engine_arguments
+BLOCK_TOKENS = 32  # of the prefix cache; see vllm/arguments.py
 CPU = torch.device("cpu")
 CONFIGS = {"qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
 
@@ -125,7 +126,7 @@ class Bench:
             sender = sender_of(**changes)
             report = sender.deliver(iter(weights), version, [self.replica])
             sender.forget(self.replica)
-            assert report.failed or changes.get("channel", "shared_memory") != "shared_memory" or any(sender.halves)
+            assert report.failed or changes.get("channel", "shared_memory") != "shared_memory" or any(sender.buffers)
             sender.free()
             self.engine._sync.forget(self.replica)
         else:
@@ -181,8 +182,8 @@ def start_bench(folder: pathlib.Path, run_dir: pathlib.Path, *overrides: str, ra
     config = config_of(folder, run_dir, *overrides)
     seat = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks)
     model = hugging_face(folder)
-    given = dict(location=seat, role=role_of(config, seat), vocab_size=model.config.vocab_size)
-    engine = build_engine(config, AutoTokenizer.from_pretrained(folder), **given, device=CPU, dtype=torch.float32)
+    given = dict(location=seat, vocab_size=model.config.vocab_size, device=CPU, dtype=torch.float32)
+    engine, _, _ = place_engine(config, AutoTokenizer.from_pretrained(folder), **given)
     return Bench(folder, config, engine, model)
 
 
@@ -214,4 +215,4 @@ def segments() -> list[pathlib.Path]:
 
 def segments_kept(bench: Bench) -> list[pathlib.Path]:
     """Return the segments that the engine's own sender keeps for its next sync."""
-    return [half.segment.path for half in bench.engine._sync.halves if half is not None]
+    return [buffer.segment.path for buffer in bench.engine._sync.buffers if buffer is not None]

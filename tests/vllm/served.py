@@ -16,8 +16,8 @@ from concurrent.futures import Future
 import psutil
 import pytest
 
+from megatron_rl.rollout.engines.replica import GenerateRequest
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica
-from megatron_rl.rollout.vllm.replica import GenerateRequest
 from tests.patience import patient, until
 from tests.runs.command import command_line
 from tests.unit.rollout.misbehaving_server import unused_port

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost, SyncReport
 from megatron_rl.rollout.weight_sync.transport import is_adapter
 from megatron_rl.types import Rollout
 from tests.adapted import adapt, adapters_of, merged

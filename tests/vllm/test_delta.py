@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.weight_sync.half import Half
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.weight_sync.double_buffer import BucketBuffer
 from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, running
 from tests.vllm.trainer import DELTA, FULL_EVERY, PROMPTS, Trainer, begin
 
@@ -48,16 +48,16 @@ def test_a_restarted_engine_gets_everything(bench):
 
 def test_a_damaged_change_fails_and_is_mended_by_a_whole_sync(bench, monkeypatch):
     trainer = begin(bench, 6)
-    change_message, damaged = Half.change_message, []
+    share, damaged = BucketBuffer.share, []
 
-    def flipped(half, message, difference, payload):
+    def flipped(buffer, payload):
         if not damaged and len(payload):
             damaged.append(payload.clone())
             payload[-1] ^= 1
-        return change_message(half, message, difference, payload)
+        return share(buffer, payload)
 
     with monkeypatch.context() as planted:
-        planted.setattr(Half, "change_message", flipped)
+        planted.setattr(BucketBuffer, "share", flipped)
         report = trainer.step()
     assert damaged and "did not arrive as it was sent" in report.failed[bench.replica.name]
     assert bench.engine.weight_version == NO_WEIGHTS

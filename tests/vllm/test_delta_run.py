@@ -35,7 +35,7 @@ def watched_run(rank: int, world: int, given: list[str], moments: tuple[int, ...
         last.clear()
         report = load(engine, ((name, last.setdefault(name, x.clone())) for name, x in tensors), version)
         for replica in engine._replicas if not report.failed else ():
-            held, sent = replica.control("weights_received", {}, 60.0), engine._sync.receipts.get(id(replica))
+            held, sent = replica.control("weights_received", {}, 60.0), engine._sync.encoder.receipts.get(id(replica))
             kept = [tuple(x[k] for k in ("version", "checksum", "num_tensors")) for x in held]
             sizes = {"bytes": report.num_bytes, "sent_bytes": report.sent_bytes, "changed": report.changed_share}
             sent = sent and (sent.version, sent.checksum, sent.num_tensors)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import ProducerConfig
-from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.start_order import StartOrder
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.groups.longest_first import LongestFirst
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Score
 from tests.vllm.rig import BLOCK_TOKENS, LOGPROB_TOLERANCE, REQUEST_S, gap_of, make_prompts, running, sender_of, told
@@ -141,7 +141,7 @@ def test_longest_first_draws_the_samples_of_drawn_order(bench):
     """Longest first draws the tokens of drawn order, and their log-probs to the rounding of other batches."""
     bench.load(5)
     prompts = dict(enumerate(make_prompts(*range(3, 63, 3))))
-    order = StartOrder(longest_first=True)
+    order = LongestFirst()
     order.load_state({str(row): (7 * row) % 11 for row in range(0, 20, 2)})
     found = []
     for arranged in (prompts, order.arrange(prompts)):

@@ -12,17 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.build import engine_arguments
-from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost
+from megatron_rl.rollout.engines.replica import GenerateRequest, ReplicaLost
 from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics
 from megatron_rl.rollout.vllm import process_replica
+from megatron_rl.rollout.vllm.arguments import engine_arguments
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica, engine_environment
-from megatron_rl.rollout.vllm.replica import GenerateRequest, ReplicaLost
+from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.types import Score
 from tests.patience import HANG_S, patient, until
 from tests.vllm import rig
@@ -54,8 +57,11 @@ def produce(own) -> Iterator[Callable[[], list[tuple]]]:
     """Return a call by RolloutManager over the engine, whose weights are those of one seed under one version."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # of this process alone
     weights, scores = own.weights(SEED), lambda rollouts: [Score(total=1.0, by_function=()) for _ in rollouts]
-    export = dict(export=lambda: iter(weights.items()), version=lambda: 1000)
-    manager = RolloutManager(own.engine, scores, own.config, **export, share=(0, 1))
+    source, settings = SimpleNamespace(version=1000, tensors=lambda _: iter(weights.items())), own.config
+    deadline_s, producer = settings.run.deadline_s, settings.rollout.producer
+    worker = RolloutWorker(own.engine, scores, producer, apart=False, share=(0, 1), deadline_s=deadline_s)
+    metrics = RolloutMetrics(has_turns=False, has_delta=False)
+    manager = RolloutManager(worker, settings.weight_sync, weights=source, metrics=metrics)
 
     def call() -> list[tuple]:
         manager.sync_weights()

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.vllm.replica import UPDATING
+from megatron_rl.rollout.engines.engine import EngineLost
+from megatron_rl.rollout.engines.replica import UPDATING
 from megatron_rl.rollout.vllm.server_replica import ANSWER_S as CONTROL_S
 from megatron_rl.types import Rollout
 from tests.patience import until

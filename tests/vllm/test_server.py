@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import TeacherConfig
 from megatron_rl.observability.metrics import MetricsWriter
+from megatron_rl.rollout.engines.replica import Completion, GenerateRequest, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.dispatch import dispatch
 from megatron_rl.rollout.vllm.http import Server
-from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from megatron_rl.rollout.vllm.teacher import TeacherServers
 from tests.pairwise import quick

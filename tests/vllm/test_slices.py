@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_rl.rollout.weight_sync.half import Half
+from megatron_rl.rollout.weight_sync.double_buffer import BucketBuffer
 from megatron_rl.weights.bucket_digest import NUM_PARTS, part_bounds
 from tests.pairwise import quick
 from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, make_prompts, running
@@ -40,15 +40,15 @@ def test_two_workers_hold_the_trainers_weights_by_changes_alone(pair):
 
 @pytest.mark.parametrize("part", quick(range(NUM_PARTS), 0, NUM_PARTS - 1))
 def test_a_byte_that_changed_anywhere_is_seen_by_one_of_the_workers(pair, monkeypatch, part):
-    message = Half.message
+    message = BucketBuffer.message
 
-    def flipped(half: Half, **given: object) -> dict[str, object]:
-        content = message(half, **given)
-        half.segment.bytes[part_bounds(half.used)[part]] ^= 1
+    def flipped(buffer: BucketBuffer, **given: object) -> dict[str, object]:
+        content = message(buffer, **given)
+        buffer.segment.bytes[part_bounds(buffer.used)[part]] ^= 1
         return content
 
     with monkeypatch.context() as planted:
-        planted.setattr(Half, "message", flipped)
+        planted.setattr(BucketBuffer, "message", flipped)
         report = pair.sync(pair.weights(3).items(), **LARGE)
     (reason,) = report.failed.values()
     assert f"its part {part} of {NUM_PARTS} has another digest" in reason

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.replica import RequestRefused
 from megatron_rl.rollout.vllm.process_replica import ProcessReplica
-from megatron_rl.rollout.vllm.replica import RequestRefused
 from megatron_rl.rollout.weight_sync.transport import SEGMENT_PREFIX, Tally
 from tests.pairwise import pairwise
 from tests.vllm.rig import DEADLINE_S, LOGPROB_TOLERANCE, Bench, make_prompts, segments, segments_kept, sender_of

@@ -15,8 +15,8 @@ from megatron_rl.config import EndpointConfig, EnvironmentConfig
 from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
 from megatron_rl.rollout.endpoint.agents import AgentEngine
-from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.multi_turn import MultiTurnEngine
+from megatron_rl.rollout.engines.engine import EngineLost
+from megatron_rl.rollout.engines.multi_turn import MultiTurnEngine
 from megatron_rl.types import Prompt
 from tests.patience import patient
 from tests.runs.command import rows_of

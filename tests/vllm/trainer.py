@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.rollout.engine import SyncReport
+from megatron_rl.rollout.engines.engine import SyncReport
 from tests.vllm.rig import LOGPROB_TOLERANCE, Bench, make_prompts
 
 PROMPTS = make_prompts(5, 40, 70)

@@ -41,10 +41,12 @@ FAMILIES = (
 )
 IMPORTED = (
     "megatron_rl.distributed.platform",  # before anything of Megatron-Core
-    *("megatron_rl.trainer.trainer", "megatron_rl.train", "megatron_rl.critic.server", "tests.equality.rig"),
+    *("megatron_rl.trainer.run", "megatron_rl.train", "megatron_rl.critic.server", "tests.equality.rig"),
     # what a run imports when it comes to it; each fork would take a fifth of a second of its own for that
-    *(f"megatron_rl.trainer.{name}" for name in ("build", "preference", "supervised")),
-    *("megatron_rl.observability.report", "megatron_rl.rollout.transformers_engine", "tests.workers.worker"),
+    *(f"megatron_rl.trainer.{name}" for name in ("build", "preference", "supervised", "evaluation", "completions")),
+    *(f"megatron_rl.trainer.{name}" for name in ("reference_policy", "run_checkpoints", "corrections")),
+    *(f"megatron_rl.trainer.advantages.{name}" for name in ("critic", "kl_in_reward")),
+    *("megatron_rl.observability.report", "megatron_rl.rollout.engines.embedded", "tests.workers.worker"),
     *("tensorboard.compat.proto.event_pb2", "math_verify"),
     *(f"transformers.models.auto.{name}_auto" for name in ("modeling", "tokenization")),
     *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES),

@@ -45,7 +45,7 @@ def reference_steps(model: torch.nn.Module, samples: list, groups: list[int]) ->
 
 
 def steps(rig, family: str) -> dict[str, float]:
-    from megatron_rl.model.adapter import adapters_off
+    from megatron_rl.model.lora.adapters import adapters_off
 
     before, old = adapters_of(rig.model), np.concatenate([s.logprobs for s in rig.samples])
     after = reference_steps(rig.model, rig.samples, rig.groups)

@@ -17,7 +17,9 @@ from acceptance_matrix.cells import Cell
 from acceptance_matrix.facts import HOST
 
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.weight_sync.changed_encoder import ChangedEncoder
+from megatron_rl.rollout.weight_sync.encoder import WholeEncoder
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 
 BUCKET_BYTES = 2**20
@@ -94,9 +96,9 @@ def num_undelivered(
     """
     tensors, worker = make_weights(device), Worker(deadline_s)
     worker.flips = flips
-    full_every = FULL_EVERY if delta else 0
+    encoder = ChangedEncoder(FULL_EVERY) if delta else WholeEncoder()
     sender = WeightSender(
-        channel=channel, bucket_bytes=BUCKET_BYTES, deadline_s=deadline_s, device=device, full_every=full_every
+        channel=channel, bucket_bytes=BUCKET_BYTES, deadline_s=deadline_s, device=device, encoder=encoder
     )
     random = torch.Generator().manual_seed(1)
     try:

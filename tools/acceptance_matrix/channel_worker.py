@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 
-from megatron_rl.rollout.weight_sync.held import HeldBuckets
+from megatron_rl.rollout.weight_sync.host_copies import HostCopies
 from megatron_rl.rollout.weight_sync.mapped import MappedSegments
 from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive
 from megatron_rl.weights.bucket_digest import bucket_checksum
@@ -29,12 +29,12 @@ class Worker:
         self.group, self.tally, self.end = None, Tally(), {}
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.maps = MappedSegments(self.device)
-        self.held, self.holds = HeldBuckets(), False
+        self.copies, self.holds = HostCopies(), False
 
     def init_weight_transfer(self, info: dict) -> None:
         self.holds = info["holds"]
         if not self.holds:
-            self.held.clear()
+            self.copies.clear()
         if info["channel"] == "broadcast":
             if self.device.type == "cuda":  # another GPU than the trainer's, where there is one
                 self.device = torch.device("cuda", torch.cuda.device_count() - 1)
@@ -46,7 +46,7 @@ class Worker:
 
     def start_weight_update(self, _: dict) -> None:
         self.tally, self.end = Tally(), {}
-        self.held.begin()
+        self.copies.begin()
 
     def update_weights(self, message: dict) -> None:
         if message["kind"] == "end":
@@ -59,9 +59,9 @@ class Worker:
             packed[-1] ^= 1
         tensors = message.get("tensors")
         if changes:
-            tensors, packed = self.held.patch(changes, packed)
+            tensors, packed = self.copies.patch(changes, packed)
         elif self.holds:
-            packed = self.held.keep(tensors, packed)
+            packed = self.copies.keep(tensors, packed)
         seen = bucket_checksum(tensors, packed.to(self.device))
         if seen != message["checksum"]:
             raise ValueError(f"a bucket arrived with checksum {seen}, the trainer sent {message['checksum']}")

@@ -79,7 +79,7 @@ class Bench:
 
     def plan(self, advantages: np.ndarray, *, drops: bool) -> BatchPlan:
         signal = has_signal(advantages, self.batch.facts.loss_tokens)
-        plan = self.backend.plan("train", self.batch, signal, drops=drops)
+        plan = self.backend.plan_training(self.batch, signal, drops=drops)
         self.batch = self.backend.fetch_rows(self.batch, plan)
         return plan
 

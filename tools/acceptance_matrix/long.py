@@ -89,7 +89,7 @@ def measure(cell: Cell, fault: str, deadline_s: float, folder: pathlib.Path) -> 
         batch = backend.gather(samples, [0, 0, 0], [0, 1, 2])
         chosen = np.ones(len(samples), dtype=bool)
         found = backend.logprobs(batch, chosen).flat
-        plan = backend.plan("train", batch, chosen, drops=True)
+        plan = backend.plan_training(batch, chosen, drops=True)
         batch = backend.fetch_rows(batch, plan)
         (mini_batch,) = plan.mini_batches
         weights = reduction_weights("token_mean", batch.facts, mini_batch.members, max_response_tokens=longest)

@@ -21,7 +21,7 @@ def measure(cell: Cell, fault: str, deadline_s: float, folder: pathlib.Path) -> 
     with open_rig(cell.family, *settings, layers=layers) as rig:
         rig.take(list(given(cell.family, layers)))
         if fault == "lose-experts":
-            rig.backend.schedule.routing = None
+            rig.backend.schedule.parts = ()
         found = rig.backend.logprobs(rig.batch, np.ones(NUM_SAMPLES, dtype=bool)).flat
         plan = rig.plan(advantages, drops=True)
         rig.accumulate(advantages, plan)

@@ -98,7 +98,7 @@ def draw_prompts(config: Config, steps: int) -> list:
     from megatron_rl.data.tokenizer import load_tokenizer
 
     vocab_size = AutoConfig.from_pretrained(config.model.hf_path).vocab_size
-    tokenizer = load_tokenizer(config, vocab_size)
+    tokenizer = load_tokenizer(config.model, vocab_size)
     dataset = PromptDataset(
         load_rows(config.data.train), tokenizer, config.data, config.run.seed, vocab_size=vocab_size
     )

@@ -97,7 +97,7 @@ def step(path: str, given: argparse.Namespace, hidden, weight, targets) -> None:
     """Run one forward and backward; no gradients stay but those in main_grad."""
     import torch
 
-    from megatron_rl.model.logprob import linear_logprob
+    from megatron_rl.model.logprob.linear import linear_logprob
     from tests.vocab_parallel import vocab_parallel_logprob
 
     options = {"temperature": given.temperature, "vocab_size": given.vocab, "train_entropy": given.train_entropy}

@@ -19,13 +19,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-
-from short_run import prepare, short_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -69,7 +69,8 @@ def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.
     from transformers import AutoConfig, AutoTokenizer
 
     from megatron_rl.config import load_config
-    from megatron_rl.rollout.build import RankLocation, build_engine, role_of
+    from megatron_rl.rollout.build import place_engine
+    from megatron_rl.rollout.engines.placement import RankLocation
 
     config = load_config(
         None,
@@ -85,11 +86,10 @@ def open_engine(given: argparse.Namespace, model: pathlib.Path, folder: pathlib.
     location = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
     weights = {name: x for file in sorted(model.glob("*.safetensors")) for name, x in load_file(file).items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    engine = build_engine(
+    engine, _, _ = place_engine(
         config,
         AutoTokenizer.from_pretrained(model),
         location=location,
-        role=role_of(config, location),
         device=device,
         dtype=torch.float32,
         vocab_size=AutoConfig.from_pretrained(model).vocab_size,
@@ -211,6 +211,58 @@ def show(found: dict[str, list[dict]]) -> None:
         for row in rows:
             if row.get("said"):
                 print(f"{row['engine']}: {row['said']}")
+
+
+def prepare(folder: pathlib.Path, *, hidden: int, layers: int, max_position: int) -> None:
+    """Make data, tokenizer and a Qwen2 with heads of 64 by examples/quickstart/prepare.py."""
+    sizes = {
+        "hidden": hidden,
+        "layers": layers,
+        "heads": hidden // 64,
+        "kv-heads": hidden // 64,
+        "intermediate": 3 * hidden,
+        "max-position": max_position,
+    }
+    command = [sys.executable, str(ROOT / "examples/quickstart/prepare.py"), "--out", str(folder)]
+    command += [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def short_run(inputs: pathlib.Path, run_dir: pathlib.Path, *overrides: str, **variables: str) -> tuple[list[dict], str]:
+    """Run one process and one thread on the quickstart's data; return its rows of metrics.jsonl, and what it logged.
+
+    inputs:    the folder that ``prepare`` made.
+    overrides: settings of the run.
+    variables: variables for its environment.
+
+    Raises RuntimeError with the end of the log if the run fails.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_rl.train",
+        "--config",
+        str(ROOT / "examples/quickstart/quickstart.yaml"),
+        "--run-dir",
+        str(run_dir),
+        f"model.hf_path={inputs / 'model'}",
+        f"data.train={inputs / 'train.jsonl'}",
+        "parallel.pipeline=1",
+        "sft.steps=0",
+        "metrics.progress=false",
+        "train.export_last=false",
+        *overrides,
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tools' / 'benchmarks'}",
+        **variables,
+    }
+    done = subprocess.run(command, cwd=run_dir.parent, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the run in {run_dir.name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()], done.stderr
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -210,7 +210,7 @@ class Way:
 
 
 def make_way(backend, batch, signal: np.ndarray, name: tuple[str, str]) -> Way:
-    from megatron_rl.model.flops import flops_per_token
+    from megatron_rl.model.costs import flops_per_token
     from megatron_rl.planning.cost import plan_seconds
     from megatron_rl.planning.tokens import tokens_of
 
@@ -218,7 +218,10 @@ def make_way(backend, batch, signal: np.ndarray, name: tuple[str, str]) -> Way:
     shares, drops = when == "after", kind == "skip"
     chosen = signal if drops else np.ones_like(signal)
     backend.rules = dataclasses.replace(backend.rules, share_prompts=shares)
-    plans = {purpose: backend.plan(purpose, batch, chosen, drops=drops) for purpose in ("train", "logprob")}
+    plans = {
+        "train": backend.plan_training(batch, chosen, drops=drops),
+        "logprob": backend.plan_pass(batch, chosen, drops=drops),
+    }
     flops, planned = {}, {}
     sample_tokens, bare = tokens_of(batch.facts, share_prompts=shares), without_overhead(backend.fit.prior)
     for purpose, plan in plans.items():

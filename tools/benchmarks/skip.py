@@ -230,7 +230,8 @@ def make_case(backend, batch, share: float, given: argparse.Namespace) -> Case:
         for name in ("dense", "skip"):
             started = time.perf_counter()
             chosen = signal if name == "skip" else np.ones_like(signal)
-            plans[purpose, name] = backend.plan(purpose, batch, chosen, drops=name == "skip")
+            plan = backend.plan_training if purpose == "train" else backend.plan_pass
+            plans[purpose, name] = plan(batch, chosen, drops=name == "skip")
             seconds[purpose, name] = time.perf_counter() - started
     batches = {key: backend.fetch_rows(batch, plan) for key, plan in plans.items()}
     inputs = LossInputs(advantages=values * weights, weights=weights)

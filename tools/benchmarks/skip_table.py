@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megatron_rl.distributed.platform import HOST
-from megatron_rl.model.flops import flops_per_token
+from megatron_rl.model.costs import flops_per_token
 from megatron_rl.planning.cost import CostModel
 from megatron_rl.planning.timeline import simulate
 from megatron_rl.planning.tokens import padded_lengths, tokens_of

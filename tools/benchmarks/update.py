@@ -184,7 +184,7 @@ class OurUpdate:
 
     def plan(self, cap: int, drops: bool):
         self.backend.rules = dataclasses.replace(self.rules, max_tokens=cap)
-        return self.backend.plan("train", self.batch, self.signal, drops=drops)
+        return self.backend.plan_training(self.batch, self.signal, drops=drops)
 
     def accumulate(self, cap: int, drops: bool):
         plan = self.plan(cap, drops)

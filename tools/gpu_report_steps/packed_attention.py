@@ -1,4 +1,4 @@
-"""Checks and measures the attention of torch's layers over packed sequences (megatron_rl/model/span_attention.py).
+"""Checks and measures the attention of torch's layers over packed sequences (megatron_rl/model/attention/flash.py).
 
     python tools/gpu_report_steps/packed_attention.py --json packed.json
 
@@ -17,8 +17,8 @@ import pathlib
 import torch
 from clock import DEVICE, seconds_of, write
 
-from megatron_rl.model.attention_spans import ContextShard, Span, SpanBatch, batch_spans, causal_spans
-from megatron_rl.model.span_attention import span_attention
+from megatron_rl.model.attention.flash import span_attention
+from megatron_rl.model.attention.spans import ContextShard, Span, SpanBatch, batch_spans, causal_spans
 
 HEAD, QUERIES, GROUPS = 128, 28, 4
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-5}

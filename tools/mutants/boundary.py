@@ -31,7 +31,7 @@ ANSWERS = (
     ),
     Mutant(
         name="refill-judges-the-penalty",
-        file="megatron_rl/rollout/training_batch.py",
+        file="megatron_rl/rollout/groups/refill.py",
         line='metric = next((name for name in functions if name in BUILT_IN), "reward")',
         becomes='metric = "shaped"',
         fault="dynamic sampling keeps groups of wrong answers that differ by the overlong penalty alone",
@@ -61,8 +61,8 @@ TEMPLATES = (
     Mutant(
         name="row-gives-way-to-the-run",
         file="megatron_rl/data/conversations.py",
-        line="found[name] = value",
-        becomes="found.setdefault(name, value)",
+        line="variables[name] = value",
+        becomes="variables.setdefault(name, value)",
         fault="a variable of the chat template for every row hides a row's own column",
         tests=(
             "tests/unit/data/test_conversations.py::test_a_prompt_equals_the_templates_rendering_with_the_rows_columns",

@@ -28,7 +28,7 @@ FAMILIES = (
 ADAPTERS = (
     Mutant(
         name="adapters-start-by-their-rank",
-        file="megatron_rl/model/adapter.py",
+        file="megatron_rl/model/lora/adapters.py",
         line="bound = 1 / math.sqrt(whole.shape[1])",
         becomes="bound = 1 / math.sqrt(whole.shape[0])",
         fault="an adapter's A starts within ±1/√rank, not within ±1/√in",
@@ -38,7 +38,7 @@ ADAPTERS = (
     ),
     Mutant(
         name="experts-norm-by-tensor-rank",
-        file="megatron_rl/model/adapter_layer.py",
+        file="megatron_rl/model/lora/layer.py",
         line="set_tensor_model_parallel_attributes(parameter, topology.expert_tensor_rank == 0, -1, 1)",
         becomes="set_tensor_model_parallel_attributes(parameter, topology.tensor_rank == 0, -1, 1)",
         fault="the gradient norm counts the adapters of the first tensor rank's experts alone",
@@ -51,7 +51,7 @@ ADAPTERS = (
 CHECKPOINTS = (
     Mutant(
         name="rows-of-its-own-number-alone",
-        file="megatron_rl/checkpoint/manager.py",
+        file="megatron_rl/checkpoint/loader.py",
         line='return [folder / own_file(rank) for rank in range(topology.rank, state["world_size"], '
         "topology.world_size)]",
         becomes="return [folder / own_file(topology.rank)]",

@@ -8,7 +8,7 @@ from mutants.table import Mutant
 SHARED_PROMPTS = (
     Mutant(
         name="positions-behind-the-pads",
-        file="megatron_rl/model/layout.py",
+        file="megatron_rl/model/attention/layout.py",
         line="responses[slot] = lay(int(response_tokens[slot]), tokens)",
         becomes="responses[slot] = lay(int(response_tokens[slot]), -(-tokens // pad_multiple) * pad_multiple)",
         fault="a response's positions go on from its shared prompt's pads",
@@ -61,8 +61,8 @@ SKIP = (
     Mutant(
         name="experts-beside-another-row",
         file="megatron_rl/planning/plan.py",
-        line="kept += [[samples for row, samples in enumerate(rank) if row in live] for rank in block]",
-        becomes="kept += [[samples for samples in rank if signal[samples].any()] for rank in block]",
+        line="running += [[samples for row, samples in enumerate(rank) if row in live] for rank in block]",
+        becomes="running += [[samples for samples in rank if signal[samples].any()] for rank in block]",
         fault="without `plan.repack` ranks that share experts run other micro-batches side by side than the dense run",
         tests=(
             "tests/unit/planning/test_plan_lockstep.py::test_survivors_on_one_rank_only[1]",
@@ -71,9 +71,9 @@ SKIP = (
     Mutant(
         name="dense-without-its-fillers",
         file="megatron_rl/planning/plan.py",
-        line="return _assemble(members, kept, costs.tokens.whole, rules, "
+        line="return _assemble(members, running, costs.tokens.whole, rules, "
         "num_dense=int(_lockstep_counts(dense, rules).sum()))",
-        becomes="return _assemble(members, kept, costs.tokens.whole, rules, num_dense=sum(map(len, dense)))",
+        becomes="return _assemble(members, running, costs.tokens.whole, rules, num_dense=sum(map(len, dense)))",
         fault="what the skip saves is counted against a dense run without the fillers that lockstep asks of it",
         tests=("tests/unit/planning/test_plan_lockstep.py::test_dense_run_gets_fillers_too",),
     ),
@@ -103,7 +103,7 @@ CORRECTIONS = (
 ROW_INVARIANT = (
     Mutant(
         name="entropy-relative-to-its-rank",
-        file="megatron_rl/model/logprob.py",
+        file="megatron_rl/model/logprob/row_invariant.py",
         line="total += torch.stack([stats[0] * factor, (stats[1] + shift * stats[0]) * factor, stats[2]])",
         becomes="total += torch.stack([stats[0] * factor, stats[1] * factor, stats[2]])",
         fault="under `rollout.bitwise` tensor ranks add up parts of the entropy that are relative to different maxima",
@@ -113,7 +113,7 @@ ROW_INVARIANT = (
     ),
     Mutant(
         name="masked-logits-are-nan",
-        file="megatron_rl/model/logit_chunks.py",
+        file="megatron_rl/model/logprob/row_invariant.py",
         line="stats[1] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)[:count]",
         becomes="stats[1] = e.mul_(x).sum(-1)[:count]",
         fault="under `rollout.bitwise` a masked logit makes its row's entropy NaN",

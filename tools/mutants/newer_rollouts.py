@@ -8,9 +8,9 @@ from mutants.table import Mutant
 CHANGES = (
     Mutant(
         name="changes-whatever-it-holds",
-        file="megatron_rl/rollout/weight_sync/sender.py",
-        line="elif not self.full and receipt.version == self.base:",
-        becomes="elif not self.full:",
+        file="megatron_rl/rollout/weight_sync/changed_encoder.py",
+        line="if not self._full and receipt.version == self._base:",
+        becomes="if not self._full:",
         fault="an engine that missed a sync gets the changes since a version that it does not hold",
         tests=("tests/unit/rollout/test_delta_sync.py::test_an_engine_that_missed_a_sync_gets_everything",),
     ),
@@ -50,16 +50,16 @@ SESSIONS = (
 BUFFERS = (
     Mutant(
         name="replayed-and-remembered-anew",
-        file="megatron_rl/rollout/queue.py",
-        line="if place not in replayed:  # a score of 0 is never kept",
+        file="megatron_rl/rollout/groups/replay.py",
+        line="if number not in replayed:  # a score of 0 is never kept",
         becomes="if True:",
         fault="a replayed group comes into the buffer again, unused, and is replayed for ever",
         tests=("tests/unit/rollout/test_queue.py::test_a_replayed_group_is_not_remembered_anew",),
     ),
     Mutant(
         name="stale-failures-are-rolled-again",
-        file="megatron_rl/rollout/queue.py",
-        line="failed = np.intersect1d(failed, self._fresh_places(scored))",
+        file="megatron_rl/rollout/groups/reroll.py",
+        line="failed = np.intersect1d(failed, list(fresh))",
         becomes="",
         fault="a failed group that is too old is asked again twice: put back, and by the re-roll buffer",
         tests=("tests/unit/rollout/test_queue.py::test_a_failed_group_that_is_too_old_waits_for_no_reroll",),
@@ -71,9 +71,9 @@ SERVED = (
         name="least-advantage-of-one-sign",
         file="megatron_rl/serve/losses.py",
         line='return dataclasses.replace(datum, inputs={**datum.inputs, "advantages": '
-        "np.where(abs(given) <= least, 0, given)})",
+        "np.where(abs(sent) <= least, 0, sent)})",
         becomes='return dataclasses.replace(datum, inputs={**datum.inputs, "advantages": '
-        "np.where(given <= least, 0, given)})",
+        "np.where(sent <= least, 0, sent)})",
         fault="under `serve.least_advantage` no negative advantage trains",
         tests=("tests/unit/serve/test_losses.py::test_the_least_advantage_is_a_size_whatever_the_sign",),
     ),
@@ -87,7 +87,7 @@ SERVED = (
     ),
     Mutant(
         name="saved-over-what-it-goes-on-from",
-        file="megatron_rl/serve/dispatch.py",
+        file="megatron_rl/serve/coordinator.py",
         line="return folders[noted == str(folders[0])]",
         becomes="return folders[noted != str(folders[0])]",
         fault="a server that dies while it saves a model has written over the state that the model goes on from",

@@ -68,7 +68,7 @@ FINITE = (
     Mutant(
         name="metrics-count-the-dropped",
         file="megatron_rl/algorithm/advantage.py",
-        line='measured=None if config.skip.mode == "off" else signal,',
+        line="measured=signal if drops else None,",
         becomes="measured=None,",
         fault="dropped samples in a survivor's micro-batch are in its entropy, ratio and KL",
         tests=("tests/equality/test_steps.py::test_metrics_count_survivors_alone_whoever_shares_their_micro_batches",),
@@ -286,8 +286,8 @@ SIGNAL = (
     ),
     Mutant(
         name="own-logprobs-in-every-epoch",
-        file="megatron_rl/trainer/update.py",
-        line="if self.needs_old_logprobs or first is None or first.kind is not StepKind.REAL:",
+        file="megatron_rl/trainer/passes/old_logprobs.py",
+        line="if self.rules.needed_by or first is None or first.kind is not StepKind.REAL:",
         becomes="if first is None or first.kind is not StepKind.REAL:",
         fault="a later epoch takes its own log-probs for π_old, whose weights have moved",
         tests=("tests/equality/test_policies.py::test_two_epochs_of_every_policy_term_equal_the_plain_loop",),

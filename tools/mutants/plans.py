@@ -16,8 +16,8 @@ PLAN = (
     Mutant(
         name="cap-of-the-rules-one-too-large",
         file="megatron_rl/planning/plan.py",
-        line="row_multiple, max_tokens = 1, config.plan.max_tokens_per_microbatch",
-        becomes="row_multiple, max_tokens = 1, config.plan.max_tokens_per_microbatch + 1",
+        line="row_multiple, max_tokens = 1, settings.max_tokens_per_microbatch",
+        becomes="row_multiple, max_tokens = 1, settings.max_tokens_per_microbatch + 1",
         fault="the planner is given one token more than `plan.max_tokens_per_microbatch`",
         tests=("tests/unit/planning/test_plan_rules.py::test_rules_of_a_run_are_its_settings",),
     ),

@@ -26,7 +26,7 @@ SCHEDULE = (
     ),
     Mutant(
         name="responses-see-the-prompts-pads",
-        file="megatron_rl/model/attention.py",
+        file="megatron_rl/model/attention/packed.py",
         line="seen[segment] = [own[prompt.segment][0], *own[segment]]",
         becomes="seen[segment] = [*own[prompt.segment], *own[segment]]",
         fault="under Transformer Engine's layers a response sees the pads of a shared prompt",
@@ -34,7 +34,7 @@ SCHEDULE = (
     ),
     Mutant(
         name="square-of-the-sum",
-        file="megatron_rl/model/layout.py",
+        file="megatron_rl/model/attention/layout.py",
         line="return float((whole - prompts).sum())",
         becomes="return float(sum(self.lengths) ** 2)",
         fault="a micro-batch's Σ l² is measured as (Σ l)²",
@@ -148,7 +148,7 @@ PACKING = (
 LOGPROBS = (
     Mutant(
         name="pads-take-probability",
-        file="megatron_rl/model/logprob.py",
+        file="megatron_rl/model/logprob/chunks.py",
         line="num_valid = max(0, min(width, vocab_size - start))",
         becomes="num_valid = width if start < vocab_size else 0",
         fault="rows that pad the vocabulary take probability",
@@ -156,7 +156,7 @@ LOGPROBS = (
     ),
     Mutant(
         name="gradient-without-temperature",
-        file="megatron_rl/model/logprob.py",
+        file="megatron_rl/model/logprob/linear.py",
         line="at_logprob, at_entropy = grad_logprobs / head.temperature, grad_entropy / head.temperature",
         becomes="at_logprob, at_entropy = grad_logprobs, grad_entropy / head.temperature",
         fault="the gradient is that of temperature 1",
@@ -164,7 +164,7 @@ LOGPROBS = (
     ),
     Mutant(
         name="entropy-not-shifted",
-        file="megatron_rl/model/logprob.py",
+        file="megatron_rl/model/logprob/chunks.py",
         line="stats[1] += shift * stats[0]",
         becomes="",
         fault="tensor ranks add up parts of the entropy that are relative to different maxima",
@@ -172,7 +172,7 @@ LOGPROBS = (
     ),
     Mutant(
         name="hidden-gradient-summed-twice",
-        file="megatron_rl/model/logprob.py",
+        file="megatron_rl/model/logprob/linear.py",
         line="if needs_hidden and head.reduce_hidden_grad and head.group is not None and hidden.shape[0]:",
         becomes="if needs_hidden and head.group is not None and hidden.shape[0]:",
         fault="under sequence parallelism the hidden state's gradient is summed here too",
@@ -182,7 +182,7 @@ LOGPROBS = (
     ),
     Mutant(
         name="gradient-in-main-grad-twice",
-        file="megatron_rl/model/logprob.py",
+        file="megatron_rl/model/logprob/linear.py",
         line="parameter.grad_added_to_main_grad = True",
         becomes="",
         fault="Megatron-Core adds memory of any content to the output weight's gradient, which main_grad has already",
@@ -210,8 +210,8 @@ TRAINED = (
     Mutant(
         name="merges-where-nothing-is-dropped",
         file="megatron_rl/backend/trainable_model.py",
-        line='merge = not whole and self.config.skip.steps == "merge" and drops and self.config.skip.mode != "off"',
-        becomes='merge = not whole and self.config.skip.steps == "merge"',
+        line='merge = skip.steps == "merge" and drops and skip.mode != "off"',
+        becomes='merge = skip.steps == "merge"',
         fault="`skip.steps=merge` merges where nothing is dropped",
         tests=(
             "tests/unit/backend/test_trainable_model.py::test_a_plan_has_one_step_where_it_merges_and_one_per_mini_batch_elsewhere",

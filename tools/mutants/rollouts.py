@@ -16,17 +16,17 @@ FEED = (
     ),
     Mutant(
         name="replayed-beside-itself",
-        file="megatron_rl/rollout/queue.py",
-        line="keys = self.replay.draw(len(selection.dead), rollout=index, exclude=names)",
-        becomes="keys = self.replay.draw(len(selection.dead), rollout=index)",
+        file="megatron_rl/rollout/groups/replay.py",
+        line="keys = self.buffer.draw(len(selection.dead), rollout=index, exclude=names)",
+        becomes="keys = self.buffer.draw(len(selection.dead), rollout=index)",
         fault="a group that the batch has itself is replayed beside itself",
         tests=("tests/unit/rollout/test_queue.py::test_no_group_is_replayed_beside_itself",),
     ),
     Mutant(
         name="remembered-as-its-newest-token",
-        file="megatron_rl/rollout/queue.py",
-        line="version = int(facts.weight_versions[facts.groups == place].min())",
-        becomes="version = int(facts.weight_versions[facts.groups == place].max())",
+        file="megatron_rl/rollout/groups/replay.py",
+        line="version = int(facts.weight_versions[facts.groups == number].min())",
+        becomes="version = int(facts.weight_versions[facts.groups == number].max())",
         fault="a group's age in the replay buffer is that of its newest sample",
         tests=("tests/unit/rollout/test_queue.py::test_a_remembered_group_is_as_old_as_its_oldest_sample",),
     ),
@@ -42,9 +42,9 @@ FEED = (
     ),
     Mutant(
         name="noise-a-step-too-long",
-        file="megatron_rl/trainer/advantages.py",
-        line="if not settings.noise_std or rl_step >= settings.noise_steps:",
-        becomes="if not settings.noise_std or rl_step > settings.noise_steps:",
+        file="megatron_rl/trainer/advantages/noise.py",
+        line="if self.rl_steps() >= self.steps:",
+        becomes="if self.rl_steps() > self.steps:",
         fault="the step after the last noisy one has noise",
         tests=(
             "tests/unit/algorithm/test_noise.py::test_first_losses_are_zero_without_noise_and_only_the_first_with_it",
@@ -52,8 +52,8 @@ FEED = (
     ),
     Mutant(
         name="gdpo-without-the-overlong",
-        file="megatron_rl/rollout/training_batch.py",
-        line="columns, weights = np.column_stack([by_function, shape]), (*weights, config.reward.overlong_penalty)",
+        file="megatron_rl/rollout/scored_batch.py",
+        line="columns, weights = np.column_stack([by_function, shape]), (*weights, reward.overlong_penalty)",
         becomes="pass",
         fault="`gdpo` does not see the overlong punishment",
         tests=(
@@ -70,7 +70,7 @@ FEED = (
     ),
     Mutant(
         name="replay-a-version-too-short",
-        file="megatron_rl/rollout/replay_buffer.py",
+        file="megatron_rl/rollout/groups/replay_buffer.py",
         line="return [] if limit is None else self._remove(lambda entry: version - entry.version > limit)",
         becomes="return [] if limit is None else self._remove(lambda entry: version - entry.version >= limit)",
         fault="replayed groups go a version early",
@@ -78,7 +78,7 @@ FEED = (
     ),
     Mutant(
         name="failed-below-the-threshold",
-        file="megatron_rl/rollout/reroll_buffer.py",
+        file="megatron_rl/rollout/groups/reroll_buffer.py",
         line="above = groups[included & (totals > threshold)]",
         becomes="above = groups[included & (totals >= threshold)]",
         fault="a group at the threshold has not failed",
@@ -214,8 +214,8 @@ WEIGHTS = (
     Mutant(
         name="last-bucket-not-sent",
         file="megatron_rl/rollout/weight_sync/sender.py",
-        line="if self.halves[turn] is not None and self.halves[turn].used:",
-        becomes="if self.halves[turn] is not None and not self.halves[turn].fits(tensor):",
+        line="if self.buffers[turn] is not None and self.buffers[turn].used:",
+        becomes="if self.buffers[turn] is not None and not self.buffers[turn].fits(tensor):",
         fault="the last bucket of a sync is sent where it is full, and else not at all",
         tests=("tests/unit/rollout/test_sender.py::test_every_tensor_reaches_every_engine_bit_by_bit",),
     ),

@@ -19,18 +19,18 @@ def family_of(folder: pathlib.Path) -> str | None:
     return read_object(path).get("model_type") if path.exists() else None
 
 
-def needs_bridge(given: argparse.Namespace) -> bool:
+def needs_bridge(options: argparse.Namespace) -> bool:
     """Return True for an import or export of a family that our tables lack, if megatron-bridge is installed."""
     from megatron_rl.weights.families.register import ALIASES, FAMILIES
 
-    if given.command not in ("import", "export"):
+    if options.command not in ("import", "export"):
         return False
-    family = family_of(given.source if given.command == "import" else given.hf or given.source / "hf")
+    family = family_of(options.source if options.command == "import" else options.hf or options.source / "hf")
     built = ALIASES.get(family, family) in FAMILIES
     return family is not None and not built and importlib.util.find_spec("megatron.bridge") is not None
 
 
-def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:
+def bridge_command(options: argparse.Namespace) -> tuple[int, dict]:
     """Import or export by megatron-bridge.
 
     Raises ConfigError with the reason and the fix if it cannot.
@@ -39,14 +39,14 @@ def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:
 
     from megatron_rl.errors import ConfigError
 
-    hf = given.source if given.command == "import" else given.hf or given.source / "hf"
+    hf = options.source if options.command == "import" else options.hf or options.source / "hf"
     family = family_of(hf)
     if not torch.cuda.is_available():
         raise ConfigError(
             f"{hf} holds a {family!r} model, which has no table here; megatron-bridge is installed but builds "
             "Transformer Engine's layers, and there is no GPU; run this on a host with one"
         )
-    if given.command == "import" and (given.tp, given.pp, given.ep) != (1, 1, 1):
+    if options.command == "import" and (options.tp, options.pp, options.ep) != (1, 1, 1):
         raise ConfigError(
             "--tp, --pp and --ep are for our own tables; leave them out: any topology loads what megatron-bridge writes"
         )
@@ -56,20 +56,20 @@ def bridge_command(given: argparse.Namespace) -> tuple[int, dict]:
         raise ConfigError(
             f"{hf} holds a {family!r} model, which neither our tables nor the megatron-bridge that is installed know"
         )
-    if given.command == "import":
-        AutoBridge.import_ckpt(str(hf), str(given.target), **_dtype(given, torch))
+    if options.command == "import":
+        AutoBridge.import_ckpt(str(hf), str(options.target), **_dtype(options, torch))
     else:
-        if given.dtype:
+        if options.dtype:
             raise ConfigError(
-                f"--dtype {given.dtype} is for our own tables; megatron-bridge exports in the checkpoint's dtype; "
+                f"--dtype {options.dtype} is for our own tables; megatron-bridge exports in the checkpoint's dtype; "
                 "leave it out"
             )
         AutoBridge.from_hf_pretrained(str(hf)).export_ckpt(
-            str(given.source), str(given.target), show_progress=not given.quiet
+            str(options.source), str(options.target), show_progress=not options.quiet
         )
-    print(f"wrote {given.target}: {family}, by megatron-bridge")
-    return 0, {"wrote": str(given.target), "family": family, "by": "megatron-bridge"}
+    print(f"wrote {options.target}: {family}, by megatron-bridge")
+    return 0, {"wrote": str(options.target), "family": family, "by": "megatron-bridge"}
 
 
-def _dtype(given: argparse.Namespace, torch) -> dict:
-    return {"torch_dtype": getattr(torch, given.dtype)} if given.dtype else {}
+def _dtype(options: argparse.Namespace, torch) -> dict:
+    return {"torch_dtype": getattr(torch, options.dtype)} if options.dtype else {}

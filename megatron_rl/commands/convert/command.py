@@ -116,16 +116,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     _add_conversions(commands)
     _add_checks(commands)
-    given = parser.parse_args(arguments)
-    if given.command == "import" and given.iteration is not None and given.iteration < 1:
+    options = parser.parse_args(arguments)
+    if options.command == "import" and options.iteration is not None and options.iteration < 1:
         parser.error(
-            f"--iteration {given.iteration} must be above 0, or Megatron-LM refuses it; leave it out for release"
+            f"--iteration {options.iteration} must be above 0, or Megatron-LM refuses it; leave it out for release"
         )
-    if given.command == "export" and not 0 < given.max_shard_gb < 1e9:
-        parser.error(f"--max-shard-gb {given.max_shard_gb} must be above 0 and below 1e9")
-    if given.command == "import" and given.gguf and (given.tp, given.pp, given.ep, given.iteration) != (1, 1, 1, None):
+    if options.command == "export" and not 0 < options.max_shard_gb < 1e9:
+        parser.error(f"--max-shard-gb {options.max_shard_gb} must be above 0 and below 1e9")
+    if (
+        options.command == "import"
+        and options.gguf
+        and (options.tp, options.pp, options.ep, options.iteration) != (1, 1, 1, None)
+    ):
         parser.error("--gguf writes a Hugging Face directory; leave --tp, --pp, --ep and --iteration out")
-    return given
+    return options
 
 
 def read_model(folder: pathlib.Path, *, vocab_multiple: int = 1) -> tuple[object, object]:
@@ -174,64 +178,66 @@ def progress_bar(what: str, total_bytes: int, *, quiet: bool) -> Iterator[Callab
         yield lambda num_bytes: bar.advance(task, num_bytes)
 
 
-def dtype_of(given: argparse.Namespace):
+def dtype_of(options: argparse.Namespace):
     import torch
 
     return (
         None
-        if given.dtype is None
-        else {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[given.dtype]
+        if options.dtype is None
+        else {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[options.dtype]
     )
 
 
-def gguf_command(given: argparse.Namespace) -> tuple[int, dict]:
+def gguf_command(options: argparse.Namespace) -> tuple[int, dict]:
     import torch
 
     from megatron_rl.commands.convert.gguf_file import GgufFile
     from megatron_rl.commands.convert.gguf_import import import_gguf
 
-    file, dtype = GgufFile(given.source), dtype_of(given) or torch.float32
+    file, dtype = GgufFile(options.source), dtype_of(options) or torch.float32
     started_s = time.monotonic()
-    with progress_bar("import", file.num_elements * dtype.itemsize, quiet=given.quiet) as progress:
-        report = import_gguf(file, given.target, read_model, dtype=dtype, overwrite=given.overwrite, progress=progress)
+    with progress_bar("import", file.num_elements * dtype.itemsize, quiet=options.quiet) as progress:
+        report = import_gguf(
+            file, options.target, read_model, dtype=dtype, overwrite=options.overwrite, progress=progress
+        )
     report["seconds"] = time.monotonic() - started_s
     print(
-        f"wrote {given.target}: {report['family']}, {report['tensors']} tensors, {report['bytes'] / 1e9:.2f} GB in "
+        f"wrote {options.target}: {report['family']}, {report['tensors']} tensors, {report['bytes'] / 1e9:.2f} GB in "
         f"{report['seconds']:.1f} s"
     )
     print(f"  {', '.join(report['files'])}, from {', '.join(report['types'])}")
     return 0, report
 
 
-def import_command(given: argparse.Namespace) -> tuple[int, dict]:
-    if given.gguf:
-        return gguf_command(given)
+def import_command(options: argparse.Namespace) -> tuple[int, dict]:
+    if options.gguf:
+        return gguf_command(options)
     from megatron_rl.checkpoint.convert import Cut, import_folder, import_size
     from megatron_rl.weights.reader import HuggingFaceReader
 
-    _, shape = read_model(given.source, vocab_multiple=given.tp)
-    cut = Cut(tensor=given.tp, pipeline=given.pp, expert=given.ep)
+    _, shape = read_model(options.source, vocab_multiple=options.tp)
+    cut = Cut(tensor=options.tp, pipeline=options.pp, expert=options.ep)
     cut.check(shape)
-    num_bytes = import_size(shape, HuggingFaceReader(given.source), dtype_of(given))
+    num_bytes = import_size(shape, HuggingFaceReader(options.source), dtype_of(options))
     started_s = time.monotonic()
-    with progress_bar("import", num_bytes, quiet=given.quiet) as progress:
+    with progress_bar("import", num_bytes, quiet=options.quiet) as progress:
         path = import_folder(
-            given.source,
+            options.source,
             shape,
-            given.target,
+            options.target,
             cut=cut,
-            dtype=dtype_of(given),
-            iteration=given.iteration,
-            overwrite=given.overwrite,
+            dtype=dtype_of(options),
+            iteration=options.iteration,
+            overwrite=options.overwrite,
             progress=progress,
         )
     seconds = time.monotonic() - started_s
     print(f"wrote {path}: {shape.family}, {num_bytes / 1e9:.2f} GB of weights in {seconds:.1f} s")
-    print(f"wrote {given.target / 'hf'}: config and tokenizer")
+    print(f"wrote {options.target / 'hf'}: config and tokenizer")
     return 0, {"wrote": str(path), "family": shape.family, "bytes": num_bytes, "seconds": seconds}
 
 
-def export_command(given: argparse.Namespace) -> tuple[int, dict]:
+def export_command(options: argparse.Namespace) -> tuple[int, dict]:
     from megatron_rl.checkpoint.convert import export_folder, plan_export
     from megatron_rl.checkpoint.folder import MANIFEST, verify
     from megatron_rl.checkpoint.megatron_lm import open_folder
@@ -239,8 +245,8 @@ def export_command(given: argparse.Namespace) -> tuple[int, dict]:
     from megatron_rl.errors import ConfigError
 
     # Check the checkpoint and its model before anything is written.
-    source = open_folder(given.source, given.iteration)
-    hf = given.hf or source.hf
+    source = open_folder(options.source, options.iteration)
+    hf = options.hf or source.hf
     if hf is None:
         raise ConfigError(
             f"{source.folder} has no hf/config.json; name a directory with the model's config and tokenizer by --hf"
@@ -249,28 +255,28 @@ def export_command(given: argparse.Namespace) -> tuple[int, dict]:
     if (source.path / MANIFEST).exists():  # a training run's checkpoint: verify its files' digests first
         verify(source.path)
     # Plan the tensors, for the progress bar's total, then write them.
-    planned = plan_export(TorchDistReader(source.path), shape, dtype_of(given))
+    planned = plan_export(TorchDistReader(source.path), shape, dtype_of(options))
     num_bytes = sum(tensor.num_bytes for tensor in planned)
     started_s = time.monotonic()
-    with progress_bar("export", num_bytes, quiet=given.quiet) as progress:
+    with progress_bar("export", num_bytes, quiet=options.quiet) as progress:
         names = export_folder(
             source,
             shape,
             hf,
-            given.target,
-            dtype=dtype_of(given),
-            shard_bytes=int(given.max_shard_gb * 1e9),
-            overwrite=given.overwrite,
+            options.target,
+            dtype=dtype_of(options),
+            shard_bytes=int(options.max_shard_gb * 1e9),
+            overwrite=options.overwrite,
             progress=progress,
         )
     seconds = time.monotonic() - started_s
     print(
-        f"wrote {given.target}: {shape.family} from {source.path}, {len(planned)} tensors, {num_bytes / 1e9:.2f} GB "
+        f"wrote {options.target}: {shape.family} from {source.path}, {len(planned)} tensors, {num_bytes / 1e9:.2f} GB "
         f"in {seconds:.1f} s"
     )
     print(f"  {', '.join(names)}")
     return 0, {
-        "wrote": str(given.target),
+        "wrote": str(options.target),
         "family": shape.family,
         "tensors": len(planned),
         "bytes": num_bytes,
@@ -279,19 +285,19 @@ def export_command(given: argparse.Namespace) -> tuple[int, dict]:
     }
 
 
-def roundtrip_command(given: argparse.Namespace) -> tuple[int, dict]:
+def roundtrip_command(options: argparse.Namespace) -> tuple[int, dict]:
     from megatron_rl.checkpoint.convert import Cut, export_folder, import_folder
     from megatron_rl.checkpoint.megatron_lm import open_folder
     from megatron_rl.checkpoint.roundtrip import check_logits, compare_folders
 
-    config, shape = read_model(given.source, vocab_multiple=given.tp)
-    with tempfile.TemporaryDirectory(prefix="megatron-rl-convert.", dir=given.work) as work:
+    config, shape = read_model(options.source, vocab_multiple=options.tp)
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-convert.", dir=options.work) as work:
         megatron, back = pathlib.Path(work, "megatron"), pathlib.Path(work, "hf")
-        cut = Cut(tensor=given.tp, pipeline=given.pp, expert=given.ep)
-        import_folder(given.source, shape, megatron, cut=cut, dtype=dtype_of(given))
+        cut = Cut(tensor=options.tp, pipeline=options.pp, expert=options.ep)
+        import_folder(options.source, shape, megatron, cut=cut, dtype=dtype_of(options))
         imported = open_folder(megatron)
         export_folder(imported, shape, imported.hf, back)
-        comparison = compare_folders(given.source, back, dtype_of(given), shape)
+        comparison = compare_folders(options.source, back, dtype_of(options), shape)
         print(
             "{equal} of {tensors} tensors and {equal_files} of {files} other files are equal, bit by bit".format(
                 **comparison
@@ -300,23 +306,23 @@ def roundtrip_command(given: argparse.Namespace) -> tuple[int, dict]:
         for name in comparison["different"]:
             print(f"  different: {name}")
         equal = not comparison["different"]
-        if given.check_logits:
-            comparison |= check_logits(given.source, imported, config)
+        if options.check_logits:
+            comparison |= check_logits(options.source, imported, config)
             print(
                 f"log-probs of {comparison['logprob_tokens']} random tokens: largest difference to transformers "
                 f"{comparison['logprob_gap']:.2e}"
             )
-            equal = equal and comparison["logprob_gap"] <= given.tolerance
+            equal = equal and comparison["logprob_gap"] <= options.tolerance
     print("equal" if equal else "NOT equal")
     return 0 if equal else 1, {"family": shape.family, "equal_all": equal, **comparison}
 
 
-def inspect_command(given: argparse.Namespace) -> tuple[int, dict]:
+def inspect_command(options: argparse.Namespace) -> tuple[int, dict]:
     from megatron_rl.commands.convert.inspection import inspect
 
-    facts = inspect(given.source, given.hf, given.iteration, read_model)
+    facts = inspect(options.source, options.hf, options.iteration, read_model)
     for name, value in facts.items():
-        if name != "tensor_list" or given.tensors:
+        if name != "tensor_list" or options.tensors:
             shown = "".join(f"\n  {x}" for x in value) if isinstance(value, list) else f" {value}"
             print(f"{name.replace('_', ' ')}:{shown}")
     return 0 if facts["convertible"] == "yes" else 2, facts
@@ -334,11 +340,11 @@ def give_back_freed_memory() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = parse(arguments)
+    options = parse(arguments)
     import megatron_rl.distributed.platform  # noqa: F401  (before anything of Megatron-Core)
-    from megatron_rl import hub
     from megatron_rl.checkpoint.folder import DamagedCheckpoint
     from megatron_rl.errors import CheckpointError, ConfigError, shortened
+    from megatron_rl.hub.resolve import fetched_folder
 
     commands = {
         "import": import_command,
@@ -349,12 +355,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megatron_rl.commands.convert.bridge import bridge_command, needs_bridge
 
     try:
-        if given.command == "roundtrip" or (given.command == "import" and not given.gguf):
-            given.source = hub.fetched_folder(given.source, "SOURCE")
-        code, report = (bridge_command if needs_bridge(given) else commands[given.command])(given)
-        if given.json:
-            given.json.write_text(json.dumps(report, indent=2) + "\n")
-            print(f"wrote {given.json}")
+        if options.command == "roundtrip" or (options.command == "import" and not options.gguf):
+            options.source = fetched_folder(options.source, "SOURCE")
+        code, report = (bridge_command if needs_bridge(options) else commands[options.command])(options)
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=2) + "\n")
+            print(f"wrote {options.json}")
     except DamagedCheckpoint as error:
         fault = f"{error}; copy the checkpoint again, or name another by --iteration"
     except (ConfigError, CheckpointError) as error:

@@ -183,21 +183,21 @@ class GgufFile:
     def check_types(self) -> None:
         """Raise ConfigError where a tensor's type is one that the gguf library does not turn into numbers."""
         gguf = gguf_library()
-        for name, place in {place.type_name: (name, place) for name, place in self.tensors.items()}.values():
-            kind = gguf.GGMLQuantizationType[place.type_name]
+        for name, tensor in {tensor.type_name: (name, tensor) for name, tensor in self.tensors.items()}.values():
+            kind = gguf.GGMLQuantizationType[tensor.type_name]
             try:
                 gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
             except NotImplementedError:
                 raise ConfigError(
-                    f"{self.path}: {name} is {place.type_name}, which the gguf library does not dequantize; take a "
+                    f"{self.path}: {name} is {tensor.type_name}, which the gguf library does not dequantize; take a "
                     "file of another quantization, F16 or Q8_0"
                 ) from None
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor's numbers in float32, dequantized by the gguf library."""
-        gguf, place = gguf_library(), self.tensors[name]
-        kind = gguf.GGMLQuantizationType[place.type_name]
-        stored = self._bytes[place.start : place.start + place.num_bytes]
+        gguf, tensor = gguf_library(), self.tensors[name]
+        kind = gguf.GGMLQuantizationType[tensor.type_name]
+        stored = self._bytes[tensor.start : tensor.start + tensor.num_bytes]
         plain = {"F32": np.float32, "F16": np.float16}
-        stored = stored.view(plain[place.type_name]) if place.type_name in plain else stored
-        return gguf.dequantize(stored.reshape(*place.shape[:-1], -1), kind).reshape(place.shape)
+        stored = stored.view(plain[tensor.type_name]) if tensor.type_name in plain else stored
+        return gguf.dequantize(stored.reshape(*tensor.shape[:-1], -1), kind).reshape(tensor.shape)

@@ -125,13 +125,13 @@ def config_fields(file: GgufFile, dtype: torch.dtype) -> tuple[dict, dict]:
     if family != "qwen2":
         head_dim = fields["head_dim"] = single(file, f"{family}.attention.key_length", int, head_dim, least=1)
     check_keys(file, family, head_dim)
-    found = {
+    special = {
         key: check(values[f"tokenizer.ggml.{key}"], f"{where}: {key}", int, least=0, most=len(tokens) - 1)
         for key in ("bos_token_id", "padding_token_id", "unknown_token_id", *STOPS)
         if f"tokenizer.ggml.{key}" in values
     }
-    stops = list(dict.fromkeys(found[key] for key in STOPS if key in found))
-    ids = {"bos_token_id": found.get("bos_token_id"), "pad_token_id": found.get("padding_token_id")}
+    stops = list(dict.fromkeys(special[key] for key in STOPS if key in special))
+    ids = {"bos_token_id": special.get("bos_token_id"), "pad_token_id": special.get("padding_token_id")}
     ids["eos_token_id"] = stops[0] if len(stops) == 1 else stops or None
     head = {"architectures": [CLASSES[family]], "model_type": family, "dtype": str(dtype).removeprefix("torch.")}
     tied = {"tie_word_embeddings": "output.weight" not in file.tensors, "rope_parameters": rope(file, family)}

@@ -40,13 +40,13 @@ NEEDLESS = (
 PREFIXES = ("gradient_checkpointing_kwargs.", "fsdp_config.", "special_tokens.pad_token", "liger_")
 
 
-def trainer_of(given: Mapping[str, Any]) -> str:
+def trainer_of(settings: Mapping[str, Any]) -> str:
     """Return what a file trains: its ``rl``, ``reward`` of a reward model, or ``sft``."""
-    if given.get("reward_model"):
+    if settings.get("reward_model"):
         return "reward"
-    if given.get("process_reward_model"):
+    if settings.get("process_reward_model"):
         return "prm"
-    return str(given.get("rl") or "sft")
+    return str(settings.get("rl") or "sft")
 
 
 def translate(
@@ -65,19 +65,19 @@ def translate(
     _own(trainer, settings)
     renamed = {NAMES.get(name, name): why for name, why in (unknown or {}).items()}
     if trainer in ("grpo", "gdpo"):
-        found = trl.translate(settings, renamed, processes=processes)
+        translation = trl.translate(settings, renamed, processes=processes)
     else:
-        found = trl_pairs.translate(
+        translation = trl_pairs.translate(
             {"ipo": "dpo", "simpo": "cpo"}.get(trainer, trainer), settings, renamed, processes=processes
         )
-    found.framework = "axolotl"
+    translation.framework = "axolotl"
     share = settings.get("val_set_size")
     if share == 0 or (isinstance(share, float) and trainer not in ("grpo", "gdpo")):
-        found.left.pop("val_set_size")
-        found.ours |= {"sft.eval_share": share} if share else {}
-    found.left = {theirs.get(name, name): why for name, why in found.left.items()}
-    found.needless = [theirs[name] for name in found.needless if name in theirs] + needless
-    return found
+        translation.left.pop("val_set_size")
+        translation.ours |= {"sft.eval_share": share} if share else {}
+    translation.left = {theirs.get(name, name): why for name, why in translation.left.items()}
+    translation.needless = [theirs[name] for name in translation.needless if name in theirs] + needless
+    return translation
 
 
 def _own(trainer: str, settings: dict[str, Any]) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 from megatron_rl.commands.translate.translation import MISSING, Translation
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError, quoted
-from megatron_rl.validate import validate_config
-from megatron_rl.validate.relations import check_lengths
+from megatron_rl.validate import check_lengths, validate_config
 
 _OF_THE_SKIP = "skip.mode=exact"
 
@@ -55,7 +54,9 @@ def checked(translation: Translation) -> Check:
         not_done.append(f"what depends on {', '.join(translation.open)}")
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text("{}", encoding="utf-8")
-        stand_ins = _stand_ins(config, folder, translation.open, not_done)
+        models = {"model.hf_path": config.model.hf_path, "critic.hf_path": config.critic.hf_path}
+        rewards = config.train.num_rollouts != 0 and not config.reward.functions and not config.has_teacher
+        stand_ins = _stand_ins(models, folder, open_keys=translation.open, rewards=rewards, not_done=not_done)
         faults += _faults(nested(ours | stand_ins))
     if "model.hf_path" not in stand_ins and config.model.hf_path:
         faults += _against_model(config, done)
@@ -69,21 +70,26 @@ def checked(translation: Translation) -> Check:
     return Check(faults=tuple(dict.fromkeys(faults)), done=tuple(done), not_done=tuple(not_done))
 
 
-def _stand_ins(config: Config, folder: str, open_keys: Collection[str], not_done: list[str]) -> dict[str, Any]:
-    """Return settings that stand in, for the check, for what is not here or not named yet."""
-    found: dict[str, Any] = {}
-    for key, path in (("model.hf_path", config.model.hf_path), ("critic.hf_path", config.critic.hf_path)):
+def _stand_ins(
+    models: Mapping[str, str | None], folder: str, *, open_keys: Collection[str], rewards: bool, not_done: list[str]
+) -> dict[str, Any]:
+    """Return settings that stand in, for the check, for what is not here or not named yet.
+
+    models: the folder of each model, by its setting's key. rewards: whether functions are still to be named.
+    """
+    stand_ins: dict[str, Any] = {}
+    for key, path in models.items():
         needed = key == "model.hf_path" or path is not None
         if needed and not os.path.isfile(os.path.join(path or "", "config.json")):
-            found[key] = folder
+            stand_ins[key] = folder
             what = f"{key}={quoted(path, 200)} is no folder here" if path else f"{key} names none"
             not_done.append(f"the model: {what}; a name on the hub is fetched at the start (docs/hub.md)")
     if "eval.sets" in open_keys:
-        found["eval.sets"] = {"test": folder}
-    if config.train.num_rollouts != 0 and not config.reward.functions and not config.has_teacher:
-        found["reward.functions"] = ["arithmetic"]
+        stand_ins["eval.sets"] = {"test": folder}
+    if rewards:
+        stand_ins["reward.functions"] = ["arithmetic"]
         not_done.append("the rewards: reward.functions is to be named")
-    return found
+    return stand_ins
 
 
 def _faults(settings: dict[str, Any]) -> list[str]:
@@ -91,12 +97,12 @@ def _faults(settings: dict[str, Any]) -> list[str]:
     try:
         validate_config(load_config(settings))
     except ConfigError as error:
-        found = [str(error)]
-        if _OF_THE_SKIP in found[0] and settings.get("skip", {}).get("mode") is None:
+        faults = [str(error)]
+        if _OF_THE_SKIP in faults[0] and settings.get("skip", {}).get("mode") is None:
             without = copy.deepcopy(settings)
             without.setdefault("skip", {})["mode"] = "off"
-            found += _faults(without)
-        return found
+            faults += _faults(without)
+        return faults
     return []
 
 

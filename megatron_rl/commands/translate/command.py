@@ -56,10 +56,12 @@ def _translation(kind: Kind, read: Settings, path: str, processes: int | None) -
     if kind.trainer not in OF_TRL_HERE:
         raise refuse_trainer(kind, path, OF_TRL_HERE)
     if kind.trainer == "grpo":
-        found = trl.translate(read.given, read.unknown, processes=processes)
+        translation = trl.translate(read.given, read.unknown, processes=processes)
         if kind.assumed:
-            found.left["trainer"] = "the file names none, and is read as GRPO's; RLOO has its names too: --trainer"
-        return found
+            translation.left["trainer"] = (
+                "the file names none, and is read as GRPO's; RLOO has its names too: --trainer"
+            )
+        return translation
     return trl_pairs.translate(kind.trainer, read.given, read.unknown, processes=processes)
 
 
@@ -82,16 +84,16 @@ def translate_command(arguments: Sequence[str]) -> int:
         metavar="NAME=VALUE",
         help="a script's variable, or its argument by number, as in --set 1=gpu",
     )
-    given = parser.parse_args(arguments)
-    if given.processes is not None and given.processes < 1:
-        raise ConfigError(f"--processes {given.processes} is no number of processes; it is at least 1")
+    options = parser.parse_args(arguments)
+    if options.processes is not None and options.processes < 1:
+        raise ConfigError(f"--processes {options.processes} is no number of processes; it is at least 1")
     values = {}
-    for each in given.set:
+    for each in options.set:
         if not re.match(r"([A-Za-z_]\w*|[1-9])=", each):
             raise ConfigError(f"--set {quoted(each)} is not NAME=VALUE, with a variable's name or 1 to 9")
         name, _, values[name] = each.partition("=")
     translation, read = translated(
-        given.framework, given.file, processes=given.processes, trainer=given.trainer, values=values
+        options.framework, options.file, processes=options.processes, trainer=options.trainer, values=values
     )
-    print(as_yaml(translation, given.file.name, checked(translation), read.notes), end="")
+    print(as_yaml(translation, options.file.name, checked(translation), read.notes), end="")
     return 0

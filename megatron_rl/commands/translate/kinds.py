@@ -91,9 +91,9 @@ _OF_NEMO = ("dpo", "distillation", "sft", "rm", "ppo", "grpo")
 def kind_of_command(line: str, names: Collection[str]) -> Kind | None:
     """Return whose command a line is, by its program, else by the names of its settings; None of another program."""
     for pattern, framework, trainer in _PROGRAMS:
-        found = re.search(pattern, line)
-        if found:
-            named = next((each for each in found.groups() if each), trainer)
+        match = re.search(pattern, line)
+        if match:
+            named = next((each for each in match.groups() if each), trainer)
             return Kind(framework, _SCRIPTS_OF_TRL.get(named, named))
     kind = kind_of_names(names)
     own_main = re.search(r"(?:^|[ ./])(\w*main\w*)(?:\.py)?(?: |$)", line)
@@ -125,26 +125,26 @@ def _trl_kind(names: Collection[str]) -> Kind:
     return Kind("TRL", trainer)
 
 
-def require_kind(given: Kind | None, framework: str, path: str, trainer: str | None) -> Kind:
+def require_kind(kind: Kind | None, framework: str, path: str, trainer: str | None) -> Kind:
     """Return the kind that a file is translated as. Raises ConfigError where it is another framework's, or nobody's.
 
     trainer: the user's word for it, which a file that names another one contradicts.
     """
-    if given is None:
+    if kind is None:
         raise ConfigError(
             f"{path} holds no setting of {framework}'s: neither a YAML nor overrides a.b=c nor --name value"
         )
-    if given.framework != framework:
+    if kind.framework != framework:
         ways = {"TRL": "megatron-rl translate trl", "verl": "megatron-rl translate verl"}
         ways |= {"axolotl": "megatron-rl translate axolotl", "megatron_rl": "megatron-rl train --config"}
-        way = ways.get(given.framework)
+        way = ways.get(kind.framework)
         out = f"{way} {path}" if way else "docs/coming-from.md lists settings by name; there is no tool for these"
-        raise ConfigError(f"{path} is a file of {given}, not of {framework}'s; {out}")
-    if given.assumed:
-        return Kind(framework, trainer or given.trainer, assumed=trainer is None)
-    if trainer and given.trainer and trainer != given.trainer:
-        raise ConfigError(f"{path} is a file of {given}, and --trainer {trainer} says another; leave that out")
-    return Kind(framework, given.trainer or trainer or "")
+        raise ConfigError(f"{path} is a file of {kind}, not of {framework}'s; {out}")
+    if kind.assumed:
+        return Kind(framework, trainer or kind.trainer, assumed=trainer is None)
+    if trainer and kind.trainer and trainer != kind.trainer:
+        raise ConfigError(f"{path} is a file of {kind}, and --trainer {trainer} says another; leave that out")
+    return Kind(framework, kind.trainer or trainer or "")
 
 
 _ELSE = "docs/coming-from.md lists settings by name"

@@ -38,9 +38,9 @@ def _named(reasons: dict[str, str]) -> list[str]:
 
 
 def _section(title: str, entries: Iterable[str]) -> list[str]:
-    found = []
+    lines = []
     for entry in entries:
         one_line = " ".join(entry.split())
         wrapped = textwrap.wrap(one_line, WIDTH - 4, break_long_words=False, break_on_hyphens=False)
-        found += [f"#   {line}" if i == 0 else f"#     {line}" for i, line in enumerate(wrapped)]
-    return ["#", f"# {title}", *found] if found else []
+        lines += [f"#   {line}" if i == 0 else f"#     {line}" for i, line in enumerate(wrapped)]
+    return ["#", f"# {title}", *lines] if lines else []

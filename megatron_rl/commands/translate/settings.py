@@ -57,7 +57,8 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
     lost = [call for call in script.calls if _OVERRIDE.match(call.words[0].text)]  # behind a line that does not go on
     commands = [(call, *_named(call, flags=framework != "verl")) for call in script.calls if call not in lost]
     kinds = [
-        kind_of_command(" ".join(w.text for w in call.words), [*given, *unknown]) for call, given, unknown in commands
+        kind_of_command(" ".join(w.text for w in call.words), [*written, *unknown])
+        for call, written, unknown in commands
     ]
     own = [i for i, kind in enumerate(kinds) if kind is not None and kind.framework == framework]
     chosen = own[:1] or [i for i, kind in enumerate(kinds) if kind is not None][:1]
@@ -70,7 +71,7 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
             )
         of_text = kind_of_command(text, ())  # of a command in a here-document, say
         return Settings(kind=of_text if of_text and of_text.framework != framework else None, given={})
-    call, given, unknown = commands[chosen[0]]
+    call, written, unknown = commands[chosen[0]]
     notes = [_note(branch) for branch in script.branches]
     notes += [f"not read: {quoted(each, 80)}" for each in script.unread]
     own_commands = "is a command of its own to bash, and given to no program"
@@ -80,14 +81,14 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
         notes.append(f"line {call.line} is translated; further commands of {framework}'s are not: line {further}")
     kind = kinds[chosen[0]]
     if kind is not None and kind.framework == framework:
-        elsewhere = _elsewhere(call, framework, given, path, notes)
-        given = {**elsewhere.given, **given}
-        unknown = {**{name: why for name, why in elsewhere.unknown.items() if name not in given}, **unknown}
-    return Settings(kind=kind, given=given, unknown=unknown, notes=notes)
+        elsewhere = _elsewhere(call, framework, written, path, notes)
+        written = {**elsewhere.given, **written}
+        unknown = {**{name: why for name, why in elsewhere.unknown.items() if name not in written}, **unknown}
+    return Settings(kind=kind, given=written, unknown=unknown, notes=notes)
 
 
-def _elsewhere(call: Call, framework: str, given: dict[str, Any], script: pathlib.Path, notes: list[str]) -> Settings:
-    """Return the settings of the YAML that a command line names; ``given`` loses that name.
+def _elsewhere(call: Call, framework: str, written: dict[str, Any], script: pathlib.Path, notes: list[str]) -> Settings:
+    """Return the settings of the YAML that a command line names; ``written`` loses that name.
 
     verl's is named in ``notes`` alone, since it builds upon others. Raises ConfigError where another's is not here.
     """
@@ -100,7 +101,7 @@ def _elsewhere(call: Call, framework: str, given: dict[str, Any], script: pathli
                 "sets has verl's own defaults below"
             )
         return Settings(kind=None, given={})
-    file = given.pop("config", None)
+    file = written.pop("config", None)
     if framework == "axolotl":
         file = next((word.text for word in call.words if word.text.endswith(SUFFIXES)), None)
     if file is None:
@@ -124,7 +125,7 @@ def _named(call: Call, *, flags: bool) -> tuple[dict[str, Any], dict[str, str]]:
 
     flags: whether ``--name value`` behind the program is a setting too; of a launcher's, ``--num_processes`` is.
     """
-    given: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     unknown: dict[str, str] = {}
     words = list(call.words)
     programs = [i for i, word in enumerate(words) if re.search(r"(^|/)trl$|\.py$|^-m$", word.text)]
@@ -139,7 +140,7 @@ def _named(call: Call, *, flags: bool) -> tuple[dict[str, Any], dict[str, str]]:
             values = [Value(flag[2], word.depends)] if flag[2] is not None else behind or [Value("true")]
         else:
             continue
-        given.pop(name, None)
+        written.pop(name, None)
         unknown.pop(name, None)
         depends = list(dict.fromkeys(each for value in values for each in value.depends))
         if depends:
@@ -147,14 +148,14 @@ def _named(call: Call, *, flags: bool) -> tuple[dict[str, Any], dict[str, str]]:
             unknown[name] = f"{quoted(values[0].text, 80)} depends on {on}"
         else:
             found = [parsed(value.text) for value in values]
-            given[name] = found[0] if len(found) == 1 else found
-    return given, unknown
+            written[name] = found[0] if len(found) == 1 else found
+    return written, unknown
 
 
 def _values_behind(words: Sequence[Value]) -> list[Value]:
-    found = []
+    values = []
     for word in words:
         if _FLAG.fullmatch(word.text) or _OVERRIDE.fullmatch(word.text):
             break
-        found.append(word)
-    return found
+        values.append(word)
+    return values

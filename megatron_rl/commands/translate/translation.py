@@ -139,10 +139,10 @@ def number(value: Any) -> float | int:
 
 def whole(value: Any) -> int:
     """Return a whole number that may be written as a text or a float. Raises ValueError for another value."""
-    found = number(value)
-    if not float(found).is_integer():
+    as_number = number(value)
+    if not float(as_number).is_integer():
         raise ValueError("it is no whole number")
-    return int(found)
+    return int(as_number)
 
 
 def truth(value: Any) -> bool:
@@ -159,12 +159,12 @@ def paths(value: Any) -> list[str]:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as one with dotted names. Raises ConfigError for a name that is no text of one line."""
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for name, value in values.items():
         if not isinstance(name, str) or not name.isprintable():
             raise ConfigError(f"the settings hold the name {quoted(name)}, which is no text of one line")
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}.")
+            dotted |= flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
-    return found
+            dotted[prefix + name] = value
+    return dotted

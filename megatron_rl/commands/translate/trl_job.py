@@ -10,6 +10,16 @@ from megatron_rl.config.lora import PROJECTIONS
 from megatron_rl.errors import ConfigError
 from megatron_rl.hub.names import HubName
 
+# TRL's and transformers' defaults of settings that are translated, where the user's file leaves them out.
+DEFAULTS: dict[str, Any] = {
+    "lr_scheduler_type": "linear",
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "num_train_epochs": 3.0,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "seed": 42,
+}
 NEEDLESS = (
     "tf32",
     "attn_implementation",
@@ -38,9 +48,9 @@ NEEDLESS = (
 )
 
 
-def processes_of(given: Mapping[str, Any], processes: int | None) -> int:
+def processes_of(settings: Mapping[str, Any], processes: int | None) -> int:
     """Return the number of processes that train. Raises ConfigError where nothing says it: the batch is per device."""
-    processes = processes or given.get("num_processes")
+    processes = processes or settings.get("num_processes")
     if processes is None:
         raise ConfigError(
             "the batch there is per device: say how many processes train by --processes, as in --processes 8"
@@ -48,53 +58,52 @@ def processes_of(given: Mapping[str, Any], processes: int | None) -> int:
     return whole(processes)
 
 
-def model_and_data(found: Translation) -> None:
-    found.take("model_name_or_path", "model.hf_path", str)
+def model_and_data(translation: Translation) -> None:
+    translation.take("model_name_or_path", "model.hf_path", str)
     for name in ("dtype", "torch_dtype"):
-        found.take(name, "model.dtype", _dtype)
-    found.take("seed", "run.seed", whole)
-    found.compute("data.train", ("dataset_name",), lambda name: [_data_set(found, name)])
+        translation.take(name, "model.dtype", _dtype)
+    translation.take("seed", "run.seed", whole)
+    translation.compute("data.train", ("dataset_name",), lambda name: [_data_set(translation, name)])
     for name in ("dataset_test_split", "dataset_mixture", "datasets"):
-        found.leave(name, "data.train names files of the rows that are trained")
-    if found.given.get("model_revision", "main") == "main":
-        found.skip("model_revision")
-    found.leave("model_revision", "model.hf_path is a folder of that revision")
-    found.leave("trust_remote_code", "no code of a model's folder is run here")
+        translation.leave(name, "data.train names files of the rows that are trained")
+    if translation.given.get("model_revision", "main") == "main":
+        translation.skip("model_revision")
+    translation.leave("model_revision", "model.hf_path is a folder of that revision")
+    translation.leave("trust_remote_code", "no code of a model's folder is run here")
     for name in ("load_in_4bit", "load_in_8bit", "fp16"):
-        if found.given.get(name) is False:
-            found.skip(name)
-        found.leave(name, "model.dtype is float32 or bfloat16")
+        if translation.given.get(name) is False:
+            translation.skip(name)
+        translation.leave(name, "model.dtype is float32 or bfloat16")
     for name, default in (("bf16", True), ("disable_dropout", True)):
-        if found.given.get(name, default) in (default, "auto"):
-            found.skip(name)
-        found.leave(name, "model.dtype=float32 says so here" if name == "bf16" else "dropout is off here")
-    _adapters(found)
+        if translation.given.get(name, default) in (default, "auto"):
+            translation.skip(name)
+        translation.leave(name, "model.dtype=float32 says so here" if name == "bf16" else "dropout is off here")
+    _adapters(translation)
 
 
-
-def _data_set(found: Translation, name: object) -> str:
+def _data_set(translation: Translation, name: object) -> str:
     """Return a data set's name on the hub, with its configuration and split (docs/hub.md); a path stays as it is."""
-    subset, split = found.get("dataset_config"), found.get("dataset_train_split")
+    subset, split = translation.get("dataset_config"), translation.get("dataset_train_split")
     if subset is None and split in (None, "train"):
         return str(name)
     return str(HubName(repo=str(name), subset=subset, split=split))
 
 
-def _adapters(found: Translation) -> None:
+def _adapters(translation: Translation) -> None:
     names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_task_type")
-    if not truth(found.get("use_peft") or False):
-        found.skip(*names)
+    if not truth(translation.get("use_peft") or False):
+        translation.skip(*names)
         return
-    found.take("lora_r", "lora.rank", whole)
-    found.take("lora_alpha", "lora.alpha", number)
-    if not found.given.get("lora_dropout", 0.05):
-        found.skip("lora_dropout")
+    translation.take("lora_r", "lora.rank", whole)
+    translation.take("lora_alpha", "lora.alpha", number)
+    if not translation.given.get("lora_dropout", 0.05):
+        translation.skip("lora_dropout")
     dropout = "adapters have no dropout here: log-probs of engine and trainer would be of two models"
-    found.leave("lora_dropout", dropout)
-    if not found.is_given("lora_dropout"):
-        found.left["lora_dropout"] = f"0.05 by default: {dropout}"
-    found.take("lora_target_modules", "lora.targets", targets)
-    found.skip("lora_task_type")
+    translation.leave("lora_dropout", dropout)
+    if not translation.is_given("lora_dropout"):
+        translation.left["lora_dropout"] = f"0.05 by default: {dropout}"
+    translation.take("lora_target_modules", "lora.targets", targets)
+    translation.skip("lora_task_type")
 
 
 def targets(value: Any) -> list[str]:
@@ -102,11 +111,11 @@ def targets(value: Any) -> list[str]:
     names = set(paths(value))
     if names in ({"all-linear"}, {"all"}):
         return list(PROJECTIONS)
-    found = [ours for ours, theirs in PROJECTIONS.items() if names & set(theirs)]
-    covered = {name for ours in found for name in PROJECTIONS[ours]}
+    layers = [ours for ours, theirs in PROJECTIONS.items() if names & set(theirs)]
+    covered = {name for ours in layers for name in PROJECTIONS[ours]}
     if names != covered:
         raise ValueError(f"lora.targets are whole layers here: {PROJECTIONS}")
-    return found
+    return layers
 
 
 def _dtype(value: Any) -> str:
@@ -115,17 +124,17 @@ def _dtype(value: Any) -> str:
     return value
 
 
-def schedule(found: Translation, section: str) -> None:
+def schedule(translation: Translation, section: str) -> None:
     """Set the rate, its schedule and AdamW's numbers: ``section`` is ``optimizer``, or ``sft`` for the rate's part."""
-    found.take("learning_rate", f"{section}.lr", number)
-    found.take("weight_decay", f"{section}.weight_decay", number)
-    found.take("max_grad_norm", "optimizer.clip_grad", number)
-    share = found.given.get("warmup_steps")
+    translation.take("learning_rate", f"{section}.lr", number)
+    translation.take("weight_decay", f"{section}.weight_decay", number)
+    translation.take("max_grad_norm", "optimizer.clip_grad", number)
+    share = translation.given.get("warmup_steps")
     if isinstance(share, float) and 0 < share < 1:
-        found.leave("warmup_steps", f"a share of the steps: give their number, {section}.warmup_steps")
+        translation.leave("warmup_steps", f"a share of the steps: give their number, {section}.warmup_steps")
     else:
-        found.take("warmup_steps", f"{section}.warmup_steps", whole)
-    found.leave("warmup_ratio", f"give the number of steps, {section}.warmup_steps")
+        translation.take("warmup_steps", f"{section}.warmup_steps", whole)
+    translation.leave("warmup_ratio", f"give the number of steps, {section}.warmup_steps")
     schedules: dict[object, Mapping[str, Any]] = {
         "constant": {f"{section}.schedule": "constant"},
         "constant_with_warmup": {f"{section}.schedule": "constant"},
@@ -133,38 +142,38 @@ def schedule(found: Translation, section: str) -> None:
         "cosine": {f"{section}.schedule": "cosine"},
         "cosine_with_min_lr": {f"{section}.schedule": "cosine"},
     }
-    found.choose("lr_scheduler_type", schedules, f"{section}.schedule is constant, cosine or linear")
-    found.compute(
+    translation.choose("lr_scheduler_type", schedules, f"{section}.schedule is constant, cosine or linear")
+    translation.compute(
         f"{section}.min_lr",
         ("lr_scheduler_kwargs.min_lr_rate", "learning_rate"),
         lambda share, rate: float(f"{number(share) * number(rate):.12g}"),
     )
-    found.take("lr_scheduler_kwargs.min_lr", f"{section}.min_lr", number)
-    for name, place in (("adam_beta1", 0), ("adam_beta2", 1)):
-        value = found.get(name)
+    translation.take("lr_scheduler_kwargs.min_lr", f"{section}.min_lr", number)
+    for name, index in (("adam_beta1", 0), ("adam_beta2", 1)):
+        value = translation.get(name)
         if value is not None:
-            betas = found.ours.setdefault("optimizer.betas", [0.9, 0.999])
-            betas[place] = number(value)
-    found.take("adam_epsilon", "optimizer.epsilon", number)
-    if found.given.get("optim", "adamw_torch") in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
-        found.skip("optim")
-    found.leave("optim", "AdamW in full precision is the optimizer here")
+            betas = translation.ours.setdefault("optimizer.betas", [0.9, 0.999])
+            betas[index] = number(value)
+    translation.take("adam_epsilon", "optimizer.epsilon", number)
+    if translation.given.get("optim", "adamw_torch") in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
+        translation.skip("optim")
+    translation.leave("optim", "AdamW in full precision is the optimizer here")
 
 
-def records(found: Translation) -> None:
-    found.take("output_dir", "run.dir", str)
-    found.take("run_name", "run.name", str)
-    found.take("save_total_limit", "checkpoint.keep_last", whole)
-    report = found.get("report_to")
+def records(translation: Translation) -> None:
+    translation.take("output_dir", "run.dir", str)
+    translation.take("run_name", "run.name", str)
+    translation.take("save_total_limit", "checkpoint.keep_last", whole)
+    report = translation.get("report_to")
     for name in paths(report) if report is not None else []:
         if name == "wandb":
-            found.ours["metrics.wandb_project"] = str(found.get("wandb_project") or "megatron_rl")
+            translation.ours["metrics.wandb_project"] = str(translation.get("wandb_project") or "megatron_rl")
         elif name == "tensorboard":
-            found.ours["metrics.tensorboard"] = True
+            translation.ours["metrics.tensorboard"] = True
         elif name == "mlflow":
-            found.ours["metrics.mlflow_experiment"] = "megatron_rl"
+            translation.ours["metrics.mlflow_experiment"] = "megatron_rl"
         elif name != "none":
-            found.left["report_to"] = f"{name!r}: wandb, tensorboard and mlflow are here"
-    found.skip("wandb_project", "wandb_entity")
+            translation.left["report_to"] = f"{name!r}: wandb, tensorboard and mlflow are here"
+    translation.skip("wandb_project", "wandb_entity")
     for name in ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "push_to_hub_revision"):
-        found.leave(name, "nothing is sent to a hub; the policy is exported under checkpoints/")
+        translation.leave(name, "nothing is sent to a hub; the policy is exported under checkpoints/")

@@ -8,16 +8,7 @@ from typing import Any
 from megatron_rl.commands.translate import trl_job
 from megatron_rl.commands.translate.translation import Translation, number, whole
 
-_SHARED: dict[str, Any] = {
-    "lr_scheduler_type": "linear",
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "num_train_epochs": 3.0,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "max_length": 1024,
-    "seed": 42,
-}
+_SHARED = trl_job.DEFAULTS | {"max_length": 1024}
 # TRL's and transformers' defaults of settings that are translated, by trainer.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": _SHARED | {"learning_rate": 2e-5},
@@ -38,108 +29,111 @@ NEEDLESS = (
 
 
 def translate(
-    trainer: str, given: Mapping[str, Any], unknown: Mapping[str, str] | None = None, *, processes: int | None = None
+    trainer: str, settings: Mapping[str, Any], unknown: Mapping[str, str] | None = None, *, processes: int | None = None
 ) -> Translation:
     """Return our settings for those of a trainer of DEFAULTS. Raises ConfigError as ``processes_of`` does."""
-    num_processes = trl_job.processes_of(given, processes)
-    found = Translation(framework="TRL", given=given, assumed=DEFAULTS[trainer], unknown=unknown or {})
-    found.ours["train.num_rollouts"] = 0
-    trl_job.model_and_data(found)
-    _steps(found, num_processes)
-    trl_job.schedule(found, "sft")
-    {"sft": _responses, "dpo": _dpo, "cpo": _cpo, "reward": _reward}[trainer](found)
-    trl_job.records(found)
-    found.skip("packing", "packing_strategy")
-    found.take("save_steps", "sft.save_every_steps", whole)
-    found.leave("eval_steps", "sft.eval_every_steps, with rows held out by sft.eval_share or sft.eval_path")
-    found.skip(*NEEDLESS)
-    found.close()
-    return found
+    num_processes = trl_job.processes_of(settings, processes)
+    translation = Translation(framework="TRL", given=settings, assumed=DEFAULTS[trainer], unknown=unknown or {})
+    translation.ours["train.num_rollouts"] = 0
+    trl_job.model_and_data(translation)
+    _steps(translation, num_processes)
+    trl_job.schedule(translation, "sft")
+    {"sft": _responses, "dpo": _dpo, "cpo": _cpo, "reward": _reward}[trainer](translation)
+    trl_job.records(translation)
+    translation.skip("packing", "packing_strategy")
+    translation.take("save_steps", "sft.save_every_steps", whole)
+    translation.leave("eval_steps", "sft.eval_every_steps, with rows held out by sft.eval_share or sft.eval_path")
+    translation.skip(*NEEDLESS)
+    translation.close()
+    return translation
 
 
-def _steps(found: Translation, processes: int) -> None:
-    found.compute(
+def _steps(translation: Translation, processes: int) -> None:
+    translation.compute(
         "sft.samples_per_step",
         ("per_device_train_batch_size", "gradient_accumulation_steps"),
         lambda each, times: processes * whole(each) * whole(times),
     )
-    steps = found.given.get("max_steps")
-    if "max_steps" in found.unknown or (steps is not None and whole(steps) > 0):
-        found.take("max_steps", "sft.steps", whole)
+    steps = translation.given.get("max_steps")
+    if "max_steps" in translation.unknown or (steps is not None and whole(steps) > 0):
+        translation.take("max_steps", "sft.steps", whole)
     else:
-        found.skip("max_steps")
-        found.take("num_train_epochs", "sft.epochs", whole)
-    found.skip("num_train_epochs")
+        translation.skip("max_steps")
+        translation.take("num_train_epochs", "sft.epochs", whole)
+    translation.skip("num_train_epochs")
     for name in ("max_length", "max_seq_length"):
-        found.take(name, "data.max_prompt_tokens", whole)
+        translation.take(name, "data.max_prompt_tokens", whole)
     cut = "no row is cut here: one beyond the model's context ends the start, or data.on_long_prompt=drop leaves it out"
     for name in ("max_length", "max_seq_length", "max_prompt_length", "max_completion_length", "truncation_mode"):
-        found.leave(name, cut)
-    if not found.is_given("max_length") and not found.is_given("max_seq_length"):
-        found.left["max_length"] = f"{found.assumed['max_length']} by default: {cut}"
+        translation.leave(name, cut)
+    if not translation.is_given("max_length") and not translation.is_given("max_seq_length"):
+        translation.left["max_length"] = f"{translation.assumed['max_length']} by default: {cut}"
 
 
-def _responses(found: Translation) -> None:
-    if found.given.get("packing") is True:
-        found.leave("packing", "rows are packed without attention between them; sft.samples_per_step counts rows")
-    if found.given.get("shuffle_dataset") is True:
-        found.skip("shuffle_dataset")
-    found.ours["data.messages_key"] = "messages"
-    found.left["rows"] = (
+def _responses(translation: Translation) -> None:
+    if translation.given.get("packing") is True:
+        translation.leave("packing", "rows are packed without attention between them; sft.samples_per_step counts rows")
+    if translation.given.get("shuffle_dataset") is True:
+        translation.skip("shuffle_dataset")
+    translation.ours["data.messages_key"] = "messages"
+    translation.left["rows"] = (
         "data.messages_key=messages is set, for rows of conversations; of prompt and completion, set it to null and "
         "data.solution_key=completion (docs/supervised.md)"
     )
-    if found.given.get("assistant_only_loss") is True or found.given.get("completion_only_loss") is True:
-        found.skip("assistant_only_loss", "completion_only_loss")
+    if translation.given.get("assistant_only_loss") is True or translation.given.get("completion_only_loss") is True:
+        translation.skip("assistant_only_loss", "completion_only_loss")
     else:
-        found.left["assistant_only_loss"] = (
+        translation.left["assistant_only_loss"] = (
             "only the assistant's turns have loss here; TRL trains all tokens by default"
         )
-    found.leave("dataset_text_field", "a text without roles has no response to train here (docs/supervised.md)")
-    if found.given.get("loss_type", "nll") in ("nll", None):
-        found.skip("loss_type")
-    found.leave("loss_type", "the loss is −log π of each token here")
-    found.leave("chat_template_path", "put it into the tokenizer's folder; data.template=chat applies it")
+    translation.leave("dataset_text_field", "a text without roles has no response to train here (docs/supervised.md)")
+    if translation.given.get("loss_type", "nll") in ("nll", None):
+        translation.skip("loss_type")
+    translation.leave("loss_type", "the loss is −log π of each token here")
+    translation.leave("chat_template_path", "put it into the tokenizer's folder; data.template=chat applies it")
 
 
-def _pairs(found: Translation, losses: Mapping[str, str]) -> None:
+def _pairs(translation: Translation, losses: Mapping[str, str]) -> None:
     """Set the pairs' loss and β. ``losses``: theirs → ours."""
-    given = found.get("loss_type")
-    if isinstance(given, list):  # TRL takes several, weighted
-        found.given = {**found.given, "loss_type": given[0] if len(given) == 1 else ", ".join(map(str, given))}
-    found.choose(
+    kinds = translation.get("loss_type")
+    if isinstance(kinds, list):  # TRL takes several, weighted
+        translation.given = {
+            **translation.given,
+            "loss_type": kinds[0] if len(kinds) == 1 else ", ".join(map(str, kinds)),
+        }
+    translation.choose(
         "loss_type",
         {theirs: {"preference.loss": ours} for theirs, ours in losses.items()},
         f"of TRL's losses {', '.join(losses)} are here (docs/preference.md)",
     )
-    found.take("beta", "preference.beta", number)
+    translation.take("beta", "preference.beta", number)
 
 
-def _dpo(found: Translation) -> None:
-    _pairs(found, {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo"})
+def _dpo(translation: Translation) -> None:
+    _pairs(translation, {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo"})
     for name, off in (("label_smoothing", 0), ("use_weighting", False), ("sync_ref_model", False)):
-        if found.given.get(name, off) == off:
-            found.skip(name)
-        found.leave(name, "not in this loss here (docs/preference.md)")
-    if found.given.get("f_divergence_type", "reverse_kl") == "reverse_kl":
-        found.skip("f_divergence_type", "f_alpha_divergence_coef")
+        if translation.given.get(name, off) == off:
+            translation.skip(name)
+        translation.leave(name, "not in this loss here (docs/preference.md)")
+    if translation.given.get("f_divergence_type", "reverse_kl") == "reverse_kl":
+        translation.skip("f_divergence_type", "f_alpha_divergence_coef")
     for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
-        if not found.given.get("sync_ref_model"):
-            found.skip(name)
+        if not translation.given.get("sync_ref_model"):
+            translation.skip(name)
 
 
-def _cpo(found: Translation) -> None:
-    _pairs(found, {"simpo": "simpo"})
-    found.take("simpo_gamma", "preference.margin", number)
-    if number(found.get("cpo_alpha")):
-        found.left["cpo_alpha"] = "the loss has no term of imitation here; 0 is SimPO"
-    if found.given.get("label_smoothing"):
-        found.take("label_smoothing", "preference.label_smoothing", number)
-    found.skip("label_smoothing")
+def _cpo(translation: Translation) -> None:
+    _pairs(translation, {"simpo": "simpo"})
+    translation.take("simpo_gamma", "preference.margin", number)
+    if number(translation.get("cpo_alpha")):
+        translation.left["cpo_alpha"] = "the loss has no term of imitation here; 0 is SimPO"
+    if translation.given.get("label_smoothing"):
+        translation.take("label_smoothing", "preference.label_smoothing", number)
+    translation.skip("label_smoothing")
 
 
-def _reward(found: Translation) -> None:
-    found.ours |= {"preference.loss": "bradley_terry"}
-    if not found.given.get("center_rewards_coefficient"):
-        found.skip("center_rewards_coefficient")
-    found.leave("center_rewards_coefficient", "no term that centers rewards is here")
+def _reward(translation: Translation) -> None:
+    translation.ours |= {"preference.loss": "bradley_terry"}
+    if not translation.given.get("center_rewards_coefficient"):
+        translation.skip("center_rewards_coefficient")
+    translation.leave("center_rewards_coefficient", "no term that centers rewards is here")

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.commands.translate import verl_rollout, verl_training
 from megatron_rl.commands.translate.translation import Translation, number, paths, truth, whole
-from megatron_rl.commands.translate.verl_names import ACTOR, MODEL, ROLLOUT
+from megatron_rl.commands.translate.verl_rollout import ACTOR, MODEL, ROLLOUT
 
 # verl's defaults of settings that are translated, where the user's file leaves them out (its own generated YAML).
 DEFAULTS: dict[str, Any] = {
@@ -130,38 +130,47 @@ NEEDLESS = (
 )
 
 
-def translate(given: Mapping[str, Any], unknown: Mapping[str, str] | None = None) -> Translation:
+def translate(settings: Mapping[str, Any], unknown: Mapping[str, str] | None = None) -> Translation:
     """Return our settings for verl's. ``unknown``: those without a value → what it depends on."""
-    found = Translation(framework="verl", given=given, assumed=DEFAULTS, unknown=unknown or {})
-    found.ours |= {"data.template": "chat"}
-    _data(found)
-    _model(found)
-    _rewards(found)
-    verl_training.translate(found)
-    verl_rollout.translate(found)
-    found.skip(*NEEDLESS)
-    found.close()
-    return found
+    translation = Translation(framework="verl", given=settings, assumed=DEFAULTS, unknown=unknown or {})
+    translation.ours |= {"data.template": "chat"}
+    _data(translation)
+    _model(translation)
+    _rewards(translation)
+    verl_training.translate(translation)
+    verl_rollout.translate(translation)
+    translation.skip(*NEEDLESS)
+    translation.close()
+    return translation
 
 
-def _data(found: Translation) -> None:
-    found.take("data.train_files", "data.train", paths)
-    found.take("data.val_files", "eval.sets", lambda value: _named(paths(value)))
-    found.take("data.prompt_key", "data.prompt_key", str)
-    found.take("data.max_prompt_length", "data.max_prompt_tokens", whole)
-    found.take("data.max_response_length", "rollout.max_response_tokens", whole)
-    found.take("data.train_batch_size", "train.prompts_per_rollout", whole)
-    found.take("data.filter_overlong_prompts", "data.on_long_prompt", lambda value: "drop" if truth(value) else "fail")
-    if found.ours["data.on_long_prompt"] == "drop" or found.given.get("data.truncation", "error") == "error":
-        found.skip("data.truncation")  # nothing is cut there either
-    found.leave("data.truncation", "no prompt is cut here; data.on_long_prompt=fail ends the run at one, drop goes on")
-    found.take("data.shuffle", "data.shuffle", truth)
-    found.take("data.seed", "run.seed", whole)
-    for name in found.under("data.apply_chat_template_kwargs."):
-        found.take(name, f"data.template_variables.{name.removeprefix('data.apply_chat_template_kwargs.')}")
-    found.leave("data.gen_batch_size", "rollout.dynamic_sampling asks as many further prompts as groups are missing")
+def _data(translation: Translation) -> None:
+    translation.take("data.train_files", "data.train", paths)
+    translation.take("data.val_files", "eval.sets", lambda value: _named(paths(value)))
+    translation.take("data.prompt_key", "data.prompt_key", str)
+    translation.take("data.max_prompt_length", "data.max_prompt_tokens", whole)
+    translation.take("data.max_response_length", "rollout.max_response_tokens", whole)
+    translation.take("data.train_batch_size", "train.prompts_per_rollout", whole)
+    translation.take(
+        "data.filter_overlong_prompts", "data.on_long_prompt", lambda value: "drop" if truth(value) else "fail"
+    )
+    if (
+        translation.ours["data.on_long_prompt"] == "drop"
+        or translation.given.get("data.truncation", "error") == "error"
+    ):
+        translation.skip("data.truncation")  # nothing is cut there either
+    translation.leave(
+        "data.truncation", "no prompt is cut here; data.on_long_prompt=fail ends the run at one, drop goes on"
+    )
+    translation.take("data.shuffle", "data.shuffle", truth)
+    translation.take("data.seed", "run.seed", whole)
+    for name in translation.under("data.apply_chat_template_kwargs."):
+        translation.take(name, f"data.template_variables.{name.removeprefix('data.apply_chat_template_kwargs.')}")
+    translation.leave(
+        "data.gen_batch_size", "rollout.dynamic_sampling asks as many further prompts as groups are missing"
+    )
     for name in ("data.image_key", "data.video_key", "data.custom_cls.path", "data.tool_config_path"):
-        found.leave(name, "texts alone are read here, from files of rows (docs/your-own.md)")
+        translation.leave(name, "texts alone are read here, from files of rows (docs/your-own.md)")
 
 
 def _named(files: list[str]) -> dict[str, str]:
@@ -174,60 +183,60 @@ def _named(files: list[str]) -> dict[str, str]:
     return sets
 
 
-def _model(found: Translation) -> None:
-    found.take(f"{MODEL}.path", "model.hf_path", str)
-    found.take(f"{MODEL}.tokenizer_path", "model.tokenizer_path", str)
+def _model(translation: Translation) -> None:
+    translation.take(f"{MODEL}.path", "model.hf_path", str)
+    translation.take(f"{MODEL}.tokenizer_path", "model.tokenizer_path", str)
     for section, rank, alpha in (("", "lora_rank", "lora_alpha"), ("lora.", "lora.rank", "lora.alpha")):
-        if found.get(f"{MODEL}.{rank}"):
-            found.take(f"{MODEL}.{rank}", "lora.rank", whole)
-            found.take(f"{MODEL}.{alpha}", "lora.alpha", number)
-            if found.given.get(f"{MODEL}.{section}target_modules", "all-linear") == "all-linear":
-                found.skip(f"{MODEL}.{section}target_modules")  # as lora.targets by default
-    found.skip(f"{MODEL}.lora_alpha", f"{MODEL}.lora.alpha")
-    for name in found.under(f"{MODEL}.override_config."):
-        if name.endswith(("dropout", "_pdrop")) and found.given.get(name) == 0:
-            found.skip(name)  # dropout is 0 here
+        if translation.get(f"{MODEL}.{rank}"):
+            translation.take(f"{MODEL}.{rank}", "lora.rank", whole)
+            translation.take(f"{MODEL}.{alpha}", "lora.alpha", number)
+            if translation.given.get(f"{MODEL}.{section}target_modules", "all-linear") == "all-linear":
+                translation.skip(f"{MODEL}.{section}target_modules")  # as lora.targets by default
+    translation.skip(f"{MODEL}.lora_alpha", f"{MODEL}.lora.alpha")
+    for name in translation.under(f"{MODEL}.override_config."):
+        if name.endswith(("dropout", "_pdrop")) and translation.given.get(name) == 0:
+            translation.skip(name)  # dropout is 0 here
     for name in ("data.trust_remote_code", f"{MODEL}.trust_remote_code"):
-        found.leave(name, "no code of a model's folder is run here")
+        translation.leave(name, "no code of a model's folder is run here")
 
 
-def _rewards(found: Translation) -> None:
+def _rewards(translation: Translation) -> None:
     for name in ("custom_reward_function.path", "reward.custom_reward_function.path"):
-        found.leave(
+        translation.leave(
             name,
             "a reward function takes (prompts, completions, completion_ids, **columns) here and returns a list: call "
             "yours from one, and name it in reward.functions (docs/your-own.md)",
         )
-        found.skip(name.replace(".path", ".name"))
+        translation.skip(name.replace(".path", ".name"))
     for name in ("reward_model.enable", "reward.reward_model.enable"):
-        if found.get(name) in (True, "true", "True"):
-            found.leave(name, "reward.functions=[reward_model] with reward.model_path (docs/reward-model.md)")
-            for each in found.under(name.removesuffix("enable")):
+        if translation.get(name) in (True, "true", "True"):
+            translation.leave(name, "reward.functions=[reward_model] with reward.model_path (docs/reward-model.md)")
+            for each in translation.under(name.removesuffix("enable")):
                 if "overlong" not in each and "reward_manager" not in each and each != name:
-                    found.leave(each, "of the reward model; reward.model_path names it")
+                    translation.leave(each, "of the reward model; reward.model_path names it")
         else:
-            found.skip(name, *(f"{name.removesuffix('enable')}{each}" for each in ("model.", "rollout.")))
-    found.left["reward function"] = (
+            translation.skip(name, *(f"{name.removesuffix('enable')}{each}" for each in ("model.", "rollout.")))
+    translation.left["reward function"] = (
         "verl chooses it by the data's data_source; name one in reward.functions (docs/reward-forms.md)"
     )
     for prefix in ("reward_model", "reward_model.reward_kwargs", "reward", "reward.reward_kwargs"):
         name = "overlong_buffer_cfg" if prefix.endswith("kwargs") else "overlong_buffer"
-        _overlong(found, f"{prefix}.{name}", f"{prefix}.max_resp_len")
+        _overlong(translation, f"{prefix}.{name}", f"{prefix}.max_resp_len")
     for name in ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name"):
-        if found.given.get(name) in ("naive", "dapo"):
-            found.skip(name)
+        if translation.given.get(name) in ("naive", "dapo"):
+            translation.skip(name)
 
 
-def _overlong(found: Translation, section: str, limit: str) -> None:
+def _overlong(translation: Translation, section: str, limit: str) -> None:
     """Translate DAPO's soft overlong punishment: min(0, −factor · tokens beyond limit − len, over len)."""
-    found.skip(f"{section}.log")
-    enabled = found.get(f"{section}.enable")
+    translation.skip(f"{section}.log")
+    enabled = translation.get(f"{section}.enable")
     if enabled is not None and truth(enabled):
-        found.take(f"{section}.len", "reward.overlong_buffer_tokens", whole)
-        found.take(f"{section}.penalty_factor", "reward.overlong_penalty", number)
+        translation.take(f"{section}.len", "reward.overlong_buffer_tokens", whole)
+        translation.take(f"{section}.penalty_factor", "reward.overlong_penalty", number)
     else:
-        found.skip(f"{section}.len", f"{section}.penalty_factor")
-    longest = found.given.get(limit)
-    if longest == found.get("data.max_response_length"):
-        found.skip(limit)
-    found.leave(limit, "the buffer ends at rollout.max_response_tokens here")
+        translation.skip(f"{section}.len", f"{section}.penalty_factor")
+    longest = translation.given.get(limit)
+    if longest == translation.get("data.max_response_length"):
+        translation.skip(limit)
+    translation.leave(limit, "the buffer ends at rollout.max_response_tokens here")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.commands.translate.translation import MISSING, Translation, number, truth, whole
-from megatron_rl.commands.translate.verl_names import ACTOR, ROLLOUT
+from megatron_rl.commands.translate.verl_rollout import ACTOR, ROLLOUT
 
 KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
 MEGATRON = {
@@ -23,65 +23,65 @@ LAYOUT_FIELDS = (
 )
 
 
-def translate(found: Translation) -> None:
+def translate(translation: Translation) -> None:
     """Set our sections optimizer, loss, reference, parallel, advantage, critic and correction."""
-    _optimizer(found)
-    _loss(found)
-    _kl(found)
-    _layout(found)
-    _advantages(found)
-    _groups_and_weights(found)
+    _optimizer(translation)
+    _loss(translation)
+    _kl(translation)
+    _layout(translation)
+    _advantages(translation)
+    _groups_and_weights(translation)
 
 
-def _optimizer(found: Translation) -> None:
+def _optimizer(translation: Translation) -> None:
     optimizer = f"{ACTOR}.optim"
-    found.take(f"{optimizer}.lr", "optimizer.lr", number)
-    found.take(f"{optimizer}.weight_decay", "optimizer.weight_decay", number)
-    found.take(f"{optimizer}.clip_grad", "optimizer.clip_grad", number)
-    found.take(f"{ACTOR}.grad_clip", "optimizer.clip_grad", number)
-    found.take(f"{optimizer}.betas", "optimizer.betas", list)
-    found.take(f"{optimizer}.min_lr", "optimizer.min_lr", number)
-    found.compute(
+    translation.take(f"{optimizer}.lr", "optimizer.lr", number)
+    translation.take(f"{optimizer}.weight_decay", "optimizer.weight_decay", number)
+    translation.take(f"{optimizer}.clip_grad", "optimizer.clip_grad", number)
+    translation.take(f"{ACTOR}.grad_clip", "optimizer.clip_grad", number)
+    translation.take(f"{optimizer}.betas", "optimizer.betas", list)
+    translation.take(f"{optimizer}.min_lr", "optimizer.min_lr", number)
+    translation.compute(
         "optimizer.min_lr", (f"{optimizer}.min_lr_ratio", f"{optimizer}.lr"), lambda a, b: number(a) * number(b)
     )
-    found.take(f"{optimizer}.lr_decay_steps", "optimizer.decay_steps", whole)
-    found.take(f"{optimizer}.lr_warmup_steps", "optimizer.warmup_steps", lambda value: max(0, whole(value)))
-    if found.given.get(f"{optimizer}.lr_warmup_steps_ratio"):
-        found.leave(f"{optimizer}.lr_warmup_steps_ratio", "give the number of steps, optimizer.warmup_steps")
-    found.skip(f"{optimizer}.lr_warmup_steps_ratio")
-    if found.given.get(f"{optimizer}.total_training_steps") in (None, -1):
-        found.skip(f"{optimizer}.total_training_steps")
+    translation.take(f"{optimizer}.lr_decay_steps", "optimizer.decay_steps", whole)
+    translation.take(f"{optimizer}.lr_warmup_steps", "optimizer.warmup_steps", lambda value: max(0, whole(value)))
+    if translation.given.get(f"{optimizer}.lr_warmup_steps_ratio"):
+        translation.leave(f"{optimizer}.lr_warmup_steps_ratio", "give the number of steps, optimizer.warmup_steps")
+    translation.skip(f"{optimizer}.lr_warmup_steps_ratio")
+    if translation.given.get(f"{optimizer}.total_training_steps") in (None, -1):
+        translation.skip(f"{optimizer}.total_training_steps")
     schedules = {name: {"optimizer.schedule": name} for name in ("constant", "cosine", "linear")}
     for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style"):
-        found.choose(f"{optimizer}.{name}", schedules, "optimizer.schedule is constant, cosine or linear")
+        translation.choose(f"{optimizer}.{name}", schedules, "optimizer.schedule is constant, cosine or linear")
     prefix = f"{optimizer}.override_optimizer_config."
-    for name in found.under(prefix):
-        found.leave(name, f"Megatron-Core's; if wanted, megatron.optimizer.{name.removeprefix(prefix)}")
-    found.compute(
+    for name in translation.under(prefix):
+        translation.leave(name, f"Megatron-Core's; if wanted, megatron.optimizer.{name.removeprefix(prefix)}")
+    translation.compute(
         "train.samples_per_mini_batch",
         (f"{ROLLOUT}.n", f"{ACTOR}.ppo_mini_batch_size"),
         lambda group, prompts: whole(group) * whole(prompts),
     )
-    found.take(f"{ACTOR}.ppo_epochs", "train.epochs_per_rollout", whole)
-    found.take(f"{ACTOR}.ppo_max_token_len_per_gpu", "plan.max_tokens_per_microbatch", whole)
+    translation.take(f"{ACTOR}.ppo_epochs", "train.epochs_per_rollout", whole)
+    translation.take(f"{ACTOR}.ppo_max_token_len_per_gpu", "plan.max_tokens_per_microbatch", whole)
 
 
-def _loss(found: Translation) -> None:
+def _loss(translation: Translation) -> None:
     for side in ("low", "high"):  # verl reads clip_ratio where the side is null
         name = f"{ACTOR}.clip_ratio_{side}"
-        is_null = name in found.given and found.get(name) is None
-        found.take(f"{ACTOR}.clip_ratio" if is_null else name, f"loss.clip_{side}", number)
-    found.skip(f"{ACTOR}.clip_ratio")
+        is_null = name in translation.given and translation.get(name) is None
+        translation.take(f"{ACTOR}.clip_ratio" if is_null else name, f"loss.clip_{side}", number)
+    translation.skip(f"{ACTOR}.clip_ratio")
     modes = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}
-    found.choose(
+    translation.choose(
         f"{ACTOR}.policy_loss.loss_mode",
         {theirs: {"loss.policy": ours} for theirs, ours in modes.items()},
         f"of verl's losses {', '.join(modes)} are here; a function of yours can be loss.policy (docs/your-own.md)",
     )
-    if found.ours.get("loss.policy") == "ppo":
-        found.take(f"{ACTOR}.clip_ratio_c", "loss.dual_clip", number)
-    found.skip(f"{ACTOR}.clip_ratio_c")
-    found.choose(
+    if translation.ours.get("loss.policy") == "ppo":
+        translation.take(f"{ACTOR}.clip_ratio_c", "loss.dual_clip", number)
+    translation.skip(f"{ACTOR}.clip_ratio_c")
+    translation.choose(
         f"{ACTOR}.loss_agg_mode",
         {
             "token-mean": {"loss.reduction": "token_mean"},
@@ -92,63 +92,70 @@ def _loss(found: Translation) -> None:
         },
         "no reduction of that name",
     )
-    found.take(f"{ACTOR}.entropy_coeff", "loss.entropy_coefficient", number)
+    translation.take(f"{ACTOR}.entropy_coeff", "loss.entropy_coefficient", number)
 
 
-def _kl(found: Translation) -> None:
-    in_loss, in_reward = truth(found.get(f"{ACTOR}.use_kl_loss")), truth(found.get("algorithm.use_kl_in_reward"))
+def _kl(translation: Translation) -> None:
+    in_loss, in_reward = (
+        truth(translation.get(f"{ACTOR}.use_kl_loss")),
+        truth(translation.get("algorithm.use_kl_in_reward")),
+    )
     if in_loss and in_reward:
-        found.left["algorithm.use_kl_in_reward"] = "the KL is in the loss or in the reward here, not in both"
+        translation.left["algorithm.use_kl_in_reward"] = "the KL is in the loss or in the reward here, not in both"
     kinds = {theirs: {"loss.kl_estimator": ours} for theirs, ours in KL.items()}
     if in_loss:
-        found.take(f"{ACTOR}.kl_loss_coef", "loss.kl_coefficient", number)
-        found.choose(f"{ACTOR}.kl_loss_type", kinds, f"of verl's estimators {', '.join(KL)} are here")
+        translation.take(f"{ACTOR}.kl_loss_coef", "loss.kl_coefficient", number)
+        translation.choose(f"{ACTOR}.kl_loss_type", kinds, f"of verl's estimators {', '.join(KL)} are here")
     elif in_reward:
-        found.ours["reference.kl_in"] = "reward"
-        found.take("algorithm.kl_ctrl.kl_coef", "loss.kl_coefficient", number)
-        found.choose("algorithm.kl_penalty", kinds, f"of verl's estimators {', '.join(KL)} are here")
-        if found.get("algorithm.kl_ctrl.type") == "adaptive":
-            found.ours["reference.controller"] = "adaptive"
-            found.take("algorithm.kl_ctrl.target_kl", "reference.kl_target", number)
-            found.take("algorithm.kl_ctrl.horizon", "reference.kl_horizon", whole)
-    found.skip(f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", "algorithm.kl_ctrl.", "algorithm.kl_penalty")
+        translation.ours["reference.kl_in"] = "reward"
+        translation.take("algorithm.kl_ctrl.kl_coef", "loss.kl_coefficient", number)
+        translation.choose("algorithm.kl_penalty", kinds, f"of verl's estimators {', '.join(KL)} are here")
+        if translation.get("algorithm.kl_ctrl.type") == "adaptive":
+            translation.ours["reference.controller"] = "adaptive"
+            translation.take("algorithm.kl_ctrl.target_kl", "reference.kl_target", number)
+            translation.take("algorithm.kl_ctrl.horizon", "reference.kl_horizon", whole)
+    translation.skip(f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", "algorithm.kl_ctrl.", "algorithm.kl_penalty")
 
 
-def _layout(found: Translation) -> None:
+def _layout(translation: Translation) -> None:
     megatron = f"{ACTOR}.megatron"
     for theirs, ours in MEGATRON.items():
-        found.take(f"{megatron}.{theirs}", f"parallel.{ours}", whole)
-    tensor = found.ours.get("parallel.tensor", 1)
+        translation.take(f"{megatron}.{theirs}", f"parallel.{ours}", whole)
+    tensor = translation.ours.get("parallel.tensor", 1)
     if isinstance(tensor, int) and tensor > 1:  # verl turns it on wherever there is tensor parallelism
-        found.ours["parallel.sequence_parallel"] = True
-        found.take(f"{megatron}.sequence_parallel", "parallel.sequence_parallel", truth)
-    found.skip(f"{megatron}.sequence_parallel")
+        translation.ours["parallel.sequence_parallel"] = True
+        translation.take(f"{megatron}.sequence_parallel", "parallel.sequence_parallel", truth)
+    translation.skip(f"{megatron}.sequence_parallel")
     prefix = f"{megatron}.override_transformer_config."
-    found.take(f"{prefix}pipeline_model_parallel_layout", "parallel.pipeline_layout", str)
+    translation.take(f"{prefix}pipeline_model_parallel_layout", "parallel.pipeline_layout", str)
     for name in LAYOUT_FIELDS:
-        found.leave(prefix + name, "stages balance by themselves; parallel.pipeline_layout states the layers of each")
-    for name in found.under(prefix):
+        translation.leave(
+            prefix + name, "stages balance by themselves; parallel.pipeline_layout states the layers of each"
+        )
+    for name in translation.under(prefix):
         field = name.removeprefix(prefix)
         if field not in (*LAYOUT_FIELDS, "pipeline_model_parallel_layout"):
-            found.take(name, f"megatron.transformer.{field}")
+            translation.take(name, f"megatron.transformer.{field}")
     for part in (ACTOR, "actor_rollout_ref.ref", "critic"):
-        found.leave(f"{part}.megatron.dist_checkpointing_path", "weights are read from model.hf_path, at any topology")
+        translation.leave(
+            f"{part}.megatron.dist_checkpointing_path", "weights are read from model.hf_path, at any topology"
+        )
     replays = {"disabled": "off", "R2": "old_logprobs", "R3": "rollout"}
     for name in (f"{megatron}.router_replay.mode", f"{ACTOR}.router_replay.mode"):
-        found.choose(
+        translation.choose(
             name,
             {theirs: {"rollout.routing_replay": ours} for theirs, ours in replays.items()},
             f"of verl's modes {', '.join(replays)} are here",
         )
     of_fsdp = (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.model_dtype")
     for name in (f"{megatron}.dtype", *of_fsdp, f"{ROLLOUT}.dtype"):
-        if found.given.get(name) in ("bfloat16", "bf16"):
-            found.skip(name)
-        found.leave(name, "model.dtype is float32 or bfloat16")
+        if translation.given.get(name) in ("bfloat16", "bf16"):
+            translation.skip(name)
+        translation.leave(name, "model.dtype is float32 or bfloat16")
 
 
-def _advantages(found: Translation) -> None:
-    scaled = truth(found.get("algorithm.norm_adv_by_std_in_grpo"))
+def _advantages(translation: Translation) -> None:
+    scaled = truth(translation.get("algorithm.norm_adv_by_std_in_grpo"))
     grouped = {"advantage.estimator": "grpo" if scaled else "dr_grpo", "advantage.whiten": "scale"}
     leave_one_out = {"advantage.estimator": "rloo", "advantage.whiten": "scale"}
     estimators: dict[object, dict[str, Any]] = {  # docs/oracles.md: verl whitens by the mean and the deviation
@@ -163,82 +170,89 @@ def _advantages(found: Translation) -> None:
         },
         "gdpo": {"advantage.estimator": "gdpo", "advantage.whiten": "center_and_scale"},
     }
-    found.choose(
+    translation.choose(
         "algorithm.adv_estimator",
         estimators,
         f"of verl's estimators {', '.join(map(str, estimators))} are here; a function of yours can be "
         "advantage.estimator (docs/your-own.md)",
     )
-    estimator = found.ours.get("advantage.estimator")
+    estimator = translation.ours.get("advantage.estimator")
     if estimator == "gae":
-        _critic(found)
+        _critic(translation)
     elif estimator != MISSING:
-        found.skip("algorithm.gamma", "algorithm.lam", "critic.", "trainer.critic_warmup")
+        translation.skip("algorithm.gamma", "algorithm.lam", "critic.", "trainer.critic_warmup")
     else:
-        for name in ("algorithm.gamma", "algorithm.lam", "trainer.critic_warmup", *found.under("critic.")):
-            found.leave(name, "of a critic, under advantage.estimator=gae")
+        for name in ("algorithm.gamma", "algorithm.lam", "trainer.critic_warmup", *translation.under("critic.")):
+            translation.leave(name, "of a critic, under advantage.estimator=gae")
 
 
-def _critic(found: Translation) -> None:
-    found.take("algorithm.gamma", "advantage.gamma", number)
-    found.take("algorithm.lam", "advantage.lam", number)
-    found.take("critic.optim.lr", "critic.lr", number)
-    found.take("critic.optim.weight_decay", "critic.optimizer.weight_decay", number)
-    found.take("critic.optim.lr_warmup_steps", "critic.optimizer.warmup_steps", lambda value: max(0, whole(value)))
-    found.take("critic.grad_clip", "critic.optimizer.clip_grad", number)
-    found.take("critic.model.path", "critic.hf_path", str)
-    found.take("critic.cliprange_value", "critic.value_clip", number)
-    found.take("critic.ppo_epochs", "critic.epochs_per_rollout", whole)
-    found.compute(
+def _critic(translation: Translation) -> None:
+    translation.take("algorithm.gamma", "advantage.gamma", number)
+    translation.take("algorithm.lam", "advantage.lam", number)
+    translation.take("critic.optim.lr", "critic.lr", number)
+    translation.take("critic.optim.weight_decay", "critic.optimizer.weight_decay", number)
+    translation.take(
+        "critic.optim.lr_warmup_steps", "critic.optimizer.warmup_steps", lambda value: max(0, whole(value))
+    )
+    translation.take("critic.grad_clip", "critic.optimizer.clip_grad", number)
+    translation.take("critic.model.path", "critic.hf_path", str)
+    translation.take("critic.cliprange_value", "critic.value_clip", number)
+    translation.take("critic.ppo_epochs", "critic.epochs_per_rollout", whole)
+    translation.compute(
         "critic.samples_per_mini_batch",
         ("critic.ppo_mini_batch_size", f"{ROLLOUT}.n"),
         lambda prompts, group: whole(prompts) * whole(group),
     )
-    found.take("trainer.critic_warmup", "critic.warmup_rollouts", whole)
+    translation.take("trainer.critic_warmup", "critic.warmup_rollouts", whole)
     for theirs, ours in MEGATRON.items():
-        found.take(f"critic.megatron.{theirs}", f"critic.parallel.{ours}", whole)
-    if not found.given.get("critic.optim.lr_warmup_steps_ratio"):
-        found.skip("critic.optim.lr_warmup_steps_ratio")
-    found.leave("critic.optim.lr_warmup_steps_ratio", "give the number of steps, critic.optimizer.warmup_steps")
-    found.leave("critic.model.tokenizer_path", "the critic has the policy's tokenizer here")
-    found.leave("critic.model.trust_remote_code", "no code of a model's folder is run here")
+        translation.take(f"critic.megatron.{theirs}", f"critic.parallel.{ours}", whole)
+    if not translation.given.get("critic.optim.lr_warmup_steps_ratio"):
+        translation.skip("critic.optim.lr_warmup_steps_ratio")
+    translation.leave("critic.optim.lr_warmup_steps_ratio", "give the number of steps, critic.optimizer.warmup_steps")
+    translation.leave("critic.model.tokenizer_path", "the critic has the policy's tokenizer here")
+    translation.leave("critic.model.trust_remote_code", "no code of a model's folder is run here")
 
 
-def _groups_and_weights(found: Translation) -> None:
+def _groups_and_weights(translation: Translation) -> None:
     """Translate the groups that are drawn again, and the importance weights against the engine."""
-    filtered = found.get("algorithm.filter_groups.enable")
+    filtered = translation.get("algorithm.filter_groups.enable")
     if filtered is not None and truth(filtered):
         rounds = "algorithm.filter_groups.max_num_gen_batches"
-        if not found.is_given(rounds):
-            found.ours["rollout.dynamic_sampling.max_rounds"] = 10
-            found.left[rounds] = (
+        if not translation.is_given(rounds):
+            translation.ours["rollout.dynamic_sampling.max_rounds"] = 10
+            translation.left[rounds] = (
                 "0 by default, which asks without an end; rollout.dynamic_sampling.max_rounds=10 is set"
             )
-        found.take(rounds, "rollout.dynamic_sampling.max_rounds", _rounds)
-        if found.get("algorithm.filter_groups.metric") not in (None, "acc"):  # of scores with the overlong penalty
-            found.ours["rollout.dynamic_sampling.metric"] = "shaped"
-    found.skip("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches")
+        translation.take(rounds, "rollout.dynamic_sampling.max_rounds", _rounds)
+        if translation.get("algorithm.filter_groups.metric") not in (
+            None,
+            "acc",
+        ):  # of scores with the overlong penalty
+            translation.ours["rollout.dynamic_sampling.metric"] = "shaped"
+    translation.skip("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches")
     name = "algorithm.rollout_correction"
-    weights = found.get(f"{name}.rollout_is")
+    weights = translation.get(f"{name}.rollout_is")
     if weights in ("token", "sequence"):
-        found.ours["correction.mode"] = f"{weights}_truncate"
-        found.take(f"{name}.rollout_is_threshold", "correction.cap", number)
+        translation.ours["correction.mode"] = f"{weights}_truncate"
+        translation.take(f"{name}.rollout_is_threshold", "correction.cap", number)
     elif weights not in (None, "null"):
-        found.leave(f"{name}.rollout_is", "token or sequence")
+        translation.leave(f"{name}.rollout_is", "token or sequence")
     else:
-        found.skip(f"{name}.rollout_is_threshold")
-    cap = found.given.get(f"{ACTOR}.tis_imp_ratio_cap")
+        translation.skip(f"{name}.rollout_is_threshold")
+    cap = translation.given.get(f"{ACTOR}.tis_imp_ratio_cap")
     if isinstance(cap, int | float) and cap > 0:
-        found.ours["correction.mode"] = "token_truncate"
-        found.take(f"{ACTOR}.tis_imp_ratio_cap", "correction.cap", number)
-    found.skip(f"{ACTOR}.tis_imp_ratio_cap")
-    if found.given.get(f"{name}.bypass_mode") is True:
-        found.ours["correction.old_logprobs"] = "rollout"
-    found.skip(f"{name}.bypass_mode")
+        translation.ours["correction.mode"] = "token_truncate"
+        translation.take(f"{ACTOR}.tis_imp_ratio_cap", "correction.cap", number)
+    translation.skip(f"{ACTOR}.tis_imp_ratio_cap")
+    if translation.given.get(f"{name}.bypass_mode") is True:
+        translation.ours["correction.old_logprobs"] = "rollout"
+    translation.skip(f"{name}.bypass_mode")
     for each in ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold"):
-        if found.given.get(f"{name}.{each}", 0) is not None:
-            found.leave(f"{name}.{each}", "samples are rejected by correction.mode=…_mask here (docs/semantics.md)")
-        found.skip(f"{name}.{each}")
+        if translation.given.get(f"{name}.{each}", 0) is not None:
+            translation.leave(
+                f"{name}.{each}", "samples are rejected by correction.mode=…_mask here (docs/semantics.md)"
+            )
+        translation.skip(f"{name}.{each}")
 
 
 def _rounds(value: Any) -> int:

@@ -36,26 +36,26 @@ class Settings:
 
 def of_yaml(path: pathlib.Path) -> Settings:
     """Return the settings of a YAML. Raises ConfigError for a bad file."""
-    found = followed(flat(read_yaml(path)[0]))
-    refers = {k: f"{v!r} refers to another setting" for k, v in found.items() if isinstance(v, str) and "${" in v}
-    given = {name: value for name, value in found.items() if name not in refers}
-    return Settings(kind=kind_of_names(found), given=given, unknown=refers)
+    values = followed(flat(read_yaml(path)[0]))
+    refers = {k: f"{v!r} refers to another setting" for k, v in values.items() if isinstance(v, str) and "${" in v}
+    given = {name: value for name, value in values.items() if name not in refers}
+    return Settings(kind=kind_of_names(values), given=given, unknown=refers)
 
 
 def followed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with Hydra's references to one another put in, where those have values of their own."""
-    found = dict(settings)
+    values = dict(settings)
     for _ in range(_MOST_PASSES):
-        for name, value in found.items():
+        for name, value in values.items():
             if not isinstance(value, str) or "${" not in value:
                 continue
             whole_value = _REFERENCE.fullmatch(value)
             if whole_value:
-                found[name] = _referred(whole_value, found)
+                values[name] = _referred(whole_value, values)
             else:
-                text = _REFERENCE.sub(lambda match: str(_referred(match, found)), value)
-                found[name] = text if len(text) <= MOST_TEXT else value
-    return found
+                text = _REFERENCE.sub(lambda match: str(_referred(match, values)), value)
+                values[name] = text if len(text) <= MOST_TEXT else value
+    return values
 
 
 def _referred(match: re.Match[str], settings: Mapping[str, Any]) -> Any:

@@ -11,12 +11,12 @@ docs/verify-topology.md says more.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 from typing import NoReturn
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
@@ -67,18 +67,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="K",
         help="tp_all_reduce's layer, as in model.layers.K (default: the middle)",
     )
-    given = parser.parse_intermixed_args(arguments)
-    if given.layers_per_stage < 1:
-        parser.error(f"--layers-per-stage {given.layers_per_stage} must be at least 1")
-    if given.tolerance is not None and not given.tolerance > 0:
-        parser.error(f"--tolerance {given.tolerance} must be above 0")
-    if given.inject_layer is not None and given.inject != "tp_all_reduce":
-        parser.error(f"--inject-layer {given.inject_layer} belongs to --inject tp_all_reduce")
-    given.tolerance = given.tolerance or TOLERANCES[given.dtype]
-    return given
+    options = parser.parse_intermixed_args(arguments)
+    if options.layers_per_stage < 1:
+        parser.error(f"--layers-per-stage {options.layers_per_stage} must be at least 1")
+    if options.tolerance is not None and not options.tolerance > 0:
+        parser.error(f"--tolerance {options.tolerance} must be above 0")
+    if options.inject_layer is not None and options.inject != "tp_all_reduce":
+        parser.error(f"--inject-layer {options.inject_layer} belongs to --inject tp_all_reduce")
+    options.tolerance = options.tolerance or TOLERANCES[options.dtype]
+    return options
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Thin:
     """Holds the values that every rank makes from the command line alone: configurations, thin model, work."""
 
@@ -88,8 +88,22 @@ class Thin:
     work: object
     world: int
 
+    def topology_facts(self) -> dict[str, object]:
+        """Return the settings that are measured, as JSON."""
+        from megatron_rl.commands.verify.report import layout
 
-def prepare(given: argparse.Namespace) -> Thin:
+        parallel, megatron = self.config.parallel, self.config.megatron
+        return {
+            "parallel": dataclasses.asdict(parallel),
+            "world_size": self.world,
+            "layout": layout(parallel, self.world),
+            "megatron": {"ddp": dict(megatron.ddp), "transformer": dict(megatron.transformer)},
+            "optimizer_distributed": self.config.optimizer.distributed,
+            "dtype": self.config.model.dtype,
+        }
+
+
+def prepare(options: argparse.Namespace) -> Thin:
     """Make the thin model's configurations and work.
 
     Raises ConfigError, the same on every rank, before any of them joins another.
@@ -100,30 +114,31 @@ def prepare(given: argparse.Namespace) -> Thin:
         KEEP,
         Size,
         make_work,
-        read_hf_config,
         thin_hf_config,
         thin_layout,
         user_config,
     )
     from megatron_rl.config import load_config
     from megatron_rl.errors import ConfigError
+    from megatron_rl.weights.config_json import read_hf_config
 
-    keep = KEEP if given.keep == "all" else tuple(x for x in given.keep.split(",") if x)
+    keep = KEEP if options.keep == "all" else tuple(x for x in options.keep.split(",") if x)
     unknown = [x for x in keep if x not in KEEP]
     if unknown:
-        raise ConfigError(f"--keep {given.keep} names {unknown[0]!r}; choose from {', '.join(KEEP)}, or all")
-    config = hub.fetched(load_config(given.config, given.overrides), weights=False, pins=False)
+        raise ConfigError(f"--keep {options.keep} names {unknown[0]!r}; choose from {', '.join(KEEP)}, or all")
+    config = hub.fetched(load_config(options.config, options.overrides), weights=False, pins=False)
     signal_rule(config)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    real = read_hf_config(config)
-    hf_config = thin_hf_config(real, config, Size(layers_per_stage=given.layers_per_stage, keep=keep))
-    work = make_work(config, hf_config.vocab_size, hf_config.max_position_embeddings, world)
-    layout = thin_layout(real, config, given.layers_per_stage)
-    thin_config = user_config(config, given.dtype, work, world, layout)
+    real = read_hf_config(config.model.hf_path)
+    hf_config = thin_hf_config(real, config, Size(layers_per_stage=options.layers_per_stage, keep=keep))
+    vocab_size, context_tokens = hf_config.vocab_size, hf_config.max_position_embeddings
+    work = make_work(config.parallel, vocab_size, context_tokens, world=world, seed=config.run.seed)
+    layout = thin_layout(real, config, options.layers_per_stage)
+    thin_config = user_config(config, options.dtype, work, world, layout)
     return Thin(config=thin_config, real=real, hf_config=hf_config, work=work, world=world)
 
 
-def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
+def measure(options: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     """Return (measured, reference).
 
     The reference is None on every rank but the main one, which measures it before it joins the others.
@@ -148,19 +163,11 @@ def measure(given: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     if int(os.environ.get("RANK", "0")) == 0:
         reference, work = measure_reference(reference_config(thin.config), thin.hf_config, weights, thin.work)
     # All ranks measure the topology, with the fault planted if one is asked for.
-    layer = thin.hf_config.num_hidden_layers // 2 if given.inject_layer is None else given.inject_layer
-    fault = Fault(name=given.inject, layer=layer) if given.inject else None
+    layer = thin.hf_config.num_hidden_layers // 2 if options.inject_layer is None else options.inject_layer
+    fault = Fault(name=options.inject, layer=layer) if options.inject else None
     skips = not coupling_terms(thin.config)
-    parallel, deadline_s = thin.config.parallel, thin.config.run.deadline_s
-    ranks = topology.initialize(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        deadline_s=deadline_s,
-    )
+    deadline_s = thin.config.run.deadline_s
+    ranks = topology.initialize(thin.config.parallel, deadline_s=deadline_s)
     with open_watchdog(ranks, deadline_s) as watch:
         topology.destroy()  # Megatron's groups: each bench makes its own over the same world
         work = share_logprobs(thin.work, work)
@@ -185,7 +192,7 @@ def share_logprobs(bare, main_work):
     return bare.with_logprobs(flat.cpu().numpy())
 
 
-def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
+def report(options: argparse.Namespace, thin: Thin, measured, reference) -> bool:
     """Judge, print and write the result, on the main rank."""
     from megatron_rl.algorithm.signal import coupling_terms
     from megatron_rl.commands.verify.report import (
@@ -193,17 +200,16 @@ def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
         machine,
         model_line,
         show,
-        topology_facts,
         verdict_line,
         write_json,
     )
     from megatron_rl.commands.verify.verdict import judge
 
-    parallel, facts = thin.config.parallel, found.facts
+    parallel, facts = thin.config.parallel, measured.facts
     microbatches = max(facts["microbatches"])
     counts = {
         "micro-batches": microbatches,
-        "data-parallel replicas": len(found.traces),
+        "data-parallel replicas": len(measured.traces),
         "tensor ranks": parallel.tensor,
         "context ranks": parallel.context,
         "expert ranks": parallel.expert,
@@ -212,32 +218,36 @@ def report(given: argparse.Namespace, thin: Thin, found, reference) -> bool:
     }
     terms = ", ".join(coupling_terms(thin.config))
     verdict = judge(
-        found, reference, given.tolerance, counts=counts, no_skip=f"{terms} makes skip another objective than dense"
+        measured,
+        reference,
+        options.tolerance,
+        counts=counts,
+        no_skip=f"{terms} makes skip another objective than dense",
     )
     host = machine()
     machine_line = f"{host['backend']}, {host['device']}"
     header = [
-        f"{layout(parallel, thin.world)} against one process; {given.dtype}, {facts['layer_spec']} layers, "
+        f"{layout(parallel, thin.world)} against one process; {options.dtype}, {facts['layer_spec']} layers, "
         f"{machine_line}",
         model_line(thin.real, thin.hf_config),
         f"{len(thin.work.samples)} samples, two groups of three without advantage; micro-batches per replica "
         f"{facts['microbatches']}",
-        *([f"planted: {given.inject}"] if given.inject else []),
+        *([f"planted: {options.inject}"] if options.inject else []),
     ]
-    show(verdict, header, given.tolerance)
-    if given.json:
+    show(verdict, header, options.tolerance)
+    if options.json:
         common = {
-            "topology": topology_facts(thin.config, thin.world),
+            "topology": thin.topology_facts(),
             "machine": host,
             "model": model_line(thin.real, thin.hf_config),
-            "injected": given.inject,
+            "injected": options.inject,
             "measured": {name: value for name, value in facts.items() if name != "holders"},
         }
-        write_json(given.json, common, verdict, given.tolerance, verdict_line(verdict, given.tolerance))
+        write_json(options.json, common, verdict, options.tolerance, verdict_line(verdict, options.tolerance))
     return verdict.passed
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from megatron_rl.cli import EXIT_CONFIG, EXIT_FAILED
@@ -247,10 +257,10 @@ def run(given: argparse.Namespace) -> int:
 
     is_main = os.environ.get("RANK", "0") == "0"
     try:
-        thin = prepare(given)
+        thin = prepare(options)
         with losses_named():
-            measured, reference = measure(given, thin)
-            all_pass = gather_json(report(given, thin, measured, reference) if is_main else None)[0]
+            measured, reference = measure(options, thin)
+            all_pass = gather_json(report(options, thin, measured, reference) if is_main else None)[0]
         dist.destroy_process_group()
         return 0 if all_pass else EXIT_FAILED
     except (ConfigError, FileNotFoundError) as error:
@@ -262,15 +272,15 @@ def run(given: argparse.Namespace) -> int:
     except (LockstepError, NonFiniteGradient, PeerError) as error:
         failure = f"FAILED, {type(error).__name__}: {error}"
         print(f"verdict: {failure}", file=sys.stderr, flush=True)
-        if is_main and given.json:
-            from megatron_rl.commands.verify.report import machine, topology_facts, write_json
+        if is_main and options.json:
+            from megatron_rl.commands.verify.report import machine, write_json
 
             common = {
-                "topology": topology_facts(thin.config, thin.world),
+                "topology": thin.topology_facts(),
                 "machine": machine(),
-                "injected": given.inject,
+                "injected": options.inject,
             }
-            write_json(given.json, common, None, given.tolerance, failure)
+            write_json(options.json, common, None, options.tolerance, failure)
         if isinstance(error, LockstepError):
             dist.barrier()  # every rank raised it, and all must print it before one exits
         elif not is_main:
@@ -286,10 +296,10 @@ def main() -> NoReturn:
     """
     from megatron_rl.cli import EXIT_FAILED, set_up_logging
 
-    given = parse(None)
+    options = parse(None)
     set_up_logging(is_main=os.environ.get("RANK", "0") == "0")
     try:
-        code = run(given)
+        code = run(options)
     except Exception:  # noqa: BLE001 (the traceback is printed, and the process ends)
         traceback.print_exc()
         code = EXIT_FAILED

@@ -1,6 +1,6 @@
 """Compares two sets of measurements for megatron-rl verify; pure: tensors in, errors and sentences out.
 
-An error is ‖found − wanted‖ / ‖wanted‖. A check's verdict is taken per class of tensors, so that a tensor whose
+An error is ‖measured − wanted‖ / ‖wanted‖. A check's verdict is taken per class of tensors, so that a tensor whose
 gradient is only cancelled rounding (a key's bias, often) cannot fail by itself; the errors of single tensors name the
 culprit.
 """
@@ -125,11 +125,11 @@ class Measured:
     facts: Mapping[str, object] = field(default_factory=dict)
 
 
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return ‖found − wanted‖ / ‖wanted‖; inf if not a number or if shapes differ, 0 if both are zero."""
-    if found.shape != wanted.shape:
+def relative_error(measured: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return ‖measured − wanted‖ / ‖wanted‖; inf if not a number or if shapes differ, 0 if both are zero."""
+    if measured.shape != wanted.shape:
         return math.inf
-    return _ratio(float((found.double() - wanted.double()).norm()), float(wanted.double().norm()))
+    return _ratio(float((measured.double() - wanted.double()).norm()), float(wanted.double().norm()))
 
 
 def _ratio(difference: float, norm: float) -> float:
@@ -211,19 +211,19 @@ class ClassError:
 
 
 def class_errors(
-    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
+    measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
 ) -> dict[str, ClassError]:
     """Return the errors by class, in the order of CLASSES; a tensor that one side lacks has an infinite error."""
     members: dict[str, list[str]] = {}
-    for name in [*wanted, *(x for x in found if x not in wanted)]:
+    for name in [*wanted, *(x for x in measured if x not in wanted)]:
         members.setdefault(tensor_class(name), []).append(name)
     result = {}
     for kind in (x for x in CLASSES if x in members):
         names = members[kind]
-        shared = [x for x in names if x in found and x in wanted and found[x].shape == wanted[x].shape]
-        differences = {x: float((found[x].double() - wanted[x].double()).norm()) for x in shared}
+        shared = [x for x in names if x in measured and x in wanted and measured[x].shape == wanted[x].shape]
+        differences = {x: float((measured[x].double() - wanted[x].double()).norm()) for x in shared}
         norm = math.sqrt(sum(float(wanted[x].double().norm()) ** 2 for x in names if x in wanted))
-        tensors = {x: relative_error(found[x], wanted[x]) if x in shared else math.inf for x in names}
+        tensors = {x: relative_error(measured[x], wanted[x]) if x in shared else math.inf for x in names}
         total = (
             _ratio(math.sqrt(sum(x**2 for x in differences.values())), norm) if len(shared) == len(names) else math.inf
         )
@@ -236,30 +236,30 @@ def class_errors(
     return result
 
 
-def total_error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+def total_error(measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
     """Return the relative error of all tensors together."""
-    if {k: x.shape for k, x in found.items()} != {k: x.shape for k, x in wanted.items()}:
+    if {k: x.shape for k, x in measured.items()} != {k: x.shape for k, x in wanted.items()}:
         return math.inf
-    difference = math.sqrt(sum(float((found[k].double() - wanted[k].double()).norm()) ** 2 for k in wanted))
+    difference = math.sqrt(sum(float((measured[k].double() - wanted[k].double()).norm()) ** 2 for k in wanted))
     return _ratio(difference, math.sqrt(sum(float(x.double().norm()) ** 2 for x in wanted.values())))
 
 
 def common_factor(
-    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
+    measured: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
 ) -> float | None:
-    """Return f if every class of ``found`` is f · ``wanted``, f not 1.
+    """Return f if every class of ``measured`` is f · ``wanted``, f not 1.
 
     Returns None if no one factor explains the difference.
     """
-    if set(found) != set(wanted) or any(found[k].shape != wanted[k].shape for k in wanted):
+    if set(measured) != set(wanted) or any(measured[k].shape != wanted[k].shape for k in wanted):
         return None
     square = sum(float((wanted[k].double() ** 2).sum()) for k in wanted)
-    dot = sum(float((found[k].double() * wanted[k].double()).sum()) for k in wanted)
+    dot = sum(float((measured[k].double() * wanted[k].double()).sum()) for k in wanted)
     if square == 0.0 or not math.isfinite(dot) or dot == 0.0:
         return None
     factor = dot / square
     scaled = {name: x.double() * factor for name, x in wanted.items()}
-    left = max(x.error for x in class_errors(found, scaled, tolerance).values())
+    left = max(x.error for x in class_errors(measured, scaled, tolerance).values())
     return factor if left <= FACTOR_SLACK * tolerance and abs(factor - 1) > FACTOR_SLACK * tolerance else None
 
 
@@ -327,19 +327,19 @@ def activation_errors(
     return sorted(rows, key=lambda row: (row.point.order, row.replica))
 
 
-def say_activation(found: ActivationError, replicas: int, holders: Sequence[int]) -> str:
+def say_activation(row: ActivationError, replicas: int, holders: Sequence[int]) -> str:
     """Describe one activation error in words.
 
     holders: per token of the sample, the context rank that held it ([0, 0, …] without context parallelism).
     """
-    where = f", replica {found.replica}" if replicas > 1 else ""
+    where = f", replica {row.replica}" if replicas > 1 else ""
     tokens = ""
-    if found.tokens:
-        first = found.tokens[0]
+    if row.tokens:
+        first = row.tokens[0]
         holder = f", held by context rank {holders[first]}" if len(set(holders)) > 1 else ""
-        tokens = f"; {len(found.tokens)} of {found.num_tokens} tokens differ, the first is token {first}{holder}"
-    return f"{found.point}{where}: relative error {found.error:.1e}{tokens}. Look at {LOOK_AT[found.point.name]}"
+        tokens = f"; {len(row.tokens)} of {row.num_tokens} tokens differ, the first is token {first}{holder}"
+    return f"{row.point}{where}: relative error {row.error:.1e}{tokens}. Look at {LOOK_AT[row.point.name]}"
 
 
-def logprob_errors(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> dict[str, float]:
-    return {name: relative_error(torch.from_numpy(found[name]), torch.from_numpy(x)) for name, x in wanted.items()}
+def logprob_errors(measured: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> dict[str, float]:
+    return {name: relative_error(torch.from_numpy(measured[name]), torch.from_numpy(x)) for name, x in wanted.items()}

@@ -148,14 +148,12 @@ def _other_plan(backend: MegatronBackend, layer: int) -> Iterator[None]:
         raise _refuse(
             "other_plan", "a world of one process has no other rank to differ from", "start two processes or more"
         )
-    plan = backend.plan
+    plan_training = backend.plan_training
 
-    def its_own(purpose, batch, signal: np.ndarray, *, drops: bool):
-        if purpose == "train":
-            signal = signal & (np.arange(len(signal)) != np.flatnonzero(signal)[0])
-            drops = True
-        return plan(purpose, batch, signal, drops=drops)
+    def its_own(batch, signal: np.ndarray, *, drops: bool):
+        without_the_first = signal & (np.arange(len(signal)) != np.flatnonzero(signal)[0])
+        return plan_training(batch, without_the_first, drops=True)
 
     if backend.topology.rank == backend.topology.world_size - 1:
-        backend.plan = its_own
+        backend.plan_training = its_own
     yield

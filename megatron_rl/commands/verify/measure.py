@@ -42,7 +42,7 @@ class Bench:
     def mini_batch(self, *, drops: bool) -> tuple[StepPlan, bytes]:
         """Plan the batch as one step, and fetch the rows that each rank needs."""
         signal = has_signal(self.work.advantages, self.batch.facts.loss_tokens)
-        plan = self.backend.plan("train", self.batch, signal, drops=drops)
+        plan = self.backend.plan_training(self.batch, signal, drops=drops)
         self.batch = self.backend.fetch_rows(self.batch, plan)
         (mini_batch,) = plan.mini_batches
         return mini_batch, plan.fingerprints()[0]
@@ -154,11 +154,11 @@ def measure_topology(bench: Bench, watch: Watchdog, *, skips: bool) -> Measured:
     )
 
 
-def add_steps(found: Measured, bench: Bench, watch: Watchdog) -> Measured:
+def add_steps(measured: Measured, bench: Bench, watch: Watchdog) -> Measured:
     with watch.stage("optimizer steps"):
         norms, weights = bench.steps()
-    facts = {**found.facts, "adam": bench.backend.optimizer.kernel}
-    return dataclasses.replace(found, grad_norm=norms[0], weights=weights, facts=facts)
+    facts = {**measured.facts, "adam": bench.backend.optimizer.kernel}
+    return dataclasses.replace(measured, grad_norm=norms[0], weights=weights, facts=facts)
 
 
 def token_holders(backend: MegatronBackend, tokens: int) -> list[int]:

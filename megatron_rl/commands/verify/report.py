@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.commands.verify.thin import EXPERT_FIELDS
 from megatron_rl.commands.verify.verdict import Verdict
-from megatron_rl.config import Config, ParallelConfig
+from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed.platform import HOST
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "apex")
@@ -129,16 +129,3 @@ def write_json(
         }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def topology_facts(config: Config, world: int) -> dict:
-    parallel = dataclasses.asdict(config.parallel)
-    overlaps = {"ddp": dict(config.megatron.ddp), "transformer": dict(config.megatron.transformer)}
-    return {
-        "parallel": parallel,
-        "world_size": world,
-        "layout": layout(config.parallel, world),
-        "megatron": overlaps,
-        "optimizer_distributed": config.optimizer.distributed,
-        "dtype": config.model.dtype,
-    }

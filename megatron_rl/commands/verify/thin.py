@@ -23,6 +23,7 @@ from megatron_rl.weights.fused import file_tensors
 
 HIDDEN, FFN, VOCABULARY, EXPERTS = 64, 96, 128, 4
 KEEP = ("hidden", "ffn", "vocabulary", "experts")
+EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 LEARNING_RATE = 1e-4
 GROUP_SAMPLES = 4
 # Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped, none at the edge of a clip of
@@ -52,23 +53,14 @@ class Size:
     keep: tuple[str, ...] = ()
 
 
-def read_hf_config(config: Config):
-    from megatron_rl.weights.config_json import read_hf_config
-
-    return read_hf_config(config.model.hf_path)
-
-
-EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
 def thin_layout(real, config: Config, layers_per_stage: int) -> tuple[int, ...]:
     """Return the thin model's layers of each stage: as even or uneven as the real model's, and as empty.
 
     A stage that has more layers than the leanest keeps one more. Raises ConfigError where the real model's layers do
     not lie on the stages.
     """
+    from megatron_rl.model.costs import layout_of
     from megatron_rl.model.hf_config import read_shape
-    from megatron_rl.model.stage_costs import layout_of
 
     counts = layout_of(read_shape(real, layer_spec="torch"), config, real)
     least = min(count for count in counts if count)
@@ -81,7 +73,7 @@ def thin_hf_config(real, config: Config, size: Size):
     It has fewer layers and less width. The thin vocabulary leaves the same remainder over tensor ranks, so that it is
     padded if the real one is.
     """
-    check_real(real, config)
+    check_real(real, config.parallel, config.model.hf_path)
     parallel = config.parallel
     fields = {
         "num_hidden_layers": sum(thin_layout(real, config, size.layers_per_stage)),
@@ -129,9 +121,9 @@ def thin_hf_config(real, config: Config, size: Size):
     return thin
 
 
-def check_real(real, config: Config) -> None:
+def check_real(real, parallel: ParallelConfig, hf_path: str) -> None:
     """Raise ConfigError if the real model does not split over this topology, which the thin one would hide."""
-    parallel, experts = config.parallel, num_experts(real)
+    experts = num_experts(real)
     ffn = FAMILIES[real.model_type].ffn_field
     split = {
         ffn: (real.to_dict()[ffn], "parallel.tensor", parallel.tensor),
@@ -150,7 +142,7 @@ def check_real(real, config: Config) -> None:
         split["the shared experts' width"] = shared, "parallel.tensor", parallel.tensor
     for name, (count, key, ranks) in split.items():
         if count % ranks:
-            raise ConfigError(f"{key}={ranks} does not divide {name}={count} of {config.model.hf_path}; use a divisor")
+            raise ConfigError(f"{key}={ranks} does not divide {name}={count} of {hf_path}; use a divisor")
 
 
 def num_experts(hf_config) -> int:
@@ -211,26 +203,25 @@ class Work:
         return dataclasses.replace(self, samples=samples)
 
 
-def data_size(config: Config, world: int) -> int:
-    return max(1, world // (config.parallel.tensor * config.parallel.context * config.parallel.pipeline))
+def data_size(parallel: ParallelConfig, world: int) -> int:
+    return max(1, world // (parallel.tensor * parallel.context * parallel.pipeline))
 
 
-def pad_multiple(config: Config) -> int:
-    parallel = config.parallel
+def pad_multiple(parallel: ParallelConfig) -> int:
     return (2 * parallel.context if parallel.context > 1 else 1) * (
         parallel.tensor if parallel.sequence_parallel else 1
     )
 
 
-def make_work(config: Config, vocab_size: int, context_tokens: int, world: int) -> Work:
+def make_work(parallel: ParallelConfig, vocab_size: int, context_tokens: int, *, world: int, seed: int) -> Work:
     """Make ragged samples, enough that every replica has several micro-batches.
 
     The traced sample's length is no multiple of its padding.
     """
-    random = np.random.default_rng(config.run.seed)
-    groups = np.repeat(np.arange(3 * max(2, data_size(config, world))), GROUP_SAMPLES)
+    random = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(3 * max(2, data_size(parallel, world))), GROUP_SAMPLES)
     values = random.normal(size=len(groups))
-    traced = _sample("traced", 7, 3 * pad_multiple(config) + 18, vocab_size, random)
+    traced = _sample("traced", 7, 3 * pad_multiple(parallel) + 18, vocab_size, random)
     if len(traced.token_ids) > context_tokens:
         raise ConfigError(
             f"the model's context is {context_tokens} tokens and this topology is tried with {len(traced.token_ids)}; "
@@ -266,9 +257,10 @@ def user_config(config: Config, dtype: str, work: Work, world: int, layout: tupl
     Every replica has about four micro-batches or more, since a batch of a few hundred tokens would otherwise be one.
     """
     lengths = np.array([len(s.token_ids) for s in work.samples])
-    padded = -(-lengths // pad_multiple(config)) * pad_multiple(config)
-    per_replica = -(-len(lengths) // data_size(config, world))
-    cap = max(int(padded.max()), int(padded.sum()) // (4 * data_size(config, world)))
+    multiple, replicas = pad_multiple(config.parallel), data_size(config.parallel, world)
+    padded = -(-lengths // multiple) * multiple
+    per_replica = -(-len(lengths) // replicas)
+    cap = max(int(padded.max()), int(padded.sum()) // (4 * replicas))
     plan = dataclasses.replace(config.plan, max_tokens_per_microbatch=min(config.plan.max_tokens_per_microbatch, cap))
     if plan.samples_per_microbatch is not None:
         plan = dataclasses.replace(

@@ -29,19 +29,18 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config import Config, EndpointConfig
-from megatron_rl.environment.protocol import is_reward
+from megatron_rl.config import DataConfig, EndpointConfig, RolloutConfig
 from megatron_rl.environment.step_pool import Overdue, StepPool, Ticket
 from megatron_rl.errors import ConfigError, EpisodeError
-from megatron_rl.rollout.endpoint.asked import MOST_REWARD
 from megatron_rl.rollout.endpoint.recorder import Record
 from megatron_rl.rollout.endpoint.rendering import Rendering
+from megatron_rl.rollout.endpoint.requests import MOST_REWARD
 from megatron_rl.rollout.endpoint.session import Pending, Session, Tally
-from megatron_rl.rollout.engine import Engine, EngineLost, OnFinished
-from megatron_rl.rollout.engine_around import EngineAround
+from megatron_rl.rollout.engines.engine import Engine, EngineLost, OnFinished
+from megatron_rl.rollout.engines.wrapper import EngineAround
 from megatron_rl.rollout.http_server import keys_in, listening
 from megatron_rl.types import Prompt, Rollout
-from megatron_rl.users_code import resolve
+from megatron_rl.users_code import is_reward, resolve
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.05  # between two looks at agents that may have ended or be overdue
@@ -132,7 +131,7 @@ class AgentEngine(EngineAround):
         template_variables: Mapping[str, object] | None = None,
     ) -> None:
         try:
-            from megatron_rl.rollout.endpoint.front import HOST, Front
+            from megatron_rl.rollout.endpoint.routes import HOST, SessionRoutes
         except ImportError as error:
             raise ConfigError(
                 f"rollout.endpoint.agent={config.agent!r} needs a server's packages: {error}; install "
@@ -146,7 +145,7 @@ class AgentEngine(EngineAround):
         self._calls: dict[str, _Call] = {}  # by the key of a session
         self._ended: deque[str] = deque()
         keys = keys_in(config.api_key_env, setting="rollout.endpoint.api_key_env")
-        self._front = Front(
+        self._routes = SessionRoutes(
             config,
             self._rendering,
             self.tally,
@@ -157,7 +156,7 @@ class AgentEngine(EngineAround):
         )
         self._pool = StepPool(config.num_agents, config.deadline_s, key="rollout.endpoint.deadline_s")
         self._open = contextlib.ExitStack()
-        self.address = self._open.enter_context(listening(self._front.app, HOST, port, section="rollout.endpoint"))
+        self.address = self._open.enter_context(listening(self._routes.app, HOST, port, section="rollout.endpoint"))
 
     def close(self) -> None:
         """End the endpoint and log what became of the sessions."""
@@ -228,7 +227,7 @@ class AgentEngine(EngineAround):
             max_turns=self._config.max_turns,
         )
         self._calls[session.key] = call
-        self._front.sessions[session.key] = session
+        self._routes.sessions[session.key] = session
         self.tally.note("sessions")
         episode = _Episode(session=session, call=call)
         episode.said = self._pool.submit(lambda: self._play(episode), episode)
@@ -341,7 +340,7 @@ class AgentEngine(EngineAround):
         self._calls.pop(session.key, None)
         self._ended.append(session.key)  # for a while a late request is told that it is late
         if len(self._ended) > MAX_ENDED:
-            self._front.sessions.pop(self._ended.popleft(), None)
+            self._routes.sessions.pop(self._ended.popleft(), None)
 
 
 def agent_of(config: EndpointConfig) -> Agent:
@@ -361,25 +360,30 @@ def agent_of(config: EndpointConfig) -> Agent:
 
 
 def with_agents(
-    engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase, *, rank: int, vocab_size: int
-) -> Engine:
-    """Return an AgentEngine around the engine, or the engine itself where ``rollout.endpoint.agent`` is null.
+    engine: Engine,
+    rollout: RolloutConfig,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    rank: int,
+    vocab_size: int,
+    on_error: str,
+) -> AgentEngine:
+    """Return an AgentEngine around the engine. on_error: ``environment.on_error``.
 
     Raises ConfigError for an agent that cannot be called, or without the server's packages.
     """
-    settings = config.rollout.endpoint
-    if settings.agent is None:
-        return engine
+    settings = rollout.endpoint
     return AgentEngine(
         engine,
         agent_of(settings),
         tokenizer,
         settings,
         port=settings.port + rank if settings.port else 0,
-        temperature=config.rollout.temperature,
+        temperature=rollout.temperature,
         vocab_size=vocab_size,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
-        on_error=config.environment.on_error,
-        template_variables=config.data.template_variables,
+        max_prompt_tokens=data.max_prompt_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+        on_error=on_error,
+        template_variables=data.template_variables,
     )

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_rl.data.chat import ROLES
 from megatron_rl.errors import quoted
-from megatron_rl.rollout.endpoint.asked import MOST_REWARD, Asked, Refused, canonical
+from megatron_rl.rollout.endpoint.requests import MOST_REWARD, CompletionRequest, Refused, canonical
 
 # Fields that change what is sampled, and the values under which they change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -79,14 +79,14 @@ class Message(_Body):
     def plain(self) -> dict:
         """Return the message in its one form: role, content as text, and where there are any, calls, call id, name."""
         parts = self.content or ""
-        found: dict[str, object] = {
+        message: dict[str, object] = {
             "role": self.role,
             "content": parts if isinstance(parts, str) else "".join(part.text for part in parts),
         }
         if self.tool_calls:
-            found["tool_calls"] = [_plain_call(call) for call in self.tool_calls]
+            message["tool_calls"] = [_plain_call(call) for call in self.tool_calls]
         beside = {"tool_call_id": self.tool_call_id, "name": self.name}
-        return found | {name: value for name, value in beside.items() if value is not None}
+        return message | {name: value for name, value in beside.items() if value is not None}
 
 
 def _plain_call(call: Call) -> dict:
@@ -139,43 +139,43 @@ def checked(body: Mapping, kind: type[Kind]) -> Kind:
         return kind.model_validate(body)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False)[0]
-    # A place ends where the schema's names for the kinds of a value begin.
-    place, value = [], body
+    # A path ends where the schema's names for the kinds of a value begin.
+    path, value = [], body
     for part in fault["loc"]:
         if isinstance(value, list) and isinstance(part, int):
-            place[-1] += f"[{part}]"
+            path[-1] += f"[{part}]"
             value = value[part]
         elif isinstance(value, dict) and (part in value or fault["type"] == "missing"):
-            place.append(part)
+            path.append(part)
             value = value.get(part)
-    wanted = WANTED.get(place[-1].partition("[")[0]) or f"is refused: {fault['msg']}"
-    raise Refused(f"{'.'.join(place)}={quoted(value, 80)} {wanted}")
+    wanted = WANTED.get(path[-1].partition("[")[0]) or f"is refused: {fault['msg']}"
+    raise Refused(f"{'.'.join(path)}={quoted(value, 80)} {wanted}")
 
 
-def asked_chat(body: Mapping, temperature: float) -> Asked:
+def chat_request(body: Mapping, temperature: float) -> CompletionRequest:
     """Return a request for a chat completion. ``temperature``: ``rollout.temperature``. Raises Refused."""
-    given = checked(body, ChatBody)
-    messages = tuple(message.plain() for message in given.messages)
+    fields = checked(body, ChatBody)
+    messages = tuple(message.plain() for message in fields.messages)
     if messages[-1]["role"] == "assistant":
         raise Refused("messages must not end with the assistant's: nothing is said that it could answer")
-    tools = None if body.get("tool_choice") == "none" else given.tools or None
+    tools = None if body.get("tool_choice") == "none" else fields.tools or None
     written = canonical(tools)
     conversation = tuple(canonical(message) for message in messages)
-    return Asked(
+    return CompletionRequest(
         frame=("chat", hashlib.blake2b(written.encode(), digest_size=16).hexdigest()),
         conversation=conversation,
         messages=messages,
         tools=None if tools is None else tuple(tools),
         num_characters=len(written) + sum(map(len, conversation)),
-        logprobs=given.logprobs is True,
-        **_common(body, given, temperature, given.max_completion_tokens or given.max_tokens),
+        logprobs=fields.logprobs is True,
+        **_common(body, fields, temperature, fields.max_completion_tokens or fields.max_tokens),
     )
 
 
-def asked_completion(body: Mapping, temperature: float, vocab_size: int) -> Asked:
+def completion_request(body: Mapping, temperature: float, vocab_size: int) -> CompletionRequest:
     """Return a request for the completion of a text or of token ids, each below ``vocab_size``. Raises Refused."""
-    given = checked(body, CompletionBody)
-    prompt = given.prompt
+    fields = checked(body, CompletionBody)
+    prompt = fields.prompt
     if isinstance(prompt, list) and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     is_ids = isinstance(prompt, list)
@@ -185,23 +185,23 @@ def asked_completion(body: Mapping, temperature: float, vocab_size: int) -> Aske
                 f"prompt holds token {quoted(token)}, and the model has tokens from 0 to {vocab_size - 1}; give ids "
                 "of its tokenizer, or the text"
             )
-    return Asked(
+    return CompletionRequest(
         frame=("ids" if is_ids else "text", ""),
         conversation=tuple(prompt) if is_ids else prompt,
         messages=None,
         tools=None,
         num_characters=len(prompt),
         logprobs=False,
-        **_common(body, given, temperature, given.max_tokens),
+        **_common(body, fields, temperature, fields.max_tokens),
     )
 
 
-def asked_reward(body: Mapping) -> float:
+def reward_in(body: Mapping) -> float:
     """Return the reward that a body gives. Raises Refused."""
     return checked(body, RewardBody).reward
 
 
-def _common(body: Mapping, given: Completing, temperature: float, most_tokens: int | None) -> dict[str, object]:
+def _common(body: Mapping, fields: Completing, temperature: float, most_tokens: int | None) -> dict[str, object]:
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in neutral:
@@ -209,14 +209,14 @@ def _common(body: Mapping, given: Completing, temperature: float, most_tokens: i
                 f"{name}={quoted(value, 80)} would change what is sampled, which the trainer's log-probs are of; "
                 "leave it out"
             )
-    if given.temperature is not None and given.temperature != temperature:
+    if fields.temperature is not None and fields.temperature != temperature:
         raise Refused(
-            f"temperature={given.temperature:g}: the run samples at rollout.temperature={temperature:g}, at which the "
+            f"temperature={fields.temperature:g}: the run samples at rollout.temperature={temperature:g}, at which the "
             "trainer takes log-probs; leave it out, or change that setting"
         )
     return {
         "max_tokens": most_tokens,
-        "stream": given.stream is True,
-        "usage_in_stream": given.stream_options is not None and given.stream_options.include_usage is True,
-        "model": (given.model or "policy")[:200],
+        "stream": fields.stream is True,
+        "usage_in_stream": fields.stream_options is not None and fields.stream_options.include_usage is True,
+        "model": (fields.model or "policy")[:200],
     }

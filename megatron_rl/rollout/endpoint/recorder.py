@@ -20,14 +20,14 @@ Frame = tuple[str, str]
 
 def digests(conversation: Conversation, lengths: Iterable[int]) -> list[tuple[int, bytes]]:
     """Return (length, digest) of a conversation's beginnings of these lengths, which ascend; in linear time."""
-    state, found, start = hashlib.blake2b(digest_size=16), [], 0
+    state, beginnings, start = hashlib.blake2b(digest_size=16), [], 0
     for end in lengths:
         part = conversation[start:end]
         text = part if isinstance(part, str) else "".join(f"{piece}\n" for piece in part)  # JSON has no line's end
         state.update(text.encode())
-        found.append((end, state.digest()))
+        beginnings.append((end, state.digest()))
         start = end
-    return found
+    return beginnings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,11 +55,11 @@ class Turn:
 
     def path(self) -> list[Turn]:
         """Return the turns from the first one to this."""
-        found, turn = [], self
+        turns, turn = [], self
         while turn is not None:
-            found.append(turn)
+            turns.append(turn)
             turn = turn.parent
-        return found[::-1]
+        return turns[::-1]
 
     def token_ids(self) -> tuple[int, ...]:
         """Return the context and the sampled tokens of this turn and of all before it."""
@@ -94,16 +94,16 @@ class Record:
         self._lengths: dict[Frame, tuple[int, ...]] = {}  # of the turns' conversations, ascending
         self._known: dict[tuple[Frame, tuple[int, bytes]], list[Turn]] = {}
 
-    def parent_of(self, frame: Frame, asked: Conversation) -> Turn | None:
+    def parent_of(self, frame: Frame, conversation: Conversation) -> Turn | None:
         """Return the turn that a request extends: the one with the longest conversation, the latest of equals.
 
         The request must say something new, unless it lets a text go on that ``max_tokens`` had cut off. It takes time
         linear in the conversation and the number of turns, and may be called while another thread adds one.
         """
-        lengths = [length for length in self._lengths.get(frame, ()) if length <= len(asked)]
-        for known in reversed(digests(asked, lengths)):
+        lengths = [length for length in self._lengths.get(frame, ()) if length <= len(conversation)]
+        for known in reversed(digests(conversation, lengths)):
             for turn in reversed(self._known.get((frame, known), ())):
-                if known[0] < len(asked) or (frame[0] != "chat" and turn.finish_reason == "length"):
+                if known[0] < len(conversation) or (frame[0] != "chat" and turn.finish_reason == "length"):
                     return turn
         return None
 

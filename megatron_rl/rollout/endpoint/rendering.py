@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.data.chat import TURN, check_stays, render_chat, text_behind_turn, tokens_behind
 from megatron_rl.errors import ConfigError, shortened
 from megatron_rl.json_text import parse_json
-from megatron_rl.rollout.endpoint.asked import Asked, Refused
 from megatron_rl.rollout.endpoint.recorder import Turn
+from megatron_rl.rollout.endpoint.requests import CompletionRequest, Refused
 
 FORMS = ((True, ""), (False, ""), (True, None), (False, None))  # arguments as an object; a content that is empty
 LEAST_CHARACTERS = 2**16  # that a request may have, whatever the context: for tools that a template shortens
@@ -41,13 +41,13 @@ class Rendering:
         """Return the most characters that a request of so many tokens may have: no token has more than the longest."""
         return max(LEAST_CHARACTERS, num_tokens * self._longest_token)
 
-    def new_ids(self, asked: Asked, parent: Turn | None) -> tuple[int, ...]:
+    def new_ids(self, request: CompletionRequest, parent: Turn | None) -> tuple[int, ...]:
         """Return the tokens between the parent's last one and the first one to sample; without a parent all of them.
 
         Raises Refused for whatever the template or the tokenizer raises.
         """
         try:
-            return self._new_ids(asked, parent)
+            return self._new_ids(request, parent)
         except (KeyboardInterrupt, SystemExit):
             raise
         except ConfigError as error:
@@ -58,14 +58,14 @@ class Rendering:
                 f"the tokenizer or its chat template cannot read the request ({said}); ask otherwise"
             ) from error
 
-    def _new_ids(self, asked: Asked, parent: Turn | None) -> tuple[int, ...]:
+    def _new_ids(self, request: CompletionRequest, parent: Turn | None) -> tuple[int, ...]:
         start = 0 if parent is None else parent.known[0]
-        if asked.frame[0] == "ids":
-            return asked.conversation[start:]
-        if not asked.is_chat:
-            return self._encode(asked.conversation[start:])
-        messages = self._as_template_reads(asked.messages)
-        beside = dict(self._variables) if asked.tools is None else {**self._variables, "tools": list(asked.tools)}
+        if request.frame[0] == "ids":
+            return request.conversation[start:]
+        if not request.is_chat:
+            return self._encode(request.conversation[start:])
+        messages = self._as_template_reads(request.messages)
+        beside = dict(self._variables) if request.tools is None else {**self._variables, "tools": list(request.tools)}
         if parent is None:
             return self._encode(
                 render_chat(self._tokenizer, messages, "messages", add_generation_prompt=True, beside=beside)
@@ -126,13 +126,13 @@ def _in_form(message: Mapping, as_object: bool, content: str | None) -> Mapping:
     return {**message, "content": message["content"] or content, "tool_calls": calls}
 
 
-def reply_of(text: str, asked: Asked, turn_number: int) -> dict:
+def reply_of(text: str, request: CompletionRequest, turn_number: int) -> dict:
     """Return a sampled text as the assistant's message, its calls of tools apart where the request offers tools.
 
     Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` → content "" and one call of ``add``.
     """
     message: dict[str, object] = {"role": "assistant", "content": text}
-    if asked.tools is None:
+    if request.tools is None:
         return message
     calls = []
     for match in CALL.finditer(text):
@@ -149,7 +149,9 @@ def reply_of(text: str, asked: Asked, turn_number: int) -> dict:
     return message
 
 
-def answer(asked: Asked, turn: Turn, reply: Mapping, name: str, created: int, names: Sequence[str] | None) -> dict:
+def answer(
+    request: CompletionRequest, turn: Turn, reply: Mapping, name: str, created: int, names: Sequence[str] | None
+) -> dict:
     """Return OpenAI's answer to a request. ``names``: each token's text, for log-probs; None: none are given."""
     num_sampled = len(turn.ids)
     num_prompt = len(turn.token_ids()) - num_sampled
@@ -158,8 +160,8 @@ def answer(asked: Asked, turn: Turn, reply: Mapping, name: str, created: int, na
         "completion_tokens": num_sampled,
         "total_tokens": num_prompt + num_sampled,
     }
-    head = {"id": name, "created": created, "model": asked.model, "usage": usage}
-    if not asked.is_chat:
+    head = {"id": name, "created": created, "model": request.model, "usage": usage}
+    if not request.is_chat:
         choice = {"index": 0, "text": reply["content"], "finish_reason": turn.finish_reason, "logprobs": None}
         return {**head, "object": "text_completion", "choices": [choice]}
     called = "tool_calls" in reply and turn.finish_reason == "stop"
@@ -180,11 +182,11 @@ def answer(asked: Asked, turn: Turn, reply: Mapping, name: str, created: int, na
     return {**head, "object": "chat.completion", "choices": [choice]}
 
 
-def chunks(asked: Asked, answered: Mapping) -> list[str]:
+def chunks(request: CompletionRequest, answered: Mapping) -> list[str]:
     """Return an answer as the events of a stream: the whole message in one chunk, its end, and the stream's end."""
     [choice] = answered["choices"]
     head = {name: answered[name] for name in ("id", "created", "model")}
-    if asked.is_chat:
+    if request.is_chat:
         delta = dict(choice["message"])
         if "tool_calls" in delta:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
@@ -196,6 +198,6 @@ def chunks(asked: Asked, answered: Mapping) -> list[str]:
         first = {**choice, "finish_reason": None}
         last = {**choice, "text": ""}
     events: list[dict] = [{**head, "choices": [first]}, {**head, "choices": [last]}]
-    if asked.usage_in_stream:
+    if request.usage_in_stream:
         events.append({**head, "choices": [], "usage": answered["usage"]})
     return [*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"]

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_rl.errors import shortened
-from megatron_rl.rollout.endpoint.asked import Asked, Refused, canonical
 from megatron_rl.rollout.endpoint.recorder import Record, Turn, digests
 from megatron_rl.rollout.endpoint.rendering import Rendering, reply_of
+from megatron_rl.rollout.endpoint.requests import CompletionRequest, Refused, canonical
 from megatron_rl.types import Prompt, Rollout
 
 MAX_NAMES = 20  # that a report lists of each kind
@@ -89,7 +89,7 @@ class Pending:
     """
 
     session: Session
-    asked: Asked
+    request: CompletionRequest
     parent: Turn | None
     new_ids: tuple[int, ...]
     prompt: Prompt
@@ -116,7 +116,7 @@ class Session:
         self._max_prompt_tokens, self._max_turns = max_prompt_tokens, max_turns
         self.turnstile = asyncio.Lock()
         self._lock = threading.Lock()
-        self._num_asked, self._answers = 0, itertools.count()
+        self._num_requests, self._answers = 0, itertools.count()
         self._draws: Counter[str] = Counter()
         self._waiting: set[Future] = set()
         self._closed = False
@@ -132,35 +132,40 @@ class Session:
                 code="context_length_exceeded",
             )
 
-    def ask(self, asked: Asked, rendering: Rendering, tally: Tally) -> Pending:
+    def ask(self, request: CompletionRequest, rendering: Rendering, tally: Tally) -> Pending:
         """Take a request: find the turn that it extends and tokenize what is new. Raises Refused.
 
         If another request was answered meanwhile, it is seen whether that is the turn to extend.
         """
-        self.check_length(asked.num_characters, rendering)
+        self.check_length(request.num_characters, rendering)
         with self._lock:
             self._check_open("a request", tally)
-            if self._num_asked >= self._max_turns:
+            if self._num_requests >= self._max_turns:
                 self.exhausted = self.exhausted or "stop"
                 raise Refused(
                     f"the session has had its rollout.endpoint.max_turns={self._max_turns} requests", code="max_turns"
                 )
-            self._num_asked += 1
+            self._num_requests += 1
         parent, new_ids = None, None
         while True:
             num_turns = len(self.record.turns)
-            found = self.record.parent_of(asked.frame, asked.conversation)
-            if new_ids is None or found is not parent:
-                parent, new_ids = found, rendering.new_ids(asked, found)
+            extended = self.record.parent_of(request.frame, request.conversation)
+            if new_ids is None or extended is not parent:
+                parent, new_ids = extended, rendering.new_ids(request, extended)
             context = new_ids if parent is None else (*parent.token_ids(), *new_ids)
             digest = hashlib.blake2b(np.array(context, dtype=np.int64).tobytes(), digest_size=6).hexdigest()
             with self._lock:
                 self._check_open("a request", tally)
                 if len(self.record.turns) == num_turns:
-                    return self._pending(asked, parent, new_ids, context, digest)
+                    return self._pending(request, parent, new_ids, context, digest)
 
     def _pending(
-        self, asked: Asked, parent: Turn | None, new_ids: tuple[int, ...], context: tuple[int, ...], digest: str
+        self,
+        request: CompletionRequest,
+        parent: Turn | None,
+        new_ids: tuple[int, ...],
+        context: tuple[int, ...],
+        digest: str,
     ) -> Pending:
         if not context:
             raise Refused("the request has no tokens to go on from; give a prompt")
@@ -169,11 +174,11 @@ class Session:
         name = f"{self.name}/{digest}.{self._draws[digest]}"
         pending = Pending(
             session=self,
-            asked=asked,
+            request=request,
             parent=parent,
             new_ids=new_ids,
             prompt=Prompt(prompt_id=name, text="", token_ids=context, columns={}),
-            limit=limit if asked.max_tokens is None else min(limit, asked.max_tokens),
+            limit=limit if request.max_tokens is None else min(limit, request.max_tokens),
         )
         pending.done.set_running_or_notify_cancel()  # a client that goes away cancels nothing
         self._waiting.add(pending.done)
@@ -197,14 +202,14 @@ class Session:
 
     def take(self, pending: Pending, rollout: Rollout, tally: Tally) -> None:
         """Record what the engine sampled for a request, and answer it; a closed session's is counted and refused."""
-        asked, number = pending.asked, next(self._answers)
-        reply = reply_of(rollout.text, asked, number)
-        said = (canonical(reply),) if asked.is_chat else rollout.text
-        if asked.frame[0] == "ids":
+        request, number = pending.request, next(self._answers)
+        reply = reply_of(rollout.text, request, number)
+        said = (canonical(reply),) if request.is_chat else rollout.text
+        if request.frame[0] == "ids":
             said = tuple(rollout.response_ids)
-        known = asked.conversation + said
+        known = request.conversation + said
         turn = Turn(
-            frame=asked.frame,
+            frame=request.frame,
             parent=pending.parent,
             known=digests(known, [len(known)])[0],
             new_ids=pending.new_ids,

@@ -8,8 +8,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.sampling import SampledSequence, SampleRequest, SampleResult
-from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest
+from megatron_rl.rollout.engines.replica import Completion, GenerateRequest
+from megatron_rl.rollout.engines.sampling import SampledSequence, SampleRequest, SampleResult
 from megatron_rl.rollout.vllm.routed_experts import sample_rows
 from megatron_rl.types import Prompt, Rollout
 

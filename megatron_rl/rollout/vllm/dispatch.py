@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.vllm.replica import UPDATING, Completion, GenerateRequest, Replica, ReplicaLost
+from megatron_rl.rollout.engines.replica import UPDATING, Completion, GenerateRequest, Replica, ReplicaLost
 
 FINISHED = ("stop", "length")  # any other reason: the engine broke the sample off
 DEFECTS_ALLOWED = 1  # wrong answers to a request: one may be a passing fault, two are the engine's way

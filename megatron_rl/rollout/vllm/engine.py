@@ -1,4 +1,4 @@
-"""Engine (see rollout/engine.py) over vLLM: this rank's prompts are spread over its replicas.
+"""Engine (see rollout/engines/engine.py) over vLLM: this rank's prompts are spread over its replicas.
 
 A replica is a process of the run's own or a server. A request is a prompt with all its samples, so that they share the
 prompt's keys and values; its seed is that of sample 0. Greedy log-probs are vLLM's, at temperature 1, while the
@@ -21,12 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import ConfigError, EngineError
-from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, OnFinished, SyncReport, sample_seed, token_bounds
-from megatron_rl.rollout.sampling import SEED_BITS, SampleRequest, SampleResult
-from megatron_rl.rollout.vllm.answers import Answers, generate_request
-from megatron_rl.rollout.vllm.dispatch import dispatch
-from megatron_rl.rollout.vllm.memory_advice import with_memory_advice
-from megatron_rl.rollout.vllm.replica import (
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost, OnFinished, SyncReport, sample_seed, token_bounds
+from megatron_rl.rollout.engines.replica import (
     UPDATING,
     Completion,
     GenerateRequest,
@@ -35,11 +31,17 @@ from megatron_rl.rollout.vllm.replica import (
     RequestRefused,
     check_facts,
 )
+from megatron_rl.rollout.engines.sampling import SEED_BITS, SampleRequest, SampleResult
+from megatron_rl.rollout.vllm.answers import Answers, generate_request
+from megatron_rl.rollout.vllm.dispatch import dispatch
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
 PROBE_S = 0.6  # for a lost server, while other servers do its work
+MEMORY_WORDS = ("out of memory", "allocate memory", "exit code -9", "bad_alloc", "MemoryError") + (
+    "could not create a primitive",  # oneDNN's on a CPU, for a kernel that found no memory for itself
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -290,14 +292,14 @@ class VllmEngine:
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         call = self._begin(bool(requests))
-        asked = {f"{self._rank}-{call.number}-{i}": request for i, request in enumerate(requests)}
+        named = {f"{self._rank}-{call.number}-{i}": request for i, request in enumerate(requests)}
         results: dict[str, SampleResult] = {}
 
         def finish(request_id: str, completions: Sequence[Completion]) -> None:
-            results[request_id] = self._answers.result(asked[request_id], completions)
+            results[request_id] = self._answers.result(named[request_id], completions)
 
-        self._run(call, [generate_request(name, x) for name, x in asked.items()], finish, {})
-        return [results[name] for name in asked]
+        self._run(call, [generate_request(name, x) for name, x in named.items()], finish, {})
+        return [results[name] for name in named]
 
     def _begin(self, asks: bool) -> _Call:
         """Return what a call goes by; raise EngineLost or RuntimeError where it asks for something and cannot run."""
@@ -395,3 +397,13 @@ class VllmEngine:
             self._sync.forget(replica)
             replica.close()
         self._sync.free()
+
+
+def with_memory_advice(why: str) -> str:
+    """Return an engine's words, with the settings that lower its memory added where they speak of memory."""
+    if any(word in why for word in MEMORY_WORDS):
+        return (
+            f"{why}\nThis looks like too little memory: lower rollout.gpu_memory_utilization, "
+            "rollout.max_requests or rollout.vllm.max_num_seqs"
+        )
+    return why

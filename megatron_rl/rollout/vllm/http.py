@@ -15,7 +15,7 @@ import threading
 import urllib.parse
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.vllm.replica import ReplicaLost, RequestRefused
+from megatron_rl.rollout.engines.replica import ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.server_command import DEV_MODE, SCALE_OUT
 
 CONNECT_S = 5.0

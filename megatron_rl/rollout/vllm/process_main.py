@@ -181,11 +181,11 @@ def _sampled_logprobs(sample) -> np.ndarray:
 
 def _prompt_logprobs(output) -> np.ndarray:
     """Return [prompt] float32, the log-prob of each of the prompt's tokens, NaN at the first, which has none."""
-    found = [
+    logprobs = [
         np.nan if place is None or not len(place) else place[token].logprob
         for token, place in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
     ]
-    return np.array(found, dtype=np.float32)
+    return np.array(logprobs, dtype=np.float32)
 
 
 def main(arguments: list[str]) -> int:

@@ -22,9 +22,9 @@ import numpy as np
 
 from megatron_rl.distributed import child_process, frames
 from megatron_rl.distributed.cuda_environment import added_variables
-from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.replica import Completion, GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm import routed_experts
-from megatron_rl.rollout.vllm.replica import Completion, GenerateRequest, ReplicaFacts, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_parameters
 
 log = logging.getLogger(__name__)
@@ -33,25 +33,27 @@ LAST_LINES = 15
 SEND_S = 30  # the longest time without a byte taken; an engine always reads, in a thread of its own
 
 
-def engine_environment(given: Mapping[str, str], devices: Sequence[str] | None, threads: int | None) -> dict[str, str]:
+def engine_environment(
+    environment: Mapping[str, str], devices: Sequence[str] | None, threads: int | None
+) -> dict[str, str]:
     """Return the environment of an engine's process: the given one without the trainer's world.
 
     devices: its GPUs; None on a CPU host.
     """
-    kept = child_process.environment(given)
+    own = child_process.environment(environment)
     for name in ("VLLM_ALLOW_INSECURE_SERIALIZATION", *added_variables()):  # the latter are for the trainer alone
-        kept.pop(name, None)
-    kept |= {
+        own.pop(name, None)
+    own |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is stepped in that process, which is apart already
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     if devices is not None:
-        return {**kept, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        return {**own, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
     # vLLM would pin its threads to cores of its choice, the same ones for every engine of the host
-    kept |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads or 1), "TORCHDYNAMO_DISABLE": "1"}
-    kept.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    return kept
+    own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads or 1), "TORCHDYNAMO_DISABLE": "1"}
+    own.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    return own
 
 
 class ProcessReplica:

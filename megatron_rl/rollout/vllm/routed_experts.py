@@ -29,12 +29,12 @@ def frame_of(samples: Sequence) -> dict[str, np.ndarray]:
     samples: vLLM's CompletionOutputs. Example: rows of 3 and 2 tokens in 4 layers, 2 experts each:
     ``expert_rows=[3, 2]``, ``experts`` int16 [5, 4, 2].
     """
-    found = [sample.routed_experts for sample in samples]
-    if any(experts is None for experts in found):
+    of_samples = [sample.routed_experts for sample in samples]
+    if any(experts is None for experts in of_samples):
         return {}
     return {
-        "expert_rows": np.array([len(experts) for experts in found], dtype=np.int64),
-        "experts": np.concatenate([np.asarray(experts).astype(np.int16) for experts in found]),
+        "expert_rows": np.array([len(experts) for experts in of_samples], dtype=np.int64),
+        "experts": np.concatenate([np.asarray(experts).astype(np.int16) for experts in of_samples]),
     }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.vllm.replica import GenerateRequest
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.replica import GenerateRequest
 
 
 def sampling_parameters(request: GenerateRequest) -> dict[str, object]:

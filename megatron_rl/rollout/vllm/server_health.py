@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from megatron_rl.rollout.engines.replica import ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.http import MissingRoute, NotListening, Server, ServerFailed
-from megatron_rl.rollout.vllm.replica import ReplicaLost, RequestRefused
 
 log = logging.getLogger(__name__)
 HEALTH_S = 2.0  # between two looks at a server that owes an answer

@@ -21,15 +21,15 @@ from megatron_rl.distributed.child_process import signal_at_parents_end
 
 def main(arguments: list[str]) -> int:
     parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
-    asked: list[int] = []  # no Event: its lock may be held by the very wait that the handler interrupts
+    signals: list[int] = []  # no Event: its lock may be held by the very wait that the handler interrupts
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: asked.append(number))
+        signal.signal(number, lambda number, _: signals.append(number))
     signal_at_parents_end(signal.SIGTERM)
     if os.getppid() != parent:
         return 1
     server = subprocess.Popen(command, process_group=0, preexec_fn=lambda: signal_at_parents_end(signal.SIGKILL))
     try:
-        while server.poll() is None and not asked:
+        while server.poll() is None and not signals:
             time.sleep(0.1)
         if server.poll() is None:
             server.terminate()

@@ -23,9 +23,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.vllm.http import Exchange, MissingRoute, NotListening, Server, ServerFailed
-from megatron_rl.rollout.vllm.replica import (
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.replica import (
     OLDEST_VLLM,
     Completion,
     GenerateRequest,
@@ -33,6 +32,7 @@ from megatron_rl.rollout.vllm.replica import (
     ReplicaLost,
     RequestRefused,
 )
+from megatron_rl.rollout.vllm.http import Exchange, MissingRoute, NotListening, Server, ServerFailed
 from megatron_rl.rollout.vllm.routed_experts import of_choice
 from megatron_rl.rollout.vllm.sampling_params import parse_version, sampling_parameters
 from megatron_rl.rollout.vllm.server_command import LOGPROBS_MODE, WORKER_EXTENSION, example

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.engines.replica import ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.http import NotListening, Server, ServerFailed
-from megatron_rl.rollout.vllm.replica import ReplicaLost, RequestRefused
 
 POLL_S = 0.2
 HEALTH_S = 5.0

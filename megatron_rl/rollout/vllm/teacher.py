@@ -16,8 +16,8 @@ import numpy as np
 
 from megatron_rl.config import TeacherConfig
 from megatron_rl.errors import EngineError
+from megatron_rl.rollout.engines.replica import ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.http import Server
-from megatron_rl.rollout.vllm.replica import ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.server_replica import api_key_of
 from megatron_rl.types import Sample
 
@@ -73,7 +73,7 @@ class TeacherServers:
         answer = server.call("POST", "/v1/completions", body, timeout_s=timeout_s)
         try:
             entries = answer["choices"][0]["prompt_logprobs"]
-            found = [
+            logprobs = [
                 float(entries[place][str(ids[place])]["logprob"]) for place in range(sample.prompt_tokens, len(ids))
             ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -81,7 +81,7 @@ class TeacherServers:
                 f"{server.url}: an answer without the log-prob of each of {len(ids)} prompt tokens "
                 f"({type(error).__name__}: {error}); is it a vLLM server of the policy's tokenizer?"
             ) from error
-        return np.array(found, dtype=np.float32)
+        return np.array(logprobs, dtype=np.float32)
 
     def _model_of(self, server: Server, timeout_s: float) -> str:
         """Return the name of the server's first model."""

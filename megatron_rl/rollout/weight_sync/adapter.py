@@ -7,7 +7,7 @@ for here. It multiplies B by alpha / rank as it takes an adapter, and cuts pairs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from vllm.lora.lora_model import LoRAModel
@@ -15,6 +15,8 @@ from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import QKVParallelLinear
+
+from megatron_rl.rollout.weight_sync.transport import is_adapter
 
 ADAPTER_ID = 1  # the one adapter, whose values every sync replaces
 
@@ -27,6 +29,43 @@ def policy_request() -> LoRARequest:
     return LoRARequest(
         lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="/no file: adapters come by megatron_rl's weight sync"
     )
+
+
+class PolicyAdapters:
+    """Holds the adapters that a sync brings apart from the weights, until requests compute with them.
+
+    tensors: by PEFT's names without its ``base_model.model.``. model: vLLM's, from the sync's end on; None if it
+        brought none.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.model: LoRAModel | None = None
+
+    def begin(self) -> None:
+        """Forget what an earlier sync brought."""
+        self.tensors = {}
+
+    def taken_from(self, weights: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Copy the adapters among a bucket's tensors, and return the other tensors."""
+        self.tensors |= {name: tensor.clone() for name, tensor in weights if is_adapter(name)}
+        return [(name, tensor) for name, tensor in weights if name not in self.tensors]
+
+    def build(self, settings: Mapping[str, float], manager: LoRAModelManager) -> None:
+        """Build vLLM's model of what arrived. settings: rank and alpha; {} if the sync brings no adapters.
+
+        Raises ValueError as ``adapter_model`` does.
+        """
+        self.model = None
+        if settings:
+            self.model = adapter_model(self.tensors, **settings, manager=manager)
+
+    def put_in_place(self, manager: LoRAModelManager) -> None:
+        """Have requests of ``policy_request`` compute with these adapters, in place of the earlier ones."""
+        manager.remove_adapter(self.model.id)
+        manager.add_adapter(self.model)
+        manager.activate_adapter(self.model.id)
+        self.tensors, self.model = {}, None
 
 
 def adapter_model(tensors: Mapping[str, torch.Tensor], rank: int, alpha: float, manager: LoRAModelManager) -> LoRAModel:
@@ -59,13 +98,13 @@ def _check_layers(
     if unknown:
         raise ValueError(f"the engine has no layer for {len(unknown)} of the adapters: {', '.join(unknown[:8])}")
     for name, parts in layers.items():
-        given = [part for part in parts if part in projections]
-        if not given:
+        adapted = [part for part in parts if part in projections]
+        if not adapted:
             continue
         rows, columns = _size(manager.modules[name].base_layer)
-        sizes_a = {tuple(tensors[f"{part}.lora_A.weight"].shape) for part in given}
-        sizes_b = [tuple(tensors[f"{part}.lora_B.weight"].shape) for part in given]
-        if given != parts or sizes_a != {(rank, columns)} or sum(x for x, _ in sizes_b) != rows:
+        sizes_a = {tuple(tensors[f"{part}.lora_A.weight"].shape) for part in adapted}
+        sizes_b = [tuple(tensors[f"{part}.lora_B.weight"].shape) for part in adapted]
+        if adapted != parts or sizes_a != {(rank, columns)} or sum(x for x, _ in sizes_b) != rows:
             raise ValueError(
                 f"the engine's layer {name} is [{rows}, {columns}], of {', '.join(parts)}, and its adapters of rank "
                 f"{rank} are A {sorted(sizes_a)} and B {sizes_b}"
@@ -80,10 +119,3 @@ def _size(linear: torch.nn.Module) -> tuple[int, int]:
         kv = linear.total_num_kv_heads * (linear.head_size + linear.v_head_size)
         return linear.total_num_heads * linear.head_size + kv, linear.input_size
     return linear.output_size, linear.input_size
-
-
-def put_in_place(model: LoRAModel, manager: LoRAModelManager) -> None:
-    """Have requests of ``policy_request`` compute with these adapters, in place of the earlier ones."""
-    manager.remove_adapter(model.id)
-    manager.add_adapter(model)
-    manager.activate_adapter(model.id)

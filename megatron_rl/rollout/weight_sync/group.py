@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 
-from megatron_rl.rollout.vllm.replica import Replica
+from megatron_rl.rollout.engines.replica import Replica
 from megatron_rl.rollout.weight_sync.transport import broadcast, listen, open_group
 
 

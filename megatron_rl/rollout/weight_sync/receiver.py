@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_rl.rollout.weight_sync.adapter import adapter_model, put_in_place
+from megatron_rl.rollout.weight_sync.decoder import BucketDecoder, WholeDecoder
 from megatron_rl.rollout.weight_sync.engine_model import (
     count_values,
     drop_half_loaded,
@@ -34,11 +34,9 @@ from megatron_rl.rollout.weight_sync.engine_model import (
     plain,
     process_tied,
 )
-from megatron_rl.rollout.weight_sync.held import HeldBuckets
 from megatron_rl.rollout.weight_sync.mapped import MappedSegments
-from megatron_rl.rollout.weight_sync.transport import Tally, is_adapter, join_group, open_storage, receive, view_of
+from megatron_rl.rollout.weight_sync.transport import Tally, join_group, open_storage, receive, view_of
 from megatron_rl.weights.bucket_digest import NUM_PARTS, checksum_of, part_digests, parts_of
-from megatron_rl.weights.delta import difference_of
 
 BACKEND = "megatron_rl"
 
@@ -102,16 +100,18 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         self._broken = ""  # vLLM itself failed to load: only a new engine helps
         self._failure = ""  # of the sync under way, or of the channel
         self._maps = MappedSegments(self.device)
-        self._held = HeldBuckets()
-        self._holds = False
+        self._decoder: BucketDecoder = WholeDecoder()
         self._ended: BucketInfo | None = None
         self._tally = Tally()
         self._arrived: dict[str, int] = {}  # number of values by the trainer's name
         self._loaded: set[str] = set()  # parameters by vLLM's names; several weights may fill one
         self._wanted: set[str] = set()
         self._wanted_values = 0  # of all wanted parameters, without a vocabulary's padding
-        self._adapter: dict[str, torch.Tensor] = {}  # that arrived apart from the weights, by PEFT's names
-        self._adapter_model = None
+        self._adapters = None  # the policy's adapters apart from the weights; None: the engine takes none
+        if self.vllm_config.lora_config is not None:
+            from megatron_rl.rollout.weight_sync.adapter import PolicyAdapters
+
+            self._adapters = PolicyAdapters()
         self._has_weights = False  # all of them, from this trainer
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
 
@@ -133,9 +133,13 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
     def _open_channel(self, init_info: ChannelInfo) -> None:
         self.shutdown()
-        self._holds = init_info.holds
-        if not self._holds:  # what is held outlives a channel: a broadcast's group is another one for other engines
-            self._held.clear()
+        if not init_info.holds:
+            self._decoder = WholeDecoder()
+        elif not self._decoder.copies:
+            # copies outlive a channel: a broadcast's group is another one for other engines
+            from megatron_rl.rollout.weight_sync.changed_decoder import ChangedDecoder
+
+            self._decoder = ChangedDecoder()
         if init_info.channel == "broadcast":
             self._group = join_group(
                 init_info.address,
@@ -165,11 +169,13 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             drop_half_loaded(self.model, self.model_config)
             self._open = False
         self.receipt = {"version": -1, "checksum": "", "num_tensors": 0}
-        self._ended, self._tally, self._arrived, self._loaded, self._adapter = None, Tally(), {}, set(), {}
-        self._held.begin()
+        self._ended, self._tally, self._arrived, self._loaded = None, Tally(), {}, set()
+        self._decoder.begin()
         self._maps.release()
-        if self.vllm_config.lora_config is None:
+        if self._adapters is None:
             self._open_model()
+        else:
+            self._adapters.begin()
 
     def _open_model(self) -> None:
         """Prepare the model for all of its weights. Where adapters may come alone, the first weight does so."""
@@ -199,12 +205,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
                 raise ValueError(f"a weight update of kind {other!r}; this receiver knows bucket and end")
 
     def _take(self, bucket: BucketInfo) -> None:
-        packed = self._packed(bucket)
-        if bucket.difference:
-            bucket.tensors, packed = self._held.patch(bucket.difference, packed)
-        elif self._holds:
-            packed = self._held.keep(bucket.tensors, packed)
-        if self._holds and not self._in_place:
+        bucket.tensors, packed = self._decoder.decode(bucket.tensors, bucket.difference, self._packed(bucket))
+        if self._decoder.copies and not self._in_place:
             packed = packed.to(self.device, non_blocking=True)
         self._check_bytes(bucket, packed)
         weights = [(name, view_of(packed, dtype, shape, start)) for name, dtype, shape, start in bucket.tensors]
@@ -214,9 +216,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             if name in self._arrived:
                 raise ValueError(f"weight {name!r} arrived twice; a sync brings every weight once")
             self._arrived[name] = tensor.numel()
-        if self.vllm_config.lora_config is not None:
-            self._adapter |= {name: tensor.clone() for name, tensor in weights if is_adapter(name)}
-            weights = [(name, tensor) for name, tensor in weights if name not in self._adapter]
+        if self._adapters is not None:
+            weights = self._adapters.taken_from(weights)
         if not weights:
             return
         if not self._open:
@@ -227,7 +228,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             # Half a layer is processed: a later sync could seem to come through.
             self._broken = f"{type(error).__name__}: {error}"
             raise
-        if self._in_place and not self._holds:
+        if self._in_place and not self._decoder.copies:
             keep_waiting(self.model, packed, self.device)
 
     @property
@@ -248,10 +249,10 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         The workers of one engine read a part each, and together all of them; a broadcast is read whole by each.
         """
         parallel = self.parallel_config
-        shared = self._in_place and not self._holds
+        shared = self._in_place and not self._decoder.copies
         parts = parts_of(parallel.rank, parallel.world_size) if shared else range(NUM_PARTS)
-        found = part_digests(packed, parts, self.device).tolist()
-        wrong = [part for part, seen in zip(parts, found, strict=True) if seen != bucket.digests[part]]
+        digests = part_digests(packed, parts, self.device).tolist()
+        wrong = [part for part, seen in zip(parts, digests, strict=True) if seen != bucket.digests[part]]
         if wrong or checksum_of(bucket.tensors, len(packed), bucket.digests) != bucket.checksum:
             names = f"{bucket.tensors[0][0]} ... {bucket.tensors[-1][0]}"
             raise ValueError(
@@ -264,7 +265,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
 
         vLLM keeps tensors until their layer is complete, after the sender uses the bucket's memory again.
         """
-        num_bytes = difference_of(bucket.difference).num_bytes if bucket.difference else bucket.num_bytes
+        num_bytes = self._decoder.sent_bytes(bucket.num_bytes, bucket.difference)
         if self._group is not None or not num_bytes:
             return receive(self._group, num_bytes, self.device)
         # The trainer's GPU is the first that this engine sees.
@@ -272,7 +273,7 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
         if len(shared) < num_bytes:
             raise ValueError(f"the segment {bucket.segment} holds {len(shared):,} bytes and the bucket {num_bytes:,}")
         sent = shared[:num_bytes]
-        return sent if self._in_place or self._holds else sent.to(self.device, non_blocking=True, copy=True)
+        return sent if self._in_place or self._decoder.copies else sent.to(self.device, non_blocking=True, copy=True)
 
     def _check_end(self, end: BucketInfo) -> None:
         # Compare all that was sent with all that arrived.
@@ -286,9 +287,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             self._check_model()
         elif not self._has_weights:
             raise ValueError("adapters came alone, and this engine has not the weights that they belong to")
-        self._adapter_model = None
-        if end.adapter:
-            self._adapter_model = adapter_model(self._adapter, **end.adapter, manager=self.model.lora_manager)
+        if self._adapters is not None:
+            self._adapters.build(end.adapter, self.model.lora_manager)
         self._ended = end
 
     def _check_model(self) -> None:
@@ -304,7 +304,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             raise ValueError(f"{len(partial)} of the engine's layers arrived in part: {', '.join(partial[:8])}")
         # vLLM takes the values that it needs and ignores the rest: count them.
         aliases = {plain(name) for name, _ in self.model.named_parameters(remove_duplicate=False)} - self._wanted
-        values = sum(n for name, n in self._arrived.items() if name not in aliases and name not in self._adapter)
+        apart = () if self._adapters is None else self._adapters.tensors
+        values = sum(n for name, n in self._arrived.items() if name not in aliases and name not in apart)
         if self.parallel_config.world_size == 1 and values != self._wanted_values:
             raise ValueError(
                 f"{values:,} values arrived and the engine's parameters have {self._wanted_values:,}: a weight has "
@@ -323,19 +324,18 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
             self._open, self._has_weights = False, True
             process_tied(self.model)
-        self._held.end()
+        self._decoder.end()
         self._maps.release()
-        if self._adapter_model is None:
+        if self._adapters is None or self._adapters.model is None:
             self._sign()
 
     def use_adapter(self) -> None:
         self._attempt(self._use_adapter)
 
     def _use_adapter(self) -> None:
-        if self._ended is None or self._adapter_model is None:
+        if self._ended is None or self._adapters is None or self._adapters.model is None:
             raise RuntimeError("no sync has brought adapters that could be used")
-        put_in_place(self._adapter_model, self.model.lora_manager)
-        self._adapter, self._adapter_model = {}, None
+        self._adapters.put_in_place(self.model.lora_manager)
         self._sign()
 
     def _sign(self) -> None:

@@ -111,7 +111,7 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def layer_fields(shape: ModelShape) -> dict[str, Any]:
     """Return TransformerConfig's fields: a softmax over the chosen, biases, sinks, (up + 1) beside the gate.
 
-    The gate's activation is model/build.py's.
+    The gate's activation is model/gpt_oss.py's.
     """
     return softmax_router(shape) | dict(
         add_bias_linear=True,

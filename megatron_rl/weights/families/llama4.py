@@ -118,15 +118,15 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         "feed_forward.shared_expert.": shape.shared_ffn_hidden_size,
         "expert.": shape.ffn_hidden_size,
     }
-    found = attention_sizes(shape) | {"feed_forward.router.weight": (shape.num_experts, hidden)}
+    shapes = attention_sizes(shape) | {"feed_forward.router.weight": (shape.num_experts, hidden)}
     for within, width in widths.items():
-        found |= {f"{within}{part}_proj.weight": (width, hidden) for part in ("gate", "up")}
-        found[f"{within}down_proj.weight"] = (hidden, width)
-    return found
+        shapes |= {f"{within}{part}_proj.weight": (width, hidden) for part in ("gate", "up")}
+        shapes[f"{within}down_proj.weight"] = (hidden, width)
+    return shapes
 
 
 def layer_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return TransformerConfig's fields: no angles from Megatron-Core (model/chunked_attention.py), and the mixture."""
+    """Return TransformerConfig's fields: no angles from Megatron-Core (model/attention/chunked.py), and the mixture."""
     by_layer = [int(shape.has_mixture(layer)) for layer in range(shape.num_layers)]
     return dict(
         no_rope_freq=[1] * shape.num_layers,

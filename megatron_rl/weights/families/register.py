@@ -1,34 +1,84 @@
-"""The families of models that are built here, and the parts that other families would need."""
+"""The families by name, each imported where a model is of it, and the parts that other families would need."""
 
 from __future__ import annotations
 
-from megatron_rl.errors import ConfigError, quoted
-from megatron_rl.weights.families.bridged import Families
-from megatron_rl.weights.families.deepseek_v3 import DEEPSEEK_V3
-from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.gemma3 import GEMMA3_TEXT
-from megatron_rl.weights.families.glm4_moe import GLM4_MOE
-from megatron_rl.weights.families.gpt_oss import GPT_OSS
-from megatron_rl.weights.families.llama import LLAMA
-from megatron_rl.weights.families.llama4 import LLAMA4
-from megatron_rl.weights.families.mistral import MISTRAL
-from megatron_rl.weights.families.mixtral import MIXTRAL
-from megatron_rl.weights.families.olmo2 import OLMO2
-from megatron_rl.weights.families.olmo3 import OLMO3
-from megatron_rl.weights.families.phi3 import PHI3
-from megatron_rl.weights.families.qwen2 import QWEN2
-from megatron_rl.weights.families.qwen3 import QWEN3
-from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE
+from collections.abc import Iterator, Mapping
 
-FAMILIES = Families(
-    {
-        family.model_type: family
-        for family in (
-            *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA3_TEXT),
-            *(MIXTRAL, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, GPT_OSS, LLAMA4),
-        )
-    }
+from megatron_rl.errors import ConfigError, quoted
+from megatron_rl.weights.families.family import ExpertNames, Family
+
+PREFIX = "bridge:"  # before a model_type: the family as Megatron-Bridge describes it, beside one of ours
+BUILT = (
+    *("qwen2", "qwen3", "llama", "mistral", "phi3", "olmo2", "olmo3", "gemma3_text"),
+    *("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text"),
 )
+
+
+def import_family(model_type: str) -> Family:
+    """Import the module of a family in ``BUILT``, and no other family's; raise KeyError for another name."""
+    match model_type:
+        case "qwen2":
+            from megatron_rl.weights.families.qwen2 import QWEN2 as family
+        case "qwen3":
+            from megatron_rl.weights.families.qwen3 import QWEN3 as family
+        case "llama":
+            from megatron_rl.weights.families.llama import LLAMA as family
+        case "mistral":
+            from megatron_rl.weights.families.mistral import MISTRAL as family
+        case "phi3":
+            from megatron_rl.weights.families.phi3 import PHI3 as family
+        case "olmo2":
+            from megatron_rl.weights.families.olmo2 import OLMO2 as family
+        case "olmo3":
+            from megatron_rl.weights.families.olmo3 import OLMO3 as family
+        case "gemma3_text":
+            from megatron_rl.weights.families.gemma3 import GEMMA3_TEXT as family
+        case "mixtral":
+            from megatron_rl.weights.families.mixtral import MIXTRAL as family
+        case "qwen3_moe":
+            from megatron_rl.weights.families.qwen3_moe import QWEN3_MOE as family
+        case "glm4_moe":
+            from megatron_rl.weights.families.glm4_moe import GLM4_MOE as family
+        case "deepseek_v3":
+            from megatron_rl.weights.families.deepseek_v3 import DEEPSEEK_V3 as family
+        case "gpt_oss":
+            from megatron_rl.weights.families.gpt_oss import GPT_OSS as family
+        case "llama4_text":
+            from megatron_rl.weights.families.llama4 import LLAMA4 as family
+        case _:
+            raise KeyError(model_type)
+    return family
+
+
+class Families(Mapping[str, Family]):
+    """Maps names to the families built here, each imported once it is asked for, and finds described ones by name.
+
+    A described family (``describe``) is none of the items: what is listed, counted or asked for with ``in`` is built
+    here.
+    """
+
+    def __init__(self) -> None:
+        self._described: dict[str, Family] = {}
+
+    def describe(self, family: Family) -> None:
+        """Keep a family of Megatron-Bridge's, under its name with ``PREFIX``; the last description counts."""
+        assert family.model_type.startswith(PREFIX), family.model_type
+        self._described[family.model_type] = family
+
+    def __getitem__(self, name: str) -> Family:
+        return self._described[name] if name in self._described else import_family(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in BUILT
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(BUILT)
+
+    def __len__(self) -> int:
+        return len(BUILT)
+
+
+FAMILIES = Families()
 # Other names of a family's model_type, which transformers has no class for.
 ALIASES = {"kimi_k2": "deepseek_v3"}
 _DELTA = (
@@ -58,11 +108,20 @@ MISSING = {
 
 def family_of(model_type: object) -> Family | None:
     """Return the family that is built here for a config's ``model_type``, or None for another name."""
-    return FAMILIES.get(ALIASES.get(str(model_type), str(model_type)))
+    name = ALIASES.get(str(model_type), str(model_type))
+    if name not in FAMILIES:
+        return None
+    return FAMILIES[name]
+
+
+def stacking(family: object) -> ExpertNames | None:
+    """Return the names of a mixture whose files stack its experts (weights/stacked.py); None for any other family."""
+    names = FAMILIES[family].experts if isinstance(family, str) and family in FAMILIES else None
+    return names if names is not None and names.stacked else None
 
 
 def check_family(family: object, where: str) -> None:
     """Raise ConfigError, naming the missing parts, where ``family`` (a config's ``model_type``) is not in FAMILIES."""
-    if family_of(family) is None:
+    if ALIASES.get(str(family), str(family)) not in FAMILIES:
         missing = f"; missing for {family}: {MISSING[family]}" if str(family) in MISSING else ""
         raise ConfigError(f"{where} holds a {quoted(family)} model; this version builds {', '.join(FAMILIES)}{missing}")

@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights.entry import Entry, Layout
+from megatron_rl.weights.entry import ROUTER_BIAS, Entry, Layout
 from megatron_rl.weights.families.family import ExpertNames
 from megatron_rl.weights.model_shape import ModelShape
 
 EXPERTS = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
-ROUTER_BIAS = "mlp.router.expert_bias"  # Megatron-Core's buffer
 
 
 def refuse_other_routers(hf_config: Any) -> None:

@@ -15,7 +15,7 @@ from megatron_rl.algorithm.objective import Objective
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import AdvantageConfig, Config, LossConfig, load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.validate import check_own_parts
+from megatron_rl.validate import objective, validate_config
 
 PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "your-own.md"
 
@@ -32,7 +32,7 @@ def own(name: str, **settings) -> AdvantageConfig:
 def test_a_loss_that_keeps_the_contract_passes_every_property(name):
     findings = own_policy_check.check(own_loss(name, low=0.1))
     assert len(findings) == 6 and all(finding.holds for finding in findings), findings
-    check_own_parts(Config(loss=own_loss(name)))
+    validate_config(Config(loss=own_loss(name)), objective.own_parts)
     assert signal_rule(Config(loss=own_loss(name))).drops
 
 
@@ -72,14 +72,14 @@ def test_each_call_of_a_users_loss_is_entered_by_its_name():
 ])
 def test_a_loss_that_breaks_a_property_is_refused_with_its_name(name, message):
     with pytest.raises(ConfigError, match=f"loss.policy='tests.own_parts:{name}' breaks its contract.*({message})"):
-        check_own_parts(Config(loss=own_loss(name)))
+        validate_config(Config(loss=own_loss(name)), objective.own_parts)
 
 
 def test_exact_refuses_a_loss_that_trains_without_advantage_and_the_others_say_so():
     """A quadratic on top trains at A = 0, as ``dro``'s does."""
     for mode in ("approximate", "off"):
         config = load_config(None, ["loss.policy=tests.own_parts:quadratic", f"skip.mode={mode}"])
-        check_own_parts(config)
+        validate_config(config, objective.own_parts)
         wanted = ("loss.policy=tests.own_parts:quadratic",) if mode == "approximate" else ()
         assert signal_rule(config).approximated == wanted
     config = load_config(None, ["loss.policy=tests.own_parts:quadratic"])
@@ -108,7 +108,7 @@ def test_central_differences_are_the_gradient_where_nothing_is_detached():
 ])
 def test_names_and_arguments_that_do_not_fit_are_named(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        check_own_parts(load_config(None, overrides))
+        validate_config(load_config(None, overrides), objective.own_parts)
 
 
 REWARDS = GroupRewards(totals=np.array([1.0, 0.0, 0.5, 2.0, 2.0, np.nan]), groups=np.array([4, 4, 4, 7, 7, 7]),
@@ -147,7 +147,7 @@ def test_advantages_that_break_the_contract_are_refused_in_a_run(name, message):
 def test_an_estimator_that_breaks_a_property_is_refused_at_start(name, message):
     wanted = f"advantage.estimator='tests.own_parts:{name}' breaks its contract.*{message}"
     with pytest.raises(ConfigError, match=wanted):
-        check_own_parts(Config(advantage=own(name)))
+        validate_config(Config(advantage=own(name)), objective.own_parts)
 
 
 def test_the_parts_that_the_page_shows_keep_the_contract(tmp_path):

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.kl import kl_per_token
-from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.objective import Objective, cross_entropy
 from megatron_rl.algorithm.policy_loss import policy_term
-from megatron_rl.algorithm.sft_loss import cross_entropy
 from megatron_rl.config import POLICIES, LossConfig
 from tests.unit.algorithm.naive_policy import token_loss
 

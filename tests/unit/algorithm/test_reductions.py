@@ -86,7 +86,8 @@ def weights_of(case: Case, plan: BatchPlan, reduction: str, denominator: str, ad
     signal = has_signal(values, case.facts.loss_tokens)
     found = []
     for mini_batch in plan.mini_batches:
-        inputs = loss_inputs(config, case.facts, mini_batch, Advantages(of_sample=values), signal)
+        limits = dict(drops=mode != "off", max_response_tokens=MAX_RESPONSE_TOKENS)
+        inputs = loss_inputs(config.loss, case.facts, mini_batch, Advantages(of_sample=values), signal, **limits)
         assert np.array_equal(inputs.advantages, values * inputs.weights)
         found.append(inputs.weights)
     return found

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from megatron_rl.backend.packing import pack_microbatch
+from megatron_rl.backend.batch import Batch
+from megatron_rl.backend.packing import PackedMicroBatch, Packer
+from megatron_rl.planning.plan import PlanRules
 from megatron_rl.types import BatchFacts, LossInputs, MicroBatch, Sample
 
 CPU = torch.device("cpu")
@@ -35,8 +37,13 @@ def inputs_of(samples: list[Sample]) -> LossInputs:
                       reference_logprobs=-1000 - np.arange(total, dtype=np.float32))
 
 
-def run_pack(samples: list[Sample], chosen: list[int], *, pad_multiple: int = 1, filler: bool = False, **changed):
-    arguments = dict(pad_token=0, needs_tokens=True, needs_loss=True, device=CPU, inputs=inputs_of(samples)) | changed
-    microbatch = MicroBatch(samples=np.array(chosen, dtype=np.int64), filler=filler)
-    rows = {i: samples[i] for i in chosen}  # no others: nothing of them may be asked for
-    return pack_microbatch(microbatch, facts_of(samples), rows, pad_multiple=pad_multiple, **arguments)
+def run_pack(samples: list[Sample], chosen: list[int], *, inputs: LossInputs | None | str = "named",
+             pad_multiple: int = 1, row_multiple: int = 1, filler: bool = False, with_rows: bool = True,
+             **fields: object) -> PackedMicroBatch:
+    """Pack the samples ``chosen`` with a Packer of these fields; inputs: "named" takes ``inputs_of``."""
+    packer = Packer(**dict(pad_token=0, needs_tokens=True, needs_loss=True, device=CPU) | fields)
+    rows = {i: samples[i] for i in chosen if with_rows}  # no others: nothing of them may be asked for
+    return packer.pack(MicroBatch(samples=np.array(chosen, dtype=np.int64), filler=filler),
+                       batch=Batch(facts=facts_of(samples), local=(), rows=rows),
+                       inputs=inputs_of(samples) if inputs == "named" else inputs,
+                       rules=PlanRules(pad_multiple=pad_multiple, row_multiple=row_multiple))

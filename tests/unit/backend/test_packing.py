@@ -1,4 +1,4 @@
-"""Checks backend/packing.py and model/attention.py: sequences see no other, and loss tokens are in their places."""
+"""Checks backend/packing.py and attention/packed.py: sequences see no other, and loss tokens are in their places."""
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.backend.packing import PackedAhead, pack_microbatch
-from megatron_rl.model import attention
-from megatron_rl.model.attention import PackedSequences, TorchAttention, pack
-from megatron_rl.model.attention_spans import ContextShard, context_positions
-from megatron_rl.model.layout import Layout
+from megatron_rl.backend.packing import PackedAhead
+from megatron_rl.model.attention import packed as attention
+from megatron_rl.model.attention.layout import Layout
+from megatron_rl.model.attention.packed import PackedSequences, TorchAttention, pack
+from megatron_rl.model.attention.spans import ContextShard, context_positions
 from megatron_rl.types import MicroBatch, Sample
 from tests.pairwise import pairwise
 from tests.reference import make_samples
-from tests.unit.backend.packed import CPU, attention_config, facts_of, run_pack
+from tests.unit.backend.packed import CPU, attention_config, run_pack
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 GIVEN = ("targets", "sequences", "advantages", "weights", "old_logprobs", "reference_logprobs", "rollout_logprobs")
@@ -222,11 +222,8 @@ def test_a_stage_gets_what_it_needs(first: bool, last: bool) -> None:
     """Tokens go to the first and loss rows to the last; one between holds no rows, and the others' positions."""
     samples, given = make_samples(4, seed=3), dict(pad_multiple=4, needs_tokens=first, needs_loss=last)
     whole = run_pack(samples, [2, 0], pad_multiple=4)
-    if first or last:
-        found = run_pack(samples, [2, 0], **given)
-    else:
-        microbatch = MicroBatch(samples=np.array([2, 0]))
-        found = pack_microbatch(microbatch, facts_of(samples), {}, None, pad_token=0, device=CPU, **given)
+    inputs = {} if first or last else {"inputs": None}
+    found = run_pack(samples, [2, 0], with_rows=first or last, **inputs, **given)
     assert torch.equal(found.packed.position_ids, whole.packed.position_ids)
     assert found.packed.layout.lengths == whole.packed.layout.lengths and (found.tokens is not None) == first
     for name in OF_LOSS:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_rl.backend.routed_rows import RouterRows, lay_experts
-from megatron_rl.model.layout import lay_out
+from megatron_rl.model.attention.layout import lay_out
 from megatron_rl.types import Sample
 
 PROMPT, LAYERS, TOP_K = 6, 3, 2

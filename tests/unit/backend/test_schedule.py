@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_rl.backend.packing import PackedMicroBatch
 from megatron_rl.backend.schedule import StageLaps, _Run, measured_sums
-from megatron_rl.model.layout import Layout
+from megatron_rl.model.attention.layout import Layout
 from megatron_rl.planning.cost import NUM_SUMS
 
 

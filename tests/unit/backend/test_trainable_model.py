@@ -33,14 +33,15 @@ def model_of(*overrides: str, **fields: object) -> TrainableModel:
 @pytest.mark.parametrize("mode", ["exact", "approximate", "off"])
 @pytest.mark.parametrize("steps", ["merge", "match"])
 @pytest.mark.parametrize("drops", [True, False])
-@pytest.mark.parametrize("purpose", ["train", "logprob", "values"])
+@pytest.mark.parametrize("passes", [False, True])
 def test_a_plan_has_one_step_where_it_merges_and_one_per_mini_batch_elsewhere(mode: str, steps: str, drops: bool,
-                                                                              purpose: str) -> None:
+                                                                              passes: bool) -> None:
     """A plan that drops nothing merges nothing: neither under skip.mode=off nor where the caller drops nothing."""
     model = model_of("train.samples_per_mini_batch=2", f"skip.mode={mode}", f"skip.steps={steps}")
     batch = Batch(facts=make_facts([0, 0, 1, 1, 2], [3, 4, 5, 6, 7]), local=())
-    plan = model.plan(purpose, batch, np.ones(5, dtype=bool), drops=drops)
-    whole = purpose != "train" or (steps == "merge" and drops and mode != "off")
+    plan = (model.plan_pass if passes else model.plan_training)(batch, np.ones(5, dtype=bool), drops=drops)
+    assert plan.purpose == ("logprob" if passes else "train")
+    whole = passes or (steps == "merge" and drops and mode != "off")
     assert [x.members.tolist() for x in plan.mini_batches] == ([[0, 1, 2, 3, 4]] if whole else [[0, 1], [2, 3], [4]])
 
 

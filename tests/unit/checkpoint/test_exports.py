@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.checkpoint.exports import exported_steps, set_exports_aside, start_anew
-from megatron_rl.checkpoint.manager import CheckpointManager
-from megatron_rl.checkpoint.model_state import identity_of_shape
-from megatron_rl.checkpoint.resume import check_identity
+from megatron_rl.checkpoint.loader import CheckpointLoader
+from megatron_rl.checkpoint.resume import check_identity, identity_of_shape
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.model.hf_config import read_shape
 from megatron_rl.weights.side_files import copy_side_files
@@ -85,5 +84,5 @@ def test_every_saved_ranks_rollouts_are_taken_over_by_one_rank(saved: int, ranks
     taken = []
     for rank in range(ranks):
         place = SimpleNamespace(backend=SimpleNamespace(topology=SimpleNamespace(rank=rank, world_size=ranks)))
-        taken += CheckpointManager._own_files(place, FOLDER, {"world_size": saved})
+        taken += CheckpointLoader._own_files(place, FOLDER, {"world_size": saved})
     assert sorted(taken) == [FOLDER / f"rollouts_{rank}.npz" for rank in range(saved)]

@@ -7,8 +7,7 @@ import pytest
 from megatron_rl.config import EndpointConfig, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.endpoint.agents import agent_of
-from megatron_rl.validate import check_environment, validate_config
-from megatron_rl.validate.agents import check_agents
+from megatron_rl.validate import rollouts, validate_config
 
 AGENT = "rollout.endpoint.agent=tests.unit.config.test_validate:play"
 
@@ -23,16 +22,16 @@ def test_agents_are_refused_beside() -> None:
         (["rollout.endpoint.deadline_s=99", "run.deadline_s=99"], "must be below run.deadline_s=99"),
         (["rollout.routing_replay=rollout"], "which the endpoint does not record"),
     ):
-        check_agents(load_config(None, given))  # without an agent nothing is refused
+        validate_config(load_config(None, given), rollouts.agents)  # without an agent nothing is refused
         with pytest.raises(ConfigError, match=message):
-            check_agents(load_config(None, [AGENT, *given]))
+            validate_config(load_config(None, [AGENT, *given]), rollouts.agents)
 
 
 def test_the_sessions_reward_needs_an_agent_or_an_environment() -> None:
     reward = ["reward.functions=[environment]"]
-    check_environment(load_config(None, [AGENT, *reward]))
+    validate_config(load_config(None, [AGENT, *reward]), rollouts.environment)
     with pytest.raises(ConfigError, match=r"or an agent by rollout\.endpoint\.agent"):
-        check_environment(load_config(None, reward))
+        validate_config(load_config(None, reward), rollouts.environment)
 
 
 def test_an_agent_is_called_with_its_arguments() -> None:

@@ -8,10 +8,10 @@ from megatron_rl.config import DataConfig
 from megatron_rl.data.chat import Observations
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.endpoint.asked import Refused
-from megatron_rl.rollout.endpoint.bodies import asked_chat
+from megatron_rl.rollout.endpoint.bodies import chat_request
 from megatron_rl.rollout.endpoint.recorder import Turn
 from megatron_rl.rollout.endpoint.rendering import Rendering
+from megatron_rl.rollout.endpoint.requests import Refused
 from tests.unit.data.families import FAMILIES, ID, TOOLS, calling, parts_of, said, trained
 
 
@@ -88,7 +88,7 @@ def test_thoughts(family: str, caplog) -> None:
 
 def extension(tokenizer, messages: list[dict], stop: int, **more) -> str:
     """Return what the endpoint writes behind a conversation's turn, its last message but one."""
-    asked = asked_chat({"messages": messages, **more}, 1.0)
+    asked = chat_request({"messages": messages, **more}, 1.0)
     parent = dict(frame=asked.frame, parent=None, known=(len(messages) - 1, b""), new_ids=(), ids=(stop,))
     turn = Turn(**parent, logprobs=(0.0,), weight_versions=((0, 1),), finish_reason="stop")
     return tokenizer.decode(Rendering(tokenizer).new_ids(asked, turn))
@@ -139,6 +139,6 @@ def test_the_endpoint_gives_calls_in_the_form_that_the_template_writes() -> None
         tokenizer, _, _ = parts_of(family)
         messages = [said("user", "w?"), calling(family, "Rome"), said("tool", "7", tool_call_id=ID)]
         calls = [{**messages[1]["tool_calls"][0], "function": {"name": "look", "arguments": '{"city": "Rome"}'}}]
-        asked = asked_chat({"messages": [messages[0], {**messages[1], "tool_calls": calls}, messages[2]]}, 1.0)
+        asked = chat_request({"messages": [messages[0], {**messages[1], "tool_calls": calls}, messages[2]]}, 1.0)
         whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(Rendering(tokenizer).new_ids(asked, None)) == whole and "Rome" in whole

@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 def load(folder: pathlib.Path, vocab_size: int = TOKENS):
-    return load_tokenizer(SimpleNamespace(model=SimpleNamespace(tokenizer_path=None, hf_path=str(folder))), vocab_size)
+    return load_tokenizer(SimpleNamespace(tokenizer_path=None, hf_path=str(folder)), vocab_size)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -119,22 +119,22 @@ def test_a_file_that_one_host_lacks_ends_all_ranks_with_one_message(pool, arithm
     assert ("rank 1 on " in results[0][1]) == (lacking == 1)
 
 
-def _without_reference(config):
-    """Build a backend whose reference policy, the last of its parts, cannot be made."""
+def _without_objective(config):
+    """Build a backend whose loss, the last of what it is made of, cannot be made."""
     from megatron_rl.backend import MegatronBackend, backend
 
-    def fails(model):
-        raise RuntimeError("no reference")
+    def fails(loss, sum_over_context):
+        raise RuntimeError("no objective")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(backend.PLACEMENTS, config.reference.placement, fails)
+        patch.setattr(backend, "Objective", fails)
         return MegatronBackend(config)
 
 
 def builds_again(rank: int, world: int, folder: str, has_world: bool, part: str) -> tuple[str, bool, int, int]:
     """Return a failed construction's error, whether a world stayed, its groups, and a second one's stages.
 
-    part: ``weights``, which the model lacks, or ``reference``, which cannot be made.
+    part: ``weights``, which the model lacks, or ``objective``, which cannot be made.
     """
     from megatron_rl.backend import MegatronBackend
     from megatron_rl.config import load_config
@@ -142,7 +142,7 @@ def builds_again(rank: int, world: int, folder: str, has_world: bool, part: str)
     if not has_world:
         dist.destroy_process_group()
     config = load_config(None, [f"model.hf_path={folder}/model", "run.deadline_s=60"])
-    broken = {"weights": lambda: MegatronBackend(config, weights={}), "reference": lambda: _without_reference(config)}
+    broken = {"weights": lambda: MegatronBackend(config, weights={}), "objective": lambda: _without_objective(config)}
     with contextlib.redirect_stderr(io.StringIO()), pytest.raises(Exception) as error:
         broken[part]()
     stays = dist.is_initialized()
@@ -155,7 +155,7 @@ def builds_again(rank: int, world: int, folder: str, has_world: bool, part: str)
 
 @pytest.mark.parametrize(
     ("has_world", "part", "named"),
-    [(True, "weights", "embed_tokens"), (False, "weights", "embed_tokens"), (True, "reference", "no reference")],
+    [(True, "weights", "embed_tokens"), (False, "weights", "embed_tokens"), (True, "objective", "no objective")],
 )
 def test_a_backend_that_failed_leaves_no_groups_and_another_is_built(pool, arithmetic, has_world, part, named) -> None:
     ((said, stays, groups, stages),) = pool.run(1, builds_again, str(arithmetic), has_world, part, timeout_s=60)
@@ -170,8 +170,9 @@ def test_under_torchrun_the_message_is_seen_once_above_its_report_and_in_it() ->
     done = subprocess.run(command, capture_output=True, text=True, **given)
     said = done.stderr
     assert done.returncode == 1 and "exitcode  : 2" in said, said  # torchrun's own code is always 1
-    assert said.count("megatron_rl: config key train.steps (value 3) is called train.num_rollouts now") == 1, said
-    assert "traceback : config key train.steps (value 3) is called" in said.partition("Root Cause")[2], said
+    told = "on the command line: config key train.steps (value 3) is called train.num_rollouts now"
+    assert said.count(f"megatron_rl: {told}") == 1, said
+    assert f"traceback : {told}" in said.partition("Root Cause")[2], said
 
 
 # --- the port where they meet

@@ -30,7 +30,9 @@ def test_a_run_wants_what_its_settings_need():
         (["megatron.ddp.nccl_ub=true"], {}),
         (["run.deterministic=true"], EXPANDABLE | DETERMINISTIC),
     ):
-        assert wanted_variables(load_config(None, overrides)) == wanted
+        config = load_config(None, overrides)
+        sections = config.run, config.parallel, config.megatron, config.rollout, config.weight_sync
+        assert wanted_variables(*sections) == wanted
 
 
 def test_a_users_variable_stays_and_what_is_added_is_known_and_reaches_no_engine():
@@ -69,7 +71,7 @@ def test_cuda_that_has_started_without_them_is_an_error_and_the_others_are_left_
 def test_torchs_switch_is_that_of_the_run(asked):
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     try:
-        prepare_cuda(load_config(None, [f"run.deterministic={asked}"]))
+        prepare_cuda({}, deterministic=asked)
         assert torch.are_deterministic_algorithms_enabled() == asked
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # a plan for every shape; its default where there is a GPU

@@ -14,13 +14,13 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_rl.distributed import thread_position
+from megatron_rl.distributed import rank_state
 from megatron_rl.distributed import time_limit as time_limit_module
 from megatron_rl.distributed import watchdog as watch_module
 from megatron_rl.distributed import watchdog_server as server_module
-from megatron_rl.distributed.thread_position import LOOKS, LongWait, where_is
-from megatron_rl.distributed.watchdog import Watchdog, own_address
-from megatron_rl.distributed.watchdog_server import STRANGERS, RankState, SlowStages, WatchdogServer
+from megatron_rl.distributed.rank_state import LOOKS, LongWait, RankState, SlowStages, where_is
+from megatron_rl.distributed.watchdog import Watchdog
+from megatron_rl.distributed.watchdog_server import STRANGERS, JsonConnection, WatchdogServer, own_address
 from megatron_rl.errors import PeerError
 from tests.patience import HANG_S, patient, until
 from tests.workers.pool import Pool
@@ -47,7 +47,7 @@ class Watch:
         sockets = sockets or [self.connection(), self.connection()]
         ranks = [Watchdog(rank, f"rank {rank}", "rank 0", deadlines_s[rank]) for rank in (0, 1)]
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda rank, line: rank.connect(line, TOKEN), ranks, sockets))
+            list(pool.map(lambda rank, line: rank.join(JsonConnection(line), TOKEN), ranks, sockets))
         return ranks
 
 
@@ -153,7 +153,7 @@ def test_the_watch_listens_at_the_ranks_interface(monkeypatch) -> None:
     for address in (address for address in addresses if not address.startswith("127.")):
         monkeypatch.setenv("MASTER_ADDR", address)
         assert own_address() == address
-    with watch_module._listen(own_address(), 1) as listener:
+    with server_module.listen(own_address(), 1) as listener:
         assert listener.getsockname()[0] not in ("0.0.0.0", "::")
 
 
@@ -161,7 +161,7 @@ def test_a_port_that_nobody_serves_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(PeerError, match=rf"rank 1 cannot reach the watch of rank 0 at 127\.0\.0\.1:{port}"):
-        watch_module._connect("127.0.0.1", port, "rank 1", 5.0)
+        server_module.connect("127.0.0.1", port, "rank 1", 5.0)
 
 
 # --- a function that does not return
@@ -285,7 +285,7 @@ def test_a_wait_is_long_once_every_look_of_that_time_found_it(monkeypatch) -> No
     assert until(lambda: where_is(thread.ident)[0].endswith(" waits"))
     assert [long_wait.look(now) for now in (12.0, 21.9)] == [None] * 2
     assert long_wait.look(22.0).endswith(" waits")
-    monkeypatch.setattr(thread_position, "num_gathers", lambda: 10**6)
+    monkeypatch.setattr(rank_state, "num_gathers", lambda: 10**6)
     assert [long_wait.look(now) for now in (22.1, 32.0)] == [None] * 2 and long_wait.look(32.2).endswith(" waits")
     locks[2].release()
     thread.join()
@@ -303,7 +303,7 @@ def stalls_under_nccl(rank: int, world: int) -> tuple[str, int]:
         server = WatchdogServer(listener, TOKEN, 2, NEVER)
         store.set("watch", f"{listener.getsockname()[1]}")
     watch = Watchdog(rank, f"rank {rank}", "rank 0", patient(2.0), times_waits=True)
-    watch.connect(socket.create_connection(("127.0.0.1", int(store.get("watch")))), TOKEN)
+    watch.join(server_module.connect("127.0.0.1", int(store.get("watch")), "rank 1", 5.0), TOKEN)
     with watch.stage("update"):
         if rank == 1:
             assert until(watch._known.is_set)

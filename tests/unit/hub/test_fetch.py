@@ -12,7 +12,9 @@ from megatron_rl import hub
 from megatron_rl.config import Config, config_to_dict, load_config
 from megatron_rl.data.rows import load_rows
 from megatron_rl.errors import ConfigError
+from megatron_rl.hub.fetch import lacks_weights
 from megatron_rl.hub.names import HubName, Kind, name_of
+from megatron_rl.hub.resolve import fetched_folder
 from tests.hub_mirror import Mirror, commit, mirrored
 
 SHARDS = {f"model-{n}-of-2.safetensors": bytes([n]) * 70_000 for n in (1, 2)}
@@ -124,16 +126,16 @@ def test_a_model_is_its_safetensors_configs_and_tokenizer_and_is_fetched_once(mi
     before = mirror.downloads()
     assert fetched("model.hf_path=me/tiny", "critic.hf_path=me/sharded", "model.tokenizer_path=me/sharded") == config
     assert mirror.downloads() == before and not set(before) & set(OTHER)
-    assert not hub.lacks_weights(config.model.hf_path) and not hub.lacks_weights(config.critic.hf_path)
+    assert not lacks_weights(config.model.hf_path) and not lacks_weights(config.critic.hf_path)
     assert hub.with_names(config).model.hf_path == f"me/tiny@{mirror.heads['models', 'me/tiny']}"
     assert hub.repo_of(config.model.hf_path) == "me/tiny" and hub.repo_of("/a/b") == "/a/b"
-    assert hub.fetched_folder(pathlib.Path("me/sharded"), "SOURCE") == pathlib.Path(config.critic.hf_path)
+    assert fetched_folder(pathlib.Path("me/sharded"), "SOURCE") == pathlib.Path(config.critic.hf_path)
 
 
 def test_a_dry_run_fetches_no_weights_and_writes_nothing(mirror):
     for name in ("me/tiny", "me/sharded"):
         config = fetched(f"model.hf_path={name}", weights=False, pins=False)
-        assert held(config.model.hf_path) == set(SMALL) and hub.lacks_weights(config.model.hf_path)
+        assert held(config.model.hf_path) == set(SMALL) and lacks_weights(config.model.hf_path)
     config = fetched("model.hf_path=me/tiny", "model.init=random", pins=False)
     assert held(config.model.hf_path) == set(SMALL) and not pathlib.Path("run").exists()
 

@@ -1,4 +1,4 @@
-"""A small output layer for the tests of model/logprob.py, its gradients, and the interpreter of its Triton kernels."""
+"""A small output layer for the tests of logprob/linear.py, its gradients, and the interpreter of its Triton kernels."""
 
 import contextlib
 import importlib
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from megatron_rl.model.logprob import linear_logprob
+from megatron_rl.model.logprob.linear import linear_logprob
 from tests.vocab_parallel import vocab_parallel_logprob
 
 TOKENS, WIDTH, VOCAB, PADDED = 11, 12, 37, 40
@@ -78,13 +78,13 @@ def assert_near(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...
 
 @contextlib.contextmanager
 def interpreted(block_columns: int = 16) -> Iterator[ModuleType]:
-    """Yield model/logprob_kernels.py run by Triton's interpreter, which needs no GPU, in blocks of a few columns.
+    """Yield model/logprob/kernels.py run by Triton's interpreter, which needs no GPU, in blocks of a few columns.
 
     The kernels of a process that has imported them stay interpreted.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        kernels = importlib.import_module("megatron_rl.model.logprob_kernels")
+        kernels = importlib.import_module("megatron_rl.model.logprob.kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "BLOCK_COLUMNS", block_columns)
         yield kernels

@@ -12,13 +12,12 @@ import torch
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.model import bridge_family
-from megatron_rl.model.bridge_model import check_frequencies
+from megatron_rl.model.bridge import family as bridge_family
+from megatron_rl.model.bridge.build import check_frequencies
 from megatron_rl.model.hf_config import read_shape
-from megatron_rl.validate import check_provider
-from megatron_rl.weights.families.bridged import Families
+from megatron_rl.validate import models, validate_config
 from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.register import FAMILIES
+from megatron_rl.weights.families.register import FAMILIES, Families
 from tests.reference import tiny_config
 
 
@@ -44,9 +43,9 @@ def test_other_releases_are_refused_with_both_versions(monkeypatch: pytest.Monke
 )
 def test_what_was_not_shown_beside_it_is_refused(beside: str) -> None:
     given = [beside, "advantage.estimator=distillation"] if beside.startswith("teacher") else [beside]
-    check_provider(load_config(None, given))
+    validate_config(load_config(None, given), models.provider)
     with pytest.raises(ConfigError, match=f"model.provider=bridge beside {beside.partition('=')[0]}"):
-        check_provider(load_config(None, [*given, "model.provider=bridge"]))
+        validate_config(load_config(None, [*given, "model.provider=bridge"]), models.provider)
 
 
 def test_other_rotary_frequencies_than_transformers_are_refused() -> None:
@@ -66,7 +65,7 @@ def test_rotary_scalings_that_the_provider_may_leave_out_are_refused(family: str
 
 
 def test_a_described_family_is_found_by_name_and_is_none_of_those_built_here() -> None:
-    families = Families(dict(FAMILIES))
+    families = Families()
     families.describe(Family(model_type="bridge:qwen3", refuse=lambda _: None))
     assert families["bridge:qwen3"].model_type == "bridge:qwen3" and families["qwen3"] is FAMILIES["qwen3"]
     assert "bridge:qwen3" not in families and list(families) == list(FAMILIES)

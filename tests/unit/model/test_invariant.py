@@ -1,6 +1,6 @@
 """Row-invariant operations: a row alone, in any batch and at any place gives the same bits; and the right numbers.
 
-This holds this host's kernels to what model/invariant.py takes for granted of them.
+This holds this host's kernels to what model/invariant/operations.py takes for granted of them.
 """
 
 import math
@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.model import invariant
-from megatron_rl.model.attention import TorchAttention, pack
-from megatron_rl.model.invariant import BLOCK_ROWS, PIECE
-from megatron_rl.model.invariant_attention import Cache, CachedSequences, InvariantAttention, attend
-from megatron_rl.model.layout import lay_out
-from megatron_rl.model.logit_chunks import block_statistics
-from megatron_rl.model.logprob import _combine_in_order, linear_logprob, rank_logits, rank_logprob
-from megatron_rl.model.sight import KEY_BLOCK, QUERIES, Sight
+from megatron_rl.model.attention.layout import lay_out
+from megatron_rl.model.attention.packed import TorchAttention, pack
+from megatron_rl.model.invariant import operations as invariant
+from megatron_rl.model.invariant.attention import Cache, CachedSequences, InvariantAttention, attend
+from megatron_rl.model.invariant.operations import BLOCK_ROWS, PIECE
+from megatron_rl.model.invariant.visible_keys import KEY_BLOCK, QUERIES, Sight
+from megatron_rl.model.logprob.linear import linear_logprob
+from megatron_rl.model.logprob.row_invariant import block_statistics, combine_in_order, rank_logits, rank_logprob
 from tests.pairwise import pairwise
 from tests.unit.backend.packed import attention_config
 from tests.unit.model.heads import SINGLE, gradients
@@ -252,7 +252,7 @@ def test_entropies_of_several_ranks_equal_those_of_the_whole_vocabulary():
         peak, stats = torch.empty(BLOCK_ROWS), torch.empty(3, BLOCK_ROWS)
         block_statistics(own, 0.7, torch.full((BLOCK_ROWS,), -1), peak, stats)
         ranks.append((peak, stats))
-    _, (total, moment, _) = _combine_in_order(ranks)
+    _, (total, moment, _) = combine_in_order(ranks)
     wanted = torch.distributions.Categorical(logits=whole.double() / 0.7).entropy()
     torch.testing.assert_close((total.log() - moment / total).double(), wanted, rtol=1e-5, atol=1e-5)
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.model.attention import KeySegments
-from megatron_rl.model.layout import lay_out
+from megatron_rl.model.attention.layout import lay_out
+from megatron_rl.model.attention.packed import KeySegments
 
 CPU = torch.device("cpu")
 LAYOUT = lay_out(np.array([3, 3, 2]), np.array([2, 1, 4]), np.array([5, 5, 6]), pad_multiple=2)

@@ -1,13 +1,13 @@
-"""Checks model/logprob.py's path from hidden states and the head's weight against the path over logits."""
+"""Checks model/logprob/linear.py's path from hidden states and the head's weight against the path over logits."""
 
 import pytest
 import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.model import logit_chunks
-from megatron_rl.model.logit_chunks import MAX_BUFFER_BYTES, bytes_per_logit, default_chunk_tokens
-from megatron_rl.model.logprob import linear_logprob
+from megatron_rl.model.logprob import chunks as logit_chunks
+from megatron_rl.model.logprob.chunks import MAX_BUFFER_BYTES, bytes_per_logit, default_chunk_tokens
+from megatron_rl.model.logprob.linear import linear_logprob
 from tests.pairwise import pairwise
 from tests.unit.model.heads import (
     CLOSE,

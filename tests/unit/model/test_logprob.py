@@ -1,9 +1,9 @@
-"""Checks log-probs by model/logprob.py, and by the reference of the tests over whole logits, against torch's own."""
+"""Checks log-probs by logprob/linear.py, and by the reference of the tests over whole logits, against torch's own."""
 
 import pytest
 import torch
 
-from megatron_rl.model.logprob import linear_logprob
+from megatron_rl.model.logprob.linear import linear_logprob
 from tests import vocab_parallel
 from tests.pairwise import pairwise
 from tests.unit.model.heads import SINGLE, VOCAB, WIDTH, gradients, make_head, reference

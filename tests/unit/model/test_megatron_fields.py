@@ -9,7 +9,7 @@ import torch
 from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.backend.megatron_ddp import REFUSED_DDP_FIELDS
 from megatron_rl.backend.optimizer import REFUSED_OPTIMIZER_FIELDS
-from megatron_rl.config import load_config
+from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import build_model
 from megatron_rl.model.megatron_fields import Refusals, resolve_fields
@@ -33,6 +33,10 @@ def refused_by(words: list[str], act: Callable[..., object], *given: object) -> 
     with pytest.raises(ConfigError) as error:
         act(*given)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def typed_fields(config: Config) -> dict[str, object]:
+    return transformer_fields(config.megatron.transformer, lora_rank=config.lora.rank)
 
 
 @pytest.mark.parametrize("cls", [TransformerConfig, DistributedDataParallelConfig, OptimizerConfig])
@@ -85,7 +89,7 @@ def test_refused_fields_exist_and_say_why(cls, refused):
 
 def test_recomputing_no_layers_at_a_time_is_refused():
     config = load_config(None, ["megatron.transformer.recompute_num_layers=0"])
-    refused_by(["recompute_num_layers=0", "give 1 or more"], transformer_fields, config)
+    refused_by(["recompute_num_layers=0", "give 1 or more"], typed_fields, config)
 
 
 FP8 = "megatron.transformer.fp8=hybrid"
@@ -98,7 +102,7 @@ def test_fp8_refuses_torchs_layers_the_exact_skip_and_what_it_cannot_be_combined
         (["lora.rank=4"], ["lora.rank=4", "remove megatron.transformer.fp8"]),
     ):
         config = load_config(None, [FP8, "skip.mode=off", *overrides])
-        refused_by(words, transformer_fields, config)
+        refused_by(words, typed_fields, config)
     config = load_config(None, [FP8, "skip.mode=off", "model.dtype=bfloat16"])
     with pytest.raises(ConfigError, match="fp8=hybrid needs Transformer Engine's layers, and these are torch's"):
         build_model(config, tiny_config("qwen2_untied"), topology=None)
@@ -110,6 +114,6 @@ def test_fp8_refuses_torchs_layers_the_exact_skip_and_what_it_cannot_be_combined
 def test_fp8_maxima_are_never_reduced_over_data_parallel_ranks(recipe):
     """Those ranks run different numbers of micro-batches; tensor and context ranks run the same."""
     overrides = [FP8] if recipe is None else [FP8, f"megatron.transformer.fp8_recipe={recipe}"]
-    fields = transformer_fields(load_config(None, overrides))
+    fields = transformer_fields(load_config(None, overrides).megatron.transformer, lora_rank=None)
     assert fields["fp8"] == "hybrid" and fields["tp_only_amax_red"] is True
-    assert "tp_only_amax_red" not in transformer_fields(load_config(None, []))
+    assert "tp_only_amax_red" not in transformer_fields({}, lora_rank=None)

@@ -8,12 +8,13 @@ import torch
 
 from megatron_rl.config import LoraConfig, load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.model import adapter
-from megatron_rl.model.adapter import put_adapters
-from megatron_rl.model.flops import adapter_parameters, flops_per_token
+from megatron_rl.model.costs import adapter_parameters, flops_per_token
+from megatron_rl.model.gpt_oss import put_gpt_oss_layers
 from megatron_rl.model.hf_config import inverse_frequencies, latent_angles, model_shape, softmax_scale
 from megatron_rl.model.latent_attention import latent_fields
-from megatron_rl.model.post_norm import put_norms_behind, put_wide_norms
+from megatron_rl.model.lora import adapters as adapter
+from megatron_rl.model.lora.adapters import put_adapters
+from megatron_rl.model.post_norm import put_norms_behind
 from megatron_rl.weights.mapping import adapter_entries
 from tests.adapted import adapt
 from tests.reference import FAMILIES, LAYERS, MIXTURES, tiny_config, tiny_model
@@ -154,7 +155,7 @@ def test_yarn_turns_and_scales_as_transformers(changes: dict) -> None:
     assert abs(softmax_scale(config, 32) * 32**0.5 - 1) > 0.05 and softmax_scale(tiny_config("qwen3"), 32) is None
 
 
-@pytest.mark.parametrize("put", [put_norms_behind, put_wide_norms])
+@pytest.mark.parametrize("put", [put_norms_behind, put_gpt_oss_layers])
 def test_layers_that_were_shown_on_torchs_alone_refuse_transformer_engines(put) -> None:
     with pytest.raises(ConfigError, match="model.layer_spec=transformer_engine: .* set model.layer_spec=torch"):
         put(SimpleNamespace(layer_specs=[]), "transformer_engine")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.model.flops import flops_per_token
+from megatron_rl.model.costs import flops_per_token
 from megatron_rl.model.hf_config import ModelShape, read_shape
 from megatron_rl.weights.config_json import read_hf_config
 from megatron_rl.weights.fused import file_tensors

@@ -1,4 +1,4 @@
-"""Checks model/span_attention.py: spans merged by their log-sum-exp, on every kernel.
+"""Checks model/attention/flash.py: spans merged by their log-sum-exp, on every kernel.
 
 torch's CUDA kernels cannot run without a GPU. Loops with their signatures stand in for them here; they hold the calling
 code to the kernels' contract: bounds, rows, padded log-sum-exps, grouped heads.
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.model import attention_spans, span_attention
-from megatron_rl.model.attention_spans import WHOLE, ContextShard, Span, SpanBatch, causal_spans
-from megatron_rl.model.layout import Layout
-from megatron_rl.model.window_spans import windowed_spans
+from megatron_rl.model.attention import flash as span_attention
+from megatron_rl.model.attention import spans as attention_spans
+from megatron_rl.model.attention.layout import Layout
+from megatron_rl.model.attention.spans import WHOLE, ContextShard, Span, SpanBatch, causal_spans
+from megatron_rl.model.attention.window_spans import windowed_spans
 from tests.unit.backend.packed import CPU
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.4

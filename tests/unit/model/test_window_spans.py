@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model import attention
-from megatron_rl.model.attention import TorchAttention, pack, window_of
-from megatron_rl.model.attention_spans import ContextShard, SpanBatch, batch_spans, context_positions
-from megatron_rl.model.build import _window_fields, refuse_bitwise
-from megatron_rl.model.chunked_spans import chunked_spans
+from megatron_rl.model.attention import packed as attention
+from megatron_rl.model.attention.chunked_spans import chunked_spans
+from megatron_rl.model.attention.layout import Layout, lay_out
+from megatron_rl.model.attention.packed import TorchAttention, pack, window_of
+from megatron_rl.model.attention.spans import ContextShard, SpanBatch, batch_spans, context_positions
+from megatron_rl.model.attention.window_spans import windowed_spans
+from megatron_rl.model.build import _window_fields
 from megatron_rl.model.hf_config import read_shape
-from megatron_rl.model.layout import Layout, lay_out
-from megatron_rl.model.window_spans import windowed_spans
+from megatron_rl.model.invariant.parts import require_shown
 from megatron_rl.weights.families.windows import windows_of
 from tests.reference import tiny_config
 from tests.unit.backend.packed import CPU, attention_config
@@ -189,4 +190,4 @@ def test_each_layer_s_window_reaches_megatron_core_and_where_none_is_computed_it
     with pytest.raises(ConfigError, match="parallel.context=2 with a sliding window of 5 tokens"):
         _window_fields(engine, SimpleNamespace(context_size=2))
     with pytest.raises(ConfigError, match="rollout.bitwise=true .* this mistral model has a sliding window of 5"):
-        refuse_bitwise(read_shape(tiny_config("mistral_window"), layer_spec="torch"))
+        require_shown(read_shape(tiny_config("mistral_window"), layer_spec="torch"))

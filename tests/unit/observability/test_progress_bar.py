@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.observability.progress_bar import ProgressBar, summary_table
+from megatron_rl.observability.stall_warning import StallWarning, stall_counts
 from megatron_rl.observability.summary import summarize
-from megatron_rl.observability.untrained import TrainingWatch, untrained
 
 # Steps by their first letters: Real, Ghost, Held, Zero gradient, Not finite.
 KINDS = {"R": ("REAL", 0.5), "G": ("GHOST", 0.0), "H": ("HELD", 0.0), "Z": ("REAL", 0.0), "N": ("REAL", float("nan"))}
@@ -134,13 +134,13 @@ def rows_of(steps: str) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("steps", IN_A_ROW)
 def test_steps_that_trained_nothing_equal_a_count_by_hand(steps: str) -> None:
-    counts = untrained(rows_of(steps))
+    counts = stall_counts(rows_of(steps))
     assert counts.in_a_row == IN_A_ROW[steps] and not counts.is_worth_saying(None)
     assert counts.is_worth_saying(3) == (steps in ("RGZN", "RGHGHG", "GG", "HHG"))
 
 
 def warnings_of(steps: str, warning_steps: int | None, caplog: pytest.LogCaptureFixture) -> list[str]:
-    watch = TrainingWatch(warning_steps)
+    watch = StallWarning(warning_steps)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         for row in rows_of(steps):
@@ -168,7 +168,7 @@ def test_a_run_shorter_than_the_setting_that_trained_nothing_warns_at_its_end(ca
 
 def test_a_run_that_goes_on_counts_the_steps_before(caplog: pytest.LogCaptureFixture) -> None:
     """After a resumption the last steps are counted over both parts, and no part is taken for a whole run."""
-    watch = TrainingWatch(3)
+    watch = StallWarning(3)
     with caplog.at_level(logging.WARNING):
         watch.resume(rows_of("R" * 50 + "GG"))
         watch.end()

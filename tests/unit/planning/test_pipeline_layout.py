@@ -88,8 +88,8 @@ def test_what_is_no_layout_is_refused_by_name(layout: str, words: str) -> None:
 
 
 def test_an_adapted_model_has_a_layer_on_every_stage() -> None:
+    from megatron_rl.model.costs import layout_of
     from megatron_rl.model.hf_config import read_shape
-    from megatron_rl.model.stage_costs import layout_of
     from tests.reference import tiny_config
 
     hf_config = tiny_config("qwen2_tied", layers=3)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.attention_spans import ContextShard
+from megatron_rl.model.attention.spans import ContextShard
 from megatron_rl.planning.plan import PlanRules, plan_rules
 from tests.reference import make_samples
 from tests.unit.backend.packed import run_pack
@@ -20,7 +20,9 @@ def rules_of(tensor: int, pipeline: int, virtual: int, context: int, sequence_pa
     place = SimpleNamespace(**degrees, data_size=6, lockstep_replicas=3)
     shares = [(sizes.pop("num_layers") / pipeline,) * 2] * pipeline
     shape = SimpleNamespace(**sizes, rank_shares=lambda _: shares)
-    return plan_rules(load_config(None, [*given, *split]), place, shape)
+    config = load_config(None, [*given, *split])
+    return plan_rules(config.plan, place, shape, sequence_parallel=config.parallel.sequence_parallel,
+                      fp8=bool(config.megatron.transformer.get("fp8")))
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "virtual", "context", "sequence_parallel", "pads", "multiple"), [

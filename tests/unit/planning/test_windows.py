@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from megatron_rl.model.flops import flops_per_token
+from megatron_rl.model.attention.layout import lay_out
+from megatron_rl.model.costs import flops_per_token
 from megatron_rl.model.hf_config import read_shape
-from megatron_rl.model.layout import lay_out
 from megatron_rl.planning.tokens import SampleTokens, window_squares
 from tests.reference import tiny_config
 

@@ -15,12 +15,15 @@ from megatron_rl.algorithm.advantage import reduction_weights
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.reward.overlong import overlong_shape
-from megatron_rl.rollout.training_batch import ScoredBatch, kept_places, reward_metrics, scored_batch
+from megatron_rl.rollout.groups.refill import kept_places
+from megatron_rl.rollout.reward_errors import RewardErrors
+from megatron_rl.rollout.reward_metrics import reward_metrics
+from megatron_rl.rollout.scored_batch import ScoredBatch, Scoring, overlong_shape, scored_batch
 from megatron_rl.rollout.worker import Group
-from megatron_rl.trainer.advantages import group_advantages
+from megatron_rl.trainer.advantages.group import GroupAdvantages
+from megatron_rl.trainer.passes.passes import Passes
 from megatron_rl.types import BatchFacts, Prompt, Score
-from megatron_rl.validate import check_overlong
+from megatron_rl.validate import objective, validate_config
 from tests.runs.command import arguments, command_line, rows_of, weights_of
 from tests.unit.algorithm.facts import make_facts
 from tests.unit.reward.rig import rollout_of
@@ -49,7 +52,7 @@ def test_a_buffer_beyond_the_limit_is_refused() -> None:
     overrides = ["reward.overlong_buffer_tokens=11", "rollout.max_response_tokens=10", "model.hf_path=here"]
     given = load_config(None, overrides)
     with pytest.raises(ConfigError, match=r"reward\.overlong_buffer_tokens=11 .* rollout\.max_response_tokens=10"):
-        check_overlong(given)
+        validate_config(given, objective.overlong)
     for override in ("reward.overlong_buffer_tokens=-1", "reward.overlong_penalty=-0.5"):
         with pytest.raises(ConfigError, match=override.split("=")[0]):
             load_config(None, [override])
@@ -67,12 +70,24 @@ SHAPED = (
 )
 
 
+def scoring_of(config: Config) -> Scoring:
+    return Scoring.of(config.reward, config.advantage, config.rollout, config.loss)
+
+
 def scored_of(config: Config, facts: BatchFacts, totals: np.ndarray, columns: np.ndarray) -> ScoredBatch:
-    return scored_batch(config, SimpleNamespace(facts=facts), totals, columns)
+    return scored_batch(scoring_of(config), SimpleNamespace(facts=facts), totals, columns)
+
+
+def metrics_of(config: Config, scored: ScoredBatch) -> dict[str, float]:
+    return reward_metrics(scoring_of(config), scored, RewardErrors())
+
+
+def kept(config: Config, scored: ScoredBatch) -> set[int]:
+    return kept_places(config.rollout.dynamic_sampling.metric, config.reward, scored)
 
 
 def advantages_of(config: Config, scored: ScoredBatch) -> np.ndarray:
-    return group_advantages(config, scored, None, None, rl_step=0).advantages.of_sample
+    return GroupAdvantages(config.advantage)(scored, Passes()).advantages.of_sample
 
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "gdpo"])
@@ -107,19 +122,19 @@ def test_dynamic_sampling_keeps_the_groups_of_unequal_answers(samples: list[tupl
     scored = scored_of(refilling("null"), facts_of(lengths, groups), totals, columns)
     for metric, values in (("null", columns[:, 0]), ("b:g", columns[:, 1]), ("reward", totals)):
         mixed = {g for g in groups if len({v for v, own in zip(values, groups, strict=True) if own == g}) > 1}
-        assert kept_places(refilling(metric), scored) == mixed & scored.live_places()
-    assert kept_places(refilling("shaped"), scored) == scored.live_places()
+        assert kept(refilling(metric), scored) == mixed & scored.live_places()
+    assert kept(refilling("shaped"), scored) == scored.live_places()
 
 
 def test_metrics_show_the_mean_punishment_and_what_is_masked() -> None:
     facts = facts_of([3, 8, 10, 10], [0, 0, 1, 1], [3, 8, 0, 0])
     totals = np.array([1.0, 0.75, np.nan, 0.5])  # the third was taken out of its group
     config = load_config(None, [*SHAPED, "loss.mask_truncated=true"])
-    metrics = reward_metrics(config, scored_of(config, facts, totals, np.ones((4, 2))))
+    metrics = metrics_of(config, scored_of(config, facts, totals, np.ones((4, 2))))
     assert metrics["reward/overlong_penalty"] == pytest.approx((0.0 - 0.25 - 0.5) / 3, rel=1e-15)
     assert metrics["rollout/masked_truncated"] == 1.0
     without = load_config(None, ["reward.functions=[a:f,b:g]"])
-    plain = reward_metrics(without, scored_of(without, facts, totals, np.ones((4, 2))))
+    plain = metrics_of(without, scored_of(without, facts, totals, np.ones((4, 2))))
     assert not {"reward/overlong_penalty", "rollout/masked_truncated"} & set(plain)
 
 

@@ -3,13 +3,15 @@
 import math
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from megatron_rl.config import ProducerConfig, load_config
-from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost, SyncReport
 from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics
+from megatron_rl.rollout.weight_source import AdapterWeights, PolicyWeights
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
 from tests.patience import HANG_S, patient, until
@@ -93,11 +95,38 @@ class WillingEngine:
     def close(self) -> None: ...
 
 
-def manager_of(engine, *overrides: str, score=None, version=lambda: 0, share=(0, 1), **given) -> RolloutManager:
+class FakeTrainer:
+    """Exports these tensors, under a version that ``version`` returns."""
+
+    def __init__(self, version: Callable[[], int], weights: Mapping, adapters: Mapping) -> None:
+        self._version, self._weights, self._adapters = version, weights, adapters
+
+    @property
+    def weight_version(self) -> int:
+        return self._version()
+
+    def export(self, *, bucket_bytes: int, merges: bool) -> Iterator[tuple]:
+        assert merges == (not self._adapters)
+        return iter(self._weights.items())
+
+    def export_adapters(self, *, bucket_bytes: int) -> Iterator[tuple]:
+        return iter(self._adapters.items())
+
+
+def manager_of(
+    engine, *overrides: str, score=None, version=lambda: 0, share=(0, 1), apart=False, take_counts=dict,
+    weights: Mapping = {}, adapters: Mapping = {}, models=(),
+) -> RolloutManager:  # fmt: skip
     """Make a manager over an engine, whose trainer exports nothing and stays at version 0 unless told otherwise."""
     config = load_config(None, list(overrides))
-    given = {"export": lambda: iter(())} | given
-    return RolloutManager(engine, score or scored_by(value_of), config, version=version, share=share, **given)
+    producer, weight_sync, deadline_s = config.rollout.producer, config.weight_sync, config.run.deadline_s
+    score, settings = score or scored_by(value_of), {"share": share, "deadline_s": deadline_s}
+    worker = RolloutWorker(engine, score, producer, apart=apart, **settings)
+    counted = {"has_turns": config.plays_episodes, "has_delta": weight_sync.delta}
+    metrics = RolloutMetrics(**counted, take_counts=take_counts)
+    source = AdapterWeights if weight_sync.adapters == "alone" else PolicyWeights
+    weights = source(FakeTrainer(version, dict(weights), dict(adapters)), 1)
+    return RolloutManager(worker, weight_sync, weights=weights, metrics=metrics, models=models)
 
 
 class FakeEngine(WillingEngine):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from megatron_rl.config import EnvironmentConfig
 from megatron_rl.data.chat import Observations
 from megatron_rl.environment import Step, environment_maker
-from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.multi_turn import MultiTurnEngine
+from megatron_rl.rollout.engines.engine import EngineLost
+from megatron_rl.rollout.engines.multi_turn import MultiTurnEngine
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import HANG_S, patient
 from tests.unit.data.templates import tokenizer_of

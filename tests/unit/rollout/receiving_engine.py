@@ -5,15 +5,16 @@ import os
 import pathlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.vllm.replica import WeightReceipt
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.replica import WeightReceipt
 from megatron_rl.rollout.weight_sync import transport
-from megatron_rl.rollout.weight_sync.held import HeldBuckets
+from megatron_rl.rollout.weight_sync.encoder import BucketEncoder, WholeEncoder
+from megatron_rl.rollout.weight_sync.host_copies import HostCopies
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.rollout.weight_sync.transport import Tally, view_of
 from megatron_rl.weights.bucket_digest import bucket_checksum
@@ -45,9 +46,15 @@ def broken_after(tensors: dict[str, torch.Tensor], count: int) -> Iterator[tuple
     raise EngineError("the exporter broke")
 
 
-def sender_of(bucket_bytes: int, *, device: torch.device = CPU, **given) -> WeightSender:
+def sender_of(
+    bucket_bytes: int,
+    *,
+    device: torch.device = CPU,
+    encoder: Callable[[], BucketEncoder] = WholeEncoder,
+    **given,
+) -> WeightSender:
     given = {"channel": "shared_memory", "deadline_s": 30.0} | given
-    return WeightSender(bucket_bytes=bucket_bytes, device=device, **given)
+    return WeightSender(bucket_bytes=bucket_bytes, device=device, encoder=encoder(), **given)
 
 
 class Engine:
@@ -63,7 +70,7 @@ class Engine:
         self.start_anew()
 
     def start_anew(self) -> None:
-        self.holds, self.buckets = False, HeldBuckets()
+        self.holds, self.buckets = False, HostCopies()
         self._begin()
 
     def _begin(self) -> None:

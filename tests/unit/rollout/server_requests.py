@@ -1,6 +1,6 @@
 """Replicas and requests of the tests of servers."""
 
-from megatron_rl.rollout.vllm.replica import GenerateRequest
+from megatron_rl.rollout.engines.replica import GenerateRequest
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from tests.patience import HANG_S, patient
 

@@ -10,9 +10,11 @@ from transformers import Qwen2Config
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError, EngineError
 from megatron_rl.model.hf_config import read_shape
-from megatron_rl.rollout.build import adapter_arguments, engine_arguments, refuse_mixture, refuse_sharing, shares_device
-from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
-from megatron_rl.rollout.vllm.replica import ReplicaLost
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, SyncReport
+from megatron_rl.rollout.engines.placement import refuse_mixture, refuse_sharing, shares_device
+from megatron_rl.rollout.engines.replica import ReplicaLost
+from megatron_rl.rollout.vllm.arguments import adapter_arguments, engine_arguments
+from megatron_rl.rollout.weight_sync.adapter_encoder import AdapterEncoder
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.rollout.weight_sync.transport import is_adapter
 from megatron_rl.serve.server import check_config
@@ -29,7 +31,8 @@ PAIR = {
     "model.layers.0.mlp.down_proj.lora_B.weight": torch.ones(4, 5),
 }
 WHOLE = {**WEIGHTS, **PAIR}
-SENDER = {"bucket_bytes": 256, "adapter": {"rank": 5, "alpha": 2.5}}
+ADAPTER = {"rank": 5, "alpha": 2.5}
+SENDER = {"bucket_bytes": 256, "encoder": lambda: AdapterEncoder(**ADAPTER)}
 
 
 def config_of(*overrides: str) -> Config:
@@ -45,7 +48,7 @@ def test_an_engine_that_has_the_weights_is_sent_the_pairs_alone(sync: WeightSend
     engine.asked.clear()
     alone = sync.deliver(iter(PAIR.items()), 2, [engine])
     assert not alone.failed and not sync.lacks_weights(engine) and list(engine.held) == list(PAIR)
-    assert alone.num_bytes == num_bytes_of(PAIR) and engine.end["adapter"] == sync.adapter
+    assert alone.num_bytes == num_bytes_of(PAIR) and engine.end["adapter"] == ADAPTER
     asked = [x for x in engine.asked if x in ("finish_weight_update", "use_adapter", "reset_prefix_cache")]
     assert asked == ["finish_weight_update", "use_adapter", "reset_prefix_cache"]
 
@@ -113,8 +116,7 @@ class Choosy(WillingEngine):
 def test_the_manager_sends_the_weights_where_an_engine_lacks_them(alone) -> None:
     """It sends them to a fresh engine, pairs alone for the next versions, and both again after a sync that failed."""
     engine, now = Choosy(True, True, False, True), [0]
-    exports = {"export": lambda: iter(WEIGHTS.items()), "export_adapters": lambda: iter(PAIR.items())}
-    manager = manager_of(engine, *ALONE, version=lambda: now[0], **exports)
+    manager = manager_of(engine, *ALONE, version=lambda: now[0], weights=WEIGHTS, adapters=PAIR)
     for now[0] in range(3):
         manager.sync_weights()
     assert engine.names == [list(WHOLE), list(PAIR), list(PAIR), list(WHOLE)]
@@ -153,17 +155,20 @@ def test_what_does_not_go_with_adapters_alone_is_refused(arithmetic: pathlib.Pat
             validate_config(config_of(*given, f"rollout.vllm={{{name}: {value}}}"))
     with pytest.raises(ConfigError, match="weight_sync.adapters='both'"):
         config_of("weight_sync.adapters=both")
+    alone = config_of()
     with pytest.raises(ConfigError, match="weight_sync.adapters=alone .*rollout.sleep=never"):
-        refuse_sharing(config_of(), shares_device(config_of(), GPU))
-    never = config_of("rollout.sleep=never", "model.dtype=bfloat16")
-    refuse_sharing(never, shares_device(never, GPU))
-    assert adapter_arguments(never, on_gpu=True) == adapter_arguments(never, on_gpu=False)
+        refuse_sharing(alone.rollout, alone.weight_sync, shares_device(alone.rollout, GPU))
+    never = config_of("rollout.sleep=never").rollout
+    refuse_sharing(never, alone.weight_sync, shares_device(never, GPU))
+    settings = (alone.weight_sync, alone.lora)
+    on_either = [adapter_arguments(*settings, "bfloat16", on_gpu=on_gpu) for on_gpu in (True, False)]
+    assert on_either[0] == on_either[1]
     with pytest.raises(ConfigError, match="model.dtype=float32.*model.dtype=bfloat16"):
-        adapter_arguments(config_of("model.dtype=float32"), on_gpu=True)
-    assert adapter_arguments(config_of("model.dtype=float32"), on_gpu=False)["lora_dtype"] == "auto"
+        adapter_arguments(*settings, "float32", on_gpu=True)
+    assert adapter_arguments(*settings, "float32", on_gpu=False)["lora_dtype"] == "auto"
     with pytest.raises(ConfigError, match="a model of 8 experts"):
-        refuse_mixture(config_of(), 8)
-    refuse_mixture(config_of(), 0)
-    refuse_mixture(config_of("weight_sync.adapters=merged"), 8)
+        refuse_mixture(alone.weight_sync, 8)
+    refuse_mixture(alone.weight_sync, 0)
+    refuse_mixture(config_of("weight_sync.adapters=merged").weight_sync, 8)
     with pytest.raises(ConfigError, match="weight_sync.adapters=alone is for one policy"):
         check_config(config_of(f"model.hf_path={arithmetic}/model"))

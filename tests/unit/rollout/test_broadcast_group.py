@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.vllm.replica import ReplicaLost
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.replica import ReplicaLost
 from megatron_rl.rollout.weight_sync import group
+from megatron_rl.rollout.weight_sync.changed_encoder import ChangedEncoder
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from tests.patience import HANG_S, patient
 from tests.unit.rollout.receiving_engine import num_bytes_of, weights_of
@@ -126,7 +127,7 @@ def test_each_bucket_is_broadcast_once_to_all_servers(sync, servers, broadcasts)
 
 def test_a_broadcast_brings_what_changed_unless_one_server_needs_everything(servers, broadcasts, senders):
     """What servers hold outlives a group; every worker compares the digests of every whole bucket."""
-    sync = senders(**SENDER, full_every=100)
+    sync = senders(**SENDER, encoder=lambda: ChangedEncoder(100))
     tensors, version = {name: tensor.clone() for name, tensor in TENSORS.items()}, itertools.count(1)
 
     def sent(*targets: Server) -> int:

@@ -10,11 +10,11 @@ import torch
 from megatron_rl.config import Config, load_config
 from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout import build
-from megatron_rl.rollout.build import EngineRole, RankLocation, engine_arguments, refuse_delta, role_of, shares_device
+from megatron_rl.rollout.engines.placement import EngineRole, RankLocation, refuse_delta, role_of, shares_device
+from megatron_rl.rollout.vllm import build
+from megatron_rl.rollout.vllm.arguments import engine_arguments, family_arguments, latent_arguments
 from megatron_rl.rollout.vllm.process_replica import engine_environment
-from megatron_rl.validate import partial_sync
-from megatron_rl.validate.vllm_arguments import check_vllm_arguments
+from megatron_rl.validate import rollouts, validate_config
 
 CPU, GPU, URL = torch.device("cpu"), torch.device("cuda", 0), "http://127.0.0.1:8000"
 
@@ -31,9 +31,9 @@ def refused_with(words: str, act: Callable[[], object]) -> None:
 
 
 def places(overrides: str, world_size: int) -> list[EngineRole]:
-    config = config_of(*overrides.split())
+    rollout = config_of(*overrides.split()).rollout
     seat = {"world_size": world_size, "local_world_size": world_size}
-    return [role_of(config, RankLocation(rank=rank, local_rank=rank, **seat)) for rank in range(world_size)]
+    return [role_of(rollout, RankLocation(rank=rank, local_rank=rank, **seat)) for rank in range(world_size)]
 
 
 def own(number: int, engines: int) -> EngineRole:
@@ -72,7 +72,7 @@ def test_engines_that_do_not_fit_are_refused_with_both_numbers(overrides, world_
     """Every rank refuses engines that do not fit, naming both numbers, so that none waits for another."""
     for rank in range(world_size):
         seat = RankLocation(rank=rank, world_size=world_size, local_rank=0, local_world_size=node_size)
-        refused_with(words, lambda seat=seat: role_of(config_of(*overrides.split()), seat))
+        refused_with(words, lambda seat=seat: role_of(config_of(*overrides.split()).rollout, seat))
 
 
 def test_every_prompt_has_one_engine():
@@ -128,11 +128,12 @@ def test_an_engines_environment_names_its_gpus_and_its_arguments_are_the_configs
     ("rollout.max_logprob_gap=-1", "rollout.max_logprob_gap=-1|above 0|null"),
 ])
 def test_a_setting_that_cannot_work_is_refused(overrides, words):
-    refused_with(words, lambda: check_vllm_arguments(config_of(*overrides.split("|"))))
+    refused_with(words, lambda: validate_config(config_of(*overrides.split("|")), rollouts.vllm_arguments))
 
 
 def channel_of(*overrides: str, device: torch.device = CPU, **environment: str) -> str:
-    return build.weight_channel(config_of(*overrides), device, environment)
+    config = config_of(*overrides)
+    return build.weight_channel(config.rollout, config.weight_sync, device, environment)
 
 
 CUDA_IPC, SHARED, BROADCAST = (f"weight_sync.channel={name}" for name in ("cuda_ipc", "shared_memory", "broadcast"))
@@ -146,10 +147,11 @@ def test_a_channel_that_engines_cannot_take_and_sleep_without_a_shared_gpu_are_r
     assert channel_of(CUDA_IPC, device=GPU) == "cuda_ipc"
     refused_with(f"{BROADCAST}|NCCL refuses that|channel=auto", lambda: channel_of(BROADCAST, device=GPU))
     assert channel_of(BROADCAST) == channel_of(BROADCAST, ELSEWHERE, device=GPU) == "broadcast"
-    assert shares_device(config_of(), torch.device("cuda")) and not shares_device(config_of(), CPU)
-    assert not shares_device(config_of("rollout.sleep=never"), torch.device("cuda"))
-    assert not shares_device(config_of("rollout.servers=[http://a:1]"), torch.device("cuda"))
-    refused_with("rollout.sleep=always needs a GPU", lambda: shares_device(config_of("rollout.sleep=always"), CPU))
+    assert shares_device(config_of().rollout, torch.device("cuda")) and not shares_device(config_of().rollout, CPU)
+    assert not shares_device(config_of("rollout.sleep=never").rollout, torch.device("cuda"))
+    assert not shares_device(config_of("rollout.servers=[http://a:1]").rollout, torch.device("cuda"))
+    always = config_of("rollout.sleep=always").rollout
+    refused_with("rollout.sleep=always needs a GPU", lambda: shares_device(always, CPU))
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
@@ -189,9 +191,7 @@ def test_an_engine_wider_than_the_gpus_its_rank_sees_and_one_without_vllm_are_re
     words = "tensor_parallel=2 begins at GPU 0|sees 1|=5|--gpus-per-node"
     refused_with(words, lambda: build.engine_devices(2, 0, {"CUDA_VISIBLE_DEVICES": "5"}, 1))
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    seat = RankLocation(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    words = "pip install 'megatron_rl[vllm]'|rollout.servers"
-    refused_with(words, lambda: build._process(config_of(), seat, CPU))
+    refused_with("pip install 'megatron_rl[vllm]'|rollout.servers", build.require_vllm)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores that a process may use are not said here")
@@ -209,23 +209,30 @@ def test_changes_alone_are_refused_for_engines_that_discard_or_quantize_their_we
     delta, servers = "weight_sync.delta=true", "rollout.servers=[http://a:1]"
     for overrides, device in (([], CPU), ([servers], GPU), (["rollout.sleep=never"], GPU)):
         config = config_of(delta, *overrides)
-        refuse_delta(config, shares_device(config, device))
+        refuse_delta(config.rollout, config.weight_sync, shares_device(config.rollout, device))
     both, quantized = f"{delta}|weight_sync.delta=false", config_of(delta, servers, "rollout.vllm={quantization: fp8}")
     shared = config_of(delta)
-    refused_with(f"{both}|rollout.sleep=auto", lambda: refuse_delta(shared, shares_device(shared, GPU)))
-    refused_with(f"{both}|rollout.vllm.quantization='fp8'", lambda: refuse_delta(quantized, False))
-    refuse_delta(config_of("rollout.vllm={quantization: fp8}"), True)
+    on_gpu = shares_device(shared.rollout, GPU)
+    refused_with(
+        f"{both}|rollout.sleep=auto", lambda: refuse_delta(shared.rollout, shared.weight_sync, on_gpu)
+    )
+    refused_with(
+        f"{both}|rollout.vllm.quantization='fp8'",
+        lambda: refuse_delta(quantized.rollout, quantized.weight_sync, False),
+    )
+    whole = config_of("rollout.vllm={quantization: fp8}")
+    refuse_delta(whole.rollout, whole.weight_sync, True)
     own_engine = config_of(delta, "rollout.engine=transformers")
-    refused_with(f"{both}|rollout.engine=transformers", lambda: partial_sync.check_delta(own_engine))
-    partial_sync.check_delta(shared)
+    refused_with(f"{both}|rollout.engine=transformers", lambda: validate_config(own_engine, rollouts.delta))
+    validate_config(shared, rollouts.delta)
 
 
 @pytest.mark.parametrize(("fields", "wanted"), [({}, True), ({"attn_temperature_tuning": False}, False)])
 def test_llama_4s_scale_by_position_is_on_in_vllm_where_config_json_says_so(tmp_path, fields, wanted):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4_text"} | fields))
-    assert build.family_arguments(str(tmp_path)) == {"override_generation_config": {"attn_temperature_tuning": wanted}}
+    assert family_arguments(str(tmp_path)) == {"override_generation_config": {"attn_temperature_tuning": wanted}}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    assert build.family_arguments(str(tmp_path)) == {}
+    assert family_arguments(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize(("fields", "dtype", "device", "wanted"), [
@@ -236,4 +243,5 @@ def test_llama_4s_scale_by_position_is_on_in_vllm_where_config_json_says_so(tmp_
 ])
 def test_latent_attention_on_a_cpu_gets_the_kernel_that_takes_its_dtype(tmp_path, fields, dtype, device, wanted):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"} | fields))
-    assert build.latent_arguments(config_of(f"model.hf_path={tmp_path}", f"model.dtype={dtype}"), device) == wanted
+    config = config_of(f"model.hf_path={tmp_path}", f"model.dtype={dtype}")
+    assert latent_arguments(config.model, device) == wanted

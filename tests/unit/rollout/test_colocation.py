@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.rollout.colocation import ColocatedDevice, DeviceOwner
-from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost, SyncReport
 from megatron_rl.rollout.manager import RolloutManager
 from tests.unit.rollout.fake_engine import WillingEngine, manager_of, prompts_of
 
@@ -60,7 +60,8 @@ def device_of(engine: RecordingEngine) -> ColocatedDevice:
     def ended(owner: DeviceOwner) -> None:
         engine.events.append(f"ended {owner.value}")
 
-    return ColocatedDevice(engine, note("offload"), note("restore"), lambda act: act(), ended)
+    model = SimpleNamespace(offload=note("offload"), restore=note("restore"))
+    return ColocatedDevice(engine, [model], lambda act: act(), ended)
 
 
 def test_a_round_goes_in_order_and_a_device_that_is_not_shared_is_left_alone():
@@ -71,7 +72,7 @@ def test_a_round_goes_in_order_and_a_device_that_is_not_shared_is_left_alone():
         assert device.turn is turn
     assert engine.events == ["ended trainer", *TO_WEIGHTS, *TO_ENGINE, "ended engine", *TO_TRAINER]
     engine = RecordingEngine()
-    device = ColocatedDevice(engine, None, None, lambda act: act(), lambda _: None)
+    device = ColocatedDevice(engine, (), lambda act: act(), lambda _: None)
     for move in MOVES:
         getattr(device, move)()
     assert engine.events == []
@@ -107,7 +108,7 @@ def generation_of(engine: RecordingEngine) -> RolloutManager:
     versions = itertools.count(1)
     engine.awake = {"weights", "kv_cache"}  # as it starts; the trainer has it sleep before its first step
     moves = {word: lambda word=word: engine.events.append(word) for word in ("offload", "restore")}
-    found = manager_of(engine, version=lambda: next(versions), **moves)
+    found = manager_of(engine, version=lambda: next(versions), models=[SimpleNamespace(**moves)])
     engine.sleep()
     engine.events.clear()
     return found
@@ -139,7 +140,7 @@ def hand_over(rank: int, world: int, path: str) -> None:
     engine = RecordingEngine() if rank == 0 else WillingEngine()
     engine.events = SimpleNamespace(append=lambda word: act(word, True))
     moves = {word: lambda word=word: act(word, rank == 1) for word in ("offload", "restore")}
-    device = manager_of(engine, **moves).device
+    device = manager_of(engine, models=[SimpleNamespace(**moves)]).device
     device.to_engine()
     device.to_trainer()
 

@@ -1,4 +1,4 @@
-"""Checks that the sender and held.py give engines what changed, and all of it where they need all."""
+"""Checks that the sender and its encoder of changes give engines what changed, and all of it where they need all."""
 
 import errno
 import os
@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.engine import NO_WEIGHTS, SyncReport
-from megatron_rl.rollout.weight_sync.half import Half
-from megatron_rl.rollout.weight_sync.held import HeldBuckets
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, SyncReport
+from megatron_rl.rollout.weight_sync.changed_encoder import ChangedEncoder
+from megatron_rl.rollout.weight_sync.double_buffer import BucketBuffer
+from megatron_rl.rollout.weight_sync.host_copies import HostCopies
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from tests.unit.rollout.receiving_engine import Engine, broken_after, exported, num_bytes_of, weights_of
 
 FULL_EVERY = 4
-SENDER = {"bucket_bytes": 8192, "full_every": FULL_EVERY}
+SENDER = {"bucket_bytes": 8192, "encoder": lambda: ChangedEncoder(FULL_EVERY)}
 SIZES = [(3,), (50, 70), (1,), (650, 9), (20, 2), (0, 4), (400, 4), (130,), (6,), (1,), (630,), (0,)]
 
 
@@ -151,26 +152,26 @@ def test_weights_that_broke_off_or_had_no_room_are_not_taken_for_sent(sync, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as planted:
-        planted.setattr(Half, "change_message", full)
+        planted.setattr(BucketBuffer, "share", full)
         report = trainer.send(sync, engine)
     assert "No space left" in report.failed["one"] and engine.weight_version == NO_WEIGHTS
     assert whole(trainer.send(sync, engine), trainer)
 
 
-def test_held_buckets_forget_what_a_shorter_sync_lacks():
-    held, packed = HeldBuckets(), torch.arange(64, dtype=torch.uint8)
+def test_copies_forget_what_a_shorter_sync_lacks():
+    copies, packed = HostCopies(), torch.arange(64, dtype=torch.uint8)
     tensors = [["weight", "bfloat16", [32], 0]]
     for count in (3, 1):
-        held.begin()
+        copies.begin()
         for _ in range(count):
-            held.keep(tensors, packed)
-        held.end()
-        assert len(held) == count
-    held.begin()
-    assert held.compare(tensors, packed).num_changed == 0
-    assert held.compare(tensors, packed) is None  # a second bucket was not held
-    held.begin()
-    assert held.compare([["another", "bfloat16", [32], 0]], packed) is None
-    held.clear()
+            copies.keep(tensors, packed)
+        copies.end()
+        assert len(copies) == count
+    copies.begin()
+    assert copies.compare(tensors, packed).num_changed == 0
+    assert copies.compare(tensors, packed) is None  # there is no copy of a second bucket
+    copies.begin()
+    assert copies.compare([["another", "bfloat16", [32], 0]], packed) is None
+    copies.clear()
     with pytest.raises(ValueError, match="the changes of bucket 0 arrived, and 0 buckets are held here"):
-        held.patch({"word_bytes": 2, "code_bytes": 1, "num_codes": 0, "num_changed": 0}, packed[:0])
+        copies.patch({"word_bytes": 2, "code_bytes": 1, "num_codes": 0, "num_changed": 0}, packed[:0])

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import EngineError
+from megatron_rl.rollout.engines.replica import UPDATING, Completion, GenerateRequest, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm import dispatch as dispatching
 from megatron_rl.rollout.vllm.dispatch import Dispatched, dispatch
-from megatron_rl.rollout.vllm.replica import UPDATING, Completion, GenerateRequest, ReplicaLost, RequestRefused
 from tests.unit.rollout.server_requests import LONG_S, VERSION, request_of
 
 # A deadline for replicas that hang; any other that is asked in such a call has answered before it is waited for.

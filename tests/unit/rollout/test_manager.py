@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost, SyncReport
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost, SyncReport
 from megatron_rl.rollout.logprob_gap import guard_logprob_gap
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.types import Rollout
@@ -68,8 +68,7 @@ class LossyEngine(WillingEngine):
 
 def generation_of(engine: LossyEngine, *overrides: str, version=lambda: 4, share=(0, 1)) -> RolloutManager:
     """Make a manager that sends 40 bytes of weights, and send them where an engine may fail at rollouts alone."""
-    weights = {"export": lambda: iter([("weight", torch.zeros(10))])}
-    found = manager_of(engine, *overrides, version=version, share=share, **weights)
+    found = manager_of(engine, *overrides, version=version, share=share, weights={"weight": torch.zeros(10)})
     if not engine.syncs:
         found.sync_weights()
     return found
@@ -159,7 +158,7 @@ def test_a_sync_that_fails_too_often_ends_with_its_causes():
 def test_a_step_that_moved_nothing_sends_nothing_but_to_an_engine_that_was_lost():
     engine, held, exports = LossyEngine(), [4], []
     generation = generation_of(engine, version=lambda: held[0])
-    generation._export = lambda: exports.append(held[0]) or iter([])
+    generation.weights.tensors = lambda engine: exports.append(held[0]) or iter([])
     for version in (4, 4, 5, 5, 5):
         held[0] = version
         generation.sync_weights()

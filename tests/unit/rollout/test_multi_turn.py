@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron_rl.config import load_config
 from megatron_rl.environment import Step
 from megatron_rl.errors import ConfigError, EpisodeError
-from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.multi_turn import with_environment
+from megatron_rl.rollout.engines.engine import EngineLost
+from megatron_rl.rollout.engines.multi_turn import environment_parts
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import until
 from tests.unit.data.templates import CHATML, STRICT, tokenizer_of
@@ -219,6 +219,11 @@ def test_what_on_finished_raises_ends_the_call() -> None:
         episodes_of(LetterEngine()).generate([prompt_of(1)], 1, on_finished=refuse)
 
 
+def parts_of(tokenizer, *overrides: str):
+    config = load_config(None, [*overrides])
+    return environment_parts(config.environment, config.data, tokenizer)
+
+
 @pytest.mark.parametrize(("given", "words"), [
     ("calculato", "did you mean 'calculator'"),
     ("tests.nowhere:Echo", "importing 'tests.nowhere' failed"),
@@ -229,12 +234,9 @@ def test_what_on_finished_raises_ends_the_call() -> None:
 ])
 def test_what_cannot_be_an_environment_is_refused_at_once(given: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        with_environment(LetterEngine(), load_config(None, f"environment.name={given}".split("|")), TOKENIZER)
+        parts_of(TOKENIZER, *f"environment.name={given}".split("|"))
 
 
-def test_without_a_name_the_engine_is_itself_and_a_template_without_tools_says_so() -> None:
-    engine = LetterEngine()
-    assert with_environment(engine, load_config(), TOKENIZER) is engine
-    config = load_config(None, ["environment.name=calculator", "data.template=chat"])
+def test_a_template_without_tools_says_so() -> None:
     with pytest.raises(ConfigError, match=r"environment\.role=tool.*no tools here"):
-        with_environment(engine, config, tokenizer_of(STRICT))
+        parts_of(tokenizer_of(STRICT), "environment.name=calculator", "data.template=chat")

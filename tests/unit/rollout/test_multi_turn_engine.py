@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_rl.environment import Step
-from megatron_rl.rollout.multi_turn import MultiTurnEngine
-from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
-from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.rollout.engines.embedded import TransformersEngine
+from megatron_rl.rollout.engines.multi_turn import MultiTurnEngine
+from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, unpack_groups
 from megatron_rl.rollout.worker import Group, to_sample
 from megatron_rl.types import Prompt, Score
 from tests.unit.rollout import letter_episodes

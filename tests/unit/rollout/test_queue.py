@@ -1,5 +1,9 @@
 """Checks rollout/queue.py and rollout/training_batch.py without a world."""
 
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,15 +11,29 @@ import pytest
 
 from megatron_rl.algorithm.advantage import GroupRewards
 from megatron_rl.backend.backend import LogProbs
+from megatron_rl.backend.batch import Batch
+from megatron_rl.backend.batch_exchange import gather_facts
 from megatron_rl.config import load_config
-from megatron_rl.rollout import training_batch
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.rollout.groups.replay_buffer import Entry
+from megatron_rl.rollout.groups.selection import Selection
 from megatron_rl.rollout.queue import RolloutQueue
-from megatron_rl.rollout.replay_buffer import Entry
-from megatron_rl.rollout.selection import Selection
-from megatron_rl.rollout.training_batch import KnownLogProbs, LogProbPass, ScoredBatch, TrainingBatch, merge_passes
+from megatron_rl.rollout.reward_metrics import spread
+from megatron_rl.rollout.scored_batch import ScoredBatch
+from megatron_rl.rollout.training_batch import KnownLogProbs, LogProbPass, TrainingBatch, merge_passes
 from megatron_rl.rollout.worker import Group
-from megatron_rl.types import BatchFacts, Score
-from tests.unit.rollout.fake_engine import SAMPLES, facts_of, prompt_of, prompts_of
+from megatron_rl.trainer.rollouts import build_queue
+from megatron_rl.types import BatchFacts, Prompt, Rollout, Score
+from tests.unit.rollout.fake_engine import (
+    SAMPLES,
+    WillingEngine,
+    facts_of,
+    manager_of,
+    prompt_of,
+    prompts_of,
+    rollout_of,
+    value_of,
+)
 from tests.unit.rollout.fake_engine import group_of as rollouts_of
 
 
@@ -38,8 +56,8 @@ def test_spread_equals_the_naive_formulas():
 
     wanted = {"mean": mean, "std": (sum((x - mean) ** 2 for x in rewards) / 6) ** 0.5, "min": -1.0, "max": 2.0}
     wanted |= {"p25": quantile(0.25), "median": 0.5, "p75": quantile(0.75)}
-    assert training_batch.spread(np.array(rewards)) == pytest.approx(wanted, rel=1e-15)  # the order of additions
-    assert set(training_batch.spread(np.array([0.75])).values()) == {0.75, 0.0}
+    assert spread(np.array(rewards)) == pytest.approx(wanted, rel=1e-15)  # the order of additions
+    assert set(spread(np.array([0.75])).values()) == {0.75, 0.0}
 
 
 def group_of(number: int) -> Group:
@@ -54,11 +72,25 @@ def taken_of(facts: BatchFacts, *, replayed: int = -1) -> TrainingBatch:
     return TrainingBatch(scored=scored_of(facts), known=nothing, groups={k: group_of(k) for k in (0, 1)}, **given)
 
 
-def feed_of(*overrides: str, version: int = 0) -> RolloutQueue:
-    """Make a queue with its configuration and a trainer at that version, and with neither engines nor prompts."""
-    given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
-    config, trainer = load_config(None, list(overrides)), SimpleNamespace(weight_version=version)
-    return RolloutQueue(config, trainer, None, None, None, **given)
+class FakeTrainer:
+    """A trainer without a model, which notes the samples that are gathered."""
+
+    def __init__(self, version: int = 0, rank: int = 0) -> None:
+        self.weight_version, self.topology, self.gathered = version, SimpleNamespace(rank=rank), []
+
+    def gather(self, samples, groups, order) -> Batch:
+        batch = Batch(facts=gather_facts(samples, groups, order), local=samples)
+        self.gathered += batch.facts.sample_ids
+        return batch
+
+    def check_samples(self, batch: Batch) -> None: ...
+
+
+def feed_of(*overrides: str, version: int = 0, manager=None, prompts=None, rank: int = 0) -> RolloutQueue:
+    """Make a queue with its configuration and a trainer at that version."""
+    config, trainer = load_config(None, list(overrides)), FakeTrainer(version, rank)
+    timer = StepTimer(lambda stage: contextlib.nullcontext())
+    return build_queue(config, trainer, manager, prompts, timer, passes_parts=False, passes_all=False)
 
 
 @pytest.mark.parametrize("limit, wanted", [("null", "0123"), (4, "0123"), (3, "013"), (2, "03"), (0, "")])
@@ -72,21 +104,82 @@ def test_a_group_is_too_old_where_one_of_its_samples_is(limit: object, wanted: s
 def test_a_remembered_group_is_as_old_as_its_oldest_sample() -> None:
     feed, facts = feed_of("replay.capacity_groups=4", version=7), facts_of([0, 1], versions=[5, 3, 6, 7])
     assert feed.remember(taken_of(facts), np.array([0.5, -0.5, 0.5, -0.5]))["replay/size"] == 2.0
-    assert {entry.key: entry.version for entry in feed.replay.entries} == {"0@0": 3, "1@0": 6}
-    assert set(feed.replay_groups) == {"0@0", "1@0"}
+    assert {entry.key: entry.version for entry in feed.parts.replay.buffer.entries} == {"0@0": 3, "1@0": 6}
+    assert set(feed.parts.replay.groups) == {"0@0", "1@0"}
 
 
-def test_no_group_is_replayed_beside_itself() -> None:
+def test_no_group_is_replayed_beside_itself(alone) -> None:
     """Group 8, which has by far the best score, is in the batch, so the dead places take others."""
-    feed, scores = feed_of("replay.capacity_groups=4", "replay.max_age_versions=null"), {8: 1e9, 9: 1.0, 7: 1.0}
-    feed.replay.add([Entry(key=f"{number}@0", score=score, version=0) for number, score in scores.items()])
-    feed.replay_groups = {f"{number}@0": group_of(number) for number in scores}
-    before = Selection(prompts=prompts_of((8, 1, 2)), groups={0: group_of(8)}, live=frozenset({0}))
-    after, metrics = feed._replay(3, before)
-    assert after.replayed == after.replaced == {1, 2} and metrics["replay/replaced"] == 2.0
+    settings = ("replay.capacity_groups=4", "replay.max_age_versions=null", "rollout.samples_per_prompt=2")
+    feed, scores = feed_of(*settings, "reward.functions=[a:f]"), {8: 1e9, 9: 1.0, 7: 1.0}
+    feed.parts.replay.buffer.add([Entry(key=f"{number}@0", score=score, version=0) for number, score in scores.items()])
+    feed.parts.replay.groups = {f"{number}@0": group_of(number) for number in scores}
+    groups = {place: group_of(number) for place, number in enumerate((8, 1, 2))}
+    given = {"prompts": prompts_of((8, 1, 2)), "scored": feed.scorer.gather(groups)}
+    before = Selection(groups={0: groups[0]}, live=frozenset({0}), **given)
+    (replay,) = feed.parts.filters
+    after = replay.fill(3, before)
+    assert after.replayed == after.replaced == {1, 2} and after.metrics["replay/replaced"] == 2.0
     names = {place: group.prompt.name for place, group in after.groups.items()}
     assert names[0] == "8@0" and {names[1], names[2]} == {"7@0", "9@0"} and after.prompts == before.prompts
     assert set(before.groups) == {0} and not before.replaced  # a selection is a value: a replay does not change it
+
+
+class Aging(WillingEngine):
+    """Samples every third prompt by weights of long ago, at its first attempt."""
+
+    def group(self, prompt: Prompt, samples: int) -> list[Rollout]:
+        number = int(prompt.prompt_id.split("@")[0])
+        old = number % 3 == 2 and prompt.attempt == 0
+        lengths = [1 + (number + k) % 4 for k in range(samples)]
+        return [rollout_of(prompt, k, version=0 if old else 9, ids=(3,) * lengths[k]) for k in range(samples)]
+
+
+def is_dead(rollout: Rollout) -> bool:
+    return int(rollout.prompt.prompt_id.split("@")[0]) % 3 == 1
+
+
+def gather_rollout(rank: int, world: int) -> tuple[int, int]:
+    """Take a rollout in parts, a third of it too old, a third dead; return how many groups were refilled, replayed."""
+    given = (
+        *("rollout.samples_per_prompt=2", "train.prompts_per_rollout=12", "rollout.producer.min_groups=4"),
+        *("rollout.producer.max_staleness_steps=2", "rollout.dynamic_sampling.max_rounds=1", "reward.functions=[a:f]"),
+        *("replay.capacity_groups=8", "rollout.producer.mode=prefetch", "train.num_rollouts=1"),
+    )
+
+    def score(rollouts: Sequence[Rollout]) -> list[Score]:
+        values = [0.5 if is_dead(rollout) else value_of(rollout) for rollout in rollouts]
+        return [Score(total=value, by_function=(value,)) for value in values]
+
+    manager = manager_of(Aging(), *given, score=score, version=lambda: 9, share=(rank, world))
+    numbers = itertools.count()
+    drawn = SimpleNamespace(
+        next=lambda count, epochs: [prompt_of(next(numbers)) for _ in range(count)], put_back=lambda prompts: None
+    )
+    feed = feed_of(*given, version=9, manager=manager, prompts=drawn, rank=rank)
+    feed.parts.replay.groups = {"99@0": group_of(99)} if rank else {"98@0": group_of(98)}
+    feed.parts.replay.buffer.add([Entry(key=f"{number}@0", score=1.0, version=9) for number in (98, 99)])
+    taken = feed.take(0)
+    manager.close()
+    assert len(set(feed.backend.gathered)) == len(feed.backend.gathered)  # no group is gathered twice
+    assert_equal(taken.scored, feed.scorer.gather(taken.groups))
+    numbers = [int(name.split("@")[0]) for name in taken.facts.sample_ids]
+    return len({number for number in numbers if 12 <= number < 98}), len({n for n in numbers if n >= 98})
+
+
+def assert_equal(scored: ScoredBatch, other: ScoredBatch) -> None:
+    """Assert that two batches are equal in every array and row."""
+    for one, two in ((scored.facts, other.facts), (scored.rewards, other.rewards)):
+        for field in dataclasses.fields(one):
+            np.testing.assert_array_equal(getattr(one, field.name), getattr(two, field.name), field.name)
+    for name in ("by_function", "overlong", "live"):
+        np.testing.assert_array_equal(getattr(scored, name), getattr(other, name), name)
+    assert [sample.sample_id for sample in scored.batch.local] == [sample.sample_id for sample in other.batch.local]
+
+
+def test_a_rollouts_groups_are_gathered_once_and_joined_as_if_gathered_together(pool) -> None:
+    """Of 12 groups in parts of 4, 4 are too old; of 4 dead ones a round of new prompts replaces 3, and replay 1."""
+    assert pool.run(2, gather_rollout) == [(3, 1)] * 2
 
 
 def test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced() -> None:
@@ -110,13 +203,14 @@ def test_known_log_probs_equal_a_loop_over_what_was_passed_and_not_replaced() ->
 def test_a_replayed_group_is_not_remembered_anew() -> None:
     """The group at place 1 was drawn from the buffer: it keeps its uses, and goes once they are used up."""
     feed, facts = feed_of("replay.capacity_groups=4", "replay.max_uses=2", version=7), facts_of([0, 1])
-    feed.replay.add([Entry(key="1@0", score=1.0, version=3)])
-    feed.replay_groups = {"1@0": group_of(1)}
+    buffer = feed.parts.replay.buffer
+    buffer.add([Entry(key="1@0", score=1.0, version=3)])
+    feed.parts.replay.groups = {"1@0": group_of(1)}
     for uses, kept in ((1, {"0@0", "1@0"}), (2, {"0@0"})):
-        assert feed.replay.draw(1, rollout=uses, exclude=["0@0"]) == ["1@0"]
+        assert buffer.draw(1, rollout=uses, exclude=["0@0"]) == ["1@0"]
         feed.remember(taken_of(facts, replayed=1), np.array([0.5, -0.5, 0.5, -0.5]))
-        assert {entry.key for entry in feed.replay.entries} == set(feed.replay_groups) == kept
-        assert all((entry.version, entry.uses) == (3, uses) for entry in feed.replay.entries if entry.key == "1@0")
+        assert {entry.key for entry in buffer.entries} == set(feed.parts.replay.groups) == kept
+        assert all((entry.version, entry.uses) == (3, uses) for entry in buffer.entries if entry.key == "1@0")
 
 
 def test_a_failed_group_that_is_too_old_waits_for_no_reroll() -> None:
@@ -124,4 +218,4 @@ def test_a_failed_group_that_is_too_old_waits_for_no_reroll() -> None:
     settings = ("reroll.max_groups=4", "reroll.fail_threshold=1", "rollout.producer.max_staleness_steps=2")
     feed, facts = feed_of(*settings, version=7), facts_of([0, 1, 2], versions=[6, 6, 4, 7, 5, 5])
     feed._note(scored_of(facts), prompts_of(range(3)))
-    assert feed.reroll.state()["waiting"] == [["0@0", 0], ["2@0", 0]]
+    assert feed.parts.reroll.state()["waiting"] == [["0@0", 0], ["2@0", 0]]

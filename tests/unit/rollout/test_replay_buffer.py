@@ -1,4 +1,4 @@
-"""Checks rollout/replay_buffer.py: every invariant under Hypothesis, and draws against their odds."""
+"""Checks rollout/groups/replay_buffer.py: every invariant under Hypothesis, and draws against their odds."""
 
 import json
 import math
@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import ReplayConfig
-from megatron_rl.rollout import replay_buffer
-from megatron_rl.rollout.replay_buffer import Entry, ReplayBuffer, group_scores
+from megatron_rl.rollout.groups import replay_buffer
+from megatron_rl.rollout.groups.replay_buffer import Entry, ReplayBuffer, group_scores
 from tests.patience import patient
 from tests.runs.command import ROOT, said_by
 
@@ -261,6 +261,6 @@ def test_an_infinite_reward_reaches_the_error_that_names_its_group(bad: float) -
 
 
 def test_neither_file_needs_torch() -> None:
-    modules = "megatron_rl.rollout.replay_buffer, megatron_rl.rollout.reroll_buffer"
+    modules = "megatron_rl.rollout.groups.replay_buffer, megatron_rl.rollout.groups.reroll_buffer"
     code = f"import sys, {modules}; print({{'torch', 'megatron'}} & set(sys.modules))"
     assert said_by([sys.executable, "-c", code], ROOT, patient(600)) == "set()\n"

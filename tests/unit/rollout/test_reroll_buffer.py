@@ -1,4 +1,4 @@
-"""rollout/reroll_buffer.py: every invariant under Hypothesis against a plain list, and failed groups against a loop."""
+"""groups/reroll_buffer.py: every invariant under Hypothesis against a plain list, and failed groups against a loop."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import RerollConfig
-from megatron_rl.rollout.reroll_buffer import RerollBuffer, failed_groups
+from megatron_rl.rollout.groups.reroll_buffer import RerollBuffer, failed_groups
 
 # Derandomized: the same cases on every machine, so that a failure is never a matter of luck.
 SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, database=None)

@@ -14,11 +14,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.distributed import frames
 from megatron_rl.errors import ConfigError, EngineError
-from megatron_rl.rollout.build import engine_arguments
-from megatron_rl.rollout.serialization import SavedGroup, check_packed, pack_groups, unpack_groups
+from megatron_rl.rollout.engines.replica import Completion, ReplicaFacts, check_facts
+from megatron_rl.rollout.groups.serialization import SavedGroup, check_packed, pack_groups, unpack_groups
 from megatron_rl.rollout.vllm import routed_experts
 from megatron_rl.rollout.vllm.answers import Answers
-from megatron_rl.rollout.vllm.replica import Completion, ReplicaFacts, check_facts
+from megatron_rl.rollout.vllm.arguments import engine_arguments
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Rollout
 from megatron_rl.validate import validate_config

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.rollout.engine import sample_seed
-from megatron_rl.rollout.sampling import EMPTY, SampleRequest
-from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.rollout.engines.embedded import TransformersEngine
+from megatron_rl.rollout.engines.engine import sample_seed
+from megatron_rl.rollout.engines.sampling import EMPTY, SampleRequest
 from megatron_rl.serve.samplers import answers_of
 from megatron_rl.serve.values import SampleFailed
 from tests.unit.rollout.fake_engine import prompt_of

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.engine import NO_WEIGHTS
-from megatron_rl.rollout.weight_sync import half, mapped
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.weight_sync import double_buffer, mapped
 from megatron_rl.rollout.weight_sync.mapped import MappedSegments
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.rollout.weight_sync.transport import Segment
@@ -69,7 +69,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     """Make a sender for "cuda" pack in memory of the host, and register by the stand-in."""
     runtime = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(half, "memory_on", lambda device, num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    monkeypatch.setattr(double_buffer, "memory_on", lambda device, num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     monkeypatch.setattr(mapped, "_forget_last_error", lambda: None)
     monkeypatch.setattr(mapped, "_warned", set())
     return runtime
@@ -89,8 +89,8 @@ def test_on_a_gpu_segments_are_registered_once_and_packed_on_the_device(gpu_sync
     for version in (VERSION, VERSION + 1):
         assert gpu_sync.deliver(exported(TENSORS), version, [engine]).failed == {}
         assert_whole(engine)
-        assert len(cudart.held) == 2 and all(not len(x.bytes) and len(x.segment.bytes) for x in gpu_sync.halves)
-        assert {x.segment.bytes.data_ptr() for x in gpu_sync.halves} == set(cudart.held)
+        assert len(cudart.held) == 2 and all(not len(x.bytes) and len(x.segment.bytes) for x in gpu_sync.buffers)
+        assert {x.segment.bytes.data_ptr() for x in gpu_sync.buffers} == set(cudart.held)
     assert sorted(cudart.held.values()) == [63 * 4 + 4, 65 * 9 * 2 + 14]  # both enlarged, one of them anew
     gpu_sync.free()
     assert not cudart.held and cudart.calls.count("register") == cudart.calls.count("unregister") == 3

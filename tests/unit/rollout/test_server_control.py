@@ -5,10 +5,10 @@ import contextlib
 
 import pytest
 
-from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.replica import ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm import server_replica
 from megatron_rl.rollout.vllm.auth_middleware import Guard
-from megatron_rl.rollout.vllm.replica import ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from tests.patience import until
 from tests.unit.rollout.misbehaving_server import FAULTS, Answer, fake_vllm, in_turn

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import ConfigError, EngineError
+from megatron_rl.rollout.engines.replica import ReplicaFacts, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm import server_health, server_replica
 from megatron_rl.rollout.vllm.dispatch import dispatch
-from megatron_rl.rollout.vllm.replica import ReplicaFacts, ReplicaLost, RequestRefused
 from megatron_rl.rollout.vllm.server_command import example
 from megatron_rl.rollout.vllm.server_replica import ServerReplica
 from tests.patience import until

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
 from megatron_rl.rollout.staleness import Start, may_start
 
 SMALL = st.integers(0, 6)

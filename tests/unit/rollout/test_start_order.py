@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.engine import sample_seed
-from megatron_rl.rollout.start_order import StartOrder, tail_s
+from megatron_rl.rollout.engines.engine import sample_seed
+from megatron_rl.rollout.groups.longest_first import LongestFirst
+from megatron_rl.rollout.groups.parts import AsDrawn
+from megatron_rl.rollout.rollout_metrics import tail_s
 from megatron_rl.rollout.worker import RolloutJob
 from megatron_rl.types import BatchFacts, Prompt, Rollout
 from tests.unit.rollout import fake_engine
@@ -51,24 +53,24 @@ def naive_order(prompts: dict[int, Prompt], lengths: dict[str, int]) -> list[int
 )
 def test_the_order_equals_a_naive_choice(rows, known):
     prompts = {place: prompt_of(row, epoch=1, tokens=tokens) for place, (row, tokens) in enumerate(rows)}
-    order = StartOrder(longest_first=True)
+    order = LongestFirst()
     order.note({row: prompt_of(row) for row in known}, facts_of(known))
     arranged = order.arrange(prompts)
     assert list(arranged) == naive_order(prompts, {str(row): max(group) for row, group in known.items()})
-    assert arranged == prompts and list(StartOrder(longest_first=False).arrange(prompts)) == sorted(prompts)
+    assert arranged == prompts and list(AsDrawn().arrange(prompts)) == sorted(prompts)
 
 
 def test_the_length_is_that_of_the_last_time_and_survives_a_checkpoint():
     """The latest group of a row counts, a run that goes on has its length, and one in drawn order keeps none."""
-    order = StartOrder(longest_first=True)
+    order = LongestFirst()
     order.note({0: prompt_of(3), 1: prompt_of(4)}, facts_of({0: [9, 2], 1: [5, 6]}))
     order.note({0: prompt_of(3, epoch=1)}, facts_of({0: [1, 4]}))
     assert order.lengths == {"3": 4, "4": 6}
-    again = StartOrder(longest_first=True)
+    again = LongestFirst()
     again.load_state(json.loads(json.dumps(order.state())))
     prompts = {place: prompt_of(3 + place, epoch=2) for place in range(2)}
     assert list(again.arrange(prompts)) == list(order.arrange(prompts)) == [1, 0]
-    drawn = StartOrder(longest_first=False)
+    drawn = AsDrawn()
     drawn.load_state(order.state())
     drawn.note(prompts, facts_of({0: [7, 7], 1: [7, 7]}))
     assert drawn.state() == {}
@@ -94,7 +96,7 @@ class SeededEngine(WillingEngine):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_longest_first_equals_drawn_order_bit_for_bit(ranks):
     prompts = {place: prompt_of(row, tokens=1 + row % 3) for place, row in enumerate([4, 9, 2, 7, 5, 0, 1])}
-    order = StartOrder(longest_first=True)
+    order = LongestFirst()
     order.note({0: prompt_of(9), 1: prompt_of(2), 2: prompt_of(5)}, facts_of({0: [3, 1], 1: [8, 2], 2: [5, 5]}))
     found = {}
     for name, arranged in (("drawn", prompts), ("longest first", order.arrange(prompts))):

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.stragglers import choose, hand_out, num_to_start, num_to_train
+from megatron_rl.rollout.groups.stragglers import choose, collect_most, hand_out, num_to_start, num_to_train
 from megatron_rl.rollout.worker import RolloutJob
-from megatron_rl.validate.stragglers import check_stragglers
+from megatron_rl.validate import rollouts, validate_config
 from tests.patience import until
 from tests.unit.rollout.fake_engine import SAMPLES, FakeEngine, FakeReward, group_of, manager_of, prompt_of, prompts_of
 
@@ -82,24 +82,24 @@ def test_handed_out_groups_and_those_that_stay_equal_the_job():
 def test_a_rollout_is_handed_out_while_its_stragglers_go_on(alone, apart):
     """The second rollout is generated beside them, waits for them, trains them first, and leaves its own."""
     engine, reward = FakeEngine(last={"1@0", "4@0"}), FakeReward()
-    manager = manager_of(engine, *ON, score=reward, score_apart=apart)
+    manager = manager_of(engine, *ON, score=reward, apart=apart)
     manager.sync_weights()
     first, second = (manager.job(prompts_of(numbers), SAMPLES) for numbers in (range(10), range(10, 18)))
     manager.start(first)
     manager.start(second)
-    whole, _ = manager.collect_most(first, None, 8)
+    whole, _ = collect_most(manager, first, None, 8)
     manager.finish(whole)
     assert rows_of(whole) == [0, 2, 3, 5, 6, 7, 8, 9]
     assert sorted(first.prompts) == [1, 4] and first.generating
     assert until(lambda: len(engine.calls) == 2 and not second.missing)  # beside the held groups
     engine.held.set()
-    whole, _ = manager.collect_most(second, first, 8)
+    whole, _ = collect_most(manager, second, first, 8)
     manager.finish(whole)
     assert rows_of(whole) == [1, 4, *range(10, 16)]
     assert all(len(whole.scores[place]) == SAMPLES for place in range(8))
     assert sorted(second.prompts) == [6, 7] and manager.jobs == [second]
     manager.settle()
-    whole, _ = manager.collect_most(manager.job({}, SAMPLES), second, 2)
+    whole, _ = collect_most(manager, manager.job({}, SAMPLES), second, 2)
     assert rows_of(whole) == [16, 17]
     scored = [name for _, names in reward.calls for name in names]
     assert len(scored) == len(set(scored)) == 18 * SAMPLES
@@ -113,22 +113,22 @@ def test_a_straggler_whose_engine_is_lost_is_asked_again(alone):
     manager.sync_weights()
     first = manager.job(prompts_of(range(4)), SAMPLES)
     manager.start(first)
-    whole, _ = manager.collect_most(first, None, 3)
+    whole, _ = collect_most(manager, first, None, 3)
     assert sorted(whole.rollouts) == [0, 1, 2] and sorted(first.prompts) == [3]
     second = manager.job(prompts_of([9]), SAMPLES)
     manager.start(second)
-    whole, _ = manager.collect_most(second, first, 2)
+    whole, _ = collect_most(manager, second, first, 2)
     assert sorted(engine.finished) == ["0@0", "1@0", "2@0", "3@0", "9@0"] and not second.prompts
     assert rows_of(whole) == [3, 9]
     manager.close()
 
 
 def test_what_cannot_leave_groups_under_way_is_refused_by_name():
-    check_stragglers(load_config(None, list(ON)))
+    validate_config(load_config(None, list(ON)), rollouts.stragglers)
     named = ("rollout.producer.min_groups=2", "rollout.dynamic_sampling.max_rounds=1", "weight_sync.in_flight=false")
     words = {name: name for name in named} | {"train.prompts_per_rollout=3": "less than one group"}
     words |= {f"{name}={value}": f"{name}=" for name, value in OTHERS.items()}
     for given_, word in words.items():
         with pytest.raises(ConfigError, match="straggler_share=0.25") as refused:
-            check_stragglers(load_config(None, [*ON, given_]))
+            validate_config(load_config(None, [*ON, given_]), rollouts.stragglers)
         assert word in str(refused.value)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.engine import sample_seed
-from megatron_rl.rollout.transformers_engine import draw
+from megatron_rl.rollout.engines.drawing import draw
+from megatron_rl.rollout.engines.engine import sample_seed
 from megatron_rl.types import Prompt, Rollout
 from tests.unit.rollout import tiny_model
 from tests.unit.rollout.fake_engine import prompt_of
@@ -83,8 +83,8 @@ def test_finished_groups_are_told_once_and_whole(hf_path, model, max_batch_sampl
     """Told after the internal batch that completed them: 7 prompts of 5 samples in batches of 64, 10 and 3 rows."""
     engine = engine_of(hf_path, model, max_batch_samples=max_batch_samples)
     told, batches = [], []
-    sample = engine._sample
-    engine._sample = lambda *arguments: (batches.append(len(told)), sample(*arguments))[1]
+    decode = engine._decode
+    engine._decode = lambda *arguments: (batches.append(len(told)), decode(*arguments))[1]
     rollouts = engine.generate(PROMPTS, 5, on_finished=lambda index, group: told.append((index, group)))
     assert sorted(index for index, _ in told) == list(range(len(PROMPTS)))
     assert [x for _, group in sorted(told) for x in group] == rollouts

@@ -1,12 +1,14 @@
 """VllmEngine over stand-in replicas: its start, its sleep, and engines that are lost on the way."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.engine import NO_WEIGHTS, EngineLost
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost
+from megatron_rl.rollout.engines.replica import ReplicaFacts, ReplicaLost
 from megatron_rl.rollout.vllm.engine import VllmEngine
-from megatron_rl.rollout.vllm.replica import ReplicaFacts, ReplicaLost
 from tests.unit.rollout.fake_engine import manager_of, prompt_of
 from tests.unit.rollout.receiving_engine import sender_of
 from tests.unit.rollout.tiny_model import _tokenizer
@@ -90,7 +92,7 @@ def test_an_engine_on_a_shared_device_starts_once_the_trainers_state_has_left(al
     replica = FakeReplica()
     engine = vllm_engine_of(replica, start_late=True)
     moves = {word: lambda word=word: replica.asked.append(word) for word in ("offload", "restore")}
-    manager = manager_of(engine, "weight_sync.attempts=1", version=lambda: 1, **moves)
+    manager = manager_of(engine, "weight_sync.attempts=1", version=lambda: 1, models=[SimpleNamespace(**moves)])
     assert replica.asked == []
     manager.sync_weights()
     assert replica.asked[:4] == ["offload", "start", "ready", "init_weight_transfer"]

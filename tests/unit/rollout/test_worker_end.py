@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_rl.config import load_config
 from megatron_rl.errors import EngineError, PeerError
 from megatron_rl.observability.timer import StepTimer
 from megatron_rl.rollout import worker as producer_module
 from megatron_rl.rollout.manager import PARTS
-from megatron_rl.rollout.queue import RolloutQueue
+from megatron_rl.trainer.rollouts import build_queue
 from tests.patience import until
 from tests.unit.rollout import fake_engine
 from tests.unit.rollout.fake_engine import BACKGROUND, FakeEngine, FakeReward, end, job_of, manager_of, producer_of
@@ -91,8 +92,8 @@ def test_a_slow_consumer_bounds_what_is_held(alone, mode, depth):
     generation = manager_of(engine, *overrides, score=FakeReward(), version=lambda: trainer.weight_version)
     prompts = SimpleNamespace(next=lambda count, epochs: [fake_engine.prompt_of(next(numbers)) for _ in range(count)])
     timer = StepTimer(lambda stage: contextlib.nullcontext())
-    given = {"passes_parts": False, "passes_all": False, "steps_per_rollout": 1}
-    feed = RolloutQueue(generation.config, trainer, generation, prompts, timer, **given)
+    config = load_config(None, overrides)
+    feed = build_queue(config, trainer, generation, prompts, timer, passes_parts=False, passes_all=False)
     held, ahead = [], 0 if mode == "sync" else depth
     for turn in range(turns):
         feed.start_ahead(turn)

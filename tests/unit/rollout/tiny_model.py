@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.rollout.engines.embedded import TransformersEngine
 from megatron_rl.types import Rollout
 
 VOCAB = ["<eos>", "<pad>", *"0123456789+-=*/ abcd"]

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.serve.bodies import check_sdk, stop_conditions
 from megatron_rl.serve.losses import LOSSES, check_inputs, coefficients, served_loss, without_least
 from megatron_rl.serve.naming import line_of, parse_checkpoint
-from megatron_rl.serve.stops import stops_of
 from megatron_rl.serve.values import Datum, RequestError
-from megatron_rl.serve.versions import check_sdk
 
 
 def datum(tokens=(3, 4), width: int = 1, **inputs: float) -> Datum:
@@ -62,13 +61,13 @@ def test_missing_weights_are_taken_and_only_the_square_trains_without_a_coeffici
 
 
 def test_stops() -> None:
-    assert stops_of(None, (1, 2), 9) == ((1, 2), ())
-    assert stops_of([], (1, 2), 9) == ((), ())
-    assert stops_of("x", (1,), 9) == ((), ("x",)) == stops_of(["x"], (1,), 9)
-    assert stops_of([3, 4], (1,), 9) == ((3, 4), ())
+    assert stop_conditions(None, (1, 2), 9) == ((1, 2), ())
+    assert stop_conditions([], (1, 2), 9) == ((), ())
+    assert stop_conditions("x", (1,), 9) == ((), ("x",)) == stop_conditions(["x"], (1,), 9)
+    assert stop_conditions([3, 4], (1,), 9) == ((3, 4), ())
     for wrong in ([9], [-1], [10**30]):
         with pytest.raises(RequestError, match="stop"):
-            stops_of(wrong, (1,), 9)
+            stop_conditions(wrong, (1,), 9)
 
 
 def test_names_are_taken_apart_and_what_names_no_checkpoint_or_leaves_its_folder_is_refused() -> None:

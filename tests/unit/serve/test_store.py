@@ -8,10 +8,10 @@ import pytest
 
 from megatron_rl.config import ServeConfig
 from megatron_rl.errors import CheckpointError
-from megatron_rl.serve.books import Books
-from megatron_rl.serve.dispatch import Dispatcher, restore_lines
+from megatron_rl.serve.coordinator import Coordinator, restore_lines
 from megatron_rl.serve.naming import CheckpointPath
 from megatron_rl.serve.operations import Operations
+from megatron_rl.serve.registry import Registry
 from megatron_rl.serve.store import ACCEPTED, DONE, FAILED, OperationRow, Store
 from megatron_rl.serve.values import Message, Outcome, RequestError
 from tests.patience import patient
@@ -19,30 +19,30 @@ from tests.patience import patient
 START = {"seq": 0, "folder": None, "with_adam": False}
 
 
-def books_of(folder: pathlib.Path) -> Books:
-    return Books(Store(folder / "serve.sqlite"), folder / "checkpoints")
+def registry_of(folder: pathlib.Path) -> Registry:
+    return Registry(Store(folder / "serve.sqlite"), folder / "checkpoints")
 
 
-def model_of(books: Books, owner: str = "o") -> str:
-    session = books.open_session(owner, {"sdk_version": "0.38.0"})
+def model_of(registry: Registry, owner: str = "o") -> str:
+    session = registry.open_session(owner, {"sdk_version": "0.38.0"})
     model = f"{session}:train:0"
-    books.open_model(model, owner, session, {"spec": None, "saved": START, "base_model": "b", "metadata": {}})
+    registry.open_model(model, owner, session, {"spec": None, "saved": START, "base_model": "b", "metadata": {}})
     return model
 
 
-def write(books: Books, model: str, *kinds_and_states: tuple[str, str]) -> None:
+def write(registry: Registry, model: str, *kinds_and_states: tuple[str, str]) -> None:
     for seq, (kind, state) in enumerate(kinds_and_states):
         row = OperationRow(id=f"{model}:{seq}", owner="o", line=model, seq=seq, kind=kind, digest="d", state=ACCEPTED)
-        books.store.accept(row)
+        registry.store.accept(row)
         if state != ACCEPTED:
-            books.store.end(row.id, state)
+            registry.store.end(row.id, state)
 
 
 @pytest.mark.parametrize("damage", [b"no database at all", None])
 def test_a_damaged_file_is_named_with_a_way_out(tmp_path: pathlib.Path, damage: bytes | None) -> None:
-    books = books_of(tmp_path)
-    model_of(books)
-    books.store.close()
+    registry = registry_of(tmp_path)
+    model_of(registry)
+    registry.store.close()
     file = tmp_path / "serve.sqlite"
     if damage is None:  # a row that is no JSON
         Store(file)._file.execute("UPDATE models SET facts = '{'")
@@ -66,64 +66,64 @@ def test_rows_outlive_the_process_that_wrote_them(tmp_path: pathlib.Path) -> Non
 
 
 def test_an_owner_sees_its_own_rows_alone_no_expired_checkpoint_and_no_finished_session(tmp_path: pathlib.Path) -> None:
-    books = books_of(tmp_path)
-    mine, other = model_of(books, "me"), model_of(books, "you")
-    assert [row.id for row in books.store.of_owner("models", "me")] == [mine]
+    registry = registry_of(tmp_path)
+    mine, other = model_of(registry, "me"), model_of(registry, "you")
+    assert [row.id for row in registry.store.of_owner("models", "me")] == [mine]
     with pytest.raises(RequestError, match="is not known here, or is another client's") as refused:
-        books.model(other, "me")
+        registry.model(other, "me")
     assert refused.value.status == 404
-    books = books_of(tmp_path)
-    path = CheckpointPath(model=model_of(books), kind="weights", name="a")
-    books.note_checkpoint(path, "o", seq=1, ttl_s=-1.0, metadata=None)
+    registry = registry_of(tmp_path)
+    path = CheckpointPath(model=model_of(registry), kind="weights", name="a")
+    registry.note_checkpoint(path, "o", seq=1, ttl_s=-1.0, metadata=None)
     with pytest.raises(RequestError, match="has expired"):
-        books.checkpoint(str(path), "o")
-    assert [row.id for row in books.expired()] == [str(path)]
-    books = books_of(tmp_path)
-    session = books.open_session("o", {})
-    books.finish_session(session, "o")
+        registry.checkpoint(str(path), "o")
+    assert [row.id for row in registry.expired()] == [str(path)]
+    registry = registry_of(tmp_path)
+    session = registry.open_session("o", {})
+    registry.finish_session(session, "o")
     with pytest.raises(RequestError, match="was finished") as refused:
-        books.session(session, "o")
-    assert refused.value.status == 410 and books.known_session(session, "o").id == session
+        registry.session(session, "o")
+    assert refused.value.status == 410 and registry.known_session(session, "o").id == session
 
 
 def test_a_restart_names_what_was_lost_since_the_last_save(tmp_path: pathlib.Path) -> None:
-    books = books_of(tmp_path)
-    model = model_of(books)
+    registry = registry_of(tmp_path)
+    model = model_of(registry)
     kinds = ("create_model", "forward_backward", "optim_step", "save_weights", "forward")
-    write(books, model, *((kind, DONE) for kind in kinds))
-    books.note_saved(model, 3, tmp_path, with_adam=True)
-    assert books_of(tmp_path).lost_words(model) is None  # a forward pass moves nothing
+    write(registry, model, *((kind, DONE) for kind in kinds))
+    registry.note_saved(model, 3, tmp_path, with_adam=True)
+    assert registry_of(tmp_path).lost_words(model) is None  # a forward pass moves nothing
     ends = [("forward_backward", DONE), ("forward_backward", FAILED), ("optim_step", ACCEPTED)]
-    write(books, model, *[("forward", DONE)] * 5, *ends)
-    words, _ = books_of(tmp_path).lost_words(model)
+    write(registry, model, *[("forward", DONE)] * 5, *ends)
+    words, _ = registry_of(tmp_path).lost_words(model)
     assert "its state after request 3; lost: forward_backward 5, optim_step 7." in words
-    assert books.next_seq(model) == 8
-    header = books.restore_header(model)
+    assert registry.next_seq(model) == 8
+    header = registry.restore_header(model)
     assert header == {"do": "load", "model": model, "folder": str(tmp_path.absolute()), "with_adam": True}
 
 
 def test_a_model_without_a_save_starts_anew(tmp_path: pathlib.Path) -> None:
-    books = books_of(tmp_path)
-    model = model_of(books)
-    write(books, model, ("create_model", DONE), ("forward_backward", DONE))
-    words, _ = books.lost_words(model)
+    registry = registry_of(tmp_path)
+    model = model_of(registry)
+    write(registry, model, ("create_model", DONE), ("forward_backward", DONE))
+    words, _ = registry.lost_words(model)
     assert "goes on from its start; lost: forward_backward 1." in words
-    assert books.restore_header(model) == {"do": "create", "model": model, "spec": None}
+    assert registry.restore_header(model) == {"do": "create", "model": model, "spec": None}
     queue = Operations(gap_s=1, queue_s=1, max_bytes=1, max_batch=1)
-    assert restore_lines(books, queue) == 1 and queue.failure_of(model)[0] == words
+    assert restore_lines(registry, queue) == 1 and queue.failure_of(model)[0] == words
 
 
 def test_a_models_own_save_never_overwrites_the_one_that_it_would_go_on_from(tmp_path: pathlib.Path) -> None:
-    books = books_of(tmp_path)
-    model, written, kept = model_of(books), [], []
+    registry = registry_of(tmp_path)
+    model, written, kept = model_of(registry), [], []
 
     def run(message: Message) -> Outcome:
         written.append(message.header["folder"])
-        kept.append(books.store.get("models", model).facts["saved"]["folder"])
+        kept.append(registry.store.get("models", model).facts["saved"]["folder"])
         return Outcome()
 
-    dispatcher = Dispatcher(ServeConfig(), books, None, None, run)
+    coordinator = Coordinator(ServeConfig(), registry, None, None, run)
     for seq in range(1, 5):
-        dispatcher._save_own(model, seq)
-        assert books.restore_header(model)["folder"] == written[-1]
+        coordinator._save_own(model, seq)
+        assert registry.restore_header(model)["folder"] == written[-1]
     assert all(folder != before for folder, before in zip(written, kept, strict=True)) and len(set(written)) == 2

@@ -9,11 +9,15 @@ import torch
 from megatron_rl.algorithm.advantage import GroupRewards
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError, EngineError, NonFiniteAdvantage
-from megatron_rl.model.build import refuse_bitwise
 from megatron_rl.model.hf_config import read_shape
-from megatron_rl.rollout.build import RankLocation, place_engine
-from megatron_rl.trainer.advantages import critic_advantages, group_advantages, kl_penalty
-from megatron_rl.trainer.bitwise import compare_update
+from megatron_rl.model.invariant.parts import require_shown
+from megatron_rl.rollout.build import place_engine
+from megatron_rl.rollout.engines.placement import RankLocation
+from megatron_rl.trainer.advantages.critic import CriticAdvantages
+from megatron_rl.trainer.advantages.group import GroupAdvantages
+from megatron_rl.trainer.advantages.kl_in_reward import KLInReward
+from megatron_rl.trainer.passes.bitwise import compare_update
+from megatron_rl.trainer.passes.passes import OldLogProbs, Passes
 from megatron_rl.types import StepKind, StepResult
 from tests.reference import tiny_config
 from tests.unit.algorithm.facts import make_facts
@@ -33,10 +37,11 @@ def scored() -> SimpleNamespace:
 def test_a_kl_in_the_reward_that_overflows_names_sample_and_settings() -> None:
     """e^800 is infinite: the sample's total would be −inf, and its group's advantages NaN."""
     old, reference = np.zeros(5, dtype=np.float32), np.array([0, 0, 0, 800, 0], dtype=np.float32)
-    settings = {"estimator": "k3", "coefficient": 0.1, "num_samples": 2}
-    penalty = kl_penalty(old, reference, MASK, **settings, metrics={})
+    of_policy = OldLogProbs(flat=old, own=None, sums={}, metrics={})
+    passes = Passes(loss_mask=MASK, old=of_policy, reference=reference)
+    source = GroupAdvantages(Config().advantage, kl=KLInReward(estimator="k3", coefficient=lambda: 0.1))
     with pytest.raises(NonFiniteAdvantage, match=r"the KL in the reward of sample s1 is inf .*loss\.kl_coef"):
-        group_advantages(Config(), scored(), penalty, MASK, rl_step=0)
+        source(scored(), passes)
 
 
 def test_a_critics_value_that_is_not_finite_names_its_token() -> None:
@@ -46,7 +51,8 @@ def test_a_critics_value_that_is_not_finite_names_its_token() -> None:
     ):
         config = load_config(None, ["advantage.estimator=gae"])
         with pytest.raises(NonFiniteAdvantage, match=rf"{said}.*the critic"):
-            critic_advantages(config, scored(), np.array(values, dtype=np.float32), None, MASK)
+            passes = Passes(loss_mask=MASK, values=np.array(values, dtype=np.float32))
+            CriticAdvantages(config.advantage)(scored(), passes)
 
 
 def result(**sums: float) -> StepResult:
@@ -64,6 +70,6 @@ def test_bitwise_refuses_an_update_that_differs_no_trainer_and_a_family_that_was
     given = dict(location=location, device=torch.device("cpu"), dtype=torch.float32, vocab_size=9)
     with pytest.raises(ConfigError, match=r"rollout\.bitwise=true compares a run's rollouts with its trainer"):
         place_engine(config, None, **given)
-    refuse_bitwise(read_shape(tiny_config("qwen3"), layer_spec="torch"))
+    require_shown(read_shape(tiny_config("qwen3"), layer_spec="torch"))
     with pytest.raises(ConfigError, match="was shown for llama, .* model_type is phi3, whose layers may have other"):
-        refuse_bitwise(read_shape(tiny_config("phi3"), layer_spec="torch"))
+        require_shown(read_shape(tiny_config("phi3"), layer_spec="torch"))

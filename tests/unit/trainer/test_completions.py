@@ -8,7 +8,9 @@ import numpy as np
 from megatron_rl.config import load_config
 from megatron_rl.observability.saved_rollouts import read_rollout, saved_numbers
 from megatron_rl.rollout.worker import Group
-from megatron_rl.trainer.completions import of_training, save_rollout
+from megatron_rl.trainer.advantages.source import AdvantageResult
+from megatron_rl.trainer.completions import completion_rules, of_training
+from megatron_rl.trainer.standing_parts import saved_rollouts
 from megatron_rl.types import Advantages, Prompt, Score
 from tests.unit.reward.rig import rollout_of
 
@@ -35,7 +37,8 @@ def taken_of(places: list[int], mine: list[int]) -> SimpleNamespace:
 
 
 def recorded(config, taken, index: int = 0) -> list[tuple]:
-    found = of_training(config, taken, np.arange(len(taken.facts.groups)) / 100, index)
+    rules = completion_rules(config.metrics, config.reward.functions)
+    found = of_training(rules, taken, np.arange(len(taken.facts.groups)) / 100, index)
     return [(c.sample, c.response, c.answer, c.reward, dict(c.rewards), c.advantage, c.rollout) for c in found]
 
 
@@ -58,7 +61,9 @@ TOKENIZER = SimpleNamespace(is_fast=False, convert_ids_to_tokens=lambda ids: [f"
 
 
 def save(settings: list[str], taken: SimpleNamespace, advantages: Advantages, index: int, *, rank: int = 0) -> None:
-    save_rollout(load_config(None, settings), taken, advantages, index, tokenizer=TOKENIZER, rank=rank)
+    config = load_config(None, settings)
+    for record in saved_rollouts(config.metrics, config.reward.functions, config.run.path, TOKENIZER, rank):
+        record.rollout(index, taken, AdvantageResult(advantages=advantages, plain=advantages.of_sample))
 
 
 def test_a_saved_rollout_has_its_own_samples_numbers(tmp_path):

@@ -13,7 +13,7 @@ from megatron_rl.config import Config, LossConfig, ReferenceConfig, load_config
 from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.trainer.reference_policy import ReferencePolicy
 from megatron_rl.types import StepKind, StepResult
-from megatron_rl.validate import check_reference
+from megatron_rl.validate import objective, validate_config
 
 ADAPTIVE = (*("loss.kl_coefficient=0.2", "reference.controller=adaptive"),
             *("reference.kl_target=0.1", "reference.kl_horizon=200"))
@@ -44,7 +44,7 @@ def test_penalty_of_equal_policies_is_zero_and_values_that_are_not_known_are_ref
             load_config(None, [f"reference.{override}"])
     in_reward = ["loss.kl_coefficient=0.1", "reference.kl_in=reward"]
     for overrides in ([], [*ADAPTIVE, "train.prompts_per_rollout=124"], in_reward):
-        check_reference(load_config(None, overrides))
+        validate_config(load_config(None, overrides), objective.reference)
 
 
 def test_refusals_name_what_does_not_go_together_and_a_checkpoint_without_the_reference() -> None:
@@ -57,7 +57,7 @@ def test_refusals_name_what_does_not_go_together_and_a_checkpoint_without_the_re
     ):
         config = load_config(None, overrides)
         with pytest.raises(ConfigError) as caught:
-            check_reference(config)
+            validate_config(config, objective.reference)
         assert all(word in str(caught.value) for word in words), str(caught.value)
     with pytest.raises(CheckpointError, match=r"0\.3 needs the reference policy, .* under loss\.kl_coefficient=0;"):
         open_reference("loss.kl_coefficient=0.3", kept=0).load_state({"coefficient": None})
@@ -102,8 +102,8 @@ class Weights:
         self.kept = kept
 
     @property
-    def reference(self) -> SimpleNamespace:
-        return SimpleNamespace(tensors=[] if self.kept else None)
+    def reference(self) -> object | None:
+        return object() if self.kept else None
 
     def keep_reference(self) -> None:
         self.kept += 1
@@ -115,7 +115,8 @@ def step(kl: float, tokens: float, *, applied: bool = True) -> StepResult:
 
 
 def open_reference(*overrides: str, kept: int = 1) -> ReferencePolicy:
-    return ReferencePolicy(load_config(None, list(overrides)), Weights(kept=kept))
+    config = load_config(None, list(overrides))
+    return ReferencePolicy(config.loss, config.reference, Weights(kept=kept))
 
 
 def test_adaptive_coefficient_follows_the_recurrence_over_rollouts_of_several_steps() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_rl.rollout.weight_sync.half import Half
+from megatron_rl.rollout.weight_sync.double_buffer import BucketBuffer
 from megatron_rl.rollout.weight_sync.transport import view_of
 from megatron_rl.weights import bucket_digest as stage
 from megatron_rl.weights.bucket_digest import (
@@ -55,8 +55,8 @@ def value(packed: torch.Tensor) -> tuple[int, ...]:
     return len(packed), *(x & MASK for x in part_digests(packed, range(NUM_PARTS)).tolist())
 
 
-def bucket_of(tensors: dict[str, torch.Tensor], num_bytes: int = 2**17) -> Half:
-    half = Half(num_bytes, "broadcast", CPU)
+def bucket_of(tensors: dict[str, torch.Tensor], num_bytes: int = 2**17) -> BucketBuffer:
+    half = BucketBuffer(num_bytes, "broadcast", CPU)
     half.bytes = random_bytes(num_bytes, 5)  # what an earlier bucket left
     for name, tensor in tensors.items():
         assert half.fits(tensor)

@@ -153,11 +153,12 @@ def test_fields_of_other_families_change_nothing_and_are_named(tmp_path: pathlib
         write(tmp_path, family, **foreign)
         config = read_hf_config(tmp_path)
         shape, kinds = read_shape(config, layer_spec="torch"), dict.fromkeys(angle_kinds(config))
-        angles, factor = angles_of(config, shape)
+        angles = angles_of(config, shape)
         scales = [] if shape.kv_lora_rank else [softmax_scale(config, shape.head_dim, kind) for kind in kinds]
         torch.manual_seed(0)
         logits = transformers_model(config, tmp_path).eval()(torch.arange(2, 14)[None]).logits
-        found.append((shape, factor, scales, [table.tolist() for table in angles.values()], logits.tolist()))
+        tables = [table.tolist() for table in angles.tables.values()]
+        found.append((shape, angles.factor, scales, tables, logits.tolist()))
         assert ignored_fields(tmp_path) == foreign
     assert found[0] == found[1]
 

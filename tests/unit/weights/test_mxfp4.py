@@ -9,10 +9,11 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights.families.register import stacking
 from megatron_rl.weights.mxfp4 import unpack
 from megatron_rl.weights.reader import HuggingFaceReader
 from megatron_rl.weights.shards import Planned
-from megatron_rl.weights.stacked import copies, joined_plan, slice_of, slices, slices_of, stacking
+from megatron_rl.weights.stacked import copies, joined_plan, slice_of, slices, slices_of
 
 EXPERTS, ROWS, GROUPS = 3, 8, 2
 

@@ -73,11 +73,11 @@ class _Parser:
         self.value_of, self.depth = value_of, 0
         self.tokens, at = [], 0
         while at < len(text.rstrip()):
-            found = _TOKEN.match(text, at)
-            if not found:
+            match = _TOKEN.match(text, at)
+            if not match:
                 raise NotComputed(text)
-            self.tokens.append(found[0].strip())
-            at = found.end()
+            self.tokens.append(match[0].strip())
+            at = match.end()
         self.at = 0
 
     @property
@@ -94,25 +94,25 @@ class _Parser:
         self.depth += 1
         if self.depth > MOST_NESTED:
             raise NotComputed("too deep")
-        found = self.level(0)
+        value = self.level(0)
         if self.token == "?":
             self.take()
             first = self.choice()
             if self.take() != ":":
                 raise NotComputed("? without :")
             second = self.choice()
-            found = first if found else second
+            value = first if value else second
         self.depth -= 1
-        return found
+        return value
 
     def level(self, number: int) -> int:
         if number == len(_LEVELS):
             return self.power()
-        found = self.level(number + 1)
+        value = self.level(number + 1)
         while self.token in _LEVELS[number].split():
             operator = self.take()
-            found = _wrapped(_COMPUTE[operator](found, self.level(number + 1)))
-        return found
+            value = _wrapped(_COMPUTE[operator](value, self.level(number + 1)))
+        return value
 
     def power(self) -> int:
         base = self.unary()
@@ -129,18 +129,18 @@ class _Parser:
         signs = []
         while self.token in ("+", "-", "!", "~"):
             signs.append(self.take())
-        found = self.primary()
+        value = self.primary()
         for sign in reversed(signs):
-            found = {"+": found, "-": -found, "!": int(not found), "~": ~found}[sign]
-        return _wrapped(found)
+            value = {"+": value, "-": -value, "!": int(not value), "~": ~value}[sign]
+        return _wrapped(value)
 
     def primary(self) -> int:
         token = self.take()
         if token == "(":
-            found = self.choice()
+            value = self.choice()
             if self.take() != ")":
                 raise NotComputed("( without )")
-            return found
+            return value
         if token[0].isdigit():
             return number(token)
         if token[0].isalpha() or token[0] == "_":

@@ -55,20 +55,20 @@ class _Parser:
         return place < len(self.terms) and self.terms[place].operator and self.terms[place].value.text in texts
 
     def any_of(self) -> bool | None:
-        found = self.all_of()
+        holds = self.all_of()
         while self.is_operator("||", "-o"):
             self.at += 1
             other = self.all_of()
-            found = True if found or other else (None if found is None or other is None else False)
-        return found
+            holds = True if holds or other else (None if holds is None or other is None else False)
+        return holds
 
     def all_of(self) -> bool | None:
-        found = self.one()
+        holds = self.one()
         while self.is_operator("&&", "-a"):
             self.at += 1
             other = self.one()
-            found = False if found is False or other is False else (None if found is None or other is None else True)
-        return found
+            holds = False if holds is False or other is False else (None if holds is None or other is None else True)
+        return holds
 
     def one(self) -> bool | None:
         left = len(self.terms) - self.at
@@ -79,16 +79,16 @@ class _Parser:
         if left > 1 and self.is_operator("!"):
             self.at += 1
             self.depth += 1
-            found = self.one()
+            holds = self.one()
             self.depth -= self.depth < MOST_NESTED
-            return None if found is None else not found
+            return None if holds is None else not holds
         if left > 2 and self.is_operator("("):
             self.at += 1
             self.depth += 1
-            found = self.any_of()
+            holds = self.any_of()
             self.depth -= self.depth < MOST_NESTED
             self.at += 1
-            return found
+            return holds
         if left >= 2 and self.is_operator("-z", "-n", "-v", *_OF_FILES):
             operator, value = self.terms[self.at].value.text, self.terms[self.at + 1].value
             self.at += 2

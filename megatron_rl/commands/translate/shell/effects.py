@@ -15,34 +15,34 @@ _CALCULATED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|-
 
 def effects_of(body: made.Body) -> list[str]:
     """Return the assignments and settings of a body, as they are written, those of inner bodies too."""
-    found: list[str] = []
+    settings: list[str] = []
     for statement in _all(body):
         if not isinstance(statement, made.Command):
             continue
         if not statement.words or statement.words[0].text in DECLARES:
-            found += [each.source for each in statement.assignments]
-            found += [token.text for token in statement.words[1:] if "=" in token.text]
+            settings += [each.source for each in statement.assignments]
+            settings += [token.text for token in statement.words[1:] if "=" in token.text]
         else:
-            found += [token.text for token in statement.words if _SETTING.match(token.text)]
-    return found
+            settings += [token.text for token in statement.words if _SETTING.match(token.text)]
+    return settings
 
 
 def names_set(body: made.Body) -> set[str]:
     """Return the variables that a body may change."""
-    found: set[str] = set()
+    names: set[str] = set()
     for statement in _all(body):
         if isinstance(statement, made.Calculation):
-            found |= {first or second for first, second in _CALCULATED.findall(statement.text)}
+            names |= {first or second for first, second in _CALCULATED.findall(statement.text)}
         if not isinstance(statement, made.Command):
             continue
         name = statement.words[0].text if statement.words else ""
         if not statement.words:
-            found |= {each.name for each in statement.assignments}
+            names |= {each.name for each in statement.assignments}
         elif name in DECLARES:
-            found |= {re.split(r"\+?=|\[", token.text)[0] for token in statement.words[1:] if "=" in token.text}
+            names |= {re.split(r"\+?=|\[", token.text)[0] for token in statement.words[1:] if "=" in token.text}
         elif name in READS:
-            found |= {token.text for token in statement.words[1:] if re.fullmatch(r"[A-Za-z_]\w*", token.text)}
-    return found
+            names |= {token.text for token in statement.words[1:] if re.fullmatch(r"[A-Za-z_]\w*", token.text)}
+    return names
 
 
 def _all(body: made.Body) -> Iterator[made.Statement]:

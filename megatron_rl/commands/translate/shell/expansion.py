@@ -85,20 +85,20 @@ class Expander:
 
     def single(self, word: Sequence[Piece]) -> Value:
         """Return a word's value where bash does not split, as in an assignment."""
-        found = Value("")
+        whole = Value("")
         for i, piece in enumerate(word):
             held = self.piece(piece, begins=i == 0)
-            found += held if isinstance(held, Value) else joined(held)
-        return found
+            whole += held if isinstance(held, Value) else joined(held)
+        return whole
 
     def pattern(self, word: Sequence[Piece]) -> Value:
         """Return a word as a pattern of ``fnmatch``, in which quoted characters stand for themselves."""
-        found = Value("")
+        whole = Value("")
         for piece in word:
             value = self.single([piece])
             escaped = re.sub(r"([*?[])", r"[\1]", value.text) if piece.quoted else value.text
-            found += Value(escaped, value.depends)
-        return found
+            whole += Value(escaped, value.depends)
+        return whole
 
     def fields(self, word: Sequence[Piece]) -> list[Value]:
         """Return the words that a word becomes: none of an unquoted empty text, several of ``${a[@]}``."""
@@ -225,11 +225,11 @@ class Expander:
         return items[place] if -len(items) <= place < len(items) else Value("")
 
     def _length(self, piece: Piece) -> Value:
-        found = re.fullmatch(r"#(\w+|[@*])(?:\[([@*])\])?", piece.text)
-        held = self._held(found[1], found[2], Piece("parameter", piece.text, False)) if found else None
+        match = re.fullmatch(r"#(\w+|[@*])(?:\[([@*])\])?", piece.text)
+        held = self._held(match[1], match[2], Piece("parameter", piece.text, False)) if match else None
         if held is None or (isinstance(held, Value) and held.depends):
             return unknown(piece.source)
-        if found[1] in ("@", "*") and self.variables.num_positions is None:
+        if match[1] in ("@", "*") and self.variables.num_positions is None:
             return unknown(piece.source)
         return Value(str(len(held if isinstance(held, list) else held.text)))
 
@@ -290,13 +290,13 @@ def _split(current: Value | None, text: str) -> list[Value | None]:
     parts = text.split()
     if not parts:
         return [current, None] if current is not None and text else [current]
-    found: list[Value | None] = []
+    words: list[Value | None] = []
     if current is not None and text[0].isspace():
-        found.append(current)
+        words.append(current)
         current = None
-    found.append((current or Value("")) + Value(parts[0]))
-    found += map(Value, parts[1:])
-    return [*found, None] if text[-1].isspace() else found
+    words.append((current or Value("")) + Value(parts[0]))
+    words += map(Value, parts[1:])
+    return [*words, None] if text[-1].isspace() else words
 
 
 def _without_braces(word: tuple[Piece, ...]) -> list[tuple[Piece, ...]]:
@@ -322,12 +322,12 @@ def _replaced(text: str, operator: str, pattern: str, new: str) -> str:
     match operator:
         case "#" | "##" | "/#":
             longest = operator != "#"
-            found = next((n for n in (reversed(lengths) if longest else lengths) if matches(text[:n])), None)
-            return text if found is None else new + text[found:]
+            length = next((n for n in (reversed(lengths) if longest else lengths) if matches(text[:n])), None)
+            return text if length is None else new + text[length:]
         case "%" | "%%" | "/%":
             longest = operator != "%"
-            found = next((n for n in (lengths if longest else reversed(lengths)) if matches(text[n:])), None)
-            return text if found is None else text[:found] + new
+            length = next((n for n in (lengths if longest else reversed(lengths)) if matches(text[n:])), None)
+            return text if length is None else text[:length] + new
     done, at = "", 0
     while at < len(text):
         end = next((n for n in range(len(text), at, -1) if matches(text[at:n])), None)

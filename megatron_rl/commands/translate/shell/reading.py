@@ -69,14 +69,16 @@ class _Return(_End): ...
 class _Break(_End): ...
 
 
-def read_script(text: str, path: str, given: Mapping[str, str]) -> Script:
+def read_script(text: str, path: str, values: Mapping[str, str]) -> Script:
     """Return what a script calls. Raises ScriptError for what cannot be read, TooLong for what would grow.
 
-    path: of the script, for ``$0``. given: values of variables, and of ``1`` and further arguments, by name.
+    path: of the script, for ``$0``. values: of variables, and of ``1`` and further arguments, by name.
     """
-    variables = Variables(positions={name: Value(value) for name, value in given.items() if name.isdigit()})
+    variables = Variables(positions={name: Value(value) for name, value in values.items() if name.isdigit()})
     fixed = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd(), "0": path, "BASH_SOURCE": path}
-    variables.values |= {name: Value(value) for name, value in (fixed | dict(given)).items() if name not in "123456789"}
+    variables.values |= {
+        name: Value(value) for name, value in (fixed | dict(values)).items() if name not in "123456789"
+    }
     reader = _Reader(variables)
     with contextlib.suppress(_End):
         reader.body(made.statements_of(text))
@@ -128,13 +130,13 @@ class _Reader:
     def group(self, group: made.Group) -> _Status:
         if not group.own_variables:
             return self.body(group.body)
-        kept = dict(self.variables.values)
+        before = dict(self.variables.values)
         try:
             return self.body(group.body)
         except _End:
             return _Status.PROGRAM
         finally:
-            self.variables.values = kept
+            self.variables.values = before
 
     def calculation(self, statement: made.Calculation) -> _Status:
         for name in names_set((statement,)):
@@ -287,13 +289,13 @@ class _Reader:
 
     def terms(self, tokens: Sequence[Token]) -> list[Term]:
         """Return the words of ``[ … ]``, whose unquoted variables are split and whose texts are no patterns."""
-        found = []
+        terms = []
         for token in tokens:
             plain = all(piece.kind == "text" for piece in token.pieces)
             for value in self.expander.fields(token.pieces):
                 literal = Value("".join(f"[{c}]" if c in "*?[" else c for c in value.text), value.depends)
-                found.append(Term(value=value, pattern=literal, operator=plain))
-        return found
+                terms.append(Term(value=value, pattern=literal, operator=plain))
+        return terms
 
     def declare(self, words: Sequence[Token]) -> _Status:
         for assignment in filter(None, map(made.declared, words)):
@@ -302,7 +304,7 @@ class _Reader:
 
     def call(self, function: made.Function, arguments: Sequence[Value]) -> _Status:
         variables = self.variables
-        kept = variables.positions, variables.num_positions
+        before = variables.positions, variables.num_positions
         variables.positions = {str(i): value for i, value in enumerate(arguments, 1)}
         variables.num_positions = len(arguments)
         self.calls += 1
@@ -314,7 +316,7 @@ class _Reader:
             return _Status.PROGRAM
         finally:
             self.calls -= 1
-            variables.positions, variables.num_positions = kept
+            variables.positions, variables.num_positions = before
 
     def output_of(self, text: str) -> Value | None:
         """Return the output of ``$(…)`` where that is a matter of paths or of ``echo``; None for any other command."""

@@ -166,13 +166,13 @@ class _Parser:
 
     def body(self, ends: Sequence[str]) -> Body:
         """Return the statements up to a word of ``ends`` or what no statement begins with."""
-        found: list[Statement] = []
+        statements: list[Statement] = []
         while True:
             while self.is_operator("\n", ";", "&"):
                 self.take()
             if self.token.kind == "end" or self.is_word(*ends) or self.is_operator(")", ";;", ";&", ";;&"):
-                return tuple(found)
-            found.append(self.chain())
+                return tuple(statements)
+            statements.append(self.chain())
 
     def chain(self) -> Statement:
         line, parts = self.token.line, [("", self.piped())]
@@ -202,30 +202,30 @@ class _Parser:
         line = self.token.line
         match self.token.text if self.token.kind == "word" else self.token.kind:
             case "if":
-                found = self.conditional()
+                statement = self.conditional()
             case "case":
-                found = self.case()
+                statement = self.case()
             case "for" | "select" | "while" | "until":
-                found = self.loop()
+                statement = self.loop()
             case "{":
-                found = self.group("{", "}")
+                statement = self.group("{", "}")
             case "[[":
-                found = self.test()
+                statement = self.test()
             case "function":
                 self.take()
-                found = self.function()
+                statement = self.function()
             case "arithmetic":
-                found = Calculation(text=self.take().text, line=line)
+                statement = Calculation(text=self.take().text, line=line)
             case "operator" if self.is_operator("("):
-                found = self.group("(", ")")
+                statement = self.group("(", ")")
             case _ if self.token.kind == "word" and self.tokens[self.at + 1].text == "(":
-                found = self.function()
+                statement = self.function()
             case _:
-                found = self.command()
-        if not isinstance(found, Command):
+                statement = self.command()
+        if not isinstance(statement, Command):
             self.redirections()
         self.depth -= 1
-        return found
+        return statement
 
     def redirections(self) -> None:
         while self.token.kind == "operator" and self.token.text in REDIRECTIONS:
@@ -339,12 +339,12 @@ class _Parser:
         return Function(name=name, body=(body,), line=line)
 
 
-def _assignment(token: Token, found: re.Match[str]) -> Assignment:
-    length, pieces = found.end(), list(token.pieces)
+def _assignment(token: Token, match: re.Match[str]) -> Assignment:
+    length, pieces = match.end(), list(token.pieces)
     if token.kind == "array":
         return Assignment(
-            name=found[1],
-            appends=bool(found[3]),
+            name=match[1],
+            appends=bool(match[3]),
             value=(),
             items=token.items,
             source=f"{token.text}({source_of(token.items)})",
@@ -354,9 +354,9 @@ def _assignment(token: Token, found: re.Match[str]) -> Assignment:
         length -= min(length, len(pieces[0].text))
         pieces = [Piece("text", rest, False), *pieces[1:]] if rest else pieces[1:]
     return Assignment(
-        name=found[1],
-        appends=bool(found[3]),
+        name=match[1],
+        appends=bool(match[3]),
         value=tuple(pieces),
-        index=found[2][1:-1] if found[2] else None,
+        index=match[2][1:-1] if match[2] else None,
         source=token.text,
     )

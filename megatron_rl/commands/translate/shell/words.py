@@ -174,11 +174,11 @@ class _Lexer:
     def next(self, last: Token | None) -> Token | None:
         """Return the next token, None at the end; ``last`` tells whether a command may begin here."""
         self.skip_blanks()
-        while found := re.compile(r"<<-?(?![<])").match(self.script, self.at):
-            self.at = found.end()
+        while opening := re.compile(r"<<-?(?![<])").match(self.script, self.at):
+            self.at = opening.end()
             self.skip_blanks()
             delimiter = self.word()
-            self.documents.append(("".join(piece.text for piece in delimiter.pieces), found[0] == "<<-"))
+            self.documents.append(("".join(piece.text for piece in delimiter.pieces), opening[0] == "<<-"))
             self.skip_blanks()
         script, line = self.script, self.line
         if self.at >= len(script):
@@ -195,10 +195,10 @@ class _Lexer:
             text = script[self.at + 2 : end]
             self.at, self.line = end + 2, line + text.count("\n")
             return Token(kind="arithmetic", text=text, line=line)
-        found = _OPERATOR.match(script, self.at)
-        if found and script[self.at : self.at + 2] not in ("<(", ">("):
-            self.at = found.end()
-            return Token(kind="operator", text=found[0], line=line)
+        operator = _OPERATOR.match(script, self.at)
+        if operator and script[self.at : self.at + 2] not in ("<(", ">("):
+            self.at = operator.end()
+            return Token(kind="operator", text=operator[0], line=line)
         return self.word()
 
     def leave_documents_out(self) -> None:

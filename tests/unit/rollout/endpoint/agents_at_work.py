@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from megatron_rl.config import EndpointConfig
 from megatron_rl.rollout.endpoint.agents import AgentEngine
-from megatron_rl.rollout.transformers_engine import TransformersEngine
+from megatron_rl.rollout.engines.embedded import TransformersEngine
 from megatron_rl.types import Prompt
 from tests.patience import patient
 from tests.unit.rollout.tiny_model import TEMPERATURE, VOCAB, _tokenizer

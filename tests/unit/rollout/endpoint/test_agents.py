@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import EpisodeError
-from megatron_rl.rollout.endpoint.bodies import asked_chat
+from megatron_rl.rollout.endpoint.bodies import chat_request
 from megatron_rl.rollout.endpoint.rendering import Rendering, answer, reply_of
 from megatron_rl.rollout.endpoint.session import Session, Tally
-from megatron_rl.rollout.engine import EngineLost
-from megatron_rl.rollout.engine_around import EngineAround
-from megatron_rl.rollout.serialization import SavedGroup, pack_groups, unpack_groups
+from megatron_rl.rollout.engines.engine import EngineLost
+from megatron_rl.rollout.engines.wrapper import EngineAround
+from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, unpack_groups
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt, Rollout
 from tests.patience import patient
@@ -335,18 +335,18 @@ def test_a_turn_that_calls_a_tool_is_extended_by_the_tools_answer() -> None:
     session = Session("s", PROMPTS[0], 0, room=60, max_prompt_tokens=20, max_turns=4)
     tools = [{"type": "function", "function": {"name": "add"}}]
     body = {"messages": [{"role": "user", "content": "1+1"}], "tools": tools}
-    first = session.ask(asked_chat(body, TEMPERATURE), rendering, tally)
+    first = session.ask(chat_request(body, TEMPERATURE), rendering, tally)
     text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     said = {"finish_reason": "stop", "weight_versions": ((1, 3),), "logprobs": (-0.1, -0.2, -0.3), "text": text}
     session.take(first, Rollout(prompt=first.prompt, sample_index=0, response_ids=(5, 6, EOS), **said), tally)
     turn, reply, number = first.done.result(timeout=0)
     (call,) = reply["tool_calls"]
     assert reply["content"] == "so" and json.loads(call["function"]["arguments"]) == {"a": 1}
-    choice = answer(first.asked, turn, reply, "a", 0, None)["choices"][0]
+    choice = answer(first.request, turn, reply, "a", 0, None)["choices"][0]
     assert number == 0 and choice["finish_reason"] == "tool_calls"
     for odd in ('{"name": ' * 5000 + "}" * 5000, '{"name": "\\ud800"}', '{"name": "f", "arguments": NaN}'):
-        assert "tool_calls" not in reply_of(f"<tool_call>{odd}</tool_call>", first.asked, 0)
+        assert "tool_calls" not in reply_of(f"<tool_call>{odd}</tool_call>", first.request, 0)
     body["messages"] += [choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "2"}]
-    second = session.ask(asked_chat(body, TEMPERATURE), rendering, tally)
+    second = session.ask(chat_request(body, TEMPERATURE), rendering, tally)
     assert second.parent is turn and second.new_ids == tuple(ids("c2b"))
     assert second.prompt.token_ids == (*ids("d1a1+1b"), 5, 6, EOS, *ids("c2b"))

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from megatron_rl.errors import EngineError
 from megatron_rl.json_text import walk
 from megatron_rl.rollout.endpoint import bodies
-from megatron_rl.rollout.endpoint.asked import Refused
 from megatron_rl.rollout.endpoint.rendering import Rendering
-from megatron_rl.rollout.engine_around import EngineAround
+from megatron_rl.rollout.endpoint.requests import Refused
+from megatron_rl.rollout.engines.wrapper import EngineAround
 from megatron_rl.types import Prompt
 from tests.odd_bodies import of_schema
 from tests.pairwise import quick
@@ -204,7 +204,7 @@ def test_whatever_the_tokenizer_raises_is_that_requests(kind, monkeypatch) -> No
 
     rendering = Rendering(chat_tokenizer())
     monkeypatch.setattr(rendering, "_encode", fails)
-    chat = bodies.asked_chat({"messages": [{"role": "user"}]}, 1.0)
-    for said in (bodies.asked_completion({"prompt": "1"}, 1.0, 9), chat):
+    chat = bodies.chat_request({"messages": [{"role": "user"}]}, 1.0)
+    for said in (bodies.completion_request({"prompt": "1"}, 1.0, 9), chat):
         with pytest.raises(Refused, match=f"cannot read the request .{kind.__name__}: byte index 3"):
             rendering.new_ids(said, None)

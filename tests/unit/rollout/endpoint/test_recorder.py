@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from megatron_rl.rollout.endpoint.bodies import asked_completion
+from megatron_rl.rollout.endpoint.bodies import completion_request
 from megatron_rl.rollout.endpoint.recorder import Record, Turn, digests
 from megatron_rl.rollout.endpoint.rendering import Rendering
 from megatron_rl.rollout.endpoint.session import Session, Tally
@@ -90,6 +90,6 @@ def test_a_draw_is_named_by_its_context_whatever_the_order_of_requests() -> None
     for order in itertools.permutations([(5,), (6, 7), (6, 8), (5,)]):
         prompt = Prompt(prompt_id="7@0", text="", token_ids=(2,), columns={})
         session = Session("s", prompt, 0, room=60, max_prompt_tokens=20, max_turns=9)
-        asked = [(ids, asked_completion({"prompt": list(ids)}, 1.0, 9)) for ids in order]
+        asked = [(ids, completion_request({"prompt": list(ids)}, 1.0, 9)) for ids in order]
         found.append(sorted((ids, session.ask(x, rendering, Tally()).prompt.prompt_id) for ids, x in asked))
     assert all(names == found[0] for names in found) and len({name for _, name in found[0]}) == 4

@@ -1,0 +1,70 @@
+"""The checkpoint that a run's start would resume from, told without a model, for a dry run.
+
+``CheckpointManager.load_newest`` chooses by the same rules and loads.
+"""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from collections.abc import Mapping
+
+from megatron_rl.checkpoint.exports import exported_steps, start_anew
+from megatron_rl.checkpoint.folder import DamagedCheckpoint, verify, whole_checkpoints
+from megatron_rl.checkpoint.pickled import check_torch_files
+from megatron_rl.checkpoint.resume import (
+    CRITIC,
+    ROOT,
+    SUPERVISED,
+    check_identity,
+    damaged_words,
+    none_good_words,
+    resumable,
+)
+from megatron_rl.checkpoint.run_state import ResumePoint
+from megatron_rl.checkpoint.state_file import read_model_state, read_state
+from megatron_rl.config.run import CheckpointConfig
+from megatron_rl.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+def foresee_resume(
+    run_path: pathlib.Path,
+    settings: CheckpointConfig,
+    identity: Mapping[str, object],
+    *,
+    hf_path: str,
+    has_critic: bool,
+) -> ResumePoint | None:
+    """Return the checkpoint that this run's start would resume from, None if it would begin anew; write nothing.
+
+    identity: of the policy's model, as far as it is known without its weights. hf_path: ``model.hf_path``.
+
+    The files' names and sizes are checked, and those that are read for it; tensors are not digested. Raises
+    CheckpointError and ConfigError as the start would.
+    """
+    root = run_path / ROOT
+    of_critic = whole_checkpoints(root / CRITIC) if has_critic else None
+    iterations, supervised = whole_checkpoints(root), whole_checkpoints(root / SUPERVISED)
+    if not (iterations or supervised) or settings.resume == "never":
+        if iterations or supervised or exported_steps(root):
+            start_anew(root, hf_path, is_main=False)
+        return None
+    folders = resumable(root, iterations, of_critic, supervised)
+    for folder in folders:
+        try:
+            verify(folder, share=None)
+            state = read_state(folder)
+            check_torch_files(folder)
+            if of_critic is not None and folder.parent == root:
+                verify(root / CRITIC / folder.name, share=None)
+                read_model_state(root / CRITIC / folder.name)
+            check_identity(identity, folder, state["model"])
+        except DamagedCheckpoint as error:
+            if settings.on_damage == "fail":
+                raise DamagedCheckpoint(damaged_words(error)) from error
+            log.error("%s; THE CHECKPOINT BEFORE IT WOULD BE USED", error)
+            continue
+        return ResumePoint(folder=folder, state=state)
+    raise CheckpointError(none_good_words(folders, root))

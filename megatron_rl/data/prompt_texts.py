@@ -1,0 +1,116 @@
+"""The rows' prompts as texts: a column in the run's template, and what is said of columns that nobody reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.config import DataConfig
+from megatron_rl.config.data import AUTO
+from megatron_rl.data.columns import name_of_row, names_of
+from megatron_rl.data.rows import has_column, value_of
+from megatron_rl.errors import ConfigError, quoted
+
+log = logging.getLogger(__name__)
+
+VARIABLES = "chat_template_kwargs"  # the column of an object of variables, by the name that TRL gives it
+# Columns of a known meaning, and the setting that would read them.
+KNOWN = {
+    "tools": "data.template=chat, and name it in data.template_columns",
+    "documents": "data.template=chat, and name it in data.template_columns",
+    VARIABLES: "data.template=chat, and name it in data.template_columns",
+    "messages": "data.messages_key=messages, or data.prompt_key=messages",
+    "images": "none here: models read texts alone",
+    "videos": "none here: models read texts alone",
+    "audios": "none here: models read texts alone",
+}
+
+
+def settle_template(rows: Sequence[Mapping[str, object]], data: DataConfig) -> DataConfig:
+    """Return the section with ``data.template=auto`` settled by the first row: ``chat`` for messages, else its text.
+
+    Raises ConfigError for a setting of the chat template beside prompts that are texts.
+    """
+    if data.template != AUTO:
+        return data
+    first = rows[0] if rows else {}
+    prompt = value_of(first, data.prompt_key) if has_column(first, data.prompt_key) else None
+    if data.messages_key is not None or isinstance(prompt, list):
+        return dataclasses.replace(data, template="chat")
+    for key, value in {"system_prompt": data.system_prompt, "template_variables": data.template_variables}.items():
+        if value:
+            raise ConfigError(
+                f"data.{key}={quoted(value)} is for a chat template, and the prompts of data.prompt_key="
+                f"{quoted(data.prompt_key)} are texts; set data.template=chat to make each a user's message"
+            )
+    return dataclasses.replace(data, template="{prompt}")
+
+
+class PromptTexts:
+    """Reads the prompts of a data set's rows. A chat's are messages (data/conversations.py).
+
+    rows, tokenizer, data: those of the data set.
+    """
+
+    is_chat = False
+
+    def __init__(self, rows: Sequence[Mapping[str, object]], tokenizer, data: DataConfig) -> None:
+        """Raise ConfigError for a column of ``data.template_columns`` that no row has; warn of those that nobody reads.
+
+        The columns that the setting names by itself may be absent.
+        """
+        self._rows, self._tokenizer, self._data = rows, tokenizer, data
+        by_default = DataConfig().template_columns
+        for name in data.template_columns:
+            if name not in by_default and not any(has_column(columns, name) for columns in rows):
+                raise ConfigError(
+                    f"data.template_columns names {name!r}, which no row has; the columns of row 0 are "
+                    f"{names_of(rows[0])}. Name one of them"
+                )
+        self._warn()
+
+    def messages(self, row: int) -> list[Mapping[str, object]] | None:
+        """Return the messages of a row's prompt; None if it is a text."""
+        return None
+
+    def text(self, row: int) -> str:
+        """Return a row's prompt as text."""
+        content = text_of(self._rows, row, self._data.prompt_key, "data.prompt_key")
+        # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of braces.
+        return self._data.template.replace("{prompt}", content)
+
+    def _warn(self) -> None:
+        """Warn of columns of a known meaning that are not read, and of variables that the template does not read."""
+        data, named = self._data, self._data.template_columns if self.is_chat else ()
+        read = {*named, data.prompt_key, data.messages_key, data.solution_key, data.answer_key}
+        for name, way in KNOWN.items():
+            row = next((row for row, columns in enumerate(self._rows) if columns.get(name)), None)
+            if row is None:
+                continue
+            if name not in read:
+                log.warning("%s: column %r is not read; to read it: %s", name_of_row(self._rows, row), name, way)
+            elif name in named and name != VARIABLES and not self._reads(name):
+                log.warning(
+                    "%s: column %r is not read: the tokenizer's chat template does not name it; take one that does, "
+                    "or leave it out of data.template_columns",
+                    name_of_row(self._rows, row),
+                    name,
+                )
+
+    def _reads(self, name: str) -> bool:
+        """Return whether the template reads a variable of this name."""
+        return False
+
+
+def text_of(rows: Sequence[Mapping[str, object]], row: int, key: str, setting: str) -> str:
+    """Return a column that holds text; raise ConfigError otherwise."""
+    columns, name = rows[row], name_of_row(rows, row)
+    if not has_column(columns, key):
+        raise ConfigError(f"{name} has no column {key!r} ({setting}); its columns are {names_of(columns)}")
+    value = value_of(columns, key)
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        wanted = "text; a list of messages needs data.template=chat" if isinstance(value, list) else "text"
+        raise ConfigError(f"{name}: column {key!r} ({setting}) is a {kind}, {value!r:.80}; it must be {wanted}")
+    return value

@@ -1,0 +1,144 @@
+"""What the watch knows of a rank: its stage, the position of its main thread, and whether it waits there for others."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_rl.distributed.collectives import num_gathers
+
+SETTLE_S = 2.0  # after a failed collective, the rank that raised or died has this long to be known as the cause
+ANSWER_S = 3.0  # the watch threads have this long to report their main threads' positions
+BETWEEN = "between stages"
+TORCH = os.path.dirname(torch.__file__) + os.sep
+TORCH_DISTRIBUTED = os.path.join(TORCH, "distributed") + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+WAITING_CALLS = (".wait(", "synchronize(", ".item()", ".tolist()", ".cpu()")  # the last four wait for kernels, on CUDA
+LOOKS = 240  # in the time of a long wait: so many in a row do not meet different waits at one place by chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Names the guilty rank (None where nothing points at one) and describes its failure in ``text``."""
+
+    rank: int | None
+    text: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RankState:
+    """Holds the server's knowledge of one rank.
+
+    number: the count of outermost stages that it has entered.
+    since: seconds on the server's monotonic clock, the entry into ``stage``.
+    lost: the error of its failed collective; ended: it said good-bye, or its connection closed.
+    answer: its main thread's position ("at", "waits", "left": it failed too), once it has answered.
+    """
+
+    rank: int
+    who: str
+    stage: str = BETWEEN
+    number: int = 0
+    since: float = field(default_factory=time.monotonic)
+    lost: str | None = None
+    ended: bool = False
+    answer: Mapping[str, object] | None = None
+
+    def doing(self) -> str:
+        return f"in {self.stage!r} for {time.monotonic() - self.since:.1f} s"
+
+    def gone(self) -> Cause:
+        """Return the cause for a rank whose connection closed before it said good-bye."""
+        last = f"it last said it was in {self.stage!r}, {time.monotonic() - self.since:.1f} s before"
+        return Cause(rank=self.rank, text=f"{self.who} is gone: its process ended without a word (killed?); {last}")
+
+    def place(self) -> str:
+        return self.doing() + (f", at {self.answer['at']}" if self.answer else "")
+
+
+class SlowStages:
+    """Says which stage each rank is in, once one of them has taken ``after_s`` seconds, twice that, four times that, …
+
+    after_s: 0 for never.
+    say: takes the line, in the watch's thread.
+    """
+
+    def __init__(self, after_s: float, say: Callable[[str], None]) -> None:
+        self._after_s, self._say = after_s, say
+        self._next_s = after_s
+
+    def look(self, ranks: Collection[RankState], now: float) -> None:
+        """Say the stages, if that is due at ``now``, seconds of the clock of ``RankState.since``."""
+        running = [rank for rank in ranks if not rank.ended]
+        longest_s = max((now - rank.since for rank in running), default=0.0)
+        if longest_s < self._after_s:
+            self._next_s = self._after_s
+        if not self._after_s or longest_s < self._next_s:
+            return
+        while self._next_s <= longest_s:
+            self._next_s *= 2.0
+        by_stage: dict[str, list[RankState]] = {}
+        for rank in sorted(running, key=lambda rank: rank.since):
+            by_stage.setdefault(rank.stage, []).append(rank)
+        parts = [f"in {stage!r} for {now - there[0].since:.0f} s: {_ranks(there)}" for stage, there in by_stage.items()]
+        self._say("; ".join(parts))
+
+
+def _ranks(ranks: Collection[RankState]) -> str:
+    """Name ranks: "ranks 0-3, 6"; one alone by its place in the grid too."""
+    if len(ranks) == 1:
+        return next(iter(ranks)).who
+    runs: list[list[int]] = []
+    for number in sorted(rank.rank for rank in ranks):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return "ranks " + ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
+    """Return a thread's position ("file:line function" outside torch), and whether it waits there for other ranks.
+
+    in_own_code: whether it is in a user's function, whose own lines wait for no rank, though they may look like it.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "its end", False
+    file = frame.f_code.co_filename
+    line = linecache.getline(file, frame.f_lineno)
+    waits = any(call in line for call in WAITING_CALLS) and (not in_own_code or file.startswith((TORCH, PACKAGE)))
+    waits = waits or file.startswith(TORCH_DISTRIBUTED)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}", waits
+
+
+class LongWait:
+    """Finds the wait of a thread that lasts ``after_s`` seconds: the same call, at every look.
+
+    A loop that waits often begins each wait in another frame, at another instruction or after another gather; looks
+    are ``look_s`` apart.
+    """
+
+    def __init__(self, thread: int, after_s: float) -> None:
+        self.thread, self.after_s, self.look_s = thread, after_s, after_s / LOOKS
+        self._call: tuple[int, int, int] | None = None  # the frame's id (the frame itself would keep its tensors alive)
+        self._since = 0.0
+
+    def look(self, now: float, *, in_own_code: bool = False) -> str | None:
+        """Return the position of a wait that has lasted ``after_s`` at ``now``, monotonic seconds; None elsewhere."""
+        frame = sys._current_frames().get(self.thread)
+        call = None if frame is None else (id(frame), frame.f_lasti, num_gathers())
+        del frame
+        position, waits = where_is(self.thread, in_own_code=in_own_code)
+        if not waits or call != self._call:
+            self._call, self._since = (call if waits else None), now
+            return None
+        return position if now - self._since >= self.after_s else None

@@ -1,0 +1,59 @@
+"""What a run needs of its host: a release of Megatron-Core that the seam was read and run on, a compiler for Triton.
+
+This module imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import sysconfig
+
+MEGATRON_LEAST, MEGATRON_BELOW = "0.16.1", "0.20"
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return a version's numbers ("2.13.0+cpu" → (2, 13, 0)) without `packaging`, which may be missing here."""
+    matched = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in matched.group().split(".")) if matched else ()
+
+
+def older(version: str, bound: str) -> bool:
+    a, b = release(version), release(bound)
+    width = max(len(a), len(b))
+    return a + (0,) * (width - len(a)) < b + (0,) * (width - len(b))
+
+
+def check_megatron_core() -> None:
+    """Raise ImportError where the installed megatron-core is outside the supported range.
+
+    A missing one passes: its own import raises.
+    """
+    try:
+        installed = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if older(installed, MEGATRON_LEAST) or not older(installed, MEGATRON_BELOW):
+        raise ImportError(
+            f"megatron-core {installed} is installed, and megatron_rl supports {MEGATRON_LEAST} up to, not including, "
+            f"{MEGATRON_BELOW}: outside it the schedule may divide or reduce what the loss does not expect; pip "
+            f"install 'megatron-core>={MEGATRON_LEAST},<{MEGATRON_BELOW}'"
+        )
+
+
+@functools.cache
+def compiler_fault() -> str:
+    """Return what Triton lacks here to build a kernel's launcher, or "" where it lacks nothing.
+
+    It runs a C compiler over Python's headers (read in Triton 3.6 and 3.7, runtime/build.py), as torch.compile does.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "no C compiler was found (CC, gcc, clang)"
+    include = sysconfig.get_paths()["include"]
+    return "" if os.path.exists(os.path.join(include, "Python.h")) else f"Python's headers are not in {include}"

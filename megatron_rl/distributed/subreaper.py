@@ -1,0 +1,83 @@
+"""A subreaper: a small process between a rank and its worker, which ends everything that the worker started (Linux).
+
+A worker's children outlive a SIGKILL of the worker, and those in a session of their own outlive one of its group. So
+the worker is the child of a subreaper, to which the kernel gives every orphan below it. The subreaper ends them all,
+and then itself, as soon as the worker has ended, the rank has ended, or the rank says so by END.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from collections.abc import Collection
+from typing import NoReturn
+
+import psutil
+
+from megatron_rl.distributed.child_process import adopt_orphans, end_with_parent, signal_at_parents_end
+
+END = signal.SIGHUP
+PATIENCE_S = 5.0  # for killed processes to be gone, unless the kernel holds them
+
+
+def go_on_in_a_child(parent: int, descriptors: Collection[int]) -> None:
+    """Return in a child of this process, which becomes its subreaper.
+
+    parent: process id of the rank, which started this process.
+    descriptors: those of the worker alone, which the subreaper closes: a reader at their other end sees the worker's
+    end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {END, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
+    adopt_orphans()
+    signal_at_parents_end(END)
+    if os.getppid() != parent:
+        os._exit(1)
+    subreaper = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        os.setsid()  # a signal to its group does not reach the subreaper
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        end_with_parent(subreaper)
+        return
+    for descriptor in descriptors:
+        os.close(descriptor)
+    _keep(worker)
+
+
+def _keep(worker: int) -> NoReturn:
+    ended: dict[int, int] = {}
+    while worker not in ended and signal.sigwait({END, signal.SIGCHLD}) != END:
+        _reap(ended)
+    _end_descendants(ended)
+    code = os.waitstatus_to_exitcode(ended.get(worker, 0))
+    if code < 0:  # the rank learns how the worker ended
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL has no disposition
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(max(code, 0))
+
+
+def _reap(ended: dict[int, int]) -> bool:
+    """Note the wait status of every child that has ended, by process id; return whether a child is left."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
+        ended[pid] = status
+
+
+def _end_descendants(ended: dict[int, int]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while _reap(ended) and time.monotonic() < until:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                process.kill()
+        time.sleep(0.005)

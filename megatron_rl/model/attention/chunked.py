@@ -1,0 +1,72 @@
+"""Llama 4's core attention: interleaved rotary angles in most layers and none in the others, and chunks of positions.
+
+Megatron-Core 0.16.1 turns pairs that lie side by side only in tensors of four dimensions (``models/common/embeddings/
+rope_utils.py`` _rotate_half), of which packed input has three, norms q and k before it turns them, in every layer, and
+has neither chunks nor a scale by position. So its layers get no angles (``no_rope_freq``), and what they would do with
+them is done here (transformers 5.19 ``Llama4TextAttention``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.attention.chunked_spans import chunked_spans
+from megatron_rl.model.attention.packed import TorchAttention
+from megatron_rl.weights.model_shape import ModelShape
+
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
+
+
+class ChunkedAttention(TorchAttention):
+    """Computes attention as ``TorchAttention`` does, after what Llama 4 does to q and k by the layer's number.
+
+    frequencies: [d / 2] float32, the rotary embedding's inverse frequencies.
+    """
+
+    def __init__(self, config, layer_number, *args, shape: ModelShape, frequencies: torch.Tensor, **kwargs):
+        super().__init__(config, layer_number, *args, **kwargs)
+        self.shape, self.epsilon = shape.chunked, config.layernorm_epsilon
+        self.turns = layer_number - 1 in self.shape.turned_layers  # Megatron-Core counts from 1
+        self.chunk_tokens = self.shape.chunk_tokens if layer_number - 1 in self.shape.chunked_layers else None
+        self.frequencies = frequencies
+
+    def forward(self, query, key, value, attention_mask, packed_seq_params=None, **given):
+        positions = packed_seq_params.position_ids
+        if self.turns:
+            angles = torch.outer(positions.float(), self.frequencies)
+            turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+            query, key = (self._turned(x, turn) for x in (query, key))
+        elif self.shape.scale:
+            steps = torch.floor((positions.float() + 1.0) / self.shape.scale_tokens)
+            query = (query * (torch.log1p(steps) * self.shape.scale + 1.0)[:, None, None]).to(query.dtype)
+        return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params, **given)
+
+    def spans(self, packed):
+        return packed.spans_cut(chunked_spans, self.chunk_tokens)
+
+    def _turned(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        """Return [T, h, d], of which each pair of neighbours is turned, complex64 [T, 1, d / 2], and normed."""
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        turned = torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
+        if not self.shape.l2_norm:
+            return turned
+        return torch.nn.functional.rms_norm(turned.float(), turned.shape[-1:], None, self.epsilon).to(x.dtype)
+
+
+def put_chunked_attention(spec: TransformerBlockSubmodules, shape: ModelShape, frequencies: torch.Tensor) -> None:
+    """Give every layer of a block Llama 4's attention, in place.
+
+    Raises ConfigError for Transformer Engine's layers, whose kernels know neither chunks nor these angles.
+    """
+    if shape.layer_spec != "torch":
+        raise ConfigError(
+            f"model.layer_spec={shape.layer_spec}: Llama 4's attention ({shape.family}) is built of torch's layers "
+            "alone; set model.layer_spec=torch"
+        )
+
+    def attention(*args, **kwargs) -> ChunkedAttention:
+        return ChunkedAttention(*args, shape=shape, frequencies=frequencies, **kwargs)
+
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = attention

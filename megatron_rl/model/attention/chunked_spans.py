@@ -1,0 +1,43 @@
+"""Spans of a layer whose tokens see their own chunk of positions: position p sees those from p // chunk · chunk to p.
+
+transformers 5.19 ``masking_utils.py`` chunked_overlay; chunks are counted from a sequence's first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.model.attention.layout import Layout
+from megatron_rl.model.attention.spans import ContextShard, Span, own_parts
+
+
+def chunked_spans(layout: Layout, context: ContextShard, chunk_tokens: int) -> list[Span]:
+    """Return the spans of this rank's queries; the triangles, which hold every query once, come first.
+
+    Example: a sequence of 5 tokens in chunks of 2: triangles of the tokens 0 and 1, 2 and 3, and 4.
+    """
+    prompts = {s: prompt for prompt in layout.shared for s in layout.responses_of(prompt)}
+    starts = layout.starts.tolist()
+    triangles, others = [], []
+    for segment, query, first, tokens in own_parts(layout.lengths, context):
+        offset = layout.offsets[segment]
+        for begin, end in _cut(first, first + tokens, offset, chunk_tokens):
+            row, count = query + begin - first, end - begin
+            triangles.append(Span(row, count, starts[segment] + begin, count, True))
+            # the chunk's part before the run, in this segment and in the prompt that it follows
+            seen_from = (offset + begin) // chunk_tokens * chunk_tokens
+            own = max(seen_from - offset, 0)
+            if own < begin:
+                others.append(Span(row, count, starts[segment] + own, begin - own, False))
+            if segment in prompts and seen_from < offset:
+                place = starts[prompts[segment].segment] + seen_from
+                others.append(Span(row, count, place, offset - seen_from, False))
+    return triangles + others
+
+
+def _cut(first: int, stop: int, offset: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of first to stop, cut where the position, which is ``offset`` more, begins a chunk."""
+    while first < stop:
+        end = min(stop, ((first + offset) // chunk_tokens + 1) * chunk_tokens - offset)
+        yield first, end
+        first = end

@@ -1,0 +1,147 @@
+"""The layout of a micro-batch: segments laid end to end, a prompt that several samples share laid once.
+
+A sample alone is one segment, prompt and response. Samples of one group, where prompts are shared, are a segment of the
+prompt and one for each response, which follow it: a response's queries see the prompt's keys and their own, at
+positions that go on from the prompt, and its first token is predicted by the prompt's last hidden state. So each number
+is that of the sample alone, and everything but attention is computed token by token. Of a response only the tokens
+before its last loss token are laid; one without any has no segment of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.model.attention.spans import WHOLE, ContextShard, Span, causal_spans
+from megatron_rl.planning.tokens import window_squares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrompt:
+    """Names a segment of a prompt, and the segments of the responses that follow it.
+
+    tokens: of the prompt, without its pads.
+    """
+
+    segment: int
+    tokens: int
+    num_responses: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """Places the tokens of K samples.
+
+    lengths:   padded tokens of each segment.
+    offsets:   position of each segment's first token in its own sequence: 0, or a shared prompt's tokens.
+    prompts:   int64 [K], the place of each sample's first prompt token.
+    responses: int64 [K], the place of each sample's first response token, where one is laid.
+    shared:    the prompts that several samples share.
+    """
+
+    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]
+    prompts: np.ndarray
+    responses: np.ndarray
+    shared: tuple[SharedPrompt, ...] = ()
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...]) -> Layout:
+        """Return the layout of sequences that stand alone; their responses' places are not known."""
+        starts = np.cumsum([0, *lengths])[:-1]
+        return cls(lengths=lengths, offsets=(0,) * len(lengths), prompts=starts, responses=starts)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Return int64 [segments + 1], where each segment begins, and the end."""
+        return np.cumsum([0, *self.lengths])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence, a shared prompt's with those of its longest response."""
+        return max(length + offset for length, offset in zip(self.lengths, self.offsets, strict=True))
+
+    def squares(self, windows: tuple[int, ...]) -> float:
+        """Return the squared tokens of attention: Σ l² of the segments, and 2·p·r where r tokens see a prompt of p.
+
+        windows: the model's (``window_squares``).
+        """
+        offsets = np.array(self.offsets)
+        whole, prompts = (window_squares(x, windows) for x in (offsets + np.array(self.lengths), offsets))
+        return float((whole - prompts).sum())
+
+    def positions(self) -> np.ndarray:
+        """Return int64 [T], the position of each token in its own sequence."""
+        return np.concatenate([np.arange(n) + offset for n, offset in zip(self.lengths, self.offsets, strict=True)])
+
+    def spans(self, context: ContextShard = WHOLE) -> list[Span]:
+        """Return which queries of this rank see which keys; the triangles, which hold every query once, come first."""
+        starts, spans = self.starts, causal_spans(self.lengths, context)
+        for prompt in self.shared:
+            responses = self.responses_of(prompt)
+            first = int(starts[responses.start]) // context.size
+            stop = int(starts[responses.stop]) // context.size
+            if stop > first:
+                spans.append(Span(first, stop - first, int(starts[prompt.segment]), prompt.tokens, False))
+        return spans
+
+    @staticmethod
+    def responses_of(prompt: SharedPrompt) -> range:
+        """Return the segments of the responses to a shared prompt."""
+        return range(prompt.segment + 1, prompt.segment + 1 + prompt.num_responses)
+
+
+def lay_out(
+    prompt_tokens: np.ndarray,
+    response_tokens: np.ndarray,
+    groups: np.ndarray | None,
+    pad_multiple: int = 1,
+    row_multiple: int = 1,
+) -> Layout:
+    """Lay out K samples, in their order but for those that share a prompt, which come together.
+
+    prompt_tokens, response_tokens: int64 [K], the tokens to lay; a response may have none.
+    groups: int64 [K], equal where samples share their prompt, which is laid once; None shares none.
+    pad_multiple: each segment is padded to it. row_multiple: all tokens are, by the last segment.
+
+    Example: prompts of 3 tokens, responses of 2 and 1, one group: segments of 3, 2 and 1 tokens; responses at 3 and 5.
+    """
+    count = len(prompt_tokens)
+    keys = np.arange(count) if groups is None else groups
+    lengths: list[int] = []
+    offsets: list[int] = []
+    shared: list[SharedPrompt] = []
+    prompts, responses = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    start = 0
+
+    def lay(tokens: int, offset: int) -> int:
+        nonlocal start
+        first = start
+        lengths.append(-(-tokens // pad_multiple) * pad_multiple)
+        offsets.append(offset)
+        start += lengths[-1]
+        return first
+
+    for key in dict.fromkeys(keys.tolist()):
+        slots = np.flatnonzero(keys == key)
+        tokens = int(prompt_tokens[slots[0]])
+        if len(slots) == 1:
+            prompts[slots] = lay(tokens + int(response_tokens[slots[0]]), 0)
+            responses[slots] = prompts[slots] + tokens
+            continue
+        with_own = slots[response_tokens[slots] > 0]
+        if len(with_own):
+            shared.append(SharedPrompt(segment=len(lengths), tokens=tokens, num_responses=len(with_own)))
+        prompts[slots] = lay(tokens, 0)
+        responses[slots] = start
+        for slot in with_own:
+            responses[slot] = lay(int(response_tokens[slot]), tokens)
+    lengths[-1] += -start % row_multiple
+    return Layout(
+        lengths=tuple(lengths), offsets=tuple(offsets), prompts=prompts, responses=responses, shared=tuple(shared)
+    )

@@ -1,0 +1,180 @@
+"""Spans: which tokens of a micro-batch see which, as ranges of queries that see ranges of keys.
+
+A span is one block of the attention matrix: queries in a row that all see the same keys, or a causal triangle, or the
+triangle above the diagonal that a sliding window leaves (model/attention/window_spans.py). A query may be in several
+spans; their softmaxes are merged by their log-sum-exp (model/attention/flash.py). So nothing here is of the size
+[queries, keys].
+
+Under context parallelism queries stay on their rank and keys and values are gathered: each sequence is cut in 2·CP
+chunks and rank r holds chunks r and 2·CP − 1 − r, so that causal work is the same on every rank (Megatron-Core's THD
+rotary embedding cuts alike, read, 0.16.1 ``models/common/embeddings/rope_utils.py``). A chunk sees itself by the
+triangle and all that lies before it whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.distributed.platform import send
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextShard:
+    """Describes this rank among the context-parallel ranks that share each sequence.
+
+    group: None where this rank holds the sequences whole.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+WHOLE = ContextShard()
+
+
+def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
+    """Return int64 [T / size], the positions that a context rank holds of the micro-batch's T, in its own order.
+
+    Rank r holds chunks r and 2·size − 1 − r of each sequence's 2·size chunks.
+
+    Raises ValueError where a length does not split in 2·size chunks.
+
+    Example: lengths (4, 8), size 2: rank 0 holds [0, 3, 4, 5, 10, 11], rank 1 holds [1, 2, 6, 7, 8, 9].
+    """
+    if faulty := [length for length in lengths if size > 1 and length % (2 * size)]:
+        raise ValueError(
+            f"a sequence of {faulty[0]} tokens does not split in 2 x {size} chunks; pad it to a multiple of {2 * size}"
+        )
+    starts = [0, *itertools.accumulate(lengths)]
+    parts = own_parts(lengths, ContextShard(rank=rank, size=size))
+    return np.concatenate([starts[segment] + np.arange(first, first + count) for segment, _, first, count in parts])
+
+
+class Span(NamedTuple):
+    """Names queries in a row, and the keys in a row that they see.
+
+    first_query: place among this rank's tokens.
+    first_key:   place in the micro-batch, of which other context ranks hold a part.
+    causal:      whether there are as many queries as keys, and query i sees keys 0 to i; else it sees all of them.
+    mirrored:    whether causal holds with both read from their last to their first: query i sees key i and those after
+                 it.
+    """
+
+    first_query: int
+    num_queries: int
+    first_key: int
+    num_keys: int
+    causal: bool
+    mirrored: bool = False
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.first_query, self.first_query + self.num_queries)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.first_key, self.first_key + self.num_keys)
+
+
+def own_parts(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (segment, place among this rank's tokens, first position in the segment, tokens) of this rank's parts.
+
+    Each sequence is one part without context parallelism, and two of its 2·CP chunks with it.
+    """
+    start = 0
+    for segment, length in enumerate(lengths):
+        tokens = length // (2 * context.size) if context.size > 1 else length
+        for number in (context.rank, 2 * context.size - 1 - context.rank) if context.size > 1 else (0,):
+            yield segment, start, number * tokens, tokens
+            start += tokens
+
+
+def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> list[Span]:
+    """Return the spans of this rank's queries, of sequences laid one after the other.
+
+    The triangles come first, and hold every query once.
+
+    Example: length 8 on rank 1 of 2: chunks 1 and 2, of two tokens each. Their triangles are Span(0, 2, 2, 2, True) and
+    Span(2, 2, 4, 2, True), and they see all before them by Span(0, 2, 0, 2, False) and Span(2, 2, 0, 4, False).
+    """
+    starts, triangles, prefixes = [0, *itertools.accumulate(lengths)], [], []
+    for segment, query, first, count in own_parts(lengths, context):
+        triangles.append(Span(query, count, starts[segment] + first, count, True))
+        if first:
+            prefixes.append(Span(query, count, starts[segment], first, False))
+    return triangles + prefixes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SpanBatch:
+    """Holds spans that one call of a variable-length kernel computes: of one kind, and no query in two of them.
+
+    For such a kernel, and None on a CPU:
+    query_rows, key_rows:     int64, the spans' tokens, one span after the other; None where these are all tokens in
+                              order.
+    query_bounds, key_bounds: int32 [spans + 1], where each span begins and ends in those rows.
+    """
+
+    spans: tuple[Span, ...]
+    query_rows: torch.Tensor | None = None
+    key_rows: torch.Tensor | None = None
+    query_bounds: torch.Tensor | None = None
+    key_bounds: torch.Tensor | None = None
+
+    @property
+    def causal(self) -> bool:
+        return self.spans[0].causal
+
+    @property
+    def mirrored(self) -> bool:
+        return self.spans[0].mirrored
+
+
+def batch_spans(spans: Iterable[Span], num_queries: int, num_keys: int, device: torch.device) -> tuple[SpanBatch, ...]:
+    """Group spans in few batches, in their order, and send each batch's rows and bounds to the device.
+
+    num_queries, num_keys: all that there are on this rank, and in the micro-batch.
+    """
+    groups: list[list[Span]] = []
+    for span in spans:
+        for group in groups:
+            last = group[-1]
+            alike = (last.causal, last.mirrored) == (span.causal, span.mirrored)
+            if alike and last.queries.stop <= span.first_query:
+                group.append(span)
+                break
+        else:
+            groups.append([span])
+    if device.type == "cpu":
+        return tuple(SpanBatch(spans=tuple(group)) for group in groups)
+    return tuple(_on_device(tuple(group), num_queries, num_keys, device) for group in groups)
+
+
+def _on_device(spans: tuple[Span, ...], num_queries: int, num_keys: int, device: torch.device) -> SpanBatch:
+    step = -1 if spans[0].mirrored else 1
+    query_rows = np.concatenate([np.arange(span.queries.start, span.queries.stop)[::step] for span in spans])
+    key_rows = np.concatenate([np.arange(span.keys.start, span.keys.stop)[::step] for span in spans])
+
+    def rows(found: np.ndarray, everything: int) -> torch.Tensor | None:
+        if np.array_equal(found, np.arange(everything)):
+            return None
+        return send(torch.from_numpy(found), device)
+
+    def bounds(sizes: list[int]) -> torch.Tensor:
+        return send(torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32)), device)
+
+    return SpanBatch(
+        spans=spans,
+        query_rows=rows(query_rows, num_queries),
+        key_rows=rows(key_rows, num_keys),
+        query_bounds=bounds([span.num_queries for span in spans]),
+        key_bounds=bounds([span.num_keys for span in spans]),
+    )

@@ -1,0 +1,73 @@
+"""Transformer Engine's attention over shared prompts: each segment's queries see gathered keys, aligned at their ends.
+
+A prompt's queries see its own keys. A response's see the prompt's keys and then its own, so that its last query is its
+last key's: the causal mask is aligned bottom right. Read in Transformer Engine 2.3 and 2.18 (pytorch/attention/
+dot_product_attention/utils.py ``get_attention_backend``): FlashAttention and FusedAttention both take
+``padding_causal_bottom_right``, with bounds of the queries that differ from those of the keys. This module is imported
+where Transformer Engine is.
+
+The rotary angles are applied here too, by the fused kernel: over packed sequences it counts positions from each bound
+(``thd``), where an answer's go on from its prompt's, but over one sequence (``sbhd``) it takes a row of angles for each
+token, and the micro-batch is laid as one (read in 2.3 and 2.20, pytorch/attention/rope.py, and run on an H100 in 2.20).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.model.attention.apply_rotary import token_angles
+from megatron_rl.model.attention.packed import PackedSequences
+
+from megatron.core.extensions.transformer_engine import TEDotProductAttention, fused_apply_rotary_pos_emb  # isort: skip
+
+MASK = "padding_causal_bottom_right"
+
+
+class SharedPromptAttention(TEDotProductAttention):
+    """Computes causal attention over packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
+
+    It stands in for Megatron-Core's TEDotProductAttention where prompts may be shared, and takes its arguments.
+
+    inv_freq: float32 [d2 / 2], d2 ≤ d, where it turns queries and keys; None where they come turned.
+    """
+
+    inv_freq: torch.Tensor | None = None
+
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_
+    ):
+        if not isinstance(packed_seq_params, PackedSequences) or packed_seq_params.segments is None:
+            raise TypeError("SharedPromptAttention takes PackedSequences with segments as packed_seq_params")
+        if self.inv_freq is not None:
+            angles = _angles(packed_seq_params, self.inv_freq)
+            query, key = (self._turned(x, angles) for x in (query, key))
+        segments = packed_seq_params.segments
+        whole = super(TEDotProductAttention, self).forward  # Megatron-Core's own knows no name of this mask
+
+        def attention(keys, values):
+            return whole(
+                query,
+                keys,
+                values,
+                None,
+                qkv_format="thd",
+                cu_seqlens_q=segments.query_bounds,
+                cu_seqlens_kv=segments.key_bounds,
+                max_seqlen_q=segments.longest_query,
+                max_seqlen_kv=segments.longest_key,
+                attn_mask_type=MASK,
+            )
+
+        return segments.attend(key, value, attention)
+
+    def _turned(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """Return heads [T, n, d] turned by angles [T, 1, 1, d2] in float32, rounded once."""
+        return fused_apply_rotary_pos_emb(heads[:, None], angles, interleaved=self.config.rotary_interleaved)[:, 0]
+
+
+def _angles(packed: PackedSequences, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Return float32 [T, 1, 1, d2], the angles of the tokens; all layers share what the first one makes."""
+    if packed.angles is None or packed.angles[0] is not inv_freq:
+        angles = token_angles(packed.position_ids, inv_freq)
+        packed.angles = inv_freq, (torch.cat([angles, angles], dim=-1)[:, None, None],)
+    return packed.angles[1][0]

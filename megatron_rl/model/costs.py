@@ -1,0 +1,77 @@
+"""What a model costs: FLOPs of a token, and the division of its layers over pipeline stages by what each costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError
+from megatron_rl.planning.pipeline_layout import stage_layers
+from megatron_rl.weights.mapping import hf_size, pair_entries, target_entries
+from megatron_rl.weights.model_shape import ModelShape
+
+
+def layout_of(shape: ModelShape, config: Config, hf_config: Any) -> tuple[int, ...]:
+    """Return the number of layers of each stage, chunks counted one by one, in the order of the layers.
+
+    A sample is taken to be half as long as the limits allow; the LM head runs at loss positions alone.
+    Raises ConfigError for more stages than layers, and as planning/pipeline_layout.py ``stage_layers`` does.
+    """
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    # Logits are made twice. Under full recompute the layers are too, so that the head weighs less beside them.
+    twice = 1.0 if full_recompute(config.megatron.transformer) else 4 / 3
+    counts = stage_layers(
+        config.parallel,
+        [layer_cost(shape, (prompt + response) / 2, layer) for layer in range(shape.num_layers)],
+        round(shape.head_cost(response, prompt + response, times=twice)),
+        model=hf_config.name_or_path or hf_config.model_type,
+    )
+    if config.lora.rank is not None and 0 in counts and not shape.value_head:
+        raise ConfigError(
+            f"parallel.pipeline_layout leaves stage {counts.index(0)} without a layer, and "
+            f"lora.rank={config.lora.rank} trains adapters of layers alone: that stage would have nothing to train; "
+            "give it one"
+        )
+    return counts
+
+
+def full_recompute(transformer: Mapping[str, Any]) -> bool:
+    """Return whether every layer is computed anew in backward. transformer: ``megatron.transformer``."""
+    return transformer.get("recompute_granularity") == "full"
+
+
+def layer_cost(shape: ModelShape, tokens: float, layer: int) -> int:
+    """Return a layer's cost per token: the weights that it passes, and the attention scores of a sample of ``tokens``.
+
+    The unit is 6 FLOPs, forward and backward, as simulator/machine.py counts them.
+    """
+    seen = shape.windows[layer] if shape.windows else 0
+    if shape.chunked is not None and layer in shape.chunked.chunked_layers:
+        seen = shape.chunked.chunk_tokens / 2
+    return round(shape.passed_parameters(layer) + shape.score_width * min(tokens, 2 * seen or tokens))
+
+
+def adapter_parameters(shape: ModelShape) -> int:
+    """Return the number of adapter parameters that a token passes in all layers; 0 where every weight is trained.
+
+    Of a mixture's routed experts they are those of ``experts_per_token``.
+    """
+    passed = 0
+    for layer in range(shape.num_layers):
+        for weight in target_entries(shape, layer, shape.num_experts or 1):  # of the experts, one
+            times = 1 if weight.expert is None else shape.experts_per_token
+            passed += times * sum(math.prod(hf_size(shape, entry.hf[0])) for entry in pair_entries(weight))
+    return passed
+
+
+def flops_per_token(shape: ModelShape, mean_context: float) -> float:
+    """Return forward and backward FLOPs of one token: 6 per parameter it passes, 4 per frozen one, and attention's.
+
+    mean_context: tokens, the mean number that a token attends to in a layer that sees all before it.
+    """
+    linear = shape.num_layers * shape.layer_parameters + shape.vocab_size * shape.hidden_size
+    if shape.lora_rank:
+        linear = 4.0 / 6.0 * linear + adapter_parameters(shape)
+    return 6.0 * linear + 12.0 * shape.score_width * shape.attended(mean_context)

@@ -1,0 +1,61 @@
+"""gpt-oss's parts beside Megatron-Core's: attention with sinks, norms that round once, and its gate's activation.
+
+A sink is a learned logit per head beside the scores of every query, in the softmax's denominator (transformers 5.19
+``modeling_gpt_oss.py``: the logit is one more column, whose probability is dropped). model/attention/flash.py computes
+them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.attention.packed import TorchAttention
+from megatron_rl.model.post_norm import WideRMSNorm
+from megatron_rl.weights.families.gpt_oss import QUICK_GELU
+
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # isort: skip
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return x · σ(1.702 x), as Megatron-Core's own, which torch compiles anew for every shape."""
+    return x * torch.sigmoid(QUICK_GELU * x)
+
+
+class SinkAttention(TorchAttention):
+    """Computes ``TorchAttention`` with sinks.
+
+    softmax_offset: [h], those of this tensor rank's heads, by Megatron-Core's own name (0.16.1
+        ``transformer/dot_product_attention.py``, ``softmax_type="learnable"``).
+    """
+
+    def __init__(self, config, *rest, **named):
+        super().__init__(config, *rest, **named)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return the sinks under their global shape for ``dist_checkpointing``, so that another layout loads them."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+
+
+def put_gpt_oss_layers(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
+    """Make every layer of a block one of gpt-oss's, in place: sinks, and norms that round once, after the weight.
+
+    Raises ConfigError for Transformer Engine's layers, on which gpt-oss was not shown.
+    """
+    if layer_spec != "torch":
+        raise ConfigError(
+            f"model.layer_spec={layer_spec}: attention sinks and experts with biases (gpt_oss) were shown on torch's "
+            "layers alone; set model.layer_spec=torch"
+        )
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = WideRMSNorm
+        parts.self_attention.submodules.core_attention = SinkAttention
+    spec.layer_norm = WideRMSNorm

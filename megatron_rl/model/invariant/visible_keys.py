@@ -1,0 +1,88 @@
+"""The keys that each query of a micro-batch, or of a step beside a cache, sees, by position in its own sequence.
+
+model/invariant/attention.py reads them in blocks, a few queries of one sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_rl.model.attention.layout import Layout
+
+KEY_BLOCK = 64  # positions
+QUERIES = 8  # of an item
+ITEMS = 16  # of a product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sight:
+    """Says which rows of the keys each query sees, in items of QUERIES queries; I items are a multiple of ITEMS.
+
+    queries: int64 [I, QUERIES], rows of the query tensor; 0 where ``real`` is False.
+    real:    bool [I, QUERIES], whether there is such a query.
+    seen:    int64 [I, QUERIES], how many keys it sees, from its sequence's first one on; at least 1.
+    keys:    int64 [K], rows of the key tensor, one sequence after the other, each by position.
+    first:   int64 [I], where the keys of an item's sequence begin among ``keys``.
+    """
+
+    queries: torch.Tensor
+    real: torch.Tensor
+    seen: torch.Tensor
+    keys: torch.Tensor
+    first: torch.Tensor
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[np.ndarray, int, np.ndarray]]) -> Sight:
+        """Return the sight of sequences, each of (query rows, position of the first, key rows by position).
+
+        A query at position p sees the keys of positions 0 to p.
+        """
+        items: list[tuple[np.ndarray, np.ndarray, int]] = []
+        sequences: list[np.ndarray] = []
+        begin = 0
+        for rows, first, keys in parts:
+            for start in range(0, len(rows), QUERIES):
+                own = rows[start : start + QUERIES]
+                items.append((own, first + start + 1 + np.arange(len(own)), begin))
+            sequences.append(keys)
+            begin += len(keys)
+        items.sort(key=lambda item: item[1][-1])  # those that see about as many keys share a product
+        count = -(-len(items) // ITEMS) * ITEMS
+        queries, real = np.zeros((count, QUERIES), dtype=np.int64), np.zeros((count, QUERIES), dtype=bool)
+        seen_by, begins = np.ones((count, QUERIES), dtype=np.int64), np.zeros(count, dtype=np.int64)
+        for i, (own, seen, begin) in enumerate(items):
+            queries[i, : len(own)], real[i, : len(own)], seen_by[i, : len(own)] = own, True, seen
+            begins[i] = begin
+        arrays = dict(queries=queries, real=real, seen=seen_by, keys=np.concatenate(sequences), first=begins)
+        return cls(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+    def key_rows(self, part: slice) -> torch.Tensor:
+        """Return int64 [items, blocks · KEY_BLOCK], the key rows of the items ``part`` by position; 0 after the last.
+
+        They are made for one product at a time: for all items they would be as many as queries times keys.
+        """
+        last = self.seen[part].amax(1, keepdim=True)
+        width = -(-int(last.max()) // KEY_BLOCK) * KEY_BLOCK
+        positions = torch.arange(width)[None]
+        places = (self.first[part][:, None] + positions).clamp(max=len(self.keys) - 1)
+        return torch.where(positions < last, self.keys[places], 0)
+
+    @classmethod
+    def of_layout(cls, layout: Layout) -> Sight:
+        """Return the sight of a packed micro-batch: a response to a shared prompt sees the prompt and itself."""
+        starts = layout.starts
+        prompts = {
+            segment: np.arange(starts[prompt.segment], starts[prompt.segment] + prompt.tokens)
+            for prompt in layout.shared
+            for segment in layout.responses_of(prompt)
+        }
+        nothing = np.zeros(0, dtype=np.int64)
+        parts = []
+        for segment, (length, offset) in enumerate(zip(layout.lengths, layout.offsets, strict=True)):
+            own = np.arange(starts[segment], starts[segment] + length)
+            parts.append((own, offset, np.concatenate([prompts.get(segment, nothing), own])))
+        return cls.of(parts)

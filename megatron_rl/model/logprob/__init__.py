@@ -1,0 +1,1 @@
+"""Log-probs and entropies from hidden states, in chunks of the vocabulary-parallel logits."""

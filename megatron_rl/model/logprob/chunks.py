@@ -1,0 +1,235 @@
+"""Chunks of logits between the matrix products of linear.py: how many tokens, in which memory, by which kernel.
+
+Torch's operations work on them, or, where ``model.logprob_kernel`` says so, the Triton kernels of kernels.py, which are
+held against torch's operations. Under ``rollout.bitwise`` the forward is row-invariant (row_invariant.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.distributed.requirements import compiler_fault
+from megatron_rl.errors import ConfigError
+
+Kernel = Literal["torch", "triton", "invariant"]
+AskedKernel = Literal["auto", "torch", "triton", "invariant"]
+UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
+
+# Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens: it reads and writes the
+# float32 sum, 4.3 GB per chunk at V/TP = 151,936 and H = 3,584. So a GPU takes as many tokens as leave a chunk's
+# buffers within 1.25 GiB: by torch's operations 768 there in bfloat16, by the Triton kernels, whose one buffer is the
+# product's, 4,096. On one H100, 8,192 tokens forward and backward at H = 1,536 took the kernels 35.8 ms in chunks of
+# 768, 29.1 of 2,048 and 27.2 of 4,096, torch's operations 74.7 and 66.2 of the first two (docs/performance.md). On the
+# CPU the buffers' place in its caches counts for more: 512 was measured.
+CPU_CHUNK_TOKENS = 512
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 512, 4096
+MAX_BUFFER_BYTES = 5 * 2**28
+TILE_TOKENS = 128  # rows of a matrix product's tile on a GPU
+
+
+def bytes_per_logit(kernel: Kernel, size: int) -> int:
+    """Return the bytes of a chunk's buffers per logit, where the product's elements have ``size`` bytes."""
+    if kernel == "triton":
+        return size
+    return 2 * max(size, 4) + (size if size < 4 else 0)
+
+
+def default_chunk_tokens(device_type: str, columns: int, kernel: Kernel, size: int) -> int:
+    """Return the tokens whose logits ``linear_logprob`` holds at a time, on a device of ``device_type``.
+
+    columns: V/TP, of this tensor rank. size: the bytes of an element of the hidden states.
+    """
+    if device_type == "cpu":
+        return CPU_CHUNK_TOKENS
+    fits = MAX_BUFFER_BYTES // (bytes_per_logit(kernel, size) * columns) // TILE_TOKENS * TILE_TOKENS
+    return min(max(fits, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+
+
+def settled_kernel(setting: AskedKernel, device_type: str) -> Kernel:
+    """Return the kernel that ``setting`` means on a device: ``auto`` is Triton's on a GPU that it can build them for.
+
+    Raises ConfigError as ``check_kernel`` does.
+    """
+    if setting == "auto":
+        return "triton" if device_type == "cuda" and not compiler_fault() else "torch"
+    check_kernel(setting)
+    return setting
+
+
+def check_kernel(kernel: str) -> None:
+    """Raise ConfigError for a kernel (``model.logprob_kernel``) that is unknown or whose package is not installed."""
+    if kernel not in get_args(AskedKernel):
+        raise ConfigError(
+            f"kernel={kernel!r} must be one of auto, torch, triton (model.logprob_kernel), or invariant "
+            "(rollout.bitwise)"
+        )
+    if kernel == "triton" and importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "kernel='triton' (model.logprob_kernel) needs triton, which is not installed; pip install triton, or take "
+            "torch"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Holds the settings, apart from tensors, that linear_logprob's forward and backward share."""
+
+    temperature: float
+    start: int  # this rank's first column
+    num_valid: int  # its columns that are no pads
+    group: dist.ProcessGroup | None  # None: this rank has the whole vocabulary
+    train_entropy: bool
+    reduce_hidden_grad: bool
+    into_main_grad: bool
+    chunk_tokens: int
+    kernel: Kernel
+
+    def slices(self, tokens: int) -> list[slice]:
+        return [slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens)]
+
+    def buffer(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory [chunk, num_valid] that every chunk reuses.
+
+        Fresh memory costs the CPU a page fault per 4 KiB, as much as the exponential.
+        """
+        return hidden.new_empty((min(self.chunk_tokens, hidden.shape[0]), self.num_valid), dtype=dtype)
+
+    def own(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return [N] columns of the targets on this rank, −1 for another rank's."""
+        local = targets - self.start
+        return torch.where((local >= 0) & (local < self.num_valid), local, -1)
+
+
+def own_columns(width: int, tensor_rank: int, vocab_size: int) -> tuple[int, int]:
+    """Return the first of this tensor rank's ``width`` padded columns, and the number of columns that are no pads."""
+    start = tensor_rank * width
+    num_valid = max(0, min(width, vocab_size - start))
+    if num_valid == 0:
+        raise ValueError(
+            f"tensor rank {tensor_rank} holds columns from {start} on, all past vocab_size={vocab_size}; lower "
+            "parallel.tensor"
+        )
+    return start, num_valid
+
+
+class Chunks:
+    """Works on chunks of logits, and adds up the statistics of the ranks that share the vocabulary.
+
+    ``statistics`` and ``gradient`` are the kernel's own.
+    """
+
+    head: Head
+
+    def combined(self, peak: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return statistics relative to this rank's maximum as those of all ranks relative to the greatest."""
+        own_peak = peak.clone()
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.head.group)
+        shift = own_peak - peak
+        # Σ (x−m') e^{x−m'} = e^{m−m'} (Σ (x−m) e^{x−m} + (m−m') Σ e^{x−m})
+        stats[1] += shift * stats[0]
+        stats[:2] *= shift.exp()
+        dist.all_reduce(stats, group=self.head.group)
+        return peak, stats
+
+    def log(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logarithms of a row's numbers."""
+        return x.log()
+
+
+class TorchChunks(Chunks):
+    """Works on chunks of logits by torch's operations, in two buffers of float32 and one of hidden's dtype.
+
+    The latter, the product's, is left out where hidden is float32, and the second in a backward that needs none.
+    """
+
+    def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> None:
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        self.head, self.hidden, self.weight = head, hidden, weight[: head.num_valid]
+        self.x = head.buffer(hidden, precise)
+        self.e = self.x if backward and not head.train_entropy else head.buffer(hidden, precise)
+        self.product = self.x if hidden.dtype == precise else head.buffer(hidden, hidden.dtype)
+
+    def scaled_logits(self, rows: slice) -> torch.Tensor:
+        """Return one chunk's logits over the temperature, in ``x``.
+
+        The product is rounded to hidden's dtype, as the output layer's is.
+        """
+        hidden = self.hidden[rows]
+        logits = torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
+        x = logits if self.product is self.x else self.x[: hidden.shape[0]].copy_(logits)
+        return x if self.head.temperature == 1.0 else x.div_(self.head.temperature)
+
+    def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
+        """Fill one chunk's ``peak`` and ``stats``, as kernels.py ``statistics`` does; all are of the chunk's rows."""
+        x = self.scaled_logits(rows)
+        stats[2] = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
+        # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be NaN
+        peak.copy_(x.amax(-1).clamp_(min=torch.finfo(x.dtype).min))
+        x.sub_(peak[:, None])
+        e = torch.exp(x, out=self.e[: x.shape[0]])
+        stats[0] = e.sum(-1)
+        stats[1] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)
+
+    def gradient(
+        self,
+        rows: slice,
+        column: torch.Tensor,
+        log_z: torch.Tensor,
+        entropy: torch.Tensor,
+        at_logprob: torch.Tensor,
+        at_entropy: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; the tensors are of its rows."""
+        x = self.scaled_logits(rows).sub_(log_z[:, None])
+        e = torch.exp(x, out=self.e[: x.shape[0]])
+        if self.head.train_entropy:  # −p (a + b (log p + H))
+            x.clamp_(min=UNDERFLOW).add_(entropy[:, None]).mul_(at_entropy[:, None])
+            x.add_(at_logprob[:, None]).mul_(e).neg_()
+        else:
+            x = e.mul_(-at_logprob[:, None])
+        # scatter_add_ over two dimensions raises under run.deterministic on CUDA; each row has one target
+        target = column.clamp(min=0)[:, None]
+        x.scatter_(1, target, x.gather(1, target) + (at_logprob * (column >= 0))[:, None])
+        return x if self.product is self.x else self.product[: x.shape[0]].copy_(x)
+
+
+class TritonChunks(Chunks):
+    """Works on chunks of logits by the kernels of kernels.py, in one buffer, of hidden's dtype."""
+
+    def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        # Triton is not everywhere, and decorates as it imports.
+        from megatron_rl.model.logprob import kernels as logprob_kernels
+
+        logprob_kernels.check_device(hidden.device)
+        self.kernels, self.head = logprob_kernels, head
+        self.hidden, self.weight = hidden, weight[: head.num_valid]
+        self.product = head.buffer(hidden, hidden.dtype)
+        self.numbers = dict(temperature=head.temperature, underflow=UNDERFLOW)
+
+    def logits(self, rows: slice) -> torch.Tensor:
+        hidden = self.hidden[rows]
+        return torch.mm(hidden, self.weight.t(), out=self.product[: hidden.shape[0]])
+
+    def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
+        """Fill one chunk's ``peak`` and ``stats``; all are of the chunk's rows."""
+        self.kernels.statistics(self.logits(rows), column, peak, stats, **self.numbers)
+
+    def gradient(
+        self,
+        rows: slice,
+        column: torch.Tensor,
+        log_z: torch.Tensor,
+        entropy: torch.Tensor,
+        at_logprob: torch.Tensor,
+        at_entropy: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the gradient of one chunk's logits, in hidden's dtype, in a buffer; the tensors are of its rows."""
+        logits = self.logits(rows)
+        trained = at_entropy if self.head.train_entropy else None
+        self.kernels.turn_into_gradient(logits, column, log_z, entropy, at_logprob, trained, **self.numbers)
+        return logits

@@ -1,0 +1,180 @@
+"""Triton kernels of model/logprob/linear.py: each reads a chunk's logits once, from the matrix product's own memory.
+
+torch's operations read and write the chunk some ten times in float32. The statistics are those of the online softmax
+(Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), carried on to Σ (x−m) e^{x−m}. The tests hold
+them to torch's operations by Triton's interpreter, which decorates what is imported while TRITON_INTERPRET=1; on an
+H100 they ran in Triton 3.6 (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_COLUMNS = 2048  # logits of a row that a program holds at a time, a power of two: 8 per thread of 8 warps
+NUM_WARPS = 8
+
+
+# triton.language's own sum and max are decorated when triton is imported, before a test may ask for the interpreter.
+@triton.jit
+def _added(a, b):
+    return a + b
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _statistics_of_a_row(
+    logits,
+    own_column,
+    peaks,
+    totals,
+    moments,
+    at_targets,
+    stride,
+    num_columns,
+    TEMPERATURE: tl.constexpr,
+    LOWEST: tl.constexpr,
+    UNDERFLOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dtype = peaks.dtype.element_ty
+    peak = tl.full((), LOWEST, dtype)  # finite: −inf − (−inf) of a row whose logits are all masked would be NaN
+    total = tl.full((), 0.0, dtype)
+    moment = tl.full((), 0.0, dtype)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * stride + columns, mask=columns < num_columns, other=float("-inf"))
+        x = x.to(dtype) / TEMPERATURE
+        higher = tl.maximum(peak, tl.reduce(x, 0, _larger))
+        # Σ (x−m') e^{x−m'} = e^{m−m'} (Σ (x−m) e^{x−m} + (m−m') Σ e^{x−m})
+        shift = tl.maximum(peak - higher, UNDERFLOW)
+        factor = tl.exp(shift)
+        moment = factor * (moment + shift * total)
+        total = factor * total
+        below = x - higher
+        e = tl.exp(below)
+        total += tl.reduce(e, 0, _added)
+        moment += tl.reduce(e * tl.maximum(below, UNDERFLOW), 0, _added)
+        peak = higher
+    column = tl.load(own_column + row)
+    at_target = tl.load(logits + row * stride + column, mask=column >= 0, other=0.0).to(dtype) / TEMPERATURE
+    tl.store(peaks + row, peak)
+    tl.store(totals + row, total)
+    tl.store(moments + row, moment)
+    tl.store(at_targets + row, at_target)
+
+
+@triton.jit
+def _gradient_of_a_block(
+    logits,
+    own_column,
+    log_zs,
+    entropies,
+    at_logprobs,
+    at_entropies,
+    stride,
+    num_columns,
+    TEMPERATURE: tl.constexpr,
+    UNDERFLOW: tl.constexpr,
+    TRAIN_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    dtype = log_zs.dtype.element_ty
+    at_logprob = tl.load(at_logprobs + row)
+    logit = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
+    log_p = logit.to(dtype) / TEMPERATURE - tl.load(log_zs + row)
+    slope = at_logprob
+    if TRAIN_ENTROPY:  # −p (a + b (log p + H))
+        slope += (tl.maximum(log_p, UNDERFLOW) + tl.load(entropies + row)) * tl.load(at_entropies + row)
+    gradient = tl.where(columns == tl.load(own_column + row), at_logprob, 0.0) - tl.exp(log_p) * slope
+    tl.store(logits + row * stride + columns, gradient.to(logit.dtype), mask=inside)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError where these kernels cannot run on ``device``: on a CPU they can as interpreted ones alone."""
+    if device.type == "cpu" and isinstance(_statistics_of_a_row, triton.runtime.JITFunction):
+        raise ValueError(
+            "kernel='triton' on the CPU needs Triton's interpreter: set TRITON_INTERPRET=1 before "
+            "megatron_rl.model.logprob.kernels is imported, or pass kernel='torch'"
+        )
+
+
+def statistics(
+    logits: torch.Tensor,
+    own_column: torch.Tensor,
+    peak: torch.Tensor,
+    stats: torch.Tensor,
+    *,
+    temperature: float,
+    underflow: float,
+) -> None:
+    """Fill ``peak`` with each row's maximum m of x = logits / temperature, and ``stats`` with its sums.
+
+    logits:     [N, columns] in any float dtype, its rows contiguous; pads left out. Read once.
+    own_column: int64 [N], the target's column, or −1 where another tensor rank has it.
+    peak:       [N] float32 (float64 for float64 logits), not below the lowest finite number.
+    stats:      [3, N] in peak's dtype: Σ e^{x−m}, Σ (x−m) e^{x−m}, and the target's x or 0.
+    underflow:  a finite x−m from which e^{x−m} is 0; it stands in for −inf, so that 0 · (x−m) is 0.
+    """
+    with torch.cuda.device_of(logits):
+        _statistics_of_a_row[(logits.shape[0],)](
+            logits,
+            own_column,
+            peak,
+            stats[0],
+            stats[1],
+            stats[2],
+            logits.stride(0),
+            logits.shape[1],
+            TEMPERATURE=temperature,
+            LOWEST=torch.finfo(peak.dtype).min,
+            UNDERFLOW=underflow,
+            BLOCK=BLOCK_COLUMNS,
+            num_warps=NUM_WARPS,
+        )
+
+
+def turn_into_gradient(
+    logits: torch.Tensor,
+    own_column: torch.Tensor,
+    log_z: torch.Tensor,
+    entropy: torch.Tensor,
+    at_logprob: torch.Tensor,
+    at_entropy: torch.Tensor | None,
+    *,
+    temperature: float,
+    underflow: float,
+) -> None:
+    """Replace a chunk's logits by their gradient, in place: read once and written once, in the logits' dtype.
+
+    logits, own_column, underflow: as in ``statistics``.
+    log_z, entropy: [N], in nats, over all tensor ranks.
+    at_logprob, at_entropy: [N], the gradients of log-prob and entropy over the temperature; None for the latter where
+                the entropy carries no gradient.
+    """
+    blocks = -(-logits.shape[1] // BLOCK_COLUMNS)
+    with torch.cuda.device_of(logits):
+        _gradient_of_a_block[(logits.shape[0], blocks)](
+            logits,
+            own_column,
+            log_z,
+            entropy,
+            at_logprob,
+            at_logprob if at_entropy is None else at_entropy,
+            logits.stride(0),
+            logits.shape[1],
+            TEMPERATURE=temperature,
+            UNDERFLOW=underflow,
+            TRAIN_ENTROPY=at_entropy is not None,
+            BLOCK=BLOCK_COLUMNS,
+            num_warps=NUM_WARPS,
+        )

@@ -1,0 +1,215 @@
+"""Log-probs and entropies over a vocabulary-parallel output; no rank ever holds a full row of the vocabulary.
+
+With x = logits / temperature, Z = Σ_v e^{x_v} over all tensor ranks: logprob_t = x_{t, target} − log Z_t and
+H_t = log Z_t − Σ_v p_v x_v. Gradients: ∂logprob/∂x_v = 1[v = target] − p_v, ∂H/∂x_v = −p_v (log p_v + H).
+Two all-reduces of floats per token (the maximum, then three sums); float32 throughout.
+
+``linear_logprob`` takes the output layer's input and makes the logits chunk by chunk, in forward and again in
+backward: extra memory O(chunk · V/TP) for one more matrix product, four instead of three. tests/vocab_parallel.py
+has the same over whole logits, which it is held against. Between the products torch's operations work on the logits,
+or Triton kernels (chunks.py).
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.model.logprob.chunks import (
+    AskedKernel,
+    Head,
+    TorchChunks,
+    TritonChunks,
+    default_chunk_tokens,
+    own_columns,
+    settled_kernel,
+)
+
+
+class _LinearLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, head: Head):
+        # This rank's statistics, then those of all tensor ranks.
+        chunks = _chunks(hidden, weight, head, backward=False)
+        peak, stats = _own_statistics(chunks, targets)
+        if head.group is not None and hidden.shape[0]:
+            peak, stats = chunks.combined(peak, stats)
+        log_sum = chunks.log(stats[0])
+        log_z = peak + log_sum
+        logprobs = stats[2] - log_z
+        entropy = log_sum - stats[1] / stats[0]
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.head = head
+        # itself: what saved_tensors_hooks give back is another tensor, without main_grad
+        ctx.parameter = weight if head.into_main_grad and weight.requires_grad else None
+        if not head.train_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable  # the chunks are written in place: no second derivative
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        head, (needs_hidden, needs_weight) = ctx.head, ctx.needs_input_grad[:2]
+        column = head.own(targets)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        weight_sum = _weight_sum(weight, log_z.dtype, ctx.parameter) if needs_weight else None
+        true_weight = weight[: head.num_valid]
+        at_logprob, at_entropy = grad_logprobs / head.temperature, grad_entropy / head.temperature
+        # The gradient of each chunk's logits, and its products with the weight and with the hidden states.
+        chunks = _chunks(hidden, weight, head, backward=True)
+        for rows in head.slices(hidden.shape[0]):
+            gradient = chunks.gradient(
+                rows, column[rows], log_z[rows], entropy[rows], at_logprob[rows], at_entropy[rows]
+            )
+            if needs_hidden:
+                torch.mm(gradient, true_weight, out=grad_hidden[rows])
+            if needs_weight:
+                add_product(weight_sum[: head.num_valid], gradient, hidden[rows])
+        if needs_hidden and head.reduce_hidden_grad and head.group is not None and hidden.shape[0]:
+            dist.all_reduce(grad_hidden, group=head.group)
+        grad_weight = _weight_gradient(weight, weight_sum, ctx.parameter) if needs_weight else None
+        return grad_hidden, grad_weight, None, None
+
+
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, backward: bool) -> TorchChunks | TritonChunks:
+    """Return what works on the chunks of logits in one pass, with its buffers."""
+    match head.kernel:
+        case "torch":
+            return TorchChunks(head, hidden, weight, backward=backward)
+        case "triton":
+            return TritonChunks(head, hidden, weight)
+        case "invariant":
+            from megatron_rl.model.logprob.row_invariant import InvariantChunks
+
+            return InvariantChunks(head, hidden, weight, backward=backward)
+        case _:
+            assert_never(head.kernel)
+
+
+def _own_statistics(chunks: TorchChunks | TritonChunks, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's maximum m [N], and [3, N]: Σ e^{x−m}, Σ (x−m) e^{x−m} and x_target; chunk by chunk."""
+    head, hidden = chunks.head, chunks.hidden
+    precise = torch.promote_types(hidden.dtype, torch.float32)
+    tokens = hidden.shape[0]
+    column = head.own(targets)
+    peak = hidden.new_empty(tokens, dtype=precise)
+    stats = hidden.new_empty((3, tokens), dtype=precise)
+    for rows in head.slices(tokens):
+        chunks.statistics(rows, column[rows], peak[rows], stats[:, rows])
+    return peak, stats
+
+
+def _weight_sum(weight: torch.Tensor, precise: torch.dtype, parameter: torch.nn.Parameter | None) -> torch.Tensor:
+    """Return memory [V/TP, H] to add up the chunks' products in: ``parameter.main_grad``, or zeros in ``precise``.
+
+    A main_grad narrower than ``precise`` is not taken: it would round every chunk's sum.
+    """
+    if parameter is not None and parameter.main_grad.dtype == precise:
+        return parameter.main_grad
+    return torch.zeros_like(weight, dtype=precise)
+
+
+def _weight_gradient(
+    weight: torch.Tensor, weight_sum: torch.Tensor, parameter: torch.nn.Parameter | None
+) -> torch.Tensor | None:
+    """Return what autograd gets as the weight's gradient: its sum, or a stand-in where main_grad has it already.
+
+    DistributedDataParallel's hook (megatron-core 0.16.1 and 0.19.2 distributed/distributed_data_parallel.py
+    ``_make_backward_post_hook``) adds a gradient to main_grad unless ``grad_added_to_main_grad``, and under
+    overlap_grad_reduce asserts that there is one: hence memory of any content, as
+    LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py) returns. ``zero_out_wgrad`` marks the
+    output weight of a single stage that is the embedding too. For it the hook adds whatever autograd has, so that
+    autograd gets the embedding's gradient alone.
+    """
+    if parameter is None or weight_sum is not parameter.main_grad:
+        return weight_sum.to(weight.dtype)
+    if hasattr(parameter, "zero_out_wgrad") and parameter.zero_out_wgrad:
+        return None
+    parameter.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
+
+
+def add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add gradientᵀ hidden to ``total`` [V, H]; gradient: [N, V], hidden: [N, H], of one dtype.
+
+    On a GPU the product goes into a float32 total unrounded, in one kernel. On the CPU a product of bfloat16 is rounded
+    first.
+    """
+    if total.dtype == hidden.dtype:
+        total.addmm_(gradient.t(), hidden)
+    elif total.is_cuda:
+        torch.addmm(total, gradient.t(), hidden, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(gradient.t() @ hidden)
+
+
+def _check_main_grad(weight: torch.Tensor) -> None:
+    if weight.requires_grad and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
+        raise ValueError(
+            "into_main_grad=True needs a weight with main_grad, which Megatron-Core's DistributedDataParallel gives to "
+            "the parameters that it wraps; pass into_main_grad=False"
+        )
+
+
+def linear_logprob(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int,
+    tensor_rank: int = 0,
+    group: dist.ProcessGroup | None = None,
+    train_entropy: bool = False,
+    reduce_hidden_grad: bool = True,
+    into_main_grad: bool = False,
+    chunk_tokens: int | None = None,
+    kernel: AskedKernel = "torch",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each target's log-probability and each row's entropy, [N] in nats, from the output layer's input.
+
+    hidden:     [N, H], equal on all tensor ranks; gathered already. Outputs are float32, or float64 for a float64 one.
+    weight:     [V/TP, H], this tensor rank's rows of the padded vocabulary, in hidden's dtype. Its gradient is added up
+                over the chunks in float32 and cast at the end.
+    targets:    int64 [N], global token ids below ``vocab_size``.
+    vocab_size: true size; rows of ``weight`` past it are pads, take no probability and get a gradient of exactly zero.
+    train_entropy: whether the entropy carries gradient.
+    reduce_hidden_grad: whether backward sums hidden's gradient over ``group``, as ColumnParallelLinear's
+                ``allreduce_dgrad`` does (megatron-core 0.16.1 tensor_parallel/layers.py). False where the caller's
+                gather of a sequence-parallel hidden sums it by reduce-scatter.
+    into_main_grad: whether backward adds the weight's gradient, not cast, to ``weight.main_grad``, the float32 buffer
+                of Megatron-Core's DistributedDataParallel, whose hook alone may read the stand-in that autograd gets.
+                Until ``zero_grad_buffer`` the weight may have no other use with a gradient than as a tied embedding.
+                Without a float32 main_grad autograd gets it.
+    chunk_tokens: rows of logits that exist at a time; None takes ``default_chunk_tokens``. Peak extra memory beside the
+                gradients: by torch's operations two float32 [chunk_tokens, V/TP], and one more in hidden's dtype where
+                that is not float32; by the Triton kernels one in hidden's.
+    kernel:     what works on the logits.
+
+    Raises ValueError for no tokens a chunk, a rank of pads alone, a missing main_grad, a kernel that cannot run here.
+    Collectives: two in forward and, with ``reduce_hidden_grad``, one in backward, however many chunks; none at N = 0.
+    """
+    device, kernel = hidden.device.type, settled_kernel(kernel, hidden.device.type)
+    if chunk_tokens is None:
+        chunk_tokens = default_chunk_tokens(device, len(weight), kernel, hidden.element_size())
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
+    if into_main_grad:
+        _check_main_grad(weight)
+    start, num_valid = own_columns(weight.shape[0], tensor_rank, vocab_size)
+    head = Head(
+        temperature=temperature,
+        start=start,
+        num_valid=num_valid,
+        group=group if group is not None and dist.get_world_size(group) > 1 else None,
+        train_entropy=train_entropy,
+        reduce_hidden_grad=reduce_hidden_grad,
+        into_main_grad=into_main_grad,
+        chunk_tokens=chunk_tokens,
+        kernel=kernel,
+    )
+    return _LinearLogProb.apply(hidden, weight, targets, head)

@@ -1,0 +1,89 @@
+"""Log-probs of ``rollout.bitwise``: the rows have the same bits in any batch, and over any number of tensor ranks.
+
+The trainer's kernel "invariant" works on blocks of logits, and the engine on the logits of a step (``rank_logprob``),
+to the same bits. Operations are those of model/invariant/operations.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.model.invariant.operations import BLOCK_ROWS, aligned, elementwise, matmul, padded
+from megatron_rl.model.logprob.chunks import UNDERFLOW, TorchChunks, own_columns
+
+
+class InvariantChunks(TorchChunks):
+    """Works on blocks of logits; ``gradient`` alone works on whole chunks, as TorchChunks does."""
+
+    def statistics(self, rows: slice, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor) -> None:
+        """Fill one chunk's ``peak`` and ``stats``, as TorchChunks does."""
+        hidden, weight = aligned(self.hidden[rows]), aligned(self.weight).t()
+        for start in range(0, len(hidden), BLOCK_ROWS):
+            own = slice(start, min(start + BLOCK_ROWS, len(hidden)))
+            block_statistics(padded(hidden[own]) @ weight, self.head.temperature, column[own], peak[own], stats[:, own])
+
+    def combined(self, peak: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the statistics of all tensor ranks, added up in their order."""
+        own = torch.cat([peak[None], stats])
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self.head.group))]
+        dist.all_gather(gathered, own, group=self.head.group)
+        return combine_in_order([(x[0], x[1:]) for x in gathered])
+
+    def log(self, x: torch.Tensor) -> torch.Tensor:
+        return elementwise(torch.log, x)
+
+
+def block_statistics(
+    logits: torch.Tensor, temperature: float, column: torch.Tensor, peak: torch.Tensor, stats: torch.Tensor
+) -> None:
+    """Fill ``peak`` [r] and ``stats`` [3, r] of a block's first r rows, row-invariantly; logits: [BLOCK_ROWS, V]."""
+    x, count = logits.to(peak.dtype) / temperature, len(peak)
+    stats[2] = x[:count].gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
+    highest = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
+    x -= highest
+    e = elementwise(torch.exp, x)
+    peak[:], stats[0] = highest[:count, 0], e.sum(-1)[:count]
+    stats[1] = e.mul_(x.clamp_(min=UNDERFLOW)).sum(-1)[:count]
+
+
+def combine_in_order(ranks: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do as ``Chunks.combined`` does, row-invariantly: add up the ranks' statistics in their order."""
+    if len(ranks) == 1:
+        return ranks[0]
+    peak = torch.stack([own for own, _ in ranks]).amax(0)
+    total = torch.zeros_like(ranks[0][1])
+    for own, stats in ranks:
+        shift = own - peak
+        factor = elementwise(torch.exp, shift)
+        total += torch.stack([stats[0] * factor, (stats[1] + shift * stats[0]) * factor, stats[2]])
+    return peak, total
+
+
+def rank_logits(hidden: torch.Tensor, weight: torch.Tensor, *, vocab_size: int, ranks: int) -> list[torch.Tensor]:
+    """Return what so many tensor ranks have as logits, one after the other, by the kernel "invariant".
+
+    hidden: [N, H]; weight: [≥ vocab_size, H], whole. Each [N, its share of the vocabulary], of the last ones less.
+    """
+    width = -(-vocab_size // ranks)
+    columns = [own_columns(width, rank, vocab_size) for rank in range(ranks)]
+    return [matmul(hidden, weight[start : start + count]) for start, count in columns]
+
+
+def rank_logprob(ranks: Sequence[torch.Tensor], targets: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """Return each target's log-probability [N] from ``rank_logits``: to the bit, linear_logprob's on as many ranks."""
+    statistics, start = [], 0
+    for logits in ranks:
+        tokens, width = logits.shape
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        peak, stats = logits.new_empty(tokens, dtype=precise), logits.new_empty((3, tokens), dtype=precise)
+        column = torch.where((targets >= start) & (targets < start + width), targets - start, -1)
+        for first in range(0, tokens, BLOCK_ROWS):
+            own = slice(first, first + BLOCK_ROWS)
+            block_statistics(padded(logits[own]), temperature, column[own], peak[own], stats[:, own])
+        statistics.append((peak, stats))
+        start += width
+    peak, stats = combine_in_order(statistics)
+    return stats[2] - (peak + elementwise(torch.log, stats[0]))

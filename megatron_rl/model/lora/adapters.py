@@ -1,0 +1,243 @@
+"""The adapters of a model: put in place, started, filled, turned off and merged (model/lora/layer.py is one)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from megatron_rl.config import LoraConfig
+from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.lora.layer import Adapter, GroupedAdapter, add_to
+from megatron_rl.weights.entry import Entry
+from megatron_rl.weights.export import named_weights
+from megatron_rl.weights.families.register import FAMILIES
+from megatron_rl.weights.mapping import (
+    ADAPTER,
+    adapted_weight,
+    adapter_entries,
+    hf_size,
+    load_shard,
+    target_entries,
+    target_of,
+)
+from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.weights.reader import WeightReader
+
+from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
+
+
+def put_adapters(
+    chunks: Sequence[GPTModel], shape: ModelShape, lora: LoraConfig, topology: Topology, seed: int
+) -> ModelShape:
+    """Freeze this rank's chunks, put adapters beside their linear layers and return the shape with adapters.
+
+    A starts as PEFT's does (kaiming uniform: uniform within ±1/√in), from ``seed`` and its own name, so that every
+    layout starts with the same; B starts at zero. Raises ConfigError where the layers cannot take adapters. Not a
+    collective.
+    """
+    shape = shape.with_adapters(lora)
+    _check_place(shape, any(chunk.config.moe_shared_expert_overlap for chunk in chunks))
+    for number, chunk in enumerate(chunks):
+        chunk.requires_grad_(False)
+        stage = number * topology.pipeline_size + topology.pipeline_rank
+        for layer, block in zip(shape.layers_on(stage), chunk.decoder.layers, strict=True):
+            by_linear: dict[str, list[Entry]] = {}
+            for weight in target_entries(shape, layer, topology.expert_size):
+                by_linear.setdefault(weight.megatron.rpartition(".weight")[0], []).append(weight)
+            for linear, weights in by_linear.items():
+                _put_beside(block, linear, weights, shape, topology)
+        if chunk.pre_process and chunk.config.recompute_granularity is not None:
+            chunk.embedding.register_forward_hook(_starts_the_graph)
+    start_adapters(chunks, shape, topology, seed=seed)
+    return shape
+
+
+def _put_beside(
+    block: torch.nn.Module, name: str, weights: Sequence[Entry], shape: ModelShape, topology: Topology
+) -> None:
+    """Put adapters beside the linear layer ``name`` of a block. weights: its own; of a grouped linear, all experts'."""
+    linear = block.get_submodule(name)
+    adapters = [Adapter(linear, weight, shape, topology) for weight in weights]
+    grouped = not weights[0].megatron.endswith(".weight")
+    parent, _, own = name.rpartition(".")
+    block.get_submodule(parent).add_module(
+        own + ADAPTER, GroupedAdapter(topology).extend(adapters) if grouped else adapters[0]
+    )
+    add_to(linear, adapters)
+
+
+def start_adapters(
+    chunks: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    topology: Topology,
+    *,
+    seed: int,
+    rank: int | None = None,
+    targets: Sequence[str] | None = None,
+) -> None:
+    """Give this rank's adapters the values of untrained ones, and the scale of their rank. Not a collective.
+
+    rank: at most ``lora.rank``: rows of A and columns of B beyond it are zeros, and stay zeros, since each is the
+        other's gradient; None: ``lora.rank``.
+    targets: the linear layers whose adapters train; those of others are zeros, and stay so; None: all that have one.
+    """
+    fill_adapters(chunks, shape, topology, _Start(shape, seed))
+    rank = rank or shape.lora_rank
+    with torch.no_grad():
+        for adapter in adapters_of(chunks):
+            adapter.scale = shape.lora_alpha / rank
+            trains = targets is None or adapter.target in targets
+            for a, b in adapter.pairs():
+                a[rank if trains else 0 :].zero_()
+                b[:, rank if trains else 0 :].zero_()
+
+
+def _starts_the_graph(_embedding: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
+    """Make a frozen embedding's output require a gradient, for the recomputation of the layers after it.
+
+    Megatron-Core's recomputation gives no gradient to parameters inside it unless one of its inputs requires a gradient
+    (0.16.1 ``tensor_parallel/random.py`` CheckpointFunction), and a frozen embedding's output does not.
+    """
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+def _check_place(shape: ModelShape, overlaps: bool) -> None:
+    """Raise ConfigError for a target that takes no adapter. overlaps: the shared experts run beside the dispatcher."""
+    targets = f"lora.targets={list(shape.lora_targets)}"
+    named = [name for name in shape.lora_targets if name != "linear_proj"]
+    if shape.kv_lora_rank and named:
+        raise ConfigError(
+            f"{targets} names {named[0]}, and in {shape.family}, whose keys and values are made of latents, adapters "
+            "are built for linear_proj alone; set lora.targets=[linear_proj]"
+        )
+    named = [name for name in shape.lora_targets if name in ("linear_fc1", "linear_fc2")]
+    if shape.num_experts and named and not FAMILIES[shape.family].expert_adapters:
+        raise ConfigError(
+            f"{targets} names {named[0]}, and adapters on experts were not shown for {shape.family}; set "
+            "lora.targets=[linear_qkv,linear_proj]"
+        )
+    weights = [x for layer in (0, shape.num_layers - 1) for x in target_entries(shape, layer, shape.num_experts or 1)]
+    for target in shape.lora_targets:
+        if all(target_of(weight.megatron) != target for weight in weights):
+            raise ConfigError(
+                f"{targets} names {target}, and {shape.family} has no linear layer of that name; leave it out"
+            )
+    for weight in weights:
+        if weight.joined:
+            raise ConfigError(
+                f"{targets} names {target_of(weight.megatron)}, which {shape.family} holds as one tensor, "
+                f"{weight.hf[0]}, and no adapter is built for several parts in one; set "
+                "lora.targets=[linear_proj,linear_fc2]"
+            )
+        if overlaps and ".shared_experts." in weight.megatron:
+            raise ConfigError(
+                f"{targets} names {target_of(weight.megatron)}, and with "
+                "megatron.transformer.moe_shared_expert_overlap=true a shared expert's ranks exchange its tokens "
+                "outside its linear layers; set it to false, or lora.targets=[linear_qkv,linear_proj]"
+            )
+
+
+class _Start:
+    """Reads the values of untrained adapters; A is drawn whole on the host, whichever slice is read."""
+
+    def __init__(self, shape: ModelShape, seed: int) -> None:
+        self.shape, self.seed = shape, seed
+
+    def has(self, name: str) -> bool:
+        return True  # every adapter can be drawn
+
+    def size(self, name: str) -> tuple[int, ...]:
+        return hf_size(self.shape, name)
+
+    def read(self, name: str, dimension: int, start: int, stop: int) -> torch.Tensor:
+        whole = torch.zeros(self.size(name))
+        if ".lora_A." in name:
+            number = int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:8]) >> 1
+            bound = 1 / math.sqrt(whole.shape[1])
+            whole.uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
+        return whole.narrow(dimension, start, stop - start)
+
+
+@torch.no_grad()
+def fill_adapters(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, topology: Topology, reader: WeightReader
+) -> None:
+    """Overwrite this rank's adapters by a reader's tensors. Not a collective.
+
+    reader: reads tensors by PEFT's names without ``base_model.model.``.
+
+    Raises ConfigError where a tensor has another shape.
+    """
+    for number, chunk in enumerate(chunks):
+        parameters = dict(chunk.named_parameters())
+        stage = number * topology.pipeline_size + topology.pipeline_rank
+        for stage_entry in adapter_entries(shape, stage, topology.expert_size):
+            entry = stage_entry.held_by(topology.expert_rank, shape, topology.expert_size)
+            (name,) = entry.hf
+            if reader.size(name) != hf_size(shape, name):
+                raise ConfigError(
+                    f"{name} has shape {reader.size(name)} and lora.rank={shape.lora_rank} asks for "
+                    f"{hf_size(shape, name)}"
+                )
+            rank, ranks = topology.tensor_rank, topology.tensor_size
+            if entry.expert is not None:
+                rank, ranks = topology.expert_tensor_rank, topology.expert_tensor_size
+            parameters[entry.megatron].copy_(load_shard(entry, shape, reader.read, rank, ranks))
+
+
+def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
+    """Return this rank's adapters, layer by layer; none where every weight is trained."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
+
+
+@contextlib.contextmanager
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Turn the adapters off within the body: it computes with and exports the frozen model. Not a collective.
+
+    Under ``overlap_param_gather`` the gather of parameters must have ended before (``Schedule.gather_parameters``): in
+    the body no forward pass would wait for it. Raises ValueError where the model has no adapters.
+    """
+    adapters = adapters_of(chunks)
+    if not adapters:
+        raise ValueError(
+            "adapters_off() leaves the frozen model, and every weight of this one is trained; set lora.rank"
+        )
+    before = [adapter.enabled for adapter in adapters]
+    try:
+        for adapter in adapters:
+            adapter.enabled = False
+        yield
+    finally:
+        for adapter, enabled in zip(adapters, before, strict=True):
+            adapter.enabled = enabled
+
+
+class MergedParameters(Mapping[str, torch.Tensor]):
+    """Maps names to a chunk's weights and buffers, a weight with its adapter merged in on request (and not kept)."""
+
+    def __init__(self, chunk: torch.nn.Module, *, merges: bool = True) -> None:
+        """Take the chunk; without ``merges`` a weight is the frozen one."""
+        self.merges = merges
+        adapters = {name: module for name, module in chunk.named_modules() if isinstance(module, Adapter)}
+        inside = {f"{name}.{own}" for name, module in adapters.items() for own, _ in module.named_parameters()}
+        self.parameters = {name: weight for name, weight in named_weights(chunk).items() if name not in inside}
+        self.adapters = {adapted_weight(name): module for name, module in adapters.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        if self.merges and name in self.adapters and self.adapters[name].enabled:
+            return self.adapters[name].merged(parameter)
+        return parameter
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)

@@ -1,0 +1,115 @@
+"""Warns when a run stalls: optimizer steps in a row without a gradient that moves a weight.
+
+Such a step is a ghost, or has a gradient of zero, or one that is not finite (``optimizer.on_nonfinite=skip``). A held
+step, of a critic's warm-up, is neither such a step nor one that trains.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from megatron_rl.types import StepKind
+
+log = logging.getLogger(__name__)
+
+WAY_OUT = (
+    "nothing has been learned in them. Ghosts mean that no sample had an advantage: look at reward/* and "
+    "skip/zero_advantage_ratio in metrics.jsonl, and at prompts of another difficulty, more rollout.samples_per_prompt "
+    "or another reward (docs/skip.md)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallCounts:
+    """Counts the last steps in a row that trained nothing, by their causes.
+
+    steps: all steps so far, held ones left out.
+    """
+
+    steps: int = 0
+    ghosts: int = 0
+    zero_gradients: int = 0
+    not_finite: int = 0
+
+    @property
+    def in_a_row(self) -> int:
+        """Return the number of the last steps that trained nothing."""
+        return self.ghosts + self.zero_gradients + self.not_finite
+
+    def after(self, row: Mapping[str, object]) -> StallCounts:
+        """Return the counts after one more step. row: as MetricsWriter.write and read_metrics return it."""
+        kind = StepKind(row["step_kind"])
+        if kind is StepKind.HELD:
+            return self
+        counted = replace(self, steps=self.steps + 1)
+        if kind is StepKind.GHOST:
+            return replace(counted, ghosts=self.ghosts + 1)
+        norm = row["train/grad_norm"]
+        if not math.isfinite(norm):
+            return replace(counted, not_finite=self.not_finite + 1)
+        if norm == 0:
+            return replace(counted, zero_gradients=self.zero_gradients + 1)
+        return StallCounts(steps=counted.steps)
+
+    def is_worth_saying(self, warning_steps: int | None) -> bool:
+        """Return whether the last ``warning_steps`` steps trained nothing, or all steps of a shorter run."""
+        return warning_steps is not None and self.in_a_row > 0 and self.in_a_row >= min(warning_steps, self.steps)
+
+    def __str__(self) -> str:
+        which = "all" if self.in_a_row == self.steps else "the last"
+        causes = (
+            (self.ghosts, "ghosts"),
+            (self.zero_gradients, "with a gradient of zero"),
+            (self.not_finite, "with a gradient that is not finite"),
+        )
+        said = ", ".join(f"{count} {cause}" for count, cause in causes if count)
+        return f"{which} {self.in_a_row} optimizer steps trained nothing ({said})"
+
+
+def stall_counts(rows: Iterable[Mapping[str, object]]) -> StallCounts:
+    """Return the counts after all rows of a metrics.jsonl."""
+    counts = StallCounts()
+    for row in rows:
+        counts = counts.after(row)
+    return counts
+
+
+class StallWarning:
+    """Warns in the log when ``warning_steps`` steps in a row train nothing, and at every doubling of that number.
+
+    warning_steps: ``metrics.untrained_warning_steps``; None: it never warns.
+    """
+
+    def __init__(self, warning_steps: int | None) -> None:
+        self._steps, self._next, self._counts = warning_steps, warning_steps, StallCounts()
+
+    def resume(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """Count the steps of a run that goes on. rows: of its metrics.jsonl, in order; they are not warned of again."""
+        for row in rows:
+            self._count(row)
+
+    def observe(self, row: Mapping[str, object]) -> None:
+        """Count one step. row: as MetricsWriter.write returns it."""
+        if self._count(row):
+            self._warn()
+
+    def _count(self, row: Mapping[str, object]) -> bool:
+        """Count one step; return whether its number is one to warn at."""
+        self._counts = self._counts.after(row)
+        if self._counts.in_a_row == 0:
+            self._next = self._steps
+        due = self._next is not None and self._counts.in_a_row == self._next
+        if due:
+            self._next *= 2
+        return due
+
+    def end(self) -> None:
+        """Warn at a run's end where all its steps trained nothing and were too few to be warned of before."""
+        if self._counts.is_worth_saying(self._steps) and self._next == self._steps:
+            self._warn()
+
+    def _warn(self) -> None:
+        log.warning("WARNING: %s: %s", self._counts, WAY_OUT)

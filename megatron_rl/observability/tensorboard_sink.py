@@ -1,0 +1,52 @@
+"""Writes metrics, completions and the configuration as event files of TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.distributed.atomic_file import set_aside
+from megatron_rl.errors import ConfigError
+from megatron_rl.observability.completions import Completion, as_text, visible
+
+
+class TensorBoardSink:
+    """Writes event files under ``tensorboard/`` in the run's folder; an earlier run's folder is renamed.
+
+    last_step: later points in the event files are hidden; None where the run does not resume.
+    """
+
+    def __init__(self, run_dir: pathlib.Path, config: Mapping[str, object], last_step: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "metrics.tensorboard=true and tensorboard cannot be imported; pip install tensorboard, or turn it off"
+            ) from error
+        folder = run_dir / "tensorboard"
+        if last_step is None and folder.exists():
+            set_aside(folder)
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=None if last_step is None else last_step + 1)
+        if config:
+            text = visible(json.dumps(config, indent=1, ensure_ascii=False))
+            self._writer.add_text("config", _as_code(text), max(0, last_step or 0))
+
+    def measured(self, stage: str, started_s: float, seconds: float) -> None:
+        """Pass over: the step's row has its stages' seconds."""
+
+    def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
+        for key, value in scalars.items():
+            self._writer.add_scalar(key, value, step)
+
+    def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:
+        text = "\n\n".join(as_text(completion) for completion in completions)
+        self._writer.add_text(f"completions/{source}", _as_code(text), step)
+
+    def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
+        self._writer.close()
+
+
+def _as_code(text: str) -> str:
+    """Return Markdown that shows text as it is: an indented block, which no text inside can end."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))

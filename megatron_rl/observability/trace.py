@@ -1,0 +1,156 @@
+"""Writes a run's files for a simulation: trace.jsonl, a line per rollout, and coefficients.json, the latest fit.
+
+Both lie in the run's folder and are written by the main rank alone; the fit is that after the last optimizer step.
+``megatron-rl simulate --from-run FOLDER`` reads them (workload.py, machine.py); a run imports no more than this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.config import Config
+from megatron_rl.distributed.atomic_file import replace_text, set_aside
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.planning.tokens import read_tokens
+from megatron_rl.types import BatchFacts
+from megatron_rl.weights.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TracedRollout:
+    """Holds one rollout's samples as arrays [S], under the names of ``Workload`` (workload.py)."""
+
+    prompt_tokens: np.ndarray
+    response_tokens: np.ndarray
+    read_response_tokens: np.ndarray
+    loss_tokens: np.ndarray
+    rewards: np.ndarray
+    groups: np.ndarray
+    by_function: Mapping[str, np.ndarray]
+
+
+class Recorder:
+    """Writes both files on the main rank, and nothing on the others.
+
+    An earlier run's files in the folder are renamed, unless this run resumes from a checkpoint (``resumed``).
+    """
+
+    def __init__(self, config: Config, backend: MegatronBackend, *, resumed: bool = False) -> None:
+        self.config = config
+        self.backend = backend
+        self.is_main = backend.topology.is_main
+        self.num_rollouts = 0
+        folder = config.run.path
+        self.trace, self.coefficients = folder / "trace.jsonl", folder / "coefficients.json"
+        if self.is_main and not resumed:
+            for path in (self.trace, self.coefficients):
+                if path.exists():
+                    set_aside(path)
+
+    def rollout(self, facts: BatchFacts, rewards: np.ndarray, by_function: np.ndarray) -> None:
+        """Write one line of the trace, numbered as ``rollout`` in the metrics.
+
+        rewards: [S], by_function: [S, F], NaN for a sample without a reward.
+        """
+        self.num_rollouts += 1
+        if not self.is_main:
+            return
+        names = self.config.reward.functions
+        traced = TracedRollout(
+            prompt_tokens=facts.prompt_tokens,
+            response_tokens=facts.response_tokens,
+            loss_tokens=facts.loss_tokens,
+            read_response_tokens=read_tokens(facts),
+            rewards=rewards,
+            groups=facts.groups,
+            by_function=dict(zip(names, by_function.T, strict=True)) if len(names) > 1 else {},
+        )
+        prompts = dict.fromkeys(sample_id.rpartition("#")[0] for sample_id in facts.sample_ids)
+        append_trace(self.trace, self.num_rollouts, traced, list(prompts))
+
+    def fit(self) -> None:
+        """Replace coefficients.json by the current measurement, at once: a reader never sees half of it."""
+        backend = self.backend
+        if not self.is_main or not backend.fit.is_fitted or not backend.optimizer_s:
+            return
+        model = backend.fit.model()
+        forward_s, backward_s = backend.fit.sums[:, -2:].sum(0)
+        content = {
+            "stages": [dataclasses.asdict(stage) for stage in model.stages],
+            "virtual": model.virtual,
+            "optimizer_s": statistics.median(backend.optimizer_s),
+            "forward_share": float(forward_s / (forward_s + backward_s)),
+            "fitted_with": fitted_with(backend.shape, self.config.model.dtype, backend.topology),
+            "measured_on": self._where(),
+        }
+        replace_text(self.coefficients, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+    def _where(self) -> str:
+        topology = self.backend.topology
+        device = torch.cuda.get_device_name() if HOST.is_cuda else f"{platform.machine()} CPU of {os.cpu_count()} cores"
+        return (
+            f"{device}, {topology.world_size} process(es), {topology.degrees}, torch {torch.__version__}, "
+            f"{self.backend.step_index} step(s)"
+        )
+
+
+def append_trace(path: str | pathlib.Path, rollout: int, samples: TracedRollout, prompts: Sequence[str] = ()) -> None:
+    """Add one rollout to a trace, in one write; ``read_trace`` (workload.py) reads it back.
+
+    With several functions the reward is their weighted sum.
+    prompts: the name of each group's prompt, in the order of the groups, for readers of the trace alone.
+    """
+
+    def plain(values: np.ndarray) -> list[float | None]:
+        return [None if np.isnan(x) else x for x in values.tolist()]
+
+    row = {
+        "rollout": rollout,
+        "group": samples.groups.tolist(),
+        "prompt_tokens": samples.prompt_tokens.tolist(),
+        "response_tokens": samples.response_tokens.tolist(),
+        "loss_tokens": samples.loss_tokens.tolist(),
+        "response_inputs": samples.read_response_tokens.tolist(),
+        "reward": plain(samples.rewards),
+    }
+    if samples.by_function:
+        row["reward_functions"] = {name: plain(x) for name, x in samples.by_function.items()}
+    if prompts:
+        row["prompts"] = list(prompts)
+    with pathlib.Path(path).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n")
+
+
+class Grid(Protocol):
+    """Describes the fields of a Topology on which a stage's fit depends."""
+
+    tensor_size: int
+    context_size: int
+    expert_size: int
+    expert_tensor_size: int
+
+
+def fitted_with(shape: ModelShape, dtype: str, degrees: Grid) -> dict[str, object]:
+    """Return the settings, besides the machine and the replicas' number, on which a stage's fit depends."""
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "dtype": dtype,
+        "tensor": degrees.tensor_size,
+        "context": degrees.context_size,
+        "expert": degrees.expert_size,
+        "expert_tensor": degrees.expert_tensor_size,
+        "stage_layers": list(shape.stage_layers),
+    }

@@ -1,0 +1,1 @@
+"""Inference engines: their interface, the embedded one, and engines around another one."""

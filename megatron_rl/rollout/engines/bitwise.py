@@ -1,0 +1,155 @@
+"""The embedded engine of ``rollout.bitwise``: the trainer's own layers with a cache, for log-probs equal to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import Config
+from megatron_rl.config.model import ParallelConfig
+from megatron_rl.distributed.topology import Grid, initialize
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.build import build_model
+from megatron_rl.model.head import head_weight
+from megatron_rl.model.invariant.attention import Cache, CachedSequences
+from megatron_rl.model.invariant.layers import compute_for_ranks
+from megatron_rl.model.logprob.row_invariant import rank_logits, rank_logprob
+from megatron_rl.rollout.engines.decoding import Decoded, Row, ends_of, uniforms_of
+from megatron_rl.rollout.engines.drawing import draw
+from megatron_rl.rollout.engines.embedded import TransformersEngine, check_embedded, stop_tokens
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, SyncReport
+from megatron_rl.rollout.engines.sampling import SampleRequest, SampleResult
+from megatron_rl.weights.config_json import load_hf_config
+from megatron_rl.weights.export import load_weights
+from megatron_rl.weights.reader import HEAD_NAME, MemoryReader, used_names
+
+
+class BitwiseEngine(TransformersEngine):
+    """Samples with a second copy of the trainer's model, whose every operation is row-invariant.
+
+    It draws as TransformersEngine does, from the same seeds. Its log-probs are those that the trainer computes for the
+    same tokens, bit by bit, whatever stands beside them there or here. The model is whole on every rank, on a grid of
+    its own, and computes what the trainer's tensor ranks do one after the other.
+    """
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Build the model, without weights; a collective. ``config``: with ``rollout.bitwise``, its dtype settled."""
+        path = config.model.hf_path
+        check_embedded(path, config.rollout)
+        hf_config = load_hf_config(path)
+        self._grid, self._ranks = Grid(), config.parallel.tensor
+        alone = dataclasses.replace(config, parallel=ParallelConfig())
+        with torch.random.fork_rng(devices=[]), self._grid.active():
+            self._topology = initialize(deadline_s=config.run.deadline_s, seed=config.run.seed)
+            (model,), self._shape = build_model(alone, hf_config, self._topology)
+        self._hold(
+            model.requires_grad_(False).eval(),
+            tokenizer,
+            config.rollout,
+            config.run.seed,
+            torch.device("cpu"),
+            self._shape.context_tokens,
+            stop_tokens(path, tokenizer, self._shape.vocab_size),
+        )
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Copy every weight into the model, as ``Engine.load_weights`` does; rollouts carry ``version`` >= 0."""
+        if version < 0:
+            raise ValueError(f"load_weights: version={version} must be at least 0")
+        model, started = self._open_model(), time.perf_counter()
+        self.weight_version = NO_WEIGHTS
+        weights: dict[str, torch.Tensor] = {}
+        used = used_names(self._shape)
+        for name, tensor in tensors:
+            if name in weights:
+                raise ValueError(f"load_weights: weight {name!r} arrived twice; export every weight once")
+            if name not in used and not (name == HEAD_NAME and self._shape.tied_embeddings):
+                raise ValueError(f"load_weights: unknown weight {name!r}; this model has no such name")
+            weights[name] = tensor.clone()
+        if missing := sorted(used - set(weights)):
+            raise ValueError(
+                f"load_weights: {len(missing)} of {len(used)} weights did not arrive: {', '.join(missing)}"
+            )
+        try:
+            with torch.no_grad(), self._grid.active():
+                load_weights([model], self._shape, self._topology, MemoryReader(weights))
+                compute_for_ranks(model, self._ranks)
+        except ConfigError as error:
+            raise ValueError(f"load_weights: {error}") from error
+        self.weight_version = version
+        return SyncReport(
+            version=version,
+            num_tensors=len(weights),
+            num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
+            seconds=time.perf_counter() - started,
+        )
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        raise RuntimeError("rollout.bitwise=true samples rollouts alone; the server's requests need it to be false")
+
+    @torch.inference_mode()
+    def _decode(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]) -> Decoded:
+        """Decode one batch, as TransformersEngine does, of rows whose temperature and stops are the same."""
+        temperature, repeats = rows[0].temperature, len(rows) // len(prompts)
+        limits = np.array([row.max_tokens for row in rows])
+        max_steps = int(limits.max())
+        uniforms = None if rows[0].greedy else torch.from_numpy(uniforms_of(rows, max_steps))
+        with self._grid.active():
+            model, weight, vocab_size = self._open_model(), head_weight(self._open_model()), self._shape.vocab_size
+            width = max(map(len, prompts)) + max_steps
+            cache = Cache(num_rows=len(rows) * width)
+            hidden = run_prompts(model, cache, prompts, repeats, width)
+            running = np.arange(len(rows))  # the rows in the batch, by their numbers
+            prompt_lengths = np.repeat([len(prompt) for prompt in prompts], repeats)
+            token_ids = np.zeros((max_steps, len(rows)), dtype=np.int64)
+            logprobs = np.zeros((max_steps, len(rows)), dtype=np.float32)
+            for step in range(max_steps):
+                logits = rank_logits(hidden, weight, vocab_size=vocab_size, ranks=self._ranks)
+                numbers = None if uniforms is None else uniforms[step, running]
+                tokens, _ = draw(torch.cat(logits, dim=1), temperature, numbers)
+                own = rank_logprob(logits, tokens, temperature=temperature)
+                token_ids[step, running], logprobs[step, running] = tokens.numpy(), own.numpy()
+                goes_on = (limits[running] > step + 1) & ~np.isin(token_ids[step, running], self._stop_ids)
+                running = running[goes_on]
+                if not len(running):
+                    break
+                parts = [
+                    (np.array([i]), int(prompt_lengths[row]) + step, row * width + np.arange(width))
+                    for i, row in enumerate(running)
+                ]
+                hidden = run(model, cache, tokens[torch.from_numpy(goes_on)], parts)
+        lengths, stopped = ends_of(token_ids[: step + 1], rows)
+        return Decoded(token_ids=token_ids[: step + 1], logprobs=logprobs[: step + 1], lengths=lengths, stopped=stopped)
+
+
+def run(
+    model: torch.nn.Module, cache: Cache, tokens: torch.Tensor, parts: Sequence[tuple[np.ndarray, int, np.ndarray]]
+) -> torch.Tensor:
+    """Return the hidden states [T, H] of the next tokens [T] of sequences; parts: see ``Sight.of``."""
+    packed = CachedSequences.of(cache, parts)
+    return model(tokens[None], None, None, packed_seq_params=packed)[0]
+
+
+def run_prompts(
+    model: torch.nn.Module, cache: Cache, prompts: Sequence[tuple[int, ...]], repeats: int, width: int
+) -> torch.Tensor:
+    """Run each prompt once, give its keys and values to all its samples, and return their last hidden states.
+
+    Returns [len(prompts) · repeats, H]. Row r of the samples has rows r · width to (r + 1) · width of the cache.
+    """
+    starts = np.cumsum([0, *map(len, prompts)])
+    parts = [
+        (np.arange(starts[i], starts[i + 1]), 0, i * repeats * width + np.arange(width)) for i in range(len(prompts))
+    ]
+    tokens = torch.tensor([token for prompt in prompts for token in prompt])
+    hidden = run(model, cache, tokens, parts)
+    for i, prompt in enumerate(prompts):
+        own = i * repeats * width + np.arange(len(prompt))
+        for sample in range(1, repeats):
+            cache.copy(own, own + sample * width)
+    return hidden[torch.from_numpy(starts[1:] - 1)].repeat_interleave(repeats, dim=0)

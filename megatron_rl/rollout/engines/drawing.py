@@ -1,0 +1,55 @@
+"""Draws of the next token: a row's own distribution at its temperature, within its cuts, inverted at its own number."""
+
+from __future__ import annotations
+
+import torch
+
+
+def draw(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row; return ids, int64 [R], and their log-probs at ``temperature``, float32 [R].
+
+    logits: [R, vocab].
+    uniforms: float64 [R] in [0, 1); None for greedy.
+    """
+    logprobs = distribution(logits, temperature)
+    tokens = logits.argmax(dim=-1) if uniforms is None else inverted(logprobs, uniforms)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def distribution(
+    logits: torch.Tensor, temperature: float | torch.Tensor, cuts: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Return the log-probs of the distributions that rows are drawn from, float32 [R, vocab].
+
+    temperature: of all rows, or [R, 1]. cuts: see ``cut``; None: no row has any.
+    """
+    scaled = logits.float() / temperature
+    return torch.log_softmax(scaled if cuts is None else cut(scaled, *cuts), dim=-1)
+
+
+def inverted(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return each row's first token, int64 [R], whose cumulative probability exceeds the row's number.
+
+    So a token of probability 0 is never drawn. uniforms: float64 [R] in [0, 1).
+    """
+    # float64: over 150,000 tokens a float32 sum is off by more than a rare token's probability. Scaled by the
+    # row's own total, which rounding keeps from being exactly 1.
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    return tokens.clamp_(max=logprobs.shape[-1] - 1)  # NaN logits: reported by the caller, once, not per step
+
+
+def cut(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return the logits with −inf at tokens outside top_k, then outside the smallest set that has top_p.
+
+    top_k: int64 [R], the vocabulary's size for no cut. top_p: float32 [R], 1 for no cut.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    outside = torch.arange(logits.shape[-1], device=logits.device) >= top_k[:, None]
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    before = ordered.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64).roll(1, dims=-1)
+    before[:, 0] = 0.0
+    ordered = ordered.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1), -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter(1, order, ordered)

@@ -1,0 +1,309 @@
+"""The embedded engine: a Hugging Face model in the trainer's own process, for small models, laptops and CI."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.engines.decoding import Decoded, Row, decode_rows
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS, OnFinished, SyncReport, sample_seed, token_bounds
+from megatron_rl.rollout.engines.prefill import counts_pads, cut_batches
+from megatron_rl.types import Prompt, Rollout
+from megatron_rl.weights.config_json import parse_hf_config, settle_tying, stop_ids, transformers_model
+from megatron_rl.weights.fused import file_tensors
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.engines.sampling import SampleRequest, SampleResult
+
+MAX_EMBEDDED_PARAMETERS = 1_000_000_000
+
+
+class TransformersEngine:
+    """Samples with a Hugging Face causal LM that is built from its config; weights come by ``load_weights``.
+
+    It is an ``Engine`` (rollout/engines/engine.py). Rollouts and requests are decoded by the same loop (decoding.py), a
+    rollout with the seed that ``sample_seed`` gives it.
+
+    Example: ``TransformersEngine(path, tokenizer, RolloutConfig(), seed=0, dtype=torch.float32,
+    device=torch.device("cpu"))``
+    """
+
+    def __init__(
+        self,
+        hf_path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: RolloutConfig,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Build the model, without weights. ``seed``: the run's seed.
+
+        Raises ConfigError for a directory that does not exist, a model too large, or an impossible stop token.
+        """
+        model = _build_model(hf_path, rollout, dtype, device)
+        text_config = model.config.get_text_config()
+        stop_ids = stop_tokens(hf_path, tokenizer, text_config.vocab_size)
+        self._hold(model, tokenizer, rollout, seed, device, int(text_config.max_position_embeddings), stop_ids)
+        self._alike = counts_pads(model)
+
+    def _hold(
+        self,
+        model: torch.nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: RolloutConfig,
+        seed: int,
+        device: torch.device,
+        max_positions: int,
+        stop_ids: Sequence[int],
+    ) -> None:
+        """Take over what every embedded engine has, before any weights."""
+        self.weight_version = NO_WEIGHTS
+        self._tokenizer, self._rollout, self._seed, self._device = tokenizer, rollout, seed, device
+        self._model: torch.nn.Module | None = model
+        self._max_positions, self._stop_ids = max_positions, tuple(stop_ids)
+        self._routers = None
+        if rollout.routing_replay == "rollout":
+            from megatron_rl.rollout.engines.router_records import RouterRecords
+
+            self._routers = RouterRecords(model)
+
+    lost = ()
+    lacks_weights = True  # it takes no adapters apart from the weights
+    is_elsewhere, progressed_at, _alike = False, -math.inf, False
+
+    def recover(self, lost: Sequence[str]) -> Sequence[str]:
+        """Do nothing: the engine is in this process, and lives and dies with it."""
+        return ()
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Do nothing: no rank can fail to reach it (see ``recover``)."""
+
+    def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
+        """Do nothing: ``load_weights`` has raised every error."""
+
+    def sleep(self) -> None:
+        """Do nothing: the weights and caches are this process's own."""
+
+    def wake(self, *, tags: Sequence[str]) -> None:
+        """Do nothing: ``sleep`` gave nothing back."""
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Copy every weight into the model, as ``Engine.load_weights`` does; rollouts carry ``version`` >= 0.
+
+        Names are those of checkpoint files; a mixture's fused experts take them in part by part.
+        """
+        if version < 0:
+            raise ValueError(f"load_weights: version={version} must be at least 0")
+        model = self._open_model()
+        # Targets are parameters and persistent buffers, tied aliases under each of their names.
+        targets = file_tensors(model.state_dict(keep_vars=True), model.config.get_text_config().model_type)
+        owners: dict[int, str] = {}
+        for name, target in targets.items():
+            owners.setdefault(id(target), name)
+        started, num_bytes = time.perf_counter(), 0
+        self.weight_version = NO_WEIGHTS  # a load that fails halfway leaves mixed weights, which must not be sampled
+        seen: set[str] = set()
+        filled: set[int] = set()
+        # Each name may arrive once; a tied alias only with the values that its target has already.
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if name not in targets:
+                    raise ValueError(
+                        f"load_weights: unknown weight {name!r}; this {type(model).__name__} has no such name"
+                    )
+                if name in seen:
+                    raise ValueError(f"load_weights: weight {name!r} arrived twice; export every weight once")
+                target = targets[name]
+                if tensor.shape != target.shape:
+                    raise ValueError(
+                        f"load_weights: weight {name!r} has shape {tuple(tensor.shape)}, the model needs "
+                        f"{tuple(target.shape)}; export full tensors (gathered over tensor parallel ranks, vocabulary "
+                        "padding removed)"
+                    )
+                if id(target) in filled and not torch.equal(target, tensor.to(target)):
+                    raise ValueError(
+                        f"load_weights: {name!r} is tied to {owners[id(target)]!r} in the model and arrived with "
+                        "other values; set tie_word_embeddings=false in the model's config, or tie them in the trainer"
+                    )
+                target.copy_(tensor)
+                num_bytes += tensor.numel() * tensor.element_size()
+                seen.add(name)
+                filled.add(id(target))
+        missing = sorted(set(owners.values()) - seen)
+        if missing:
+            raise ValueError(
+                f"load_weights: {len(missing)} of {len(owners)} weights did not arrive: {', '.join(missing)}"
+            )
+        self.weight_version = version
+        return SyncReport(
+            version=version, num_tensors=len(seen), num_bytes=num_bytes, seconds=time.perf_counter() - started
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        *,
+        temperature: float | None = None,
+        max_tokens: Sequence[int] | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[Rollout]:
+        """Return rollouts as ``Engine.generate`` does.
+
+        Log-probs are at the temperature of the call; greedy ones at ``rollout.temperature``.
+        """
+        bounds = self._check(prompts, samples_per_prompt, max_tokens)
+        greedy, logprob_temperature = temperature == 0.0, temperature or self._rollout.temperature
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # like lengths pad least
+        max_rows = self._rollout.max_batch_samples
+        rollouts: list[list[Rollout]] = [[] for _ in prompts]
+        # A group larger than the batch limit is sampled in slices, at one more prefill of its prompt for each.
+        for first in range(0, samples_per_prompt, max_rows):
+            samples = range(first, min(first + max_rows, samples_per_prompt))
+            num_prompts = max_rows // len(samples)
+            for batch in cut_batches(order, lambda i: len(prompts[i].token_ids), num_prompts, alike=self._alike):
+                rows = [
+                    Row(
+                        prompt=number,
+                        seed=self._seed_of(prompts[index], sample),
+                        max_tokens=bounds[index],
+                        temperature=logprob_temperature,
+                        greedy=greedy,
+                        stop_ids=self._stop_ids,
+                    )
+                    for number, index in enumerate(batch)
+                    for sample in samples
+                ]
+                decoded = self._decode([prompts[index].token_ids for index in batch], rows)
+                sampled = self._to_rollouts([(prompts[i], sample) for i in batch for sample in samples], decoded)
+                for position, index in enumerate(batch):
+                    rollouts[index] += sampled[position * len(samples) : (position + 1) * len(samples)]
+                    if on_finished is not None and len(rollouts[index]) == samples_per_prompt:
+                        on_finished(index, rollouts[index])
+        return [rollout for group in rollouts for rollout in group]
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        from megatron_rl.rollout.engines.embedded_sampling import sample_requests
+
+        model = self._ready_model()
+        return sample_requests(model, self._tokenizer.decode, requests, max_rows=self._rollout.max_batch_samples)
+
+    def close(self) -> None:
+        self._model = None
+        self.weight_version = NO_WEIGHTS
+
+    def _open_model(self) -> PreTrainedModel:
+        if self._model is None:
+            raise RuntimeError("TransformersEngine was closed; build a new one")
+        return self._model
+
+    def _ready_model(self) -> PreTrainedModel:
+        if self.weight_version == NO_WEIGHTS:
+            self._open_model()
+            raise RuntimeError("TransformersEngine: no complete set of weights was loaded; call load_weights first")
+        return self._open_model()
+
+    def _check(self, prompts: Sequence[Prompt], samples_per_prompt: int, max_tokens: Sequence[int] | None) -> list[int]:
+        self._ready_model()
+        return token_bounds(
+            prompts, samples_per_prompt, max_tokens, self._rollout.max_response_tokens, self._max_positions
+        )
+
+    def _seed_of(self, prompt: Prompt, sample: int) -> int:
+        return sample_seed(self._seed, prompt.prompt_id, sample, self.weight_version, prompt.attempt)
+
+    def _decode(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]) -> Decoded:
+        """Decode one batch: the same number of rows of each prompt, in the prompts' order."""
+        return decode_rows(self._open_model(), prompts, rows, self._tokenizer.decode, self._routers)
+
+    def _to_rollouts(self, samples: Sequence[tuple[Prompt, int]], decoded: Decoded) -> list[Rollout]:
+        """Make the rollouts of decoded samples, each a prompt and a sample's number."""
+        token_ids, logprobs, lengths = decoded.token_ids, decoded.logprobs, decoded.lengths
+        within = np.arange(len(token_ids))[:, None] < lengths
+        if not np.isfinite(logprobs[within]).all():
+            prompt, sample = samples[int(np.argmin((np.isfinite(logprobs) | ~within).all(axis=0)))]
+            raise RuntimeError(
+                f"sample {prompt.prompt_id}#{sample} has a log-prob that is not finite at weight version "
+                f"{self.weight_version}; the weights are broken (a step with a non-finite gradient?) or overflow in "
+                "this dtype"
+            )
+        experts: list[np.ndarray | None] = [None] * len(samples)
+        if self._routers is not None:
+            experts = self._routers.of([len(prompt.token_ids) for prompt, _ in samples], lengths.tolist())
+        texts: dict[tuple[int, ...], str] = {}  # short answers repeat within a group, and decoding is slow
+        rollouts = []
+        parts = token_ids.T.tolist(), logprobs.T.tolist(), lengths.tolist(), decoded.stopped.tolist(), experts
+        for (prompt, sample), row_ids, row_logprobs, length, stop, routed in zip(samples, *parts, strict=True):
+            body = tuple(row_ids[: length - stop])
+            if body not in texts:
+                texts[body] = self._tokenizer.decode(list(body), skip_special_tokens=True)
+            rollouts.append(
+                Rollout(
+                    prompt=prompt,
+                    sample_index=sample,
+                    response_ids=tuple(row_ids[:length]),
+                    logprobs=tuple(row_logprobs[:length]),
+                    text=texts[body],
+                    finish_reason="stop" if stop else "length",
+                    weight_versions=((self.weight_version, length),),
+                    routed_experts=routed,
+                )
+            )
+        return rollouts
+
+
+def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Build the model of ``hf_path``'s config in eval mode, its weights not yet set. Raises ConfigError.
+
+    Its attention is torch's (sdpa) where transformers has it for the family; one with sinks has none.
+    """
+    config = parse_hf_config(hf_path)
+    settle_tying(config, hf_path)
+    check_embedded(hf_path, rollout)
+    # Modules draw their initial values from torch's global generator, which belongs to the trainer.
+    accelerators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=accelerators), torch.device(device):
+        model = transformers_model(config, hf_path, dtype=dtype)
+    return model.requires_grad_(False).eval()
+
+
+def check_embedded(hf_path: str, rollout: RolloutConfig) -> None:
+    """Raise ConfigError for a model too large to be held whole on every rank; no weights are made."""
+    if rollout.allow_large_embedded_model:
+        return
+    config = parse_hf_config(hf_path)
+    settle_tying(config, hf_path)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # shapes without storage
+        num_parameters = transformers_model(config, hf_path, dtype=torch.float32).num_parameters()
+    if num_parameters > MAX_EMBEDDED_PARAMETERS:
+        raise ConfigError(
+            "rollout.engine=transformers holds a whole copy of the model on every rank that samples, and "
+            f"{hf_path!r} has {num_parameters:,} parameters, above {MAX_EMBEDDED_PARAMETERS:,}; take a "
+            "smaller model, or set rollout.allow_large_embedded_model=true if the memory is there"
+        )
+
+
+def stop_tokens(hf_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
+    """Return the stop tokens of tokenizer and generation_config.json, ascending.
+
+    Raises ConfigError for a token outside the vocabulary.
+    """
+    # Chat models list their second stop token in generation_config.json.
+    stops = {*stop_ids(hf_path)} | ({tokenizer.eos_token_id} - {None})
+    outside = sorted(stop_id for stop_id in stops if not 0 <= stop_id < vocab_size)
+    if outside:
+        raise ConfigError(
+            f"stop token ids {outside} of the tokenizer or of {hf_path!r} lie outside the model's "
+            f"vocab_size={vocab_size}; check model.tokenizer_path and eos_token_id in generation_config.json"
+        )
+    return sorted(stops)

@@ -1,0 +1,73 @@
+"""Records of the experts that an embedded mixture sends each token to, for ``rollout.routing_replay=rollout``.
+
+transformers' routers (5.19, models/mixtral and models/qwen3_moe) return logits, weights and experts; a hook on each of
+them keeps the experts of the latest pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from megatron_rl.errors import ConfigError
+
+
+def routers_of(mlp: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a layer's router, by transformers' names of it (``gate``; gpt_oss: ``router``); none of a dense MLP."""
+    return [module for name, module in mlp.named_children() if name in ("gate", "router")]
+
+
+class RouterRecords:
+    """Keeps the experts of a batch that is sampled: of its prompts, then of each step's tokens.
+
+    ``begin``, then ``note`` after each step's pass, then ``of``.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Hook the model's routers. Raises ConfigError for a model without mixtures of experts."""
+        layers = model.model.layers
+        routers = [router for layer in layers for router in routers_of(layer.mlp)]
+        if len(routers) < len(layers):
+            raise ConfigError(
+                f"rollout.routing_replay=rollout replays the experts of a mixture, and a {type(model).__name__} has "
+                "none; set rollout.routing_replay=off"
+            )
+        self._latest: list[torch.Tensor | None] = [None] * len(layers)
+        self._prompts: torch.Tensor | None = None
+        self._steps: torch.Tensor | None = None
+        for number, router in enumerate(routers):
+            router.register_forward_hook(lambda module, arguments, output, number=number: self._keep(number, output))
+
+    def _keep(self, number: int, output: tuple[torch.Tensor, ...]) -> None:
+        self._latest[number] = output[2]
+
+    def _pass(self, rows: int) -> torch.Tensor:
+        """Return int16 [rows, width, layers, top_k] of the latest pass."""
+        return torch.stack([x.to(torch.int16).view(rows, -1, x.shape[-1]) for x in self._latest], dim=2)
+
+    def begin(self, num_prompts: int, num_rows: int, max_steps: int) -> None:
+        """Keep the experts of the pass over the prompts; no response token is known yet."""
+        self._prompts = self._pass(num_prompts)
+        shape = (max_steps, num_rows, *self._prompts.shape[2:])
+        self._steps = torch.full(shape, -1, dtype=torch.int16, device=self._prompts.device)
+
+    def note(self, step: int, rows: torch.Tensor) -> None:
+        """Keep the experts of the tokens drawn at ``step``, by the pass over ``rows`` that followed."""
+        self._steps[step, rows] = self._pass(len(rows))[:, 0]
+
+    def of(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> list[np.ndarray]:
+        """Return each row's experts, int16 [prompt + response, layers, top_k], the last token's −1.
+
+        prompt_lengths: of each row's prompt, whose pads lie before it. lengths: of each row's response.
+        """
+        prompts, steps = self._prompts.cpu().numpy(), self._steps.cpu().numpy()
+        self._prompts = self._steps = None
+        repeats, unknown = len(lengths) // len(prompts), np.full((1, *prompts.shape[2:]), -1, dtype=np.int16)
+        experts = []
+        for row, (prompt_length, length) in enumerate(zip(prompt_lengths, lengths, strict=True)):
+            own = prompts[row // repeats, prompts.shape[1] - prompt_length :]
+            experts.append(np.concatenate([own, steps[: length - 1, row], unknown]))
+        return experts

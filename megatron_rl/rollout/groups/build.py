@@ -1,0 +1,101 @@
+"""Chooses the parts that a rollout's groups go through; a part that a run has not is not imported."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from megatron_rl.config import DynamicSamplingConfig, ReplayConfig, RerollConfig, TrainConfig
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.rollout.groups.parts import (
+    AsDrawn,
+    GroupFilter,
+    GroupParts,
+    HandOut,
+    NoReplay,
+    NoReroll,
+    Replay,
+    Reroll,
+    StartOrder,
+    WholeRollouts,
+)
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.scored_batch import GroupScorer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """Says which parts a run has.
+
+    num_stragglers: groups that each rollout leaves under way (``rollout.producer.straggler_share``).
+    seed:           the run's.
+    """
+
+    dynamic_sampling: DynamicSamplingConfig
+    replay: ReplayConfig
+    reroll: RerollConfig
+    train: TrainConfig
+    start_order: str
+    num_stragglers: int
+    seed: int
+
+
+def build_parts(
+    settings: GroupSettings, prompts: PromptDataset, manager: RolloutManager, scorer: GroupScorer, timer: StepTimer
+) -> GroupParts:
+    """Build the parts of a queue."""
+    order, reroll = _start_order(settings.start_order), _reroll(settings.reroll)
+    filters: list[GroupFilter] = []
+    if settings.dynamic_sampling.max_rounds:
+        from megatron_rl.rollout.groups.refill import FurtherPrompts, Refill
+
+        further = FurtherPrompts(
+            prompts=prompts, epochs=settings.train.epochs, manager=manager, order=order, reroll=reroll
+        )
+        filters.append(Refill(settings.dynamic_sampling, further, scorer, timer))
+    replay: Replay = NoReplay()
+    if settings.replay.capacity_groups:
+        from megatron_rl.rollout.groups.replay import GroupReplay
+
+        replay = GroupReplay(settings.replay, settings.seed, backend=scorer.backend, scorer=scorer, timer=timer)
+        filters.append(replay)
+    hand_out: HandOut = WholeRollouts(settings.train.prompts_per_rollout)
+    if settings.num_stragglers:
+        hand_out = _stragglers(manager, timer, settings.train.prompts_per_rollout, settings.num_stragglers)
+    return GroupParts(order=order, reroll=reroll, replay=replay, hand_out=hand_out, filters=filters)
+
+
+def _start_order(name: str) -> StartOrder:
+    match name:
+        case "longest_first":
+            from megatron_rl.rollout.groups.longest_first import LongestFirst
+
+            return LongestFirst()
+        case _:
+            return AsDrawn()
+
+
+def _reroll(settings: RerollConfig) -> Reroll:
+    match settings.max_groups:
+        case 0:
+            return NoReroll()
+        case _:
+            from megatron_rl.rollout.groups.reroll import GroupReroll
+
+            return GroupReroll(settings)
+
+
+def _stragglers(manager: RolloutManager, timer: StepTimer, prompts_per_rollout: int, num_stragglers: int) -> HandOut:
+    from megatron_rl.rollout.groups.stragglers import Stragglers
+
+    return Stragglers(manager, timer, prompts_per_rollout=prompts_per_rollout, num_stragglers=num_stragglers)
+
+
+def with_stragglers(
+    parts: GroupParts, manager: RolloutManager, timer: StepTimer, *, prompts_per_rollout: int
+) -> GroupParts:
+    """Return the parts of a queue that takes a checkpoint's stragglers, though the run leaves none of its own."""
+    if not isinstance(parts.hand_out, WholeRollouts):
+        return parts
+    return dataclasses.replace(parts, hand_out=_stragglers(manager, timer, prompts_per_rollout, 0))

@@ -1,0 +1,192 @@
+"""The parts that choose a rollout's groups, as the queue sees them, and what stands for a part that a run has not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megatron_rl.rollout.groups.selection import Selection
+from megatron_rl.rollout.scored_batch import ScoredBatch
+from megatron_rl.rollout.training_batch import TrainingBatch
+from megatron_rl.rollout.worker import Group, RolloutJob
+from megatron_rl.types import BatchFacts, Prompt
+
+
+class GroupFilter(Protocol):
+    """Gives places without signal to other groups, before a rollout is trained."""
+
+    def fill(self, index: int, selection: Selection) -> Selection:
+        """Return the selection of rollout ``index`` with other groups in its dead places. A collective."""
+        ...
+
+
+class StartOrder(Protocol):
+    """Orders the groups that a rollout starts. Its methods are not collectives."""
+
+    def arrange(self, prompts: Mapping[int, Prompt]) -> dict[int, Prompt]: ...
+
+    def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None:
+        """Note how groups came. prompts: by place, of all ranks; ``facts.groups`` are places."""
+        ...
+
+    def state(self) -> dict[str, int]: ...
+
+    def load_state(self, lengths: Mapping[str, int]) -> None: ...
+
+
+class Reroll(Protocol):
+    """Names prompts that are asked again. Its methods are not collectives."""
+
+    def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
+        """Return (prompt_id, attempt) of at most ``room`` prompts to ask now, at that fraction of the training."""
+        ...
+
+    def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
+        """Note scored groups. prompts: by place, of all ranks. fresh: the places that are not too old."""
+        ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def state(self) -> dict: ...
+
+    def load_state(self, state: Mapping) -> None: ...
+
+
+class Replay(Protocol):
+    """Keeps trained groups, to be trained again. Its methods are not collectives.
+
+    groups: this rank's groups that are kept, by their prompts' names.
+    """
+
+    groups: dict[str, Group]
+
+    def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> None:
+        """Take a trained batch into account. advantages: [S], by rewards alone and without noise."""
+        ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def state(self) -> dict: ...
+
+    def load_state(self, state: Mapping, groups: Mapping[str, Group]) -> None: ...
+
+
+class HandOut(Protocol):
+    """Decides how many groups a rollout starts, and which of them are trained with it.
+
+    late: by how many rollouts a group may be trained after its own.
+    left: the job of the groups that the rollout taken last has left under way; None if none.
+    """
+
+    late: int
+    left: RolloutJob | None
+
+    def num_to_start(self, jobs: Collection[RolloutJob], number: int, *, is_last: bool) -> int:
+        """Return the groups that a rollout starts. Not a collective.
+
+        jobs: the rollouts that are started and not taken. number: of rollouts that are not taken, up to this one.
+        is_last: whether none comes after it.
+        """
+        ...
+
+    def has_groups(self, jobs: Collection[RolloutJob], number: int) -> bool:
+        """Tell whether started groups suffice for the ``number``-th rollout that is not taken. Not a collective."""
+        ...
+
+    def take(self, job: RolloutJob) -> RolloutJob:
+        """Return the job of the groups that are trained now, in place of a rollout's own. A collective."""
+        ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupParts:
+    """Holds a queue's parts; the filters apply in their order (groups/build.py)."""
+
+    order: StartOrder
+    reroll: Reroll
+    replay: Replay
+    hand_out: HandOut
+    filters: Sequence[GroupFilter] = ()
+
+
+class AsDrawn:
+    """Starts groups in the order of their places."""
+
+    def arrange(self, prompts: Mapping[int, Prompt]) -> dict[int, Prompt]:
+        return dict(sorted(prompts.items()))
+
+    def note(self, prompts: Mapping[int, Prompt], facts: BatchFacts) -> None: ...
+
+    def state(self) -> dict[str, int]:
+        return {}
+
+    def load_state(self, lengths: Mapping[str, int]) -> None: ...
+
+
+class NoReroll:
+    """Asks no prompt again; prompts that wait in a checkpoint wait on."""
+
+    def __init__(self) -> None:
+        self._state = {"waiting": [], "num_buffered": 0, "num_issued": 0}
+
+    def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
+        return []
+
+    def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        waiting, buffered, issued = self._state["waiting"], self._state["num_buffered"], self._state["num_issued"]
+        return {
+            "reroll/size": float(len(waiting)),
+            "reroll/buffered": float(buffered),
+            "reroll/issued": float(issued),
+        }
+
+    def state(self) -> dict:
+        return dict(self._state)
+
+    def load_state(self, state: Mapping) -> None:
+        self._state = dict(state)
+
+
+class NoReplay:
+    """Keeps no group; those of a checkpoint are dropped."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Group] = {}
+
+    def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {"replay/size": 0.0}
+
+    def state(self) -> dict:
+        return {"entries": []}
+
+    def load_state(self, state: Mapping, groups: Mapping[str, Group]) -> None: ...
+
+
+class WholeRollouts:
+    """Trains every group with its own rollout."""
+
+    late, left = 0, None
+
+    def __init__(self, prompts_per_rollout: int) -> None:
+        self._prompts_per_rollout = prompts_per_rollout
+
+    def num_to_start(self, jobs: Collection[RolloutJob], number: int, *, is_last: bool) -> int:
+        return self._prompts_per_rollout
+
+    def has_groups(self, jobs: Collection[RolloutJob], number: int) -> bool:
+        return False
+
+    def take(self, job: RolloutJob) -> RolloutJob:
+        return job
+
+    def metrics(self) -> dict[str, float]:
+        return {}

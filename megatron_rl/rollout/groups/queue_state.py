@@ -1,0 +1,88 @@
+"""The queue of rollouts in a checkpoint: what is finished and not trained, and the state of each of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.rollout.groups.build import with_stragglers
+from megatron_rl.rollout.groups.serialization import SavedGroup, pack_groups, unpack_groups
+from megatron_rl.rollout.queue import RolloutQueue
+from megatron_rl.rollout.worker import Group, RolloutJob
+
+LEFT = "left"  # in the place of a rollout's index: the stragglers of the rollout that was taken last
+
+
+def save(queue: RolloutQueue) -> tuple[dict, bytes]:
+    """Return (the state that every rank holds, as JSON; this rank's own groups, as bytes) between two rollouts.
+
+    Waits for all rollouts under way, since the weights that they come from are gone after a checkpoint. The next
+    rollout that is started has the current weights. A collective.
+    """
+    queue.manager.settle()
+    queue.resend_weights = True
+    parts = queue.parts
+    groups = {
+        f"kept/{name}": SavedGroup(prompt=group.prompt, rollouts=group.rollouts, scores=group.scores)
+        for name, group in parts.replay.groups.items()
+    }
+    left = parts.hand_out.left
+    for number, job in [*queue.jobs.items(), *([(LEFT, left)] if left else [])]:
+        with job.change:  # reward workers may be changing it
+            groups |= {
+                f"job/{number}/{place}": SavedGroup(
+                    prompt=job.prompts[place], rollouts=job.rollouts[place], scores=job.scores.get(place)
+                )
+                for place in job.mine
+            }
+    state = {
+        "next_rollout": queue.next_rollout,
+        "jobs": {str(number): _identities(job) for number, job in queue.jobs.items()},
+        "left": _identities(left) if left else [],
+        "lengths": parts.order.state(),
+        "replay": parts.replay.state(),
+        "reroll": parts.reroll.state(),
+    }
+    return state, pack_groups(groups)
+
+
+def _identities(job: RolloutJob) -> list[list]:
+    """Return [place, prompt id, attempt] of a job's groups, of all ranks."""
+    return [[place, prompt.prompt_id, prompt.attempt] for place, prompt in job.prompts.items()]
+
+
+def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
+    """Take over the state and the groups that ``save`` returned. Not a collective.
+
+    rows: the bytes that ``save`` returned on some of its ranks; each rank's go to exactly one rank of this run. The
+        prompts' cursor must be restored before.
+    """
+    queue.next_rollout, queue.resend_weights = state["next_rollout"], True
+    queue.parts.reroll.load_state(state["reroll"])
+    queue.parts.order.load_state(state.get("lengths", {}))  # older checkpoints have neither lengths nor stragglers
+    groups = {key: group for data in rows for key, group in unpack_groups(data, queue.prompts.recall).items()}
+    if identities := state.get("left"):
+        per_rollout = queue.settings.train.prompts_per_rollout
+        queue.parts = with_stragglers(queue.parts, queue.manager, queue.timer, prompts_per_rollout=per_rollout)
+        queue.parts.hand_out.left = _restored_job(queue, LEFT, identities, groups)
+    for number, identities in sorted((int(number), saved) for number, saved in state["jobs"].items()):
+        queue.jobs[number] = _restored_job(queue, number, identities, groups)
+    replayed = {
+        key.removeprefix("kept/"): Group(rollouts=tuple(group.rollouts), scores=tuple(group.scores))
+        for key, group in groups.items()
+        if key.startswith("kept/")
+    }
+    queue.parts.replay.load_state(state["replay"], replayed)
+
+
+def _restored_job(
+    queue: RolloutQueue, number: int | str, identities: Sequence, groups: Mapping[str, SavedGroup]
+) -> RolloutJob:
+    """Start the job of a rollout that was finished before a checkpoint, of the groups that this rank reads."""
+    prompts = {place: queue.prompts.recall(*identity) for place, *identity in identities}
+    job = RolloutJob(prompts, (), queue.settings.samples_per_prompt)
+    for key, group in groups.items():
+        kind, _, suffix = key.rpartition("/")
+        if kind == f"job/{number}":
+            job.put(int(suffix), group.rollouts, group.scores)
+    queue.manager.start(job)
+    return job

@@ -1,0 +1,102 @@
+"""Dynamic sampling: groups without signal give way to groups of further prompts, round after round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_rl.algorithm.own_estimator import in_unequal_groups
+from megatron_rl.config import DynamicSamplingConfig, RewardConfig
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.errors import NoSignalError
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.reward.function import BUILT_IN
+from megatron_rl.rollout.groups.parts import Reroll, StartOrder
+from megatron_rl.rollout.groups.selection import Selection
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.scored_batch import GroupScorer, ScoredBatch
+from megatron_rl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FurtherPrompts:
+    """Draws further prompts and has them answered. epochs: after which the data end; None: they do not."""
+
+    prompts: PromptDataset
+    epochs: int | None
+    manager: RolloutManager
+    order: StartOrder
+    reroll: Reroll
+
+    def next(self, places: Sequence[int]) -> dict[int, Prompt]:
+        """Return prompts for the places, fewer near the data's end, in the order in which they are started."""
+        return self.order.arrange(dict(zip(places, self.prompts.next(len(places), self.epochs), strict=False)))
+
+
+class Refill:
+    """Asks further prompts in the places of groups without signal (``rollout.dynamic_sampling``)."""
+
+    def __init__(
+        self,
+        settings: DynamicSamplingConfig,
+        further: FurtherPrompts,
+        scorer: GroupScorer,
+        timer: StepTimer,
+    ) -> None:
+        self.settings, self.further, self.scorer, self.timer = settings, further, scorer, timer
+
+    def fill(self, index: int, selection: Selection) -> Selection:
+        """Ask in at most ``max_rounds`` rounds. A collective.
+
+        Raises NoSignalError if groups without signal are left, and that is to end the run.
+        """
+        settings, further, scoring, num_rounds = self.settings, self.further, self.scorer.scoring, 0
+        selection = selection.narrowed(kept_places(settings.metric, scoring.reward, selection.scored))
+        while num_rounds < settings.max_rounds and selection.dead:
+            prompts = further.next(selection.dead)
+            if not prompts:
+                break
+            num_rounds += 1
+            with self.timer.measure("rollout"):
+                job = further.manager.produce(prompts, scoring.samples_per_prompt)
+            with self.timer.measure("reward"):
+                scored = self.scorer.gather(job.groups())
+            further.order.note(prompts, scored.facts)
+            further.reroll.note(scored, prompts, list(prompts))  # all are of the current weights
+            live = kept_places(settings.metric, scoring.reward, scored)
+            whole = self.scorer.join([selection.scored, scored], list(selection.prompts))
+            selection = selection.refill(prompts, job.groups(), live, whole)
+        num_dead, num_places = len(selection.dead), len(selection.prompts)
+        if num_dead and settings.on_exhausted == "fail":
+            raise NoSignalError(
+                f"{num_dead} of {num_places} groups have no signal after {num_rounds} rounds "
+                f"(rollout.dynamic_sampling.max_rounds={settings.max_rounds}); raise it, set "
+                "rollout.dynamic_sampling.on_exhausted=skip, or take harder prompts"
+            )
+        metrics = {"dynamic_sampling/rounds": float(num_rounds), "dynamic_sampling/left": float(num_dead)}
+        return selection.measured(metrics)
+
+
+def kept_places(metric: str | None, reward: RewardConfig, scored: ScoredBatch) -> set[int]:
+    """Return the places whose group dynamic sampling keeps: it may have signal, and its answers differ by the metric.
+
+    DAPO keeps a group in which some answers are correct and some are not (arXiv:2503.14476, eq. 11): a penalty of their
+    lengths makes no group of wrong answers worth keeping.
+
+    metric: ``rollout.dynamic_sampling.metric``: a reward function; ``reward``, the sum of all before the penalty;
+        ``shaped``, signal alone; None: the first built-in function that compares answers, else ``reward``. A function's
+        missing value counts as 0.
+
+    Example: two wrong answers, of which one loses 0.5 to the overlong buffer: dropped, and kept under ``shaped``.
+    """
+    functions = reward.functions
+    if metric is None:
+        metric = next((name for name in functions if name in BUILT_IN), "reward")
+    if metric == "shaped" or not functions:
+        return scored.live_places()
+    values = np.nan_to_num(scored.by_function)
+    column = values @ reward.resolved_weights if metric == "reward" else values[:, functions.index(metric)]
+    mixed = in_unequal_groups(replace(scored.rewards, totals=column))
+    return scored.live_places() & set(scored.facts.groups[mixed].tolist())

@@ -1,0 +1,79 @@
+"""Replay: the groups with the most signal are kept, and trained again in the places of groups without signal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.config import ReplayConfig
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.rollout.groups.replay_buffer import Entry, ReplayBuffer, group_scores
+from megatron_rl.rollout.groups.selection import Selection
+from megatron_rl.rollout.scored_batch import GroupScorer
+from megatron_rl.rollout.training_batch import TrainingBatch
+from megatron_rl.rollout.worker import Group
+
+
+class GroupReplay:
+    """Keeps groups by the buffer's decisions, each on the rank that has its rows; draws those to be trained again."""
+
+    def __init__(
+        self, config: ReplayConfig, seed: int, *, backend: MegatronBackend, scorer: GroupScorer, timer: StepTimer
+    ) -> None:
+        self.backend, self.scorer, self.timer = backend, scorer, timer
+        self.buffer = ReplayBuffer(config, seed)
+        self.groups: dict[str, Group] = {}  # this rank's, by their prompts' names
+
+    def fill(self, index: int, selection: Selection) -> Selection:
+        """Replace groups without signal by replayed groups. A collective."""
+        version = self.backend.weight_version
+        self._forget(self.buffer.expire(version))
+        names = [prompt.name for prompt in selection.prompts.values()]
+        keys = self.buffer.draw(len(selection.dead), rollout=index, exclude=names)
+        metrics = {"replay/replaced": float(len(keys))}
+        if not keys:
+            return selection.measured(metrics)
+        versions = {entry.key: entry.version for entry in self.buffer.entries}
+        metrics["replay/age_max"] = float(version - min(versions[key] for key in keys))
+        key_at = dict(zip(selection.dead, keys, strict=False))
+        groups = {number: self.groups[key] for number, key in key_at.items() if key in self.groups}
+        with self.timer.measure("reward"):
+            scored = self.scorer.join([selection.scored, self.scorer.gather(groups)], list(selection.prompts))
+        return selection.replay(key_at, groups, scored).measured(metrics)
+
+    def remember(self, taken: TrainingBatch, advantages: np.ndarray) -> None:
+        """Keep groups with signal, and drop the used-up ones. Not a collective.
+
+        advantages: [S], by rewards alone and without noise.
+        """
+        facts, scored = taken.facts, taken.scored
+        replayed = set(facts.groups[taken.replayed].tolist())
+        scores = group_scores(advantages, facts.groups, scored.rewards.included, scored.by_function)
+        entries = []
+        for number, score in zip(*scores, strict=True):
+            if number not in replayed:  # a score of 0 is never kept
+                version = int(facts.weight_versions[facts.groups == number].min())
+                entries.append(Entry(key=taken.prompts[int(number)].name, score=float(score), version=version))
+        self._forget(self.buffer.retire())
+        gone = self.buffer.add(entries)
+        own = {taken.prompts[number].name: group for number, group in taken.groups.items() if number not in replayed}
+        self.groups |= own
+        keys = {entry.key for entry in self.buffer.entries}
+        self._forget([*gone, *(name for name in list(self.groups) if name not in keys)])
+
+    def _forget(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.groups.pop(key, None)
+
+    def metrics(self) -> dict[str, float]:
+        return {"replay/size": float(len(self.buffer))}
+
+    def state(self) -> dict:
+        return self.buffer.state()
+
+    def load_state(self, state: Mapping, groups: Mapping[str, Group]) -> None:
+        """Take over a checkpoint's buffer and this rank's ``groups``, less what a smaller buffer drops."""
+        gone = self.buffer.load_state(state)
+        self.groups = {name: group for name, group in groups.items() if name not in gone}

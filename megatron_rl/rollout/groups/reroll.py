@@ -1,0 +1,41 @@
+"""Re-roll: prompts whose whole group failed are asked again later (``reroll.max_groups``)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from megatron_rl.config import RerollConfig
+from megatron_rl.rollout.groups.reroll_buffer import RerollBuffer, failed_groups
+from megatron_rl.rollout.scored_batch import ScoredBatch
+from megatron_rl.types import Prompt
+
+
+class GroupReroll:
+    """Finds failed groups, whose prompts wait in a buffer until they are asked again."""
+
+    def __init__(self, config: RerollConfig) -> None:
+        self.buffer, self._threshold = RerollBuffer(config), config.fail_threshold
+
+    def take(self, fraction: float, room: int) -> list[tuple[str, int]]:
+        return self.buffer.take(fraction, room)
+
+    def note(self, scored: ScoredBatch, prompts: Mapping[int, Prompt], fresh: Collection[int]) -> None:
+        """Let the prompts of failed groups wait, but for groups that are too old: those are asked again anyway."""
+        failed = failed_groups(scored.rewards.totals, scored.facts.groups, self._threshold)
+        failed = np.intersect1d(failed, list(fresh))
+        self.buffer.note([(prompts[number].prompt_id, prompts[number].attempt) for number in failed.tolist()])
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "reroll/size": float(len(self.buffer)),
+            "reroll/buffered": float(self.buffer.num_buffered),
+            "reroll/issued": float(self.buffer.num_issued),
+        }
+
+    def state(self) -> dict:
+        return self.buffer.state()
+
+    def load_state(self, state: Mapping) -> None:
+        self.buffer.load_state(state)

@@ -1,0 +1,154 @@
+"""Stragglers: the groups of a rollout that are still under way when it is trained, and that join the next one.
+
+A rollout is handed out when all but a share of its groups are whole (``rollout.producer.straggler_share``). The others
+stay under way at their engines, with the tokens that they have and, under ``weight_sync.in_flight``, go on with newer
+weights. Time decides which groups these are; the ranks agree on them in a collective before anything is trained.
+
+With P prompts a rollout and S stragglers, the first rollout starts P + S groups, each later one P, and the last P − S;
+each trains P of them. Invariants (tests/unit/rollout/test_stragglers.py):
+
+1. Each rollout trains P groups (fewer only where the data end), and every started group is trained exactly once.
+2. A group is trained with its own rollout or with the next one: ``hand_out`` waits for all that was left before.
+3. After the last rollout nothing is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.rollout.manager import CollectDurations, RolloutManager
+from megatron_rl.rollout.worker import RolloutJob
+
+
+class Stragglers:
+    """Hands rollouts out while their last groups are under way, or were so before a checkpoint.
+
+    num_stragglers: groups that each rollout leaves under way; 0 if only those of a checkpoint are left.
+    """
+
+    def __init__(
+        self, manager: RolloutManager, timer: StepTimer, *, prompts_per_rollout: int, num_stragglers: int
+    ) -> None:
+        self.manager, self.timer = manager, timer
+        self.prompts_per_rollout, self.num_stragglers = prompts_per_rollout, num_stragglers
+        self.late = int(num_stragglers > 0)
+        self.left: RolloutJob | None = None
+
+    @property
+    def _is_split(self) -> bool:
+        return self.num_stragglers > 0 or self.left is not None
+
+    def _outstanding(self, jobs: Collection[RolloutJob]) -> int:
+        """Count the groups, over all ranks, that are started and not taken."""
+        return sum(len(job.prompts) for job in [*jobs, *([self.left] if self.left else [])])
+
+    def num_to_start(self, jobs: Collection[RolloutJob], number: int, *, is_last: bool) -> int:
+        if not self._is_split:
+            return self.prompts_per_rollout
+        return num_to_start(
+            prompts_per_rollout=self.prompts_per_rollout,
+            stragglers=self.num_stragglers,
+            rollouts=number,
+            outstanding=self._outstanding(jobs),
+            is_last=is_last,
+        )
+
+    def has_groups(self, jobs: Collection[RolloutJob], number: int) -> bool:
+        return self._is_split and self._outstanding(jobs) > (number - 1) * self.prompts_per_rollout
+
+    def take(self, job: RolloutJob) -> RolloutJob:
+        """Wait until enough of a rollout is scored, and put aside what stays under way. A collective."""
+        if not self._is_split:
+            return job
+        num_left = len(self.left.prompts) if self.left else 0
+        num_groups = num_to_train(prompts_per_rollout=self.prompts_per_rollout, left=num_left, started=len(job.prompts))
+        with self.timer.enter("rollout"):
+            whole, durations = collect_most(self.manager, job, self.left, num_groups)
+        self.timer.add("rollout", durations.waited_s, before_s=durations.scored_s)
+        self.timer.add("reward", durations.scored_s)
+        self.left = job if job.prompts else None
+        return whole
+
+    def metrics(self) -> dict[str, float]:
+        if not self.num_stragglers:
+            return {}
+        return {"async/stragglers": float(len(self.left.prompts) if self.left else 0)}
+
+
+def collect_most(
+    manager: RolloutManager, job: RolloutJob, left: RolloutJob | None, num_groups: int
+) -> tuple[RolloutJob, CollectDurations]:
+    """Wait until all of ``left`` and ``num_groups`` in all are scored on all ranks; return a job of these alone.
+
+    What stays in ``job`` stays under way and owed; ``left`` is finished. Errors are those of ``collect``.
+    """
+    jobs = [job] if left is None else [left, job]
+    num_left = 0 if left is None else len(left.prompts)
+
+    def chosen_of(ranks: list[list[list[int]]]) -> list[int] | None:
+        chosen = choose([number for scored in ranks for number in scored[-1]], num_groups - num_left)
+        return chosen if sum(len(places) for scored in ranks for places in scored[:-1]) == num_left else None
+
+    chosen, durations = manager.collect_some(jobs, chosen_of)
+    whole = hand_out(job, left, chosen)
+    if left is not None:
+        manager.release(left)
+    if not job.prompts:
+        manager.release(job)
+    return whole, durations
+
+
+def num_to_start(
+    *, prompts_per_rollout: int, stragglers: int, rollouts: int, outstanding: int, is_last: bool = False
+) -> int:
+    """Return the number of groups that a rollout starts.
+
+    stragglers: groups that a rollout leaves under way.
+    rollouts: those that are not trained yet, up to this one.
+    outstanding: groups that were started and not trained.
+    is_last: whether no rollout comes after it.
+
+    Example: P = 8, S = 2: the first starts 10 (rollouts 1, outstanding 0), the next one, ahead of the first's training,
+    8 (rollouts 2, outstanding 10), the last one of three 6 (rollouts 2, outstanding 10).
+    """
+    wanted = rollouts * prompts_per_rollout + (0 if is_last else stragglers) - outstanding
+    return max(0, min(wanted, prompts_per_rollout + stragglers))
+
+
+def num_to_train(*, prompts_per_rollout: int, left: int, started: int) -> int:
+    """Return the groups that a rollout trains: all ``left`` by the one before, and of its own as many as P has room."""
+    return max(left, min(prompts_per_rollout, left + started))
+
+
+def choose(whole: Collection[int], room: int) -> list[int] | None:
+    """Return the places of a rollout that are trained now, the lowest of those that are whole; None: too few are."""
+    return sorted(whole)[:room] if len(whole) >= room else None
+
+
+def hand_out(job: RolloutJob, left: RolloutJob | None, places: Collection[int]) -> RolloutJob:
+    """Return a finished job of all groups of ``left``, then those of ``job`` at the places; take them out of both.
+
+    All of them must be scored. What stays in ``job`` are its stragglers, under their places. Every rank makes the same
+    call, so that the places of the new job, 0 and on, are the same on all. Not a collective.
+    """
+    whole = RolloutJob({}, (), job.samples_per_prompt)
+    whole.made_at = job.made_at
+    for source, chosen in ((left, () if left is None else sorted(left.prompts)), (job, sorted(places))):
+        if source is not None:
+            with source.change:
+                _move(source, whole, chosen)
+    return whole
+
+
+def _move(source: RolloutJob, whole: RolloutJob, places: Collection[int]) -> None:
+    mine, shift = set(source.mine), source.made_at - whole.made_at
+    for old in places:
+        new = len(whole.prompts)
+        whole.prompts[new] = source.prompts.pop(old)
+        if old in mine:
+            whole.put(new, source.rollouts.pop(old), source.scores.pop(old))
+            if old in source.ended_s:  # a group that ended before this rollout began has no part in its tail
+                whole.ended_s[new] = max(0.0, source.ended_s.pop(old) + shift)
+    source.mine = tuple(number for number in source.mine if number in source.prompts)
+    whole.generation_s = max(whole.generation_s, source.take_generation_s())

@@ -1,0 +1,48 @@
+"""The metrics of a rollout's rewards, lengths and weight versions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rl.rollout.reward_errors import RewardErrors
+from megatron_rl.rollout.scored_batch import ScoredBatch, Scoring
+
+
+def spread(rewards: np.ndarray) -> dict[str, float]:
+    """Return mean, standard deviation (of all, not of a draw), least, quartiles and largest of rewards [S]."""
+    least, quarter, median, three_quarters, largest = np.quantile(rewards, (0, 0.25, 0.5, 0.75, 1)).tolist()
+    return {
+        "mean": float(rewards.mean()),
+        "std": float(rewards.std()),
+        "min": least,
+        "p25": quarter,
+        "median": median,
+        "p75": three_quarters,
+        "max": largest,
+    }
+
+
+def reward_metrics(scoring: Scoring, scored: ScoredBatch, errors: RewardErrors) -> dict[str, float]:
+    """Return the metrics ``reward/*``, and ``rollout/*`` of lengths and weight versions.
+
+    errors: the samples whose reward failed, of all ranks.
+    """
+    facts, rewards, settings = scored.facts, scored.rewards, scoring.reward
+    included = rewards.included
+    metrics = {
+        "reward/excluded": float((~included).sum()),
+        "rollout/response_tokens_mean": float(facts.response_tokens.mean()),
+        "rollout/weight_version_min": float(facts.weight_versions.min()),
+    }
+    if included.any() and settings.functions:
+        metrics |= {f"reward/{name}": value for name, value in spread(rewards.totals[included]).items()}
+    if settings.functions:
+        metrics |= {f"reward/{name}": value for name, value in errors.metrics().items()}
+    if included.any() and settings.overlong_buffer_tokens:
+        metrics["reward/overlong_penalty"] = settings.overlong_penalty * float(scored.overlong[included].mean())
+    if scoring.mask_truncated:
+        metrics["rollout/masked_truncated"] = float((included & (facts.loss_tokens == 0)).sum())
+    for name, column in zip(settings.functions, scored.by_function.T, strict=True):
+        if not np.isnan(column).all():
+            metrics[f"reward/{name}"] = float(np.nanmean(column))
+    return metrics

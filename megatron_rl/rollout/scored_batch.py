@@ -1,0 +1,223 @@
+"""Groups with their rewards, known on every rank: each group is gathered once; batches of groups are joined here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.algorithm.advantage import GroupRewards, may_have_advantage
+from megatron_rl.backend import batch_exchange
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.batch import Batch
+from megatron_rl.config import AdvantageConfig, LossConfig, RewardConfig, RolloutConfig
+from megatron_rl.rollout.worker import Group
+from megatron_rl.types import BatchFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """Says what makes a sample's total reward, and which samples may have signal.
+
+    samples_per_prompt:  samples of a group.
+    max_response_tokens: of a response, which the overlong penalty counts back from.
+    mask_truncated:      whether samples that were cut off carry no loss.
+    """
+
+    reward: RewardConfig
+    advantage: AdvantageConfig
+    samples_per_prompt: int
+    max_response_tokens: int
+    mask_truncated: bool
+
+    @classmethod
+    def of(cls, reward: RewardConfig, advantage: AdvantageConfig, rollout: RolloutConfig, loss: LossConfig) -> Scoring:
+        return cls(
+            reward=reward,
+            advantage=advantage,
+            samples_per_prompt=rollout.samples_per_prompt,
+            max_response_tokens=rollout.max_response_tokens,
+            mask_truncated=loss.mask_truncated,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredBatch:
+    """Holds groups whose rewards every rank knows.
+
+    rewards:     totals with the overlong penalty in them; for ``gdpo`` that penalty is one more function.
+    by_function: float64 [S, F], the configured functions alone; NaN where one did not apply.
+    overlong:    float64 [S], 0 to −1, the penalty before its coefficient (``overlong_shape``).
+    live:        bool [S], whether the sample may have signal, in any batch that its group joins.
+    """
+
+    batch: Batch
+    rewards: GroupRewards
+    by_function: np.ndarray
+    overlong: np.ndarray
+    live: np.ndarray
+
+    @property
+    def facts(self) -> BatchFacts:
+        return self.batch.facts
+
+    def live_places(self) -> set[int]:
+        """Return the places of groups with a sample that may have signal."""
+        return set(self.facts.groups[self.live].tolist())
+
+
+class GroupScorer:
+    """Gathers groups of all ranks once, and joins what it has gathered."""
+
+    def __init__(self, scoring: Scoring, backend: MegatronBackend) -> None:
+        self.scoring, self.backend = scoring, backend
+
+    def gather(self, groups: Mapping[int, Group]) -> ScoredBatch:
+        """Gather the facts and rewards of all ranks' groups. A collective.
+
+        groups: this rank's, by their place in the rollout.
+        """
+        size, masked = self.scoring.samples_per_prompt, self.scoring.mask_truncated
+        own = [(number, groups[number]) for number in sorted(groups)]
+        samples = [sample for _, group in own for sample in group.samples(mask_truncated=masked)]
+        places = [number * size + k for number, _ in own for k in range(size)]
+        batch = self.backend.gather(samples, [position // size for position in places], places)
+        self.backend.check_samples(batch)
+        totals, by_function = batch_exchange.gather_scores(
+            [score for _, group in own for score in group.scores],
+            places,
+            len(self.scoring.reward.functions),
+            sample_ids=[sample.sample_id for sample in samples],
+        )
+        return scored_batch(self.scoring, batch, totals, by_function)
+
+    def join(self, parts: Sequence[ScoredBatch], places: Collection[int]) -> ScoredBatch:
+        """Return the groups at the places as one batch, see ``joined``. Not a collective."""
+        return joined(parts, places, rank=self.backend.topology.rank)
+
+
+def scored_batch(scoring: Scoring, batch: Batch, totals: np.ndarray, by_function: np.ndarray) -> ScoredBatch:
+    """Add the overlong penalty to the totals, and find which samples may have signal.
+
+    totals: [S], NaN where a sample is taken out of its group.
+    by_function: [S, F].
+    """
+    facts, reward = batch.facts, scoring.reward
+    buffer_tokens = reward.overlong_buffer_tokens
+    shape = overlong_shape(
+        facts.response_tokens, max_response_tokens=scoring.max_response_tokens, buffer_tokens=buffer_tokens
+    )
+    columns, weights = by_function, reward.resolved_weights
+    if buffer_tokens:
+        columns, weights = np.column_stack([by_function, shape]), (*weights, reward.overlong_penalty)
+    rewards = GroupRewards(
+        totals=totals + reward.overlong_penalty * shape,
+        groups=facts.groups,
+        included=~np.isnan(totals),
+        loss_tokens=facts.loss_tokens,
+        by_function=columns,
+        function_weights=weights,
+        sample_ids=facts.sample_ids,
+    )
+    live = may_have_advantage(
+        rewards,
+        estimator=scoring.advantage.estimator,
+        epsilon=scoring.advantage.epsilon,
+        whiten=scoring.advantage.whiten,
+        moves_equal_rewards=scoring.advantage.moves_equal_rewards,
+    )
+    live &= facts.loss_tokens > 0
+    return ScoredBatch(batch=batch, rewards=rewards, by_function=by_function, overlong=shape, live=live)
+
+
+def joined(parts: Sequence[ScoredBatch], places: Collection[int], *, rank: int) -> ScoredBatch:
+    """Return the groups at the places as one batch, in the order of places: equal to gathering them together.
+
+    Of a place that several parts have, the last part's group is taken. Pure.
+
+    parts: none of their arrays depends on the other groups of a part (``may_have_advantage``).
+    rank:  this process's, whose rows the batch has.
+    """
+    last = {int(number): position for position, part in enumerate(parts) for number in np.unique(part.facts.groups)}
+    if len(parts) == 1 and set(places) == last.keys():
+        return parts[0]
+    chosen = [
+        np.array([number in places and last[number] == position for number in part.facts.groups.tolist()], dtype=bool)
+        for position, part in enumerate(parts)
+    ]
+    order = np.argsort(_joined([part.facts.places for part in parts], chosen), kind="stable")
+
+    def join(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return _joined(arrays, chosen)[order]
+
+    batch = _joined_batch([part.batch for part in parts], chosen, order, rank)
+    rewards = dataclasses.replace(
+        parts[0].rewards,
+        totals=join([part.rewards.totals for part in parts]),
+        groups=batch.facts.groups,
+        included=join([part.rewards.included for part in parts]),
+        loss_tokens=batch.facts.loss_tokens,
+        by_function=join([part.rewards.by_function for part in parts]),
+        sample_ids=batch.facts.sample_ids,
+    )
+    return ScoredBatch(
+        batch=batch,
+        rewards=rewards,
+        by_function=join([part.by_function for part in parts]),
+        overlong=join([part.overlong for part in parts]),
+        live=join([part.live for part in parts]),
+    )
+
+
+def _joined(arrays: Sequence[np.ndarray], chosen: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([array[rows] for array, rows in zip(arrays, chosen, strict=True)])
+
+
+def _joined_batch(batches: Sequence[Batch], chosen: Sequence[np.ndarray], order: np.ndarray, rank: int) -> Batch:
+    """Return the chosen rows of the batches in the given order, as ``TrainableModel.gather`` would have made them."""
+    parts = [batch.facts for batch in batches]
+    arrays: dict[str, np.ndarray | None] = {}
+    for field in dataclasses.fields(BatchFacts):
+        columns = [getattr(facts, field.name) for facts in parts]
+        if field.name == "routed_shapes":  # None in a part without any, and zeros beside a part that has some
+            columns = [
+                np.zeros((facts.num_samples, 2), dtype=np.int64) if shapes is None else shapes
+                for facts, shapes in zip(parts, columns, strict=True)
+            ]
+        if field.name == "sample_ids":
+            columns = [np.array(names, dtype=object) for names in columns]
+        arrays[field.name] = None if columns[0] is None else _joined(columns, chosen)[order]
+    if not arrays["routed_shapes"].any():
+        arrays["routed_shapes"] = None
+    owners, rows_before = arrays["owners"], arrays["owner_rows"]
+    source = np.repeat(np.arange(len(parts)), [int(rows.sum()) for rows in chosen])[order]
+    local = [batches[source[i]].local[rows_before[i]] for i in np.flatnonzero(owners == rank)]
+    arrays["owner_rows"] = np.zeros_like(rows_before)
+    for owner in np.unique(owners):
+        arrays["owner_rows"][owners == owner] = np.arange(int((owners == owner).sum()))
+    return Batch(facts=BatchFacts(**{**arrays, "sample_ids": tuple(arrays["sample_ids"].tolist())}), local=local)
+
+
+def overlong_shape(response_tokens: np.ndarray, *, max_response_tokens: int, buffer_tokens: int) -> np.ndarray:
+    """Return [S] float64, the soft punishment of each response's length; all 0 where ``buffer_tokens`` is 0.
+
+    A response that runs into the limit L is cut, and its reward says little of its reasoning. So the reward falls over
+    the b tokens before (DAPO, arXiv:2503.14476, section 3.4, eq. 13):
+
+        R(y) = 0                                  where |y| ≤ L − b
+               ((L − b) − |y|) / b                where L − b < |y| ≤ L
+               −1                                 where |y| > L
+
+    response_tokens: int64 [S], the number of tokens of each response.
+    max_response_tokens: tokens, L of eq. 13 (``rollout.max_response_tokens``).
+    buffer_tokens: tokens, b of eq. 13 (``reward.overlong_buffer_tokens``); b ≤ L.
+
+    The result times ``reward.overlong_penalty`` joins the total reward.
+    Example: L = 10, b = 4: lengths (6, 7, 8, 10) → (0, −0.25, −0.5, −1).
+    """
+    assert buffer_tokens <= max_response_tokens, (buffer_tokens, max_response_tokens)
+    if buffer_tokens == 0:
+        return np.zeros(len(response_tokens))
+    return np.clip((max_response_tokens - buffer_tokens - response_tokens) / buffer_tokens, -1.0, 0.0)

@@ -1,0 +1,103 @@
+"""The fields of vllm.EngineArgs for the engines that a run starts."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.config import Config, LoraConfig, ModelConfig, WeightSyncConfig
+from megatron_rl.config.lora import PROJECTIONS, VLLM_LORA_RANKS
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.engines.placement import shares_device
+from megatron_rl.weights.config_json import read_fields
+from megatron_rl.weights.families.register import family_of
+
+
+def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
+    """Return the fields of vllm.EngineArgs (0.32.0) for an engine that the run starts.
+
+    ``rollout.vllm`` adds to them and may change the ``defaults`` among them.
+    """
+    on_gpu = device.type == "cuda"
+    if config.rollout.routing_replay == "rollout" and not on_gpu:
+        raise ConfigError(
+            "rollout.routing_replay=rollout wants experts from vLLM, whose builds for the CPU return none (0.32: "
+            "Model Runner V2 requires Triton); set rollout.routing_replay=old_logprobs or off, or "
+            "rollout.engine=transformers"
+        )
+    owned: dict[str, object] = {
+        "model": config.model.hf_path,
+        "skip_tokenizer_init": True,
+        "dtype": config.model.dtype,
+        "load_format": "dummy",  # the weights come from the trainer, at once
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": "megatron_rl.rollout.weight_sync.receiver.Receiver",
+        "weight_transfer_config": {"backend": "megatron_rl"},
+        "tensor_parallel_size": config.rollout.tensor_parallel,
+        "enable_return_routed_experts": config.rollout.routing_replay == "rollout",
+        "enable_sleep_mode": shares_device(config.rollout, device),
+    }
+    if on_gpu:
+        owned["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    defaults = {
+        "max_model_len": longest,
+        "enable_prefix_caching": True,
+        "enforce_eager": not on_gpu,
+        "disable_log_stats": True,
+        "seed": config.run.seed,
+        **({} if on_gpu else _on_cpu(longest)),
+    }
+    adapters = adapter_arguments(config.weight_sync, config.lora, config.model.dtype, on_gpu=on_gpu)
+    return owned | adapters | defaults | config.rollout.vllm
+
+
+def family_arguments(hf_path: str) -> dict[str, object]:
+    """Return the fields of vllm.EngineArgs by which an engine computes what the model's config.json says."""
+    fields = read_fields(hf_path)
+    family = family_of(fields.get("model_type"))
+    return {} if family is None else family.engine_arguments(fields)
+
+
+def latent_arguments(model: ModelConfig, device: torch.device) -> dict[str, object]:
+    """Return the fields of vllm.EngineArgs for latent attention on a CPU; none for other models and devices.
+
+    On a CPU with AMX vLLM 0.32 takes a kernel for bfloat16 alone, whatever the dtype (platforms/cpu.py, amx_mla.py).
+    """
+    takes_any = device.type == "cuda" or model.dtype == "bfloat16"
+    if takes_any or not read_fields(model.hf_path).get("kv_lora_rank"):
+        return {}
+    return {"attention_backend": "CPU_MLA"}
+
+
+def adapter_arguments(
+    weight_sync: WeightSyncConfig, lora: LoraConfig, dtype: str, *, on_gpu: bool
+) -> dict[str, object]:
+    """Return the fields of vllm.EngineArgs for an engine that gets the policy's adapters alone; none where merged.
+
+    Raises ConfigError for numbers that vLLM's adapters do not compute in.
+    """
+    if weight_sync.adapters == "merged":
+        return {}
+    if on_gpu and dtype == "float32":
+        raise ConfigError(
+            "weight_sync.adapters=alone with model.dtype=float32: vLLM's adapters compute in 16 bits on a GPU "
+            "(lora/ops/triton_ops/lora_shrink_op.py, 0.32.0); set model.dtype=bfloat16, or weight_sync.adapters=merged"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": next(most for most in VLLM_LORA_RANKS if most >= lora.rank),
+        "lora_dtype": "auto",
+        "lora_target_modules": [name for target in lora.targets for name in PROJECTIONS[target]],
+    }
+
+
+def _on_cpu(longest: int) -> dict[str, object]:
+    """Return the fields of vllm.EngineArgs that an engine needs on a CPU.
+
+    For a prompt cut in chunks vLLM (0.32.0) winds a sample's random numbers back, which torch's CPU generator cannot
+    do: the engine dies. Its default block of 128 tokens would keep short prompts out of the prefix cache.
+    """
+    return {"block_size": 32, "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}

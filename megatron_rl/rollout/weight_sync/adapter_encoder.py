@@ -1,0 +1,48 @@
+"""Encoder of adapters that come apart from the weights (``weight_sync.adapters=alone``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.rollout.engines.replica import Replica, WeightReceipt
+from megatron_rl.rollout.weight_sync.double_buffer import BucketBuffer
+from megatron_rl.rollout.weight_sync.encoder import EncodedBucket, WholeEncoder
+from megatron_rl.rollout.weight_sync.transport import is_adapter
+
+
+class AdapterEncoder(WholeEncoder):
+    """Sends whole buckets, says how to compute with the adapters among them, and knows who has the weights beside.
+
+    A sync may bring adapters alone, as pairs, or with all weights.
+    """
+
+    finishing = ("use_adapter",)
+
+    def __init__(self, rank: int, alpha: float) -> None:
+        self.adapter = {"rank": rank, "alpha": alpha}
+        self._has_weights: set[int] = set()  # the replicas that lack no weight beside adapters, by id
+        self._had: set[int] = set()  # those among them at the start of the sync
+        self._brought_weights = False
+
+    def open(self, version: int, replicas: Sequence[Replica]) -> None:
+        self._had = self._has_weights & {id(x) for x in replicas}
+        self._has_weights -= self._had
+        self._brought_weights = False
+
+    def encode(self, buffer: BucketBuffer, living: Sequence[Replica]) -> EncodedBucket:
+        self._brought_weights |= not all(is_adapter(name) for name, *_ in buffer.tensors)
+        return super().encode(buffer, living)
+
+    def end(self, living: Sequence[Replica]) -> Mapping[str, object]:
+        return {"adapter": dict(self.adapter)}
+
+    def took(self, replica: Replica, receipt: WeightReceipt) -> None:
+        if self._brought_weights or id(replica) in self._had:
+            self._has_weights.add(id(replica))
+
+    def forget(self, replica: Replica) -> None:
+        self._has_weights.discard(id(replica))
+
+    def lacks_weights(self, replica: Replica) -> bool:
+        """Tell whether the replica is new, was restarted, or failed in a sync."""
+        return id(replica) not in self._has_weights

@@ -1,0 +1,105 @@
+"""Encoder of what changed (``weight_sync.delta``): an engine that holds the sync before gets the words that changed.
+
+An engine whose receipt is that of the latest sync gets those, and every other engine gets everything. That is decided
+before the first bucket, for all buckets. The trainer compares with what it holds on the host (host_copies.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.rollout.engines.engine import NO_WEIGHTS
+from megatron_rl.rollout.engines.replica import Replica, WeightReceipt
+from megatron_rl.rollout.weight_sync.double_buffer import BucketBuffer
+from megatron_rl.rollout.weight_sync.encoder import EncodedBucket, Part, WholeEncoder
+from megatron_rl.rollout.weight_sync.host_copies import Compared, HostCopies
+
+log = logging.getLogger(__name__)
+OF_THE_WHOLE = ("kind", "num_bytes", "digests", "checksum")  # fields of a whole bucket's message
+
+
+class ChangedEncoder(WholeEncoder):
+    """Sends what changed since the latest sync, but for the first of every ``full_every`` syncs."""
+
+    holds = True
+
+    def __init__(self, full_every: int) -> None:
+        self._full_every, self._syncs, self._full = full_every, 0, True
+        self._copies, self._copied_version = HostCopies(), NO_WEIGHTS  # the version whose weights are copied whole
+        self._version, self._base = NO_WEIGHTS, NO_WEIGHTS  # of the sync under way, and of the copies at its start
+        self.receipts: dict[int, WeightReceipt] = {}  # of the latest sync that a replica took, by its id
+        self._current: set[int] = set()  # replicas, by their ids, that hold what is copied, and get what changed
+        self._num_words = self._num_changed = 0
+
+    @property
+    def changed_share(self) -> float | None:
+        return self._num_changed / self._num_words if self._num_words else None
+
+    def open(self, version: int, replicas: Sequence[Replica]) -> None:
+        self._full = self._syncs % self._full_every == 0
+        self._syncs += bool(replicas)
+        self._version, self._base = version, self._copied_version
+        self._current = set()
+        self._num_words = self._num_changed = 0
+
+    def greet(self, replica: Replica, deadline_s: float) -> bool:
+        """Compare the replica's receipts with the one that is known; another one's come by another trainer."""
+        if (receipt := self.receipts.pop(id(replica), None)) is None:
+            return False
+        said = [WeightReceipt(**x) for x in replica.control("weights_received", {}, deadline_s)]
+        if any(x != receipt for x in said):
+            log.warning("%s says %s in place of %s, and gets all weights", replica.name, said, receipt)
+            return True
+        if not self._full and receipt.version == self._base:
+            self._current.add(id(replica))
+        return False
+
+    def begin(self, living: Sequence[Replica], *, alike: bool) -> None:
+        if not living:
+            return
+        self._copied_version = NO_WEIGHTS  # until all of this version is copied
+        self._copies.begin()
+        if alike and not self._current.issuperset(id(x) for x in living):
+            self._current.clear()
+
+    def encode(self, buffer: BucketBuffer, living: Sequence[Replica]) -> EncodedBucket:
+        compared = self._compare(buffer)
+        changes = self._current if compared is not None and compared.difference is not None else set()
+        message = buffer.message(whole=not changes.issuperset(id(x) for x in living))
+        parts: dict[int, Part] = {id(x): (message, buffer.packed) for x in living if id(x) not in changes}
+        error = None
+        if changes:
+            try:
+                where = buffer.share(compared.payload)
+            except OSError as no_memory:
+                error = no_memory
+            else:
+                own = {name: message[name] for name in OF_THE_WHOLE}
+                change = {**own, "difference": dataclasses.asdict(compared.difference), **where}
+                parts |= {id(x): (change, compared.payload) for x in living if id(x) in changes}
+        return EncodedBucket(checksum=message["checksum"], parts=parts, error=error)
+
+    def _compare(self, buffer: BucketBuffer) -> Compared | None:
+        """Copy a bucket for the next sync, and return how it differs from the last one's where somebody asks."""
+        if not self._current:
+            self._copies.keep(buffer.tensors, buffer.packed)
+            return None
+        compared = self._copies.compare(buffer.tensors, buffer.packed)
+        if compared is not None:
+            self._num_words += compared.num_words
+            self._num_changed += compared.num_changed
+        return compared
+
+    def end(self, living: Sequence[Replica]) -> Mapping[str, object]:
+        if living:
+            self._copies.end()
+            self._copied_version = self._version
+        return {}
+
+    def took(self, replica: Replica, receipt: WeightReceipt) -> None:
+        self.receipts[id(replica)] = receipt
+
+    def forget(self, replica: Replica) -> None:
+        self.receipts.pop(id(replica), None)

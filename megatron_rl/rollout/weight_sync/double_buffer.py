@@ -1,0 +1,116 @@
+"""One of the sender's two buffers: memory that is filled with tensors while the engines load the other one's bucket."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+
+from megatron_rl.rollout.engines.replica import Replica
+from megatron_rl.rollout.weight_sync.mapped import Registration
+from megatron_rl.rollout.weight_sync.transport import Segment, share_storage
+from megatron_rl.weights.bucket_digest import NUM_PARTS, checksum_of, part_digests
+
+ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
+
+
+class BucketBuffer:
+    """Holds a bucket's tensors, packed, and says what an engine needs to find them.
+
+    On a GPU tensors are packed and digested there; for shared memory they then go to the host in one copy, which the
+    wait for the digest waits for too.
+    """
+
+    def __init__(self, num_bytes: int, channel: str, device: torch.device) -> None:
+        """Take the memory. Raises OSError where shared memory is short."""
+        self.channel, self.num_bytes, self._device = channel, num_bytes, device
+        self.segment = Segment(num_bytes) if channel == "shared_memory" else None
+        self._staged = self.segment is not None and device.type != "cpu"
+        self._registration = Registration(self.segment.bytes) if self._staged and device.type == "cuda" else None
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.under_way: list[tuple[Replica, Future]] = []
+        self._payload_segment: Segment | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        self.used, self.tensors = 0, []
+        self._payload = torch.empty(0, dtype=torch.uint8)  # that travels in the bucket's place, on the device
+
+    @property
+    def packed(self) -> torch.Tensor:
+        """Return the bucket's bytes, uint8, in the memory that the next bucket overwrites."""
+        return self.bytes[: self.used]
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return self.used + room_of(tensor) <= self.num_bytes
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if not len(self.bytes):
+            host = self.segment is not None and not self._staged
+            self.bytes = self.segment.bytes if host else memory_on(self._device, self.num_bytes)
+        end = self.used + tensor.numel() * tensor.element_size()
+        self.bytes[self.used : end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self.tensors.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used])
+        self.used += room_of(tensor)
+        if end < self.used:
+            self.bytes[end : self.used].zero_()  # so that equal weights have equal checksums
+
+    def message(self, *, whole: bool = True) -> dict[str, object]:
+        """Return the message that brings the bucket to an engine, once its bytes are where the engine looks.
+
+        whole: whether some engine is to read the bytes; without, all of them read a payload (``share``).
+        """
+        seen = part_digests(self.packed, range(NUM_PARTS))
+        if self._staged and whole:
+            self.segment.bytes[: self.used].copy_(self.packed, non_blocking=True)
+        digests = seen.tolist()  # waits for the device, and so for the copy
+        content = {
+            "kind": "bucket",
+            "tensors": self.tensors,
+            "num_bytes": self.used,
+            "digests": digests,
+            "checksum": checksum_of(self.tensors, self.used, digests),
+        }
+        if self.segment:
+            return {**content, "segment": str(self.segment.path)}
+        return {**content, "storage": share_storage(self.bytes)} if self.channel == "cuda_ipc" else content
+
+    def share(self, payload: torch.Tensor) -> dict[str, object]:
+        """Put a payload, which travels in the bucket's place, where an engine looks; return what a message says of it.
+
+        payload: uint8, on the buffer's device; it is kept until the buffer is cleared. Raises OSError where shared
+            memory is short.
+        """
+        self._payload = payload
+        if self.segment:
+            if self._payload_segment is None or len(self._payload_segment.bytes) < len(payload):
+                if self._payload_segment is not None:
+                    self._payload_segment.close()
+                self._payload_segment = Segment(2 * len(payload) + ALIGNMENT)
+            self._payload_segment.bytes[: len(payload)].copy_(payload)
+            return {"segment": str(self._payload_segment.path)}
+        if self.channel == "cuda_ipc" and len(payload):
+            return {"storage": share_storage(payload)}
+        return {}
+
+    def free_device(self) -> None:
+        """Give memory of a device back; shared memory stays, since fresh pages cost more than the copy."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._payload = torch.empty(0, dtype=torch.uint8)
+
+    def close(self) -> None:
+        self.free_device()
+        if self._registration:
+            self._registration.release()
+        for segment in (self.segment, self._payload_segment):
+            if segment is not None:
+                segment.close()
+
+
+def room_of(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes of a bucket, from one aligned place to the next."""
+    return max(1, -(-tensor.numel() * tensor.element_size() // ALIGNMENT)) * ALIGNMENT
+
+
+def memory_on(device: torch.device, num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

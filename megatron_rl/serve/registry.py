@@ -1,0 +1,172 @@
+"""Keeps rank 0's records of its clients: sessions, models, samplers, checkpoints, and the losses of a restart.
+
+All of it is in the store, so that a server that is started again knows its clients' names. A model goes on from its
+last saved state: the one that ``save_state`` wrote, the one it was loaded from, its start, or the one written every
+``serve.save_every_steps``. What came after that is lost, and its client is told so before anything else runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Mapping
+
+from megatron_rl.errors import quoted
+from megatron_rl.serve import naming
+from megatron_rl.serve.naming import CheckpointPath
+from megatron_rl.serve.store import ACCEPTED, OperationRow, Row, Store
+from megatron_rl.serve.values import AdapterSpec, Fault, RequestError
+
+MOVES = ("forward_backward", "optim_step")  # operations without which a model is another one
+NAMED = 8  # lost operations that a message names
+
+
+class Registry:
+    """Holds the records. Every lookup is of one owner: what another one has is as if it were not there."""
+
+    def __init__(self, store: Store, root: pathlib.Path) -> None:
+        """root: the folder of checkpoints."""
+        self.store, self.root = store, root
+        self.heard: dict[str, float] = {}  # session → when it was last heard of
+
+    def _owned(self, table: str, id: str, owner: str, what: str) -> Row:
+        row = self.store.get(table, id)
+        if row is None or row.owner != owner:
+            raise RequestError(f"{what} {quoted(id, 200)} is not known here, or is another client's", status=404)
+        return row
+
+    # ---- sessions ---------------------------------------------------------------------------------------------------
+
+    def open_session(self, owner: str, facts: Mapping[str, object]) -> str:
+        session = naming.new_session()
+        self.store.put("sessions", session, owner, "", facts)
+        self.hear(session)
+        return session
+
+    def session(self, id: str, owner: str) -> Row:
+        """Return an open session, of which this is a sign of life. Raises RequestError for one that has ended."""
+        row = self._owned("sessions", id, owner, "session")
+        if row.facts.get("finished"):
+            raise RequestError(f"session {id} was finished by its client", status=410)
+        self.hear(id)
+        return row
+
+    def known_session(self, id: str, owner: str) -> Row:
+        """Return a session, open or not."""
+        return self._owned("sessions", id, owner, "session")
+
+    def finish_session(self, id: str, owner: str) -> None:
+        """End a session: its models may make room for others at once. Their checkpoints stay."""
+        self._owned("sessions", id, owner, "session")
+        self.store.update("sessions", id, finished=True)
+        self.heard.pop(id, None)
+
+    def hear(self, session: str) -> None:
+        self.heard[session] = time.monotonic()
+
+    def is_silent(self, model: str, seconds: float) -> bool:
+        """Return whether a model's session was not heard of for so long."""
+        session = model.partition(":")[0]
+        return time.monotonic() - self.heard.get(session, -float("inf")) > seconds
+
+    # ---- models -----------------------------------------------------------------------------------------------------
+
+    def open_model(self, model: str, owner: str, session: str, facts: Mapping[str, object]) -> None:
+        """Write down a model; ``facts`` hold its spec, its base model and its first saved state."""
+        self.store.put("models", model, owner, session, {"steps": 0, "stepped": -1, "corrupted": False, **facts})
+
+    def model(self, id: str, owner: str) -> Row:
+        return self._owned("models", id, owner, "model")
+
+    def spec(self, model: str) -> AdapterSpec | None:
+        value = self.store.get("models", model).facts["spec"]
+        return None if value is None else AdapterSpec(**value)
+
+    def restore_header(self, model: str) -> dict[str, object]:
+        """Return the message that makes a model from its last saved state."""
+        facts = self.store.get("models", model).facts
+        saved = facts["saved"]
+        if saved["folder"] is None:
+            return {"do": "create", "model": model, "spec": facts["spec"]}
+        return {"do": "load", "model": model, "folder": saved["folder"], "with_adam": saved["with_adam"]}
+
+    def note_saved(self, model: str, seq: int, folder: pathlib.Path, *, with_adam: bool) -> None:
+        """Write down that a model's state after operation ``seq`` lies in a folder."""
+        saved = {"seq": seq, "folder": str(folder.absolute()), "with_adam": with_adam}
+        self.store.update("models", model, saved=saved)
+
+    def lost_since_saved(self, model: str) -> list[OperationRow]:
+        """Return the operations that have moved the model since its last saved state."""
+        saved = self.store.get("models", model).facts["saved"]["seq"]
+        return [x for x in self.store.operations(model) if x.seq > saved and x.kind in MOVES and x.state != "failed"]
+
+    def lost_words(self, model: str) -> tuple[str, Fault] | None:
+        """Return what to tell a model's client where something is lost; None where nothing is."""
+        lost = self.lost_since_saved(model)
+        if not lost:
+            return None
+        saved = self.store.get("models", model).facts["saved"]
+        names = ", ".join(f"{x.kind} {x.seq}" for x in lost[:NAMED])
+        more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
+        state = "its start" if saved["folder"] is None else f"its state after request {saved['seq']}"
+        return (
+            f"the server was started again, and model {model} goes on from {state}; lost: {names}{more}. Repeat them, "
+            "or load a checkpoint",
+            Fault.SERVER,
+        )
+
+    def next_seq(self, model: str) -> int:
+        """Return the number of a model's next operation."""
+        return max((x.seq for x in self.store.operations(model)), default=-1) + 1
+
+    # ---- samplers and checkpoints -----------------------------------------------------------------------------------
+
+    def open_sampler(self, id: str, owner: str, session: str, facts: Mapping[str, object]) -> None:
+        self.store.put("samplers", id, owner, session, facts)
+
+    def sampler(self, id: str, owner: str) -> Row:
+        return self._owned("samplers", id, owner, "sampling session")
+
+    def checkpoint(self, path: str, owner: str) -> Row:
+        naming.parse_checkpoint(path)
+        row = self._owned("checkpoints", path, owner, "checkpoint")
+        expires = row.facts["expires"]
+        if expires is not None and expires < time.time():
+            raise RequestError(f"checkpoint {quoted(path, 200)} has expired (ttl_seconds)", status=404)
+        return row
+
+    def has_checkpoint(self, path: CheckpointPath) -> bool:
+        return self.store.get("checkpoints", str(path)) is not None
+
+    def note_checkpoint(
+        self, path: CheckpointPath, owner: str, *, seq: int, ttl_s: float | None, metadata: Mapping | None
+    ) -> None:
+        folder = path.folder(self.root)
+        model = self.store.get("models", path.model)
+        facts = {
+            "folder": str(folder.absolute()),
+            "kind": path.kind,
+            "seq": seq,
+            "spec": model.facts["spec"],
+            "base_model": model.facts["base_model"],
+            "bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+            "expires": None if ttl_s is None else time.time() + ttl_s,
+            "metadata": dict(metadata or {}),
+        }
+        self.store.put("checkpoints", str(path), owner, path.model, facts)
+
+    def expired(self) -> list[Row]:
+        now = time.time()
+        return [x for x in self.store.everything("checkpoints") if x.facts["expires"] and x.facts["expires"] < now]
+
+    # ---- operations -------------------------------------------------------------------------------------------------
+
+    def accept(self, id: str, owner: str, line: str, seq: int, kind: str, digest: str) -> None:
+        row = OperationRow(id=id, owner=owner, line=line, seq=seq, kind=kind, digest=digest, state=ACCEPTED)
+        self.store.accept(row)
+
+
+def spec_facts(spec: AdapterSpec | None) -> dict[str, object] | None:
+    """Return a spec as JSON."""
+    return None if spec is None else dataclasses.asdict(spec)

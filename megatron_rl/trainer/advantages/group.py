@@ -1,0 +1,77 @@
+"""Advantages by an estimator over groups: rewards alone, less a KL in the reward and with noise where configured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_rl.algorithm.advantage import advantages
+from megatron_rl.config import AdvantageConfig
+from megatron_rl.distributed import collectives
+from megatron_rl.rollout.training_batch import ScoredBatch
+from megatron_rl.trainer.advantages.source import AdvantageResult
+from megatron_rl.trainer.passes.passes import Passes
+from megatron_rl.types import Advantages
+from megatron_rl.users_code import is_own
+
+if TYPE_CHECKING:
+    from megatron_rl.algorithm.estimators import GroupRewards
+    from megatron_rl.trainer.advantages.kl_in_reward import KLInReward
+    from megatron_rl.trainer.advantages.noise import AdvantageNoise
+
+EnterOwn = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+class GroupAdvantages:
+    """Finds advantages by an estimator over groups, or by a function of the user's own.
+
+    kl:        taken from each sample's total reward; None without one. It goes with no noise.
+    noise:     added to the advantages of a run's first steps; None without one.
+    enter_own: entered, with the name "advantage", around the work: it may call a user's function.
+    """
+
+    def __init__(
+        self,
+        settings: AdvantageConfig,
+        *,
+        kl: KLInReward | None = None,
+        noise: AdvantageNoise | None = None,
+        enter_own: EnterOwn = contextlib.nullcontext,
+    ) -> None:
+        self.settings, self.kl, self.noise, self.enter_own = settings, kl, noise, enter_own
+        self.is_own = is_own(settings.estimator)
+
+    def __call__(self, scored: ScoredBatch, passes: Passes) -> AdvantageResult:
+        """Return the advantages; a collective with a KL, with noise, or of an estimator of the user's own."""
+        with self.enter_own("advantage"):
+            if self.kl is not None:
+                return self._less_kl(self.kl, scored, passes)
+            plain = self._estimate(scored.rewards)
+            if self.is_own:  # it may use exp or log
+                plain = collectives.broadcast_from_rank0(plain)
+            values = plain if self.noise is None else self.noise(plain, scored.facts)
+            return AdvantageResult(advantages=Advantages(of_sample=values), plain=plain)
+
+    def _less_kl(self, kl: KLInReward, scored: ScoredBatch, passes: Passes) -> AdvantageResult:
+        penalty = kl.of(passes, scored.facts.num_samples)
+        values = collectives.broadcast_from_rank0(self._estimate(kl.less(scored, penalty, passes.loss_mask)))
+        return AdvantageResult(
+            advantages=Advantages(of_sample=values),
+            plain=np.zeros(scored.facts.num_samples),
+            kl=penalty.measured,
+            metrics=penalty.metrics,
+        )
+
+    def _estimate(self, rewards: GroupRewards) -> np.ndarray:
+        settings = self.settings
+        own = {"arguments": settings.arguments, "moves_equal_rewards": settings.moves_equal_rewards}
+        return advantages(
+            rewards,
+            estimator=settings.estimator,
+            epsilon=settings.epsilon,
+            whiten=settings.whiten,
+            **(own if self.is_own else {}),
+        )

@@ -1,0 +1,57 @@
+"""The decision on a rollout's samples: who has signal, who is trained, who runs, and the plan that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.backend.batch import Batch
+from megatron_rl.types import BatchPlan, StepKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decision:
+    """Holds what each of a rollout's samples is to do, and the plan of its optimizer steps.
+
+    signal:  bool [S], by advantages and importance weights; in a critic's warm-up too, which trains none of it.
+    trained: bool [S], the samples whose gradient is asked for: ``signal``, or none while the policy is held.
+    runs:    bool [S], the samples that the plan runs. Without ``plan.repack`` these include samples without signal that
+             share a micro-batch with one that has it; their KL term needs true log-probs.
+
+    Example: of four samples without repack, two to a micro-batch: signal (T, F, F, F), trained (T, F, F, F), runs
+    (T, T, F, F).
+    """
+
+    signal: np.ndarray
+    trained: np.ndarray
+    runs: np.ndarray
+    plan: BatchPlan
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether the policy does not move, while a critic warms up."""
+        return any(step.kind is StepKind.HELD for step in self.plan.mini_batches)
+
+
+def decide(backend: MegatronBackend, batch: Batch, signal: np.ndarray, kind: StepKind, *, drops: bool) -> Decision:
+    """Plan a rollout's optimizer steps over the samples with signal. A collective.
+
+    kind: HELD while a critic warms up, so that no sample is trained; else REAL.
+    drops: whether samples without signal are dropped.
+    """
+    if kind is StepKind.HELD:
+        trained = np.zeros_like(signal)
+        plan = backend.plan_training(batch, trained, drops=True).held()
+    else:
+        trained, plan = signal, backend.plan_training(batch, signal, drops=drops)
+    return Decision(signal=signal, trained=trained, runs=runs_S(plan, batch.facts.num_samples), plan=plan)
+
+
+def runs_S(plan: BatchPlan, num_samples: int) -> np.ndarray:
+    """Return bool [S], the samples that a plan runs."""
+    runs = np.zeros(num_samples, dtype=bool)
+    for step in plan.mini_batches:
+        runs[step.ran] = True
+    return runs

@@ -1,0 +1,40 @@
+"""Exports of a run's policy as Hugging Face directories, in its folder."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from dataclasses import dataclass
+
+from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.config import TrainConfig
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.rollout.queue import RolloutQueue
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exports:
+    """Writes the policy as ``checkpoints/step_<n>/hf`` of the run's folder.
+
+    settings: ``export_every_rollouts`` and ``export_last`` of the section ``train``.
+    queue:    says which rollout is the last.
+    """
+
+    backend: TrainableModel
+    tokenizer: object
+    folder: pathlib.Path
+    settings: TrainConfig
+    queue: RolloutQueue
+    timer: StepTimer
+
+    def write_if_due(self, num_rollouts: int) -> None:
+        """Write the policy if the configuration asks for it after so many rollouts. A collective."""
+        is_last, every = not self.queue.has(num_rollouts), self.settings.export_every_rollouts
+        if not ((is_last and self.settings.export_last) or (every and num_rollouts % every == 0)):
+            return
+        path = self.folder / "checkpoints" / f"step_{self.backend.step_index}" / "hf"
+        with self.timer.follow("export"):
+            self.backend.save_hugging_face(path, self.tokenizer)
+        log.info("policy written to %s", path)

@@ -1,0 +1,156 @@
+"""Chooses the parts of a run that its loop calls, by its configuration, and imports those alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_rl.algorithm.signal import SignalRule
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.config import Config
+from megatron_rl.distributed.watchdog import Watchdog
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.trainer.advantages.group import GroupAdvantages
+from megatron_rl.trainer.advantages.source import AdvantageSource
+from megatron_rl.trainer.critic_part import CriticPart, NoCritic, TrainedCritic
+from megatron_rl.trainer.passes.gap_check import GapCheck, GapGuard
+from megatron_rl.trainer.passes.old_logprobs import OldLogProbPass, OldPass, OldPassRules, needs_old_logprobs
+from megatron_rl.trainer.passes.passes import FlatPass, Pass, PassesOfAdvantages
+from megatron_rl.trainer.reference import NoReference, Reference
+from megatron_rl.trainer.update import UpdatePlanner, UpdateRules
+from megatron_rl.validate import objective, validate_config
+
+if TYPE_CHECKING:
+    from megatron_rl.critic import Critic, RemoteCritic
+    from megatron_rl.trainer.advantages.kl_in_reward import KLInReward
+    from megatron_rl.trainer.advantages.noise import AdvantageNoise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartChooser:
+    """Chooses parts for one run. Methods are collectives."""
+
+    config: Config
+    backend: MegatronBackend
+    rule: SignalRule
+    timer: StepTimer
+    watchdog: Watchdog
+
+    def reference(self) -> Reference:
+        """Return what a KL is measured against. Raises ConfigError for settings that do not go together."""
+        config = self.config
+        validate_config(config, objective.reference)
+        if config.loss.kl_coefficient == 0:
+            return NoReference()
+        from megatron_rl.trainer.reference_policy import ReferencePolicy
+
+        return ReferencePolicy(config.loss, config.reference, self.backend)
+
+    def critic(self, critic: Critic | RemoteCritic | None) -> CriticPart:
+        """Return the part of a critic that was built; None: of a run without one."""
+        if critic is None:
+            return NoCritic()
+        return TrainedCritic(critic, self.timer, starts_as_policy=self.config.critic.init == "policy")
+
+    def passes(
+        self, critic: Critic | RemoteCritic | None, reference: Reference, old: OldLogProbPass
+    ) -> PassesOfAdvantages:
+        """Return the passes that advantages are made of; a teacher's weights are read here."""
+        config, timer = self.config, self.timer
+        chosen: list[Pass] = []
+        if config.kl_in_reward:
+            chosen.append(OldPass(old=old, timer=timer, of_reference=reference.logprobs))
+        match config.advantage.estimator:
+            case "gae":
+                enter = _measured(timer, "critic")
+                chosen.append(FlatPass(name="values", compute=critic.values, enter=enter))
+            case "distillation":
+                from megatron_rl.trainer.passes.teacher import Teacher
+
+                teacher, enter = (
+                    Teacher(config.teacher, self.backend, config.run.deadline_s),
+                    _measured(timer, "teacher"),
+                )
+                chosen.append(OldPass(old=old, timer=timer))
+                chosen.append(FlatPass(name="teacher", compute=teacher.logprobs, enter=enter))
+        if chosen:
+            chosen.insert(0, FlatPass(name="loss_mask", compute=self.backend.gather_loss_mask))
+        return PassesOfAdvantages(passes=tuple(chosen))
+
+    def advantages(self, reference: Reference) -> AdvantageSource:
+        """Return the source of advantages by ``advantage.estimator``."""
+        config = self.config
+        kl = self._kl_in_reward(reference)
+        match config.advantage.estimator:
+            case "gae":
+                from megatron_rl.trainer.advantages.critic import CriticAdvantages
+
+                return CriticAdvantages(config.advantage, kl=kl)
+            case "distillation":
+                from megatron_rl.trainer.advantages.teacher import TeacherAdvantages
+
+                return TeacherAdvantages(discount=config.teacher.discount)
+        noise = self._noise() if config.advantage.noise_std and kl is None else None
+        return GroupAdvantages(config.advantage, kl=kl, noise=noise, enter_own=self.watchdog.own_code)
+
+    def _kl_in_reward(self, reference: Reference) -> KLInReward | None:
+        if not self.config.kl_in_reward:
+            return None
+        from megatron_rl.trainer.advantages.kl_in_reward import KLInReward
+
+        return KLInReward(estimator=self.config.loss.kl_estimator, coefficient=lambda: reference.coefficient)
+
+    def _noise(self) -> AdvantageNoise:
+        from megatron_rl.trainer.advantages.noise import AdvantageNoise
+
+        config, backend = self.config, self.backend
+        return AdvantageNoise(
+            std=config.advantage.noise_std,
+            steps=config.advantage.noise_steps,
+            seed=config.run.seed,
+            epsilon=config.skip.advantage_epsilon,
+            rl_steps=lambda: backend.step_index - config.sft.steps,
+        )
+
+    def planner(self, reference: Reference) -> UpdatePlanner:
+        """Return the planner of updates, with the log-prob passes and checks that they need."""
+        config, rule, gap, correct = self.config, self.rule, self._gap_check(), None
+        old_rules = OldPassRules(
+            needed_by=needs_old_logprobs(config),
+            takes_engines=config.correction.old_logprobs == "rollout",
+            recomputes_replayed=config.replay.recompute_logprobs,
+            drops=rule.drops_logprob_passes and not config.rollout.bitwise,  # which compares every sample
+            dense_every_rollouts=config.metrics.dense_every_rollouts,
+            dense_samples=config.metrics.dense_samples,
+        )
+        update_rules = UpdateRules(
+            signal=rule,
+            loss=config.loss,
+            max_response_tokens=config.rollout.max_response_tokens,
+            epochs=config.train.epochs_per_rollout,
+            held_rollouts=config.critic.warmup_rollouts if config.has_critic else 0,
+        )
+        if config.correction.is_on:
+            from megatron_rl.trainer.corrections import Corrections
+
+            correct = Corrections(
+                settings=config.correction, backend=self.backend, advantage_epsilon=rule.advantage_epsilon
+            )
+        old = OldLogProbPass(self.backend, old_rules, gap)
+        return UpdatePlanner(
+            update_rules, self.backend, self.timer, old=old, gap=gap, reference=reference, correct=correct
+        )
+
+    def _gap_check(self) -> GapCheck:
+        rollout, dtype = self.config.rollout, self.config.model.dtype
+        if not rollout.bitwise:
+            return GapGuard(rollout, dtype)
+        from megatron_rl.trainer.passes.bitwise import BitwiseCheck
+
+        return BitwiseCheck(rollout, dtype, self.backend)
+
+
+def _measured(timer: StepTimer, stage: str) -> Callable:
+    """Return a function that returns the context which measures a stage."""
+    return lambda: timer.measure(stage)

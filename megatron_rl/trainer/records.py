@@ -1,0 +1,111 @@
+"""The records of a run: its rows of metrics.jsonl, and all that is written down beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.checkpoint.run_state import RestoredRun
+from megatron_rl.observability.metrics import MetricsWriter, Row, step_metrics
+from megatron_rl.rollout.training_batch import TrainingBatch
+from megatron_rl.trainer.advantages.source import AdvantageResult
+from megatron_rl.trainer.reference import Reference
+from megatron_rl.trainer.update import Update
+from megatron_rl.types import StepResult
+
+if TYPE_CHECKING:
+    from megatron_rl.observability.completions import Completion
+
+_OF_RL = ("train/clip_ratio", "train/ratio", "train/kl")  # which no supervised step measures
+
+
+class Record(Protocol):
+    """Writes down what happens in a run. Every rank calls each method, in this order; none is a collective.
+
+    A record overrides the methods that it needs.
+    """
+
+    def resume(self, restored: RestoredRun) -> None:
+        """Go on from a checkpoint."""
+
+    def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
+        """Record rollout ``index`` with its advantages; return metrics that join the next row."""
+        return {}
+
+    def update(self, update: Update) -> Mapping[str, float]:
+        """Record a planned update; return metrics that join the next row."""
+        return {}
+
+    def row(self, row: Row) -> None:
+        """Record one optimizer step, of the supervised start too, by its row as written."""
+
+    def end(self) -> None:
+        """Record that the run ends, however it ends."""
+
+
+class Records:
+    """Writes the rows of metrics.jsonl, and hands what happens to all other records. No method is a collective.
+
+    others: called in their order.
+    num_rollouts: recorded so far, of the run that this one goes on with too.
+    """
+
+    def __init__(
+        self,
+        backend: TrainableModel,
+        reference: Reference,
+        writer: MetricsWriter,
+        others: Sequence[Record] = (),
+    ) -> None:
+        self.backend, self.reference, self.writer, self.others = backend, reference, writer, tuple(others)
+        self.num_rollouts = 0
+        self._next_row: dict[str, float] = {}
+        self._sampled: list[Completion] = []
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the next row."""
+        self._next_row |= metrics
+
+    def show(self, completions: Sequence[Completion]) -> None:
+        """Record completions of this rank with the next row; they are written on the main rank alone."""
+        if self.backend.topology.is_main:
+            self._sampled += completions
+
+    def resume(self, restored: RestoredRun) -> None:
+        """Go on from a checkpoint."""
+        self.num_rollouts = restored.trace_rollouts
+        for record in self.others:
+            record.resume(restored)
+
+    def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> None:
+        """Record rollout ``index`` with its advantages."""
+        self.num_rollouts += 1
+        self.add(taken.metrics)
+        for record in self.others:
+            self.add(record.rollout(index, taken, result))
+
+    def update(self, update: Update) -> None:
+        """Record a planned update."""
+        self.add(update.metrics)
+        for record in self.others:
+            self.add(record.update(update))
+
+    def write(self, phase: str, result: StepResult, values: Mapping[str, float]) -> None:
+        """Write one optimizer step's row: its own metrics, those added since the last row, and ``values``."""
+        row = {"step": self.backend.step_index, "step_kind": result.kind, "phase": phase, **step_metrics(result)}
+        row |= {**self._next_row, **values, "weight_version": self.backend.weight_version}
+        sampled, self._next_row, self._sampled = self._sampled, {}, []
+        unmeasured = set(_OF_RL) if phase != "rl" else set()
+        if not self.reference.is_needed:
+            unmeasured.add("train/kl")
+        elif phase == "rl":
+            row["train/kl_coefficient"] = self.reference.coefficient
+        written = self.writer.write({name: row[name] for name in row if name not in unmeasured}, sampled)
+        for record in self.others:
+            record.row(written)
+
+    def end(self) -> None:
+        """Record that the run ends."""
+        for record in self.others:
+            record.end()

@@ -1,0 +1,187 @@
+"""Builds a run's rollouts: this rank's engine and worker, the manager over all ranks, and the queue."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_rl.backend.backend import MegatronBackend
+from megatron_rl.config import Config, WeightSyncConfig
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.distributed.platform import HOST
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.distributed.watchdog import Watchdog
+from megatron_rl.model.seam_fields import DTYPES
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.planning.num_steps import steps_per_rollout
+from megatron_rl.reward import Reward
+from megatron_rl.rollout.build import place_engine
+from megatron_rl.rollout.colocation import DeviceShare
+from megatron_rl.rollout.engines.engine import Engine
+from megatron_rl.rollout.engines.placement import RankLocation, refuse_mixture
+from megatron_rl.rollout.groups.build import GroupSettings, build_parts
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.queue import QueueSettings, RolloutQueue
+from megatron_rl.rollout.rollout_metrics import RolloutMetrics
+from megatron_rl.rollout.scored_batch import GroupScorer, Scoring
+from megatron_rl.rollout.weight_source import AdapterWeights, PolicyWeights, WeightSource
+from megatron_rl.rollout.worker import RolloutWorker
+from megatron_rl.types import Rollout, Score
+
+TakeCounts = Callable[[], Mapping[str, int]]
+
+
+def build_queue(
+    config: Config,
+    backend: MegatronBackend,
+    manager: RolloutManager,
+    prompts: PromptDataset,
+    timer: StepTimer,
+    *,
+    passes_parts: bool,
+    passes_all: bool,
+) -> RolloutQueue:
+    """Build the queue of rollouts. passes_parts, passes_all: see QueueSettings."""
+    scorer = GroupScorer(Scoring.of(config.reward, config.advantage, config.rollout, config.loss), backend)
+    groups = GroupSettings(
+        dynamic_sampling=config.rollout.dynamic_sampling,
+        replay=config.replay,
+        reroll=config.reroll,
+        train=config.train,
+        start_order=config.rollout.start_order,
+        num_stragglers=config.rollout.producer.num_stragglers(config.train.prompts_per_rollout),
+        seed=config.run.seed,
+    )
+    settings = QueueSettings(
+        producer=config.rollout.producer,
+        train=config.train,
+        weight_sync=config.weight_sync,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        steps_per_rollout=steps_per_rollout(config),
+        passes_parts=passes_parts,
+        passes_all=passes_all,
+    )
+    parts = build_parts(groups, prompts, manager, scorer, timer)
+    return RolloutQueue(settings, manager, prompts, scorer, timer, parts)
+
+
+def build_manager(
+    config: Config,
+    backend: MegatronBackend,
+    tokenizer,
+    reward: Reward | None,
+    watchdog: Watchdog,
+    *,
+    models: Sequence[DeviceShare],
+) -> RolloutManager:
+    """Build this rank's engine, which starts here, and the manager of the rollouts.
+
+    models: the trainer's on this rank's device, which they leave if the engine shares it.
+    """
+    refuse_mixture(config.weight_sync, backend.shape.num_experts)
+    engine, share, shared, take_counts = _build_engine(config, backend, tokenizer, watchdog)
+    worker = RolloutWorker(
+        engine,
+        _scorer(reward, watchdog) if reward else unscored,
+        config.rollout.producer,
+        apart=reward is not None and reward.runs_apart,
+        share=share,
+        deadline_s=config.run.deadline_s,
+    )
+    return RolloutManager(
+        worker,
+        config.weight_sync,
+        weights=_weight_source(config.weight_sync, backend),
+        metrics=RolloutMetrics(
+            has_turns=config.plays_episodes, has_delta=config.weight_sync.delta, take_counts=take_counts
+        ),
+        models=models if shared else (),
+    )
+
+
+def _weight_source(settings: WeightSyncConfig, backend: MegatronBackend) -> WeightSource:
+    bucket_bytes = settings.bucket_bytes // 2  # the other half is the sender's
+    match settings.adapters:
+        case "alone":
+            return AdapterWeights(backend, bucket_bytes)
+        case _:
+            return PolicyWeights(backend, bucket_bytes)
+
+
+def _build_engine(
+    config: Config, backend: MegatronBackend, tokenizer, watchdog: Watchdog
+) -> tuple[Engine, tuple[int, int] | None, bool, TakeCounts]:
+    """Return this rank's engine, its share of the prompts, whether trainer and engine take turns, and its counts."""
+    rank, vocab_size, take_counts = backend.topology.rank, backend.shape.vocab_size, dict
+    if config.generates:
+        engine, share, shared = place_engine(
+            config,
+            tokenizer,
+            location=_location(config, backend.topology),
+            device=HOST.device,
+            dtype=DTYPES[config.model.dtype],
+            vocab_size=vocab_size,
+            has_trainer=True,
+        )
+    else:
+        from megatron_rl.rollout.engines.idle import IdleEngine
+
+        engine, share, shared = IdleEngine(), None, False
+    if config.environment.name is not None:
+        from megatron_rl.rollout.engines.multi_turn import with_environment
+
+        with watchdog.own_call("environment"):  # is imported
+            engine = with_environment(
+                engine,
+                config.environment,
+                config.data,
+                tokenizer,
+                max_response_tokens=config.rollout.max_response_tokens,
+            )
+    if config.rollout.endpoint.agent is not None:
+        from megatron_rl.rollout.endpoint.agents import with_agents
+
+        with watchdog.own_call("environment"):  # the agent is imported
+            engine = with_agents(
+                engine,
+                config.rollout,
+                config.data,
+                tokenizer,
+                rank=rank,
+                vocab_size=vocab_size,
+                on_error=config.environment.on_error,
+            )
+        take_counts = engine.take_counts
+    return engine, share, shared, take_counts
+
+
+def _location(config: Config, topology: Topology) -> RankLocation:
+    rank, local_rank = topology.rank, int(os.environ.get("LOCAL_RANK", topology.rank))
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
+    if config.has_critic:  # whose ranks may be of this node
+        from megatron_rl.critic.link import local_policy_ranks
+
+        on_node = local_policy_ranks(config, rank, local_rank, on_node)
+    return RankLocation(rank=rank, world_size=topology.world_size, local_rank=local_rank, local_world_size=on_node)
+
+
+def unscored(rollouts: Sequence[Rollout]) -> list[Score]:
+    """Return a total of 0 for each rollout of a run without rewards; none for one that its environment gave up."""
+    return [Score(total=None if rollout.excluded else 0.0, by_function=()) for rollout in rollouts]
+
+
+def _scorer(reward: Reward, watchdog: Watchdog) -> Callable[[Sequence[Rollout]], list[Score]]:
+    """Return a function that scores in any thread; the watchdog records its stage in the main thread alone.
+
+    Calls in workers have deadlines of their own; one in this process is bounded by the watchdog.
+    """
+    stage = watchdog.stage if reward.runs_apart else watchdog.own_code
+
+    def score(rollouts: Sequence[Rollout]) -> list[Score]:
+        if threading.current_thread() is not threading.main_thread():
+            return reward.score(rollouts)
+        with stage("reward"):
+            return reward.score(rollouts)
+
+    return score

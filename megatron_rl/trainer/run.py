@@ -1,0 +1,114 @@
+"""A run: its standing parts, which the loop in train.py calls by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.observability.metrics import skip_metrics
+from megatron_rl.observability.throughput import performance
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.rollout.queue import RolloutQueue
+from megatron_rl.rollout.training_batch import TrainingBatch
+from megatron_rl.trainer.advantages.source import AdvantageSource
+from megatron_rl.trainer.critic_part import CriticPart
+from megatron_rl.trainer.exports import Exports
+from megatron_rl.trainer.passes.passes import PassesOfAdvantages
+from megatron_rl.trainer.records import Records
+from megatron_rl.trainer.reference import Reference
+from megatron_rl.trainer.update import Update, UpdatePlanner, UpdateStep
+from megatron_rl.types import StepResult
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.evaluation import Evaluation
+    from megatron_rl.trainer.run_checkpoints import RunCheckpoints
+
+
+class Start(Protocol):
+    """Trains a run's model before RL, or in its place (trainer/supervised.py)."""
+
+    def take(self, run: Run) -> bool:
+        """Take the steps that are left; return whether the run was told to leave between two of them. A collective."""
+        ...
+
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """Holds all parts of a run (``trainer.build.build_run``). Methods are collectives unless they say otherwise.
+
+    passes:        those that advantages are made of.
+    evaluation:    of held-out prompts; None if nothing is held out, or without rewards.
+    checkpoints:   None if the run saves none and goes on from none.
+    start:         None without a supervised start, and after it.
+    evaluates_first: whether ``evaluation`` runs before the first rollout.
+    rollouts_done: rollouts that a checkpoint has trained; None if the run did not resume, or resumed before RL.
+    """
+
+    backend: TrainableModel
+    queue: RolloutQueue
+    passes: PassesOfAdvantages
+    advantages: AdvantageSource
+    planner: UpdatePlanner
+    critic: CriticPart
+    reference: Reference
+    records: Records
+    timer: StepTimer
+    exports: Exports
+    evaluation: Evaluation | None = None
+    checkpoints: RunCheckpoints | None = None
+    start: Start | None = None
+    evaluates_first: bool = False
+    rollouts_done: int | None = None
+
+    def begin(self) -> bool:
+        """Take the supervised start, evaluate, and prepare for RL's first rollout, as far as that is not done.
+
+        Returns whether the run was told to leave, with a checkpoint saved.
+        """
+        if self.start is not None and self.start.take(self):
+            return True
+        if self.evaluates_first:
+            self.records.add(self.evaluate(suffix="_before"))
+        if self.rollouts_done is not None:
+            return False
+        self.begin_rl()
+        return self.save_if_due(0)
+
+    def begin_rl(self) -> None:
+        """Give the critic the policy's weights if it starts from them, and make the current policy the reference."""
+        self.critic.begin(self.backend)
+        self.reference.keep()
+
+    def take(self, index: int) -> TrainingBatch:
+        """Wait for rollout ``index`` and start later ones; return its scored groups, on every rank."""
+        self.timer.restart()
+        taken = self.queue.take(index)
+        self.queue.start_ahead(index)
+        return taken
+
+    def end_step(self, update: Update, step: UpdateStep, result: StepResult) -> None:
+        """Write an optimizer step's row; after the rollout's last one evaluate if that is due."""
+        self.reference.measure(result)
+        facts, backend = update.batch.facts, self.backend
+        self.records.add(self.planner.gap_metrics(update, step, result))
+        shares_prompts = backend.rules.share_prompts
+        values = skip_metrics(step.plan, facts, update.decision.signal, share_prompts=shares_prompts)
+        values |= performance(backend, facts, step.plan, self.timer.seconds["update"]) | self.timer.take()
+        if step.is_last and self.evaluation is not None:
+            num_rollouts = update.index + 1
+            if self.evaluation.due(num_rollouts, last=not self.queue.has(num_rollouts)):
+                values |= self.evaluate()
+        self.records.write("rl", result, {**values, "rollout": update.index + 1})
+
+    def evaluate(self, *, suffix: str = "") -> dict[str, float]:
+        """Return the metrics of the held-out sets under the current weights."""
+        with self.timer.enter("eval"):
+            result = self.evaluation.run(self.queue.manager, step=self.backend.step_index, suffix=suffix)
+        self.timer.report("eval", result.metrics["time/eval_s"])
+        self.records.show(result.completions)
+        return dict(result.metrics)
+
+    def save_if_due(self, num_rollouts: int) -> bool:
+        """Save a checkpoint if one is due; return whether the run was told to leave, with everything saved."""
+        return self.checkpoints is not None and self.checkpoints.save_if_due(num_rollouts)

@@ -1,0 +1,107 @@
+"""The records of every run beside its metrics: the queue's feed, the trace, progress and the warning of a stall."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_rl.checkpoint.run_state import RestoredRun
+from megatron_rl.observability.metrics import METRICS_FILE, Row, read_metrics
+from megatron_rl.observability.progress_bar import ProgressBar
+from megatron_rl.observability.stall_warning import StallWarning
+from megatron_rl.observability.trace import Recorder
+from megatron_rl.rollout.queue import RolloutQueue
+from megatron_rl.rollout.training_batch import TrainingBatch
+from megatron_rl.trainer.advantages.source import AdvantageResult
+from megatron_rl.trainer.records import Record
+from megatron_rl.trainer.update import Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRecord(Record):
+    """Writes trace.jsonl and coefficients.json, which a simulation reads."""
+
+    recorder: Recorder
+
+    def resume(self, restored: RestoredRun) -> None:
+        """Number rollouts on from the checkpoint's."""
+        self.recorder.num_rollouts = restored.trace_rollouts
+
+    def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
+        """Write the rollout's lengths and rewards."""
+        self.recorder.rollout(taken.facts, taken.scored.rewards.totals, taken.scored.by_function)
+        return {}
+
+    def row(self, row: Row) -> None:
+        """Fit the simulator's coefficients anew."""
+        self.recorder.fit()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueRecord(Record):
+    """Feeds the queue's replay buffer, and counts what queue and engine did."""
+
+    queue: RolloutQueue
+
+    def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
+        """Remember the groups with signal; return the sizes of the buffers."""
+        return self.queue.remember(taken, result.plain)
+
+    def update(self, update: Update) -> Mapping[str, float]:
+        """Return the counts of generation and weight sync since the last update."""
+        return self.queue.manager.take_metrics()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallRecord(Record):
+    """Warns of a run that trains nothing.
+
+    folder:  of the run.
+    is_main: of the rank that alone has the file of rows, and alone warns of those before a resume.
+    """
+
+    watch: StallWarning
+    folder: pathlib.Path
+    is_main: bool
+
+    def resume(self, restored: RestoredRun) -> None:
+        """Count the steps that the run took before."""
+        if self.is_main:
+            self.watch.resume(read_metrics(self.folder / METRICS_FILE))
+
+    def row(self, row: Row) -> None:
+        """Count one step."""
+        self.watch.observe(row)
+
+    def end(self) -> None:
+        """Warn of a run whose steps trained nothing."""
+        self.watch.end()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressRecord(Record):
+    """Moves the progress bar on the terminal."""
+
+    progress: ProgressBar
+
+    def row(self, row: Row) -> None:
+        """Show one step."""
+        self.progress.update(row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord(Record):
+    """Saves each rollout's plan as ``plans/rollout_<n>.json`` (``metrics.save_plans``), on the main rank.
+
+    folder: of the run.
+    """
+
+    folder: pathlib.Path
+
+    def update(self, update: Update) -> Mapping[str, float]:
+        """Save the plan of an update."""
+        plans = self.folder / "plans"
+        plans.mkdir(exist_ok=True)
+        (plans / f"rollout_{update.index + 1}.json").write_text(update.decision.plan.to_json())
+        return {}

@@ -1,0 +1,84 @@
+"""Saves whole rollouts for later reading (``metrics.save_rollouts``, observability/saved_rollouts.py)."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.observability.saved_rollouts import sample_row, token_texts, write_rollout
+from megatron_rl.rollout.training_batch import TrainingBatch
+from megatron_rl.trainer.advantages.source import AdvantageResult
+from megatron_rl.trainer.records import Record
+from megatron_rl.types import Advantages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRollouts(Record):
+    """Saves whole rollouts: each rank the groups that it generated.
+
+    folder:         of the run.
+    functions:      the names of the reward functions, ``reward.functions``.
+    every_rollouts: of so many rollouts one is saved.
+    """
+
+    folder: pathlib.Path
+    functions: Sequence[str]
+    every_rollouts: int
+    tokenizer: object
+    rank: int
+
+    def rollout(self, index: int, taken: TrainingBatch, result: AdvantageResult) -> Mapping[str, float]:
+        """Save this rank's groups of rollout ``index``, with the rewards and advantages that all ranks know."""
+        if taken.groups and index % self.every_rollouts == 0:
+            groups, token_ids = saved_groups(taken, result.advantages)
+            document = {
+                "functions": list(self.functions),
+                "tokens": {str(id): text for id, text in token_texts(self.tokenizer, token_ids).items()},
+                "groups": groups,
+            }
+            write_rollout(self.folder, index + 1, self.rank, document)
+        return {}
+
+
+def saved_groups(taken: TrainingBatch, advantages: Advantages) -> tuple[list[dict[str, object]], set[int]]:
+    """Return this rank's groups as a saved rollout holds them, and the token ids that occur in their responses."""
+    facts, totals = taken.facts, taken.scored.rewards.totals
+    ends = np.cumsum(facts.response_tokens)
+    groups, seen = [], set()
+    for place in sorted(taken.groups):
+        group, samples = taken.groups[place], []
+        for member, row in enumerate(np.flatnonzero(facts.groups == place).tolist()):
+            rollout = group.rollouts[member]
+            of_token = None
+            if advantages.of_token is not None:
+                of_token = advantages.of_token[ends[row] - facts.response_tokens[row] : ends[row]].tolist()
+            elif rollout.loss_mask is not None:  # the environment's tokens have none
+                of_token = (advantages.of_sample[row] * np.array(rollout.loss_mask)).tolist()
+            seen.update(rollout.response_ids)
+            samples.append(
+                sample_row(
+                    sample=rollout.sample_index,
+                    ids=rollout.response_ids,
+                    advantage=float(advantages.of_sample[row]),
+                    advantages=of_token,
+                    reward=float(totals[row]),
+                    rewards=group.scores[member].by_function,
+                    finish_reason=rollout.finish_reason,
+                    weight_version=rollout.weight_version,
+                    excluded=rollout.excluded,
+                )
+            )
+        prompt = group.rollouts[0].prompt
+        answer = prompt.columns.get("answer")
+        groups.append(
+            {
+                "prompt": prompt.text,
+                "prompt_id": prompt.name,
+                "answer": None if answer is None else str(answer),
+                "samples": samples,
+            }
+        )
+    return groups, seen

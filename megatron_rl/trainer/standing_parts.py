@@ -1,0 +1,179 @@
+"""Chooses the parts of a run around its loop: evaluation, records, exports, checkpoints and the supervised start."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_rl.algorithm.signal import SignalRule
+from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.checkpoint.run_state import ResumePoint
+from megatron_rl.config import Config, MetricsConfig
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.observability.metrics import MetricsWriter
+from megatron_rl.observability.progress_bar import ProgressBar
+from megatron_rl.observability.stall_warning import StallWarning
+from megatron_rl.observability.timer import StepTimer
+from megatron_rl.observability.trace import Recorder
+from megatron_rl.planning.num_steps import moving_rl_steps
+from megatron_rl.reward import Reward
+from megatron_rl.rollout.queue import RolloutQueue
+from megatron_rl.trainer.exports import Exports
+from megatron_rl.trainer.records import Record, Records
+from megatron_rl.trainer.reference import Reference
+from megatron_rl.trainer.run import Start
+from megatron_rl.trainer.run_records import PlanRecord, ProgressRecord, QueueRecord, StallRecord, TraceRecord
+from megatron_rl.trainer.training_data import context_tokens
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.evaluation import Evaluation
+    from megatron_rl.trainer.run_checkpoints import RunCheckpoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandingParts:
+    """Holds what a run has before its engines start, and chooses the parts that are made of it.
+
+    resume_point: the checkpoint that the run goes on from; None: it begins.
+    """
+
+    config: Config
+    backend: TrainableModel
+    tokenizer: object
+    prompts: PromptDataset
+    reward: Reward | None
+    checkpoints: CheckpointManager
+    resume_point: ResumePoint | None
+    writer: MetricsWriter
+    progress: ProgressBar
+
+    @property
+    def supervised_steps_done(self) -> int:
+        """Return the supervised steps that a checkpoint within the start has taken; else 0."""
+        return self.resume_point.supervised_steps or 0 if self.resume_point is not None else 0
+
+    @property
+    def rollouts_done(self) -> int | None:
+        """Return the rollouts that a checkpoint has trained; None if the run begins, or goes on before RL."""
+        point = self.resume_point
+        return None if point is None or point.supervised_steps is not None else point.rollouts
+
+    @property
+    def evaluates_first(self) -> bool:
+        """Return whether no rollout was trained, and no supervised start ends in an evaluation."""
+        return not (self.config.sft.steps or self.rollouts_done)
+
+    def evaluation(self) -> Evaluation | None:
+        """Return the evaluation of held-out prompts; None without any, or without rewards.
+
+        Raises ConfigError for a row that cannot be evaluated.
+        """
+        if not self.config.eval.named_sets:
+            return None
+        from megatron_rl.trainer.evaluation import Evaluation
+
+        shape, required = self.backend.shape, self.reward.required_columns if self.reward else ()
+        limits = shape.context_tokens, shape.vocab_size
+        evaluation = Evaluation(self.config, self.tokenizer, *limits, required=required)
+        return None if self.reward is None else evaluation
+
+    def records(self, queue: RolloutQueue, reference: Reference) -> Records:
+        """Return all that is written down of the run."""
+        config, topology, folder = self.config, self.backend.topology, self.config.run.path
+        records = Records(self.backend, reference, self.writer)
+        chosen: list[Record] = [QueueRecord(queue=queue)]
+        if topology.is_main and config.metrics.log_completions:
+            from megatron_rl.trainer.completions import TrainedCompletions, completion_rules
+
+            rules = completion_rules(config.metrics, config.reward.functions)
+            chosen.append(TrainedCompletions(rules=rules, show=records.show))
+        chosen += saved_rollouts(config.metrics, config.reward.functions, folder, self.tokenizer, topology.rank)
+        if config.metrics.save_plans and topology.is_main:
+            chosen.append(PlanRecord(folder=folder))
+        watch = StallWarning(config.metrics.untrained_warning_steps)
+        recorder = Recorder(config, self.backend, resumed=self.checkpoints.resumes)
+        chosen.append(StallRecord(watch=watch, folder=folder, is_main=topology.is_main))
+        chosen += [ProgressRecord(progress=self.progress), TraceRecord(recorder=recorder)]
+        records.others = tuple(chosen)
+        return records
+
+    def exports(self, queue: RolloutQueue, timer: StepTimer) -> Exports:
+        """Return the exports of the policy."""
+        return Exports(
+            backend=self.backend,
+            tokenizer=self.tokenizer,
+            folder=self.config.run.path,
+            settings=self.config.train,
+            queue=queue,
+            timer=timer,
+        )
+
+    def run_checkpoints(
+        self, queue: RolloutQueue, reference: Reference, records: Records, timer: StepTimer
+    ) -> RunCheckpoints | None:
+        """Return the run's checkpoints; None if it saves none and goes on from none."""
+        if not self.config.saves_checkpoints and self.resume_point is None:
+            return None
+        from megatron_rl.trainer.run_checkpoints import RunCheckpoints
+
+        return RunCheckpoints(
+            manager=self.checkpoints,
+            queue=queue,
+            prompts=self.prompts,
+            reference=reference,
+            records=records,
+            timer=timer,
+            saves=self.config.saves_checkpoints,
+            folder=self.config.run.path,
+            is_main=self.backend.topology.is_main,
+        )
+
+    def start(self, rule: SignalRule, timer: StepTimer) -> Start | None:
+        """Return the supervised start; None without one, and after it.
+
+        Raises ConfigError for a held-out row that cannot be evaluated, after it too.
+        """
+        config, done = self.config, self.supervised_steps_done
+        if not (config.sft.is_on or done):
+            return None
+        from megatron_rl.trainer.supervised import Imitation, Responses, SupervisedStart, held_out_responses
+
+        backend, pairs = self.backend, config.preference
+        most_tokens = context_tokens(pairs, backend.hf_config)
+        responses = Responses(
+            prompts=self.prompts,
+            size=config.sft.samples_per_step,
+            pairs=pairs,
+            held_out=held_out_responses(config, self.prompts, self.tokenizer, most_tokens, backend.shape.vocab_size),
+        )
+        if self.rollouts_done is not None:
+            return None
+        if pairs.is_on:
+            from megatron_rl.trainer.preference import Comparison
+
+            task = Comparison(backend, responses, timer, rule)
+        else:
+            task = Imitation(backend, responses, timer, precedes_rl=config.train.num_rollouts != 0)
+        return SupervisedStart(
+            task=task,
+            settings=config.sft,
+            optimizer=config.optimizer,
+            done=done,
+            total_rl_steps=moving_rl_steps(config, len(self.prompts)),
+            keeps_reference=pairs.needs_reference,
+        )
+
+
+def saved_rollouts(
+    metrics: MetricsConfig, functions: Sequence[str], folder: pathlib.Path, tokenizer: object, rank: int
+) -> list[Record]:
+    """Return the record that saves whole rollouts in the run's folder, if ``metrics.save_rollouts`` asks for it."""
+    if not metrics.save_rollouts:
+        return []
+    from megatron_rl.trainer.saved_rollouts import SavedRollouts
+
+    every = metrics.completions_every_rollouts
+    return [SavedRollouts(folder=folder, functions=functions, every_rollouts=every, tokenizer=tokenizer, rank=rank)]

@@ -1,0 +1,158 @@
+"""Reasons against settings of a run's models: the policy's, the critic's and the teacher's."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from megatron_rl.config import Config, CriticConfig, ParallelConfig, TeacherConfig
+from megatron_rl.errors import ConfigError, quoted, shortened
+from megatron_rl.planning.pipeline_layout import stated_layers
+
+
+def layout(parallel: ParallelConfig) -> None:
+    """Raise ConfigError for a text that is no pipeline layout, or one of another number of stages."""
+    stated_layers(parallel)
+
+
+def policy_path(hf_path: str) -> str | None:
+    """Refuse a policy without a directory."""
+    if not hf_path:
+        return "model.hf_path='' names no model; give a Hugging Face directory with config.json and safetensors"
+    if _lacks_config(hf_path):
+        return (
+            f"model.hf_path={quoted(hf_path, 300)} holds no config.json; give a local Hugging Face directory, or "
+            "owner/name of the hub"
+        )
+    return None
+
+
+def _lacks_config(hf_path: str) -> bool:
+    return not os.path.isfile(os.path.join(hf_path, "config.json"))
+
+
+def provider(
+    provider: str,
+    lora_rank: int | None,
+    has_critic: bool,
+    estimator: str,
+    has_teacher: bool,
+    teacher_path: str | None,
+    bitwise: bool,
+) -> str | None:
+    """Refuse what was not shown on models of Megatron-Bridge's."""
+    if provider == "native":
+        return None
+    unshown = {
+        f"lora.rank={lora_rank}": lora_rank is not None,
+        f"advantage.estimator={estimator} (a critic)": has_critic,
+        f"teacher.hf_path={quoted(teacher_path)}": bool(has_teacher and teacher_path),
+        "rollout.bitwise=true": bitwise,
+    }
+    setting = next((name for name, is_set in unshown.items() if is_set), None)
+    if setting is None:
+        return None
+    return (
+        f"model.provider=bridge beside {setting} was not shown, and is refused; remove that, or take a family "
+        "that is built here (model.provider=native, docs/models.md)"
+    )
+
+
+def teacher(
+    teacher: TeacherConfig,
+    estimator: str,
+    has_teacher: bool,
+    kl_in_reward: bool,
+    off_policy_delta: float | None,
+    temperature: float,
+) -> str | None:
+    """Refuse a teacher's settings without a teacher, and settings that a teacher rules out."""
+    if not has_teacher:
+        return _unread("teacher", teacher, TeacherConfig(), estimator, "distillation")
+    if teacher.hf_path is None and not teacher.servers:
+        return (
+            "advantage.estimator=distillation has no teacher: name its directory by teacher.hf_path, or servers that "
+            "hold it by teacher.servers"
+        )
+    if teacher.hf_path is not None and _lacks_config(teacher.hf_path):
+        return (
+            f"teacher.hf_path={quoted(teacher.hf_path, 300)} holds no config.json; give a local Hugging Face directory"
+        )
+    if kl_in_reward:
+        return (
+            "reference.kl_in=reward takes the KL off a reward, and advantage.estimator=distillation reads none; set "
+            "reference.kl_in=loss, or loss.kl_coefficient=0"
+        )
+    if off_policy_delta is not None:
+        return _of_one_advantage(off_policy_delta, "distillation")
+    if teacher.servers and temperature != 1.0:
+        return (
+            f"rollout.temperature={temperature:g} and teacher.servers, which give log-probs at 1; set it to 1, or name "
+            "the teacher by teacher.hf_path"
+        )
+    return None
+
+
+def critic(config: Config) -> str | None:
+    """Refuse a critic's settings without a critic, and settings that a critic rules out."""
+    critic, delta = config.critic, config.correction.off_policy_delta
+    if not config.has_critic:
+        return _unread("critic", critic, CriticConfig(), config.advantage.estimator, "gae")
+    from megatron_rl.validate.critic import critic_config
+
+    critic_config(config)
+    if critic.hf_path is not None and _lacks_config(critic.hf_path):
+        return (
+            f"critic.hf_path={quoted(critic.hf_path, 300)} holds no config.json; give a local Hugging Face "
+            "directory, or null"
+        )
+    return None if delta is None else _of_one_advantage(delta, "gae")
+
+
+def _of_one_advantage(delta: float, estimator: str) -> str:
+    return (
+        f"correction.off_policy_delta={delta} drops samples by their one advantage, and under "
+        f"advantage.estimator={estimator} each token has its own; set it to null"
+    )
+
+
+def _unread(section: str, settings: object, neutral: object, estimator: str, reader: str) -> str | None:
+    """Refuse a setting of a section that the estimator does not read; ``reader`` is an estimator that does."""
+    left_alone = dataclasses.asdict(neutral)
+    for name, value in dataclasses.asdict(settings).items():
+        if value != left_alone[name]:
+            return (
+                f"{section}.{name}={shortened(str(value))} and advantage.estimator={shortened(estimator)} has no "
+                f"{section}; set advantage.estimator={reader}, or leave it at {left_alone[name]}"
+            )
+    return None
+
+
+def check_lengths(config: Config, context_tokens: int, of: str = "the model") -> None:
+    """Raise ConfigError where prompt and response together do not fit in a model's context."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > context_tokens:
+        raise ConfigError(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens} = {longest} is more than the context "
+            f"of {of}: {context_tokens} tokens; lower one of the two"
+        )
+
+
+def check_critic_model(config: Config, policy) -> None:
+    """Raise ConfigError for a critic of other weights that cannot read the policy's prompts, responses or tokens.
+
+    policy: the policy's Hugging Face config.
+    """
+    if not config.has_critic or config.critic.hf_path is None:
+        return
+    from megatron_rl.weights.config_json import read_hf_config
+
+    critic = read_hf_config(config.critic.hf_path, "critic.hf_path")
+    check_lengths(config, critic.max_position_embeddings, of=f"critic.hf_path={quoted(config.critic.hf_path, 300)}")
+    if critic.vocab_size < policy.vocab_size:
+        raise ConfigError(
+            f"critic.hf_path={quoted(config.critic.hf_path, 300)} has a vocabulary of {critic.vocab_size} and "
+            f"model.hf_path={quoted(config.model.hf_path, 300)} one of {policy.vocab_size}: it could not read the "
+            "policy's tokens; give a model of the same tokenizer"
+        )

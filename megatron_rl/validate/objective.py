@@ -1,0 +1,200 @@
+"""Reasons against settings of the objective: what is trained on, and what would be lost or couple samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_rl.algorithm.signal import signal_rule
+from megatron_rl.config import AdvantageConfig, Config, LossConfig
+from megatron_rl.users_code import is_own
+
+if TYPE_CHECKING:
+    from megatron_rl.config import CorrectionConfig, OptimizerConfig, ReferenceConfig, ReplayConfig
+
+MOST_SAMPLES = 10**7  # of a rollout
+
+
+def own_parts(advantage: AdvantageConfig, loss: LossConfig) -> None:
+    """Raise ConfigError where an estimator or a policy loss of the user's own breaks its contract (docs/your-own.md).
+
+    Each is called on random numbers. A loss that trains at a zero advantage is for ``skip.mode`` to refuse.
+    """
+    if is_own(advantage.estimator):
+        from megatron_rl.algorithm import own_estimator
+
+        own_estimator.require(advantage)
+    if is_own(loss.policy):
+        from megatron_rl.algorithm import own_policy_check  # brings torch along
+
+        own_policy_check.require(loss)
+
+
+def exact_skip(config: Config) -> None:
+    """Raise ConfigError where dropping samples would not be exact, or a loss is no sum over tokens."""
+    signal_rule(config)
+
+
+def reference(
+    reference: ReferenceConfig, loss: LossConfig, estimator: str, prompts_per_rollout: int, samples_per_prompt: int
+) -> str | None:
+    """Refuse a reference that contradicts the loss, the advantage or the size of a rollout."""
+    if reference.kl_in == "reward" and loss.kl_estimator == "unbiased":
+        return (
+            "reference.kl_in=reward with loss.kl_estimator=unbiased: its ratio π_θ/π_old is there for the gradient it "
+            "carries, and a reward carries none; take loss.kl_estimator=k3, or reference.kl_in=loss"
+        )
+    if reference.kl_in == "reward" and estimator == "gdpo":
+        return (
+            "reference.kl_in=reward with advantage.estimator=gdpo: it standardises every reward function by itself, "
+            "and the KL is none of them; take another advantage.estimator, or reference.kl_in=loss"
+        )
+    if loss.kl_coefficient == 0 and reference.controller == "adaptive":
+        return (
+            "reference.controller=adaptive moves the KL's coefficient by factors, and loss.kl_coefficient=0 would "
+            "stay 0; start above it (0.1, say), or set reference.controller=fixed"
+        )
+    if loss.kl_coefficient == 0 and reference.refresh_every_rollouts is not None:
+        return (
+            f"reference.refresh_every_rollouts={reference.refresh_every_rollouts} renews a reference policy that "
+            "loss.kl_coefficient=0 never asks; set that above 0, or reference.refresh_every_rollouts=null"
+        )
+    samples = prompts_per_rollout * samples_per_prompt
+    if reference.controller == "adaptive" and samples >= 5 * reference.kl_horizon:
+        return (
+            f"reference.kl_horizon={reference.kl_horizon} is too short for rollouts of "
+            f"train.prompts_per_rollout={prompts_per_rollout} times rollout.samples_per_prompt={samples_per_prompt} = "
+            f"{samples} samples: one of them could take the KL's coefficient to 0; give more than {samples // 5}"
+        )
+    return None
+
+
+def pairs(config: Config) -> str | None:
+    """Refuse pairs that cannot be trained, or whose linear loss would not have the pairs' gradient."""
+    loss = config.preference.loss
+    if not config.preference.is_on:
+        return None
+    if not config.sft.is_on:
+        return f"preference.loss={loss} is trained by the steps of sft, and there are none; set sft.steps"
+    if config.rollout.temperature != 1.0:
+        return (
+            f"rollout.temperature={config.rollout.temperature:g} divides the logits of every log-prob, and "
+            f"preference.loss={loss} is defined at 1; set it to 1"
+        )
+    from megatron_rl.algorithm.sharing import token_coupling
+
+    if setting := token_coupling(config):
+        return (
+            f"{setting} gives a sample other log-probs in each pass, and preference.loss={loss} takes its "
+            "coefficients from one pass and its gradient from another; set it to its neutral value"
+        )
+    if config.trains_reward_model:
+        for setting, value, neutral in (
+            ("train.num_rollouts", config.train.num_rollouts, 0),
+            ("lora.rank", config.lora.rank, None),
+            ("eval.path", config.eval.path, None),
+            ("eval.sets", config.eval.sets or None, None),
+        ):
+            if value != neutral:
+                return (
+                    f"preference.loss=bradley_terry trains a reward model, which has no policy, and {setting}={value}; "
+                    f"set it to {'null' if neutral is None else neutral}"
+                )
+    return None
+
+
+def routing_replay(mode: str, correction: CorrectionConfig, replay: ReplayConfig) -> str | None:
+    """Refuse to replay the experts of the old log-probs' pass where no pass gives those log-probs."""
+    if mode != "old_logprobs":
+        return None
+    setting = "rollout.routing_replay=old_logprobs replays the experts of the pass that gives π_old"
+    if correction.old_logprobs == "rollout":
+        return (
+            f"{setting}, and under correction.old_logprobs=rollout there is none; set that to auto, or "
+            "rollout.routing_replay=rollout"
+        )
+    if replay.capacity_groups and not replay.recompute_logprobs:
+        return (
+            f"{setting}, and under replay.recompute_logprobs=false there is none for groups that are replayed; set "
+            "that to true, or rollout.routing_replay=rollout"
+        )
+    return None
+
+
+def no_reward(num_rollouts: int | None, functions: tuple[str, ...], has_teacher: bool) -> str | None:
+    """Refuse rollouts that nothing scores."""
+    if num_rollouts == 0 or functions or has_teacher:
+        return None
+    return "reward.functions is empty and train.num_rollouts > 0; name one, as in reward.functions=[math_verify]"
+
+
+def no_baseline(
+    num_rollouts: int | None, samples_per_prompt: int, advantage: AdvantageConfig, has_critic: bool, has_teacher: bool
+) -> str | None:
+    """Refuse groups of one sample under an estimator that compares a group's samples."""
+    if num_rollouts == 0 or samples_per_prompt >= 2 or has_critic or has_teacher or advantage.moves_equal_rewards:
+        return None
+    return (
+        f"rollout.samples_per_prompt={samples_per_prompt} gives advantage.estimator={advantage.estimator} no baseline: "
+        "every advantage would be 0; use at least 2"
+    )
+
+
+def rollout_size(prompts: int, samples: int) -> str | None:
+    """Refuse a rollout of more samples than one may have."""
+    if prompts * samples <= MOST_SAMPLES:
+        return None
+    return (
+        f"train.prompts_per_rollout={prompts} times rollout.samples_per_prompt={samples} = {prompts * samples} "
+        f"samples is more than a rollout may have, {MOST_SAMPLES}; lower one of them"
+    )
+
+
+def schedule(optimizer: OptimizerConfig) -> str | None:
+    """Refuse a learning rate that decays upwards, or whose decay ends before the warm-up does."""
+    if optimizer.min_lr > optimizer.lr > 0 and optimizer.schedule != "constant":
+        return (
+            f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}, from which the schedule decays "
+            "to it; lower it"
+        )
+    if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+        return (
+            f"optimizer.decay_steps={optimizer.decay_steps} ends the decay before optimizer.warmup_steps="
+            f"{optimizer.warmup_steps} end; raise it, or null for the steps of the run"
+        )
+    return None
+
+
+def dead_groups(
+    has_critic: bool,
+    has_teacher: bool,
+    kl_in_reward: bool,
+    advantage: AdvantageConfig,
+    capacity_groups: int,
+    max_rounds: int,
+) -> str | None:
+    """Refuse settings about groups without signal where no such groups exist."""
+    causes = {
+        "advantage.estimator=gae": has_critic,
+        "advantage.estimator=distillation": has_teacher,
+        "reference.kl_in=reward": kl_in_reward,
+        "advantage.moves_equal_rewards=true": advantage.moves_equal_rewards,
+    }
+    cause = next((name for name, holds in causes.items() if holds), None)
+    settings = {
+        "replay.capacity_groups": capacity_groups,
+        "rollout.dynamic_sampling.max_rounds": max_rounds,
+        "advantage.noise_std": advantage.noise_std,
+    }
+    setting = next((name for name, value in settings.items() if value), None)
+    if cause is None or setting is None:
+        return None
+    return (
+        f"{setting}={settings[setting]} is about groups without signal, and under {cause} there are none; set it to 0"
+    )
+
+
+def overlong(buffer: int, limit: int) -> str | None:
+    """Refuse an overlong buffer that is longer than a response may be."""
+    if buffer <= limit:
+        return None
+    return f"reward.overlong_buffer_tokens={buffer} tokens must fit in rollout.max_response_tokens={limit}; lower it"

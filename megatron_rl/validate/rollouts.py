@@ -1,0 +1,299 @@
+"""Reasons against settings of rollouts: engines, what is generated ahead, weights on their way, episodes, rewards."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from megatron_rl.config import Config
+from megatron_rl.config.checks import choose
+from megatron_rl.config.lora import VLLM_LORA_RANKS
+from megatron_rl.errors import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_rl.config import (
+        EndpointConfig,
+        EnvironmentConfig,
+        EvalConfig,
+        ModelConfig,
+        ParallelConfig,
+        ProducerConfig,
+        RewardConfig,
+        RolloutConfig,
+        TeacherConfig,
+        WeightSyncConfig,
+    )
+
+# Arguments of vLLM's engines that the run itself gives, and what decides each.
+OWNED_ARGUMENTS = {
+    "model": "model.hf_path",
+    "tokenizer": "model.tokenizer_path",
+    "skip_tokenizer_init": "token ids travel, never texts",
+    "dtype": "model.dtype",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "logprobs_mode": "log-probs are at the sampling temperature",
+    "worker_extension_cls": "it takes the weights",
+    "weight_transfer_config": "weight_sync.channel",
+    "enable_sleep_mode": "rollout.sleep",
+    "generation_config": "rollout.temperature",
+    "load_format": "weights come by weight_sync",
+    "enable_return_routed_experts": "rollout.routing_replay",
+    "enable_lora": "weight_sync.adapters",
+    "max_loras": "weight_sync.adapters",
+    "max_cpu_loras": "weight_sync.adapters",
+    "max_lora_rank": "lora.rank",
+    "lora_dtype": "model.dtype",
+    "lora_target_modules": "lora.targets",
+}
+
+
+def _late(key: str, seconds: float, deadline_s: float) -> str | None:
+    """Refuse a wait that the other ranks would not wait for."""
+    if seconds < deadline_s:
+        return None
+    return f"{key}={seconds:g} must be below run.deadline_s={deadline_s:g}, for which the other ranks wait; raise that"
+
+
+def teachers_answer(teacher: TeacherConfig, deadline_s: float) -> str | None:
+    """Refuse a wait for a teacher's servers that the other ranks would not wait for."""
+    return _late("teacher.request_s", teacher.request_s, deadline_s) if teacher.servers else None
+
+
+def engines_answer(rollout: RolloutConfig, deadline_s: float) -> str | None:
+    """Refuse a wait for vLLM's engines that the other ranks would not wait for."""
+    if rollout.engine != "vllm":
+        return None
+    for name, seconds in (("start_s", rollout.start_s), ("request_s", rollout.request_s)):
+        if seconds >= deadline_s:
+            return (
+                f"rollout.{name}={seconds:g} must be below run.deadline_s={deadline_s:g}, which other ranks wait for; "
+                "raise that"
+            )
+    return None
+
+
+def metric(metric: str | None, functions: tuple[str, ...]) -> None:
+    """Raise ConfigError for groups that are to be compared by a number that no reward gives."""
+    if metric is not None:
+        choose("rollout.dynamic_sampling.metric", metric, (*functions, "reward", "shaped"))
+
+
+def replay_beside_refill(capacity_groups: int, rounds: int) -> str | None:
+    """Refuse two parts that fill the places of the same groups."""
+    if not (capacity_groups and rounds):
+        return None
+    return (
+        f"replay.capacity_groups={capacity_groups} and rollout.dynamic_sampling.max_rounds={rounds} both fill the "
+        "places of groups without signal; set one of them to 0"
+    )
+
+
+def in_flight(in_flight: bool, engine: str, producer: ProducerConfig) -> str | None:
+    """Refuse weights in flight to engines that generate nothing ahead."""
+    if not in_flight or (engine == "vllm" and producer.ahead > 0):
+        return None
+    return (
+        f"weight_sync.in_flight=true sends weights to vLLM engines that generate ahead, and rollout.engine={engine}, "
+        f"rollout.producer.mode={producer.mode}, prefetch_rollouts={producer.prefetch_rollouts} have none; set it to "
+        "false, or take rollout.engine=vllm and rollout.producer.mode=prefetch"
+    )
+
+
+def stragglers(config: Config) -> str | None:
+    """Refuse groups left under way where rollouts cannot leave them, or they would be too old when they are trained.
+
+    Without weights in flight the next sync would wait for them; parts are cut by places, further prompts are waited
+    for, and episodes are run one call at a time.
+    """
+    producer = config.rollout.producer
+    share, prompts = producer.straggler_share, config.train.prompts_per_rollout
+    if not share:
+        return None
+    if not producer.num_stragglers(prompts):
+        return (
+            f"rollout.producer.straggler_share={share:g} of train.prompts_per_rollout={prompts} is less than one "
+            f"group; set it to at least {1 / prompts:.3g}, or to 0"
+        )
+    needed = (
+        ("weight_sync.in_flight", config.weight_sync.in_flight, True),
+        ("rollout.producer.mode", producer.mode, "prefetch"),
+        ("rollout.producer.min_groups", producer.min_groups, None),
+        ("rollout.dynamic_sampling.max_rounds", config.rollout.dynamic_sampling.max_rounds, 0),
+        ("environment.name", config.environment.name, None),
+    )
+    for name, value, wanted in needed:
+        if value != wanted:
+            return (
+                f"rollout.producer.straggler_share={share:g} leaves groups under way while their rollout is trained, "
+                f"and with {name}={json.dumps(value)} that cannot be; set {name}={json.dumps(wanted)}, or "
+                "rollout.producer.straggler_share=0"
+            )
+    from megatron_rl.planning.num_steps import steps_per_rollout
+
+    steps, limit = steps_per_rollout(config), producer.max_staleness_steps
+    if limit is not None and limit < steps:
+        return (
+            f"rollout.producer.straggler_share={share:g} trains groups one rollout, {steps} optimizer steps, after "
+            f"their own, and rollout.producer.max_staleness_steps={limit}; raise that to at least {steps}, or to null"
+        )
+    return None
+
+
+def reward_workers(reward: RewardConfig, deadline_s: float) -> str | None:
+    """Refuse settings of reward workers that are not started, or that outlast the other ranks' wait."""
+    if reward.worker_environment and not reward.num_workers:
+        return (
+            f"reward.worker_environment={quoted(list(reward.worker_environment))} is for workers, and "
+            "reward.num_workers=0 starts none; start some, or leave it out: the rank's own process has its environment"
+        )
+    return _late("reward.deadline_s", reward.deadline_s, deadline_s) if reward.num_workers else None
+
+
+def bitwise(
+    rollout: RolloutConfig,
+    parallel: ParallelConfig,
+    fields: Mapping[str, object],
+    lora_rank: int | None,
+    model: ModelConfig,
+    interval_steps: int,
+    old_logprobs: str,
+    capacity_groups: int,
+) -> str | None:
+    """Refuse settings under which engine and trainer cannot agree to the bit (docs/bitwise.md says why).
+
+    fields: of Megatron-Core's TransformerConfig.
+    """
+    if not rollout.bitwise:
+        return None
+    allowed: list[tuple[str, object, tuple[object, ...], str]] = [
+        ("rollout.engine", rollout.engine, ("transformers",), "vLLM computes with kernels of its own"),
+        ("parallel.sequence_parallel", parallel.sequence_parallel, (False,), "its sums have no order of ranks"),
+        ("parallel.context", parallel.context, (1,), "its attention needs sequences whole on a rank"),
+        ("parallel.expert", parallel.expert, (1,), "it is for dense models"),
+        ("lora.rank", lora_rank, (None,), "adapters are added to a product here and merged in the engine"),
+        ("model.layer_spec", model.layer_spec, ("auto", "torch"), "its layers are row-invariant ones"),
+        ("model.logprob_kernel", model.logprob_kernel, ("auto", "torch"), "its kernel is a row-invariant one"),
+        ("rollout.producer.mode", rollout.producer.mode, ("sync",), "rollouts ahead have older weights"),
+        ("weight_sync.interval_steps", interval_steps, (1,), "the engine's weights would lag"),
+        ("correction.old_logprobs", old_logprobs, ("recompute", "auto"), "it would compare nothing"),
+        ("replay.capacity_groups", capacity_groups, (0,), "replayed groups have older weights"),
+        *(
+            (f"megatron.transformer.{name}", fields.get(name), (None, 0, 0.0), "dropout is another pass's noise")
+            for name in ("attention_dropout", "hidden_dropout")
+        ),
+    ]
+    for key, value, values, why in allowed:
+        if value not in values:
+            now, neutral = (x if isinstance(x, str) else json.dumps(x) for x in (value, values[-1]))
+            return (
+                f"rollout.bitwise=true cannot be had under {key}={now}: {why}; set {key}={neutral}, or "
+                "rollout.bitwise=false"
+            )
+    return None
+
+
+def bitwise_of_nothing(bitwise: bool, num_rollouts: int | None) -> str | None:
+    """Refuse to compare rollouts that are none."""
+    if not bitwise or num_rollouts != 0:
+        return None
+    return "rollout.bitwise=true compares rollouts, and train.num_rollouts=0 has none; set it to false"
+
+
+def vllm_arguments(arguments: Mapping[str, object]) -> str | None:
+    """Refuse an argument of ``rollout.vllm`` that another setting decides."""
+    for name, value in arguments.items():
+        if name in OWNED_ARGUMENTS:
+            return f"rollout.vllm.{name}={quoted(value)} may not be set there: {OWNED_ARGUMENTS[name]} decides it"
+    return None
+
+
+def adapters_alone(adapters: str, rank: int | None, rollout: RolloutConfig) -> str | None:
+    """Refuse to send adapters alone where there are none, or to engines that cannot hold them."""
+    if adapters == "merged":
+        return None
+    if rank is None or rollout.engine != "vllm":
+        return (
+            "weight_sync.adapters=alone sends adapters to vLLM engines, and lora.rank="
+            f"{'null' if rank is None else rank}, rollout.engine={rollout.engine}; set both, or "
+            "weight_sync.adapters=merged"
+        )
+    if rollout.servers:
+        return (
+            f"weight_sync.adapters=alone and rollout.servers={quoted(list(rollout.servers))}: a vLLM server takes "
+            "adapters from files of its own host alone, by name; use engines of the run's own, or set "
+            "weight_sync.adapters=merged"
+        )
+    most = max(VLLM_LORA_RANKS)
+    if rank > most:
+        return (
+            f"lora.rank={rank} is more than vLLM's engines hold, {most}; lower it, or set weight_sync.adapters=merged"
+        )
+    return None
+
+
+def delta(weight_sync: WeightSyncConfig, engine: str) -> str | None:
+    """Refuse to send changed weights alone to an engine in the trainer's own process, or beside adapters alone."""
+    if not weight_sync.delta:
+        return None
+    if engine != "vllm":
+        return (
+            f"weight_sync.delta=true sends vLLM engines what changed, and rollout.engine={engine} reads the weights in "
+            "the trainer's own process; set weight_sync.delta=false, or take rollout.engine=vllm"
+        )
+    if weight_sync.adapters == "alone":
+        return (
+            "weight_sync.delta=true and weight_sync.adapters=alone both send less than all weights, and adapters "
+            "change in every value; set weight_sync.delta=false, or weight_sync.adapters=merged"
+        )
+    return None
+
+
+def environment(
+    environment: EnvironmentConfig, functions: tuple[str, ...], plays_episodes: bool, deadline_s: float
+) -> str | None:
+    """Refuse a reward without its environment, and a step that may outlast the other ranks' wait."""
+    if "environment" in functions and not plays_episodes:
+        return (
+            "reward.functions names 'environment', what the samples' environment gives, and environment.name is null; "
+            "name one, as in environment.name=calculator, or an agent by rollout.endpoint.agent"
+        )
+    return _late("environment.deadline_s", environment.deadline_s, deadline_s) if environment.name is not None else None
+
+
+def agents(endpoint: EndpointConfig, environment: str | None, deadline_s: float, routing_replay: str) -> str | None:
+    """Refuse agents beside an environment, or whose sessions other parts of the run cannot take."""
+    if endpoint.agent is None:
+        return None
+    if environment is not None:
+        return (
+            f"rollout.endpoint.agent={endpoint.agent} and environment.name={environment} would both make the episodes; "
+            "set one of them to null"
+        )
+    if late := _late("rollout.endpoint.deadline_s", endpoint.deadline_s, deadline_s):
+        return late
+    if routing_replay == "rollout":
+        return (
+            "rollout.routing_replay=rollout replays the engine's experts, which the endpoint does not record; set it "
+            "to old_logprobs or off"
+        )
+    return None
+
+
+def evaluation_temperature(temperature: float) -> str | None:
+    """Refuse a temperature of evaluation that engines cannot divide by."""
+    if not 0 < temperature < 0.01:
+        return None
+    return f"eval.temperature={temperature} must be 0 (greedy) or at least 0.01; engines divide by it"
+
+
+def evaluation(evaluation: EvalConfig) -> str | None:
+    """Refuse an evaluation of nothing."""
+    if not evaluation.every_rollouts or evaluation.named_sets:
+        return None
+    return (
+        f"eval.every_rollouts={evaluation.every_rollouts} and eval.path is null, eval.sets empty; name a data "
+        "set, or set eval.every_rollouts=null"
+    )

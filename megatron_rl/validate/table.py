@@ -1,0 +1,150 @@
+"""The table of settings that only make sense together, and the loop that checks it before any weight is read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError
+from megatron_rl.validate import models, objective, rollouts
+
+WHOLE = ("",)  # of a row's keys: the configuration itself
+Reason = Callable[..., str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Says what is refused.
+
+    reads: the sections, settings or properties of the configuration that the reason is a function of, in its order.
+    reason: returns why they cannot go together and the way out, None if they can; or raises ConfigError itself.
+    """
+
+    refused: str
+    reads: tuple[str, ...]
+    reason: Reason
+
+
+# In the order in which they are refused: of several faults a user reads the first.
+TABLE = (
+    Row("a part of the user's own that breaks its contract", ("advantage", "loss"), objective.own_parts),
+    Row("a pipeline layout of other stages", ("parallel",), models.layout),
+    Row("an exact skip that is not exact, a loss that is no sum of tokens", WHOLE, objective.exact_skip),
+    Row(
+        "a reference at odds with the loss",
+        ("reference", "loss", "advantage.estimator", "train.prompts_per_rollout", "rollout.samples_per_prompt"),
+        objective.reference,
+    ),
+    Row("pairs that cannot be trained", WHOLE, objective.pairs),
+    Row(
+        "a teacher that nothing asks, or beside what it rules out",
+        (
+            *("teacher", "advantage.estimator", "has_teacher", "kl_in_reward", "correction.off_policy_delta"),
+            "rollout.temperature",
+        ),
+        models.teacher,
+    ),
+    Row("a teacher's servers that answer too late", ("teacher", "run.deadline_s"), rollouts.teachers_answer),
+    Row(
+        "parts that were not shown on Megatron-Bridge's models",
+        (
+            *("model.provider", "lora.rank", "has_critic", "advantage.estimator", "has_teacher", "teacher.hf_path"),
+            "rollout.bitwise",
+        ),
+        models.provider,
+    ),
+    Row(
+        "replayed experts of a pass that is not run",
+        ("rollout.routing_replay", "correction", "replay"),
+        objective.routing_replay,
+    ),
+    Row("a policy without a directory", ("model.hf_path",), models.policy_path),
+    Row("rollouts without a reward", ("train.num_rollouts", "reward.functions", "has_teacher"), objective.no_reward),
+    Row(
+        "groups of one sample",
+        ("train.num_rollouts", "rollout.samples_per_prompt", "advantage", "has_critic", "has_teacher"),
+        objective.no_baseline,
+    ),
+    Row("engines that answer too late", ("rollout", "run.deadline_s"), rollouts.engines_answer),
+    Row(
+        "a rollout of too many samples",
+        ("train.prompts_per_rollout", "rollout.samples_per_prompt"),
+        objective.rollout_size,
+    ),
+    Row("a learning rate that decays upwards or too early", ("optimizer",), objective.schedule),
+    Row("a temperature near 0", ("eval.temperature",), rollouts.evaluation_temperature),
+    Row("a metric that no reward gives", ("rollout.dynamic_sampling.metric", "reward.functions"), rollouts.metric),
+    Row(
+        "replay beside dynamic sampling",
+        ("replay.capacity_groups", "rollout.dynamic_sampling.max_rounds"),
+        rollouts.replay_beside_refill,
+    ),
+    Row(
+        "weights in flight with nothing under way",
+        ("weight_sync.in_flight", "rollout.engine", "rollout.producer"),
+        rollouts.in_flight,
+    ),
+    Row("stragglers that no rollout can leave", WHOLE, rollouts.stragglers),
+    Row("reward workers that are not started or too slow", ("reward", "run.deadline_s"), rollouts.reward_workers),
+    Row(
+        "what is not equal to the bit",
+        (
+            *("rollout", "parallel", "megatron.transformer", "lora.rank", "model", "weight_sync.interval_steps"),
+            *("correction.old_logprobs", "replay.capacity_groups"),
+        ),
+        rollouts.bitwise,
+    ),
+    Row(
+        "rollouts equal to the bit that are none",
+        ("rollout.bitwise", "train.num_rollouts"),
+        rollouts.bitwise_of_nothing,
+    ),
+    Row("an argument of vLLM's that another setting decides", ("rollout.vllm",), rollouts.vllm_arguments),
+    Row(
+        "adapters alone for engines without them",
+        ("weight_sync.adapters", "lora.rank", "rollout"),
+        rollouts.adapters_alone,
+    ),
+    Row("changed weights for an engine that shares them", ("weight_sync", "rollout.engine"), rollouts.delta),
+    Row("a critic that nothing asks, or beside what it rules out", WHOLE, models.critic),
+    Row(
+        "care for groups without signal where all have it",
+        (
+            *("has_critic", "has_teacher", "kl_in_reward", "advantage", "replay.capacity_groups"),
+            "rollout.dynamic_sampling.max_rounds",
+        ),
+        objective.dead_groups,
+    ),
+    Row(
+        "an overlong buffer beyond the response",
+        ("reward.overlong_buffer_tokens", "rollout.max_response_tokens"),
+        objective.overlong,
+    ),
+    Row(
+        "an environment that is missing or too slow",
+        ("environment", "reward.functions", "plays_episodes", "run.deadline_s"),
+        rollouts.environment,
+    ),
+    Row(
+        "agents beside what they rule out",
+        ("rollout.endpoint", "environment.name", "run.deadline_s", "rollout.routing_replay"),
+        rollouts.agents,
+    ),
+    Row("an evaluation of nothing", ("eval",), rollouts.evaluation),
+)
+
+
+def validate_config(config: Config, *only: Reason) -> None:
+    """Check the sections of a configuration against one another, row by row.
+
+    only: the reasons whose rows are checked; none: all of them.
+    Raises ConfigError, naming the keys, their values and the way out.
+    """
+    for row in TABLE:
+        if only and row.reason not in only:
+            continue
+        values = [operator.attrgetter(key)(config) if key else config for key in row.reads]
+        if reason := row.reason(*values):
+            raise ConfigError(reason)
