@@ -44,6 +44,6 @@ class Trainer:
 def begin(bench: Bench, seed: int) -> Trainer:
     """Return a trainer whose first weights the engine holds, right after a sync that brought all."""
     trainer = Trainer(bench, seed)
-    bench.engine._sync._syncs = 0
+    bench.engine._sync.encoder._syncs = 0
     trainer.checks(trainer.send(), whole=True)
     return trainer
