@@ -62,11 +62,12 @@ SERVER = Program(
 def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None, *, program: Program = TRAINER) -> int:
     """Read the configuration, check it, call ``train`` with it, and return the exit code.
 
-    train: returns True where the run came to its end, False where it was preempted and has saved everything.
+    train: returns True where the run came to its end, False where it was preempted and has saved
+        everything.
     arguments: those of the command line; None: ``sys.argv``.
 
-    Returns 0, EXIT_PREEMPTED, EXIT_CONFIG for a configuration that cannot work, or EXIT_FAILED; the reason goes to
-    stderr.
+    Returns 0, EXIT_PREEMPTED, EXIT_CONFIG for a configuration that cannot work, or EXIT_FAILED; the
+    reason goes to stderr.
     """
     is_main = os.environ.get("RANK", "0") == "0"
     set_up_logging(is_main)
@@ -105,8 +106,8 @@ def main(train: Callable[[Config], bool], arguments: Sequence[str] | None = None
 def _ended(train: Callable[[], bool]) -> bool:
     """Call ``train`` and return whether the run came to its end.
 
-    Raises RunError where something within it asks to exit, with whatever code: no run ended well. PeerError is raised
-    where another rank ended outside the watch.
+    Raises RunError where something within it asks to exit, with whatever code: no run ended well.
+    PeerError is raised where another rank ended outside the watch.
     """
     from megatron_rl.distributed.lost_rank import losses_named  # torch is imported by now
 
@@ -156,8 +157,9 @@ def _end_of_interrupted(is_main: bool) -> int:
 def leave(code: int) -> NoReturn:
     """End the process with ``code`` at once, without closing process groups or finalizing the interpreter.
 
-    After a failure the run's process groups are still up, and closing them could wait for a rank that is gone. At
-    interpreter exit gloo's threads may abort, which would replace the exit code, even that of a success.
+    After a failure the run's process groups are still up, and closing them could wait for a rank
+    that is gone. At interpreter exit gloo's threads may abort, which would replace the exit code,
+    even that of a success.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -168,7 +170,8 @@ def leave(code: int) -> NoReturn:
 def read_arguments(arguments: Sequence[str] | None, program: Program) -> tuple[Config, argparse.Namespace]:
     """Return the configuration that a command line gives, and its other options.
 
-    Raises ConfigError for an option or a setting that is not known, and where its options start no such job.
+    Raises ConfigError for an option or a setting that is not known, and where its options start no
+    such job.
     """
     parser = argparse.ArgumentParser(
         prog=program.name, description=program.description, epilog=f"example: {program.example}"

@@ -1,9 +1,9 @@
 """The doctor finds faults of this installation and their mends: ``python -m megatron_rl.doctor [--json PATH]``.
 
-It must run where everything else is broken: it imports the standard library alone, and prints plain text where rich is
-missing. Its values are NamedTuples and not the slotted dataclasses of the rest of the package, which an interpreter too
-old for megatron_rl could not even define. A package that may crash or hang is imported in a subprocess; checks read its
-facts only.
+It must run where everything else is broken: it imports the standard library alone, and prints plain
+text where rich is missing. Its values are NamedTuples and not the slotted dataclasses of the rest
+of the package, which an interpreter too old for megatron_rl could not even define. A package that
+may crash or hang is imported in a subprocess; checks read its facts only.
 
 Exit code: 1 if any finding is an ERROR, else 0.
 """
@@ -22,7 +22,8 @@ from megatron_rl.distributed.import_faults import Cause, fault_of
 from megatron_rl.distributed.installation import Host, Probe, inspect_host
 from megatron_rl.distributed.requirements import MEGATRON_BELOW, MEGATRON_LEAST, older
 
-# The least version of each package that setup.py asks for; tests/unit/test_doctor.py compares the two.
+# The least version of each package that setup.py asks for; tests/unit/test_doctor.py compares the
+# two.
 REQUIRED = {
     "torch": "2.9",
     "megatron-core": MEGATRON_LEAST,
@@ -52,7 +53,8 @@ class Level(enum.Enum):
 class Finding(NamedTuple):
     """Describes the state of one package or device.
 
-    thing: the package or device. found: its version or fault. mend: the command or step that puts it right, or "".
+    thing: the package or device. found: its version or fault. mend: the command or step that puts
+        it right, or "".
     """
 
     level: Level
@@ -130,8 +132,9 @@ def check_transformer_engine(host: Host) -> list[Finding]:
 
 def _broken_transformer_engine(host: Host, error: str, distributions: list[str], named: str) -> Finding:
     core = host.probes.get("megatron.core")
-    # Megatron-Core catches ImportError alone: any other breaks `import megatron.core`. So does an ImportError that
-    # `import transformer_engine` itself catches: Megatron-Core takes it for whole then.
+    # Megatron-Core catches ImportError alone: any other breaks `import megatron.core`. So does an
+    # ImportError that `import transformer_engine` itself catches: Megatron-Core takes it for whole
+    # then.
     harmless = error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
     level = Level.WARNING if harmless else Level.ERROR
     fault = fault_of(error, "transformer_engine", host.cuda)

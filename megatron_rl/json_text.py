@@ -1,7 +1,8 @@
 """Reads JSON that others wrote: every fault ends in one sentence with the file and the field, in bounded memory.
 
-Refused: text that is not UTF-8 or not JSON, NaN and infinity (``1e999`` too), numbers of more than MOST_DIGITS digits,
-a key that an object has twice, halves of surrogate pairs, and more than MOST_LEVELS levels of brackets.
+Refused: text that is not UTF-8 or not JSON, NaN and infinity (``1e999`` too), numbers of more than
+MOST_DIGITS digits, a key that an object has twice, halves of surrogate pairs, and more than
+MOST_LEVELS levels of brackets.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ def read_bytes(path: str | pathlib.Path, wanted: str, *, most_bytes: int, error:
 
     wanted: the kind of file, for messages.
     most_bytes: the size of the largest file that is read.
-    Raises ``error`` for a file that is missing, larger, or no regular one; a pipe is not waited for.
+    Raises ``error`` for a file that is missing, larger, or no regular one; a pipe is not waited
+    for.
     """
     try:
         with open(path, "rb", opener=_without_waiting) as file:
@@ -188,7 +190,8 @@ def check(
     """Return ``value``, or raise ``error`` where it is of another kind or outside ``least`` to ``most``.
 
     where: the file and the field, for the message.
-    kind: dict, list, str, bool, int or float; float takes an integer too, and neither takes true or false.
+    kind: dict, list, str, bool, int or float; float takes an integer too, and neither takes true or
+        false.
     least, most: the bounds of a number, both allowed; None for no bound.
     """
     fits = isinstance(value, (int, float) if kind is float else kind)

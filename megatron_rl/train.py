@@ -1,6 +1,7 @@
 """The loop: prompts → rollout → reward → advantage → signal → plan → schedule → optimizer step → weights.
 
-Start it by: torchrun --nproc_per_node 2 -m megatron_rl.train --config FILE [--run-dir DIR] [section.key=value ...]
+Start it by: torchrun --nproc_per_node 2 -m megatron_rl.train --config FILE [--run-dir DIR]
+[section.key=value ...]
 """
 
 from __future__ import annotations

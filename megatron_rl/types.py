@@ -1,6 +1,7 @@
 """The values that travel between stages: frozen, slotted and keyword-only, each array with its shape and unit.
 
-Suffixes: _P prompts, _G samples of one prompt's group, _S samples, _T tokens, _M micro-batches, _D data-parallel ranks.
+Suffixes: _P prompts, _G samples of one prompt's group, _S samples, _T tokens, _M micro-batches, _D
+data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ class StepKind(Enum):
 class Prompt:
     """Holds one row of the dataset, tokenized.
 
-    prompt_id: identity across the run, ``"<row>@<epoch>"``; seeds derive from it, so it never contains a rank.
+    prompt_id: identity across the run, ``"<row>@<epoch>"``; seeds derive from it, so it never
+        contains a rank.
     token_ids: the prompt's tokens, as the model reads them.
     columns:   every column of the dataset's row; reward functions receive them all.
-    attempt:   how often it was answered before; part of the seeds, so that the same weights answer it anew.
+    attempt:   how often it was answered before; part of the seeds, so that the same weights answer
+               it anew.
     messages:  the chat messages that the text was rendered from; None: it is a text of its own.
 
-    Example: ``Prompt(prompt_id="17@0", text="3+4=", token_ids=(5, 13, 6, 14), columns={"prompt": "3+4=", "answer":
-    "7"})``
+    Example: ``Prompt(prompt_id="17@0", text="3+4=", token_ids=(5, 13, 6, 14), columns={"prompt":
+    "3+4=", "answer": "7"})``
     """
 
     prompt_id: str
@@ -59,18 +62,25 @@ class Rollout:
     """Holds one completion of one prompt, or one episode: the policy's turns and the environment's messages.
 
     response_ids:   [T] the tokens, a turn's stop token included where one was produced.
-    logprobs:       [T] float32, log-probs under the engine's policy at the sampling temperature; 0.0 where not sampled.
+    logprobs:       [T] float32, log-probs under the engine's policy at the sampling temperature;
+                    0.0 where not sampled.
     text:           the whole response as text, without special tokens.
-    finish_reason:  "stop" (a stop token or the episode's own end) or "length" (``rollout.max_response_tokens``).
-    weight_versions: (version, tokens) in order, of the trainer's weights; an environment's count to the turn before.
-    loss_mask:      [T] True where a token carries loss: the policy's own, never the environment's; None: all do.
+    finish_reason:  "stop" (a stop token or the episode's own end) or "length"
+                    (``rollout.max_response_tokens``).
+    weight_versions: (version, tokens) in order, of the trainer's weights; an environment's count to
+        the turn before.
+    loss_mask:      [T] True where a token carries loss: the policy's own, never the environment's;
+                    None: all do.
     environment_reward: the sum of its environment's rewards; None where it failed or there is none.
-    excluded:       its environment's error (``environment.on_error=drop``), which takes it out of its group, or None.
+    excluded:       its environment's error (``environment.on_error=drop``), which takes it out of
+                    its group, or None.
     routed_experts: None, or [prompt + T, layers, top_k] int16, as in Sample.
-    context_ids:    the tokens before the response where an agent rendered its own (docs/agents.md); None: the prompt's.
+    context_ids:    the tokens before the response where an agent rendered its own (docs/agents.md);
+                    None: the prompt's.
 
-    Example: with stop token 0, a call (8, 9, 0), its result (4, 2) and the answer (4, 2, 0): ``response_ids=(8, 9, 0,
-    4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True, False, False, True, True, True)``, ``logprobs[3:5] == (0.0, 0.0)``.
+    Example: with stop token 0, a call (8, 9, 0), its result (4, 2) and the answer (4, 2, 0):
+    ``response_ids=(8, 9, 0, 4, 2, 4, 2, 0)``, ``loss_mask=(True, True, True, False, False, True,
+    True, True)``, ``logprobs[3:5] == (0.0, 0.0)``.
     """
 
     prompt: Prompt
@@ -111,7 +121,8 @@ class Rollout:
 class Score:
     """Holds the verdict of the reward functions on one sample.
 
-    total:       the weighted sum over the functions that applied; None if none did, or under ``reward.on_error=drop``.
+    total:       the weighted sum over the functions that applied; None if none did, or under
+                 ``reward.on_error=drop``.
     by_function: one value per configured function, None where it did not apply.
     error:       the last line of a function's error, if one failed on the sample; None: none did.
     """
@@ -128,11 +139,13 @@ class Sample:
     token_ids:     [prompt + response] int64.
     loss_mask:     [response] bool, True where a response token carries loss.
     logprobs:      [response] float32, the engine's log-probs (zeros for supervised rows).
-    routed_experts: None, or [prompt + response, layers, top_k] int16: the experts of each token in each layer, for
-                   ``rollout.routing_replay``; −1 where they are not known (the last token is never fed to the engine).
+    routed_experts: None, or [prompt + response, layers, top_k] int16: the experts of each token in
+                   each layer, for ``rollout.routing_replay``; −1 where they are not known (the last
+                   token is never fed to the engine).
     weight_version: the oldest weights that any of its tokens comes from.
 
-    Example: 3 tokens, one layer, 2 of 4 experts each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1, -1]]]``.
+    Example: 3 tokens, one layer, 2 of 4 experts each: ``routed_experts=[[[0, 3]], [[2, 1]], [[-1,
+    -1]]]``.
     """
 
     sample_id: str
@@ -151,15 +164,23 @@ class BatchFacts:
     sample_ids:      identities, for messages and metrics.
     groups:          int64, index of the prompt whose group the sample belongs to.
     prompt_tokens, response_tokens: int64, the latter masked or not.
-    loss_tokens:     int64, response tokens that carry loss (mask 1); 0 takes the sample out of every denominator.
-    owners, owner_rows: int64, global rank that holds the sample's row, and its position in that rank's local list.
-    places:          int64, each sample's place in the batch, ascending; None in batches that were not gathered.
-    weight_versions: int64, the oldest weights that any of the sample's tokens comes from; None with ``places``.
-    routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, or (0, 0); None if no row has any.
-    prompt_keys:     int64, equal where samples have the same prompt, token for token; None where that is not known.
-    response_inputs: int64, response tokens that run: those before the last loss token (or 0); None: all of them.
+    loss_tokens:     int64, response tokens that carry loss (mask 1); 0 takes the sample out of
+                     every denominator.
+    owners, owner_rows: int64, global rank that holds the sample's row, and its position in that
+        rank's local list.
+    places:          int64, each sample's place in the batch, ascending; None in batches that were
+                     not gathered.
+    weight_versions: int64, the oldest weights that any of the sample's tokens comes from; None with
+        ``places``.
+    routed_shapes:   int64 [S, 2], (layers, top_k) of the row's ``routed_experts``, or (0, 0); None
+                     if no row has any.
+    prompt_keys:     int64, equal where samples have the same prompt, token for token; None where
+                     that is not known.
+    response_inputs: int64, response tokens that run: those before the last loss token (or 0); None:
+        all of them.
 
-    Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1], owner_rows=[0,1,0,1]``.
+    Example: two groups of two samples on two ranks: ``groups=[0,0,1,1], owners=[0,0,1,1],
+    owner_rows=[0,1,0,1]``.
     """
 
     sample_ids: tuple[str, ...]
@@ -195,7 +216,8 @@ class Advantages:
     """Holds the advantages of a batch, per sample and, where they differ within a sample (``gae``), per token.
 
     of_sample: float64 [S], of each of a sample's loss tokens; their mean where they differ.
-    of_token: float64 [T], flat over response tokens and 0 at tokens without loss; None where no sample's differ.
+    of_token: float64 [T], flat over response tokens and 0 at tokens without loss; None where no
+        sample's differ.
     """
 
     of_sample: np.ndarray
@@ -223,8 +245,10 @@ class LossInputs:
     weights: [S], the reduction's.
     old_logprobs, reference_logprobs: [T], or None.
     importance_weights: [T], factors of the tokens' advantages (algorithm/importance.py); None: 1.
-    token_advantages: [T], weight · advantage of each token in place of its sample's (``gae``), or None.
-    kl_coefficient: of the KL to the reference in the loss; None: ``loss.kl_coefficient``; 0 only measures the KL.
+    token_advantages: [T], weight · advantage of each token in place of its sample's (``gae``), or
+        None.
+    kl_coefficient: of the KL to the reference in the loss; None: ``loss.kl_coefficient``; 0 only
+        measures the KL.
     measured: bool [S], the samples whose tokens the step's metrics count; None: all that run.
     """
 
@@ -273,7 +297,8 @@ class MicroBatch:
     """Holds samples that go through the model in one forward, packed one after the other (THD).
 
     samples: int64 [K], indices into the batch's facts.
-    filler:  True where it only keeps ranks in step: one sample of the mini-batch, every loss weight 0.
+    filler:  True where it only keeps ranks in step: one sample of the mini-batch, every loss weight
+             0.
     """
 
     samples: np.ndarray
@@ -284,13 +309,18 @@ class MicroBatch:
 class StepPlan:
     """Describes one optimizer step: the samples of each data-parallel rank, in micro-batches (CSR layout).
 
-    members:             int64 [B], the mini-batch before the drop; every denominator is counted over these.
+    members:             int64 [B], the mini-batch before the drop; every denominator is counted
+                         over these.
     dropped:             int64, the members without signal, never forwarded.
-    order:               int64 [K], the samples that run, rank by rank and micro-batch by micro-batch.
+    order:               int64 [K], the samples that run, rank by rank and micro-batch by
+                         micro-batch.
     microbatch_offsets:  int64 [M + 1] into ``order``.
-    rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: rank d runs rank_offsets[d]:rank_offsets[d+1].
-    filler_microbatches: bool [M], True where one only keeps its rank in step; its sample may be dropped, or run too.
-    microbatches_dropped: the dense plan's number of micro-batches less this plan's, fillers counted in both.
+    rank_offsets:        int64 [D + 1] into ``microbatch_offsets``: rank d runs
+                         rank_offsets[d]:rank_offsets[d+1].
+    filler_microbatches: bool [M], True where one only keeps its rank in step; its sample may be
+        dropped, or run too.
+    microbatches_dropped: the dense plan's number of micro-batches less this plan's, fillers counted
+        in both.
 
     Example: two ranks, rank 0 runs [3, 1] and [4], rank 1 is silent:
     ``order=[3,1,4], microbatch_offsets=[0,2,3], rank_offsets=[0,2,2]``.

@@ -73,8 +73,8 @@ def is_own(name: str) -> bool:
 def resolve(name: str, built_in: Mapping[str, str], *, what: str, form: str, also: Collection[str] = ()) -> object:
     """Return the object behind a name of ``built_in``, or behind ``module:attribute`` or ``file.py:attribute`` itself.
 
-    name: a built-in's name, ``module:attribute``, or a Python file's path (from the working directory) in the module's
-        place, as in ``./rewards.py:score``.
+    name: a built-in's name, ``module:attribute``, or a Python file's path (from the working
+        directory) in the module's place, as in ``./rewards.py:score``.
     built_in: ``module:attribute`` by name.
     what: the setting and its value, for messages.
     form: how a user writes one of their own, for messages.
@@ -117,7 +117,8 @@ def _module_of_file(path: str, what: str) -> ModuleType:
             f"{what}: {quoted(str(file), 300)} {fault}; write the path of a .py file from the working "
             "directory, or a module's name with dots in place of slashes"
         )
-    # A digest in the name: two files of one stem, or one that is called like a package, do not meet in sys.modules.
+    # A digest in the name: two files of one stem, or one that is called like a package, do not meet
+    # in sys.modules.
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

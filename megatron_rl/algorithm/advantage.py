@@ -2,16 +2,19 @@
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_advantage.py):
 
-1. A group whose included rewards (``gdpo``: the rewards of each function) are equal as numbers has advantages of
-   exactly 0.0, except under ``center_and_scale``.
+1. A group whose included rewards (``gdpo``: the rewards of each function) are equal as numbers has
+   advantages of exactly 0.0, except under ``center_and_scale``.
 2. A sample that is not included has advantage 0.0 and changes no other sample's advantage.
 3. Adding a constant to every reward of a group changes no advantage beyond rounding.
-4. Advantages are finite in float32; a reward, a sum or an advantage that is not is an error that names the sample.
-5. ``may_have_advantage`` of any cut of the batch into whole groups holds wherever the batch's advantages are not 0.
-6. ``reduction_weights`` are ≥ 0, 0 exactly where a sample has no loss token, and depend on the members alone,
-   not on how they are cut into micro-batches or spread over ranks.
-7. A sample whose reward is its group's mean in exact arithmetic (``gdpo``: the weighted sum of whose standardised
-   rewards is 0 in it) has an advantage of exactly 0.0, except under ``center_and_scale``.
+4. Advantages are finite in float32; a reward, a sum or an advantage that is not is an error that
+   names the sample.
+5. ``may_have_advantage`` of any cut of the batch into whole groups holds wherever the batch's
+   advantages are not 0.
+6. ``reduction_weights`` are ≥ 0, 0 exactly where a sample has no loss token, and depend on the
+   members alone, not on how they are cut into micro-batches or spread over ranks.
+7. A sample whose reward is its group's mean in exact arithmetic (``gdpo``: the weighted sum of
+   whose standardised rewards is 0 in it) has an advantage of exactly 0.0, except under
+   ``center_and_scale``.
 """
 
 from __future__ import annotations
@@ -56,12 +59,12 @@ def advantages(
 ) -> np.ndarray:
     """Return [S] float64 advantages by the estimator (semantics §6); 0 for a sample that is taken out.
 
-    estimator: a function of algorithm/estimators.py, or ``module:function`` (algorithm/own_estimator.py), which alone
-        reads ``arguments`` and ``moves_equal_rewards``.
+    estimator: a function of algorithm/estimators.py, or ``module:function``
+        (algorithm/own_estimator.py), which alone reads ``arguments`` and ``moves_equal_rewards``.
 
-    Raises NonFiniteAdvantage for a reward or an advantage
-    that is not finite or beyond float32, naming the sample, ConfigError for an ``epsilon`` that is not a finite number,
-    and ValueError for an unknown estimator.
+    Raises NonFiniteAdvantage for a reward or an advantage that is not finite or beyond float32,
+    naming the sample, ConfigError for an ``epsilon`` that is not a finite number, and ValueError
+    for an unknown estimator.
     """
     require_epsilon("advantage.epsilon", epsilon)
     require_finite(rewards.totals, "the reward", rewards.sample_ids, _REWARD, included=rewards.included)
@@ -127,10 +130,11 @@ def may_have_advantage(
 ) -> np.ndarray:
     """Return [S] bool: whether a sample's advantage can be other than 0, whatever batch its group is in.
 
-    An estimator divides by statistics of the batch and uses them in no other way, so a part of a batch decides this
-    like the whole. Three exceptions: ``center_and_scale`` moves every sample, ``gae`` (algorithm/gae.py) measures
-    each against a critic, and ``distillation`` against a teacher. An estimator of the user's own may move every sample
-    of a group of unequal rewards, and under ``moves_equal_rewards`` every sample.
+    An estimator divides by statistics of the batch and uses them in no other way, so a part of a
+    batch decides this like the whole. Three exceptions: ``center_and_scale`` moves every sample,
+    ``gae`` (algorithm/gae.py) measures each against a critic, and ``distillation`` against a
+    teacher. An estimator of the user's own may move every sample of a group of unequal rewards, and
+    under ``moves_equal_rewards`` every sample.
     """
     if is_own(estimator):
         return rewards.included & (moves_equal_rewards | in_unequal_groups(rewards))
@@ -146,11 +150,12 @@ def reduction_weights(
 ) -> np.ndarray:
     """Return [S] float64: the weight of each sample's loss tokens by semantics §1; 0 for samples not counted.
 
-    counted: int64, indices of the samples that the denominators are taken over: the whole mini-batch before the drop,
-             or its survivors under ``loss.denominator=kept``. B counts the samples, and P the prompts, that have a loss
-             token.
+    counted: int64, indices of the samples that the denominators are taken over: the whole
+             mini-batch before the drop, or its survivors under ``loss.denominator=kept``. B counts
+             the samples, and P the prompts, that have a loss token.
 
-    Example: two samples of 100 and 900 loss tokens, ``token_mean`` → 1/1000 each; ``sequence_mean`` → 1/200 and 1/1800.
+    Example: two samples of 100 and 900 loss tokens, ``token_mean`` → 1/1000 each; ``sequence_mean``
+    → 1/200 and 1/1800.
     """
     tokens = np.zeros(facts.num_samples)
     tokens[counted] = facts.loss_tokens[counted]
@@ -191,8 +196,9 @@ def loss_inputs(
 ) -> LossInputs:
     """Fold the reduction's weights into the advantages, by the denominators of this mini-batch.
 
-    signal: bool [S]; under ``loss.denominator=kept`` only the members with signal are counted, and the metrics measure
-            them alone, even where others run in their micro-batches (``plan.repack=false``).
+    signal: bool [S]; under ``loss.denominator=kept`` only the members with signal are counted, and
+            the metrics measure them alone, even where others run in their micro-batches
+            (``plan.repack=false``).
     drops: False under ``skip.mode=off``: everything is counted and measured, as in the dense run.
     max_response_tokens: see ``reduction_weights``.
     """

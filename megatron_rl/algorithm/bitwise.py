@@ -19,10 +19,13 @@ def require_equal(
 ) -> float:
     """Return max |log π_old − log μ| over loss tokens, which is 0.0; raise EngineError at the first that differs.
 
-    trainer, engine: float32 [T] flat over response tokens, log π_old and log μ. loss_mask: bool [T].
-    response_tokens: int64 [S], the tokens of each sample. sample_ids: S names; empty: the message gives the index.
+    trainer, engine: float32 [T] flat over response tokens, log π_old and log μ. loss_mask: bool
+        [T].
+    response_tokens: int64 [S], the tokens of each sample. sample_ids: S names; empty: the message
+        gives the index.
 
-    Example: samples of 2 and 3 tokens, where the fourth number differs: position 1 of the second sample.
+    Example: samples of 2 and 3 tokens, where the fourth number differs: position 1 of the second
+    sample.
     """
     differs = loss_mask & ~(trainer == engine)  # a NaN equals nothing
     if differs.any():

@@ -2,9 +2,11 @@
 
 Invariants (tests/unit/algorithm/test_cancellation.py):
 
-1. A sum is 0 here where it is 0 in exact arithmetic, and nowhere else, whatever its floating-point value is.
-2. Numbers are read twice: as the binary numbers that they are, and as the decimals that they print as. With weights
-   (0.1, 0.2, −0.3) the user meant numbers that add up to 0, though the binary ones do not.
+1. A sum is 0 here where it is 0 in exact arithmetic, and nowhere else, whatever its floating-point
+   value is.
+2. Numbers are read twice: as the binary numbers that they are, and as the decimals that they print
+   as. With weights (0.1, 0.2, −0.3) the user meant numbers that add up to 0, though the binary ones
+   do not.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ READINGS: tuple[Callable[[float], Fraction], ...] = (Fraction, lambda value: Fra
 class RootSums:
     """Holds n sums Σ q_i · √v_i of rational q_i and v_i > 0, and tells which are 0.
 
-    Roots of which no two have a rational ratio are linearly independent over the rational numbers (Besicovitch 1940,
-    doi:10.1112/jlms/s1-15.1.3): a sum is 0 where the parts of each class of rational ratios are.
+    Roots of which no two have a rational ratio are linearly independent over the rational numbers
+    (Besicovitch 1940, doi:10.1112/jlms/s1-15.1.3): a sum is 0 where the parts of each class of
+    rational ratios are.
 
-    Example: √2 + √3 − √8/2 − √27/3 is 0: (1, 2) and (−1/2, 8) are one class, (1, 3) and (−1/3, 27) another.
+    Example: √2 + √3 − √8/2 − √27/3 is 0: (1, 2) and (−1/2, 8) are one class, (1, 3) and (−1/3, 27)
+    another.
     """
 
     def __init__(self, count: int) -> None:

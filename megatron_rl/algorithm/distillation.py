@@ -1,8 +1,9 @@
 """On-policy distillation: the per-token gap between teacher and student, on the student's own samples, as advantage.
 
-With tokens y_t drawn from the student, log π_S(y_t) − log π_T(y_t) is an unbiased estimate of the reverse
-KL(π_S ‖ π_T) at that place. Its negative is the reward of token t, and there is no other: Agarwal et al. 2023,
-arXiv:2306.13649 (on-policy, reverse KL); Gu et al. 2023, arXiv:2306.08543, section 2.2 (its policy gradient, at γ = 1).
+With tokens y_t drawn from the student, log π_S(y_t) − log π_T(y_t) is an unbiased estimate of the
+reverse KL(π_S ‖ π_T) at that place. Its negative is the reward of token t, and there is no other:
+Agarwal et al. 2023, arXiv:2306.13649 (on-policy, reverse KL); Gu et al. 2023, arXiv:2306.08543,
+section 2.2 (its policy gradient, at γ = 1).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def distillation_advantages(
     response_tokens: int64 [S].
     discount: γ in [0, 1]; at 0 each token has its own gap alone.
 
-    Raises NonFiniteAdvantage, naming the sample, for a gap that is not finite: the teacher gives a token no chance.
+    Raises NonFiniteAdvantage, naming the sample, for a gap that is not finite: the teacher gives a
+    token no chance.
 
     Example: student (−1, −2), teacher (−1.5, −1), γ = 0 → (−0.5, 1.0); γ = 1 → (0.5, 1.0).
     """

@@ -1,9 +1,10 @@
 """Advantage estimators over groups: rewards → one advantage per sample. Pure, one function for each equation.
 
-The estimator ``gae`` is in algorithm/gae.py. Notation: r_i is the reward of sample i and g its prompt's group; mean_g
-and std_g are over the group's included samples, and n_g is their number. Standard deviations are unbiased (n − 1), as
-in TRL and verl. A reward that equals its group's mean in exact arithmetic gives exactly 0.0, whatever that mean rounds
-to (invariants 1 and 7 of algorithm/advantage.py); so does a group of one, which has no baseline. A sample that is not
+The estimator ``gae`` is in algorithm/gae.py. Notation: r_i is the reward of sample i and g its
+prompt's group; mean_g and std_g are over the group's included samples, and n_g is their number.
+Standard deviations are unbiased (n − 1), as in TRL and verl. A reward that equals its group's mean
+in exact arithmetic gives exactly 0.0, whatever that mean rounds to (invariants 1 and 7 of
+algorithm/advantage.py); so does a group of one, which has no baseline. A sample that is not
 included has 0. Nothing else is 0: what is not finite stays so, for algorithm/advantage.py to name.
 """
 
@@ -22,15 +23,17 @@ class GroupRewards:
 
     totals:           float64 [S], the total reward of each sample.
     groups:           int64 [S], the prompt of each sample.
-    included:         bool [S], False for a sample that is taken out of its group; its total is not read.
-    loss_tokens:      int64 [S], response tokens that carry loss: the weights of a whitening over tokens. None: each
-                      sample counts once.
-    by_function:      float64 [S, F], NaN where a function did not apply; read by ``gdpo`` alone. None: not known.
+    included:         bool [S], False for a sample that is taken out of its group; its total is not
+                      read.
+    loss_tokens:      int64 [S], response tokens that carry loss: the weights of a whitening over
+                      tokens. None: each sample counts once.
+    by_function:      float64 [S, F], NaN where a function did not apply; read by ``gdpo`` alone.
+                      None: not known.
     function_weights: F numbers; empty: all 1.
     sample_ids:       S names, for messages; empty: messages give the index.
 
-    Example: two groups of two, the last sample taken out: ``totals=[1, 0, 1, nan], groups=[0, 0, 1, 1],
-    included=[True, True, True, False]``.
+    Example: two groups of two, the last sample taken out: ``totals=[1, 0, 1, nan], groups=[0, 0, 1,
+    1], included=[True, True, True, False]``.
     """
 
     totals: np.ndarray
@@ -91,8 +94,8 @@ def dr_grpo(rewards: Rewards) -> np.ndarray:
 
     Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, § 3.2.
 
-    Example: one group, r = (1, 0, 0, 1) → (0.5, −0.5, −0.5, 0.5); r = (1, 1, 1, 1) → exactly (0, 0, 0, 0); r = (0,
-    0.3, 0.6) → (−0.3, 0, 0.3), though their mean rounds to 0.3 − 6e-17.
+    Example: one group, r = (1, 0, 0, 1) → (0.5, −0.5, −0.5, 0.5); r = (1, 1, 1, 1) → exactly (0, 0,
+    0, 0); r = (0, 0.3, 0.6) → (−0.3, 0, 0.3), though their mean rounds to 0.3 − 6e-17.
     """
     group, included = rewards.group, rewards.included
     values = np.where(included, rewards.values, 0.0)
@@ -111,8 +114,9 @@ def dr_grpo(rewards: Rewards) -> np.ndarray:
 def _without_rounding(rewards: Rewards, centred: np.ndarray, suspects: np.ndarray) -> np.ndarray:
     """Return ``centred`` [S] with 0.0 at those ``suspects`` whose n_g · r_i is Σ_j r_j in rational numbers.
 
-    A reward is read as the binary number that it is, and as the decimal that it prints as: with (0.2, 0.4, 0.6) the
-    reward function meant the mean 0.4, though none of the three is that decimal in binary.
+    A reward is read as the binary number that it is, and as the decimal that it prints as: with
+    (0.2, 0.4, 0.6) the reward function meant the mean 0.4, though none of the three is that decimal
+    in binary.
 
     suspects: bool [S], the samples whose distance to their group's mean may be its rounding.
     """
@@ -139,10 +143,11 @@ def _divided(values: np.ndarray, spread: np.ndarray | float) -> np.ndarray:
 def batch_std(rewards: Rewards, *, epsilon: float) -> np.ndarray:
     """Return A_i = (r_i − mean_g) / (std over the batch of (r_j − mean_g(j)) + ε).
 
-    It takes the group's mean and the batch's spread, as Lite PPO (Liu et al. 2025, arXiv:2508.08221) and TRL's
-    ``scale_rewards="batch"`` do.
+    It takes the group's mean and the batch's spread, as Lite PPO (Liu et al. 2025,
+    arXiv:2508.08221) and TRL's ``scale_rewards="batch"`` do.
 
-    Example: groups (0, 0, 1, 1), r = (1, 0, 3, 3), ε = 0: centred (½, −½, 0, 0), std 0.408 → (1.225, −1.225, 0, 0).
+    Example: groups (0, 0, 1, 1), r = (1, 0, 3, 3), ε = 0: centred (½, −½, 0, 0), std 0.408 →
+    (1.225, −1.225, 0, 0).
     """
     centred = dr_grpo(rewards)
     values = centred[rewards.included]
@@ -168,7 +173,8 @@ def reinforce_plus_plus(rewards: Rewards, *, tokens: np.ndarray | None, whiten: 
 
     tokens: [S], see ``whitened``.
 
-    Example: one group, r = (1, 0, 0, 1), one token each, ``scale``, ε = 0 → (0.866, −0.866, −0.866, 0.866).
+    Example: one group, r = (1, 0, 0, 1), one token each, ``scale``, ε = 0 → (0.866, −0.866, −0.866,
+    0.866).
     """
     return whitened(dr_grpo(rewards), rewards.included, tokens, whiten, epsilon)
 
@@ -184,15 +190,15 @@ def gdpo(
 ) -> np.ndarray:
     """Return A_i = whitened(Σ_f w_f · (r_i^f − mean_g^f) / (std_g^f + ε)).
 
-    Each reward function is standardised by itself, so that none drowns another. GDPO: Liu et al. 2026,
-    arXiv:2601.05242. A sum that is 0 in exact arithmetic, of the numbers or of the decimals that they print as, is
-    exactly 0.0 (algorithm/cancellation.py).
+    Each reward function is standardised by itself, so that none drowns another. GDPO: Liu et al.
+    2026, arXiv:2601.05242. A sum that is 0 in exact arithmetic, of the numbers or of the decimals
+    that they print as, is exactly 0.0 (algorithm/cancellation.py).
 
     columns: a Rewards for each function, whose ``included`` are the samples that it applied to.
     weights: w_f, the weight of each function.
 
-    Example: one group of two, functions (1, 0) and (10, 0), weights 1 and 1, ε = 0: both standardise to (0.707,
-    −0.707), their sum (1.414, −1.414), ``scale`` → (0.707, −0.707).
+    Example: one group of two, functions (1, 0) and (10, 0), weights 1 and 1, ε = 0: both
+    standardise to (0.707, −0.707), their sum (1.414, −1.414), ``scale`` → (0.707, −0.707).
     """
     from megatron_rl.algorithm.cancellation import standardised_rewards_cancel
 
@@ -216,8 +222,8 @@ def whitened(
     """Return values [S] divided by their std over the batch + ε, each sample weighted by its loss tokens.
 
     tokens: [S], the loss tokens of each sample; None: 1 each.
-    mode: ``scale`` leaves the mean, so that zeros stay zeros; ``center_and_scale`` subtracts it first; ``none`` changes
-          nothing.
+    mode: ``scale`` leaves the mean, so that zeros stay zeros; ``center_and_scale`` subtracts it
+          first; ``none`` changes nothing.
     """
     if mode not in ("none", "scale", "center_and_scale"):
         raise ValueError(f"advantage.whiten={mode!r} is not known; none, scale and center_and_scale are")

@@ -1,7 +1,8 @@
 """Refuses a number between a reward and an advantage that no loss can be made of, by the name of its sample. Pure.
 
-Such a number is NaN, infinite, or beyond float32, in which the loss reads advantages. It is never "no signal": a run
-whose advantages were NaN would drop every sample, step without gradients, and end as if all were well.
+Such a number is NaN, infinite, or beyond float32, in which the loss reads advantages. It is never
+"no signal": a run whose advantages were NaN would drop every sample, step without gradients, and
+end as if all were well.
 """
 
 from __future__ import annotations

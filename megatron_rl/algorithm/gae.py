@@ -1,23 +1,25 @@
 """Rewards and a critic's values per token → advantages and returns per token (PPO). Pure functions of numbers.
 
-Every array [T] is flat over the batch's response tokens, sample after sample (BatchFacts.response_offsets). Time counts
-**loss tokens alone**: a token that a tool or the environment wrote is no action of the policy, so the recursion goes
-from a loss token to the sample's next loss token, however many others stand between, and a hole in the mask neither
+Every array [T] is flat over the batch's response tokens, sample after sample
+(BatchFacts.response_offsets). Time counts **loss tokens alone**: a token that a tool or the
+environment wrote is no action of the policy, so the recursion goes from a loss token to the
+sample's next loss token, however many others stand between, and a hole in the mask neither
 discounts nor breaks the chain.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_gae.py):
 
-1. Advantages and returns are exactly 0.0 outside the mask, whatever the rewards and values are (NaN too); a sample
-   without a loss token is all 0.
-2. No sample's numbers depend on another sample or on its position in the batch; whitening alone is over the batch.
+1. Advantages and returns are exactly 0.0 outside the mask, whatever the rewards and values are (NaN
+   too); a sample without a loss token is all 0.
+2. No sample's numbers depend on another sample or on its position in the batch; whitening alone is
+   over the batch.
 3. Taking the tokens without loss out of the batch changes no bit of the numbers at the loss tokens.
 4. returns − advantages = values at loss tokens, to rounding.
 5. ``gamma=lam=1``: returns are the sums of the rewards from the token on, whatever the values are.
 6. ``lam=0``: advantages are one-step errors r_t + γ·V_{t+1} − V_t.
-7. A reward, a value, an advantage or a return that is not finite in float32 at a loss token is an error that names the
-   sample.
-8. ``whiten_tokens``: ``none`` changes nothing, ``scale`` keeps zeros at 0, neither reads tokens without loss, which
-   come out as 0.
+7. A reward, a value, an advantage or a return that is not finite in float32 at a loss token is an
+   error that names the sample.
+8. ``whiten_tokens``: ``none`` changes nothing, ``scale`` keeps zeros at 0, neither reads tokens
+   without loss, which come out as 0.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ def token_rewards(
 ) -> np.ndarray:
     """Return [T] float64: each sample's total on its last loss token, less the penalty of every loss token.
 
-    totals: [S], the total reward of each sample; NaN where it is taken out (such a sample has no loss token).
+    totals: [S], the total reward of each sample; NaN where it is taken out (such a sample has no
+        loss token).
     loss_mask: bool [T], True at loss tokens; the result is 0 elsewhere.
     response_tokens: int64 [S], the number of response tokens of each sample.
-    token_penalties: [T], **subtracted**: β·kl_t for a KL in the reward (Ziegler et al. 2019, arXiv:1909.08593, eq. 2),
-                     or None.
+    token_penalties: [T], **subtracted**: β·kl_t for a KL in the reward (Ziegler et al. 2019,
+                     arXiv:1909.08593, eq. 2), or None.
 
     Example: total 1, mask (T, F, T, F), penalties (0.1, 9, 0.2, 9) → (−0.1, 0, 0.8, 0).
     """
@@ -71,9 +74,10 @@ def generalised_advantages(
 
         δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γ·λ·A_{t+1},   R_t = A_t + V_t
 
-    Schulman et al. 2016, arXiv:1506.02438, eq. 16; t + 1 is the sample's next loss token. V and A after the last one
-    are 0: the episode has ended. A response that was cut off at ``rollout.max_response_tokens`` has ended as well:
-    nothing is bootstrapped from rewards that a longer response might have earned.
+    Schulman et al. 2016, arXiv:1506.02438, eq. 16; t + 1 is the sample's next loss token. V and A
+    after the last one are 0: the episode has ended. A response that was cut off at
+    ``rollout.max_response_tokens`` has ended as well: nothing is bootstrapped from rewards that a
+    longer response might have earned.
 
     token_rewards, values: [T], the reward of each token and the critic's value at it.
     loss_mask: bool [T], True at loss tokens.
@@ -81,11 +85,11 @@ def generalised_advantages(
     gamma, lam: γ and λ, in [0, 1].
     sample_ids: S names, for messages alone.
 
-    Raises NonFiniteAdvantage for a reward, a value or a result that is not finite or beyond float32 at a loss token,
-    naming the sample, and ValueError for lengths that do not fit.
+    Raises NonFiniteAdvantage for a reward, a value or a result that is not finite or beyond float32
+    at a loss token, naming the sample, and ValueError for lengths that do not fit.
 
-    Example: γ = λ = 1, rewards (0, 0, 1), values (0.2, 9, 0.5), mask (T, F, T) → advantages (0.8, 0, 0.5), returns (1,
-    0, 1).
+    Example: γ = λ = 1, rewards (0, 0, 1), values (0.2, 9, 0.5), mask (T, F, T) → advantages (0.8,
+    0, 0.5), returns (1, 0, 1).
     """
     _require_flat(response_tokens, loss_mask=loss_mask, token_rewards=token_rewards, values=values)
     # Loss tokens alone, one after another.
@@ -120,8 +124,9 @@ def whiten_tokens(advantages: np.ndarray, loss_mask: np.ndarray, mode: str, epsi
 
     The standard deviation is unbiased (n − 1). With one loss token or none nothing changes.
 
-    mode: ``none`` changes nothing. ``scale``: A / (std + ε), so that zeros stay 0 (semantics §6). ``center_and_scale``:
-          (A − mean) / (std + ε), the published form, after which no token is at 0.
+    mode: ``none`` changes nothing. ``scale``: A / (std + ε), so that zeros stay 0 (semantics §6).
+          ``center_and_scale``: (A − mean) / (std + ε), the published form, after which no token is
+          at 0.
 
     Example: (1, −1, 7), mask (T, T, F), ``scale``, ε = 0 → (0.7071, −0.7071, 0).
     """
@@ -141,8 +146,8 @@ def _discounted_sums(terms: np.ndarray, counts: np.ndarray, factor: float) -> np
     terms: [L], flat over the samples.
     counts: int64 [S], the number of each sample's terms.
 
-    The loop takes one step per position from the end, for all samples that are so long at once: long ones come first,
-    so that they are a prefix.
+    The loop takes one step per position from the end, for all samples that are so long at once:
+    long ones come first, so that they are a prefix.
     """
     sums = terms.copy()
     order = np.argsort(-counts, kind="stable")

@@ -1,21 +1,23 @@
 """Importance weights of the trainer's π_old over the engine's policy μ at equal weights, and their masks. Semantics §7.
 
-With d_t = log π_old(t) − log μ(t) over a sample's loss tokens, the raw weight ρ is e^{d_t} (``token_*``), e^{Σ d_t}
-(``sequence_*``) or e^{mean d_t} (``geometric_*``), the same for every token of the sample in the latter two. A weight
-within [floor, cap] is kept. Outside,
+With d_t = log π_old(t) − log μ(t) over a sample's loss tokens, the raw weight ρ is e^{d_t}
+(``token_*``), e^{Σ d_t} (``sequence_*``) or e^{mean d_t} (``geometric_*``), the same for every
+token of the sample in the latter two. A weight within [floor, cap] is kept. Outside,
 
-- ``*_truncate`` moves it to the bound: min(ρ, C), as truncated importance sampling (Yao et al. 2025, "Your efficient RL
-  framework secretly brings you off-policy RL training"; Espeholt et al., arXiv:1802.01561, §4.1);
-- ``*_mask`` sets it to 0: ρ · 1[ρ ≤ C], as IcePop (Ling team 2025, "Small leak can sink a great ship") per token and
-  masked importance sampling (Liu, Li et al. 2025, "When speed kills stability") per sequence. It is never clamped back
-  to a bound.
+- ``*_truncate`` moves it to the bound: min(ρ, C), as truncated importance sampling (Yao et al.
+  2025, "Your efficient RL framework secretly brings you off-policy RL training"; Espeholt et al.,
+  arXiv:1802.01561, §4.1);
+- ``*_mask`` sets it to 0: ρ · 1[ρ ≤ C], as IcePop (Ling team 2025, "Small leak can sink a great
+  ship") per token and masked importance sampling (Liu, Li et al. 2025, "When speed kills
+  stability") per sequence. It is never clamped back to a bound.
 
-Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9) drops sample i iff A_i < 0 and mean_t(log μ − log
-π_old) > δ, in nats: π_old for the paper's π_θ, so that it is known before the forward; the two are equal at the first
-step of a rollout.
+Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9) drops sample i iff A_i < 0 and
+mean_t(log μ − log π_old) > δ, in nats: π_old for the paper's π_θ, so that it is known before the
+forward; the two are equal at the first step of a rollout.
 
-The weights multiply the advantage and nothing else: KL and entropy keep their own (``loss.kl_estimator=unbiased`` holds
-its ratio itself). Pure numpy: the same arrays give the same weights, and no denominator is counted here.
+The weights multiply the advantage and nothing else: KL and entropy keep their own
+(``loss.kl_estimator=unbiased`` holds its ratio itself). Pure numpy: the same arrays give the same
+weights, and no denominator is counted here.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ from megatron_rl.errors import NonFiniteAdvantage
 class Correction:
     """Holds the importance weights, flat over the batch's response tokens [T] (see BatchFacts.response_offsets).
 
-    weights: float64 [T], ≥ 0 and finite; 0 where masked, where a token carries no loss, and in samples not decided on.
+    weights: float64 [T], ≥ 0 and finite; 0 where masked, where a token carries no loss, and in
+        samples not decided on.
     capped: bool [T], True where a weight was moved to a bound.
 
-    Example: ``token_mask`` at C = 2, ratios (1.5, 3.0) → weights (1.5, 0.0); ``token_truncate`` → (1.5, 2.0), capped
-    (F, T).
+    Example: ``token_mask`` at C = 2, ratios (1.5, 3.0) → weights (1.5, 0.0); ``token_truncate`` →
+    (1.5, 2.0), capped (F, T).
     """
 
     weights: np.ndarray
@@ -63,7 +66,8 @@ def importance_weights(
     loss_mask: bool [T], True at loss tokens.
     response_tokens: int64 [S], each at least 1.
     advantages: [S], one for each sample.
-    decided: bool [S], True where π_old is known; the other samples have weight 0, and must not be trained.
+    decided: bool [S], True where π_old is known; the other samples have weight 0, and must not be
+        trained.
     sample_ids: S names, for messages alone; empty: the index.
 
     Raises NonFiniteAdvantage, naming a sample, where d_t or its sum is NaN.

@@ -13,9 +13,9 @@ def kl_per_token(
 ) -> torch.Tensor:
     """Return [T] nats: the estimate of the KL at each token.
 
-    With d = log π_ref − log π_θ (Schulman 2020, "Approximating KL divergence"): ``k1`` = −d, ``k2`` = d²/2,
-    ``k3`` = e^d − d − 1, ``unbiased`` = (π_θ/π_old)·k3, whose ratio carries gradient (DeepSeek-V3.2, arXiv:2512.02556,
-    eq. 7).
+    With d = log π_ref − log π_θ (Schulman 2020, "Approximating KL divergence"): ``k1`` = −d, ``k2``
+    = d²/2, ``k3`` = e^d − d − 1, ``unbiased`` = (π_θ/π_old)·k3, whose ratio carries gradient
+    (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
     """
     d = reference_logprobs - logprobs
     match estimator:

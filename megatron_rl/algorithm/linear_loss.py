@@ -1,12 +1,14 @@
 """The linear loss: the loss of a function of samples' summed log-probs, cut into micro-batches and ranks at will.
 
-Let L be any differentiable function of the sums s_i = Σ_t log π(t) over each sample's loss tokens. By the chain rule
+Let L be any differentiable function of the sums s_i = Σ_t log π(t) over each sample's loss tokens.
+By the chain rule
 
     ∇L = Σ_i ∂L/∂s_i · Σ_t ∇log π(t) = ∇ Σ_i Σ_t −c_i · log π(t)        with c_i = −∂L/∂s_i, a constant,
 
-at the weights that gave s. So a forward-only pass gives s, L is evaluated on all samples at once, and the schedule then
-runs the token sum −Σ c_i log π, in which no sample knows another: the halves of a pair need not share a micro-batch, a
-rank or a pipeline's turn. The same holds for a value head's numbers in place of log-probs. c_i has the place of an
+at the weights that gave s. So a forward-only pass gives s, L is evaluated on all samples at once,
+and the schedule then runs the token sum −Σ c_i log π, in which no sample knows another: the halves
+of a pair need not share a micro-batch, a rank or a pipeline's turn. The same holds for a value
+head's numbers in place of log-probs. c_i has the place of an
 advantage: a sample without it has no signal (semantics §2).
 """
 
@@ -48,7 +50,8 @@ def linearised(
     sums: [S], each sample's summed log-probs, or its value, from a forward-only pass.
     sample_ids: S names, for messages alone.
 
-    Raises NonFiniteAdvantage for a sum or a coefficient that is not finite or beyond float32, naming the sample.
+    Raises NonFiniteAdvantage for a sum or a coefficient that is not finite or beyond float32,
+    naming the sample.
 
     Example: s = (−1, −3), terms −log σ(s_0 − s_1) → 0.1269, c = (0.1192, −0.1192).
     """

@@ -22,8 +22,10 @@ class Objective:
     ``policy`` and ``supervised``: (micro-batch, logprobs [N], entropy [N]) → (loss sum, float64 [9]: loss, tokens,
     entropy, kl, clipped, ratio, and of the gap to the engine's log-probs |log π − log μ|, its k3 and its maximum).
 
-    whole: adds per-sequence sums over the ranks that hold parts of the sequences (context parallelism).
-    enter_own: entered, with the name "loss", around each call of a user's policy loss; bounds its time.
+    whole: adds per-sequence sums over the ranks that hold parts of the sequences (context
+        parallelism).
+    enter_own: entered, with the name "loss", around each call of a user's policy loss; bounds its
+        time.
     """
 
     def __init__(self, config: LossConfig, whole: CompleteSums = identity, *, term: OwnPolicy | None = None) -> None:
@@ -108,7 +110,8 @@ def _sums(
     """Return float64 [9]: the loss, and over the measured tokens their count, the sums of ``per_token`` and the gap's.
 
     per_token: entropy, kl, clipped and ratio, each [N] or [].
-    gap: [N] or [], log π − log μ in nats: the sums of its absolute value and of its k3, and the largest absolute value.
+    gap: [N] or [], log π − log μ in nats: the sums of its absolute value and of its k3, and the
+        largest absolute value.
     """
     tokens = torch.full((), logprobs.shape[0], device=logprobs.device)
     gap = gap.double()

@@ -2,9 +2,10 @@
 
     def estimator(rewards: GroupRewards, **advantage.arguments) -> array [S]
 
-It is called once for a rollout, with all its samples (docs/your-own.md). Every call is checked: S numbers, 0 for a
-sample that is not included, and 0 for a group of equal rewards unless ``advantage.moves_equal_rewards`` says otherwise,
-because such groups are dropped before it is called.
+It is called once for a rollout, with all its samples (docs/your-own.md). Every call is checked: S
+numbers, 0 for a sample that is not included, and 0 for a group of equal rewards unless
+``advantage.moves_equal_rewards`` says otherwise, because such groups are dropped before it is
+called.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     def loss(tokens: PolicyTokens, **loss.arguments) -> Tensor [N] or PolicyTerm
 
-It returns one loss per loss token; their sum is the micro-batch's loss. The contract (docs/your-own.md) follows from
-the sum over tokens and from the skip: micro-batches, ranks and dropped samples cut a mini-batch anywhere, so that no
-token's loss may depend on where the cuts are. algorithm/own_policy_check.py tries each property on random tokens.
+It returns one loss per loss token; their sum is the micro-batch's loss. The contract
+(docs/your-own.md) follows from the sum over tokens and from the skip: micro-batches, ranks and
+dropped samples cut a mini-batch anywhere, so that no token's loss may depend on where the cuts are.
+algorithm/own_policy_check.py tries each property on random tokens.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ OwnPolicy = Callable[["PolicyTokens"], PolicyTerm]
 class PolicyTokens:
     """Holds the N loss tokens of a micro-batch, as a policy loss reads them.
 
-    logprobs: float32 [N], log π_θ at the sampling temperature; the one tensor that carries a gradient.
+    logprobs: float32 [N], log π_θ at the sampling temperature; the one tensor that carries a
+        gradient.
     old_logprobs: float32 [N], log π_old, the trainer's at the rollout's weights.
     rollout_logprobs: float32 [N], log μ, the engine's.
-    advantages: float32 [N], w·A: the reduction's weight times the advantage (and times its importance weight).
+    advantages: float32 [N], w·A: the reduction's weight times the advantage (and times its
+        importance weight).
     weights: float32 [N], w, for a part of the loss that the advantage does not multiply.
     sequences: int64 [N], the sample of each token within the micro-batch, from 0.
     num_sequences: the number of samples in the micro-batch.
-    complete_sums: takes sums per sample [..., num_sequences] over the tokens held here, and returns them over all
-        tokens, without gradient: under context parallelism a rank holds a part of each sample.
+    complete_sums: takes sums per sample [..., num_sequences] over the tokens held here, and returns
+        them over all tokens, without gradient: under context parallelism a rank holds a part of
+        each sample.
 
-    Example: −ρ·A, with nothing clipped: ``-(tokens.logprobs - tokens.old_logprobs).exp() * tokens.advantages``.
+    Example: −ρ·A, with nothing clipped: ``-(tokens.logprobs - tokens.old_logprobs).exp() *
+    tokens.advantages``.
     """
 
     logprobs: torch.Tensor

@@ -46,7 +46,8 @@ def check(config: LossConfig) -> list[Finding]:
 def finite_differences(config: LossConfig, gap: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient [N] that autograd gives and that central differences of the loss give, on random tokens.
 
-    They are equal where the loss stops no gradient; a loss that does, as CISPO's, differs on purpose.
+    They are equal where the loss stops no gradient; a loss that does, as CISPO's, differs on
+    purpose.
     """
     term, tokens = resolve(config), _tokens(torch.float64, gap)
     _, gradient = _evaluate(term, tokens)

@@ -1,7 +1,7 @@
 """Policy terms over loss tokens: per-token losses whose sum is the loss, from advantages with the weights folded in.
 
-Folding is exact: for w > 0, w·min(rA, clip(r)A) = min(r(wA), clip(r)(wA)), and so for the dual clip. ``dro``'s
-quadratic is not multiplied by the advantage and takes w itself.
+Folding is exact: for w > 0, w·min(rA, clip(r)A) = min(r(wA), clip(r)(wA)), and so for the dual
+clip. ``dro``'s quadratic is not multiplied by the advantage and takes w itself.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def policy_term(
 ) -> PolicyTerm:
     """Compute the term of semantics §7 that ``loss.policy`` names.
 
-    logprobs, old_logprobs: [T], at the sampling temperature (``dro``: the engine's as the old ones).
+    logprobs, old_logprobs: [T], at the sampling temperature (``dro``: the engine's as the old
+        ones).
     advantages: [T], w·A of each token.
     weights: [T], w of each token.
     sequences: [T] int64, the sequence of each token within the micro-batch (``gspo``).
@@ -101,8 +102,9 @@ def ppo(
 ) -> PolicyTerm:
     """Compute −min(ρA, clip(ρ, low, high)·A) with ρ = π_θ/π_old.
 
-    Schulman et al. 2017, arXiv:1707.06347, eq. 7, with separate bounds (DAPO's clip-higher, arXiv:2503.14476, eq. 10);
-    with a dual clip c, no more than −cA for A < 0: Ye et al. 2019, arXiv:1912.09729, eq. 5.
+    Schulman et al. 2017, arXiv:1707.06347, eq. 7, with separate bounds (DAPO's clip-higher,
+    arXiv:2503.14476, eq. 10); with a dual clip c, no more than −cA for A < 0: Ye et al. 2019,
+    arXiv:1912.09729, eq. 5.
 
     Example: ρ = 1.5, A = 2, bounds 0.8 and 1.2 → −min(3.0, 2.4) = −2.4, clipped.
     """
@@ -125,11 +127,11 @@ def gspo(
 
     counted: [T], 1 at tokens that the mean is taken over, 0 at others; None: all of a sequence's.
 
-    GSPO-token, Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14: s_t = sg[s]·π_θ(t)/sg[π_θ(t)] with
-    s = (Π ρ_t)^(1/|y|).
+    GSPO-token, Zheng et al. 2025, arXiv:2507.18071, eq. 13 and 14: s_t = sg[s]·π_θ(t)/sg[π_θ(t)]
+    with s = (Π ρ_t)^(1/|y|).
 
-    Example: a sequence of two tokens, ρ = (1.2, 1.0), A = 1, bounds 0.9 and 1.05 → s = √1.2 = 1.095, clipped: −1.05
-    each.
+    Example: a sequence of two tokens, ρ = (1.2, 1.0), A = 1, bounds 0.9 and 1.05 → s = √1.2 =
+    1.095, clipped: −1.05 each.
     """
     difference = (logprobs - old_logprobs).detach()
     counted = torch.ones_like(difference) if counted is None else counted
@@ -146,7 +148,8 @@ def cispo(
 
     CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
 
-    Example: ρ = 1.5, A = 2, log π = −1, bounds 0 and 1.2 → −1.2·2·(−1) = 2.4, its gradient by log π −2.4.
+    Example: ρ = 1.5, A = 2, log π = −1, bounds 0 and 1.2 → −1.2·2·(−1) = 2.4, its gradient by log π
+    −2.4.
     """
     ratio = (logprobs - old_logprobs).exp()
     bounded = ratio.detach().clamp(low, high)
@@ -172,8 +175,9 @@ def dro(
 ) -> PolicyTerm:
     """Compute −A·log π_θ + w·β/2·(log π_θ − log μ)².
 
-    DRO, Richemond et al. 2024, arXiv:2405.19107, in the form whose gradient Kimi k1.5 gives (arXiv:2501.12599, §2.3.2).
-    The quadratic is not multiplied by the advantage, and trains at A = 0; it is against the engine's policy μ.
+    DRO, Richemond et al. 2024, arXiv:2405.19107, in the form whose gradient Kimi k1.5 gives
+    (arXiv:2501.12599, §2.3.2). The quadratic is not multiplied by the advantage, and trains at A =
+    0; it is against the engine's policy μ.
 
     Example: log π = −1, log μ = −1.5, A = 2, w = 1, β = 0.1 → 2 + 0.0125.
     """

@@ -1,6 +1,7 @@
 """Losses of preference pairs as functions of both responses' summed log-probs, or of a reward model's two scores.
 
-Every one is a function ℓ of a margin m = r_w − r_l between the rewards of the chosen response w and the rejected one l:
+Every one is a function ℓ of a margin m = r_w − r_l between the rewards of the chosen response w and
+the rejected one l:
 
     loss            reward r of a response y                       ℓ(m)
     dpo             β · (log π(y) − log π_ref(y))                  −(1 − ε) log σ(m − γ) − ε log σ(γ − m)
@@ -9,15 +10,17 @@ Every one is a function ℓ of a margin m = r_w − r_l between the rewards of t
     simpo           β · log π(y) / |y|                             −(1 − ε) log σ(m − γ) − ε log σ(γ − m)
     bradley_terry   the value head's number                        −log σ(m − γ)
 
-log π(y) is the sum over the response's loss tokens, |y| their number. dpo: Rafailov et al. 2023, arXiv:2305.18290,
-eq. 7 (ε: Mitchell 2023, "A note on DPO with noisy preferences"; γ: Amini et al. 2024, arXiv:2402.10571). hinge: SLiC's,
-Zhao et al. 2023, arXiv:2305.10425, on DPO's rewards. ipo: Azar et al. 2023, arXiv:2310.12036, eq. 17, per token. simpo:
-Meng et al. 2024, arXiv:2405.14734, eq. 6. bradley_terry: Ouyang et al. 2022, arXiv:2203.02155, eq. 1.
+log π(y) is the sum over the response's loss tokens, |y| their number. dpo: Rafailov et al. 2023,
+arXiv:2305.18290, eq. 7 (ε: Mitchell 2023, "A note on DPO with noisy preferences"; γ: Amini et al.
+2024, arXiv:2402.10571). hinge: SLiC's, Zhao et al. 2023, arXiv:2305.10425, on DPO's rewards. ipo:
+Azar et al. 2023, arXiv:2310.12036, eq. 17, per token. simpo: Meng et al. 2024, arXiv:2405.14734,
+eq. 6. bradley_terry: Ouyang et al. 2022, arXiv:2203.02155, eq. 1.
 
 Invariants (``assert_invariants`` in tests/unit/algorithm/test_preference_loss.py):
 
 1. The coefficients of a pair are those of the pair alone: no other pair moves them.
-2. The chosen response's coefficient is ≥ 0 and the rejected one's ≤ 0 wherever ε = 0 and the loss is not ipo's.
+2. The chosen response's coefficient is ≥ 0 and the rejected one's ≤ 0 wherever ε = 0 and the loss
+   is not ipo's.
 3. Under ``hinge`` both are exactly 0 where the margin is at least 1: such a pair has no signal.
 4. Swapping every pair negates every margin.
 """
@@ -39,12 +42,14 @@ class PairScores:
     """Holds the numbers of 2·P responses, chosen and rejected in turns, that a pair loss reads.
 
     sums: float64 [2P], summed log-probs in nats, or a reward model's scores.
-    reference: float64 [2P], summed log-probs of the reference policy; None where the loss reads none.
+    reference: float64 [2P], summed log-probs of the reference policy; None where the loss reads
+        none.
     loss_tokens: int64 [2P], the number of loss tokens of each response.
     sample_ids: 2P names, for messages alone.
 
-    Example: one pair whose chosen response has 3 tokens: ``sums=[-4.0, -9.0], reference=[-5.0, -8.0], loss_tokens=[3,
-    4]``; under ``dpo`` with β = 0.1 the rewards are (0.1, −0.1), the margin 0.2, the loss 0.598.
+    Example: one pair whose chosen response has 3 tokens: ``sums=[-4.0, -9.0], reference=[-5.0,
+    -8.0], loss_tokens=[3, 4]``; under ``dpo`` with β = 0.1 the rewards are (0.1, −0.1), the margin
+    0.2, the loss 0.598.
     """
 
     sums: np.ndarray
@@ -75,8 +80,8 @@ class PairOutcome:
 def compare(scores: PairScores, config: PreferenceConfig) -> PairOutcome:
     """Return the losses, rewards and coefficients of pairs by ``preference.loss``. No mean is taken.
 
-    Raises NonFiniteAdvantage for a coefficient that is not finite, naming the sample, and ValueError for an odd number
-    of responses or a missing reference.
+    Raises NonFiniteAdvantage for a coefficient that is not finite, naming the sample, and
+    ValueError for an odd number of responses or a missing reference.
     """
     if len(scores.sums) % 2:
         raise ValueError(f"{len(scores.sums)} responses are no pairs; give the chosen and the rejected one in turns")

@@ -2,52 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from megatron_rl.algorithm.signal import COUPLING_FIELDS
-from megatron_rl.config import Config
+from megatron_rl.config import MegatronConfig, ParallelConfig, PlanConfig
 from megatron_rl.errors import ConfigError
 
 
-def token_coupling(config: Config) -> str | None:
+def token_coupling(megatron: MegatronConfig) -> str | None:
     """Return the setting under which a token's numbers depend on the others that run; None where none does."""
-    fields = config.megatron.transformer
+    fields = megatron.transformer
     for name, harmless in COUPLING_FIELDS.items():
         if name in fields and fields[name] not in harmless:
             return f"megatron.transformer.{name}={fields[name]}"
     return None
 
 
-def sharing_refusal(config: Config, layer_spec: str) -> str | None:
+def sharing_refusal(parallel: ParallelConfig, megatron: MegatronConfig, layer_spec: str) -> str | None:
     """Return why prompts cannot be shared under these settings; None where they can.
 
     layer_spec: "torch" or "transformer_engine", as the model's layers are.
     """
-    if setting := token_coupling(config):
+    if setting := token_coupling(megatron):
         return f"{setting} makes a token's numbers depend on the others that run, and a shared prompt runs once"
     if layer_spec == "transformer_engine":
-        return _engine_refusal(config.parallel.context, config.megatron.transformer)
+        return _engine_refusal(parallel, megatron)
     return None
 
 
-def _engine_refusal(context: int, transformer: Mapping[str, object]) -> str | None:
-    if context > 1:
+def _engine_refusal(parallel: ParallelConfig, megatron: MegatronConfig) -> str | None:
+    if parallel.context > 1:
         return (
-            f"parallel.context={context}: Transformer Engine splits whole sequences over context "
+            f"parallel.context={parallel.context}: Transformer Engine splits whole sequences over context "
             "ranks, and a response to a shared prompt is a part of one"
         )
-    if transformer.get("apply_rope_fusion"):
+    if megatron.transformer.get("apply_rope_fusion"):
         return "megatron.transformer.apply_rope_fusion=true: its kernel has the positions of every segment start at 0"
     return None
 
 
-def shares_prompts(config: Config, layer_spec: str) -> bool:
+def shares_prompts(plan: PlanConfig, parallel: ParallelConfig, megatron: MegatronConfig, layer_spec: str) -> bool:
     """Return whether samples of a micro-batch share their prompt.
 
     Raises ConfigError where `plan.share_prompts` asks for it and it cannot be.
     """
-    wanted = config.plan.share_prompts
-    refusal = None if wanted is False else sharing_refusal(config, layer_spec)
+    wanted = plan.share_prompts
+    refusal = None if wanted is False else sharing_refusal(parallel, megatron, layer_spec)
     if wanted and refusal:
         raise ConfigError(f"plan.share_prompts=true: {refusal}; set plan.share_prompts=null or false")
     return wanted is not False and refusal is None

@@ -4,14 +4,16 @@ Invariants (``assert_invariants`` in tests/unit/algorithm/test_signal.py):
 
 1. Signal is decided on advantages and masks alone, never on a loss value.
 2. A sample without loss token has no signal, whatever its advantage.
-3. A non-zero advantage, times the largest importance weight, above ``skip.advantage_epsilon`` on a sample with a loss
-   token is signal.
+3. A non-zero advantage, times the largest importance weight, above ``skip.advantage_epsilon`` on a
+   sample with a loss token is signal.
 4. ``exact`` is refused wherever another term could move the gradient of a dropped sample.
-5. A sample whose importance weights are all 0 has no signal, whatever its advantage; weights of 1 change nothing.
+5. A sample whose importance weights are all 0 has no signal, whatever its advantage; weights of 1
+   change nothing.
 6. An advantage that is not finite is an error, whether its sample has a loss token or not.
 
-Some losses of Megatron-Core are no sum over tokens at the seam, so that the dense run too would train on a number that
-the cut into micro-batches decides: those are refused in every mode (``refuse_uncounted_losses``).
+Some losses of Megatron-Core are no sum over tokens at the seam, so that the dense run too would
+train on a number that the cut into micro-batches decides: those are refused in every mode
+(``refuse_uncounted_losses``).
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.algorithm.finite import require_epsilon, require_finite
-from megatron_rl.config import Config, LossConfig
+from megatron_rl.config import Config, LossConfig, MegatronConfig, SkipConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.users_code import is_own
 
-# Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics §2), with the values at
-# which they do not. Under another value, dropping a sample changes the computation of the others.
+# Fields of Megatron-Core's TransformerConfig that couple samples or read every token (semantics
+# §2), with the values at which they do not. Under another value, dropping a sample changes the
+# computation of the others.
 COUPLING_FIELDS: dict[str, tuple[object, ...]] = {
     "moe_router_force_load_balancing": (False, None),  # random routing, drawn batch by batch
     "moe_expert_capacity_factor": (None,),
@@ -47,9 +50,10 @@ COUPLED_BY = {
     "fp8": "an FP8 number's scale is the maximum over tokens, dropped ones too, so that others round otherwise"
 }
 
-# Fields that no skip.mode accepts, with their reason; 0, false and null are accepted. Read in Megatron-Core 0.16.1 and
-# 0.19.2, transformer/moe/router.py (under calculate_per_token_loss the router multiplies its losses by the tokens of
-# the micro-batch) and transformer/multi_token_prediction.py.
+# Fields that no skip.mode accepts, with their reason; 0, false and null are accepted. Read in
+# Megatron-Core 0.16.1 and 0.19.2, transformer/moe/router.py (under calculate_per_token_loss the
+# router multiplies its losses by the tokens of the micro-batch) and
+# transformer/multi_token_prediction.py.
 UNCOUNTED_FIELDS: dict[str, str] = {
     "moe_aux_loss_coeff": "the load-balancing loss is a product of two means over a micro-batch, times its tokens: "
     "its size depends on the cut into micro-batches, and the division that Megatron-Core expects afterwards has no "
@@ -69,8 +73,8 @@ UNCOUNTED_FIELDS: dict[str, str] = {
 class SignalRule:
     """Holds the rule by which a run drops samples.
 
-    drops_logprob_passes: False where log-probs make the advantages (``kl_in_reward``, a teacher): those passes come
-                          before anything is dropped.
+    drops_logprob_passes: False where log-probs make the advantages (``kl_in_reward``, a teacher):
+                          those passes come before anything is dropped.
     approximated: the terms that dropping leaves out (``skip.mode=approximate``).
     """
 
@@ -81,15 +85,15 @@ class SignalRule:
     kl_in_reward: bool
 
 
-def refuse_uncounted_losses(config: Config) -> None:
+def refuse_uncounted_losses(megatron: MegatronConfig, skip: SkipConfig) -> None:
     """Raise ConfigError, in every ``skip.mode``, for a loss or an update whose size tokens and weights do not fix."""
     for field, reason in UNCOUNTED_FIELDS.items():
-        value = config.megatron.transformer.get(field)
+        value = megatron.transformer.get(field)
         if not (any(value) if isinstance(value, list | tuple) else value):
             continue
         note = (
             "; dropping samples would change it too, so skip.mode=exact could not hold either"
-            if config.skip.mode == "exact"
+            if skip.mode == "exact"
             else ""
         )
         raise ConfigError(
@@ -137,10 +141,10 @@ def _neutral(term: str) -> str:
 def signal_rule(config: Config) -> SignalRule:
     """Return the run's rule for dropping samples.
 
-    Raises ConfigError where ``skip.mode=exact`` cannot hold, naming the setting and both ways out, and as
-    ``refuse_uncounted_losses`` does.
+    Raises ConfigError where ``skip.mode=exact`` cannot hold, naming the setting and both ways out,
+    and as ``refuse_uncounted_losses`` does.
     """
-    refuse_uncounted_losses(config)
+    refuse_uncounted_losses(config.megatron, config.skip)
     terms = coupling_terms(config)
     if config.skip.mode == "exact" and terms:
         changes = " and ".join(_neutral(term) for term in terms)
@@ -176,8 +180,8 @@ def has_signal(
     sample_ids: S names, for messages alone; empty: the index.
     way_out: the cause to look for where an advantage is not finite, for messages.
 
-    Raises NonFiniteAdvantage for an advantage that is not finite or beyond float32, which is never "no signal", and
-    ConfigError for an ``advantage_epsilon`` that is not a finite number.
+    Raises NonFiniteAdvantage for an advantage that is not finite or beyond float32, which is never
+    "no signal", and ConfigError for an ``advantage_epsilon`` that is not a finite number.
 
     Example: advantages (0.0, 1.2, −0.7), loss tokens (5, 3, 0) → (False, True, False).
     """

@@ -24,10 +24,11 @@ def value_loss(
 ) -> ValueTerm:
     """Compute Σ_t w_t · ½ · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²), the value loss of PPO.
 
-    Schulman et al. 2017, arXiv:1707.06347, eq. 9, with the clipping of its published code (openai/baselines, ppo2), as
-    verl's ``compute_value_loss`` has it. Where V has left V_old ± c away from R, the larger error is the unclipped one,
-    and it pulls V back; where V has left it towards R, the clipped error is the larger one, and has no gradient: a step
-    does not go further than c.
+    Schulman et al. 2017, arXiv:1707.06347, eq. 9, with the clipping of its published code
+    (openai/baselines, ppo2), as verl's ``compute_value_loss`` has it. Where V has left V_old ± c
+    away from R, the larger error is the unclipped one, and it pulls V back; where V has left it
+    towards R, the clipped error is the larger one, and has no gradient: a step does not go further
+    than c.
 
     values: [N], V, with gradient.
     old_values: [N], V_old, the values at rollout weights, without gradient.
@@ -35,8 +36,8 @@ def value_loss(
     weights: [N], the reduction's w_t, 0 in fillers.
     clip: c; None: Σ_t w_t · ½ · (V − R)².
 
-    Example: V = 1, V_old = 0, R = 2, w = 1, c = 0.5: max(1, 2.25)/2 = 1.125, clipped; R = −1: max(4, 2.25)/2 = 2, not
-    clipped.
+    Example: V = 1, V_old = 0, R = 2, w = 1, c = 0.5: max(1, 2.25)/2 = 1.125, clipped; R = −1:
+    max(4, 2.25)/2 = 2, not clipped.
     """
     if clip is not None and not clip > 0:
         raise ValueError(

@@ -1,6 +1,7 @@
 """MegatronBackend, the library's front door: forward, forward_backward, optim_step and export.
 
-train.py is one of its users. Another one, of which examples/library/one_step.py is the whole program:
+train.py is one of its users. Another one, of which examples/library/one_step.py is the whole
+program:
 
     backend = MegatronBackend(config, total_steps=100)
     batch = backend.gather(samples, groups, order)          # facts to everyone
@@ -41,6 +42,7 @@ from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.head import head_weight
 from megatron_rl.model.logprob.linear import linear_logprob
 from megatron_rl.model.parts import parts_of
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.types import BatchPlan, LossInputs, Sample, StepKind, StepPlan
 from megatron_rl.weights.export import BUCKET_BYTES, export_weights, named_weights, save_hugging_face
 from megatron_rl.weights.mapping import adapter_entries
@@ -56,7 +58,8 @@ class LogProbs:
     """Holds old log-probs of a batch and their gap to the engine's.
 
     flat: float32 [T] over the batch's response tokens, 0 where a token was not passed.
-    sums: over the loss tokens passed, their count, the gap's absolute value, its k3 estimate, and its maximum.
+    sums: over the loss tokens passed, their count, the gap's absolute value, its k3 estimate, and
+        its maximum.
     recorded: what parts of the backend recorded, to be given to the batch that is trained.
     """
 
@@ -120,7 +123,7 @@ class MegatronBackend(TrainableModel):
             train_entropy=train_entropy,
             reduce_hidden_grad=not self.config.parallel.sequence_parallel,
             into_main_grad=True,
-            kernel=parts_of(self.config).logprob_kernel,
+            kernel=parts_of(ModelSettings.of(self.config)).logprob_kernel,
         )
 
     # ---- forward and backward --------------------------------------------------------------------------------------
@@ -177,7 +180,7 @@ class MegatronBackend(TrainableModel):
         """Make a batch of samples that every rank holds already, rows and all. Not a collective."""
         facts = batch_exchange.replicated_facts(samples)
         batch_exchange.refuse_too_long(facts, self.shape.context_tokens)
-        if token_coupling(self.config):
+        if token_coupling(self.config.megatron):
             facts = dataclasses.replace(facts, response_inputs=None)
         return Batch(facts=facts, local=samples, rows=dict(enumerate(samples)))
 
@@ -193,11 +196,12 @@ class MegatronBackend(TrainableModel):
     ) -> None:
         """Add the mini-batch's gradient to the accumulated one; several calls may precede one ``optim_step``.
 
-        supervised: whether the loss is −Σ w · log π under ``inputs.weights``, of any sign (algorithm/linear_loss.py).
+        supervised: whether the loss is −Σ w · log π under ``inputs.weights``, of any sign
+            (algorithm/linear_loss.py).
         objective: the loss of this call, in place of the run's.
 
-        Raises ValueError within ``reference_weights`` under ``reference.placement=device``, whose model has no
-        gradient.
+        Raises ValueError within ``reference_weights`` under ``reference.placement=device``, whose
+        model has no gradient.
         """
         chosen = objective or self.objective
         self._add_gradient(batch, mini_batch, inputs, fingerprint, chosen, supervised=supervised, reads=False)
@@ -240,8 +244,10 @@ class MegatronBackend(TrainableModel):
     def export(self, *, bucket_bytes: int = BUCKET_BYTES, merges: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight whole under its Hugging Face name, with adapters merged in, on every rank.
 
-        All ranks must run it to its end. A tensor is valid until the next is asked for: copy it out before.
-        bucket_bytes: bounds the memory (``weights.export``); adapters take one parameter's shard more.
+        All ranks must run it to its end. A tensor is valid until the next is asked for: copy it out
+        before.
+        bucket_bytes: bounds the memory (``weights.export``); adapters take one parameter's shard
+            more.
         merges: False for the frozen weights that the adapters belong to.
         """
         self.schedule.gather_parameters()
@@ -307,8 +313,8 @@ class MegatronBackend(TrainableModel):
     def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
         """Write the policy as a Hugging Face directory; the main rank writes, all take part.
 
-        Adapters are merged into it, and written to PEFT's own directory as well, ``<path>_adapter``, where PEFT reads
-        all of them.
+        Adapters are merged into it, and written to PEFT's own directory as well,
+        ``<path>_adapter``, where PEFT reads all of them.
         """
         if self.topology.is_main:
             model = self.config.model

@@ -17,7 +17,8 @@ class Batch:
 
     facts: the facts of every sample, on every rank.
     local: the rows that this rank produced.
-    rows:  by sample index, the rows that this rank's micro-batches of a plan need (``TrainableModel.fetch_rows``).
+    rows:  by sample index, the rows that this rank's micro-batches of a plan need
+           (``TrainableModel.fetch_rows``).
     """
 
     facts: BatchFacts
@@ -31,8 +32,9 @@ class TargetSample(Sample):
 
     targets: int64 [response, K], K targets at each place of the response.
 
-    Example: after the prompt 5 the tokens 7 and 9 (K = 2), then after the response's token 7 the tokens 3 and 4:
-    ``token_ids=[5, 7, 0], prompt_tokens=1, targets=[[7, 9], [3, 4]]``; its last token id is read by nobody.
+    Example: after the prompt 5 the tokens 7 and 9 (K = 2), then after the response's token 7 the
+    tokens 3 and 4: ``token_ids=[5, 7, 0], prompt_tokens=1, targets=[[7, 9], [3, 4]]``; its last
+    token id is read by nobody.
     """
 
     targets: np.ndarray
@@ -42,7 +44,8 @@ class TargetSample(Sample):
 class TargetFacts(BatchFacts):
     """Holds the facts of a batch some of whose rows are TargetSamples.
 
-    targets_per_token: int64 [S], K of each sample; its K targets of a token lie side by side in flat arrays.
+    targets_per_token: int64 [S], K of each sample; its K targets of a token lie side by side in
+        flat arrays.
     """
 
     targets_per_token: np.ndarray

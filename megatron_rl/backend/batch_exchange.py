@@ -1,8 +1,8 @@
 """Facts travel to everyone, rows only where they are needed: one all-gather of facts, one all-to-all of rows per plan.
 
-On the wire a row is int32: token ids, then the response's loss mask, then its log-probs (float32 bits), then its routed
-experts where it has them (two int16 to a word); every length is known to both sides from the facts, so nothing is
-announced and nothing is unpickled from a peer.
+On the wire a row is int32: token ids, then the response's loss mask, then its log-probs (float32
+bits), then its routed experts where it has them (two int16 to a word); every length is known to
+both sides from the facts, so nothing is announced and nothing is unpickled from a peer.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ def gather_scores(
 
     places, sample_ids: of this rank's samples; without ids, messages give the place.
 
-    A collective. Raises NonFiniteAdvantage on every rank for a score that is a number and not finite: as NaN it would
-    be taken for a sample that has none.
+    A collective. Raises NonFiniteAdvantage on every rank for a score that is a number and not
+    finite: as NaN it would be taken for a sample that has none.
     """
     called = sample_ids or [f"at place {place}" for place in places]
     local = [

@@ -1,9 +1,10 @@
 """Takes the norm of large float32 gradients to float32's accuracy where Megatron-Core has no fused kernel for it.
 
-Without Transformer Engine and Apex, Megatron-Core 0.16.1 and 0.19.2 call ``torch.norm`` on each whole tensor
-(core/utils.py ``local_multi_tensor_l2_norm``). On a CPU that adds up float32 squares one after the other: of 28 million
-elements, an embedding of 49,152 tokens, the norm came out 1.7e-3 too small (torch 2.13.0), other layouts' shards came
-out otherwise, and clipping scaled each by its own error.
+Without Transformer Engine and Apex, Megatron-Core 0.16.1 and 0.19.2 call ``torch.norm`` on each
+whole tensor (core/utils.py ``local_multi_tensor_l2_norm``). On a CPU that adds up float32 squares
+one after the other: of 28 million elements, an embedding of 49,152 tokens, the norm came out 1.7e-3
+too small (torch 2.13.0), other layouts' shards came out otherwise, and clipping scaled each by its
+own error.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def distributed_fields(settings: MegatronConfig, *, distributed_optimizer: bool)
 
     distributed_optimizer: ``optimizer.distributed``.
 
-    Raises ConfigError for a field of ``megatron.ddp`` or ``megatron.optimizer`` that may not be set.
+    Raises ConfigError for a field of ``megatron.ddp`` or ``megatron.optimizer`` that may not be
+    set.
     """
     resolve_fields(settings.optimizer, OptimizerConfig, "megatron.optimizer", REFUSED_OPTIMIZER_FIELDS)
     fields = resolve_fields(settings.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)

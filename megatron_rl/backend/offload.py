@@ -1,13 +1,13 @@
 """Takes gradients and optimizer state off the device while another process (an engine on the GPU) needs its memory.
 
-A storage is released by ``untyped_storage().resize_(0)`` and comes back by ``resize_`` to its size: the tensors stay
-the same objects, and so do all views that Megatron-Core keeps of them (``main_grad``, buckets, ``main_param``, the
-shards of AdamW's groups). Megatron-Core 0.16.1 does the same to its gradient buffers
-(``distributed/param_and_grad_buffer.py`` offload_to_cpu). A tensor whose storage is released must not be read: it
-points at nothing, and torch does not say so.
+A storage is released by ``untyped_storage().resize_(0)`` and comes back by ``resize_`` to its size:
+the tensors stay the same objects, and so do all views that Megatron-Core keeps of them
+(``main_grad``, buckets, ``main_param``, the shards of AdamW's groups). Megatron-Core 0.16.1 does
+the same to its gradient buffers (``distributed/param_and_grad_buffer.py`` offload_to_cpu). A tensor
+whose storage is released must not be read: it points at nothing, and torch does not say so.
 
-On a CPU host the same storages are released and filled again. On an H100 the state came back to the bit
-(docs/support-matrix.md).
+On a CPU host the same storages are released and filled again. On an H100 the state came back to the
+bit (docs/support-matrix.md).
 """
 
 from __future__ import annotations

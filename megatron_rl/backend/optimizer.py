@@ -1,8 +1,8 @@
 """Runs an optimizer step, real or ghost: the one caller of Megatron-Core's optimizer and of the gradient reduction.
 
-A ghost step ``dense`` equals the dense run's step with an all-zero gradient, to the bit, without forward, backward,
-reduction or norm: moments decay, momentum and weight decay move the weights, step count and schedule advance. A ghost
-step ``freeze`` moves nothing.
+A ghost step ``dense`` equals the dense run's step with an all-zero gradient, to the bit, without
+forward, backward, reduction or norm: moments decay, momentum and weight decay move the weights,
+step count and schedule advance. A ghost step ``freeze`` moves nothing.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def choose_kernel(kernel: str) -> str:
     for name in candidates:
         adam = _adam_class(name)
         if adam is not None:
-            # distrib_optimizer imports its own, Transformer Engine's first, and asserts on its class (0.16.1, 0.19.2)
+            # distrib_optimizer imports its own, Transformer Engine's first, and asserts on its
+            # class (0.16.1, 0.19.2)
             megatron_optimizer.Adam = distrib_optimizer.Adam = adam
             megatron_optimizer.USING_PYTORCH_OPTIMIZER = name == "torch"
             return name
@@ -182,8 +183,8 @@ class Optimizer:
     def _fuse_adam(self) -> None:
         """Have torch's AdamW step by its fused kernel, for which Megatron-Core (0.16.1, 0.19.2) does not ask.
 
-        It reads and writes each state once, where the default way does so once per operation: on an H100, 1.5 billion
-        parameters took the default way 41.6 ms (docs/performance.md).
+        It reads and writes each state once, where the default way does so once per operation: on an
+        H100, 1.5 billion parameters took the default way 41.6 ms (docs/performance.md).
         """
         for part in self._megatron.chained_optimizers:
             for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
@@ -203,8 +204,8 @@ class Optimizer:
     def offload(self) -> OffloadedBytes:
         """Take gradients (zeros between steps) and AdamW's moments and masters off the device until ``restore``.
 
-        Parameters stay, and with them the shards of float32 parameters, which are views of DDP's parameter buffer. Not
-        a collective.
+        Parameters stay, and with them the shards of float32 parameters, which are views of DDP's
+        parameter buffer. Not a collective.
         """
         if any(chunk.ddp_config.nccl_ub for chunk in self.chunks):
             raise ValueError("offload() would release buffers that NCCL has registered; set megatron.ddp.nccl_ub=false")
@@ -288,8 +289,8 @@ class Optimizer:
         self.megatron.prepare_grads()
         self.megatron.step_with_ready_grads()
         self.scheduler.step(1)
-        # ``param_gather_dispatched`` is cleared in finish_grad_sync alone, which a ghost does not call: without a
-        # gather here the next forward would use replicas that silently differ.
+        # ``param_gather_dispatched`` is cleared in finish_grad_sync alone, which a ghost does not
+        # call: without a gather here the next forward would use replicas that silently differ.
         self._end_parameter_gather()
         self.zero_grad()
 
@@ -312,9 +313,9 @@ class Optimizer:
     def gather_gradients(self) -> None:
         """Make the reduced gradient whole on every rank, where the distributed optimizer left each its shard.
 
-        Each bucket is gathered over the ranks that it was scattered over, which are not the same for all parameters:
-        data-parallel and context ranks for dense ones, the ranks that hold the same expert for experts (tensor ranks
-        among them under ``parallel.expert_tensor=1``).
+        Each bucket is gathered over the ranks that it was scattered over, which are not the same
+        for all parameters: data-parallel and context ranks for dense ones, the ranks that hold the
+        same expert for experts (tensor ranks among them under ``parallel.expert_tensor=1``).
         """
         for group in (g for chunk in self.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)):
             if not group.ddp_config.use_distributed_optimizer:

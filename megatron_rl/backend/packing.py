@@ -1,7 +1,7 @@
 """Packs a MicroBatch into tensors: sequences end to end (THD), each padded to the plan's multiple, and loss fields.
 
-Under context parallelism a rank holds its own chunks of every sequence, and the loss tokens whose predicting position
-is among them.
+Under context parallelism a rank holds its own chunks of every sequence, and the loss tokens whose
+predicting position is among them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from megatron_rl.types import MicroBatch, Sample
 class PackedMicroBatch:
     """Holds device tensors of this rank's T tokens of one micro-batch, N of them with loss.
 
-    Token tensors are None on a middle stage. The fields of a policy's or a critic's inputs are None without them.
+    Token tensors are None on a middle stage. The fields of a policy's or a critic's inputs are None
+    without them.
 
     positions: [T] on the host, each token's place in the whole micro-batch.
     tokens: [1, T], the token ids.
@@ -40,7 +41,8 @@ class PackedMicroBatch:
     flat: [N] on the host, the loss token's place in the batch's flat response array.
     sequences: [N], the number of the loss token's sequence in the micro-batch.
     rollout_logprobs: [N], the engine's log-probs.
-    advantages, weights, old_logprobs, reference_logprobs, measured: [N], and kl_coefficient: a policy's inputs.
+    advantages, weights, old_logprobs, reference_logprobs, measured: [N], and kl_coefficient: a
+        policy's inputs.
     weights, returns, old_values: [N], a critic's inputs.
     """
 
@@ -68,7 +70,8 @@ class PackedMicroBatch:
 class FlatInputs(Protocol):
     """Gives the loss inputs of N loss tokens by field, as arrays [N]; a float holds for all of them.
 
-    LossInputs and ValueInputs have this form. ``gather`` takes each token's sample [N] and its flat position [N].
+    LossInputs and ValueInputs have this form. ``gather`` takes each token's sample [N] and its flat
+    position [N].
     """
 
     def gather(self, samples: np.ndarray, flat: np.ndarray) -> Mapping[str, np.ndarray | float]: ...
@@ -102,7 +105,8 @@ class Packer:
     """Packs this rank's part of micro-batches; it is made once per model.
 
     pad_token: the token id of pads.
-    needs_tokens, needs_loss: whether this stage is the first, which reads tokens, or the last, which has a loss.
+    needs_tokens, needs_loss: whether this stage is the first, which reads tokens, or the last,
+        which has a loss.
     context: the chunks of every sequence that this rank holds.
     for_transformer_engine: whether the layers are Transformer Engine's.
     parts: of the backend.
@@ -199,14 +203,16 @@ def _loss_fields(
 ) -> dict[str, object]:
     """Make the loss fields of the tokens that this rank predicts.
 
-    local: int64, for each position of the whole micro-batch its place on this rank; −1 on another context rank.
+    local: int64, for each position of the whole micro-batch its place on this rank; −1 on another
+        context rank.
     """
     offsets = batch.facts.response_offsets
     # per sequence, the loss tokens whose predicting position is on this rank
     positions, targets, flat, sequences, rollout = [], [], [], [], []
     for slot, i in enumerate(microbatch.samples.tolist()):
         row = batch.rows[i]
-        # a filler trains nothing and is measured in nothing: no loss token, yet a graph whose gradient is zero
+        # a filler trains nothing and is measured in nothing: no loss token, yet a graph whose
+        # gradient is zero
         chosen = np.flatnonzero(row.loss_mask if not microbatch.filler else np.zeros_like(row.loss_mask))
         # a token is predicted at the place before it: the first of a response at the prompt's end
         own = np.where(chosen == 0, layout.prompts[slot] + row.prompt_tokens, layout.responses[slot] + chosen)
@@ -244,9 +250,10 @@ def _loss_fields(
 class PackedAhead(Sequence[PackedMicroBatch]):
     """Packs each micro-batch of a step, and sends it to the device, while the one before it runs.
 
-    The one thread of ``thread`` does so on ``stream``. Every micro-batch is kept until the whole step is given up, so
-    that none of its memory is written again while the device may still read it; ``stream`` first waits for all that was
-    launched before. An error of packing is raised by the call that asks for the micro-batch.
+    The one thread of ``thread`` does so on ``stream``. Every micro-batch is kept until the whole
+    step is given up, so that none of its memory is written again while the device may still read
+    it; ``stream`` first waits for all that was launched before. An error of packing is raised by
+    the call that asks for the micro-batch.
     """
 
     def __init__(

@@ -33,7 +33,8 @@ class Recording(Protocol):
 class BackendPart(PackingPart, Protocol):
     """Takes part in a model's passes; no method is a collective unless it says so.
 
-    every_stage: whether it packs on the stages between the first and the last too, which then get the rows.
+    every_stage: whether it packs on the stages between the first and the last too, which then get
+        the rows.
     records: whether log-prob passes are recorded.
     """
 

@@ -1,12 +1,13 @@
 """Keeps the reference policy's weights: in host memory, swapped in to be read, or in a second model on the device.
 
-Both keep bitwise copies of this rank's own shards, in the policy's dtype, so that log-probs are the same to the bit,
-and nothing of either is in the optimizer or in a gradient buffer. With W the bytes of this rank's weights:
+Both keep bitwise copies of this rank's own shards, in the policy's dtype, so that log-probs are the
+same to the bit, and nothing of either is in the optimizer or in a gradient buffer. With W the bytes
+of this rank's weights:
 
-- ``host`` takes W of host memory, pinned on a CUDA host, from the first reading on W more for the policy's weights, and
-  no device memory. With adapters only they change, so W is theirs alone.
-- ``device`` takes W of device memory for good, also while the rest of the trainer is offloaded, and copies nothing when
-  the reference is read.
+- ``host`` takes W of host memory, pinned on a CUDA host, from the first reading on W more for the
+  policy's weights, and no device memory. With adapters only they change, so W is theirs alone.
+- ``device`` takes W of device memory for good, also while the rest of the trainer is offloaded, and
+  copies nothing when the reference is read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron_rl.backend.schedule import Schedule
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.model.frozen import build_frozen
+from megatron_rl.model.settings import ModelSettings
 
 
 class _HostMemory:
@@ -73,7 +75,8 @@ class HostCopy:
 class DeviceCopy:
     """Keeps the reference in a second model on the device (``reference.placement=device``), which ``keep`` builds.
 
-    tensors: the second model's parameters that are trained in the first, chunk by chunk; None before ``keep``.
+    tensors: the second model's parameters that are trained in the first, chunk by chunk; None
+        before ``keep``.
     """
 
     def __init__(self, model: TrainableModel) -> None:
@@ -91,7 +94,7 @@ class DeviceCopy:
         """Copy the model's current weights; a collective."""
         model = self.model
         if self.chunks is None:
-            self.chunks, _ = build_frozen(model.config, model.hf_config, model.topology)
+            self.chunks, _ = build_frozen(ModelSettings.of(model.config), model.hf_config, model.topology)
             self.schedule = Schedule(self.chunks, model.topology)
         model.schedule.gather_parameters()
         overwrite(self._parameters(), model.parameters())

@@ -1,8 +1,9 @@
 """Routed experts of samples ↔ tables for the routers of this rank, row by row of a packed micro-batch.
 
-A router sees the rows that its rank holds: of a packed micro-batch, under context parallelism its chunks of every
-sequence, under sequence parallelism one slice of those. Rows of pads, and of tokens whose experts are not known, hold
-−1: the router chooses there. Of a prompt that samples share, the first sample that knows a token's experts gives them.
+A router sees the rows that its rank holds: of a packed micro-batch, under context parallelism its
+chunks of every sequence, under sequence parallelism one slice of those. Rows of pads, and of tokens
+whose experts are not known, hold −1: the router chooses there. Of a prompt that samples share, the
+first sample that knows a token's experts gives them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ REDUCED_BYTES = 64 * 2**20  # of one reduction of recorded experts
 class RouterRows:
     """Names what this rank's routers see.
 
-    layers: the number of each router's layer in the whole model, from 0; num_layers: of the whole model.
+    layers: the number of each router's layer in the whole model, from 0; num_layers: of the whole
+        model.
     top_k: experts per token.
-    slice_rank, slices: this rank among those that split a micro-batch's rows (sequence parallelism); 0 and 1 without.
+    slice_rank, slices: this rank among those that split a micro-batch's rows (sequence
+        parallelism); 0 and 1 without.
     """
 
     layers: tuple[int, ...]
@@ -55,7 +58,8 @@ def lay_experts(
 ) -> np.ndarray | None:
     """Return int16 [layers of this rank, its rows, top_k]; None where no sample has experts.
 
-    read: int64 [K], the response tokens that run. positions: [T], the places that this context rank holds.
+    read: int64 [K], the response tokens that run. positions: [T], the places that this context rank
+        holds.
     """
     if all(sample.routed_experts is None for sample in samples):
         return None
@@ -80,7 +84,8 @@ def read_experts(
 ) -> list[np.ndarray]:
     """Return for each sample int16 [tokens that ran, num_layers, top_k]; −1 where another rank has seen the token.
 
-    recorded: by index among ``rows.layers``, int64 [rows, top_k]. places: of each sample, see ``token_places``.
+    recorded: by index among ``rows.layers``, int64 [rows, top_k]. places: of each sample, see
+        ``token_places``.
     """
     table = np.full((layout.num_tokens, rows.num_layers, rows.top_k), -1, dtype=np.int16)
     own = rows.of(positions)
@@ -95,7 +100,8 @@ class RecordedExperts:
 
     passed: bool [S], the samples of the batch that it ran, on every rank.
     shape:  (layers, top_k) of the whole model.
-    own:    of this rank's own samples, by their place among ``Batch.local``: int16 [tokens, layers, top_k].
+    own:    of this rank's own samples, by their place among ``Batch.local``: int16 [tokens, layers,
+            top_k].
     """
 
     passed: np.ndarray

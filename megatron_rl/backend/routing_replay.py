@@ -1,7 +1,7 @@
 """The part of the backend that replays experts: it packs them, gives them to the routers, and records their choice.
 
-Of a sample under ``rollout.routing_replay=rollout`` the engine gives the experts. Under ``old_logprobs`` the pass of
-the old log-probs records them.
+Of a sample under ``rollout.routing_replay=rollout`` the engine gives the experts. Under
+``old_logprobs`` the pass of the old log-probs records them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class RecordedPass:
 class ReplayedExperts:
     """Replays experts in a policy's passes. It is a BackendPart, whose methods are described there.
 
-    records: under ``old_logprobs``, where passes record. requires: under ``rollout``, where the engine gives them.
+    records: under ``old_logprobs``, where passes record. requires: under ``rollout``, where the
+        engine gives them.
     """
 
     name, every_stage = "experts", True
@@ -108,7 +109,7 @@ class ReplayedExperts:
 def build_replayed_experts(model: TrainableModel) -> ReplayedExperts:
     """Put a seam at every router of the policy. Raises ConfigError for a model that cannot replay experts."""
     config, grid, shape = model.config, model.topology, model.shape
-    check_routing_replay(config, shape)
+    check_routing_replay(config.rollout.routing_replay, config.megatron.transformer, shape)
     routing = RoutingReplay([chunk.module for chunk in model.chunks])
     sliced = config.parallel.sequence_parallel
     rows = RouterRows(

@@ -3,13 +3,17 @@
 The seam (read and run on 0.16.1; ``pipeline_parallel/schedules.py`` forward_step_calc_loss,
 ``distributed/finalize_model_grads.py``):
 
-- ``calculate_per_token_loss=True`` and a 3-tuple loss: the schedule divides nothing, DDP's scale is 1.0, so
-  micro-batches and data-parallel ranks **add**. The token count of the tuple is 1 and nothing reads it.
-- ``finalize_model_grads_func`` is None while a step accumulates and gradient hooks are held off, so that any number of
-  calls may precede one optimizer step; backend/optimizer.py starts and finishes the one reduction.
-- A rank without micro-batches never enters: with M = 0 the schedule without pipeline would still run one.
-- Under ``overlap_param_gather`` the forward pass gathers the parameters. In a step with a silent rank all ranks gather
-  first, at once and in one order; else a real rank would wait for a collective that the silent one never issues.
+- ``calculate_per_token_loss=True`` and a 3-tuple loss: the schedule divides nothing, DDP's scale is
+  1.0, so micro-batches and data-parallel ranks **add**. The token count of the tuple is 1 and
+  nothing reads it.
+- ``finalize_model_grads_func`` is None while a step accumulates and gradient hooks are held off, so
+  that any number of calls may precede one optimizer step; backend/optimizer.py starts and finishes
+  the one reduction.
+- A rank without micro-batches never enters: with M = 0 the schedule without pipeline would still
+  run one.
+- Under ``overlap_param_gather`` the forward pass gathers the parameters. In a step with a silent
+  rank all ranks gather first, at once and in one order; else a real rank would wait for a
+  collective that the silent one never issues.
 """
 
 from __future__ import annotations
@@ -105,7 +109,8 @@ def _mark():
 def _timed_backward(laps: _Laps) -> Iterator[None]:
     """Have the backward of each micro-batch and chunk take a lap within the block, communication apart.
 
-    Every schedule (0.16.1, 0.19.2) calls ``schedules.backward_step`` by this name, once per micro-batch and chunk.
+    Every schedule (0.16.1, 0.19.2) calls ``schedules.backward_step`` by this name, once per
+    micro-batch and chunk.
     """
     true_step = schedules.backward_step
 
@@ -268,7 +273,8 @@ class Schedule:
     def drop_hooks(self) -> None:
         """Take autograd's hooks off the chunks. Not a collective."""
         for chunk in self.chunks:
-            # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
+            # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the
+            # cycle
             chunk.grad_accs.clear()
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.disable_forward_pre_hook(param_sync=False)

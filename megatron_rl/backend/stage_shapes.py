@@ -1,8 +1,9 @@
 """Shapes of the tensors between pipeline stages, taken from the plan that every rank holds.
 
-Micro-batches differ in size, so Megatron-Core sends each tensor's shape ahead of it, and waits for the device to read
-it (0.16.1 and 0.19.2 pipeline_parallel/p2p_communication.py ``_communicate_shapes``). A stage receives micro-batches in
-the order in which it runs them, forward and backward: the plan answers instead, and nothing is sent or waited for.
+Micro-batches differ in size, so Megatron-Core sends each tensor's shape ahead of it, and waits for
+the device to read it (0.16.1 and 0.19.2 pipeline_parallel/p2p_communication.py
+``_communicate_shapes``). A stage receives micro-batches in the order in which it runs them, forward
+and backward: the plan answers instead, and nothing is sent or waited for.
 """
 
 from __future__ import annotations

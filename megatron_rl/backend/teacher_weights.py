@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 from megatron_rl.backend.schedule import Schedule
 from megatron_rl.backend.trainable_model import TrainableModel
-from megatron_rl.config import Config, LoraConfig
+from megatron_rl.config import DataConfig, LoraConfig, RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import settled_shape
 from megatron_rl.model.frozen import build_frozen
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.validate import check_lengths
 from megatron_rl.validate.critic import teacher_config
 from megatron_rl.weights.config_json import load_hf_config
@@ -24,7 +25,8 @@ SETTING = "teacher.hf_path"
 class TeacherWeights:
     """Holds a frozen model that a policy's passes can read.
 
-    It takes its weights' bytes of device memory for good, in the policy's dtype, and has no gradient and no optimizer.
+    It takes its weights' bytes of device memory for good, in the policy's dtype, and has no
+    gradient and no optimizer.
     """
 
     def __init__(self, model: TrainableModel) -> None:
@@ -33,12 +35,13 @@ class TeacherWeights:
         model: the policy. Raises ConfigError for a teacher that cannot read its samples.
         """
         self.model, path = model, model.config.teacher.hf_path
-        hf_config = look_at_teacher(model.config, model.hf_config.vocab_size)
+        hf_config = look_at_teacher(path, model.config.data, model.config.rollout, model.hf_config.vocab_size)
         config = dataclasses.replace(teacher_config(model.config), lora=LoraConfig())
+        settings = ModelSettings.of(config)
         reader = HuggingFaceReader(path)
-        shape = settled_shape(config, hf_config, model.topology)
+        shape = settled_shape(settings, hf_config, model.topology)
         check_tensors(reader, shape, allow_unread=config.model.allow_unread_tensors)
-        self.chunks, self.shape = build_frozen(config, hf_config, model.topology)
+        self.chunks, self.shape = build_frozen(settings, hf_config, model.topology)
         load_weights([chunk.module for chunk in self.chunks], self.shape, model.topology, reader)
         reader.close()
         self.schedule = Schedule(self.chunks, model.topology)
@@ -57,14 +60,13 @@ class TeacherWeights:
             model.chunks, model.schedule, model.shape, model.packer = own
 
 
-def look_at_teacher(config: Config, vocab_size: int):
+def look_at_teacher(path: str, data: DataConfig, rollout: RolloutConfig, vocab_size: int):
     """Return the teacher's Hugging Face config; raise ConfigError where it cannot read the policy's samples.
 
-    vocab_size: the policy's.
+    path: ``teacher.hf_path``. vocab_size: the policy's.
     """
-    path = config.teacher.hf_path
     teacher, name = load_hf_config(path, SETTING), f"{SETTING}={path!r}"
-    check_lengths(config, teacher.max_position_embeddings, of=name)
+    check_lengths(data, rollout, teacher.max_position_embeddings, of=name)
     if teacher.vocab_size < vocab_size:
         raise ConfigError(
             f"{name} has a vocabulary of {teacher.vocab_size} and the policy one of {vocab_size}: it could not read "

@@ -1,7 +1,7 @@
 """A model that this rank trains: its chunks, schedule and optimizer, the plans of its batches and their rows.
 
-The policy (backend/backend.py) and the critic (critic/critic.py) are such models. Each adds the numbers that it reads
-from the hidden states, and its loss.
+The policy (backend/backend.py) and the critic (critic/critic.py) are such models. Each adds the
+numbers that it reads from the hidden states, and its loss.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.distributed.cuda_environment import prepare_cuda, wanted_variables
 from megatron_rl.distributed.platform import HOST, send
 from megatron_rl.model.build import build_model, settled_shape
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.planning.cost import CostFit
 from megatron_rl.planning.plan import plan_rules, plan_steps, split_mini_batches
 from megatron_rl.planning.tokens import tokens_of
@@ -59,10 +60,12 @@ REMEMBERED_STEPS = 50  # REAL optimizer steps whose seconds are kept
 class TrainableModel:
     """Trains a model on this rank. Every method is a collective unless it says otherwise.
 
-    sum_names: keys of ``StepResult.sums``, for the sums (float64 [len(sum_names)]) of every micro-batch's loss.
+    sum_names: keys of ``StepResult.sums``, for the sums (float64 [len(sum_names)]) of every
+        micro-batch's loss.
     num_maxima: how many of them, the last ones, are maxima, of values that are not negative.
     training, reading: the names of its plans' purposes, part of their fingerprints.
-    reference: keeps a policy's reference; None before ``keep_reference``. parts: optional features (backend/part.py).
+    reference: keeps a policy's reference; None before ``keep_reference``. parts: optional features
+        (backend/part.py).
     """
 
     sum_names: tuple[str, ...]
@@ -84,16 +87,19 @@ class TrainableModel:
     ) -> None:
         """Build the model and its optimizer. Raises ConfigError for settings that cannot work together.
 
-        hf_config, weights (by the names of checkpoint files): None takes those of ``model.hf_path``.
+        hf_config, weights (by the names of checkpoint files): None takes those of
+        ``model.hf_path``.
         total_steps: the optimizer steps after which the learning rate's decay ends.
-        value_head: whether it gives one number per token in place of the vocabulary (model/head.py).
+        value_head: whether it gives one number per token in place of the vocabulary
+            (model/head.py).
         lora: adapters, the other weights being frozen; None or a rank of None trains every weight.
         grid: an existing one; None builds one by ``parallel``.
         """
-        refuse_uncounted_losses(config)
+        refuse_uncounted_losses(config.megatron, config.skip)
         if hf_config is None:
             hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
-        self.config = config = settle_dtype(config, hf_config, on_gpu=HOST.is_cuda)
+        model = settle_dtype(config.model, hf_config, on_gpu=HOST.is_cuda)
+        self.config = config = dataclasses.replace(config, model=model)
         wanted = wanted_variables(config.run, config.parallel, config.megatron, config.rollout, config.weight_sync)
         prepare_cuda(wanted, deterministic=config.run.deterministic)
         with contextlib.nullcontext() if grid else topology.undone_on_failure():
@@ -111,17 +117,18 @@ class TrainableModel:
         """Build model, schedule and optimizer within the grid; the arguments are those of the constructor."""
         config = self.config
         ddp_fields = distributed_fields(config.megatron, distributed_optimizer=config.optimizer.distributed)
-        self.hf_config = hf_config
-        self.shape = settled_shape(config, hf_config, self.topology, value_head=value_head)
+        self.hf_config, settings = hf_config, ModelSettings.of(config)
+        self.shape = settled_shape(settings, hf_config, self.topology, value_head=value_head)
         reader = self._reader(weights)  # which refuses a config of other files before the model takes memory
-        models, _ = build_model(config, hf_config, self.topology, value_head=value_head)
+        models, _ = build_model(settings, hf_config, self.topology, value_head=value_head)
         load_weights(models, self.shape, self.topology, reader)
         if lora is not None and lora.rank is not None:
             from megatron_rl.model.lora.adapters import put_adapters
 
             self.shape = put_adapters(models, self.shape, lora, self.topology, config.run.seed)
         ddp = DistributedDataParallelConfig(**ddp_fields)
-        # later chunks' gradients are reduced behind the first's backward: Megatron-LM does not bucket them
+        # later chunks' gradients are reduced behind the first's backward: Megatron-LM does not
+        # bucket them
         self.chunks = [DistributedDataParallel(m.config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
         self.parts = self._build_parts()
         self.schedule = Schedule(self.chunks, self.topology, self.shape.windows, self.parts)
@@ -134,7 +141,7 @@ class TrainableModel:
             self.shape,
             sequence_parallel=config.parallel.sequence_parallel,
             fp8=bool(config.megatron.transformer.get("fp8")),
-            share_prompts=shares_prompts(config, self.shape.layer_spec),
+            share_prompts=shares_prompts(config.plan, config.parallel, config.megatron, self.shape.layer_spec),
         )
         self.fit = CostFit(self.rules.cost)
         self.weight_version = self.step_index = 0
@@ -178,7 +185,7 @@ class TrainableModel:
         """Make a batch of every rank's samples; see batch_exchange.gather_facts."""
         facts = batch_exchange.gather_facts(samples, groups, order, num_experts=self.shape.num_experts)
         batch_exchange.refuse_too_long(facts, self.shape.context_tokens)
-        if token_coupling(self.config):  # a token without a use changes the numbers of the others
+        if token_coupling(self.config.megatron):  # a token without a use changes the numbers of the others
             facts = dataclasses.replace(facts, response_inputs=None)
         return Batch(facts=facts, local=samples)
 
@@ -210,8 +217,8 @@ class TrainableModel:
     def fetch_rows(self, batch: Batch, plan: BatchPlan) -> Batch:
         """Return the batch with the rows that the plan's micro-batches need on this rank.
 
-        Ranks compare the plan first: all-to-alls whose sizes differ between peers end in gloo's ``terminate``, without
-        a Python error.
+        Ranks compare the plan first: all-to-alls whose sizes differ between peers end in gloo's
+        ``terminate``, without a Python error.
         """
         whole = hashlib.sha256(b"".join(plan.fingerprints())).digest()
         check_lockstep(self.step_index, plan.mini_batches[0].kind, whole, self.topology)
@@ -232,8 +239,10 @@ class TrainableModel:
     ) -> tuple[np.ndarray, list[dict]]:
         """Run ``read`` over a plan of one mini-batch, whose rows the batch must hold.
 
-        Returns (its numbers, float32 [T] flat over response tokens, on every rank, 0 where not read; local dicts).
-        read: (micro-batch, hidden states [N, H] at its loss positions) → (numbers [N], a dict to hand back).
+        Returns (its numbers, float32 [T] flat over response tokens, on every rank, 0 where not
+        read; local dicts).
+        read: (micro-batch, hidden states [N, H] at its loss positions) → (numbers [N], a dict to
+            hand back).
         """
         (mini_batch,) = plan.mini_batches
         check_lockstep(self.step_index, mini_batch.kind, plan.fingerprints()[0], self.topology)
@@ -269,7 +278,8 @@ class TrainableModel:
     ) -> list[dict]:
         """Add the mini-batch's gradient to the accumulated one; return the dicts of ``loss`` on a rank that reports.
 
-        loss: (micro-batch, hidden states) → (scalar sum, a dict whose ``sums`` are float64 [len(sum_names)]).
+        loss: (micro-batch, hidden states) → (scalar sum, a dict whose ``sums`` are float64
+            [len(sum_names)]).
         """
         self.optimizer.refuse_offloaded("forward_backward()")
         check_lockstep(self.step_index, mini_batch.kind, fingerprint, self.topology)
@@ -292,8 +302,9 @@ class TrainableModel:
     def optim_step(self, kind: StepKind, adam: AdamStep | None = None) -> StepResult:
         """Reduce and finalize the accumulated gradient once, and step, by ``adam`` or else by the run's settings.
 
-        A GHOST steps without a gradient; a HELD step is counted and moves nothing: no moments, no schedule, no weight
-        version. Raises ValueError for either of them where a gradient is accumulated, which would be lost.
+        A GHOST steps without a gradient; a HELD step is counted and moves nothing: no moments, no
+        schedule, no weight version. Raises ValueError for either of them where a gradient is
+        accumulated, which would be lost.
         """
         if kind is not StepKind.REAL and self._accumulated:
             raise ValueError(
@@ -336,8 +347,9 @@ class TrainableModel:
     def offload(self) -> OffloadedBytes:
         """Take gradients and optimizer state off the device until ``restore``, for an engine; return the bytes.
 
-        Weights stay: ``forward``, ``export`` and the reference policy work meanwhile; training, saving and loading
-        raise ValueError. Not a collective. Raises ValueError where a gradient is accumulated, which would be lost.
+        Weights stay: ``forward``, ``export`` and the reference policy work meanwhile; training,
+        saving and loading raise ValueError. Not a collective. Raises ValueError where a gradient is
+        accumulated, which would be lost.
         """
         if self._accumulated:
             raise ValueError(
@@ -363,8 +375,9 @@ class TrainableModel:
     def gradient(self) -> dict[str, torch.Tensor]:
         """Return the accumulated gradient by name, whole and reduced.
 
-        Names are Hugging Face's, an adapter's are PEFT's (``….q_proj.lora_A.weight``). For tests and tools: it consumes
-        the reduction, so ``optim_step`` must not follow; call ``zero_grad()``.
+        Names are Hugging Face's, an adapter's are PEFT's (``….q_proj.lora_A.weight``). For tests
+        and tools: it consumes the reduction, so ``optim_step`` must not follow; call
+        ``zero_grad()``.
         """
         self.optimizer.reduce_gradients()
         self.optimizer.gather_gradients()

@@ -1,10 +1,12 @@
 """Keeps trained models that share one backend apart: their weights, AdamW, gradients and counters.
 
-A TrainedState holds copies on the host of everything of a backend that training moves, of one model. ``take`` copies it
-out, ``put`` copies it in, to the bit; between the two the backend may hold another model's. With adapters that is the
-adapters and their moments alone; without them every weight. Not a collective, but every rank must do the same.
+A TrainedState holds copies on the host of everything of a backend that training moves, of one
+model. ``take`` copies it out, ``put`` copies it in, to the bit; between the two the backend may
+hold another model's. With adapters that is the adapters and their moments alone; without them every
+weight. Not a collective, but every rank must do the same.
 
-AdamW's tensors must exist (``begin_adam``): a fresh model's are zeros at step 0, as torch makes them in a first step.
+AdamW's tensors must exist (``begin_adam``): a fresh model's are zeros at step 0, as torch makes
+them in a first step.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class TrainedState:
 
     weights: the trained parameters, chunk by chunk. adam: masters and moments.
     gradients: the accumulated gradient's buffers; None where none is accumulated.
-    sums: of the current optimizer step. steps: AdamW's. scale: of the adapters' products; None without adapters.
+    sums: of the current optimizer step. steps: AdamW's. scale: of the adapters' products; None
+        without adapters.
     """
 
     weights: Sequence[torch.Tensor]

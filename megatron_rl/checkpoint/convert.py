@@ -1,6 +1,7 @@
 """Hugging Face directories ↔ Megatron-LM checkpoints: at most one layer's files are mapped and one tensor is held.
 
-Both directions walk weights/mapping.py's table in the same order. The folder that they write appears whole or not at
+Both directions walk weights/mapping.py's table in the same order. The folder that they write
+appears whole or not at
 all: it is filled under another name beside its own and renamed at the end.
 """
 
@@ -55,8 +56,9 @@ Progress = Callable[[int], None]
 class Cut:
     """Cuts an imported checkpoint into chunks and files as ranks of this topology would save it.
 
-    Any topology loads any cut. Each tensor-parallel rank's shard is a chunk, which a rank of the same topology reads
-    without its neighbours'; the files are those of tensor · expert · pipeline ranks.
+    Any topology loads any cut. Each tensor-parallel rank's shard is a chunk, which a rank of the
+    same topology reads without its neighbours'; the files are those of tensor · expert · pipeline
+    ranks.
     """
 
     tensor: int = 1
@@ -132,8 +134,8 @@ def import_weights(
 ) -> int:
     """Fill ``folder`` with a torch_dist checkpoint of the model's weights; return the bytes of its tensors.
 
-    Raises ConfigError where a tensor is missing, has another shape than the config's or numbers that are not finite, or
-    files hold tensors that no table names.
+    Raises ConfigError where a tensor is missing, has another shape than the config's or numbers
+    that are not finite, or files hold tensors that no table names.
     shape: its ``padded_vocab_size`` is a multiple of ``cut.tensor``.
     dtype: None keeps the files' own.
     """
@@ -222,8 +224,8 @@ def import_folder(
 def plan_export(reader: TorchDistReader, shape: ModelShape, dtype: torch.dtype | None) -> list[Planned]:
     """Return the Hugging Face tensors to write, in order.
 
-    Raises ConfigError where the checkpoint lacks one, one has another size, or the checkpoint's model has parts that
-    the config's has not.
+    Raises ConfigError where the checkpoint lacks one, one has another size, or the checkpoint's
+    model has parts that the config's has not.
     """
     adapters = sorted(key for key in reader.tensors if key.startswith(MODEL_KEYS) and f"{ADAPTER}." in key)
     if adapters:
@@ -264,8 +266,8 @@ def export_folder(
 ) -> list[str]:
     """Convert a Megatron-LM checkpoint into a Hugging Face directory; return the names of its files.
 
-    Optimizer states and everything else in the checkpoint stay behind. Raises ConfigError, and leaves no folder, where
-    a tensor holds numbers that are not finite.
+    Optimizer states and everything else in the checkpoint stay behind. Raises ConfigError, and
+    leaves no folder, where a tensor holds numbers that are not finite.
     hf: a directory with the model's config and tokenizer.
     """
     reader = TorchDistReader(source.path)

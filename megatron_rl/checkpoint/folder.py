@@ -10,10 +10,12 @@
 
 Invariants (tests/unit/checkpoint/test_folder.py):
 
-1. A folder named iter_NNNNNNN is complete: it was renamed to that when every file in it, and the manifest, had been
-   synced.
-2. ``verify`` passes iff every file of the manifest is there with the bytes that it had, and no other file is.
-3. Pruning never removes the newest whole checkpoint, and a folder that it removes is invisible before it is incomplete.
+1. A folder named iter_NNNNNNN is complete: it was renamed to that when every file in it, and the
+   manifest, had been synced.
+2. ``verify`` passes iff every file of the manifest is there with the bytes that it had, and no
+   other file is.
+3. Pruning never removes the newest whole checkpoint, and a folder that it removes is invisible
+   before it is incomplete.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ def begin(root: pathlib.Path, iteration: int) -> pathlib.Path:
 def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) -> pathlib.Path:
     """Make a written folder a checkpoint, at once.
 
-    files: ``digest`` of the files that were digested when they were written; the others are digested here.
+    files: ``digest`` of the files that were digested when they were written; the others are
+        digested here.
     """
     iteration = int(folder.name.removeprefix("iter_").removesuffix(".partial"))
     digests = {name: files.get(name) or digest(folder / name) for name in _files_in(folder) if name != MANIFEST}
@@ -104,8 +107,9 @@ def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) ->
 def read_manifest(folder: pathlib.Path) -> dict:
     """Read a checkpoint's manifest and check every field of it.
 
-    Raises DamagedCheckpoint for a manifest that cannot be read, was changed or is of no use, CheckpointError for a
-    whole one of a format or version that this code does not know (one without a SHA-256 of its own is another tool's).
+    Raises DamagedCheckpoint for a manifest that cannot be read, was changed or is of no use,
+    CheckpointError for a whole one of a format or version that this code does not know (one without
+    a SHA-256 of its own is another tool's).
     """
     path = folder / MANIFEST
     content = read_object(path, most_bytes=MANIFEST_BYTES, error=DamagedCheckpoint)
@@ -142,7 +146,8 @@ def _own_digest(content: Mapping) -> str:
 def verify(folder: pathlib.Path, *, share: tuple[int, int] | None = (0, 1)) -> None:
     """Raise DamagedCheckpoint, naming the first damaged file, unless every file is as the manifest says.
 
-    share: (r, n) digests every n-th file from the r-th, so that n ranks check a large checkpoint together; the names
+    share: (r, n) digests every n-th file from the r-th, so that n ranks check a large checkpoint
+        together; the names
     and sizes of all files are checked. None digests no file.
     """
     files = read_manifest(folder)["files"]

@@ -39,10 +39,11 @@ def foresee_resume(
 ) -> ResumePoint | None:
     """Return the checkpoint that this run's start would resume from, None if it would begin anew; write nothing.
 
-    identity: of the policy's model, as far as it is known without its weights. hf_path: ``model.hf_path``.
+    identity: of the policy's model, as far as it is known without its weights. hf_path:
+        ``model.hf_path``.
 
-    The files' names and sizes are checked, and those that are read for it; tensors are not digested. Raises
-    CheckpointError and ConfigError as the start would.
+    The files' names and sizes are checked, and those that are read for it; tensors are not
+    digested. Raises CheckpointError and ConfigError as the start would.
     """
     root = run_path / ROOT
     of_critic = whole_checkpoints(root / CRITIC) if has_critic else None

@@ -37,10 +37,11 @@ class CheckpointLoader:
     ) -> ResumePoint:
         """Load model and critic from the first good checkpoint of ``folders``, the newest first; return it.
 
-        Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all are, for an unknown
-        format and for another model.
+        Raises CheckpointError where one is damaged under ``checkpoint.on_damage=fail``, where all
+        are, for an unknown format and for another model.
 
-        prepare: called before a load with the checkpoint, and with True if a load before it broke off.
+        prepare: called before a load with the checkpoint, and with True if a load before it broke
+            off.
         check_rows: raises an exception for a ``rollouts_<rank>.npz`` that is damaged.
         """
         broke_off = False

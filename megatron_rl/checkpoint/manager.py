@@ -1,15 +1,18 @@
 """A run's checkpoints: it saves every ``checkpoint.save_every_rollouts``, at its end and when preempted, and resumes.
 
-A run resumes from the newest good checkpoint. One is taken between rollouts, where nothing is half done: no gradient is
-accumulated, and rollouts generated ahead are waited for. Its iteration is the number of rollouts trained so far; 0 is
-the state after the supervised warm-up. ``state.json`` holds the state that every rank knows and that is not a tensor;
-``rollouts_<rank>.npz`` holds a rank's rollouts that are not trained yet, and its replayed ones.
+A run resumes from the newest good checkpoint. One is taken between rollouts, where nothing is half
+done: no gradient is accumulated, and rollouts generated ahead are waited for. Its iteration is the
+number of rollouts trained so far; 0 is the state after the supervised warm-up. ``state.json`` holds
+the state that every rank knows and that is not a tensor; ``rollouts_<rank>.npz`` holds a rank's
+rollouts that are not trained yet, and its replayed ones.
 
-A critic has checkpoints of its own, of the same iterations, under ``critic/``: one is whole before the policy's of that
-iteration is, and a run never resumes from a policy's checkpoint without its critic's.
+A critic has checkpoints of its own, of the same iterations, under ``critic/``: one is whole before
+the policy's of that iteration is, and a run never resumes from a policy's checkpoint without its
+critic's.
 
-Checkpoints within the supervised start lie under ``supervised/``, and their iteration is the number of its steps. They
-hold no critic, which that start does not train, and go as soon as there are ``checkpoint.keep_last`` later ones.
+Checkpoints within the supervised start lie under ``supervised/``, and their iteration is the number
+of its steps. They hold no critic, which that start does not train, and go as soon as there are
+``checkpoint.keep_last`` later ones.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from megatron_rl.checkpoint.exports import exported_steps, set_exports_aside, st
 from megatron_rl.checkpoint.folder import whole_checkpoints
 from megatron_rl.checkpoint.resume import CRITIC, ROOT, SUPERVISED, resumable
 from megatron_rl.checkpoint.run_state import APPENDED, RestoredRun, ResumePoint, RunState
-from megatron_rl.config import Config, config_to_dict
+from megatron_rl.config import CheckpointConfig
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.errors import CheckpointError
 
@@ -44,21 +47,36 @@ class CheckpointManager:
     leaves: all ranks decided together that the run leaves. resumes: it goes on from a checkpoint.
     """
 
-    def __init__(self, config: Config, backend, critic=None) -> None:
-        self.config, self.backend, self.critic = config, backend, critic
-        self.settings = config.checkpoint
-        self.root = config.run.path / ROOT
+    def __init__(
+        self,
+        backend,
+        critic,
+        settings: CheckpointConfig,
+        *,
+        run_path: pathlib.Path,
+        hf_path: str,
+        supervised_every: int,
+        saves: bool,
+        written_config: Mapping[str, object],
+    ) -> None:
+        """Put the run under signals if it ``saves``.
+
+        supervised_every: ``sft.save_every_steps``. written_config: the run's configuration, as
+            checkpoints hold it.
+        """
+        self.backend, self.critic, self.settings = backend, critic, settings
+        self.run_path, self.hf_path, self.supervised_every = run_path, hf_path, supervised_every
+        self.written_config = written_config
+        self.root = run_path / ROOT
         self.supervised_root = self.root / SUPERVISED
         self.is_main = backend.topology.is_main
         self.preempted = self.leaves = self.resumes = False
         self._loader: CheckpointLoader | None = None
         self._saver: CheckpointSaver | None = None
-        if config.saves_checkpoints:
+        if saves:
             from megatron_rl.checkpoint.saver import CheckpointSaver
 
-            self._saver = CheckpointSaver(
-                backend, critic, config.checkpoint, run_path=config.run.path, written_config=config_to_dict(config)
-            )
+            self._saver = CheckpointSaver(backend, critic, settings, run_path=run_path, written_config=written_config)
             for number in SIGNALS:
                 signal.signal(number, self._ask_to_leave)
 
@@ -81,8 +99,9 @@ class CheckpointManager:
     ) -> ResumePoint | None:
         """Load model and critic from the newest good checkpoint; return it, ``restore`` returns the rest of the run.
 
-        None where there is none, or under ``checkpoint.resume=never``. ``CheckpointLoader.load_newest`` says what is
-        raised, and what ``prepare`` and ``check_rows`` are.
+        None where there is none, or under ``checkpoint.resume=never``.
+        ``CheckpointLoader.load_newest`` says what is raised, and what ``prepare`` and
+        ``check_rows`` are.
         """
         folders = self._folders()
         if not folders:
@@ -106,7 +125,7 @@ class CheckpointManager:
         iterations, of_critic, supervised, exports = first
         if not (iterations or supervised) or self.settings.resume == "never":
             if iterations or supervised or exports:
-                start_anew(self.root, self.config.model.hf_path, is_main=self.is_main)
+                start_anew(self.root, self.hf_path, is_main=self.is_main)
             return []
         return resumable(self.root, iterations, None if self.critic is None else of_critic, supervised)
 
@@ -116,7 +135,7 @@ class CheckpointManager:
             return
         set_exports_aside(self.root, point.state["backend"]["step_index"])
         for name in APPENDED:
-            path, size = self.config.run.path / name, point.state["bytes"].get(name, 0)  # a file of a later release: 0
+            path, size = self.run_path / name, point.state["bytes"].get(name, 0)  # a file of a later release: 0
             current = path.stat().st_size if path.exists() else 0
             if current < size:
                 log.error(
@@ -133,7 +152,7 @@ class CheckpointManager:
     def restore(self, point: ResumePoint) -> RestoredRun:
         """Restore the random states of the checkpoint that is loaded, and return the rest of the run."""
         assert self._loader is not None, f"{point.folder} is not loaded"
-        return self._loader.restore(point, config_to_dict(self.config))
+        return self._loader.restore(point, self.written_config)
 
     # ---- in the run ------------------------------------------------------------------------------------------------
 
@@ -154,7 +173,7 @@ class CheckpointManager:
 
         steps: the supervised steps taken so far.
         """
-        every = self.config.sft.save_every_steps
+        every = self.supervised_every
         due, progress = every > 0 and steps % every == 0, {"rollouts": 0, "supervised_steps": steps}
         return self._save_and_vote(self.supervised_root, steps, take_state, due=due, last=False, progress=progress)
 

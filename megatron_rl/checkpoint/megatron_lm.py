@@ -4,11 +4,12 @@
     <folder>/iter_0000100/, <folder>/release/     torch_dist files (checkpoint/torch_dist.py)
     <folder>/hf/                                  ours: the Hugging Face config, tokenizer, generation config
 
-Megatron-LM refuses iteration 0 (read, ``training/checkpointing.py`` read_metadata: "assert iteration > 0 or release"),
-and starts a ``release`` at 0 with a fresh optimizer. Keys are those of ``GPTModel.sharded_state_dict`` (0.16.1 and
-0.19.2, read and run): layers of one kind are one tensor with the layer first, a mixture's experts second; norms have
-the names of Transformer Engine's fused linears whichever spec wrote them, but the norm before a mixture, which the
-torch spec calls as if it were fused. Every tensor in it is whole, so that any topology loads it: q, k, v by group as on
+Megatron-LM refuses iteration 0 (read, ``training/checkpointing.py`` read_metadata: "assert
+iteration > 0 or release"), and starts a ``release`` at 0 with a fresh optimizer. Keys are those of
+``GPTModel.sharded_state_dict`` (0.16.1 and 0.19.2, read and run): layers of one kind are one tensor
+with the layer first, a mixture's experts second; norms have the names of Transformer Engine's fused
+linears whichever spec wrote them, but the norm before a mixture, which the torch spec calls as if
+it were fused. Every tensor in it is whole, so that any topology loads it: q, k, v by group as on
 one rank, gate's rows before up's.
 """
 
@@ -47,7 +48,8 @@ LAYERS = "decoder.layers."
 class Place:
     """Locates a tensor by its key, its indices ``lead`` in the key's stacked tensor and the counts ``stack`` of that.
 
-    Example: layer 2 of 4: ``Place(key="decoder.layers.self_attention.linear_proj.weight", lead=(2,), stack=(4,))``.
+    Example: layer 2 of 4: ``Place(key="decoder.layers.self_attention.linear_proj.weight",
+    lead=(2,), stack=(4,))``.
     """
 
     key: str
@@ -60,7 +62,8 @@ class Stored:
     """Holds an entry of the table with its place in a checkpoint.
 
     entry:     the entry with whole Hugging Face names, every number filled in.
-    name:      below ``decoder.layers.`` where layer is not None, else the whole key; an expert's without its number.
+    name:      below ``decoder.layers.`` where layer is not None, else the whole key; an expert's
+               without its number.
     aliases:   other names that a spec gives to the same tensor.
     layer, expert: the tensor's numbers; None where it is not of a layer, or not of an expert.
     by_layer: whether each layer has tensors of its own, as in a model with layers of two kinds.
@@ -95,7 +98,8 @@ class Stored:
     def forms(self, shape: ModelShape) -> Iterator[Place]:
         """Yield the tensor's place in every form that Megatron-Core writes.
 
-        The forms: stacked; by layer (``non_homogeneous_layers``); by layer and expert (``singleton_local_shards``).
+        The forms: stacked; by layer (``non_homogeneous_layers``); by layer and expert
+        (``singleton_local_shards``).
         """
         experts = () if self.expert is None else (shape.num_experts,)
         expert = () if self.expert is None else (self.expert,)
@@ -153,8 +157,9 @@ def whole_size(entry: Entry, shape: ModelShape) -> tuple[int, ...]:
 def extra_state_keys(shape: ModelShape) -> list[str]:
     """Return the keys of the objects that linears and attention save beside their weights: FP8 scales, empty without.
 
-    A model asks for them when it loads, and Megatron-Core raises where one is missing. Run for the torch spec;
-    Transformer Engine's list is read in its source (it has more of them than a model asks for, which does no harm).
+    A model asks for them when it loads, and Megatron-Core raises where one is missing. Run for the
+    torch spec; Transformer Engine's list is read in its source (it has more of them than a model
+    asks for, which does no harm).
     """
     projections = ["qkv"]
     if shape.kv_lora_rank:
@@ -206,7 +211,8 @@ def find(stored: Stored, shape: ModelShape, keys: Collection[str], where: str) -
 def check_sizes(stored: Stored, shape: ModelShape, reader: TorchDistReader) -> torch.dtype:
     """Return the dtype in which the checkpoint holds ``stored``, after a check of its size.
 
-    Raises ConfigError where it is missing or has another size than the config asks for. Rows past the vocabulary are
+    Raises ConfigError where it is missing or has another size than the config asks for. Rows past
+    the vocabulary are
     pads: any number of them is taken.
     """
     places = find(stored, shape, reader.tensors, str(reader.folder))

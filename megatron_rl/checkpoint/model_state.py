@@ -1,7 +1,7 @@
 """A backend's share of a checkpoint: its tensors and the numbers that belong to them.
 
-With adapters a checkpoint holds their tensors alone and a checksum of the frozen weights, which come from model.hf_path
-again.
+With adapters a checkpoint holds their tensors alone and a checksum of the frozen weights, which
+come from model.hf_path again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ REFERENCE = "reference."
 def identity(backend: TrainableModel) -> dict[str, object]:
     """Return the properties that a checkpoint's model and this one must share, as JSON-able values.
 
-    They are the model's shape, its adapters' and the checksum of the frozen weights beside them. The first call is a
-    collective where there are adapters.
+    They are the model's shape, its adapters' and the checksum of the frozen weights beside them.
+    The first call is a collective where there are adapters.
     """
     return {**identity_of_shape(backend.shape), "frozen_weights": backend.frozen_checksum()}
 

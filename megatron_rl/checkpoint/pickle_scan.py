@@ -1,12 +1,13 @@
 """Reads a pickle's opcodes before it is unpickled: what they would build is counted, and refused where it is no index.
 
-An allow-list of names bounds what a pickle calls, and not what it allocates: nine bytes can ask for a memo of 32 GB, a
-hundred build a tuple of 2^50 parts whose hash never ends, a few million nest so deep that the interpreter crashes.
+An allow-list of names bounds what a pickle calls, and not what it allocates: nine bytes can ask for
+a memo of 32 GB, a hundred build a tuple of 2^50 parts whose hash never ends, a few million nest so
+deep that the interpreter crashes.
 
 1. Opcodes are those of an index of tensors alone.
 2. The memo grows by one place at a time.
-3. A value that was fetched from the memo, or a global one, is not changed any more: no class gets an attribute, and
-   counts are exact, since no value grows within another.
+3. A value that was fetched from the memo, or a global one, is not changed any more: no class gets
+   an attribute, and counts are exact, since no value grows within another.
 4. Each value's parts, those that it refers to again counted again, and its depth are bounded.
 """
 

@@ -1,7 +1,8 @@
 """Unpicklers for the pickles that torch and Megatron-Core put around a checkpoint: they know the classes below alone.
 
-On disk the pickle is ``.metadata``; between ranks torch sends the plans of a save or a load as pickled objects.
-``guarded`` puts these unpicklers in torch's place. Neither list holds anything that opens, imports, evaluates or runs.
+On disk the pickle is ``.metadata``; between ranks torch sends the plans of a save or a load as
+pickled objects. ``guarded`` puts these unpicklers in torch's place. Neither list holds anything
+that opens, imports, evaluates or runs.
 """
 
 from __future__ import annotations
@@ -100,8 +101,9 @@ class PlanUnpickler(MetadataUnpickler):
 def check_pickle(path: pathlib.Path) -> object:
     """Unpickle a ``.metadata`` file and return its object.
 
-    Raises DamagedCheckpoint where it names any other class or function, is larger than the tensors beside it, or would
-    build what no index of tensors is (checkpoint/pickle_scan.py); the file is then not unpickled.
+    Raises DamagedCheckpoint where it names any other class or function, is larger than the tensors
+    beside it, or would build what no index of tensors is (checkpoint/pickle_scan.py); the file is
+    then not unpickled.
     """
     try:
         size = path.stat().st_size
@@ -131,8 +133,8 @@ def check_pickle(path: pathlib.Path) -> object:
 def check_torch_files(folder: pathlib.Path) -> None:
     """Raise DamagedCheckpoint, naming the file, where torch's own files of a checkpoint are not whole.
 
-    These are the index of its tensors (``.metadata``), the format (``metadata.json``) and, of Megatron-Core 0.16.1, the
-    common state (``common.pt``).
+    These are the index of its tensors (``.metadata``), the format (``metadata.json``) and, of
+    Megatron-Core 0.16.1, the common state (``common.pt``).
     """
     read_index(folder)
     read_backend(folder)
@@ -146,7 +148,8 @@ def check_torch_files(folder: pathlib.Path) -> None:
 def read_index(folder: pathlib.Path) -> Metadata:
     """Return a checkpoint's index of tensors, each of which lies within a regular file of the folder.
 
-    Raises DamagedCheckpoint, naming the file that is missing, cut short or replaced. Tensors are not read.
+    Raises DamagedCheckpoint, naming the file that is missing, cut short or replaced. Tensors are
+    not read.
     """
     path = folder / METADATA
     metadata = check_pickle(path)
@@ -206,7 +209,8 @@ def load_plain(source: pathlib.Path | io.RawIOBase, what: str = "") -> object:
 
     what: names a part of a file that is open, for messages.
 
-    Raises UnpicklingError for other types, DamagedCheckpoint for whatever else is no file of torch's.
+    Raises UnpicklingError for other types, DamagedCheckpoint for whatever else is no file of
+    torch's.
     """
     if isinstance(source, pathlib.Path):
         what = str(source)
@@ -231,8 +235,9 @@ def _reason(error: Exception) -> str:
 def guarded() -> Iterator[None]:
     """Hold torch to these lists for ``.metadata`` and other ranks' plans, and every ``torch.load`` to ``weights_only``.
 
-    The latter is set by torch's own variable, which overrules its callers: ``DefaultLoadPlanner.load_bytes`` asks for
-    ``weights_only=False``, and a ``.metadata`` of allowed classes alone could send a tensor there.
+    The latter is set by torch's own variable, which overrules its callers:
+    ``DefaultLoadPlanner.load_bytes`` asks for ``weights_only=False``, and a ``.metadata`` of
+    allowed classes alone could send a tensor there.
     """
     loads = SimpleNamespace(**{**vars(pickle), "load": lambda file: MetadataUnpickler(file).load()})
     with (

@@ -12,7 +12,8 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.weights.model_shape import ModelShape
 
 ROOT, CRITIC, SUPERVISED = "checkpoints", "critic", "supervised"  # of the run's folder, and within the first
-# an older checkpoint's identity lacks the fields that came after it, and its model has none of what they describe
+# an older checkpoint's identity lacks the fields that came after it, and its model has none of what
+# they describe
 WITHOUT_LATER_FIELDS = {
     field.name: [] if field.default == () else field.default
     for field in dataclasses.fields(ModelShape)
@@ -27,8 +28,8 @@ def resumable(
 ) -> list[pathlib.Path]:
     """Return the checkpoints to choose from, the newest first, those of the supervised start last.
 
-    iterations, of_critic, supervised: those of the whole checkpoints under ``root``, ``critic/`` and ``supervised/``,
-        oldest first; ``of_critic`` is None for a run without a critic.
+    iterations, of_critic, supervised: those of the whole checkpoints under ``root``, ``critic/``
+        and ``supervised/``, oldest first; ``of_critic`` is None for a run without a critic.
     Raises CheckpointError where no checkpoint of the policy has its critic's.
     """
     if of_critic is not None and iterations:

@@ -17,6 +17,7 @@ from megatron_rl.model.attention import packed as attention
 from megatron_rl.model.attention.layout import Layout
 from megatron_rl.model.build import build_model
 from megatron_rl.model.head import head_weight
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.model_shape import ModelShape
 from megatron_rl.weights.reader import HuggingFaceReader
@@ -32,8 +33,8 @@ def compare_folders(source: pathlib.Path, back: pathlib.Path, dtype: torch.dtype
 
     dtype: the type to which the source's tensors were cast, if any.
 
-    A tied model's own copy of the output matrix, and old rotary frequencies, are no tensors of the model: they are not
-    counted.
+    A tied model's own copy of the output matrix, and old rotary frequencies, are no tensors of the
+    model: they are not counted.
     """
     ours, theirs = HuggingFaceReader(back), HuggingFaceReader(source)
     different, equal, total = [], 0, 0
@@ -83,12 +84,13 @@ def transformers_logprobs(source: pathlib.Path, hf_config, tokens: torch.Tensor)
 @torch.no_grad()
 def megatron_logprobs(checkpoint: MegatronFolder, hf_config, tokens: torch.Tensor) -> torch.Tensor:
     """Return float32 log-probs [sequences, tokens − 1, vocabulary] of a GPTModel loaded by Megatron-Core itself."""
-    # A world of this process alone, however it was launched: topology.initialize would leave RANK in the environment.
+    # A world of this process alone, however it was launched: topology.initialize would leave RANK
+    # in the environment.
     dist.init_process_group(platform.HOST.backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         ranks = topology.initialize()
         config = load_config(None, ["model.dtype=float32", "model.layer_spec=torch"])
-        (model,), shape = build_model(config, hf_config, ranks)
+        (model,), shape = build_model(ModelSettings.of(config), hf_config, ranks)
         asked = {"model": model.sharded_state_dict(metadata={})}
         loaded = dist_checkpointing.load(asked, str(checkpoint.path))
         model.load_state_dict(loaded["model"])

@@ -31,8 +31,10 @@ class ResumePoint:
 class RunState:
     """Holds all that a checkpoint keeps of a run beside model, critic and random states.
 
-    queue, queue_rows: states of the rollout queue, the first the same on every rank, the second this rank's bytes.
-    prompts, reference, metrics: JSON-able states of the data set's cursor, the reference policy and the metrics.
+    queue, queue_rows: states of the rollout queue, the first the same on every rank, the second
+        this rank's bytes.
+    prompts, reference, metrics: JSON-able states of the data set's cursor, the reference policy and
+        the metrics.
     trace_rollouts:    the number of rollouts in trace.jsonl.
     """
 

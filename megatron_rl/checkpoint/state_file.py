@@ -1,7 +1,7 @@
 """Reads a checkpoint's state.json: every field that a run goes on from is checked before any of it is used.
 
-A field that is missing, of another kind or out of range is damage, whatever the manifest says of the file: the error
-names the file and the field, and the checkpoint before it can be used.
+A field that is missing, of another kind or out of range is damage, whatever the manifest says of
+the file: the error names the file and the field, and the checkpoint before it can be used.
 """
 
 from __future__ import annotations

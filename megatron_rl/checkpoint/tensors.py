@@ -1,13 +1,14 @@
 """Model and AdamW as sharded tensors for ``megatron.core.dist_checkpointing``, in any topology, with any optimizer.
 
 Weights lie under the keys of ``GPTModel.sharded_state_dict``; AdamW's under
-``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``, as Megatron-Core names them, each with its parameter's global
-shape, so that TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change between a save and a load. The optimizers'
-own ``sharded_state_dict`` is not used (read and run, 0.16.1): the distributed one's gathers every state on every rank,
-fails on loading under torch's AdamW (KeyError 'step'), and its nesting changes with EP.
+``optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.<key>``, as Megatron-Core names them, each with
+its parameter's global shape, so that TP, PP, VPP, EP, DP and ``optimizer.distributed`` may change
+between a save and a load. The optimizers' own ``sharded_state_dict`` is not used (read and run,
+0.16.1): the distributed one's gathers every state on every rank, fails on loading under torch's
+AdamW (KeyError 'step'), and its nesting changes with EP.
 
-Of a distributed optimizer each data-parallel rank keeps and writes about 1/DP of the parameters' states; a parameter at
-a time is gathered. Loading asks for at most LOAD_BYTES at a time.
+Of a distributed optimizer each data-parallel rank keeps and writes about 1/DP of the parameters'
+states; a parameter at a time is gathered. Loading asks for at most LOAD_BYTES at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params 
 LOAD_BYTES = 1 << 30
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "fp32_param"
-# raised by Megatron-Core and torch where .metadata, the same for every rank, is not what they expect
+# raised by Megatron-Core and torch where .metadata, the same for every rank, is not what they
+# expect
 OF_A_FALSE_INDEX = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
@@ -132,8 +134,8 @@ def weights_to_save(
 def adam_to_save(entries: Sequence[ShardedBase], states: AdamStates) -> list[ShardedBase]:
     """Return AdamW's current sharded tensors; a collective over each distributed optimizer's data-parallel group.
 
-    Those of a distributed optimizer are gathered one by one and leave the device at once, so that it holds one of them
-    at a time.
+    Those of a distributed optimizer are gathered one by one and leave the device at once, so that
+    it holds one of them at a time.
     """
     saved: list[ShardedBase] = []
     for number, entry in enumerate(x for x in entries if x.data in states.of):

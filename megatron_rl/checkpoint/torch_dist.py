@@ -1,13 +1,14 @@
 """The files of a ``torch_dist`` checkpoint, read and written a tensor at a time by one process without a process group.
 
-The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``): ``*.distcp`` files hold one ``torch.save``
-of a chunk after the other, and a pickled ``Metadata`` in ``.metadata`` says of each tensor its size and its chunks, and
-of each chunk its file and offset. Megatron-Core (0.16.1 and 0.19.2 ``dist_checkpointing``, read and run) adds
-``metadata.json`` and ``common.pt``; 0.19.2 keeps the common state as an object ``common_state/shard_0_1`` instead,
-and reads both.
+The format is torch.distributed.checkpoint's (torch 2.13 ``filesystem.py``): ``*.distcp`` files hold
+one ``torch.save`` of a chunk after the other, and a pickled ``Metadata`` in ``.metadata`` says of
+each tensor its size and its chunks, and of each chunk its file and offset. Megatron-Core (0.16.1
+and 0.19.2 ``dist_checkpointing``, read and run) adds ``metadata.json`` and ``common.pt``; 0.19.2
+keeps the common state as an object ``common_state/shard_0_1`` instead, and reads both.
 
-torch's own writer holds every tensor of a file until the file is complete (2.13 ``_write_files_from_queue``), so it is
-not used. Nothing is unpickled but ``.metadata``, and of that only the classes that checkpoint/pickled.py lists.
+torch's own writer holds every tensor of a file until the file is complete (2.13
+``_write_files_from_queue``), so it is not used. Nothing is unpickled but ``.metadata``, and of that
+only the classes that checkpoint/pickled.py lists.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class _Window(io.RawIOBase):
 class TorchDistReader:
     """Reads tensors of a torch_dist folder by key, and no more than the chunks that a tensor touches.
 
-    Raises ConfigError where the folder is no such checkpoint, DamagedCheckpoint where a file is missing, cut short or
-    replaced, or other classes than its metadata's own would be unpickled.
+    Raises ConfigError where the folder is no such checkpoint, DamagedCheckpoint where a file is
+    missing, cut short or replaced, or other classes than its metadata's own would be unpickled.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -137,7 +138,8 @@ class TorchDistReader:
     def read(self, key: str, lead: tuple[int, ...] = ()) -> torch.Tensor:
         """Read the tensor ``key`` at its first indices ``lead`` (layer, expert), whole: [size after len(lead)].
 
-        It takes the memory of the result and one chunk. Raises ConfigError where chunks do not cover it.
+        It takes the memory of the result and one chunk. Raises ConfigError where chunks do not
+        cover it.
         """
         size = self.size(key)[len(lead) :]
         tensor, covered = torch.empty(size, dtype=self.dtype(key)), 0
@@ -175,7 +177,8 @@ class TorchDistReader:
 class TorchDistWriter:
     """Writes a torch_dist folder chunk by chunk; a chunk is on its way to disk when the call returns.
 
-    Sizes are declared with each chunk, so nothing of a tensor need be known before. ``finish`` ends the checkpoint.
+    Sizes are declared with each chunk, so nothing of a tensor need be known before. ``finish`` ends
+    the checkpoint.
     """
 
     def __init__(self, folder: pathlib.Path):

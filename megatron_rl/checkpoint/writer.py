@@ -1,11 +1,12 @@
 """Writes a checkpoint while the run goes on: tensors are copied to the host at once, and go to disk in a thread.
 
-Megatron-Core plans the write (``dist_checkpointing.save`` with ``async_sharded_save``: collectives, before anything is
-written) and ends it (the request's finalize functions: ``.metadata``). Between the two it would fork processes; here a
-thread calls the same per-bucket function (``FileSystemWriterAsync.write_preloaded_data``, 0.16.1 and 0.19.2), so that
-each rank knows whether its own write succeeded before any collective. The files that the main rank writes alone amid
-Megatron-Core's collectives (``common.pt``, ``.metadata``, ``metadata.json``) may fail too: the error is kept until the
-collectives are over.
+Megatron-Core plans the write (``dist_checkpointing.save`` with ``async_sharded_save``: collectives,
+before anything is written) and ends it (the request's finalize functions: ``.metadata``). Between
+the two it would fork processes; here a thread calls the same per-bucket function
+(``FileSystemWriterAsync.write_preloaded_data``, 0.16.1 and 0.19.2), so that each rank knows whether
+its own write succeeded before any collective. The files that the main rank writes alone amid
+Megatron-Core's collectives (``common.pt``, ``.metadata``, ``metadata.json``) may fail too: the
+error is kept until the collectives are over.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ class PendingSave:
     def finish(self) -> pathlib.Path:
         """Wait for every rank's thread and make the folder a checkpoint.
 
-        Raises CheckpointError on every rank where one could not write; the unfinished folder is then removed, and
-        earlier checkpoints stay.
+        Raises CheckpointError on every rank where one could not write; the unfinished folder is
+        then removed, and earlier checkpoints stay.
         """
         self.thread.join()
         self._raise_everywhere([self.error] if self.error else [])
@@ -189,7 +190,8 @@ def _cause(error: BaseException, root: pathlib.Path) -> str:
 def _own_results():
     """Make a queue of this process the writer's queue of results, and yield it.
 
-    Megatron-Core asks for one by this name when it builds the writer; its own is a manager's in another process.
+    Megatron-Core asks for one by this name when it builds the writer; its own is a manager's in
+    another process.
     """
     # the names in 0.16.1 and 0.19.2
     (name,) = [x for x in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, x)]

@@ -5,8 +5,8 @@ Examples:
     megatron-rl check --loss my_losses:clipped --arguments low=0.2
     megatron-rl check --estimator ./my_estimator.py:median
 
-Each property is tried on random numbers, in seconds, without a model; docs/your-own.md says what each is for. Exit code
-1 where one does not hold. A run tries the same at its start.
+Each property is tried on random numbers, in seconds, without a model; docs/your-own.md says what
+each is for. Exit code 1 where one does not hold. A run tries the same at its start.
 """
 
 from __future__ import annotations

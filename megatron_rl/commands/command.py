@@ -23,7 +23,8 @@ class Verb:
     does: the sentence of the help.
     module: of the package, which another process runs by ``python -m``.
     many: whether ``--nproc`` may start several of it.
-    reads: the program whose arguments and settings are read once before several processes are; None: none are.
+    reads: the program whose arguments and settings are read once before several processes are;
+        None: none are.
     """
 
     does: str
@@ -76,7 +77,8 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line: become the program that the first word names, or write a new run's folder.
 
-    Returns 0 where all is done here, and 2, with the reason on stderr, for words that cannot be followed.
+    Returns 0 where all is done here, and 2, with the reason on stderr, for words that cannot be
+    followed.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):

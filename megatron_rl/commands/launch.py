@@ -44,7 +44,8 @@ def command_line(
     """Return the words of the process that runs ``module``.
 
     module: of the package, as ``python -m`` and torchrun take it.
-    processes: torchrun starts so many on this host; None: one process without it, or a rank of a launcher's world.
+    processes: torchrun starts so many on this host; None: one process without it, or a rank of a
+        launcher's world.
 
     Raises ConfigError for ``--nproc`` within a world that a launcher has started already.
     """

@@ -48,8 +48,10 @@ def new_command(arguments: Sequence[str]) -> int:
 def write_run(folder: str, *, model: str, prompts: str | None, environment: str) -> None:
     """Write ``run.yaml``, ``reward.py``, ``job.sbatch``, SLURM's parts and, without ``prompts``, ``prompts.jsonl``.
 
-    folder: to make, as the files will name it: relative to the folder in which the run is started, or absolute.
-    model: Hugging Face folder; "" leaves it open. environment: the virtual environment that the job activates.
+    folder: to make, as the files will name it: relative to the folder in which the run is started,
+        or absolute.
+    model: Hugging Face folder; "" leaves it open. environment: the virtual environment that the job
+        activates.
     """
     folder = folder.rstrip("/")
     for what, text in (("folder", folder), ("--model", model), ("--prompts", prompts or ""), ("folder", environment)):

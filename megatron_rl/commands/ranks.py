@@ -2,8 +2,9 @@
 
     python -m megatron_rl.commands.ranks --nproc-per-node 2 -m megatron_rl.train ...      # torchrun's arguments
 
-torchrun closes with a traceback and a report of its own, some 40 lines below the one that a rank has printed. Here a
-rank's own words are the last ones; a rank that a signal ended, and could say nothing, is named.
+torchrun closes with a traceback and a report of its own, some 40 lines below the one that a rank
+has printed. Here a rank's own words are the last ones; a rank that a signal ended, and could say
+nothing, is named.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def _ended_by(number: signal.Signals, *, ranks_run: bool) -> int:
 def explain(error: ChildFailedError) -> int:
     """Name the rank that failed first, where it has not said why itself; return its exit code.
 
-    A rank that a signal ended comes before those that met its loss; SIGTERM is torchrun's own to the others.
+    A rank that a signal ended comes before those that met its loss; SIGTERM is torchrun's own to
+    the others.
     """
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     killed = [(rank, each) for rank, each in failures if each.exitcode < 0 and each.exitcode != -signal.SIGTERM]

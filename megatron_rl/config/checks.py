@@ -2,8 +2,8 @@
 
     tensor: Annotated[int, Range(1, 10**5)] = 1
 
-NaN lies in no range, and infinity in none of those declared here: the end of a range says how much can be meant, so
-that a slip of the keyboard is an error at start and not a run that hangs.
+NaN lies in no range, and infinity in none of those declared here: the end of a range says how much
+can be meant, so that a slip of the keyboard is an error at start and not a run that hangs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def hints_of(section: type) -> dict[str, object]:
 def parts_of(hint: object) -> Iterator[tuple[object, Range | None]]:
     """Yield every plain type within a hint, each with its range.
 
-    Example: ``tuple[Annotated[int, Range(1)], ...] | None`` gives (int, Range(1)), (Ellipsis, None), (NoneType, None).
+    Example: ``tuple[Annotated[int, Range(1)], ...] | None`` gives (int, Range(1)), (Ellipsis,
+    None), (NoneType, None).
     """
     if typing.get_origin(hint) is typing.Annotated:
         ranges = [extra for extra in hint.__metadata__ if isinstance(extra, Range)]

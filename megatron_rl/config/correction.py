@@ -23,13 +23,15 @@ CORRECTIONS = (
 class CorrectionConfig:
     """Corrects for the difference of the engine's log-probs from the trainer's (docs/semantics.md#7-corrections).
 
-    The importance weight π_old/μ multiplies the advantage. It is a token's, a sequence's (the product over its tokens)
-    or a sequence's geometric mean. Outside of [`correction.floor`, `correction.cap`] it is moved to the bound
-    (`truncate`) or set to 0 (`mask`); a sample whose weights are all 0 is dropped before the forward pass.
+    The importance weight π_old/μ multiplies the advantage. It is a token's, a sequence's (the
+    product over its tokens) or a sequence's geometric mean. Outside of [`correction.floor`,
+    `correction.cap`] it is moved to the bound (`truncate`) or set to 0 (`mask`); a sample whose
+    weights are all 0 is dropped before the forward pass.
 
-    A rollout's first optimizer step has the weights that a log-prob pass before it would have. Its own log-probs,
-    detached, are its π_old, and under `correction.old_logprobs: auto` its samples are not passed, unless a setting
-    needs the numbers before the step (the log names it). `rollout`: π_old is the engine's μ, and nothing is corrected.
+    A rollout's first optimizer step has the weights that a log-prob pass before it would have. Its
+    own log-probs, detached, are its π_old, and under `correction.old_logprobs: auto` its samples
+    are not passed, unless a setting needs the numbers before the step (the log names it).
+    `rollout`: π_old is the engine's μ, and nothing is corrected.
     """
 
     old_logprobs: str = "auto"

@@ -13,7 +13,8 @@ from megatron_rl.errors import ConfigError, quoted
 class CriticConfig:
     """Describes the critic of `advantage.estimator=gae`: a model of its own with a value head (docs/ppo.md).
 
-    Its other settings are the policy's. A `score.weight` [1, H] among its weights becomes the value head.
+    Its other settings are the policy's. A `score.weight` [1, H] among its weights becomes the value
+    head.
     """
 
     hf_path: str | None = None

@@ -9,7 +9,8 @@ from megatron_rl.config.checks import Range, choose
 from megatron_rl.errors import ConfigError, quoted
 
 AUTO = "auto"  # of data.template
-# Arguments of transformers' apply_chat_template, and what the run itself gives; no template has such a variable.
+# Arguments of transformers' apply_chat_template, and what the run itself gives; no template has
+# such a variable.
 NO_VARIABLES = (
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
@@ -21,7 +22,8 @@ NO_VARIABLES = (
 class DataConfig:
     """Names the training data and its columns, and turns a row into a prompt.
 
-    A column's name may have dots: `reward_model.ground_truth` is the field `ground_truth` of the column `reward_model`.
+    A column's name may have dots: `reward_model.ground_truth` is the field `ground_truth` of the
+    column `reward_model`.
     """
 
     train: tuple[str, ...] = ()

@@ -36,7 +36,8 @@ class EnvironmentConfig:
 class EndpointConfig:
     """Serves OpenAI's API on 127.0.0.1 in front of the engines, for agents that make the rollouts (docs/agents.md).
 
-    For a session that fails, or has no reward by its deadline, `environment.on_error` says what follows.
+    For a session that fails, or has no reward by its deadline, `environment.on_error` says what
+    follows.
     """
 
     agent: str | None = None

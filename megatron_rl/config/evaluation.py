@@ -13,8 +13,9 @@ from megatron_rl.errors import ConfigError, quoted
 class EvalConfig:
     """Evaluates held-out prompts, with the training data's columns, template and reward functions.
 
-    All sets are generated together: before RL's first step, every `eval.every_rollouts` rollouts, always at the end.
-    The engines are sent the current weights for it, from which `weight_sync.interval_steps` then counts.
+    All sets are generated together: before RL's first step, every `eval.every_rollouts` rollouts,
+    always at the end. The engines are sent the current weights for it, from which
+    `weight_sync.interval_steps` then counts.
     """
 
     path: str | None = None

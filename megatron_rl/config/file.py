@@ -28,8 +28,9 @@ def load_config(
     """Load the defaults, then a file or a mapping of sections, then ``section.key=value`` overrides.
 
     source: a YAML file's path; or the settings themselves, as a mapping or OmegaConf's DictConfig.
-    Each layer may hold OmegaConf's interpolations, which see all layers (megatron_rl/config/interpolation.py). Raises
-    ConfigError with the file and line of the setting, where it stands in a file.
+    Each layer may hold OmegaConf's interpolations, which see all layers
+    (megatron_rl/config/interpolation.py). Raises ConfigError with the file and line of the setting,
+    where it stands in a file.
     """
     tree, lines = _read(source)
     tree = {name: value for name, value in tree.items() if value is not None}  # a section whose keys are comments

@@ -1,11 +1,13 @@
 """Interpolation, ``${...}`` in a setting: OmegaConf evaluates it; each text once, what it needs first, within bounds.
 
-All of OmegaConf's grammar is read (2.3, "Variable interpolation" and "Built-in resolvers"): ``${section.key}``,
-relative and nested keys, ``${oc.env:NAME,default}``, oc.select, oc.decode, oc.create, oc.dict.keys, oc.dict.values, and
-resolvers that the process itself registered. Not read: oc.coerce, which imports the module that it is given.
+All of OmegaConf's grammar is read (2.3, "Variable interpolation" and "Built-in resolvers"):
+``${section.key}``, relative and nested keys, ``${oc.env:NAME,default}``, oc.select, oc.decode,
+oc.create, oc.dict.keys, oc.dict.values, and resolvers that the process itself registered. Not read:
+oc.coerce, which imports the module that it is given.
 
-While a text waits, a marker stands in its place, which names it when it is evaluated. So a text that needs another one
-is tried again after that one; a cycle has a chain to show; and no file can make an evaluation grow without end.
+While a text waits, a marker stands in its place, which names it when it is evaluated. So a text
+that needs another one is tried again after that one; a cycle has a chain to show; and no file can
+make an evaluation grow without end.
 """
 
 from __future__ import annotations

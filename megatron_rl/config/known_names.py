@@ -1,7 +1,7 @@
 """Names of settings elsewhere and in earlier releases, and what each is called here. An error's advice reads them.
 
-Of verl 0.9 and its Hydra files, TRL 1.16 and transformers' arguments, NeMo-RL, OpenRLHF, slime and axolotl. A name
-stands alone, or behind the section that tells it from others of the same name.
+Of verl 0.9 and its Hydra files, TRL 1.16 and transformers' arguments, NeMo-RL, OpenRLHF, slime and
+axolotl. A name stands alone, or behind the section that tells it from others of the same name.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ _KEYS = {
     "run.dir": "output_dir default_local_dir checkpoint_dir save_path ckpt_path log_dir save_dir",
     "run.seed": "random_seed",
 }
-# The same, where the name alone would mislead: a name elsewhere → (a key here, what is to be known of it).
+# The same, where the name alone would mislead: a name elsewhere → (a key here, what is to be known
+# of it).
 _WITH_NOTE = {
     "max_steps": ("train.num_rollouts", "sft.steps in a supervised run"),
     "num_train_epochs": ("train.epochs", "with train.num_rollouts=null; sft.epochs in a supervised run"),

@@ -22,10 +22,11 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that its engines can
 class LoraConfig:
     """Puts low-rank adapters beside frozen linear layers: y = W x + (alpha / rank) · B A x (docs/lora.md).
 
-    The equation is eq. 3 of Hu et al. 2021, arXiv:2106.09685. Targets have Megatron-Core's names: linear_qkv is q_proj,
-    k_proj and v_proj, linear_proj is o_proj, linear_fc1 is gate_proj and up_proj, linear_fc2 is down_proj; of a
-    mixture they are those of dense layers, of shared experts and of every routed expert. No dropout is offered: under
-    it the log-probs of engine and trainer would be of two models.
+    The equation is eq. 3 of Hu et al. 2021, arXiv:2106.09685. Targets have Megatron-Core's names:
+    linear_qkv is q_proj, k_proj and v_proj, linear_proj is o_proj, linear_fc1 is gate_proj and
+    up_proj, linear_fc2 is down_proj; of a mixture they are those of dense layers, of shared experts
+    and of every routed expert. No dropout is offered: under it the log-probs of engine and trainer
+    would be of two models.
     """
 
     rank: Annotated[int, Range(1, 4096)] | None = None

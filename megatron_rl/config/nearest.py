@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from megatron_rl.config.checks import hints_of
 from megatron_rl.config.known_names import ELSEWHERE, NOT_HERE, RENAMED
 
-# Of difflib's ratio: a slip of the keyboard within a section, within all names, and what is like at all.
+# Of difflib's ratio: a slip of the keyboard within a section, within all names, and what is like at
+# all.
 CLOSE, SAME, LIKE = 0.7, 0.87, 0.55
 MOST_NAMED = 3
 MOST_CHARACTERS = 100  # that are compared
@@ -28,7 +29,8 @@ def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
 def leaf_of(key: str, value: object) -> tuple[str, object]:
     """Return the first setting within an unknown section that has a name elsewhere, else its first, and its value.
 
-    Example: ``actor_rollout_ref`` with ``{"rollout": {"n": 8}}`` gives ``actor_rollout_ref.rollout.n`` and 8.
+    Example: ``actor_rollout_ref`` with ``{"rollout": {"n": 8}}`` gives
+    ``actor_rollout_ref.rollout.n`` and 8.
     """
     leaves = list(_leaves(key, value))
     return next(((name, held) for name, held in leaves if name_elsewhere(name)), leaves[0])
@@ -56,7 +58,8 @@ def name_elsewhere(key: str) -> str | None:
 def meant(root: type, cls: type, key: str, prefix: str = "") -> tuple[list[str], str]:
     """Return the keys that may be meant by one that there is none of, and a note; [] where none is.
 
-    root: the class of the whole configuration. cls, prefix: of the section that lacks the key's next name.
+    root: the class of the whole configuration. cls, prefix: of the section that lacks the key's
+        next name.
     """
     name = name_elsewhere(key)
     if name in NOT_HERE:

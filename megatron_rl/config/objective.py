@@ -84,8 +84,9 @@ class SkipConfig:
 class LossConfig:
     """Sums the policy term, the KL and the entropy over loss tokens (docs/semantics.md#1-the-loss-is-a-token-sum).
 
-    The ratio π_θ/π_old is clipped to [1 − `loss.clip_low`, 1 + `loss.clip_high`] by `ppo`, `gspo` and `cispo`.
-    `loss.mask_truncated` is DAPO's overlong filtering (docs/semantics.md#overlong-responses).
+    The ratio π_θ/π_old is clipped to [1 − `loss.clip_low`, 1 + `loss.clip_high`] by `ppo`, `gspo`
+    and `cispo`. `loss.mask_truncated` is DAPO's overlong filtering
+    (docs/semantics.md#overlong-responses).
     """
 
     policy: str = "ppo"

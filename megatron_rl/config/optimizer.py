@@ -49,8 +49,9 @@ class OptimizerConfig:
 class PlanConfig:
     """Cuts the samples with signal into micro-batches.
 
-    The cut goes by a prior on a micro-batch's cost, so that a run repeats to the bit. Under `plan.calibrate` it goes by
-    measured times: two runs may then be cut differently, and agree to rounding, not to the bit.
+    The cut goes by a prior on a micro-batch's cost, so that a run repeats to the bit. Under
+    `plan.calibrate` it goes by measured times: two runs may then be cut differently, and agree to
+    rounding, not to the bit.
     """
 
     max_tokens_per_microbatch: Annotated[int, Range(1)] = 8192

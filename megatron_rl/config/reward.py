@@ -15,9 +15,10 @@ REWARD_MODEL = "reward_model"  # of reward.functions: the model of reward.model_
 class RewardConfig:
     """Adds weighted reward functions to a sample's total reward.
 
-    The total falls linearly by `reward.overlong_penalty` over the last `reward.overlong_buffer_tokens` tokens before
-    `rollout.max_response_tokens` (DAPO, eq. 13; docs/semantics.md#overlong-responses). A sample that
-    `reward.on_error: drop` takes out of its group is in none of the group's statistics.
+    The total falls linearly by `reward.overlong_penalty` over the last
+    `reward.overlong_buffer_tokens` tokens before `rollout.max_response_tokens` (DAPO, eq. 13;
+    docs/semantics.md#overlong-responses). A sample that `reward.on_error: drop` takes out of its
+    group is in none of the group's statistics.
     """
 
     functions: tuple[str, ...] = ()

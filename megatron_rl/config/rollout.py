@@ -76,7 +76,8 @@ class DynamicSamplingConfig:
 class RolloutConfig:
     """Generates the samples, by a model in the trainer's own processes or by vLLM.
 
-    A log-prob gap is the mean |log π_old − log μ| of a rollout, read where engine and trainer have the same weights.
+    A log-prob gap is the mean |log π_old − log μ| of a rollout, read where engine and trainer have
+    the same weights.
     """
 
     engine: str = "transformers"
@@ -157,8 +158,8 @@ class RolloutConfig:
 class WeightSyncConfig:
     """Sends the policy's weights to the engines.
 
-    Under `cuda_ipc` an engine of the run's own opens the bucket in the memory of the GPU that it shares with its rank,
-    and the trainer then does without expandable segments.
+    Under `cuda_ipc` an engine of the run's own opens the bucket in the memory of the GPU that it
+    shares with its rank, and the trainer then does without expandable segments.
     """
 
     channel: str = "auto"

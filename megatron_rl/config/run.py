@@ -37,8 +37,8 @@ class RunConfig:
 class CheckpointConfig:
     """Saves all of a run under `<run.dir>/checkpoints`, and goes on from there (docs/checkpoints.md).
 
-    A run saves every `checkpoint.save_every_rollouts` rollouts, before the first and after the last one, and when
-    SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) arrives.
+    A run saves every `checkpoint.save_every_rollouts` rollouts, before the first and after the last
+    one, and when SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) arrives.
     """
 
     save_every_rollouts: Annotated[int, Range(0)] = 0

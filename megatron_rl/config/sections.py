@@ -1,7 +1,7 @@
 """The whole configuration: one frozen dataclass per section, composed, and never changed after it was built.
 
-Each section checks its own values, alone and together; megatron_rl/validate/ checks the relations of sections. Every
-error is a ConfigError that names the key, the value and the way out.
+Each section checks its own values, alone and together; megatron_rl/validate/ checks the relations
+of sections. Every error is a ConfigError that names the key, the value and the way out.
 """
 
 from __future__ import annotations
@@ -66,6 +66,16 @@ class Config:
     @property
     def has_critic(self) -> bool:
         return self.advantage.estimator == "gae"
+
+    @property
+    def trained_critic(self) -> CriticConfig | None:
+        """Return the critic's section; None in a run without one."""
+        return self.critic if self.has_critic else None
+
+    @property
+    def separate_critic_ranks(self) -> int:
+        """Return the number of ranks that hold the critic and no policy; 0 where none do."""
+        return (self.critic.ranks or 0) if self.has_critic else 0
 
     @property
     def has_teacher(self) -> bool:

@@ -12,7 +12,8 @@ from megatron_rl.config.checks import Range, choose
 class ServeConfig:
     """Serves Tinker's API by `python -m megatron_rl.serve` (docs/tinker.md); a training run reads none of it.
 
-    The first rank holds the HTTP server. Every other wait than these is bounded by `run.deadline_s`.
+    The first rank holds the HTTP server. Every other wait than these is bounded by
+    `run.deadline_s`.
     """
 
     host: str = "127.0.0.1"

@@ -15,8 +15,9 @@ from megatron_rl.errors import ConfigError, quoted
 class SftConfig:
     """Takes supervised steps on the data's own responses before RL; the optimizer starts anew after them.
 
-    A sample is a row: a solution or conversation that is imitated, or under `preference.loss` a pair of responses.
-    Held-out rows are evaluated before the first of these steps, every `sft.eval_every_steps` and after the last.
+    A sample is a row: a solution or conversation that is imitated, or under `preference.loss` a
+    pair of responses. Held-out rows are evaluated before the first of these steps, every
+    `sft.eval_every_steps` and after the last.
     """
 
     steps: Annotated[int, Range(0)] = 0

@@ -21,7 +21,8 @@ def fitted(cls: type, values: Mapping[str, object], key: str = "", root: type | 
     cls: a dataclass of megatron_rl/config.
     key: the section's own key, for messages; empty for the whole configuration.
     root: the class of the whole configuration; None: ``cls`` is.
-    Raises ConfigError for a key that the section lacks, or a value of another type or beyond its range.
+    Raises ConfigError for a key that the section lacks, or a value of another type or beyond its
+    range.
     """
     hints, prefix, root = hints_of(cls), f"{key}." * bool(key), root or cls
     typed: dict[str, object] = {}

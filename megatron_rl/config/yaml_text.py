@@ -1,8 +1,9 @@
 """Reads YAML that people wrote: every fault ends in one sentence with file, line and way out, in bounded time.
 
-Refused: text that is not UTF-8, tabs, a key that stands twice, keys that are no texts, tags, the merge key, several
-documents, and more than MOST_BYTES bytes, MOST_LEVELS levels or MOST_VALUES values, each counted as often as aliases
-repeat it. Numbers are read as in YAML 1.2 (1e-3 is one, 010 and 1:30 are not), dates as texts.
+Refused: text that is not UTF-8, tabs, a key that stands twice, keys that are no texts, tags, the
+merge key, several documents, and more than MOST_BYTES bytes, MOST_LEVELS levels or MOST_VALUES
+values, each counted as often as aliases repeat it. Numbers are read as in YAML 1.2 (1e-3 is one,
+010 and 1:30 are not), dates as texts.
 """
 
 from __future__ import annotations

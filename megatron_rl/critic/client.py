@@ -1,7 +1,7 @@
 """The policy's ranks' side of a critic that other ranks of the job hold (``critic.placement=separate``).
 
-It has the methods of ``Critic``, each a request that critic/server.py answers. Every method is a collective over the
-policy's ranks, unless it says otherwise.
+It has the methods of ``Critic``, each a request that critic/server.py answers. Every method is a
+collective over the policy's ranks, unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class RemoteCritic:
     ) -> tuple[dict, dict[str, np.ndarray]]:
         """Send a request and return (the answer, its arrays).
 
-        Every rank reads the answer for itself, so that no collective's deadline bounds the work of the critic's ranks:
-        they say that they are alive.
+        Every rank reads the answer for itself, so that no collective's deadline bounds the work of
+        the critic's ranks: they say that they are alive.
         arrays: called on the first rank alone.
         """
         self.number += 1

@@ -1,8 +1,8 @@
 """PPO's critic on this rank: a model of its own with a value head, its own optimizer and, if asked for, its own grid.
 
-V_t is read from the hidden state before token t, as the policy's log-prob of t is. The loss is a token sum under
-the policy's weights (semantics §8): zero advantages train values as any other, so that only samples without a loss
-token are dropped.
+V_t is read from the hidden state before token t, as the policy's log-prob of t is. The loss is a
+token sum under the policy's weights (semantics §8): zero advantages train values as any other, so
+that only samples without a loss token are dropped.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ class Critic(TrainableModel):
     def load(self, folder: pathlib.Path) -> None:
         """Load a checkpoint of its own, of any topology.
 
-        Raises DamagedCheckpoint where its tensors cannot be read; AdamW is then begun anew, for another checkpoint.
+        Raises DamagedCheckpoint where its tensors cannot be read; AdamW is then begun anew, for
+        another checkpoint.
         """
         state = read_model_state(folder)
         with self._here():
@@ -184,8 +185,8 @@ class Critic(TrainableModel):
 def critic_metrics(results: Sequence[StepResult]) -> dict[str, float]:
     """Return ``critic/*`` of a rollout's steps: means over its loss tokens and the largest gradient norm.
 
-    Explained variance is the share of the returns' variance that the values explained before each step,
-    1 − Σ(R − V)² / Σ(R − mean R)².
+    Explained variance is the share of the returns' variance that the values explained before each
+    step, 1 − Σ(R − V)² / Σ(R − mean R)².
     """
     sums = {name: sum(result.sums[name] for result in results) for name in Critic.sum_names}
     metrics = {

@@ -1,12 +1,14 @@
 """The link between the policy's ranks and a separate critic's: two worlds of one job that exchange messages.
 
-A job of W ranks under ``critic.placement=separate`` is a policy's world, ranks 0 to W − C − 1, and a critic's, the last
-C. Each has its own default group, so that nothing of Megatron-Core knows of the other. Requests and answers are
-numbered keys of the job's store, which every rank of the other world reads; arrays go between the two first ranks
-alone, over a gloo group of the two, and are shared from there.
+A job of W ranks under ``critic.placement=separate`` is a policy's world, ranks 0 to W − C − 1, and
+a critic's, the last C. Each has its own default group, so that nothing of Megatron-Core knows of
+the other. Requests and answers are numbered keys of the job's store, which every rank of the other
+world reads; arrays go between the two first ranks alone, over a gloo group of the two, and are
+shared from there.
 
-Each world's first rank says every BEAT_S that it is alive: rollouts and a critic's steps may take their time, each
-bounded by its own world's deadlines, and a world that is gone is noticed all the same.
+Each world's first rank says every BEAT_S that it is alive: rollouts and a critic's steps may take
+their time, each bounded by its own world's deadlines, and a world that is gone is noticed all the
+same.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import broadcast_on_host
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.rendezvous import join_world, meet
@@ -38,19 +39,17 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @contextlib.contextmanager
-def joined(config: Config, *, of_critic: bool) -> Iterator[PolicyCriticLink | None]:
-    """Join this process's world and yield its end of the link; None where the job is one world.
+def joined(num_critic: int, deadline_s: float, *, of_critic: bool) -> Iterator[PolicyCriticLink]:
+    """Join this process's world and yield its end of the link.
 
+    num_critic: the ranks of the separate critic.
     A failure within the block ends the other world's waits.
     """
-    if not is_separate(config):
-        yield None
-        return
     link = PolicyCriticLink(
         of_critic=of_critic,
-        num_policy=policy_ranks_here(config),
-        num_critic=config.critic.ranks,
-        deadline_s=config.run.deadline_s,
+        num_policy=policy_ranks_here(num_critic),
+        num_critic=num_critic,
+        deadline_s=deadline_s,
     )
     try:
         yield link
@@ -61,37 +60,27 @@ def joined(config: Config, *, of_critic: bool) -> Iterator[PolicyCriticLink | No
         link.close()
 
 
-def is_separate(config: Config) -> bool:
-    return config.has_critic and config.critic.placement == "separate"
-
-
-def policy_ranks_here(config: Config) -> int:
+def policy_ranks_here(num_critic: int) -> int:
     """Count this job's policy ranks, where its critic is separate. Raises ConfigError where none is left."""
-    return policy_ranks(config, int(os.environ["WORLD_SIZE"]))
+    return policy_ranks(num_critic, int(os.environ["WORLD_SIZE"]))
 
 
-def holds_critic(config: Config) -> bool:
-    """Say whether this process belongs to a separate critic. Not a collective.
+def holds_critic(num_critic: int) -> bool:
+    """Say whether this process belongs to a separate critic of so many ranks. Not a collective.
 
-    Raises ConfigError for a separate critic outside a job of several ranks.
+    Raises ConfigError outside a job of several ranks.
     """
-    if not is_separate(config):
-        return False
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ConfigError(
             "critic.placement=separate needs several ranks; start them with torchrun or srun, or set "
             "critic.placement=shared"
         )
-    return int(os.environ["RANK"]) >= policy_ranks_here(config)
+    return int(os.environ["RANK"]) >= policy_ranks_here(num_critic)
 
 
-def local_policy_ranks(config: Config, rank: int, local_rank: int, local_world_size: int) -> int:
-    """Count this node's ranks that hold the policy. Not a collective."""
-    return (
-        local_world_size
-        if not is_separate(config)
-        else min(local_world_size, policy_ranks_here(config) - (rank - local_rank))
-    )
+def local_policy_ranks(num_critic: int, rank: int, local_rank: int, local_world_size: int) -> int:
+    """Count this node's ranks that hold the policy, beside a separate critic. Not a collective."""
+    return min(local_world_size, policy_ranks_here(num_critic) - (rank - local_rank))
 
 
 class PolicyCriticLink:

@@ -1,7 +1,8 @@
 """A reward model on this rank: a model with a value head, whose number at a response's end is the response's score.
 
-It is trained on preference pairs (trainer/preference.py) and written as transformers' sequence classifier of one label,
-which a reward function (reward/reward_model.py) and a critic (``critic.hf_path``) read.
+It is trained on preference pairs (trainer/preference.py) and written as transformers' sequence
+classifier of one label, which a reward function (reward/reward_model.py) and a critic
+(``critic.hf_path``) read.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ class RewardModel(TrainableModel):
 def classifier_config(hf_config, tokenizer):
     """Return transformers' config of a sequence classifier of one label over the same model.
 
-    Such a classifier reads a row's score at its last token that is no pad, so its pad must not be the token that ends a
-    response; where the tokenizer has no other, ``pad_token_id`` is null, and rows are scored one at a time.
+    Such a classifier reads a row's score at its last token that is no pad, so its pad must not be
+    the token that ends a response; where the tokenizer has no other, ``pad_token_id`` is null, and
+    rows are scored one at a time.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pathlib
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch.distributed as dist
@@ -27,11 +28,11 @@ Answer = tuple[dict, dict[str, np.ndarray]]
 
 def serve(config: Config) -> bool:
     """Run every rank of the critic, in place of the loop; return whether the run came to its end, as ``train`` does."""
-    with joined(config, of_critic=True) as link:
+    with joined(config.separate_critic_ranks, config.run.deadline_s, of_critic=True) as link:
         if config.saves_checkpoints:
             for number in SIGNALS:
                 signal.signal(number, lambda *_: vars(link).update(is_told_to_leave=True))
-        service = Service(config, link)
+        service = Service(link, functools.partial(Critic, config, alone=True))
         while service.answer_next():
             pass
     return not service.preempted
@@ -40,8 +41,9 @@ def serve(config: Config) -> bool:
 class Service:
     """Answers requests on the critic's ranks. Methods are collectives over them."""
 
-    def __init__(self, config: Config, link: PolicyCriticLink) -> None:
-        self.config, self.link = config, link
+    def __init__(self, link: PolicyCriticLink, build: Callable[..., Critic]) -> None:
+        """build: makes the critic of the run, given its ``total_steps``."""
+        self.link, self.build = link, build
         self.number = 0
         self.preempted = False
         self.critic: Critic | None = None
@@ -78,7 +80,7 @@ class Service:
     def _answer(self, message: Mapping, arrays: Mapping[str, np.ndarray]) -> Answer:
         match message["request"]:
             case "build":
-                self.critic = Critic(self.config, total_steps=message["total_steps"], alone=True)
+                self.critic = self.build(total_steps=message["total_steps"])
                 log.info("critic: %d ranks, %s", self.critic.topology.world_size, self.critic.topology.degrees)
             case "values":
                 self.batch = self._batch(message["sample_ids"], arrays)

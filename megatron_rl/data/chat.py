@@ -1,7 +1,7 @@
 """Chat messages and observations as tokens: by the tokenizer's chat template, or as unchanged text.
 
-Tokens that the policy sampled are never tokenized again: an observation's tokens are made apart from them, from the
-text that a template writes behind a turn.
+Tokens that the policy sampled are never tokenized again: an observation's tokens are made apart
+from them, from the text that a template writes behind a turn.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TURN = "the-text-of-this-turn"  # stands in for a turn's text; a template writes
 def check_messages(value: object, where: str) -> list[Message]:
     """Return a list of at least one message, each with a role and a content that are texts.
 
-    A field that is null is left out, as Arrow's are, and so are calls of which there are none. A message of the
-    assistant's that calls tools may have no content, or null; it stays as it is, since templates tell the two apart.
-    Other fields are the template's to read.
+    A field that is null is left out, as Arrow's are, and so are calls of which there are none. A
+    message of the assistant's that calls tools may have no content, or null; it stays as it is,
+    since templates tell the two apart. Other fields are the template's to read.
 
     where: begins the message of the ConfigError that is raised for anything else.
     """
@@ -79,7 +79,8 @@ def render_chat(
 ) -> str:
     """Return the messages as text, written by the tokenizer's chat template.
 
-    where: begins the message of the ConfigError that is raised where the template refuses the messages.
+    where: begins the message of the ConfigError that is raised where the template refuses the
+        messages.
     beside: the template's variables beside the messages, such as ``tools``.
     """
     messages = [dict(message) for message in messages]
@@ -133,9 +134,11 @@ def text_behind_turn(
 ) -> str:
     """Return the text that the template writes behind an assistant's turn that follows ``before``.
 
-    messages: those that follow the turn, and a generation prompt after them; none: the text of the turn's end alone.
+    messages: those that follow the turn, and a generation prompt after them; none: the text of the
+        turn's end alone.
 
-    Raises ConfigError for a template that does not write the turn's content as it is, or that refuses the messages.
+    Raises ConfigError for a template that does not write the turn's content as it is, or that
+    refuses the messages.
     """
     # The text's last must be the turn's: no message has so many of them.
     turn = TURN * (1 + max(((message.get("content") or "").count(TURN) for message in messages), default=0))
@@ -154,7 +157,8 @@ def check_stays(
 ) -> None:
     """Raise ConfigError where the template writes the messages of a prompt otherwise once others follow them.
 
-    The policy has read the prompt by then. Mistral's templates write tools before the last of the user's messages.
+    The policy has read the prompt by then. Mistral's templates write tools before the last of the
+    user's messages.
 
     messages: of the prompt. then: those that follow, the last one not the assistant's.
     """
@@ -179,8 +183,9 @@ def tokens_behind(
 
     end: the text behind a turn that nothing follows. stop_id: the last token of the turn.
 
-    A template may end a turn by the token that begins what follows (GLM-4.5's ``<|observation|>``), or a last turn by
-    another token than one that is followed (gpt-oss: ``<|return|>``, ``<|end|>``); neither end is written twice.
+    A template may end a turn by the token that begins what follows (GLM-4.5's ``<|observation|>``),
+    or a last turn by another token than one that is followed (gpt-oss: ``<|return|>``,
+    ``<|end|>``); neither end is written twice.
     """
     token_ids, end_ids = encode(behind), encode(end)
     common = os.path.commonprefix([token_ids, end_ids])
@@ -198,12 +203,12 @@ class Observations:
     role: ``environment.role``, the role of an observation that is a text.
     variables: ``data.template_variables``.
 
-    Under "chat" the tokens are those that the template writes behind a turn once the observation follows it, with the
-    generation prompt, less the end of the turn that the policy sampled itself. Else they are those of the observation's
-    unchanged text.
+    Under "chat" the tokens are those that the template writes behind a turn once the observation
+    follows it, with the generation prompt, less the end of the turn that the policy sampled itself.
+    Else they are those of the observation's unchanged text.
 
-    Example (ChatML): a turn that ended with the token ``<|im_end|>`` and the observation "408" of role tool give the
-    tokens of ``\\n<|im_start|>tool\\n408<|im_end|>\\n<|im_start|>assistant\\n``.
+    Example (ChatML): a turn that ended with the token ``<|im_end|>`` and the observation "408" of
+    role tool give the tokens of ``\\n<|im_start|>tool\\n408<|im_end|>\\n<|im_start|>assistant\\n``.
     """
 
     def __init__(
@@ -218,7 +223,8 @@ class Observations:
 
         stop_id: the token that the policy ended its turn with.
 
-        Raises ConfigError for messages without a chat template, or of a shape that it does not take.
+        Raises ConfigError for messages without a chat template, or of a shape that it does not
+        take.
         """
         if not self._chat:
             if not isinstance(observation, str):

@@ -17,7 +17,8 @@ class RequiredColumn:
 
     needed_by: the setting that reads it, for the message.
     null: whether a row may say null, that it does not apply; else every row must hold a value.
-    fault: returns why a value cannot be used and the way out, None if it can; None: every value can.
+    fault: returns why a value cannot be used and the way out, None if it can; None: every value
+        can.
     or_answer: whether a row may have an answer (``data.answer_key``) in its place.
     """
 

@@ -60,8 +60,8 @@ class Conversations(PromptTexts):
     def beside(self, row: int) -> dict[str, object]:
         """Return the variables that the template is given beside a row's messages: the run's, then the row's own.
 
-        A null one is left out, and so is a null field of an object. Raises ConfigError for tools or documents that are
-        no list of objects.
+        A null one is left out, and so is a null field of an object. Raises ConfigError for tools or
+        documents that are no list of objects.
         """
         variables, columns = dict(self._data.template_variables), self._rows[row]
         for name in self._data.template_columns:
@@ -158,7 +158,8 @@ def conversation_of(rows: Sequence[Mapping[str, object]], row: int, key: str) ->
 def cut_conversation(messages: Sequence[Message], where: str) -> tuple[list[Message], list[Message]]:
     """Return a conversation's messages before the assistant's first, and from there to the assistant's last.
 
-    where: begins the message of the ConfigError that is raised where there is no assistant's message, or none before.
+    where: begins the message of the ConfigError that is raised where there is no assistant's
+        message, or none before.
     """
     own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not own or own[0] == 0:

@@ -1,6 +1,7 @@
 """The order in which rows are drawn, epoch after epoch: a permutation of all rows, or a mixture of several sources.
 
-It is a function of the seed and the position alone: every rank, every layout and every resumed run draws the same rows.
+It is a function of the seed and the position alone: every rank, every layout and every resumed run
+draws the same rows.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ class Order:
     """Gives the row at every position of an endless sequence of epochs.
 
     sources: int64 arrays, the row numbers of each source, in file order.
-    weights: the share of each source in the draws, relative to the others; empty: all sources are one, and an epoch is
-             each of their rows once.
+    weights: the share of each source in the draws, relative to the others; empty: all sources are
+             one, and an epoch is each of their rows once.
 
-    An epoch has as many positions as all sources have rows. Of a mixture, each source takes its share of them (counted
-    by the largest remainder), evenly spread, so that any stretch of the epoch holds nearly these shares; and each
-    source goes through its own rows, permutation after permutation, across the epochs' ends. So no row comes a second
-    time before its source's others came as often.
+    An epoch has as many positions as all sources have rows. Of a mixture, each source takes its
+    share of them (counted by the largest remainder), evenly spread, so that any stretch of the
+    epoch holds nearly these shares; and each source goes through its own rows, permutation after
+    permutation, across the epochs' ends. So no row comes a second time before its source's others
+    came as often.
 
-    Example: sources of 2 and 4 rows, weights 1 and 1: an epoch of 6 draws 3 of each, in turns; the first source's rows
-    come 3 times in two epochs, the other's 1 or 2 times.
+    Example: sources of 2 and 4 rows, weights 1 and 1: an epoch of 6 draws 3 of each, in turns; the
+    first source's rows come 3 times in two epochs, the other's 1 or 2 times.
     """
 
     def __init__(self, sources: Sequence[np.ndarray], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
@@ -32,7 +34,8 @@ class Order:
         self._seed, self._shuffle = seed, shuffle
         self._length = sum(map(len, sources))
         self.counts = shares(weights, self._length) if weights else [self._length]
-        # Place j of c places stands at (j + 1/2)/c of the epoch; of equal places the first source's comes first.
+        # Place j of c places stands at (j + 1/2)/c of the epoch; of equal places the first source's
+        # comes first.
         source = np.repeat(np.arange(len(self.counts)), self.counts)
         index = np.concatenate([np.arange(count) for count in self.counts])
         places = np.lexsort((source, (index + 0.5) / np.repeat(self.counts, self.counts)))
@@ -61,7 +64,8 @@ class Order:
         if not self._shuffle:
             return self._sources[source]
         if source not in self._permutations or self._permutations[source][0] != rounds:
-            # A key, not a SeedSequence: it takes any integer seed, and no two (seed, source, round) share a stream.
+            # A key, not a SeedSequence: it takes any integer seed, and no two (seed, source, round)
+            # share a stream.
             key = np.array([self._seed % 2**64, (source << 48) + rounds], dtype=np.uint64)
             permutation = np.random.Generator(np.random.Philox(key=key)).permutation(self._sources[source])
             self._permutations[source] = (rounds, permutation)
@@ -71,7 +75,8 @@ class Order:
 def shares(weights: Sequence[float], total: int) -> list[int]:
     """Return the whole numbers, of the given total, that are nearest to the weights' shares (largest remainder).
 
-    Example: weights (3, 1) of 6 → 4.5 and 1.5: the remainders are equal, the first takes it: [5, 1].
+    Example: weights (3, 1) of 6 → 4.5 and 1.5: the remainders are equal, the first takes it: [5,
+    1].
     """
     exact = [Fraction(weight) * total / sum(map(Fraction, weights)) for weight in weights]
     counts = [int(share) for share in exact]

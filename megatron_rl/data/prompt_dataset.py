@@ -60,23 +60,29 @@ def _prompt_texts(rows: Sequence[Mapping[str, object]], tokenizer, data: DataCon
 class PromptDataset:
     """Draws the prompts of a dataset in a reproducible order, epoch after epoch.
 
-    The order is that of data/order.py: a permutation of the rows per epoch, drawn from (seed, epoch) alone, or under
-    ``data.weights`` a mixture of the sources.
+    The order is that of data/order.py: a permutation of the rows per epoch, drawn from (seed,
+    epoch) alone, or under ``data.weights`` a mixture of the sources.
 
-    rows:           the dataset, see `load_rows`; row numbers in ids and messages count from 0 in this list.
+    rows:           the dataset, see `load_rows`; row numbers in ids and messages count from 0 in
+                    this list.
     tokenizer:      a Hugging Face tokenizer.
-    context_tokens: the model's context in tokens, None for no limit; a prompt must leave room in it for one more token.
+    context_tokens: the model's context in tokens, None for no limit; a prompt must leave room in it
+        for one more token.
     vocab_size:     the number of tokens that the model knows, None for no limit.
     required:       the columns that every row must have beside the prompt.
-    held_out_share: the share of the rows, drawn by the seed, that are never drawn; see ``held_out_solutions``.
-    responses:      (column, setting) of each response that supervised steps read: all rows' are checked at once.
-    followed_by:    the role of the observations that follow a prompt's turns, whose prompts are checked; None: none do.
+    held_out_share: the share of the rows, drawn by the seed, that are never drawn; see
+        ``held_out_solutions``.
+    responses:      (column, setting) of each response that supervised steps read: all rows' are
+                    checked at once.
+    followed_by:    the role of the observations that follow a prompt's turns, whose prompts are
+                    checked; None: none do.
 
-    Every row is tokenized here, so that a bad row ends the run before its first step and not in the middle of it.
-    Raises ConfigError for a row without ``data.prompt_key`` or another column that it must have (data/columns.py), a
-    prompt that is neither text nor, under ``data.template=chat``, a list of messages ``{"role": ..., "content": ...}``,
-    an empty prompt, a token that the model does not know, a prompt over the limit (``data.on_long_prompt=fail``), or
-    when no row is left (``drop``; see ``num_dropped``). A response that does not fit in the context behind its prompt
+    Every row is tokenized here, so that a bad row ends the run before its first step and not in the
+    middle of it. Raises ConfigError for a row without ``data.prompt_key`` or another column that it
+    must have (data/columns.py), a prompt that is neither text nor, under ``data.template=chat``, a
+    list of messages ``{"role": ..., "content": ...}``, an empty prompt, a token that the model does
+    not know, a prompt over the limit (``data.on_long_prompt=fail``), or when no row is left
+    (``drop``; see ``num_dropped``). A response that does not fit in the context behind its prompt
     is over the limit too.
 
     ``data`` is the given section with ``data.template=auto`` settled. ``Prompt.columns`` is the row. Where
@@ -151,7 +157,8 @@ class PromptDataset:
 
         A prompt's id is ``"<row>@<epoch>"``.
 
-        epochs: the number after which the data end: near the end fewer than ``count`` are returned, after it none.
+        epochs: the number after which the data end: near the end fewer than ``count`` are returned,
+            after it none.
         """
         if count < 0:
             raise ValueError(f"count={count} prompts cannot be drawn; it must be at least 0")
@@ -180,16 +187,18 @@ class PromptDataset:
     def next_solutions(self, count: int) -> list[Solution]:
         """Return the next ``count`` solutions for the supervised warm-up, on a cursor of their own.
 
-        The response is the ``data.solution_key`` column. Under ``data.template=chat`` it is the assistant's message, or
-        messages of an episode, as the template writes them: each turn with the token by which the template ends it
-        (data/turns.py). Else it is the text and the end-of-sequence token, and of an episode's messages, those between
-        two turns are unchanged text without loss.
+        The response is the ``data.solution_key`` column. Under ``data.template=chat`` it is the
+        assistant's message, or messages of an episode, as the template writes them: each turn with
+        the token by which the template ends it (data/turns.py). Else it is the text and the
+        end-of-sequence token, and of an episode's messages, those between two turns are unchanged
+        text without loss.
 
-        Turns are tokenized apart from what stands before them, because the model will meet them in that way: a prompt's
-        tokens are fixed when it starts to answer.
+        Turns are tokenized apart from what stands before them, because the model will meet them in
+        that way: a prompt's tokens are fixed when it starts to answer.
 
-        Raises ConfigError where a row has no such column, or one that does not end in an assistant's message, the
-        tokenizer has no end-of-sequence token, or prompt and solution together exceed ``context_tokens``.
+        Raises ConfigError where a row has no such column, or one that does not end in an
+        assistant's message, the tokenizer has no end-of-sequence token, or prompt and solution
+        together exceed ``context_tokens``.
         """
         self._check_solutions()
         return self._solutions(self._draw("solutions", count))
@@ -202,7 +211,8 @@ class PromptDataset:
     def next_pairs(self, count: int, chosen_key: str, rejected_key: str) -> list[tuple[Solution, Solution]]:
         """Return the next ``count`` (chosen, rejected) responses, on the cursor of ``next_solutions``.
 
-        Raises ConfigError as that does, naming ``preference.chosen_key`` or ``preference.rejected_key``.
+        Raises ConfigError as that does, naming ``preference.chosen_key`` or
+        ``preference.rejected_key``.
         """
         return self._pairs(self._draw("solutions", count), chosen_key, rejected_key)
 
@@ -309,9 +319,9 @@ class PromptDataset:
             if self._limits.is_endless(len(text), limit):
                 self._refuse_long(row, f"{len(text)} characters", f"{limit} tokens", limit_name)
                 del texts[row]
-        # No special tokens of the tokenizer's own: the template writes those it wants (a chat template writes them
-        # all), a second <bos> would be off-distribution, and a tokenizer that appends <eos> would end the prompt
-        # before the answer.
+        # No special tokens of the tokenizer's own: the template writes those it wants (a chat
+        # template writes them all), a second <bos> would be off-distribution, and a tokenizer that
+        # appends <eos> would end the prompt before the answer.
         encoded = self._tokenizer([*texts.values()], add_special_tokens=False).input_ids if texts else []
         for (row, text), token_ids in zip(texts.items(), encoded, strict=True):
             if not token_ids:

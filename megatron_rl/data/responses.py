@@ -52,7 +52,8 @@ class Responses:
     def given(self, row: int, key: str, setting: str) -> str | list[Message]:
         """Return a row's response in a column: a text, or messages of which the first and last are the assistant's.
 
-        Messages that begin with those of the row's prompt lose them. Raises ConfigError for anything else.
+        Messages that begin with those of the row's prompt lose them. Raises ConfigError for
+        anything else.
         """
         key, setting = self._column(key, setting)
         if setting == "data.messages_key":
@@ -97,7 +98,8 @@ class Responses:
     def tokenized(self, prompt: Prompt, row: int, key: str, setting: str) -> Solution:
         """Return a row's response as tokens behind its prompt.
 
-        Raises ConfigError for one that does not fit in the model's context, or with a token that the model lacks.
+        Raises ConfigError for one that does not fit in the model's context, or with a token that
+        the model lacks.
         """
         response = self.given(row, key, setting)
         key, setting = self._column(key, setting)
@@ -172,8 +174,8 @@ class TooLong(ConfigError):
 def tokenize_solution(prompt: Prompt, response: str | Sequence[Message], tokenizer, template: str) -> Solution:
     """Return the tokens of a solution behind a prompt that is a text, with a loss on the assistant's turns alone.
 
-    response: a text, or messages of which the first and the last are the assistant's; every turn ends in the
-        tokenizer's end of sequence, and the others' messages are unchanged text.
+    response: a text, or messages of which the first and the last are the assistant's; every turn
+        ends in the tokenizer's end of sequence, and the others' messages are unchanged text.
     template: ``data.template``.
     """
 
@@ -202,8 +204,9 @@ def tokenize_turns(prompt: Prompt, turns: Turns, tokenizer, *, masked: bool) -> 
 
     masked: whether the response has a mask though it is one turn.
 
-    Turns are tokenized apart from what stands before them, as the policy meets them. The prompt is the text before the
-    first turn: it may lack an end of the generation prompt that the template does not write before a turn.
+    Turns are tokenized apart from what stands before them, as the policy meets them. The prompt is
+    the text before the first turn: it may lack an end of the generation prompt that the template
+    does not write before a turn.
     """
 
     def encode(text: str) -> list[int]:

@@ -1,11 +1,12 @@
 """Reads rows from files: JSON Lines, JSON, CSV, Parquet and folders of the datasets library, in bounded memory a row.
 
-A row is a dict of JSON values: texts, numbers, true and false, null, lists and objects. Every fault is a ConfigError
-that names the file, and its line or row.
+A row is a dict of JSON values: texts, numbers, true and false, null, lists and objects. Every fault
+is a ConfigError that names the file, and its line or row.
 
-Arrow gives the objects of a column one set of fields, and fills those that an object lacks with null. Within a list,
-as of messages or tools, such a null is no value: an object there holds the fields that are not null, as its line of
-JSON does. A message's ``content`` alone stays null beside its calls. A column that is an object keeps its fields.
+Arrow gives the objects of a column one set of fields, and fills those that an object lacks with
+null. Within a list, as of messages or tools, such a null is no value: an object there holds the
+fields that are not null, as its line of JSON does. A message's ``content`` alone stays null beside
+its calls. A column that is an object keeps its fields.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "
 class FilePart:
     """Holds the rows of one file.
 
-    lines: the line on which each row begins; None for a file without lines, whose rows are counted from 0.
+    lines: the line on which each row begins; None for a file without lines, whose rows are counted
+        from 0.
     """
 
     path: str
@@ -108,11 +110,13 @@ def has_column(row: Mapping[str, object], name: str) -> bool:
 def load_rows(paths: str | pathlib.Path | Sequence[str], key: str = "data.train") -> Rows:
     """Read the rows of a data set.
 
-    paths: files, folders of datasets' ``save_to_disk``, or patterns as in ``shards/*.parquet``, whose files are taken
-        in the order of their names. A file's form is known by its name (see FORMS); any other name is JSON Lines.
+    paths: files, folders of datasets' ``save_to_disk``, or patterns as in ``shards/*.parquet``,
+        whose files are taken in the order of their names. A file's form is known by its name (see
+        FORMS); any other name is JSON Lines.
     key: the setting that the paths came from, for the messages.
 
-    Raises ConfigError for a path that is missing, empty or of no such form, and for the first row that cannot be read.
+    Raises ConfigError for a path that is missing, empty or of no such form, and for the first row
+    that cannot be read.
     """
     paths = [str(paths)] if isinstance(paths, str | pathlib.Path) else [str(path) for path in paths]
     if any("\0" in path for path in paths):

@@ -24,8 +24,8 @@ class Solution:
 def read_at_end(solution: Solution) -> Solution:
     """Return a response with one more token, which alone is counted and never runs.
 
-    A value head's number of a token is read from the state before it (critic/critic.py), so that of the added token is
-    read from the response's last one, as transformers' sequence classifiers do.
+    A value head's number of a token is read from the state before it (critic/critic.py), so that of
+    the added token is read from the response's last one, as transformers' sequence classifiers do.
 
     Example: response (7, 2) → (7, 2, 2) with mask (F, F, T).
     """

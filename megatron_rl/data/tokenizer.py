@@ -10,7 +10,8 @@ from megatron_rl.config import ModelConfig
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check, field, read_object
 
-# The JSON files of a tokenizer's folder; each is read before transformers reads it, so that a fault has its place.
+# The JSON files of a tokenizer's folder; each is read before transformers reads it, so that a fault
+# has its place.
 JSON_FILES = (
     "tokenizer_config.json",
     "tokenizer.json",
@@ -19,7 +20,8 @@ JSON_FILES = (
     "vocab.json",
     "chat_template.json",
 )
-# A folder holds the tokens themselves in one of these files, whatever its tokenizer_config.json says.
+# A folder holds the tokens themselves in one of these files, whatever its tokenizer_config.json
+# says.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe")
 
 
@@ -28,8 +30,8 @@ def load_tokenizer(model: ModelConfig, vocab_size: int):
 
     vocab_size: the tokens that the model has, above every id of the tokenizer's.
 
-    Raises ConfigError, naming the file, for one that cannot be loaded, has no end of sequence (no completion would
-    end), or has ids beyond the model's vocabulary.
+    Raises ConfigError, naming the file, for one that cannot be loaded, has no end of sequence (no
+    completion would end), or has ids beyond the model's vocabulary.
     """
     from transformers import AutoTokenizer
 
@@ -64,8 +66,8 @@ def load_tokenizer(model: ModelConfig, vocab_size: int):
 def _check_files(folder: pathlib.Path, vocab_size: int) -> set[str]:
     """Return the tokens that tokenizer.json and its companions name; none where there is no such file.
 
-    Raises ConfigError for a folder without a tokenizer's files, with a file that is no JSON object, or with ids that
-    are none: tokenizers 0.22 allocates memory by the largest.
+    Raises ConfigError for a folder without a tokenizer's files, with a file that is no JSON object,
+    or with ids that are none: tokenizers 0.22 allocates memory by the largest.
     """
     if not folder.is_dir():
         raise ConfigError(f"no tokenizer can be loaded from {str(folder)!r}: there is no such directory")

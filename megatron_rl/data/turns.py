@@ -1,11 +1,12 @@
 """The assistant's turns in a conversation that the chat template wrote: where each begins and ends.
 
-1. The tokens of a conversation are those of the template's rendering of the whole of it, up to the end of its last
-   turn.
-2. A turn begins behind the template's generation prompt, and ends with the token that the template writes behind it.
-   That token need not be the tokenizer's end of sequence: Gemma 3 writes ``<end_of_turn>``.
-3. A template that only begins the next speaker's turn (GLM-4.5: ``<|user|>``, ``<|observation|>``) ends turns by that
-   token. It is added behind a last turn, as a user's message would follow.
+1. The tokens of a conversation are those of the template's rendering of the whole of it, up to the
+   end of its last turn.
+2. A turn begins behind the template's generation prompt, and ends with the token that the template
+   writes behind it. That token need not be the tokenizer's end of sequence: Gemma 3 writes
+   ``<end_of_turn>``.
+3. A template that only begins the next speaker's turn (GLM-4.5: ``<|user|>``, ``<|observation|>``)
+   ends turns by that token. It is added behind a last turn, as a user's message would follow.
 4. Where the template marks the assistant's text (``{% generation %}``), the marks are the turns.
 """
 
@@ -32,8 +33,9 @@ class Turns:
     text: of the whole conversation, to the end of the last turn.
     spans: [turns] (first, last + 1) character of each, its end included.
 
-    Example (ChatML), without its system message: text ``<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n``
-    ``yo<|im_end|>`` and spans ((53, 65),).
+    Example (ChatML), without its system message: text
+    ``<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n`` ``yo<|im_end|>`` and spans ((53,
+    65),).
     """
 
     text: str
@@ -81,7 +83,8 @@ class TurnFinder:
     def turns(self) -> Turns:
         """Return the conversation with its turns.
 
-        Raises ConfigError where a turn cannot be found, or the template leaves its calls or text out.
+        Raises ConfigError where a turn cannot be found, or the template leaves its calls or text
+        out.
         """
         for number in self._own:
             self._check_calls(number)
@@ -170,7 +173,8 @@ class TurnFinder:
     def _behind(self, number: int, following: Sequence[Message], prompt: str) -> Iterator[str]:
         """Yield what the template may have written behind the turn of a message, without the generation prompt.
 
-        First what it writes behind a turn that is a text; then, for a turn with calls, what it writes behind a call.
+        First what it writes behind a turn that is a text; then, for a turn with calls, what it
+        writes behind a call.
         """
         before, message, refused = self._messages[:number], self._messages[number], None
         try:

@@ -1,15 +1,17 @@
 """Agreement of a job's ranks before training: all are ready, or one sentence says why not, and it is printed once.
 
-A launcher ends every rank as soon as one has left, so that a rank which leaves in silence may take the one with the
-message along. Hence:
+A launcher ends every rank as soon as one has left, so that a rank which leaves in silence may take
+the one with the message along. Hence:
 
-1. A rank that cannot start leaves its message in the job's store (the first one counts), and rank 0 prints it. All
-   others wait for that, at most GRACE_S, before they leave.
-2. Rank 0 reads the store where all ranks meet before the model is built (``wait_for_all``): it prints what another rank
-   met, such as a file that one host lacks.
-3. Where rank 0 is elsewhere, in a collective say, one of the failed ranks prints in its place after GRACE_S.
+1. A rank that cannot start leaves its message in the job's store (the first one counts), and rank 0
+   prints it. All others wait for that, at most GRACE_S, before they leave.
+2. Rank 0 reads the store where all ranks meet before the model is built (``wait_for_all``): it
+   prints what another rank met, such as a file that one host lacks.
+3. Where rank 0 is elsewhere, in a collective say, one of the failed ranks prints in its place after
+   GRACE_S.
 
-The store is torch.distributed's: torchrun's own, or the one that rank 0 holds under MASTER_ADDR and MASTER_PORT.
+The store is torch.distributed's: torchrun's own, or the one that rank 0 holds under MASTER_ADDR and
+MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Job:
         """Return when every rank has come here; a collective.
 
         deadline_s: seconds.
-        Raises ConfigError with the message of a rank that cannot start, and PeerError after ``deadline_s``.
+        Raises ConfigError with the message of a rank that cannot start, and PeerError after
+        ``deadline_s``.
         """
         if self.store is None:
             return

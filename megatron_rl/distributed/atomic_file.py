@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 def replace_text(path: pathlib.Path, text: str, *, synced: bool = False) -> None:
     """Replace a small file at once: a reader sees the old text or the new.
 
-    synced: the text is on the disk before it takes the file's place, so that a host that loses power shows no less.
+    synced: the text is on the disk before it takes the file's place, so that a host that loses
+        power shows no less.
     """
     unfinished = path.with_name(f"{path.name}.tmp")
     with unfinished.open("w", encoding="utf-8") as file:

@@ -31,11 +31,13 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
 def end_with_parent(parent: int) -> None:
     """End this process when its rank is killed, but not when the rank is asked to leave.
 
-    parent: process id of the rank, which finishes its step after a request to leave and needs this process until then.
+    parent: process id of the rank, which finishes its step after a request to leave and needs this
+        process until then.
 
-    Linux sends SIGKILL when the *thread* that started this process ends: start it from a thread that lives as long as
-    the rank. The requests to leave get an empty handler here and the default one after a fork: a process started from
-    here would inherit ignored signals and could not be terminated.
+    Linux sends SIGKILL when the *thread* that started this process ends: start it from a thread
+    that lives as long as the rank. The requests to leave get an empty handler here and the default
+    one after a fork: a process started from here would inherit ignored signals and could not be
+    terminated.
     """
     for number in _ASKS_TO_LEAVE:
         signal.signal(number, _stay)

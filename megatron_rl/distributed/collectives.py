@@ -1,7 +1,8 @@
 """Collectives over the whole world on values of the host: JSON, small arrays, one rank's error.
 
-They travel as tensors in host memory by gloo, beside NCCL too: NCCL's kernels spin on the GPU until the last rank has
-come, while an engine may be decoding there, and a rank that waits in one cannot say where it waits.
+They travel as tensors in host memory by gloo, beside NCCL too: NCCL's kernels spin on the GPU until
+the last rank has come, while an engine may be decoding there, and a rank that waits in one cannot
+say where it waits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Variables and switches that CUDA, NCCL and Transformer Engine read when they start, set for a run before that.
 
-A variable that the user has set stays, unless ``run.deterministic`` needs another value: that is an error.
+A variable that the user has set stays, unless ``run.deterministic`` needs another value: that is an
+error.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from megatron_rl.errors import ConfigError
 
 DRIVER = "/proc/driver/nvidia/version"
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the older name, which every version reads, first
-# What bitwise repetition needs, each with the values that give it. cuBLAS: its documentation on reproducibility.
-# Transformer Engine: attention's backward (pytorch/attention). NCCL: NVLink SHARP adds in the order of arrival, and
-# Megatron-LM's --deterministic-mode asks for one of the others.
+# What bitwise repetition needs, each with the values that give it. cuBLAS: its documentation on
+# reproducibility. Transformer Engine: attention's backward (pytorch/attention). NCCL: NVLink SHARP
+# adds in the order of arrival, and Megatron-LM's --deterministic-mode asks for one of the others.
 DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
@@ -47,13 +48,14 @@ def wanted_variables(
     """Return the variables that a run wants on a GPU, each with the values that do, the one to set first."""
     wanted: dict[str, tuple[str, ...]] = {}
     if parallel.tensor > 1 or parallel.context > 1:
-        # One hardware queue keeps the order in which Megatron-Core launches a collective and the product that shall
-        # hide it (0.16.1 tensor_parallel/layers.py warns without it; Megatron-LM's arguments.py asks for it under
-        # context parallelism too, up to Hopper).
+        # One hardware queue keeps the order in which Megatron-Core launches a collective and the
+        # product that shall hide it (0.16.1 tensor_parallel/layers.py warns without it;
+        # Megatron-LM's arguments.py asks for it under context parallelism too, up to Hopper).
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1",)
     if not opens_device_memory(rollout, weight_sync) and not megatron.ddp.get("nccl_ub"):
-        # Micro-batches differ in size, and blocks of fixed size fragment; a handle on a segment that grows would ask
-        # the engine's process for more rights, and NCCL registers fixed buffers.
+        # Micro-batches differ in size, and blocks of fixed size fragment; a handle on a segment
+        # that grows would ask the engine's process for more rights, and NCCL registers fixed
+        # buffers.
         wanted[ALLOCATOR[0]] = ("expandable_segments:True",)
     return {**wanted, **(DETERMINISTIC if run.deterministic else {})}
 
@@ -63,13 +65,14 @@ def prepare_cuda(wanted: Mapping[str, tuple[str, ...]], *, deterministic: bool) 
 
     wanted: by ``wanted_variables``. deterministic: ``run.deterministic``.
 
-    Raises ConfigError where ``run.deterministic`` needs a variable that the user set otherwise, or that CUDA, which has
-    started already, did not find.
+    Raises ConfigError where ``run.deterministic`` needs a variable that the user set otherwise, or
+    that CUDA, which has started already, did not find.
     """
     if os.path.exists(DRIVER):
         set_variables(wanted, os.environ, has_started=torch.cuda.is_initialized())
-    # cuDNN builds a plan for each shape that it has not seen, in half a second and more under torch 2.11 (reported, not
-    # measured here), and every decoding step of the embedded engine has one; flash attention takes any length.
+    # cuDNN builds a plan for each shape that it has not seen, in half a second and more under torch
+    # 2.11 (reported, not measured here), and every decoding step of the embedded engine has one;
+    # flash attention takes any length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
         torch.use_deterministic_algorithms(True)

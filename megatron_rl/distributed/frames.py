@@ -1,7 +1,8 @@
 """Messages between a rank and a process of its own (an engine, a reward worker): a JSON header and plain arrays.
 
-A frame is two little-endian uint64, the header's and the body's length, then the header (JSON, UTF-8) and the body.
-Arrays travel as their bytes; the header's ``arrays`` lists [name, dtype, shape] in order. Nothing is ever unpickled.
+A frame is two little-endian uint64, the header's and the body's length, then the header (JSON,
+UTF-8) and the body. Arrays travel as their bytes; the header's ``arrays`` lists [name, dtype,
+shape] in order. Nothing is ever unpickled.
 """
 
 from __future__ import annotations

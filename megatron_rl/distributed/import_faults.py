@@ -26,7 +26,8 @@ class Cause(enum.Enum):
 class Fault(NamedTuple):
     """Describes why an import failed.
 
-    state: words that follow the package's name. mend: the step that puts it right; "": the package's own, anew.
+    state: words that follow the package's name. mend: the step that puts it right; "": the
+        package's own, anew.
     """
 
     cause: Cause
@@ -42,7 +43,8 @@ def error_text(error: BaseException) -> str:
 def fault_of(error: str, package: str, cuda: str | None = None) -> Fault:
     """Return the fault behind a failed import.
 
-    error: "Type: message". package: how the names of its own modules begin. cuda: the version that torch is built for.
+    error: "Type: message". package: how the names of its own modules begin. cuda: the version that
+        torch is built for.
     """
     if (matched := MODULE.match(error)) and not matched[1].startswith(package):
         top, dot, _ = matched[1].partition(".")

@@ -19,7 +19,8 @@ from megatron_rl.distributed.requirements import compiler_fault
 PROBE_S = 120.0  # seconds for one import; torch from a cold network disk has taken 60
 
 
-# The import to try, by module; FusedAdam is in NVIDIA's apex alone, not in the package of that name on PyPI.
+# The import to try, by module; FusedAdam is in NVIDIA's apex alone, not in the package of that name
+# on PyPI.
 PROBES = {
     "torch": "import torch; facts = {'cuda': torch.version.cuda, 'gpus': [torch.cuda.get_device_name(i) "
     "for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []}\n"
@@ -62,7 +63,8 @@ class Host(NamedTuple):
     """Holds all the facts that the checks read.
 
     versions: distribution name (lower case, dashes) → version, the first on sys.path.
-    probes:   module of PROBES → the result of its import; a module that cannot be found has no entry.
+    probes:   module of PROBES → the result of its import; a module that cannot be found has no
+              entry.
     driver:   True where the NVIDIA kernel driver is loaded.
     name:     the host's own name; addressed: whether the name has an address.
     compiler_fault: what Triton lacks to build kernels, or "".

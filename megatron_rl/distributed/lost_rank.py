@@ -1,7 +1,8 @@
 """A rank that ends where no watch is open: while the run is put up (imports, groups, weights) or taken down.
 
-Each rank leaves its process id in the job's store as soon as it has met the others. A rank whose collective or store
-fails looks there for the ranks of its own host, and names those whose process is gone; of other hosts it knows none.
+Each rank leaves its process id in the job's store as soon as it has met the others. A rank whose
+collective or store fails looks there for the ranks of its own host, and names those whose process
+is gone; of other hosts it knows none.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def group_timeout(backend: str, deadline_s: float) -> datetime.timedelta:
 def joining(backend: str, deadline_s: float) -> contextlib.AbstractContextManager[None]:
     """End this process where the groups of the body are not built in time.
 
-    gloo (torch 2.13) tries five times, each for the group's time-out, to reach a rank that met the others and ended.
+    gloo (torch 2.13) tries five times, each for the group's time-out, to reach a rank that met the
+    others and ended.
     """
     grace_s = group_timeout(backend, GRACE_S).total_seconds()
     return time_limit("joining the other ranks' process groups", deadline_s, grace_s=grace_s, way_out=NO_ANSWER)

@@ -1,10 +1,11 @@
 """The host as Megatron-Core sees it: CUDA with NCCL, or a CPU with gloo that is presented to it as CUDA.
 
-Only this module knows which. Megatron-Core (0.16.1 and 0.19.2, read and run) asks for ``device="cuda"`` by name, opens
-streams, and asserts on the CUDA names that ``Tensor.type()`` returns (``optimizer/clip_grads.py:167``,
-``optimizer/distrib_optimizer.py:361``). On a host with no GPU the factories it calls are replaced at their names, since
-a TorchFunctionMode is not active inside backward. Importing this module does that, once, before any module of
-Megatron-Core is imported; on a CUDA host it changes nothing.
+Only this module knows which. Megatron-Core (0.16.1 and 0.19.2, read and run) asks for
+``device="cuda"`` by name, opens streams, and asserts on the CUDA names that ``Tensor.type()``
+returns (``optimizer/clip_grads.py:167``, ``optimizer/distrib_optimizer.py:361``). On a host with no
+GPU the factories it calls are replaced at their names, since a TorchFunctionMode is not active
+inside backward. Importing this module does that, once, before any module of Megatron-Core is
+imported; on a CUDA host it changes nothing.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's contents in host memory: the tensor itself if it is there, else a copy in pinned memory.
 
-    The copy does not block: it is whole after ``HOST.synchronize``, and later work of this stream does not disturb it.
+    The copy does not block: it is whole after ``HOST.synchronize``, and later work of this stream
+    does not disturb it.
     """
     if tensor.device.type == "cpu":
         return tensor
@@ -205,9 +207,10 @@ def _exchange_parts(received, sent, group) -> None:
 def _sharing_devices(process_group_gloo):
     """Return a gloo class whose groups share one set of network devices per process.
 
-    torch (2.13, ``csrc/distributed/c10d/init.cpp``) gives each group its own. A device is a thread that wakes a hundred
-    times a second (gloo, ``transport/tcp/loop.cc``) for as long as anything refers to its group. Megatron-Core makes
-    about fifty groups per process, on a CPU often with as many processes as cores.
+    torch (2.13, ``csrc/distributed/c10d/init.cpp``) gives each group its own. A device is a thread
+    that wakes a hundred times a second (gloo, ``transport/tcp/loop.cc``) for as long as anything
+    refers to its group. Megatron-Core makes about fifty groups per process, on a CPU often with as
+    many processes as cores.
     """
     devices_of: dict[int, list] = {}  # by process id: a thread does not live on in a fork
 
@@ -233,8 +236,8 @@ def _sharing_devices(process_group_gloo):
 def _one_by_one(group=None, device=None, async_ops=False):
     """Replace ``torch.distributed._coalescing_manager``: issue the collected collectives one at a time.
 
-    gloo's coalesced all-gather corrupts the heap: with torch 2.13 and two ranks, a bare loop of it dies within 5000
-    rounds in ``AsyncAllgatherCoalescedWork``; the plain one does not.
+    gloo's coalesced all-gather corrupts the heap: with torch 2.13 and two ranks, a bare loop of it
+    dies within 5000 rounds in ``AsyncAllgatherCoalescedWork``; the plain one does not.
     """
     c10d = torch.distributed.distributed_c10d
     state, group = c10d._world.pg_coalesce_state, group or c10d._get_default_group()
@@ -254,8 +257,8 @@ def _one_by_one(group=None, device=None, async_ops=False):
 
 def _present_cpu_as_cuda() -> None:
     # ``with torch.device(...)`` knows the factories by identity, from a set built once (torch 2.13
-    # ``utils/_device.py``): built after the replacement it would know none, and transformers' from_pretrained would
-    # leave rotary frequencies uninitialised.
+    # ``utils/_device.py``): built after the replacement it would know none, and transformers'
+    # from_pretrained would leave rotary frequencies uninitialised.
     torch_device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -281,8 +284,8 @@ def _present_cpu_as_cuda() -> None:
     torch.distributed._coalescing_manager = _one_by_one
     c10d = torch.distributed.distributed_c10d
     c10d.ProcessGroupGloo = _sharing_devices(c10d.ProcessGroupGloo)
-    # With Transformer Engine installed and no GPU, Megatron-Core picks its kernels and dies with a CUDA driver error.
-    # This None makes its import fail, and find_spec report that it is absent.
+    # With Transformer Engine installed and no GPU, Megatron-Core picks its kernels and dies with a
+    # CUDA driver error. This None makes its import fail, and find_spec report that it is absent.
     sys.modules["transformer_engine"] = None
 
 
@@ -291,11 +294,13 @@ def choose_device(
 ) -> str:
     """Return "cuda" where CUDA works, and "cpu" where there is no GPU or the user asked for the CPU.
 
-    environment: MEGATRON_RL_DEVICE=cpu asks for it, as does a CUDA_VISIBLE_DEVICES that is empty or -1.
+    environment: MEGATRON_RL_DEVICE=cpu asks for it, as does a CUDA_VISIBLE_DEVICES that is empty or
+        -1.
     driver_loaded: whether the host has NVIDIA's driver.
     reason: returns torch's own words on why CUDA does not work.
 
-    Raises ConfigError on a GPU host where CUDA does not work: a run must not fall back to the CPU in silence.
+    Raises ConfigError on a GPU host where CUDA does not work: a run must not fall back to the CPU
+    in silence.
     """
     wanted = environment.get("MEGATRON_RL_DEVICE", "").strip().lower()
     if wanted not in ("", "cpu", "cuda"):
@@ -354,8 +359,9 @@ def _transformer_engine_fault(error: Exception) -> str:
 def check_transformer_engine() -> None:
     """Raise ImportError where the Transformer Engine that is installed makes Megatron-Core's own import fail.
 
-    Megatron-Core (0.16.1 and 0.19.2, ``fp8_utils.py``) takes it for absent where ``import transformer_engine`` raises
-    ImportError, and for whole where that passes, even if the torch part, which it imports next, does not.
+    Megatron-Core (0.16.1 and 0.19.2, ``fp8_utils.py``) takes it for absent where ``import
+    transformer_engine`` raises ImportError, and for whole where that passes, even if the torch
+    part, which it imports next, does not.
     """
     try:
         import transformer_engine.pytorch  # noqa: F401

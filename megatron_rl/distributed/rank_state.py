@@ -106,7 +106,8 @@ def _ranks(ranks: Collection[RankState]) -> str:
 def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
     """Return a thread's position ("file:line function" outside torch), and whether it waits there for other ranks.
 
-    in_own_code: whether it is in a user's function, whose own lines wait for no rank, though they may look like it.
+    in_own_code: whether it is in a user's function, whose own lines wait for no rank, though they
+        may look like it.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:
@@ -123,8 +124,8 @@ def where_is(thread: int, *, in_own_code: bool = False) -> tuple[str, bool]:
 class LongWait:
     """Finds the wait of a thread that lasts ``after_s`` seconds: the same call, at every look.
 
-    A loop that waits often begins each wait in another frame, at another instruction or after another gather; looks
-    are ``look_s`` apart.
+    A loop that waits often begins each wait in another frame, at another instruction or after
+    another gather; looks are ``look_s`` apart.
     """
 
     def __init__(self, thread: int, after_s: float) -> None:

@@ -19,9 +19,11 @@ from megatron_rl.errors import PeerError
 def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
     """Return the job's store, this process's rank, and the number of ranks. Every rank calls it.
 
-    url: of torch's rendezvous; ``env://``: by the launcher's MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
+    url: of torch's rendezvous; ``env://``: by the launcher's MASTER_ADDR, MASTER_PORT, RANK and
+        WORLD_SIZE.
 
-    Raises PeerError where the port is another program's, nobody or a mute one listens, or a rank does not come.
+    Raises PeerError where the port is another program's, nobody or a mute one listens, or a rank
+    does not come.
     """
     met: queue.SimpleQueue[tuple | Exception] = queue.SimpleQueue()
 
@@ -34,7 +36,8 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
             outcome = error
         met.put(outcome)
 
-    # In a thread of its own: torch 2.13 waits for ever for the first answer of a TCPStore (TCPStore.cpp, validate).
+    # In a thread of its own: torch 2.13 waits for ever for the first answer of a TCPStore
+    # (TCPStore.cpp, validate).
     threading.Thread(target=join, daemon=True, name="rendezvous").start()
     try:
         outcome = met.get(timeout=deadline_s + GRACE_S)

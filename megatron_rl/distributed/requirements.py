@@ -49,7 +49,8 @@ def check_megatron_core() -> None:
 def compiler_fault() -> str:
     """Return what Triton lacks here to build a kernel's launcher, or "" where it lacks nothing.
 
-    It runs a C compiler over Python's headers (read in Triton 3.6 and 3.7, runtime/build.py), as torch.compile does.
+    It runs a C compiler over Python's headers (read in Triton 3.6 and 3.7, runtime/build.py), as
+    torch.compile does.
     """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"

@@ -1,15 +1,18 @@
 """A lock on a run's folder: one run at a time, on one host or on several that share the file system.
 
-The lock is a small JSON file that names its holder: host, machine (this boot of it, and the namespace that process ids
-count in), process id, the process's start in clock ticks since boot, and a token of its own. The holder touches it
-every BEAT_S. A process that finds one decides:
+The lock is a small JSON file that names its holder: host, machine (this boot of it, and the
+namespace that process ids count in), process id, the process's start in clock ticks since boot, and
+a token of its own. The holder touches it every BEAT_S. A process that finds one decides:
 
-1. The same machine: the lock is stale iff no process of that id and start lives. A crash is seen at once.
-2. Another machine: the lock is stale iff nothing touches it for STALE_S. No clocks are compared: only changes count.
+1. The same machine: the lock is stale iff no process of that id and start lives. A crash is seen at
+   once.
+2. Another machine: the lock is stale iff nothing touches it for STALE_S. No clocks are compared:
+   only changes count.
 
-A stale lock is replaced. Two processes that replace it at once are told apart by reading it again after SETTLE_S: the
-last one holds it. A holder whose lock was replaced, since it was stopped for longer than STALE_S, learns so at its next
-beat and ends, so that two runs never write side by side for longer than a beat.
+A stale lock is replaced. Two processes that replace it at once are told apart by reading it again
+after SETTLE_S: the last one holds it. A holder whose lock was replaced, since it was stopped for
+longer than STALE_S, learns so at its next beat and ends, so that two runs never write side by side
+for longer than a beat.
 """
 
 from __future__ import annotations
@@ -207,8 +210,8 @@ class LockReader:
     def look(self) -> tuple[bool, float] | None:
         """Return whether the holder lives, and its last touch in seconds since 1970; None where there is no lock.
 
-        A holder of another machine lives if it has touched its lock within STALE_S. At the first look the clocks of
-        both machines say so; from then on only changes count.
+        A holder of another machine lives if it has touched its lock within STALE_S. At the first
+        look the clocks of both machines say so; from then on only changes count.
         """
         holder, touched = self._lock._read()
         if touched is None:

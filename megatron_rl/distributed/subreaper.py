@@ -1,8 +1,9 @@
 """A subreaper: a small process between a rank and its worker, which ends everything that the worker started (Linux).
 
-A worker's children outlive a SIGKILL of the worker, and those in a session of their own outlive one of its group. So
-the worker is the child of a subreaper, to which the kernel gives every orphan below it. The subreaper ends them all,
-and then itself, as soon as the worker has ended, the rank has ended, or the rank says so by END.
+A worker's children outlive a SIGKILL of the worker, and those in a session of their own outlive one
+of its group. So the worker is the child of a subreaper, to which the kernel gives every orphan
+below it. The subreaper ends them all, and then itself, as soon as the worker has ended, the rank
+has ended, or the rank says so by END.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def go_on_in_a_child(parent: int, descriptors: Collection[int]) -> None:
     """Return in a child of this process, which becomes its subreaper.
 
     parent: process id of the rank, which started this process.
-    descriptors: those of the worker alone, which the subreaper closes: a reader at their other end sees the worker's
+    descriptors: those of the worker alone, which the subreaper closes: a reader at their other end
+        sees the worker's
     end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {END, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})

@@ -17,10 +17,12 @@ def time_limit(what: str, deadline_s: float | None, *, grace_s: float = 0.0, way
     """End this process where the body takes longer than ``deadline_s``, and say what, and where it stood.
 
     what: names the body, for the message.
-    deadline_s: ``run.deadline_s``, in seconds; None: no limit. grace_s: beyond it, for the body's own time-out.
+    deadline_s: ``run.deadline_s``, in seconds; None: no limit. grace_s: beyond it, for the body's
+        own time-out.
     way_out: for the message, which goes on with the stack of user's code.
 
-    Nothing can interrupt a user's function. A call that never gives the interpreter's lock back is not ended.
+    Nothing can interrupt a user's function. A call that never gives the interpreter's lock back is
+    not ended.
     """
     ended = threading.Event()
     given = (threading.get_ident(), ended, what, deadline_s, grace_s, way_out)

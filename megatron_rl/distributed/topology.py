@@ -27,12 +27,14 @@ ALONE = ParallelConfig()  # one process
 class Topology:
     """Holds this process's ranks and groups. Sizes are degrees of parallelism; ranks count from 0 in their group.
 
-    data_group: the replicas of this shard, without context ranks (``data_size`` counts replicas, not processes).
+    data_group: the replicas of this shard, without context ranks (``data_size`` counts replicas,
+        not processes).
     expert_group: the ranks that together hold one layer's experts, the expert's tensor ranks first.
     expert_tensor_group: the ranks that share one expert's matrices.
     expert_data_rank: this rank's among those that hold the same shard of the same experts.
 
-    Example: world 4, TP=1, PP=2, DP=2: global ranks 0, 1 are stage 0 of replicas 0, 1; ranks 2, 3 their stage 1.
+    Example: world 4, TP=1, PP=2, DP=2: global ranks 0, 1 are stage 0 of replicas 0, 1; ranks 2, 3
+    their stage 1.
     """
 
     rank: int
@@ -124,7 +126,8 @@ def initialize(
     parallel: the degrees of parallelism.
     deadline_s: seconds, the time-out of every group.
 
-    Raises ConfigError where the degrees do not divide the world or one another, PeerError where the ranks do not meet.
+    Raises ConfigError where the degrees do not divide the world or one another, PeerError where the
+    ranks do not meet.
     """
     if not dist.is_initialized():
         _make_world(init_method, deadline_s)
@@ -151,7 +154,8 @@ def initialize(
             expert_tensor_parallel_size=expert_tensor,
             distributed_timeout_minutes=group_timeout(HOST.backend, deadline_s).total_seconds() / 60,
         )
-    # A CPU has no CUDA generators and gets a tracker whose forks do nothing. Dropout is refused elsewhere.
+    # A CPU has no CUDA generators and gets a tracker whose forks do nothing. Dropout is refused
+    # elsewhere.
     if HOST.is_cuda:
         tensor_parallel_random.model_parallel_cuda_manual_seed(seed)
     else:

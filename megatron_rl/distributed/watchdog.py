@@ -1,25 +1,30 @@
 """The watchdog: every rank reports its stage, and a failure on any rank ends the run on all with a named cause.
 
-Rank 0 keeps the watch: a thread with one connection to every rank's watch thread. It is not torch's TCPStore, since a
-closed connection tells of a killed process at once and without a heartbeat that a busy interpreter would miss (TCP
-keepalive tells of a lost host after about 25 s), and since a broken store prints C++ stacks before the named error.
+Rank 0 keeps the watch: a thread with one connection to every rank's watch thread. It is not torch's
+TCPStore, since a closed connection tells of a killed process at once and without a heartbeat that a
+busy interpreter would miss (TCP keepalive tells of a lost host after about 25 s), and since a
+broken store prints C++ stacks before the named error.
 
 1. A rank that raises tells its error and its stage before its process groups close.
-2. A rank whose connection closes without a word was killed. If it is rank 0, every rank sees it for itself.
-3. A rank whose collective fails or runs into ``run.deadline_s`` asks for the cause. If no rank raised or died within
-   SETTLE_S, every rank is asked for its main thread's position: the guilty rank is one that is not waiting for others,
-   else one that is behind. gloo raises at the deadline; NCCL ends the process without a word, so its groups have
-   NCCL_GRACE_S more, and the watch thread of a rank that waits in one place for the deadline asks in time.
-4. A user's function that a rank calls in its main thread (``own_code``, ``own_call``) may take ``run.deadline_s``:
-   longer, and its watch thread names it as the cause. A world of one has that thread too. A function that waits for
-   other ranks is not to blame: its collective has a deadline.
-5. The first cause is told to all, once. A rank whose main thread has not ended END_S after that (it waits in a
-   collective that nothing will end, or sleeps) is ended by its watch thread with ``os._exit``: Python cannot interrupt
-   a thread that is in C.
-6. Once a stage has taken ``run.slow_stage_s``, rank 0 says which stage each rank is in, and for how long.
+2. A rank whose connection closes without a word was killed. If it is rank 0, every rank sees it for
+   itself.
+3. A rank whose collective fails or runs into ``run.deadline_s`` asks for the cause. If no rank
+   raised or died within SETTLE_S, every rank is asked for its main thread's position: the guilty
+   rank is one that is not waiting for others, else one that is behind. gloo raises at the deadline;
+   NCCL ends the process without a word, so its groups have NCCL_GRACE_S more, and the watch thread
+   of a rank that waits in one place for the deadline asks in time.
+4. A user's function that a rank calls in its main thread (``own_code``, ``own_call``) may take
+   ``run.deadline_s``: longer, and its watch thread names it as the cause. A world of one has that
+   thread too. A function that waits for other ranks is not to blame: its collective has a deadline.
+5. The first cause is told to all, once. A rank whose main thread has not ended END_S after that (it
+   waits in a collective that nothing will end, or sleeps) is ended by its watch thread with
+   ``os._exit``: Python cannot interrupt a thread that is in C.
+6. Once a stage has taken ``run.slow_stage_s``, rank 0 says which stage each rank is in, and for how
+   long.
 
-The run before ``open_watchdog`` (building groups, loading weights) is not watched: distributed/lost_rank.py names whom
-a collective misses there. Neither NCCL nor a second host has been tried.
+The run before ``open_watchdog`` (building groups, loading weights) is not watched:
+distributed/lost_rank.py names whom a collective misses there. Neither NCCL nor a second host has
+been tried.
 """
 
 from __future__ import annotations
@@ -81,7 +86,8 @@ class Watchdog:
 
     deadline_s: seconds that a user's function may take in the main thread.
     slow_stages: of a world of one; None where rank 0's server has it.
-    times_waits: whether a wait of ``deadline_s`` in one place counts as a collective that failed (rule 3, NCCL).
+    times_waits: whether a wait of ``deadline_s`` in one place counts as a collective that failed
+        (rule 3, NCCL).
     """
 
     def __init__(
@@ -273,8 +279,8 @@ def open_watchdog(
     deadline_s: seconds for every rank to join, and for a user's function in a main thread.
     slow_stage_s: seconds in one stage after which ``say`` gets every rank's, on rank 0; 0: never.
 
-    An error in the body of any rank ends every rank's. Where another rank is to blame, it leaves as a PeerError that
-    names that rank, its position and its stage.
+    An error in the body of any rank ends every rank's. Where another rank is to blame, it leaves as
+    a PeerError that names that rank, its position and its stage.
     """
     who = topology.who(topology.rank)
     server: WatchdogServer | None = None

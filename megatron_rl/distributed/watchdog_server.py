@@ -1,14 +1,13 @@
 """Rank 0's side of the watch: it hears every rank, finds the first cause of a failure and tells all ranks.
 
-distributed/watchdog.py has the rules. A message is one line with a JSON object:
-rank → server: hello, stage, raised, overdue (a user's function takes too long), lost (a collective failed on this
-rank), answer, bye.
-server → rank: welcome (all ranks have joined), server (rank 0's stage, in case it dies), where (asks for the main
-thread's position), cause, bye.
+distributed/watchdog.py has the rules. A message is one line with a JSON object: rank → server:
+hello, stage, raised, overdue (a user's function takes too long), lost (a collective failed on this
+rank), answer, bye. server → rank: welcome (all ranks have joined), server (rank 0's stage, in case
+it dies), where (asks for the main thread's position), cause, bye.
 
-Strangers may reach the port until every rank has joined, when it is closed. A connection is a rank's once it has said
-hello with the run's token; until then it may send HELLO_BYTES in HELLO_S, and only so many may be open. Whatever else
-arrives closes it.
+Strangers may reach the port until every rank has joined, when it is closed. A connection is a
+rank's once it has said hello with the run's token; until then it may send HELLO_BYTES in HELLO_S,
+and only so many may be open. Whatever else arrives closes it.
 """
 
 from __future__ import annotations
@@ -63,7 +62,8 @@ class JsonConnection:
     def receive(self, wait_s: float = 0.0) -> list[dict] | None:
         """Return the messages that arrive within ``wait_s`` seconds, [] where no whole line does.
 
-        Returns None where the other side is gone, or sends anything else than messages of ``most_bytes`` at most.
+        Returns None where the other side is gone, or sends anything else than messages of
+        ``most_bytes`` at most.
         """
         ready = select.poll()  # not select.select, which refuses a descriptor above 1023
         try:
@@ -91,8 +91,8 @@ class JsonConnection:
 def find_culprit(peers: Mapping[int, RankState]) -> Cause:
     """Return the cause of a failed collective where no rank raised or died: a rank that kept the others waiting.
 
-    The first that exists of: a rank whose watch thread does not answer; one that is busy outside every collective; one
-    that is behind by stages; else no known rank.
+    The first that exists of: a rank whose watch thread does not answer; one that is busy outside
+    every collective; one that is behind by stages; else no known rank.
     """
     error_note = "".join([f" ({peer.who} met {peer.lost})" for peer in peers.values() if peer.lost][:1])
     running = [peer for _, peer in sorted(peers.items()) if peer.lost is None and not peer.ended]
@@ -193,7 +193,8 @@ class WatchdogServer:
         self.peers[rank] = RankState(rank=rank, who=who)
         if len(self.peers) < self.world_size:
             return
-        # Nobody else is awaited. No rank goes on before the welcome, so that all hear the later messages.
+        # Nobody else is awaited. No rank goes on before the welcome, so that all hear the later
+        # messages.
         if not self._accept_at:
             self._selector.unregister(self._listener)
         self._listener.close()
@@ -279,8 +280,9 @@ class WatchdogServer:
 def own_address() -> str:
     """Return this host's address on the network that the ranks use; 127.0.0.1 where it has no other.
 
-    That is the address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names (by its beginning, as NCCL
-    has it), else the one from which this host reaches MASTER_ADDR, else the one of its name.
+    That is the address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names (by its
+    beginning, as NCCL has it), else the one from which this host reaches MASTER_ADDR, else the one
+    of its name.
     """
     names = [
         name.lstrip("=")

@@ -1,7 +1,7 @@
 """Choice of the channel by which the policy's weights reach the engines.
 
-The trainer's allocator depends on it (distributed/cuda_environment.py): no other process may open memory in expandable
-segments without more rights.
+The trainer's allocator depends on it (distributed/cuda_environment.py): no other process may open
+memory in expandable segments without more rights.
 """
 
 from __future__ import annotations

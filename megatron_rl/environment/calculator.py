@@ -1,7 +1,7 @@
 """A calculator as an environment: it answers ``<calc>12*34</calc>``; any other turn is the answer and ends the episode.
 
-Arithmetic is read by Python's parser and evaluated node by node: numbers, + - * / // %, signs and parentheses, nothing
-else.
+Arithmetic is read by Python's parser and evaluated node by node: numbers, + - * / // %, signs and
+parentheses, nothing else.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def last_number(text: str) -> Fraction | None:
 class Calculator:
     """Evaluates the last ``<opening>…<closing>`` of a turn; its value is the observation.
 
-    A turn without one is the answer, which earns 1.0 if its last number is the number in column ``answer_key``, else
-    0.0.
+    A turn without one is the answer, which earns 1.0 if its last number is the number in column
+    ``answer_key``, else 0.0.
 
     opening, closing: the marks around a call.
     observation: the text that the policy reads; ``{result}`` is the value or ``error``.

@@ -1,6 +1,7 @@
 """An environment of gymnasium's kind as an environment of ours: a turn's text is an action, the answer is read as text.
 
-Anything with gymnasium's ``reset(seed=, options=)`` and ``step(action)`` fits (Farama Gymnasium 1.4, core.py, Env).
+Anything with gymnasium's ``reset(seed=, options=)`` and ``step(action)`` fits (Farama Gymnasium
+1.4, core.py, Env).
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ class GymnasiumAdapter:
     """Plays one episode. The prompt holds its first observation: ``rows`` writes prompts.
 
     env: an id that gymnasium knows, or ``module:Class``. arguments: what it is made with.
-    action: ``module:function`` that turns a turn's text into an action, or raises ValueError; None: the text itself for
-        an action space of texts, else the last whole number in it.
+    action: ``module:function`` that turns a turn's text into an action, or raises ValueError; None:
+        the text itself for an action space of texts, else the last whole number in it.
     observation: ``module:function`` that turns an observation into text; None: ``str``.
-    invalid: the answer to a text that is no action; ``{error}`` is the fault. The environment is not told of it.
+    invalid: the answer to a text that is no action; ``{error}`` is the fault. The environment is
+        not told of it.
 
-    Example: ``environment: {name: gymnasium, arguments: {env: FrozenLake-v1, arguments: {is_slippery: false}}}``.
+    Example: ``environment: {name: gymnasium, arguments: {env: FrozenLake-v1, arguments:
+    {is_slippery: false}}}``.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ BUILT_IN = {
 class Step:
     """Holds an environment's reply to one turn of the policy.
 
-    observation: a text, or chat messages ``{"role": ..., "content": ...}`` (``data.template=chat`` alone), which the
-                 policy reads before its next turn. It never carries loss.
+    observation: a text, or chat messages ``{"role": ..., "content": ...}`` (``data.template=chat``
+                 alone), which the policy reads before its next turn. It never carries loss.
     reward:      added to the sample's; None: nothing.
     done:        True where the episode is over; its observation is then not read.
 
@@ -38,8 +38,9 @@ class Step:
 class Environment(Protocol):
     """Describes the environment of one sample.
 
-    Its methods are called in threads, one call at a time, not always in the same thread; an instance is released when
-    its episode ends. A run repeats only those results that depend on the prompt and the actions alone.
+    Its methods are called in threads, one call at a time, not always in the same thread; an
+    instance is released when its episode ends. A run repeats only those results that depend on the
+    prompt and the actions alone.
 
     Example::
 
@@ -59,8 +60,8 @@ class Environment(Protocol):
     def step(self, action: str) -> Step:
         """Reply to a turn that ended by itself: called after every such turn.
 
-        action: the turn's text, without special tokens; a turn that the token limit cut off is no action and is not
-                passed.
+        action: the turn's text, without special tokens; a turn that the token limit cut off is no
+                action and is not passed.
         """
         ...
 

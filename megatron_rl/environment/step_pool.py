@@ -1,12 +1,16 @@
 """Threads for environments' steps, each with a deadline from its start: a step that hangs costs only its own sample.
 
-1. A call begins in the order in which it was handed in, as soon as one of ``num_threads`` threads is free.
-2. One that takes longer than ``deadline_s`` is given up at that time, by a thread that does nothing else. The call's
-   own thread ends whenever it does, and another replaces it, so that no other sample lacks one.
-3. So a call with n calls before it begins within ⌈n / num_threads⌉ deadlines and has ended one deadline later.
-4. After PATIENCE · ``num_threads`` overdue calls in a row, the waiting calls are not tried: an environment that is down
-   costs a few deadlines and not one for every ``num_threads`` samples.
-5. Where a failure ends the run (``stops``), the first call that fails ends every wait; the waiting calls are not tried.
+1. A call begins in the order in which it was handed in, as soon as one of ``num_threads`` threads
+   is free.
+2. One that takes longer than ``deadline_s`` is given up at that time, by a thread that does nothing
+   else. The call's own thread ends whenever it does, and another replaces it, so that no other
+   sample lacks one.
+3. So a call with n calls before it begins within ⌈n / num_threads⌉ deadlines and has ended one
+   deadline later.
+4. After PATIENCE · ``num_threads`` overdue calls in a row, the waiting calls are not tried: an
+   environment that is down costs a few deadlines and not one for every ``num_threads`` samples.
+5. Where a failure ends the run (``stops``), the first call that fails ends every wait; the waiting
+   calls are not tried.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ class Ticket:
     def result(self) -> object:
         """Return the value of a call that has ended, or raise its error or Overdue.
 
-        Raises RuntimeError for a call that ``sys.exit`` or ``os._exit`` ended, or that was forgotten before it began.
+        Raises RuntimeError for a call that ``sys.exit`` or ``os._exit`` ended, or that was
+        forgotten before it began.
         """
         if self.error is None:
             return self.value
@@ -63,7 +68,8 @@ class Ticket:
 class StepPool:
     """Runs calls on up to ``num_threads`` threads: ``pool.wait(pool.submit(lambda: 6 * 7)).result()`` is 42.
 
-    stops: whether the first call that fails ends every wait. key: the setting of the deadline, for messages.
+    stops: whether the first call that fails ends every wait. key: the setting of the deadline, for
+        messages.
     """
 
     def __init__(

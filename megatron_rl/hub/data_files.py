@@ -29,7 +29,8 @@ CHOICES = "choices.json"
 def fetch_data(name: HubName, key: str) -> str:
     """Return a pattern whose files, in the order of their names, are those of a data set at ``name.revision``.
 
-    Raises ConfigError for a configuration or split that is not named and not the only one, or of no form that is read.
+    Raises ConfigError for a configuration or split that is not named and not the only one, or of no
+    form that is read.
     """
     known = _known(name, key)
     if known is not None:

@@ -1,8 +1,9 @@
 """Fetches files of the hub into its cache, by huggingface_hub: configs, tokenizers, safetensors and data files alone.
 
-No code and no pickle is fetched. The hub's own variables hold: HF_HOME and HF_HUB_CACHE (the cache), HF_ENDPOINT,
-HF_TOKEN, and HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE and HF_DATASETS_OFFLINE, under which only the cache is read. Files
-that are there are not fetched again, and a download that was cut goes on.
+No code and no pickle is fetched. The hub's own variables hold: HF_HOME and HF_HUB_CACHE (the
+cache), HF_ENDPOINT, HF_TOKEN, and HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE and HF_DATASETS_OFFLINE,
+under which only the cache is read. Files that are there are not fetched again, and a download that
+was cut goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ log = logging.getLogger(__name__)
 
 # Beside the weights; those that copies of a model take along (weights/side_files.py).
 SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "LICENSE*", "NOTICE*", "USE_POLICY*"]
-# Folders within a repository, all but additional_chat_templates: a pattern's * takes a slash too (fnmatch).
+# Folders within a repository, all but additional_chat_templates: a pattern's * takes a slash too
+# (fnmatch).
 NESTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*"]
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 CARD = ["README.md", ".gitattributes"]

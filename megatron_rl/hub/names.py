@@ -1,6 +1,7 @@
 """Names on the hub: ``owner/name@revision`` for a model, ``owner/name:config/split@revision`` for a data set.
 
-A path that exists on this host is no name; neither is one with the ending of a data file, as ``data/train.jsonl``.
+A path that exists on this host is no name; neither is one with the ending of a data file, as
+``data/train.jsonl``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Kind(enum.Enum):
 class HubName:
     """Holds a name on the hub.
 
-    repo: ``owner/name``. subset: a data set's configuration. revision: a branch, a tag or a commit; None: ``main``.
+    repo: ``owner/name``. subset: a data set's configuration. revision: a branch, a tag or a commit;
+        None: ``main``.
 
     Example: ``openai/gsm8k:main/test@e53f048`` has the subset ``main`` and the split ``test``.
     """

@@ -1,8 +1,9 @@
 """Finds the local folders of the hub's names in a configuration: one rank decides the commits, one a node fetches.
 
-The commits stand in ``hub.json`` of the run's folder, by kind and name as it was written, so that a run that resumes
-reads the same files though a branch has moved. Not a collective of the run's world, which does not exist yet: ranks
-speak through the job's store (distributed/agreement.py), and a fault is raised on all of them.
+The commits stand in ``hub.json`` of the run's folder, by kind and name as it was written, so that a
+run that resumes reads the same files though a branch has moved. Not a collective of the run's
+world, which does not exist yet: ranks speak through the job's store (distributed/agreement.py), and
+a fault is raised on all of them.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ def local_paths(
     """Return the local path of each name, by its setting's key.
 
     without_weights: the keys of models whose config and tokenizer alone are wanted.
-    resumes: whether the commits that the run's folder has are taken; pins: whether they are written there.
-    Raises ConfigError on every rank for a name that cannot be fetched, and where the others do not answer in time.
+    resumes: whether the commits that the run's folder has are taken; pins: whether they are written
+        there.
+    Raises ConfigError on every rank for a name that cannot be fetched, and where the others do not
+    answer in time.
     """
     job, wait_s = this_job(deadline_s=run.deadline_s), run.deadline_s
     file = run.path / PINS

@@ -6,7 +6,8 @@ What fetches a name is imported only where a setting holds one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.hub.names import Kind, name_of, name_of_path
@@ -25,11 +26,13 @@ _SETTINGS = {
 def fetched(config: Config, *, weights: bool = True, pins: bool = True) -> Config:
     """Return the configuration with a local path in place of each name of the hub; the same one if it has none.
 
-    weights: whether the policy's, critic's and teacher's are wanted; a dry run reads config and tokenizer alone.
+    weights: whether the policy's, critic's and teacher's are wanted; a dry run reads config and
+        tokenizer alone.
     pins: whether the commits are written to the run's folder.
-    Raises ConfigError on every rank for a name that cannot be fetched, and where the others do not answer in time.
+    Raises ConfigError on every rank for a name that cannot be fetched, and where the others do not
+    answer in time.
     """
-    names = {key: (kind, name_of(value, kind, key)) for key, (kind, value) in _values(config).items()}
+    names = {key: (kind, name_of(value, kind, key)) for key, (kind, value) in _values(vars(config)).items()}
     names = {key: (kind, name) for key, (kind, name) in names.items() if name is not None}
     if not names:
         return config
@@ -40,34 +43,34 @@ def fetched(config: Config, *, weights: bool = True, pins: bool = True) -> Confi
         without = (*without, "model.hf_path")
     resumes = config.checkpoint.resume != "never"
     paths = local_paths(names, config.run, without_weights=without, resumes=resumes, pins=pins)
-    return _mapped(config, lambda key, value: paths.get(key, value))
+    return dataclasses.replace(config, **_changed(vars(config), lambda key, value: paths.get(key, value)))
 
 
 def with_names(config: Config) -> Config:
     """Return the configuration with names and commits in place of fetched paths, as it can run on another host."""
-    return _mapped(config, lambda key, value: str(name_of_path(value) or value))
+    return dataclasses.replace(config, **_changed(vars(config), lambda _, value: str(name_of_path(value) or value)))
 
 
-def _values(config: Config) -> dict[str, tuple[Kind, str]]:
+def _values(sections: Mapping[str, Any]) -> dict[str, tuple[Kind, str]]:
     """Return the kind and value of every setting that names a model or data, by key, as ``data.train[0]``."""
     values = {}
     for (section, field), kind in _SETTINGS.items():
-        value = dataclasses.asdict(getattr(config, section))[field]
+        value = vars(sections[section])[field]
         if value:
             values[f"{section}.{field}"] = (kind, value)
-    values |= {f"data.train[{number}]": (Kind.DATA, value) for number, value in enumerate(config.data.train)}
-    return values | {f"eval.sets.{name}": (Kind.DATA, value) for name, value in config.eval.sets.items()}
+    values |= {f"data.train[{number}]": (Kind.DATA, value) for number, value in enumerate(sections["data"].train)}
+    return values | {f"eval.sets.{name}": (Kind.DATA, value) for name, value in sections["eval"].sets.items()}
 
 
-def _mapped(config: Config, of: Callable[[str, str], str]) -> Config:
+def _changed(sections: Mapping[str, Any], of: Callable[[str, str], str]) -> dict[str, Any]:
+    """Return the sections that hold such settings, by name, with ``of``(key, value) in place of each value."""
     changed: dict[str, dict[str, object]] = {}
-    for key, (_, value) in _values(config).items():
+    for key, (_, value) in _values(sections).items():
         section, _, field = key.partition(".")
         if "[" not in field and not field.startswith("sets."):
             changed.setdefault(section, {})[field] = of(key, value)
-    train = tuple(of(f"data.train[{number}]", value) for number, value in enumerate(config.data.train))
+    train = tuple(of(f"data.train[{number}]", value) for number, value in enumerate(sections["data"].train))
     changed.setdefault("data", {})["train"] = train
-    sets = {name: of(f"eval.sets.{name}", value) for name, value in config.eval.sets.items()}
+    sets = {name: of(f"eval.sets.{name}", value) for name, value in sections["eval"].sets.items()}
     changed.setdefault("eval", {})["sets"] = sets
-    sections = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in changed.items()}
-    return dataclasses.replace(config, **sections)
+    return {name: dataclasses.replace(sections[name], **fields) for name, fields in changed.items()}

@@ -7,11 +7,14 @@ divided by less, or refused. Read in slime 0.3.1 (624b824, 2026-08-21) and miles
 
 Invariants (tests/unit/integrations/test_slime_stubs.py, tests/oracles/test_slime_plugin.py):
 
-1. Only a sample whose advantage is 0, or that has no loss token, becomes a stub; NaN and infinity are not 0.
+1. Only a sample whose advantage is 0, or that has no loss token, becomes a stub; NaN and infinity
+   are not 0.
 2. Every field of every other sample is the one that the trainer's own conversion gave.
-3. The number of samples, their order and their rollout ids are those of the whole batch, and so are steps, denominators
-   and the learning rate's schedule; every rank has as many micro-batches as the others.
-4. Where a setting is not known to leave a sample of advantage 0 without gradient, the batch stays whole.
+3. The number of samples, their order and their rollout ids are those of the whole batch, and so are
+   steps, denominators and the learning rate's schedule; every rank has as many micro-batches as the
+   others.
+4. Where a setting is not known to leave a sample of advantage 0 without gradient, the batch stays
+   whole.
 """
 
 from __future__ import annotations
@@ -29,12 +32,13 @@ from megatron_rl.integrations.verl_rows import model_obstacles
 
 logger = logging.getLogger(__name__)
 
-# Their advantage is the reward, once for every token (loss.py, compute_advantages_and_returns), and their policy terms
-# are multiples of it. Not among them: ppo has values; both reinforce_plus_plus ask for whitened advantages.
+# Their advantage is the reward, once for every token (loss.py, compute_advantages_and_returns), and
+# their policy terms are multiples of it. Not among them: ppo has values; both reinforce_plus_plus
+# ask for whitened advantages.
 EXACT_ESTIMATORS = ("grpo", "gspo", "cispo")
 
-# Arguments with the values at which a sample of advantage 0 has no gradient and couples no others. An argument that a
-# trainer does not have counts as harmless.
+# Arguments with the values at which a sample of advantage 0 has no gradient and couples no others.
+# An argument that a trainer does not have counts as harmless.
 HARMLESS: dict[str, tuple[object, ...]] = {
     "loss_type": ("policy_loss",),
     "train_backend": ("megatron",),
@@ -89,8 +93,9 @@ class Stubbed:
     """Counts what one rollout leaves out. Example: 2 of 4 groups, 17 of 32 samples, 6,000 of 11,000 tokens.
 
     dead_groups:     groups of which every sample became a stub.
-    equal_groups:    groups of equal rewards that train all the same. Where rewards are normalised, a float32 mean's
-                     rounding gives them advantages: 8 or more rewards of 0.1, not of 0 or 1.
+    equal_groups:    groups of equal rewards that train all the same. Where rewards are normalised,
+                     a float32 mean's rounding gives them advantages: 8 or more rewards of 0.1, not
+                     of 0 or 1.
     executed_tokens: prompt and response tokens that run, stubs among them, of ``dense_tokens``.
     """
 
@@ -106,10 +111,12 @@ class Stubbed:
 def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     """Return the trainer's own train data of a rollout, its samples without signal cut to stubs.
 
-    args: slime's or miles' parsed arguments. samples: theirs, flat, each of their own class ``Sample``.
+    args: slime's or miles' parsed arguments. samples: theirs, flat, each of their own class
+        ``Sample``.
 
-    Raises ConfigError for samples of another class, and for settings of miles whose facts it does not hand to a custom
-    conversion. Where a setting allows no skip, the train data stay whole, and a warning names the setting.
+    Raises ConfigError for samples of another class, and for settings of miles whose facts it does
+    not hand to a custom conversion. Where a setting allows no skip, the train data stay whole, and
+    a warning names the setting.
     """
     train_data = _own_conversion(args, samples)
     obstacles = tuple(obstacles_of(args) + field_obstacles(train_data))
@@ -204,9 +211,10 @@ def with_stubs(
 
     groups: each sample's prompt, for the counts alone. per_token: ``--calculate-per-token-loss``.
 
-    A stub is the last token of the prompt and the first of the response. Under the mean over rollouts its loss mask is
-    0, and ``rollout_mask_sums`` keep what the whole sample counted. Under the sum over tokens the trainer divides by
-    Σ max(Σ mask, 1) over samples: there the one token's mask is the whole sample's, and its advantage is 0.
+    A stub is the last token of the prompt and the first of the response. Under the mean over
+    rollouts its loss mask is 0, and ``rollout_mask_sums`` keep what the whole sample counted. Under
+    the sum over tokens the trainer divides by Σ max(Σ mask, 1) over samples: there the one token's
+    mask is the whole sample's, and its advantage is 0.
     """
     cut = {name: list(values) if name in CUT_FIELDS else values for name, values in train_data.items()}
     tokens, rewards = train_data["tokens"], train_data["rewards"]

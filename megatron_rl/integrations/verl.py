@@ -1,12 +1,14 @@
 """Registers the zero-advantage skip with verl, which loads this module by the entry point ``verl.plugins``.
 
-Importing this module puts ``SkippingEngine`` (verl_engine.py) before verl's own Megatron engine, for language models on
-NVIDIA devices and an unchanged ``actor.strategy=megatron``. verl looks (device, vendor) up before the device alone
-(0.9.1, workers/engine/base.py), so that a registration for "nvidia" precedes its own and takes nothing away.
+Importing this module puts ``SkippingEngine`` (verl_engine.py) before verl's own Megatron engine,
+for language models on NVIDIA devices and an unchanged ``actor.strategy=megatron``. verl looks
+(device, vendor) up before the device alone (0.9.1, workers/engine/base.py), so that a registration
+for "nvidia" precedes its own and takes nothing away.
 
-verl imports its engines late, in the workers that train; a plug-in that imported them here would bring Megatron-Core
-into every process that imports verl. So the engine registers itself right after verl's own module has been imported.
-verl swallows what a plug-in raises while it loads; what is raised at that later place ends the import, and is seen.
+verl imports its engines late, in the workers that train; a plug-in that imported them here would
+bring Megatron-Core into every process that imports verl. So the engine registers itself right after
+verl's own module has been imported. verl swallows what a plug-in raises while it loads; what is
+raised at that later place ends the import, and is seen.
 """
 
 from __future__ import annotations

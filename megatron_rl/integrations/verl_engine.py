@@ -1,7 +1,8 @@
 """verl's Megatron engine with the zero-advantage skip inside its training batch. Written for verl 0.9.1.
 
-Everything but ``forward_backward_batch`` in training is verl's own. Before verl cuts the mini-batch into micro-batches,
-rows without signal leave it; verl then packs, schedules and reduces what is left. The loss keeps the counts of before.
+Everything but ``forward_backward_batch`` in training is verl's own. Before verl cuts the mini-batch
+into micro-batches, rows without signal leave it; verl then packs, schedules and reduces what is
+left. The loss keeps the counts of before.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ logger = logging.getLogger(__name__)
 class SkippingEngine(MegatronEngineWithLMHead):
     """Trains verl's language models under Megatron-Core, without the rows that no gradient comes from.
 
-    A mini-batch without signal on any data-parallel rank is a ghost step: no forward, no backward, no reduction, and
-    verl's ``optimizer_step`` on zero gradients. Where only some ranks have none, those are silent: they run fillers of
-    weight zero, as many micro-batches as the others.
+    A mini-batch without signal on any data-parallel rank is a ghost step: no forward, no backward,
+    no reduction, and verl's ``optimizer_step`` on zero gradients. Where only some ranks have none,
+    those are silent: they run fillers of weight zero, as many micro-batches as the others.
     """
 
     _said: tuple[str, ...] | None = None  # the obstacles that the log has named
@@ -40,9 +41,9 @@ class SkippingEngine(MegatronEngineWithLMHead):
     def forward_backward_batch(self, data: TensorDict, loss_function: Callable, forward_only: bool = False) -> Any:
         """Run one mini-batch, as verl's method of this name; in training, without its rows of weight zero.
 
-        Each rank gives its own rows. The metrics of the last stage say what was left out, over all data-parallel ranks.
-        Raises ConfigError on every rank where a row of any is longer than a micro-batch may be, as verl's own method
-        raises AssertionError on that one.
+        Each rank gives its own rows. The metrics of the last stage say what was left out, over all
+        data-parallel ranks. Raises ConfigError on every rank where a row of any is longer than a
+        micro-batch may be, as verl's own method raises AssertionError on that one.
         """
         if forward_only:
             return super().forward_backward_batch(data, loss_function, forward_only)
@@ -128,9 +129,10 @@ class SkippingEngine(MegatronEngineWithLMHead):
     def _choose(self, rows: Rows, data: TensorDict, limit: int | None) -> list[int] | None:
         """Return this rank's rows to run, fillers last, such that verl cuts all ranks' into as many micro-batches.
 
-        None, on every rank, where a rank lacks rows to fill up with. What is tried is what verl will try
-        (utils/seqlen_balancing.py ``rearrange_micro_batches``): the number found here is one that it cannot miss. The
-        search ends, as no row is longer than the limit: with one micro-batch a row it fits.
+        None, on every rank, where a rank lacks rows to fill up with. What is tried is what verl
+        will try (utils/seqlen_balancing.py ``rearrange_micro_batches``): the number found here is
+        one that it cannot miss. The search ends, as no row is longer than the limit: with one
+        micro-batch a row it fits.
         """
         step = self.tf_config.microbatch_group_size_per_vp_stage if len(self.module) > 1 else 1
         if limit is not None:

@@ -1,10 +1,12 @@
 """Choose the rows of verl's training batch that run, and say when none may be dropped. Pure but for torch's tensors.
 
-verl's terms: a row is a sample, a mini-batch what one optimizer step trains; every data-parallel rank holds its rows.
+verl's terms: a row is a sample, a mini-batch what one optimizer step trains; every data-parallel
+rank holds its rows.
 
 Invariants:
 
-1. Only a row whose every advantage × mask is 0 is left out or used as a filler; NaN and infinity are not 0.
+1. Only a row whose every advantage × mask is 0 is left out or used as a filler; NaN and infinity
+   are not 0.
 2. All data-parallel ranks run the same number of micro-batches.
 3. A filler is a row of weight zero of its own rank, the shortest one, as often as it is needed.
 """
@@ -20,10 +22,10 @@ import torch
 
 from megatron_rl.algorithm.signal import COUPLING_FIELDS, UNCOUNTED_FIELDS
 
-# verl's policy losses (0.9.1, trainer/ppo/core_algos.py) in which a token's term is a multiple of its own row's
-# advantage, and agg_loss divides by the counts of the mini-batch. Not among them: dro trains at A = 0, clip_cov and
-# kl_cov choose tokens among all rows of a micro-batch, geo_mean averages over a micro-batch's rows, bypass_mode makes
-# its own masks and weights of them.
+# verl's policy losses (0.9.1, trainer/ppo/core_algos.py) in which a token's term is a multiple of
+# its own row's advantage, and agg_loss divides by the counts of the mini-batch. Not among them: dro
+# trains at A = 0, clip_cov and kl_cov choose tokens among all rows of a micro-batch, geo_mean
+# averages over a micro-batch's rows, bypass_mode makes its own masks and weights of them.
 EXACT_LOSS_MODES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo")
 
 
@@ -73,7 +75,8 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
 def loss_obstacles(loss_function: Callable, own_loss: Callable, batch: Any, policy_loss: Callable) -> list[str]:
     """Return what of the loss, each as ``key=value``, keeps a row without advantage from being dropped.
 
-    own_loss: verl's ppo_loss. batch: verl's TensorDict. policy_loss: verl's own function of a loss mode's name.
+    own_loss: verl's ppo_loss. batch: verl's TensorDict. policy_loss: verl's own function of a loss
+        mode's name.
     """
     if not isinstance(loss_function, functools.partial) or loss_function.func is not own_loss:
         return [f"the loss function {loss_function!r:.80} (only verl's ppo_loss is known)"]

@@ -1,7 +1,7 @@
 """GPTModel from a Hugging Face config: shapes from the config, parallelism from the topology, the rest from the user.
 
-The user may not set a field of Megatron-Core's TransformerConfig that the token-sum seam owns or that the Hugging Face
-config settles.
+The user may not set a field of Megatron-Core's TransformerConfig that the token-sum seam owns or
+that the Hugging Face config settles.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from megatron_rl.algorithm.sharing import shares_prompts
-from megatron_rl.config import Config
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.requirements import compiler_fault
 from megatron_rl.distributed.topology import Topology
@@ -23,6 +22,7 @@ from megatron_rl.model.parts import parts_of
 from megatron_rl.model.positions import angles_of, half_on_gpu
 from megatron_rl.model.rotary import Angles
 from megatron_rl.model.seam_fields import seam_fields, users_fields
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.model.transformer_fields import build_config, require_installed
 from megatron_rl.model.weight_gradients import accumulate_weight_gradients, fuse_weight_gradients
 from megatron_rl.weights.families.register import FAMILIES
@@ -36,15 +36,19 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # isort: skip
 
 
-def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, hf_config: Any, settings: ModelSettings, topology: Topology
+) -> TransformerConfig:
     """Return Megatron-Core's TransformerConfig: the seam's fields, the model's, then ``megatron.transformer``'s."""
-    extra = users_fields(config.megatron.transformer, lora_rank=config.lora.rank)
-    if shape.router_bias and "moe_router_enable_expert_bias" in config.megatron.transformer:
+    extra = users_fields(settings.megatron.transformer, lora_rank=settings.lora.rank)
+    if shape.router_bias and "moe_router_enable_expert_bias" in settings.megatron.transformer:
         raise ConfigError(
             f"megatron.transformer.moe_router_enable_expert_bias is settled for {shape.family}: its checkpoint holds "
             "the bias, which is used as it is; remove the setting"
         )
-    shares = shape.layer_spec == "transformer_engine" and shares_prompts(config, shape.layer_spec)
+    shares = shape.layer_spec == "transformer_engine" and shares_prompts(
+        settings.plan, settings.parallel, settings.megatron, shape.layer_spec
+    )
     fields: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -55,7 +59,7 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=parts_of(config).activation(shape),
+        activation_func=parts_of(settings).activation(shape),
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
@@ -63,12 +67,12 @@ def transformer_config(shape: ModelShape, hf_config: Any, config: Config, topolo
         **seam_fields(
             shape,
             topology,
-            dtype=config.model.dtype,
-            sequence_parallel=config.parallel.sequence_parallel,
-            deterministic=config.run.deterministic,
+            dtype=settings.model.dtype,
+            sequence_parallel=settings.parallel.sequence_parallel,
+            deterministic=settings.deterministic,
         ),
         **_window_fields(shape, topology),
-        **_fusions(shape, extra, half=half_on_gpu(config.model.dtype), shares=shares),
+        **_fusions(shape, extra, half=half_on_gpu(settings.model.dtype), shares=shares),
     )
     fields |= FAMILIES[shape.family].layer_fields(shape)
     if shape.kv_lora_rank:
@@ -105,9 +109,9 @@ def _window_fields(shape: ModelShape, topology: Topology) -> dict[str, Any]:
 def _build_config(fields: dict[str, Any], extra: dict[str, Any], shape: ModelShape) -> TransformerConfig:
     """Build the TransformerConfig; raise ConfigError where Megatron-Core refuses its fields. extra: the user's.
 
-    Megatron-Core refuses to normalise the weight of a single expert, which leaves the router without a gradient (0.16.1
-    ``transformer_config.py:1641``). A checkpoint may ask for just that, p / p = 1, as transformers computes it: the
-    field is set behind the check.
+    Megatron-Core refuses to normalise the weight of a single expert, which leaves the router
+    without a gradient (0.16.1 ``transformer_config.py:1641``). A checkpoint may ask for just that,
+    p / p = 1, as transformers computes it: the field is set behind the check.
     """
     cls = MLATransformerConfig if shape.kv_lora_rank else TransformerConfig
     transformer = build_config(cls, fields, extra, shape.family)
@@ -120,12 +124,13 @@ def _fusions(shape: ModelShape, extra: dict[str, Any], *, half: bool, shares: bo
 
     half: as ``half_on_gpu``. shares: whether Transformer Engine's layers may share prompts.
 
-    Rotary angles: over packed sequences Megatron-Core's plain way asks the device for the lengths four times in every
-    layer (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``); the kernel does not, and rounds neither cos
-    nor sin. Where prompts may be shared the attention applies it (model/attention/transformer_engine.py). SwiGLU:
-    compiled by torch, keeps its input alone for backward; Megatron-Core refuses it beside Transformer Engine's own
-    activation. Weights' gradients are fused by model/weight_gradients.py: this field would want Apex. docs/status.md
-    says why the others are off.
+    Rotary angles: over packed sequences Megatron-Core's plain way asks the device for the lengths
+    four times in every layer (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``); the
+    kernel does not, and rounds neither cos nor sin. Where prompts may be shared the attention
+    applies it (model/attention/transformer_engine.py). SwiGLU: compiled by torch, keeps its input
+    alone for backward; Megatron-Core refuses it beside Transformer Engine's own activation.
+    Weights' gradients are fused by model/weight_gradients.py: this field would want Apex.
+    docs/status.md says why the others are off.
     """
     engine, plain = shape.layer_spec == "transformer_engine", not (shape.gelu or shape.swiglu_limit)
     compiles = engine or (half and plain and not compiler_fault())
@@ -138,13 +143,15 @@ def _fusions(shape: ModelShape, extra: dict[str, Any], *, half: bool, shares: bo
     )
 
 
-def settled_shape(config: Config, hf_config: Any, topology: Topology, *, value_head: bool = False) -> ModelShape:
+def settled_shape(
+    settings: ModelSettings, hf_config: Any, topology: Topology, *, value_head: bool = False
+) -> ModelShape:
     """Return the shape of ``build_model``'s model; nothing is allocated."""
-    check_kernel(config.model.logprob_kernel)
-    parts = parts_of(config)
+    check_kernel(settings.model.logprob_kernel)
+    parts = parts_of(settings)
     layer_spec = parts.layer_spec
-    require_installed(config.megatron.transformer, config.model, layer_spec)
-    shape = model_shape(hf_config, config, topology, layer_spec=layer_spec, value_head=value_head)
+    require_installed(settings.megatron.transformer, settings.model, layer_spec)
+    shape = model_shape(hf_config, settings, topology, layer_spec=layer_spec, value_head=value_head)
     parts.require_shown(shape)
     return shape
 
@@ -152,8 +159,8 @@ def settled_shape(config: Config, hf_config: Any, topology: Topology, *, value_h
 class Provider(Protocol):
     """Makes Megatron-Core's config and model (``model.provider``)."""
 
-    transformer_config: Callable[[ModelShape, Any, Config, Topology], TransformerConfig]
-    """(shape, Hugging Face config, configuration, topology) → the fields of the seam, of the model and of the user."""
+    transformer_config: Callable[[ModelShape, Any, ModelSettings, Topology], TransformerConfig]
+    """(shape, Hugging Face config, settings, topology) → the fields of the seam, of the model and of the user."""
 
     def chunk(
         self,
@@ -219,19 +226,19 @@ def provider_of(name: str) -> Provider:
 
 
 def build_model(
-    config: Config, hf_config: Any, topology: Topology, *, value_head: bool = False
+    settings: ModelSettings, hf_config: Any, topology: Topology, *, value_head: bool = False
 ) -> tuple[list[GPTModel], ModelShape]:
     """Build this rank's chunks of the model (one, or ``parallel.virtual_pipeline`` under the interleaved schedule).
 
     Return them with the model's shape. The weights hold no meaning until weights/export loads them.
     """
-    # Settings that all chunks share.
-    shape = settled_shape(config, hf_config, topology, value_head=value_head)
-    provider, parts = provider_of(config.model.provider), parts_of(config)
-    transformer = provider.transformer_config(shape, hf_config, config, topology)
-    shares = shares_prompts(config, shape.layer_spec)
+    # What all chunks share.
+    shape = settled_shape(settings, hf_config, topology, value_head=value_head)
+    provider, parts = provider_of(settings.model.provider), parts_of(settings)
+    transformer = provider.transformer_config(shape, hf_config, settings, topology)
+    shares = shares_prompts(settings.plan, settings.parallel, settings.megatron, shape.layer_spec)
     angles = angles_of(hf_config, shape)
-    extra = config.megatron.transformer
+    extra = settings.megatron.transformer
     # One GPTModel per chunk, then its rotary angles, head and marks.
     chunks = []
     for chunk in range(topology.virtual_size):
@@ -248,7 +255,7 @@ def build_model(
         if "gradient_accumulation_fusion" not in extra and not extra.get("fp8"):
             if shape.layer_spec == "transformer_engine":
                 fuse_weight_gradients(model)
-            elif half_on_gpu(config.model.dtype):
+            elif half_on_gpu(settings.model.dtype):
                 accumulate_weight_gradients(model)
         chunks.append(model.to(HOST.device))
     _freeze_router_bias(transformer, chunks)
@@ -287,9 +294,10 @@ def _make_chunk(
 def _freeze_router_bias(transformer: TransformerConfig, chunks: list[GPTModel]) -> None:
     """Have the routers' correction bias stay what the checkpoint holds.
 
-    Megatron-Core's finalize moves it by the counts of tokens of a step, where the config asks for it, and the routers
-    count (0.16.1 ``distributed/finalize_model_grads.py``, ``moe/router.py``): samples that were dropped, fillers and
-    shared prompts would change it, and the engine would lack the change. The routers go on choosing by it.
+    Megatron-Core's finalize moves it by the counts of tokens of a step, where the config asks for
+    it, and the routers count (0.16.1 ``distributed/finalize_model_grads.py``, ``moe/router.py``):
+    samples that were dropped, fillers and shared prompts would change it, and the engine would lack
+    the change. The routers go on choosing by it.
     """
     transformer.moe_router_enable_expert_bias = False
     for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
@@ -299,8 +307,9 @@ def _freeze_router_bias(transformer: TransformerConfig, chunks: list[GPTModel]) 
 def _mark_tensor_parallel(model: GPTModel) -> None:
     """Mark the weights that are split over tensor ranks.
 
-    Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) marks them inside its initialisation, which is skipped here.
-    Without the mark the gradient norm counts tensor rank 0's shards alone, and clipping scales by a wrong norm.
+    Megatron-Core (0.16.1 ``tensor_parallel/layers.py``) marks them inside its initialisation, which
+    is skipped here. Without the mark the gradient norm counts tensor rank 0's shards alone, and
+    clipping scales by a wrong norm.
     """
     dimensions = {
         tensor_parallel.ColumnParallelLinear: 0,
@@ -323,9 +332,9 @@ def _mark_experts(model: GPTModel) -> None:
     """Mark experts' parameters, to have their gradients reduced over the ranks that hold the same expert.
 
     Dense weights' gradients are reduced over the data-parallel ranks. Megatron-Core 0.16.1
-    (``tensor_parallel/layers.py``) marks experts only under expert parallelism: with experts on one expert-parallel
-    rank, split over fewer tensor ranks than the rest, each copy would keep the gradient of its own tokens. 0.19.2 marks
-    them as here.
+    (``tensor_parallel/layers.py``) marks experts only under expert parallelism: with experts on one
+    expert-parallel rank, split over fewer tensor ranks than the rest, each copy would keep the
+    gradient of its own tokens. 0.19.2 marks them as here.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:

@@ -6,32 +6,34 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.planning.pipeline_layout import stage_layers
 from megatron_rl.weights.mapping import hf_size, pair_entries, target_entries
 from megatron_rl.weights.model_shape import ModelShape
 
 
-def layout_of(shape: ModelShape, config: Config, hf_config: Any) -> tuple[int, ...]:
+def layout_of(shape: ModelShape, settings: ModelSettings, hf_config: Any) -> tuple[int, ...]:
     """Return the number of layers of each stage, chunks counted one by one, in the order of the layers.
 
-    A sample is taken to be half as long as the limits allow; the LM head runs at loss positions alone.
-    Raises ConfigError for more stages than layers, and as planning/pipeline_layout.py ``stage_layers`` does.
+    A sample is taken to be half as long as the limits allow; the LM head runs at loss positions
+    alone. Raises ConfigError for more stages than layers, and as planning/pipeline_layout.py
+    ``stage_layers`` does.
     """
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    # Logits are made twice. Under full recompute the layers are too, so that the head weighs less beside them.
-    twice = 1.0 if full_recompute(config.megatron.transformer) else 4 / 3
+    prompt, response = settings.max_prompt_tokens, settings.max_response_tokens
+    # Logits are made twice. Under full recompute the layers are too, so that the head weighs less
+    # beside them.
+    twice = 1.0 if full_recompute(settings.megatron.transformer) else 4 / 3
     counts = stage_layers(
-        config.parallel,
+        settings.parallel,
         [layer_cost(shape, (prompt + response) / 2, layer) for layer in range(shape.num_layers)],
         round(shape.head_cost(response, prompt + response, times=twice)),
         model=hf_config.name_or_path or hf_config.model_type,
     )
-    if config.lora.rank is not None and 0 in counts and not shape.value_head:
+    if settings.lora.rank is not None and 0 in counts and not shape.value_head:
         raise ConfigError(
             f"parallel.pipeline_layout leaves stage {counts.index(0)} without a layer, and "
-            f"lora.rank={config.lora.rank} trains adapters of layers alone: that stage would have nothing to train; "
+            f"lora.rank={settings.lora.rank} trains adapters of layers alone: that stage would have nothing to train; "
             "give it one"
         )
     return counts
@@ -69,7 +71,8 @@ def adapter_parameters(shape: ModelShape) -> int:
 def flops_per_token(shape: ModelShape, mean_context: float) -> float:
     """Return forward and backward FLOPs of one token: 6 per parameter it passes, 4 per frozen one, and attention's.
 
-    mean_context: tokens, the mean number that a token attends to in a layer that sees all before it.
+    mean_context: tokens, the mean number that a token attends to in a layer that sees all before
+        it.
     """
     linear = shape.num_layers * shape.layer_parameters + shape.vocab_size * shape.hidden_size
     if shape.lora_rank:

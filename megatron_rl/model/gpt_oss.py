@@ -1,8 +1,8 @@
 """gpt-oss's parts beside Megatron-Core's: attention with sinks, norms that round once, and its gate's activation.
 
-A sink is a learned logit per head beside the scores of every query, in the softmax's denominator (transformers 5.19
-``modeling_gpt_oss.py``: the logit is one more column, whose probability is dropped). model/attention/flash.py computes
-them.
+A sink is a learned logit per head beside the scores of every query, in the softmax's denominator
+(transformers 5.19 ``modeling_gpt_oss.py``: the logit is one more column, whose probability is
+dropped). model/attention/flash.py computes them.
 """
 
 from __future__ import annotations

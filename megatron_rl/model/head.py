@@ -1,7 +1,7 @@
 """The head, taken out of GPTModel's forward: the model returns its output layer's input, the hidden states.
 
-Log-probs or values are made of them later, so logits exist for loss positions alone, a chunk at a time
-(model/logprob/linear.py), and never for a prompt's tokens.
+Log-probs or values are made of them later, so logits exist for loss positions alone, a chunk at a
+time (model/logprob/linear.py), and never for a prompt's tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 def _in_token_order(hidden: torch.Tensor) -> torch.Tensor:
     """Return hidden states [T, 1, H] whose gradient reaches the layers with the strides (H, H, 1).
 
-    GPTModel transposes its output, so that the gradient would come with (H, T·H, 1). Where the weight is frozen
-    torch.matmul then multiplies T rows one by one, and on a CPU copies the weight for each of them (0.16.1
-    ``tensor_parallel/layers.py`` LinearWithFrozenWeight; torch 2.13.0 ``LinearAlgebra.cpp`` should_fold).
+    GPTModel transposes its output, so that the gradient would come with (H, T·H, 1). Where the
+    weight is frozen torch.matmul then multiplies T rows one by one, and on a CPU copies the weight
+    for each of them (0.16.1 ``tensor_parallel/layers.py`` LinearWithFrozenWeight; torch 2.13.0
+    ``LinearAlgebra.cpp`` should_fold).
     """
     return hidden.flatten(0, 1).unsqueeze(1)
 
@@ -27,7 +28,8 @@ def _in_token_order(hidden: torch.Tensor) -> torch.Tensor:
 def hand_out_hidden(model: GPTModel) -> None:
     """Make the output layer of a last stage return its input, whole: [T, 1, H] on every tensor rank.
 
-    The layer stays a module with its weight, so that names, hooks and tied embeddings stay the same.
+    The layer stays a module with its weight, so that names, hooks and tied embeddings stay the
+    same.
     """
     layer = model.output_layer
 
@@ -44,9 +46,9 @@ def hand_out_hidden(model: GPTModel) -> None:
 class ValueHead(torch.nn.Module):
     """Replaces the output layer: has a weight [1, H], whole on every tensor rank, and returns the hidden states.
 
-    Every tensor rank computes the same values and the same loss, so each has the whole gradient of the weight and of
-    the hidden states: nothing is summed over tensor ranks, and under sequence parallelism backward keeps a rank's own
-    part of the latter.
+    Every tensor rank computes the same values and the same loss, so each has the whole gradient of
+    the weight and of the hidden states: nothing is summed over tensor ranks, and under sequence
+    parallelism backward keeps a rank's own part of the latter.
     """
 
     def __init__(self, layer) -> None:

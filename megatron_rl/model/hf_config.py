@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config import Config
 from megatron_rl.config.model import ParallelConfig
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.model.costs import layout_of
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.weights.families.family import class_fields
 from megatron_rl.weights.families.refusals import refuse_other_masks
 from megatron_rl.weights.families.register import FAMILIES, check_family
@@ -63,25 +63,27 @@ def _check_divisible(hf_config: Any, shape: ModelShape, parallel: ParallelConfig
 
 
 def model_shape(
-    hf_config: Any, config: Config, topology: Topology, *, layer_spec: str, value_head: bool = False
+    hf_config: Any, settings: ModelSettings, topology: Topology, *, layer_spec: str, value_head: bool = False
 ) -> ModelShape:
     """Return the sizes of a Hugging Face config (see FAMILIES), checked against the degrees of parallelism.
 
     value_head: whether the model has one in place of the LM head, as a critic's.
 
-    A mixture's own ``router_aux_loss_coef`` is not read: that loss is no part of the token sum (algorithm/signal.py),
-    and in transformers too it is added only where ``output_router_logits`` asks for it.
+    A mixture's own ``router_aux_loss_coef`` is not read: that loss is no part of the token sum
+    (algorithm/signal.py), and in transformers too it is added only where ``output_router_logits``
+    asks for it.
 
-    Raises ConfigError with the name of a feature that cannot be expressed or of a size that cannot be divided.
+    Raises ConfigError with the name of a feature that cannot be expressed or of a size that cannot
+    be divided.
     """
-    provider = config.model.provider
+    provider = settings.model.provider
     shape = read_shape(hf_config, layer_spec=layer_spec, vocab_multiple=topology.tensor_size, provider=provider)
-    _check_divisible(hf_config, shape, config.parallel, topology)
+    _check_divisible(hf_config, shape, settings.parallel, topology)
     if value_head:
         shape = dataclasses.replace(shape, value_head=True, tied_embeddings=False)
     if topology.pipeline_size * topology.virtual_size == 1:
         return shape
-    return dataclasses.replace(shape, stage_layers=layout_of(shape, config, hf_config))
+    return dataclasses.replace(shape, stage_layers=layout_of(shape, settings, hf_config))
 
 
 def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, provider: str = "native") -> ModelShape:
@@ -90,7 +92,8 @@ def read_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int = 1, prov
     vocab_multiple: the padded vocabulary is the next multiple of it.
     provider: ``model.provider``.
 
-    Raises ConfigError with the name of a feature that Megatron-Core, or the model built here, cannot express.
+    Raises ConfigError with the name of a feature that Megatron-Core, or the model built here,
+    cannot express.
     """
     if provider == "bridge":
         from megatron_rl.model.bridge.family import bridged_shape
@@ -146,8 +149,8 @@ def inverse_frequencies(
 
     layer_kind: one of ``angle_kinds``.
 
-    They are head_dim / 2, or fewer under ``partial_rotary_factor``: the rest of each head does not turn (Megatron-Core
-    0.16.1 ``rope_utils.py``).
+    They are head_dim / 2, or fewer under ``partial_rotary_factor``: the rest of each head does not
+    turn (Megatron-Core 0.16.1 ``rope_utils.py``).
 
     turns_partly: whether another family than ours reads ``partial_rotary_factor``.
 
@@ -215,10 +218,11 @@ def _scaled(hf_config: Any, kind: str | None) -> tuple[torch.Tensor, float]:
 def softmax_scale(hf_config: Any, head_dim: int, kind: str | None = None) -> float | None:
     """Return what attention's scores are multiplied by; None for 1 / sqrt(head_dim). kind: one of ``angle_kinds``.
 
-    Gemma's config class has ``query_pre_attn_scalar`` in place of head_dim; no other family's module reads the field.
-    Yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) multiplies cosines and sines of q and of k by its attention
-    factor, ``0.1 · ln(factor) + 1`` where none is given: all of a head turns here, so that each score is multiplied by
-    its square. Megatron-Core's fused rotary kernel takes no factor (0.16.1 ``rope_utils.py``), and its scores do.
+    Gemma's config class has ``query_pre_attn_scalar`` in place of head_dim; no other family's
+    module reads the field. Yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) multiplies
+    cosines and sines of q and of k by its attention factor, ``0.1 · ln(factor) + 1`` where none is
+    given: all of a head turns here, so that each score is multiplied by its square. Megatron-Core's
+    fused rotary kernel takes no factor (0.16.1 ``rope_utils.py``), and its scores do.
     """
     name = "query_pre_attn_scalar"
     scalar = hf_config.to_dict()[name] if name in class_fields(type(hf_config)) else None
@@ -233,7 +237,8 @@ def softmax_scale(hf_config: Any, head_dim: int, kind: str | None = None) -> flo
 def latent_angles(hf_config: Any, shape: ModelShape) -> tuple[torch.Tensor, float]:
     """Return multi-latent attention's inverse frequencies [rope_head_dim / 2], and the factor on cos and sin.
 
-    They are as transformers computes them, under yarn too. Raises ConfigError where they are not finite.
+    They are as transformers computes them, under yarn too. Raises ConfigError where they are not
+    finite.
     """
     rope = hf_config.rope_parameters
     if rope["rope_type"] != "yarn":

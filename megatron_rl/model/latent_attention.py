@@ -1,14 +1,16 @@
 """Multi-latent attention (DeepSeek-V3) on Megatron-Core's MLASelfAttention, its rotary angles by the tokens' positions.
 
-Read in 0.16.1 ``transformer/multi_latent_attention.py``. Megatron-Core makes rotary angles within each layer, from a
-table that begins at position 0, and turns neighbours in pairs, which is transformers' ``rope_interleave``. Here the
-layer's embedding gives the angles of the packed tokens' own positions (model/rotary.py), so that prompts may be shared.
+Read in 0.16.1 ``transformer/multi_latent_attention.py``. Megatron-Core makes rotary angles within
+each layer, from a table that begins at position 0, and turns neighbours in pairs, which is
+transformers' ``rope_interleave``. Here the layer's embedding gives the angles of the packed tokens'
+own positions (model/rotary.py), so that prompts may be shared.
 
-Megatron-Core's local spec splits the projections to the latents over tensor ranks and gathers their outputs; backward
-of that gather takes a rank's own columns alone, so that the gradient of the turned part of k, of which each rank has
-its own heads', would lose the other ranks' share. Here these projections are whole on every rank, as in Transformer
-Engine's spec: under sequence parallelism each rank projects its own tokens, the gather along the sequence sums
-gradients, and finalize sums the weights'.
+Megatron-Core's local spec splits the projections to the latents over tensor ranks and gathers their
+outputs; backward of that gather takes a rank's own columns alone, so that the gradient of the
+turned part of k, of which each rank has its own heads', would lose the other ranks' share. Here
+these projections are whole on every rank, as in Transformer Engine's spec: under sequence
+parallelism each rank projects its own tokens, the gather along the sequence sums gradients, and
+finalize sums the weights'.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # isort: skip
 
-# 0.16.1 takes stand-ins of Transformer Engine's classes for the classes, and asks whether a linear is of one.
+# 0.16.1 takes stand-ins of Transformer Engine's classes for the classes, and asks whether a linear
+# is of one.
 if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 
 LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps: transformers 5.19 ``DeepseekV3Attention`` and DeepSeek's own model.py
-# The names that Transformer Engine's spec gives to the latents' norms, and so a checkpoint of either.
+# The names that Transformer Engine's spec gives to the latents' norms, and so a checkpoint of
+# either.
 _CHECKPOINT_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
@@ -55,7 +59,8 @@ _BUILT_BY_SPEC = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_l
 def latent_fields(shape: ModelShape, hf_config: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """Return MLATransformerConfig's fields of a shape with latents. extra: the user's fields.
 
-    The scores' scale is mscale² / sqrt(width of q), where mscale = 0.1 · mscale_all_dim · ln(factor) + 1 under yarn.
+    The scores' scale is mscale² / sqrt(width of q), where mscale = 0.1 · mscale_all_dim ·
+    ln(factor) + 1 under yarn.
     """
     if extra.get("apply_rope_fusion"):
         raise ConfigError(
@@ -112,10 +117,11 @@ class ReplicatedLinear(torch.nn.Linear):
 class SpecifiedLatentAttention(MLASelfAttention):
     """Builds the norms and projections that its spec names.
 
-    Megatron-Core 0.19.2 (``transformer/mla_qk_norm_config.py``) would have a norm before the queries' projection too
-    where queries have no latents, as in Moonlight, whose model has none; 0.16.1 takes the spec's as they are.
-    It is built under ``rope_type="rope"``, since yarn's own table asks for pinned memory, and computes under "yarn",
-    under which an embedding returns a factor on cos and sin beside the angles.
+    Megatron-Core 0.19.2 (``transformer/mla_qk_norm_config.py``) would have a norm before the
+    queries' projection too where queries have no latents, as in Moonlight, whose model has none;
+    0.16.1 takes the spec's as they are. It is built under ``rope_type="rope"``, since yarn's own
+    table asks for pinned memory, and computes under "yarn", under which an embedding returns a
+    factor on cos and sin beside the angles.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs):
@@ -136,7 +142,8 @@ class EngineLatentAttention(SpecifiedLatentAttention):
         super().__init__(config, *args, **kwargs)
         for part in ("q", "kv") if config.q_lora_rank is not None else ("kv",):
             getattr(self, f"linear_{part}_up_proj").eps = LATENT_NORM_EPS  # TELayerNormColumnParallelLinear
-            # Transformer Engine marks any linear's weight as split; the gradient norm would count every rank's copy
+            # Transformer Engine marks any linear's weight as split; the gradient norm would count
+            # every rank's copy
             getattr(self, f"linear_{part}_down_proj").weight.tensor_model_parallel = False
 
     def get_query_key_value_tensors(

@@ -19,7 +19,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-# 0.16.1's router asks whether this is None, and without Transformer Engine the name does not exist; 0.19.2 defines it.
+# 0.16.1's router asks whether this is None, and without Transformer Engine the name does not exist;
+# 0.19.2 defines it.
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
@@ -27,8 +28,9 @@ if not hasattr(moe_utils, "te_general_gemm"):
 class RMSNorm(torch.nn.RMSNorm):
     """Computes the norm in float32 and casts it back, as Hugging Face's Qwen2RMSNorm and LlamaRMSNorm do.
 
-    On a GPU torch's fused kernel rounds once, after the weight, where these round before it too. Megatron's torch norm
-    refuses sequence parallelism; finalize needs no more than the mark on the weight to sum its gradient.
+    On a GPU torch's fused kernel rounds once, after the weight, where these round before it too.
+    Megatron's torch norm refuses sequence parallelism; finalize needs no more than the mark on the
+    weight to sum its gradient.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
@@ -64,9 +66,11 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the submodules of a stage's block of ``layers``, by their numbers: dense ones and mixtures of experts.
 
-    share_prompts: whether samples of a micro-batch may share their prompt, which torch's layers always can.
-    Transformer Engine's experts are grouped linears, and its norm before a mixture stands alone; both have run on a
-    stand-in of its modules (tests/equality/test_transformer_engine.py), not on a GPU.
+    share_prompts: whether samples of a micro-batch may share their prompt, which torch's layers
+        always can.
+    Transformer Engine's experts are grouped linears, and its norm before a mixture stands alone;
+    both have run on a stand-in of its modules (tests/equality/test_transformer_engine.py), not on a
+    GPU.
     """
     mixtures = config.moe_layer_freq  # Megatron-Core's default of 1 is every layer
     is_mixture = [isinstance(mixtures, int) or bool(mixtures[layer]) for layer in layers]
@@ -110,11 +114,12 @@ def mlp_spec(module: type[MLP], linear_fc1: type, linear_fc2: type) -> ModuleSpe
 def settle_expert_biases(model: torch.nn.Module) -> None:
     """Have each expert's down projection hand out its bias as the expert adds it, at each token's weight.
 
-    Experts with biases are whole on every rank (0.16.1 ``transformer_config.py``: expert tensor size 1), so that there
-    is nothing to reduce: where nothing is, Megatron-Core's linear returns a view of the product, to which its MLP may
-    not add. It also marks the bias as one of sequence parallelism, whose gradients are summed over tensor ranks, though
-    an expert's are reduced over the ranks that hold the expert, and as the same on all tensor ranks, of which the
-    gradient norm counts one, though they hold different experts.
+    Experts with biases are whole on every rank (0.16.1 ``transformer_config.py``: expert tensor
+    size 1), so that there is nothing to reduce: where nothing is, Megatron-Core's linear returns a
+    view of the product, to which its MLP may not add. It also marks the bias as one of sequence
+    parallelism, whose gradients are summed over tensor ranks, though an expert's are reduced over
+    the ranks that hold the expert, and as the same on all tensor ranks, of which the gradient norm
+    counts one, though they hold different experts.
     """
     for module in model.modules():
         if isinstance(module, tensor_parallel.RowParallelLinear) and module.is_expert and module.bias is not None:

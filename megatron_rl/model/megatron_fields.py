@@ -1,9 +1,9 @@
 """``megatron.{transformer,ddp,optimizer}.*``: a user's fields → values of the installed Megatron-Core's config classes.
 
-Every field of the installed version is accepted, but those that the seam owns and those of features that cannot work
-here, each refused with its reason. YAML has no dtypes and no enums: "bfloat16" becomes torch.bfloat16 and an enum's
-name its member where the field's type asks for one. A value of another type is refused, and null leaves a field that
-lacks it as it is.
+Every field of the installed version is accepted, but those that the seam owns and those of features
+that cannot work here, each refused with its reason. YAML has no dtypes and no enums: "bfloat16"
+becomes torch.bfloat16 and an enum's name its member where the field's type asks for one. A value of
+another type is refused, and null leaves a field that lacks it as it is.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Refusals:
     """Holds the fields of one class that may not be set, each with its reason.
 
     owned:       fields that the seam or another key sets; no value is accepted.
-    unsupported: features that do not work here; only the values that leave them off, and Megatron-Core's own, are
-                 accepted.
+    unsupported: features that do not work here; only the values that leave them off, and
+                 Megatron-Core's own, are accepted.
     """
 
     owned: Mapping[str, str]
@@ -56,7 +56,8 @@ def resolve_fields(users: Mapping[str, Any], cls: type, section: str, refusals: 
     users: the user's fields and values.
     cls: a configuration class of the installed Megatron-Core.
     section: the key of ``users``, for messages.
-    Raises ConfigError for a field that ``cls`` lacks, that is refused, or whose value has no meaning.
+    Raises ConfigError for a field that ``cls`` lacks, that is refused, or whose value has no
+    meaning.
     """
     known = {f.name: f.default for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)

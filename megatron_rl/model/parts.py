@@ -10,13 +10,13 @@ from typing import Any, Protocol, assert_never
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.config import Config
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.model.layer_spec import block_spec, choose_layer_spec
 from megatron_rl.model.logprob.chunks import AskedKernel
 from megatron_rl.model.positions import give_inputs, half_on_gpu, turning_attention
 from megatron_rl.model.rotary import Angles
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.weights.model_shape import ModelShape
 
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
@@ -56,16 +56,16 @@ class Parts(Protocol):
         """Give a chunk its rotary angles, and its embedding's factor."""
 
 
-def parts_of(config: Config) -> Parts:
+def parts_of(settings: ModelSettings) -> Parts:
     """Return the parts of a run's models."""
-    match config.rollout.bitwise:
+    match settings.bitwise:
         case True:
             from megatron_rl.model.invariant.parts import InvariantParts
 
             return InvariantParts()
         case False:
-            may_turn = "apply_rope_fusion" not in config.megatron.transformer
-            return PlainParts(model=config.model, may_turn=may_turn)
+            may_turn = "apply_rope_fusion" not in settings.megatron.transformer
+            return PlainParts(model=settings.model, may_turn=may_turn)
         case other:
             assert_never(other)
 

@@ -1,9 +1,10 @@
 """Layers of Megatron-Core's parts with norms behind attention and MLP: OLMo 2 and 3, Gemma 3.
 
-In OLMo nothing is normed before attention and MLP; what each gives is normed and added to the residual stream (OLMo 2,
-arXiv:2501.00656, section 2; transformers 5.19 ``Olmo2DecoderLayer``), and q and k are normed over all heads together.
-Gemma 3 norms before and behind, and multiplies by 1 + weight (transformers 5.19 ``Gemma3DecoderLayer``). Megatron-Core
-0.16.1 has norms before both, and over each head of q and k.
+In OLMo nothing is normed before attention and MLP; what each gives is normed and added to the
+residual stream (OLMo 2, arXiv:2501.00656, section 2; transformers 5.19 ``Olmo2DecoderLayer``), and
+q and k are normed over all heads together. Gemma 3 norms before and behind, and multiplies by 1 +
+weight (transformers 5.19 ``Gemma3DecoderLayer``). Megatron-Core 0.16.1 has norms before both, and
+over each head of q and k.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ class ShiftedPostNormMLP(PostNormMLP):
 def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
     """Make every layer of a block one of OLMo 2's, in place.
 
-    Raises ConfigError for Transformer Engine's layers, whose linears take the norms before them into themselves.
+    Raises ConfigError for Transformer Engine's layers, whose linears take the norms before them
+    into themselves.
     """
     if layer_spec != "torch":
         raise ConfigError(
@@ -179,7 +181,8 @@ def put_norms_behind(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
 def put_norms_around(spec: TransformerBlockSubmodules, layer_spec: str) -> None:
     """Make every layer of a block one of Gemma 3's, in place: norms before and behind, times 1 + weight.
 
-    Raises ConfigError for Transformer Engine's layers, whose linears take the norms before them into themselves.
+    Raises ConfigError for Transformer Engine's layers, whose linears take the norms before them
+    into themselves.
     """
     if layer_spec != "torch":
         raise ConfigError(

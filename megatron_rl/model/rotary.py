@@ -1,8 +1,8 @@
 """Rotary angles of packed tokens, one row each, in place of Megatron-Core's table of positions.
 
-Megatron-Core (read, 0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) cuts its table anew for every
-sequence, twice in every layer, and asks the device for the lengths to do so. Without bounds it multiplies by the angles
-that it gets: [T, 1, d] beside q [T, h, d].
+Megatron-Core (read, 0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) cuts its table
+anew for every sequence, twice in every layer, and asks the device for the lengths to do so. Without
+bounds it multiplies by the angles that it gets: [T, 1, d] beside q [T, h, d].
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 class Angles:
     """Holds a model's rotary inverse frequencies, float32 [d / 2] on this device, and the factor on cos and sin.
 
-    tables: by the kinds of the layers (hf_config.py ``angle_kinds``); under None alone where all layers share.
+    tables: by the kinds of the layers (hf_config.py ``angle_kinds``); under None alone where all
+        layers share.
     factor: 1.0 but for latent attention's.
     """
 
@@ -87,10 +88,11 @@ def give_angles_by_kind(
 ) -> None:
     """Give each layer the rotary angles and the scale of the scores of its kind.
 
-    kinds: of each layer over all pipeline stages. tables: inverse frequencies [d / 2]. scales: None for 1 / sqrt(d).
+    kinds: of each layer over all pipeline stages. tables: inverse frequencies [d / 2]. scales: None
+        for 1 / sqrt(d).
 
-    Megatron-Core hands one tensor of angles to all layers (0.16.1 and 0.19.2 ``transformer_block.py``), to attention by
-    name.
+    Megatron-Core hands one tensor of angles to all layers (0.16.1 and 0.19.2
+    ``transformer_block.py``), to attention by name.
     """
     names = list(tables)
     model.rotary_pos_emb = RotaryByKind(torch.stack([tables[name] for name in names]))

@@ -1,25 +1,26 @@
 """Routing replay: a mixture's routers take experts that were chosen elsewhere, with gate weights by their own logits.
 
-Megatron-Core's router (0.16.1 and 0.19.2, ``transformer/moe/router.py``, TopKRouter.routing) asks an object at
-``router_replay`` for its top-k scores and experts, and goes on with them as with its own: softmax, sigmoid or
-pre-softmax, normalisation and scaling (``transformer/moe/moe_utils.py``, topk_routing_with_score_function). Here such
-an object is put at each router of a rank: it gathers the router's own scores at the experts that are replayed. So the
-gradient reaches the router through the gate weights, as ever, and the choice itself, which has none, is fixed.
+Megatron-Core's router (0.16.1 and 0.19.2, ``transformer/moe/router.py``, TopKRouter.routing) asks
+an object at ``router_replay`` for its top-k scores and experts, and goes on with them as with its
+own: softmax, sigmoid or pre-softmax, normalisation and scaling (``transformer/moe/moe_utils.py``,
+topk_routing_with_score_function). Here such an object is put at each router of a rank: it gathers
+the router's own scores at the experts that are replayed. So the gradient reaches the router through
+the gate weights, as ever, and the choice itself, which has none, is fixed.
 
-Method: Rollout Routing Replay (arXiv:2510.11370); of the old policy's own choice: arXiv:2507.18071, section 5.3.
+Method: Rollout Routing Replay (arXiv:2510.11370); of the old policy's own choice: arXiv:2507.18071,
+section 5.3.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatron_rl.config import Config
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import ConfigError
@@ -28,29 +29,32 @@ from megatron_rl.weights.model_shape import ModelShape
 import megatron.core  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
-# Fields of Megatron-Core's TransformerConfig under which a router does not take experts from elsewhere, with the values
-# at which it does, and the reason.
+# Fields of Megatron-Core's TransformerConfig under which a router does not take experts from
+# elsewhere, with the values at which it does, and the reason.
 REFUSED_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
     "moe_router_fusion": ((False, None), "the fused kernel chooses experts itself"),
     "moe_expert_capacity_factor": ((None,), "it drops tokens of the experts that would be replayed"),
 }
 
 
-def check_routing_replay(config: Config, shape: ModelShape) -> None:
-    """Raise ConfigError for a model, or fields of Megatron-Core, that cannot replay experts."""
-    setting = f"rollout.routing_replay={config.rollout.routing_replay}"
+def check_routing_replay(replayed: str, transformer: Mapping[str, object], shape: ModelShape) -> None:
+    """Raise ConfigError for a model, or fields of Megatron-Core, that cannot replay experts.
+
+    replayed: ``rollout.routing_replay``. transformer: ``megatron.transformer``.
+    """
+    setting = f"rollout.routing_replay={replayed}"
     if not shape.num_experts:
         raise ConfigError(
             f"{setting} replays the experts of a mixture, and the model of model.hf_path has none; set "
             "rollout.routing_replay=off"
         )
-    if shape.chunked is not None and config.rollout.routing_replay == "rollout":
+    if shape.chunked is not None and replayed == "rollout":
         raise ConfigError(
             f"{setting} takes the experts that an engine's routers tell, and transformers' router of {shape.family} "
             "(5.19 Llama4Router) tells scores alone; set rollout.routing_replay=off"
         )
     for name, (harmless, reason) in REFUSED_FIELDS.items():
-        value = config.megatron.transformer.get(name, harmless[0])
+        value = transformer.get(name, harmless[0])
         if value not in harmless:
             raise ConfigError(
                 f"megatron.transformer.{name}={value} with {setting}: {reason}; remove it, or set "
@@ -67,11 +71,13 @@ class _RouterSeam:
     """Stands at one router's ``router_replay``.
 
     index:    of its layer among those of this rank.
-    experts:  int16 [rows, top_k] of the micro-batch that is in its forward pass; None: the router's own choice.
-    waiting:  the experts of micro-batches whose forward pass may be computed again for the backward.
+    experts:  int16 [rows, top_k] of the micro-batch that is in its forward pass; None: the router's
+              own choice.
+    waiting:  the experts of micro-batches whose forward pass may be computed again for the
+              backward.
     is_open:  whether a forward pass is under way; a call while none is comes from recomputation.
-    counts:   int64 [2], of rows that were replayed: those that the router itself would have sent elsewhere, and all;
-              None: not counted.
+    counts:   int64 [2], of rows that were replayed: those that the router itself would have sent
+              elsewhere, and all; None: not counted.
     recorded: the experts of the micro-batch under way, by index; None: not recorded.
     """
 
@@ -111,7 +117,8 @@ class _RouterSeam:
     def _experts(self) -> torch.Tensor | None:
         """Return the experts of this call's micro-batch.
 
-        Backward passes of a chunk's micro-batches come in the order of their forward passes, in every schedule.
+        Backward passes of a chunk's micro-batches come in the order of their forward passes, in
+        every schedule.
         """
         if self.is_open:
             self.waiting.append(self.experts)
@@ -123,8 +130,9 @@ class RoutingReplay:
     """Drives the routers of this rank's chunks, micro-batch by micro-batch.
 
     layers: the number of each router's layer in the whole model, from 0, chunk by chunk.
-    counts: int64 [2] on the device, over layers and the forward passes that were counted: the tokens that a router
-            itself would have sent to other experts, and all that were replayed.
+    counts: int64 [2] on the device, over layers and the forward passes that were counted: the
+            tokens that a router itself would have sent to other experts, and all that were
+            replayed.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -152,8 +160,10 @@ class RoutingReplay:
         """Have the chunk's routers take a micro-batch's experts within the block.
 
         microbatch: any object that stands for it; the same for all chunks.
-        experts: int16 [layers of this rank, rows, top_k], −1 where a router chooses itself; None: everywhere.
-        counts: whether to count the tokens that go elsewhere than their router would have sent them.
+        experts: int16 [layers of this rank, rows, top_k], −1 where a router chooses itself; None:
+            everywhere.
+        counts: whether to count the tokens that go elsewhere than their router would have sent
+            them.
         """
         recorded = None
         if self._recorded is not None:

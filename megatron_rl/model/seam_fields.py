@@ -21,8 +21,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def users_fields(users: Mapping[str, Any], *, lora_rank: int | None) -> dict[str, Any]:
     """Return ``megatron.transformer``'s fields, typed; raise ConfigError for one that is refused on this host.
 
-    0, false and null of a loss that is not counted (algorithm/signal.py refuses the rest) go: to Megatron-Core only its
-    default means off.
+    0, false and null of a loss that is not counted (algorithm/signal.py refuses the rest) go: to
+    Megatron-Core only its default means off.
     """
     extra = transformer_fields(users, lora_rank=lora_rank)
     extra = {name: value for name, value in extra.items() if name not in UNCOUNTED_FIELDS or value}

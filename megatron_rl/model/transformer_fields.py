@@ -106,8 +106,8 @@ REFUSED_TRANSFORMER_FIELDS = Refusals.of(
     owned={name: reason for reason, names in _OWNED.items() for name in names},
     unsupported=_UNSUPPORTED_FIELDS,
 )
-# Settled here for every family, and the user's word wins: each changes the way of computing, or adds dropout, which
-# skip.mode judges.
+# Settled here for every family, and the user's word wins: each changes the way of computing, or
+# adds dropout, which skip.mode judges.
 USERS_CHOICE = frozenset(
     (
         *("attention_dropout", "hidden_dropout", "use_cpu_initialization", "deterministic_mode", "attention_backend"),
@@ -162,7 +162,8 @@ def overruled(settled: Mapping[str, Any], extra: Mapping[str, Any], family: str)
 def build_config(cls: type, settled: dict[str, Any], extra: dict[str, Any], family: str) -> TransformerConfig:
     """Build Megatron-Core's config of the settled fields under the user's; raise ConfigError that names the faulty one.
 
-    The faulty field makes the same fault by itself. If none does, each field whose removal mends is named, or all.
+    The faulty field makes the same fault by itself. If none does, each field whose removal mends is
+    named, or all.
     """
     fields = overruled(settled, extra, family)
     fault = _fault(cls, fields)
@@ -216,9 +217,10 @@ def require_installed(users: Mapping[str, Any], model: ModelConfig, layer_spec: 
 def _with_fp8(fields: dict[str, Any], lora_rank: int | None) -> dict[str, Any]:
     """Return the fields with those that FP8 needs here; raise ConfigError where FP8 cannot work.
 
-    Delayed scaling reduces its history of maxima at the end of every micro-batch (Transformer Engine 2.3 to 2.20,
-    pytorch/quantization.py). Data-parallel ranks run different numbers of micro-batches here, silent ones none, and
-    would wait for each other for ever; tensor and context ranks run the same, and only these take part.
+    Delayed scaling reduces its history of maxima at the end of every micro-batch (Transformer
+    Engine 2.3 to 2.20, pytorch/quantization.py). Data-parallel ranks run different numbers of
+    micro-batches here, silent ones none, and would wait for each other for ever; tensor and context
+    ranks run the same, and only these take part.
     """
     recipe = fields.get("fp8_recipe", "delayed")
     if recipe not in FP8_RECIPES:

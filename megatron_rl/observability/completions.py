@@ -1,7 +1,8 @@
 """Sampled completions and their rewards: chosen, cut short, written as JSON lines, shown as text, and read back.
 
-A completion is hostile text. In completions.jsonl it stands inside JSON strings; a terminal, a page and every other
-place get ``visible`` text, in which no character can move a cursor, reverse a line or pass for another.
+A completion is hostile text. In completions.jsonl it stands inside JSON strings; a terminal, a page
+and every other place get ``visible`` text, in which no character can move a cursor, reverse a line
+or pass for another.
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class Completion:
     """Holds one completion as it is recorded, its texts cut short.
 
-    source:    "train", or the evaluation that it was made for, as in its metrics: "eval/<name>", "eval/<name>_before".
+    source:    "train", or the evaluation that it was made for, as in its metrics: "eval/<name>",
+               "eval/<name>_before".
     sample:    the sample's name, ``<prompt>#<number in its group>``.
-    answer:    the column that reward functions are given as ``answer``; None where the data have none.
-    reward:    the total that the advantage is made of; None where the sample was taken out of its group.
+    answer:    the column that reward functions are given as ``answer``; None where the data have
+               none.
+    reward:    the total that the advantage is made of; None where the sample was taken out of its
+               group.
     rewards:   of each reward function, None where it did not apply.
     advantage: the sample's, the mean of its loss tokens' where they differ; None at evaluation.
     response_tokens: the number of its response tokens.
@@ -193,7 +197,8 @@ def _from_row(row: Mapping[str, object], where: str) -> Completion:
 def read_completions(path: str | pathlib.Path) -> Iterator[Completion]:
     """Yield the completions of a completions.jsonl, in order; a last line that was cut off is left out.
 
-    Raises ValueError ``<file>:<line>: ...`` for a malformed line, OSError for what is no regular file.
+    Raises ValueError ``<file>:<line>: ...`` for a malformed line, OSError for what is no regular
+    file.
     """
     with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), b""), start=1):

@@ -1,6 +1,7 @@
 """Divides a step's sums to metrics, writes them to metrics.jsonl, and reads them back: the only place for each.
 
-A step's sums are reduced over all ranks once, and divided here, last. A mean of means never appears.
+A step's sums are reduced over all ranks once, and divided here, last. A mean of means never
+appears.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def divide(sums: Mapping[str, float]) -> dict[str, float]:
     token, in nats or as a share, and ``logprob_gap_max`` is a maximum. An absent sum gives no metric; with ``tokens`` 0
     there is no mean. Raises ValueError if a sum comes without the ``tokens`` that it would be divided by.
 
-    Example: ``divide({"loss": 0.32, "tokens": 1000, "clipped": 50})`` is ``{"train/loss": 0.32, "train/clip_ratio":
-    0.05}``.
+    Example: ``divide({"loss": 0.32, "tokens": 1000, "clipped": 50})`` is ``{"train/loss": 0.32,
+    "train/clip_ratio": 0.05}``.
     """
     metrics = {"train/loss": float(sums["loss"])} if "loss" in sums else {}
     measured = [name for name in (*_PER_TOKEN, *MAXIMA) if name in sums]
@@ -107,16 +108,16 @@ def skip_metrics(
 ) -> dict[str, float]:
     """Return the savings of the skip in one optimizer step, as ``skip/*`` metrics.
 
-    signal_S: bool [S], True for each sample of the batch with signal, dropped or not: with ``skip.mode=off`` the ratio
-        is still that of the mini-batch's members without signal.
+    signal_S: bool [S], True for each sample of the batch with signal, dropped or not: with
+        ``skip.mode=off`` the ratio is still that of the mini-batch's members without signal.
 
-    share_prompts: whether a micro-batch runs a prompt once for all of its samples; ``tokens/shared`` are then the
-        prompt tokens that did not run again.
+    share_prompts: whether a micro-batch runs a prompt once for all of its samples;
+        ``tokens/shared`` are then the prompt tokens that did not run again.
 
-    Tokens are those that a dense run reads, without pads: of a prompt, and of a response those before its last loss
-    token. ``tokens/trailing`` are the later ones of the samples that run. ``tokens_executed`` counts fillers, which run
-    too; ``speedup_ideal`` is dense over surviving tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by
-    MetricsWriter.
+    Tokens are those that a dense run reads, without pads: of a prompt, and of a response those
+    before its last loss token. ``tokens/trailing`` are the later ones of the samples that run.
+    ``tokens_executed`` counts fillers, which run too; ``speedup_ideal`` is dense over surviving
+    tokens, and a ghost step has none. ``skip/ghost_steps`` is counted by MetricsWriter.
     """
     if signal_S.shape != (facts.num_samples,):
         raise ValueError(
@@ -171,9 +172,10 @@ class MetricsWriter:
 
     config: the resolved configuration as plain values, for sinks that show it.
 
-    On ranks with ``is_main`` False it opens and writes nothing. An earlier run's files in the folder are renamed, never
-    appended to, unless the run resumes from a checkpoint: ``resumed`` is then the result of ``state``. Raises
-    ConfigError if a configured sink cannot be imported or does not start.
+    On ranks with ``is_main`` False it opens and writes nothing. An earlier run's files in the
+    folder are renamed, never appended to, unless the run resumes from a checkpoint: ``resumed`` is
+    then the result of ``state``. Raises ConfigError if a configured sink cannot be imported or does
+    not start.
     """
 
     def __init__(
@@ -210,10 +212,12 @@ class MetricsWriter:
     def write(self, row: Mapping[str, object], sampled: Sequence[Completion] = ()) -> Row:
         """Append one step and return the row as written, with ``skip/ghost_steps``, the ghost steps so far.
 
-        row: ``step`` (int, rising), ``step_kind`` (StepKind or its name), ``phase`` (text), and metrics by their names.
+        row: ``step`` (int, rising), ``step_kind`` (StepKind or its name), ``phase`` (text), and
+            metrics by their names.
         sampled: completions that were sampled since the row before.
 
-        Raises ValueError for a missing key or a step that does not rise, TypeError for a value that is not a number.
+        Raises ValueError for a missing key or a step that does not rise, TypeError for a value that
+        is not a number.
         """
         missing = [key for key in ROW_KEYS if key not in row]
         if missing:
@@ -326,7 +330,8 @@ def _parse_line(line: str) -> Row:
 def read_metrics(path: str | pathlib.Path) -> list[Row]:
     """Return the rows of a metrics.jsonl, with "nan" and "inf" as floats again.
 
-    Raises ValueError ``<file>:<line>: ...`` for a malformed line. An interrupted write leaves a last line without its
+    Raises ValueError ``<file>:<line>: ...`` for a malformed line. An interrupted write leaves a
+    last line without its
     newline: that line is left out, with a warning in the log.
     """
     path = pathlib.Path(path)

@@ -21,10 +21,11 @@ _MLFLOW_PARAM_CHARS = 500  # the least of its releases' limits
 class MlflowSink:
     """Sends metrics, the resolved configuration and, at the end, the run's files to one MLflow run.
 
-    run_id: of the run to continue; None: a new one. The server is MLflow's own setting (MLFLOW_TRACKING_URI).
+    run_id: of the run to continue; None: a new one. The server is MLflow's own setting
+        (MLFLOW_TRACKING_URI).
 
-    A thread sends what the loop hands it. What MLflow does not take is said once in the log, and the run goes on:
-    metrics.jsonl has it all.
+    A thread sends what the loop hands it. What MLflow does not take is said once in the log, and
+    the run goes on: metrics.jsonl has it all.
     """
 
     def __init__(

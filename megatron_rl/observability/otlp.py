@@ -1,8 +1,9 @@
 """Sends spans to an OpenTelemetry collector by OTLP over HTTP, as protobuf.
 
-The exporter of ``opentelemetry-exporter-otlp-proto-http`` draws its waits between tries from Python's global random
-state (1.45, ``_compute_backoff``, at every batch), which a run saves in its checkpoints and restores: this one draws
-from none. It reads the same environment variables, and tries once.
+The exporter of ``opentelemetry-exporter-otlp-proto-http`` draws its waits between tries from
+Python's global random state (1.45, ``_compute_backoff``, at every batch), which a run saves in its
+checkpoints and restores: this one draws from none. It reads the same environment variables, and
+tries once.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _COMPRESSIONS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, 
 def traces_url(endpoint: str | None) -> str:
     """Return the URL that spans are posted to.
 
-    endpoint: the collector's base, which gets /v1/traces; None: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT as it is, else
-        OTEL_EXPORTER_OTLP_ENDPOINT as a base, else http://localhost:4318.
+    endpoint: the collector's base, which gets /v1/traces; None: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
+        as it is, else OTEL_EXPORTER_OTLP_ENDPOINT as a base, else http://localhost:4318.
     """
     if endpoint is None and (whole := os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip()):
         return whole
@@ -50,11 +51,12 @@ def _setting(name: str) -> str:
 class OtlpExporter(SpanExporter):
     """Posts batches of spans, each once, and counts those that the collector took.
 
-    The variables OTEL_EXPORTER_OTLP_HEADERS, _TIMEOUT (seconds, 10), _COMPRESSION (gzip, deflate or none),
-    _CERTIFICATE, _CLIENT_CERTIFICATE and _CLIENT_KEY hold, those with TRACES_ in their names first.
+    The variables OTEL_EXPORTER_OTLP_HEADERS, _TIMEOUT (seconds, 10), _COMPRESSION (gzip, deflate or
+    none), _CERTIFICATE, _CLIENT_CERTIFICATE and _CLIENT_KEY hold, those with TRACES_ in their names
+    first.
 
-    The first batch that is not taken is warned about; none raises. Raises ValueError for a variable that cannot be
-    read, OSError for a certificate that cannot.
+    The first batch that is not taken is warned about; none raises. Raises ValueError for a variable
+    that cannot be read, OSError for a certificate that cannot.
     """
 
     def __init__(self, endpoint: str | None) -> None:

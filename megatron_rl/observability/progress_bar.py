@@ -33,10 +33,11 @@ class ProgressBar:
     """Shows the progress of a run over its ``total_steps`` optimizer steps, supervised ones and RL's.
 
     enabled: without it nothing is printed.
-    untrained_warning_steps: so many steps in a row that train nothing are named in the final table; None: none are.
+    untrained_warning_steps: so many steps in a row that train nothing are named in the final table;
+        None: none are.
     done_steps, done_ghosts: steps that a checkpoint holds, and those of them that were ghosts.
-    console: target of the prints, stdout by default; a live bar if it is a terminal, else plain lines at most every 5
-        s.
+    console: target of the prints, stdout by default; a live bar if it is a terminal, else plain
+        lines at most every 5 s.
     clock: seconds, monotonic.
     """
 

@@ -71,7 +71,8 @@ def packed_rows(rows: Sequence[Row]) -> str:
 
     A run of 10,000 steps takes about 1 MB so. No step is left out: the page sums over all.
 
-    Example: rows ``{"step": 1}`` and ``{"step": 2, "a/b": 0.5}`` are the columns ``[1, 2]`` and ``[null, 0.5]``.
+    Example: rows ``{"step": 1}`` and ``{"step": 2, "a/b": 0.5}`` are the columns ``[1, 2]`` and
+    ``[null, 0.5]``.
     """
     if not rows:
         return ""
@@ -119,7 +120,8 @@ def write_report(metrics_path: str | pathlib.Path, config_yaml: str, out_path: s
 
     Completions and the run's status are read from that folder, if they are there.
 
-    Raises FileNotFoundError if there are no metrics, ValueError ``file:line`` if a line of them is malformed.
+    Raises FileNotFoundError if there are no metrics, ValueError ``file:line`` if a line of them is
+    malformed.
     """
     folder = pathlib.Path(metrics_path).parent
     rows = packed_rows(read_metrics(metrics_path))

@@ -1,6 +1,7 @@
 """Writes and reads status.json of a run's folder: the steps that the run is to take, and how it ended.
 
-A process that is killed writes no end: whether a run that "runs" still lives is said by its folder's lock.
+A process that is killed writes no end: whether a run that "runs" still lives is said by its
+folder's lock.
 """
 
 from __future__ import annotations

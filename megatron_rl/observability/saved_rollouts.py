@@ -1,9 +1,10 @@
 """Writes whole rollouts for later reading (``metrics.save_rollouts``), a gzipped JSON file per rollout and rank.
 
     {"rollout": 3, "functions": ["score"], "tokens": {"17": "3", ...},
-     "groups": [{"prompt": "3+4=", "prompt_id": "17@0", "answer": "7", "samples": [{"sample": 0, "ids": [17, 2],
-                 "advantage": 0.7, "advantages": null, "reward": 1.0, "rewards": [1.0], "finish_reason": "stop",
-                 "weight_version": 2, "excluded": null}, ...]}, ...]}
+     "groups": [{"prompt": "3+4=", "prompt_id": "17@0", "answer": "7", "samples": [{"sample": 0,
+     "ids": [17, 2],
+                 "advantage": 0.7, "advantages": null, "reward": 1.0, "rewards": [1.0],
+                 "finish_reason": "stop", "weight_version": 2, "excluded": null}, ...]}, ...]}
 
 ``tokens`` holds the bytes of every token id that occurs, each byte as the character of its number (Latin-1): a token
 may be a part of a character. A number that JSON cannot hold is null.
@@ -37,7 +38,8 @@ def _byte_level() -> dict[str, int]:
 def token_texts(tokenizer: object, ids: Iterable[int]) -> dict[int, str]:
     """Return the bytes of token ids as Latin-1 texts, such that a response's bytes are those of its tokens in a row.
 
-    tokenizer: transformers'. Byte-level BPE, bytes as ``<0x0A>`` and word starts as ``▁`` are undone.
+    tokenizer: transformers'. Byte-level BPE, bytes as ``<0x0A>`` and word starts as ``▁`` are
+        undone.
 
     Example: of a byte-level tokenizer's ``Ġé`` (a space and é in UTF-8): ``" \\xc3\\xa9"``.
     """
@@ -79,7 +81,8 @@ def saved_numbers(run_dir: pathlib.Path) -> list[int]:
 def read_rollout(run_dir: pathlib.Path, number: int) -> dict[str, object]:
     """Return rollout ``number`` with the groups of all ranks, by the ids of their prompts.
 
-    Raises ValueError for a file that is none of ``write_rollout``'s, FileNotFoundError for a rollout that is not saved.
+    Raises ValueError for a file that is none of ``write_rollout``'s, FileNotFoundError for a
+    rollout that is not saved.
     """
     paths = [
         path

@@ -1,8 +1,8 @@
 """The places that metrics and completions go to beside the run's own files: TensorBoard, Weights & Biases, MLflow,
 an OpenTelemetry collector.
 
-A run that goes on from a checkpoint continues the same W&B and MLflow run, whose ids tracking.json in its folder keeps.
-Steps that it takes again are not sent again: they repeat to the bit.
+A run that goes on from a checkpoint continues the same W&B and MLflow run, whose ids tracking.json
+in its folder keeps. Steps that it takes again are not sent again: they repeat to the bit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def open_sinks(
     """Open the configured sinks.
 
     config: the resolved configuration, as plain values.
-    last_step: the last step in the checkpoint from which the run resumes, −1 for none; None where it does not resume.
+    last_step: the last step in the checkpoint from which the run resumes, −1 for none; None where
+        it does not resume.
 
     Raises ConfigError for a sink that cannot be imported or does not start.
     """

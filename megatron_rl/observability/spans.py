@@ -1,7 +1,8 @@
 """Tells an OpenTelemetry collector where a run's time goes: a span per rollout, with a child span per stage.
 
-The intervals are those of the step's timer (observability/timer.py), so that a stage's spans last what
-``time/<stage>_s`` of metrics.jsonl says. Importing this module needs the OpenTelemetry packages of the extra `otel`.
+The intervals are those of the step's timer (observability/timer.py), so that a stage's spans last
+what ``time/<stage>_s`` of metrics.jsonl says. Importing this module needs the OpenTelemetry
+packages of the extra `otel`.
 """
 
 from __future__ import annotations
@@ -73,11 +74,12 @@ class SpanSink:
     run_name: the attribute ``megatron_rl.run`` of every span's resource.
     endpoint: as in ``otlp.traces_url``.
 
-    A span of a rollout is the root of a trace of its own and lasts until its last stage ends, evaluation and checkpoint
-    included; it is sent when the next begins, or the run ends. A supervised step is a root as well, and so is what a
-    run does before its first rollout.
+    A span of a rollout is the root of a trace of its own and lasts until its last stage ends,
+    evaluation and checkpoint included; it is sent when the next begins, or the run ends. A
+    supervised step is a root as well, and so is what a run does before its first rollout.
 
-    Raises ValueError for an environment variable of OpenTelemetry that cannot be read, OSError for a certificate.
+    Raises ValueError for an environment variable of OpenTelemetry that cannot be read, OSError for
+    a certificate.
     """
 
     def __init__(self, run_name: str, endpoint: str | None) -> None:

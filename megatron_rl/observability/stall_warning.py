@@ -1,7 +1,8 @@
 """Warns when a run stalls: optimizer steps in a row without a gradient that moves a weight.
 
-Such a step is a ghost, or has a gradient of zero, or one that is not finite (``optimizer.on_nonfinite=skip``). A held
-step, of a critic's warm-up, is neither such a step nor one that trains.
+Such a step is a ghost, or has a gradient of zero, or one that is not finite
+(``optimizer.on_nonfinite=skip``). A held step, of a critic's warm-up, is neither such a step nor
+one that trains.
 """
 
 from __future__ import annotations

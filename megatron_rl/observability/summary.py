@@ -36,7 +36,8 @@ def split_start(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
     A run of supervised steps alone precedes nothing: all are its own.
 
-    Example: rows of the phases ``warmup warmup rl`` give two and one; ``sft sft`` give none and two.
+    Example: rows of the phases ``warmup warmup rl`` give two and one; ``sft sft`` give none and
+    two.
     """
     own = [row for row in rows if not is_supervised(row)]
     return ([row for row in rows if is_supervised(row)], own) if own else ([], list(rows))
@@ -52,16 +53,19 @@ class RunSummary:
     supervised_phase: of a run of supervised steps alone.
     num_warmup: supervised steps before the others.
     reward, reverse_kl, zero_advantage_ratio: (mean of the first window, mean of the last).
-    loss, accuracy: the same of a supervised run's loss, and of the share of its pairs that it tells apart.
+    loss, accuracy: the same of a supervised run's loss, and of the share of its pairs that it tells
+        apart.
     tokens_per_second: median over a supervised run's steps.
     tokens_executed, tokens_dense: tokens, summed over the steps that report both.
     step_s: median seconds per step.
     total_s: seconds, the sum over all steps, a supervised start included.
-    evaluations: of each set's mean@k, as "<set> mean@k": (step, value) of the first and of the last evaluation.
+    evaluations: of each set's mean@k, as "<set> mean@k": (step, value) of the first and of the last
+        evaluation.
     truncated_share: of the last window's mean, the share of samples that were cut off.
     reward_errors: samples of all rollouts whose reward failed.
     reward_error_share: of the last window's mean, their share of the samples that were scored.
-    held_out: of held-out solutions or pairs, by the table's words: (step, value) of the first and the last evaluation.
+    held_out: of held-out solutions or pairs, by the table's words: (step, value) of the first and
+        the last evaluation.
     """
 
     window: int
@@ -154,7 +158,8 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
         values = _finite(trained, key)
         return (statistics.fmean(values[:window]), statistics.fmean(values[-window:])) if values else None
 
-    # of supervised steps, only pairs beyond the hinge loss's margin have no signal: a share of 0 says nothing
+    # of supervised steps, only pairs beyond the hinge loss's margin have no signal: a share of 0
+    # says nothing
     has_silent = not supervised or any(_finite(trained, "skip/zero_advantage_ratio"))
     counted = [row for row in trained if row.keys() >= COUNTED]
     step_times, all_times = _finite(trained, "time/step_s"), _finite(rows, "time/step_s")

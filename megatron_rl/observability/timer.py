@@ -18,8 +18,10 @@ def _nobody(stage: str, started_s: float, seconds: float) -> None:
 class StepTimer:
     """Sums seconds by stage since the last ``take``; a rollout's first step includes the seconds before it.
 
-    enter: called with the name of each measured stage; returns a context manager (``Watchdog.stage``).
-    heard: called with each interval as it ends: its stage, its start by ``time.perf_counter``, and its seconds.
+    enter: called with the name of each measured stage; returns a context manager
+        (``Watchdog.stage``).
+    heard: called with each interval as it ends: its stage, its start by ``time.perf_counter``, and
+        its seconds.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Writes a run's files for a simulation: trace.jsonl, a line per rollout, and coefficients.json, the latest fit.
 
-Both lie in the run's folder and are written by the main rank alone; the fit is that after the last optimizer step.
-``megatron-rl simulate --from-run FOLDER`` reads them (workload.py, machine.py); a run imports no more than this file.
+Both lie in the run's folder and are written by the main rank alone; the fit is that after the last
+optimizer step. ``megatron-rl simulate --from-run FOLDER`` reads them (workload.py, machine.py); a
+run imports no more than this file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import numpy as np
 import torch
 
 from megatron_rl.backend.backend import MegatronBackend
-from megatron_rl.config import Config
 from megatron_rl.distributed.atomic_file import replace_text, set_aside
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.planning.tokens import read_tokens
@@ -44,15 +44,17 @@ class TracedRollout:
 class Recorder:
     """Writes both files on the main rank, and nothing on the others.
 
-    An earlier run's files in the folder are renamed, unless this run resumes from a checkpoint (``resumed``).
+    An earlier run's files in the folder are renamed, unless this run resumes from a checkpoint
+    (``resumed``).
     """
 
-    def __init__(self, config: Config, backend: MegatronBackend, *, resumed: bool = False) -> None:
-        self.config = config
+    def __init__(
+        self, backend: MegatronBackend, folder: pathlib.Path, reward_functions: Sequence[str], *, resumed: bool = False
+    ) -> None:
         self.backend = backend
+        self.reward_functions = reward_functions
         self.is_main = backend.topology.is_main
         self.num_rollouts = 0
-        folder = config.run.path
         self.trace, self.coefficients = folder / "trace.jsonl", folder / "coefficients.json"
         if self.is_main and not resumed:
             for path in (self.trace, self.coefficients):
@@ -67,7 +69,7 @@ class Recorder:
         self.num_rollouts += 1
         if not self.is_main:
             return
-        names = self.config.reward.functions
+        names = self.reward_functions
         traced = TracedRollout(
             prompt_tokens=facts.prompt_tokens,
             response_tokens=facts.response_tokens,
@@ -92,7 +94,7 @@ class Recorder:
             "virtual": model.virtual,
             "optimizer_s": statistics.median(backend.optimizer_s),
             "forward_share": float(forward_s / (forward_s + backward_s)),
-            "fitted_with": fitted_with(backend.shape, self.config.model.dtype, backend.topology),
+            "fitted_with": fitted_with(backend.shape, backend.config.model.dtype, backend.topology),
             "measured_on": self._where(),
         }
         replace_text(self.coefficients, json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -110,7 +112,8 @@ def append_trace(path: str | pathlib.Path, rollout: int, samples: TracedRollout,
     """Add one rollout to a trace, in one write; ``read_trace`` (workload.py) reads it back.
 
     With several functions the reward is their weighted sum.
-    prompts: the name of each group's prompt, in the order of the groups, for readers of the trace alone.
+    prompts: the name of each group's prompt, in the order of the groups, for readers of the trace
+        alone.
     """
 
     def plain(values: np.ndarray) -> list[float | None]:

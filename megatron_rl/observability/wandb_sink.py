@@ -12,7 +12,8 @@ from megatron_rl.observability.completions import Completion, visible
 class WandbSink:
     """Sends metrics, tables of completions and the resolved configuration to one Weights & Biases run.
 
-    run_id: of the run to continue; None: a new one. Login, entity and WANDB_MODE=offline are W&B's own settings.
+    run_id: of the run to continue; None: a new one. Login, entity and WANDB_MODE=offline are W&B's
+        own settings.
     """
 
     def __init__(self, run_dir: pathlib.Path, project: str, config: Mapping[str, object], run_id: str | None) -> None:

@@ -6,18 +6,19 @@ A micro-batch of T tokens in sequences of lengths l takes on one stage, forward 
 
 with l² less what sliding windows leave out (planning/tokens.py ``window_squares``).
 
-A rank's micro-batches take t_1 … t_m on its slowest stage. The rank takes Σ t_i on that stage and, once, while the
-pipeline fills and drains or waits for it, its longest micro-batch on each other stage over the interleaved chunks v:
-Σ_i t_i + Σ_{s ≠ slowest} max(t) / v. For equal micro-batches that is the time of 1F1B (Narayanan et al.,
-arXiv:2104.04473, §2.2; the bubble is (p − 1) of m + p − 1 slots), for others the time of a flow shop whose jobs take
-equally long on every machine.
+A rank's micro-batches take t_1 … t_m on its slowest stage. The rank takes Σ t_i on that stage and,
+once, while the pipeline fills and drains or waits for it, its longest micro-batch on each other
+stage over the interleaved chunks v: Σ_i t_i + Σ_{s ≠ slowest} max(t) / v. For equal micro-batches
+that is the time of 1F1B (Narayanan et al., arXiv:2104.04473, §2.2; the bubble is (p − 1) of m + p −
+1 slots), for others the time of a flow shop whose jobs take equally long on every machine.
 
 Invariants (tests/unit/planning/test_cost.py):
 
-1. Coefficients are never negative, whatever was measured; without measurements they are the prior's.
+1. Coefficients are never negative, whatever was measured; without measurements they are the
+   prior's.
 2. More tokens, longer sequences or one more micro-batch never predict less time on a stage.
-3. ``best_count`` is the count of least predicted time for equal micro-batches, one of them as long as the longest
-   sample, against brute force.
+3. ``best_count`` is the count of least predicted time for equal micro-batches, one of them as long
+   as the longest sample, against brute force.
 4. Equal measurements give equal coefficients: every rank derives the same plan.
 """
 
@@ -61,8 +62,8 @@ class CostModel:
 
     virtual: chunks that each stage interleaves.
 
-    Example: two stages of (256, 1, 0): micro-batches of 1000 and 500 tokens take 1256 + 756 and 1256 to fill and drain,
-    3268 in all.
+    Example: two stages of (256, 1, 0): micro-batches of 1000 and 500 tokens take 1256 + 756 and
+    1256 to fill and drain, 3268 in all.
     """
 
     stages: tuple[StageCost, ...]
@@ -85,8 +86,8 @@ class CostModel:
 
         longest: tokens of the longest sample, which no cut makes shorter.
 
-        It is 1 without a pipeline; with equal stages about √((p − 1) · work / (v · overhead)), the bubble against fixed
-        costs.
+        It is 1 without a pipeline; with equal stages about √((p − 1) · work / (v · overhead)), the
+        bubble against fixed costs.
         """
         if tokens <= 0 or len(self.stages) == 1:
             return 1
@@ -172,8 +173,9 @@ NUM_SUMS = 11  # columns of CostFit.sums
 class CostFit:
     """Fits the costs by least squares over every measured micro-batch, with forgetting, from one row of sums per stage.
 
-    A row has NUM_SUMS numbers: Xᵀ X (upper triangle, 6), Xᵀ y (3), forward seconds, backward seconds; X = (1, T, Σ l²),
-    y = forward seconds. Rows of ranks and steps add, so that an all-reduce of them is all that ranks exchange.
+    A row has NUM_SUMS numbers: Xᵀ X (upper triangle, 6), Xᵀ y (3), forward seconds, backward
+    seconds; X = (1, T, Σ l²), y = forward seconds. Rows of ranks and steps add, so that an
+    all-reduce of them is all that ranks exchange.
     """
 
     prior: CostModel
@@ -218,8 +220,8 @@ class CostFit:
         both = 1.0 + row[10] / max(row[9], 1e-300)
         overhead, token, square = (float(x) for x in forward * both)
         if token + square > 0:
-            # The measured seconds leave out the schedule's own time and the transfers between stages: they bound the
-            # fixed costs from below.
+            # The measured seconds leave out the schedule's own time and the transfers between
+            # stages: they bound the fixed costs from below.
             unseen = shape.overhead / shape.token * token if shape.token else 0.0
             return StageCost(overhead=max(overhead, unseen), token=token, square=square)
         unit = max(scale * both, 1e-300)  # no time at all was measured: the prior's proportions, in the measured unit

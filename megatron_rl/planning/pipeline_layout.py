@@ -1,14 +1,14 @@
 """Divides a model's layers over the stages of a pipeline: as the user says, or so that the stages balance.
 
-Stages are counted in the order of the layers: chunk c of pipeline rank r is stage c · PP + r of PP · VPP. Stage 0 holds
-the embedding and the last stage the final norm and the LM head, as in Megatron-Core (0.16.1 and 0.19.2
-``transformer/pipeline_parallel_layer_layout.py``).
+Stages are counted in the order of the layers: chunk c of pipeline rank r is stage c · PP + r of PP
+· VPP. Stage 0 holds the embedding and the last stage the final norm and the LM head, as in
+Megatron-Core (0.16.1 and 0.19.2 ``transformer/pipeline_parallel_layer_layout.py``).
 
 Invariants (tests/unit/planning/test_pipeline_layout.py):
 
 1. Every layer lies on one stage, in order; a layout that is chosen leaves no stage without a layer.
-2. Without chunks, no other layout has a slowest stage of less cost, by brute force; of those that share it, the chosen
-   one has the least sum of squares.
+2. Without chunks, no other layout has a slowest stage of less cost, by brute force; of those that
+   share it, the chosen one has the least sum of squares.
 3. A text in Megatron-Core's notation means what Megatron-Core's own parser makes of it.
 """
 
@@ -93,9 +93,11 @@ def _shown(texts: Sequence[str]) -> str:
 def stage_layers(parallel: ParallelConfig, costs: Sequence[int], head: int, *, model: str) -> tuple[int, ...]:
     """Return the number of layers of each stage: those that the configuration states, or a balanced choice.
 
-    costs: of each layer, in any unit; head: the LM head's, or another last layer's. model: its name, for messages.
+    costs: of each layer, in any unit; head: the LM head's, or another last layer's. model: its
+        name, for messages.
 
-    Raises ConfigError for a stated layout of another number of layers, and for more stages than layers.
+    Raises ConfigError for a stated layout of another number of layers, and for more stages than
+    layers.
     """
     stages = parallel.pipeline * parallel.virtual_pipeline
     if stated := stated_layers(parallel):
@@ -116,12 +118,14 @@ def stage_layers(parallel: ParallelConfig, costs: Sequence[int], head: int, *, m
 def balanced(costs: Sequence[int], head: int, pipeline: int, virtual: int = 1) -> tuple[int, ...]:
     """Return how many layers each stage takes so that the slowest pipeline rank has the least to do.
 
-    costs: of each layer, at least 1, whole numbers, so that every rank finds the same. head: of the last stage, beside
+    costs: of each layer, at least 1, whole numbers, so that every rank finds the same. head: of the
+        last stage, beside
     its layers'. Every stage takes a layer at least.
 
-    Of equal choices the one of the most even stages is taken, then the one that gives the first stages fewer layers:
-    they hold the embedding and the most micro-batches in flight. Chunks of the interleaved schedule are balanced one by
-    one first; then layers move from the slowest rank's chunks while that lowers its sum.
+    Of equal choices the one of the most even stages is taken, then the one that gives the first
+    stages fewer layers: they hold the embedding and the most micro-batches in flight. Chunks of the
+    interleaved schedule are balanced one by one first; then layers move from the slowest rank's
+    chunks while that lowers its sum.
 
     Example: 7 equal layers and a head of 1.5 layers on 3 stages: 2, 3, 2 (costs 2, 3, 3.5).
     """

@@ -5,21 +5,27 @@ Invariants (``assert_invariants`` in tests/unit/planning/test_plan.py):
 1. Every member of a mini-batch is either dropped or runs exactly once; no other sample runs.
 2. With ``drops``, only members without signal are dropped; without it no member is.
 3. With ``repack``, no member without signal runs (unless nothing is dropped).
-4. A micro-batch holds at most ``max_tokens`` tokens, its own pads (``row_multiple``) included, or one sample alone; or
-   at most ``samples_per_microbatch`` samples.
+4. A micro-batch holds at most ``max_tokens`` tokens, its own pads (``row_multiple``) included, or
+   one sample alone; or at most ``samples_per_microbatch`` samples.
 5. No micro-batch is empty; a mini-batch is a GHOST iff none of its samples runs.
 6. The plan depends on lengths, signal, members and rules alone: equal inputs, equal fingerprints.
-7. Without ``repack``, the micro-batches that run are those of the dense plan, on the same ranks, in the same order.
-    Those of a block of ``lockstep_ranks`` are its rows with signal: what runs at the same time on all of its ranks,
-    the dense plan's fillers included, for their experts compute it together.
-8. Data-parallel ranks are within one costliest sample of each other in cost (token cap, with ``repack``).
-9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the largest count of any of them without
-   fillers, rounded up to a multiple of ``microbatch_multiple``. A block without samples stays silent.
-10. A filler holds one sample, the shortest that runs anyway, without ``repack`` the shortest member; fillers come last
-    on their rank and count neither as run in 1 and 3 nor as dropped. Under a token cap, with ``repack`` or nothing
-    dropped, a rank with fillers has no micro-batch left to cut in two.
-11. Under ``on_long_sample="fail"`` whether planning fails depends on the members' lengths, not on signal or ``drops``.
-12. On a pipeline under a token cap a rank's micro-batches, fillers apart, rise in cost and then fall.
+7. Without ``repack``, the micro-batches that run are those of the dense plan, on the same ranks, in
+    the same order. Those of a block of ``lockstep_ranks`` are its rows with signal: what runs at
+    the same time on all of its ranks, the dense plan's fillers included, for their experts compute
+    it together.
+8. Data-parallel ranks are within one costliest sample of each other in cost (token cap, with
+   ``repack``).
+9. All ranks of a block of ``lockstep_ranks`` run equally many micro-batches: the largest count of
+   any of them without fillers, rounded up to a multiple of ``microbatch_multiple``. A block without
+   samples stays silent.
+10. A filler holds one sample, the shortest that runs anyway, without ``repack`` the shortest
+    member; fillers come last on their rank and count neither as run in 1 and 3 nor as dropped.
+    Under a token cap, with ``repack`` or nothing dropped, a rank with fillers has no micro-batch
+    left to cut in two.
+11. Under ``on_long_sample="fail"`` whether planning fails depends on the members' lengths, not on
+    signal or ``drops``.
+12. On a pipeline under a token cap a rank's micro-batches, fillers apart, rise in cost and then
+    fall.
 """
 
 from __future__ import annotations
@@ -46,16 +52,17 @@ Cut = list[list[np.ndarray]]
 class PlanRules:
     """Holds the limits and costs that bind a plan.
 
-    cost: the time of a micro-batch on each pipeline stage; it decides balance and the number of micro-batches.
+    cost: the time of a micro-batch on each pipeline stage; it decides balance and the number of
+        micro-batches.
     max_tokens: the cap on a micro-batch, pads included.
     pad_multiple: each sequence is padded to it (TP under sequence parallelism).
-    row_multiple: a micro-batch is padded to it, by its last sequence; it divides ``max_tokens``, is a multiple of
-        ``pad_multiple``, or is 1 (FP8's products take 16 rows of each rank).
+    row_multiple: a micro-batch is padded to it, by its last sequence; it divides ``max_tokens``, is
+        a multiple of ``pad_multiple``, or is 1 (FP8's products take 16 rows of each rank).
     share_prompts: samples of a micro-batch that have the same prompt run it once.
-    microbatch_multiple: a rank that runs at all runs a multiple of so many micro-batches (PP under the interleaved
-        schedule, whose groups hold PP of them).
-    lockstep_ranks: so many neighbouring data-parallel ranks ([0, L), [L, 2L), ...) share experts: every forward holds
-        an all-to-all among them, so they run equally many micro-batches.
+    microbatch_multiple: a rank that runs at all runs a multiple of so many micro-batches (PP under
+        the interleaved schedule, whose groups hold PP of them).
+    lockstep_ranks: so many neighbouring data-parallel ranks ([0, L), [L, 2L), ...) share experts:
+        every forward holds an all-to-all among them, so they run equally many micro-batches.
     on_long_sample: the fate of a sample above ``max_tokens``, ``own_microbatch`` or ``fail``.
     """
 
@@ -116,9 +123,10 @@ def plan_rules(
 ) -> PlanRules:
     """Return the rules of a run: its settings, its degrees of parallelism and the prior costs of its micro-batches.
 
-    Under context parallelism each sequence splits into two chunks per rank; under sequence parallelism a micro-batch's
-    tokens split over tensor ranks; the interleaved schedule runs groups of PP micro-batches. Under FP8 the cap is
-    lowered to a multiple of what a micro-batch is padded to, so that the pads stay within it.
+    Under context parallelism each sequence splits into two chunks per rank; under sequence
+    parallelism a micro-batch's tokens split over tensor ranks; the interleaved schedule runs groups
+    of PP micro-batches. Under FP8 the cap is lowered to a multiple of what a micro-batch is padded
+    to, so that the pads stay within it.
     """
     chunks = 2 * degrees.context_size if degrees.context_size > 1 else 1
     tensor_ranks = degrees.tensor_size if sequence_parallel else 1
@@ -177,8 +185,8 @@ def plan_steps(
     signal: bool [S], True where a sample has signal.
     sample_ids: S names, for messages alone.
 
-    Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1 → a REAL step that runs [1], then a GHOST at
-    its own position.
+    Example: two mini-batches [0, 1] and [2, 3], signal only in sample 1 → a REAL step that runs
+    [1], then a GHOST at its own position.
     """
     if merge and mini_batches:
         mini_batches = [np.concatenate(mini_batches)]
@@ -224,8 +232,9 @@ def _plan_mini_batch(
 def _rows_with_signal(dense: Cut, signal: np.ndarray, rules: PlanRules) -> Cut:
     """Return the micro-batches of the rows of each block in which some micro-batch has signal.
 
-    A row is what the ranks of a block run at the same time. Their experts' products hold the tokens of all of it, so
-    that without one of its micro-batches the sums would round in another order than the dense run's.
+    A row is what the ranks of a block run at the same time. Their experts' products hold the tokens
+    of all of it, so that without one of its micro-batches the sums would round in another order
+    than the dense run's.
     """
     running: Cut = []
     for start in range(0, rules.data_size, rules.lockstep_ranks):
@@ -248,7 +257,8 @@ def _lockstep_counts(per_rank: Cut, rules: PlanRules) -> np.ndarray:
 def _assemble(members: np.ndarray, per_rank: Cut, padded: np.ndarray, rules: PlanRules, *, num_dense: int) -> StepPlan:
     """Lay the cut out as a StepPlan, with fillers where a rank falls short of its block's count.
 
-    A filler is the shortest sample that runs, without a loss; without ``repack`` the dense plan's, the shortest member.
+    A filler is the shortest sample that runs, without a loss; without ``repack`` the dense plan's,
+    the shortest member.
     """
     with_loss = [m for rank in per_rank for m in rank]
     run = np.concatenate(with_loss) if with_loss else np.empty(0, dtype=np.int64)
@@ -286,8 +296,9 @@ def cut(samples: np.ndarray, costs: SampleCosts, rules: PlanRules) -> Cut:
 def _pack_block(shares: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> Cut:
     """Pack each rank's share into as many micro-batches as the block runs, so far as it has samples for them.
 
-    A filler trains nothing, so ranks split their samples first. A share that does not fit the cap in that count takes
-    more, and the others follow: the count grows up to one sample each, no further.
+    A filler trains nothing, so ranks split their samples first. A share that does not fit the cap
+    in that count takes more, and the others follow: the count grows up to one sample each, no
+    further.
     """
     count = _rounded_up(max(_wanted_microbatches(share, costs, rules) for share in shares), rules)
     packed = [_pack(share, costs, rules, count) for share in shares]
@@ -303,8 +314,9 @@ def _pack_block(shares: list[np.ndarray], costs: SampleCosts, rules: PlanRules) 
 def _wanted_microbatches(share: np.ndarray, costs: SampleCosts, rules: PlanRules) -> int:
     """Return the number of micro-batches that the cap or the pipeline asks for; 0 for an empty share.
 
-    It is a multiple of ``microbatch_multiple`` if the share has enough samples. Under the cap alone, the fewer, larger
-    micro-batches after a drop would give back to the bubble the time that the drop has saved.
+    It is a multiple of ``microbatch_multiple`` if the share has enough samples. Under the cap
+    alone, the fewer, larger micro-batches after a drop would give back to the bubble the time that
+    the drop has saved.
     """
     if len(share) == 0:
         return 0
@@ -339,9 +351,9 @@ def _pack(share: np.ndarray, costs: SampleCosts, rules: PlanRules, count: int) -
 def _in_order(bins: list[np.ndarray], costs: SampleCosts, rules: PlanRules) -> list[np.ndarray]:
     """Order micro-batches by their first samples; on a pipeline put the costliest in the middle.
 
-    In the middle no stage fills, drains or waits for them in vain. Against the order of the samples that saves a few
-    percent of the makespan where micro-batches are nearly equal, 10 to 20 % where single long samples make them ragged
-    (on planning/timeline.py's clock).
+    In the middle no stage fills, drains or waits for them in vain. Against the order of the samples
+    that saves a few percent of the makespan where micro-batches are nearly equal, 10 to 20 % where
+    single long samples make them ragged (on planning/timeline.py's clock).
     """
     bins = sorted(bins, key=lambda b: int(b[0]))
     if len(rules.cost.stages) == 1:

@@ -1,9 +1,10 @@
 """Spreads samples over bins of near-equal cost: data-parallel ranks, then micro-batches. Pure numpy.
 
-Samples of one group share their prompt within a bin (planning/tokens.py). Groups stay whole until the costliest bin
-gets cheaper by cutting them, the prompts that then run twice counted, and by 1 % at least: each prompt that runs twice
-is work, even where it delays nobody. The spread without any thought of prompts is among those compared, so that the
-costliest bin costs at most 1 % more than without sharing.
+Samples of one group share their prompt within a bin (planning/tokens.py). Groups stay whole until
+the costliest bin gets cheaper by cutting them, the prompts that then run twice counted, and by 1 %
+at least: each prompt that runs twice is work, even where it delays nobody. The spread without any
+thought of prompts is among those compared, so that the costliest bin costs at most 1 % more than
+without sharing.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class SampleCosts:
 def balance(samples: np.ndarray, cost: np.ndarray, bins: int) -> list[np.ndarray]:
     """Distribute samples greedily, costliest first (LPT), over ``bins`` of near-equal cost, each in index order.
 
-    Of bins that cost the same, the one of fewer samples takes the next: none is empty where samples suffice, whatever
-    they cost. The responses of one token to a shared prompt cost nothing by themselves.
+    Of bins that cost the same, the one of fewer samples takes the next: none is empty where samples
+    suffice, whatever they cost. The responses of one token to a shared prompt cost nothing by
+    themselves.
     """
     if bins == 1:
         return [np.sort(samples)]

@@ -1,22 +1,25 @@
 """An exact event simulation of Megatron-Core's 1F1B and interleaved schedules: each stage's micro-batches in time.
 
-Pure numpy. The order on each pipeline rank is read from Megatron-Core 0.16.1, ``pipeline_parallel/schedules.py``:
-get_pp_rank_microbatches (the number of warm-up forwards), get_schedule_table (the interleaved order) and the loops of
-forward_backward_pipelining_with_interleaving and _without_interleaving. An operation starts when its rank has ended the
-one before it and the tensor that it needs has arrived, ``transfer_s`` after the other stage ended. Sending costs the
-sender nothing; nothing else is modelled.
+Pure numpy. The order on each pipeline rank is read from Megatron-Core 0.16.1,
+``pipeline_parallel/schedules.py``: get_pp_rank_microbatches (the number of warm-up forwards),
+get_schedule_table (the interleaved order) and the loops of
+forward_backward_pipelining_with_interleaving and _without_interleaving. An operation starts when
+its rank has ended the one before it and the tensor that it needs has arrived, ``transfer_s`` after
+the other stage ended. Sending costs the sender nothing; nothing else is modelled.
 
-Stages are counted in the order of the layers: stage s is chunk s // P of pipeline rank s % P, of P ranks with V chunks
-each.
+Stages are counted in the order of the layers: stage s is chunk s // P of pipeline rank s % P, of P
+ranks with V chunks each.
 
 Invariants (tests/unit/planning/test_timeline.py):
 
 1. Each stage runs each micro-batch once forward and once backward, for the seconds given.
 2. No two operations overlap on a rank, and each rank runs them in Megatron-Core's order.
-3. A forward follows the forward of the stage before, a backward that of the stage after and its own forward.
-4. An operation starts as soon as the last operation that it waits for has ended: no rank idles without a reason.
-5. With equal times f and b of a stage, the makespan is (M·V + P − 1) · (f + b) (Narayanan et al., arXiv:2104.04473,
-   §2.2).
+3. A forward follows the forward of the stage before, a backward that of the stage after and its own
+   forward.
+4. An operation starts as soon as the last operation that it waits for has ended: no rank idles
+   without a reason.
+5. With equal times f and b of a stage, the makespan is (M·V + P − 1) · (f + b) (Narayanan et al.,
+   arXiv:2104.04473, §2.2).
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ class Timeline:
 
     pipeline: the number of ranks that the stages lie on.
 
-    Example: one stage, forward 1 s and backward 2 s of one micro-batch: ``forward_end=[[1]], backward_start=[[1]],
-    makespan=3``.
+    Example: one stage, forward 1 s and backward 2 s of one micro-batch: ``forward_end=[[1]],
+    backward_start=[[1]], makespan=3``.
     """
 
     pipeline: int
@@ -80,7 +83,8 @@ def schedule_table(microbatches: int, virtual: int, group: int) -> list[tuple[in
 def rank_order(rank: int, pipeline: int, virtual: int, microbatches: int, group: int | None = None) -> list[Operation]:
     """Return a pipeline rank's operations: warm-up forwards, one forward and one backward in turn, cool-down backwards.
 
-    group: ``microbatch_group_size_per_vp_stage``, by default ``pipeline``. Backwards go through the chunks in reverse.
+    group: ``microbatch_group_size_per_vp_stage``, by default ``pipeline``. Backwards go through the
+        chunks in reverse.
     """
     group = group or pipeline
     _check_group(pipeline, virtual, microbatches, group)
@@ -114,18 +118,20 @@ def simulate(
 ) -> Timeline:
     """Run the schedule of one data-parallel rank on a simulated clock.
 
-    forward_s, backward_s: [stages, M] seconds of each micro-batch on each stage, stages in the order of the layers:
-        predicted, or measured where processes had no core of their own.
+    forward_s, backward_s: [stages, M] seconds of each micro-batch on each stage, stages in the
+        order of the layers: predicted, or measured where processes had no core of their own.
     transfer_s: seconds between two stages.
 
-    Example: two stages, two micro-batches, forward 1 and backward 2 everywhere: (2 + 2 − 1) · 3 = 9.
+    Example: two stages, two micro-batches, forward 1 and backward 2 everywhere: (2 + 2 − 1) · 3 =
+    9.
     """
     if forward_s.shape != backward_s.shape or forward_s.ndim != 2 or forward_s.shape[0] % pipeline:
         raise ValueError(
             f"forward seconds {forward_s.shape} and backward seconds {backward_s.shape} must both be [stages, "
             f"micro-batches], with a multiple of pipeline={pipeline} stages"
         )
-    # The order of each rank's operations, and their times by [backward][stage][micro-batch]; −1: has not ended.
+    # The order of each rank's operations, and their times by [backward][stage][micro-batch]; −1:
+    # has not ended.
     stages, microbatches = forward_s.shape
     orders = [rank_order(rank, pipeline, stages // pipeline, microbatches, group) for rank in range(pipeline)]
     seconds = (forward_s.tolist(), backward_s.tolist())

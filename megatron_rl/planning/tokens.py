@@ -15,14 +15,15 @@ class SampleTokens:
     """Holds the tokens of each of S samples, apart for its prompt where samples may share it.
 
     own:    int64 [S], tokens that run for the sample itself.
-    prompt: int64 [S], tokens of its prompt, which run once for all samples of its group in a micro-batch; 0 where the
-            prompt is among ``own``.
+    prompt: int64 [S], tokens of its prompt, which run once for all samples of its group in a
+            micro-batch; 0 where the prompt is among ``own``.
     group:  int64 [S], equal where the prompts are.
-    windows: tokens that a token of each layer sees, 0 for all before it; none where all layers see all.
+    windows: tokens that a token of each layer sees, 0 for all before it; none where all layers see
+        all.
 
-    Attention costs Σ l² of sequences that stand alone; an answer of r tokens to a shared prompt of p sees p·r keys
-    besides its own triangle, so that it costs r² + 2·p·r, and the prompt p² once. Under windows it is
-    ``window_squares`` of the sequences.
+    Attention costs Σ l² of sequences that stand alone; an answer of r tokens to a shared prompt of
+    p sees p·r keys besides its own triangle, so that it costs r² + 2·p·r, and the prompt p² once.
+    Under windows it is ``window_squares`` of the sequences.
     """
 
     own: np.ndarray
@@ -59,9 +60,11 @@ class SampleTokens:
     def sums(self, order: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return float64 [M] twice: tokens and squared tokens of each micro-batch.
 
-        order: int64, samples, micro-batch by micro-batch. offsets: int64 [M + 1] into it; none is empty.
+        order: int64, samples, micro-batch by micro-batch. offsets: int64 [M + 1] into it; none is
+            empty.
 
-        Example: two samples of one group, own [2, 3], prompt [4, 4]: 9 tokens, squared 4 + 16 + 9 + 24 + 16.
+        Example: two samples of one group, own [2, 3], prompt [4, 4]: 9 tokens, squared 4 + 16 + 9 +
+        24 + 16.
         """
         if len(order) == 0:
             return np.zeros(0), np.zeros(0)

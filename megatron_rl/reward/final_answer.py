@@ -1,8 +1,9 @@
 r"""Finds the final answer in a text by its format's mark: GSM8K's ``#### 42`` and MATH's ``\boxed{42}``.
 
-GSM8K's answer is the number behind ``####`` (arXiv:2110.14168), MATH's what is in the last box (arXiv:2103.03874). What
-else the text says, before or behind, is none of it. Where both marks are in a text, the last one counts. A
-text without a mark has its answer below a Markdown heading "Final answer".
+GSM8K's answer is the number behind ``####`` (arXiv:2110.14168), MATH's what is in the last box
+(arXiv:2103.03874). What else the text says, before or behind, is none of it. Where both marks are
+in a text, the last one counts. A text without a mark has its answer below a Markdown heading "Final
+answer".
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _NUMBER = re.compile(
     rf"(?P<sign>[-−+]?)[\s$]*(?:(?P<grouped>\d{{1,3}}(?:{_SEPARATOR}\d{{2,3}})*{_SEPARATOR}\d{{3}}(?!\d))"
     r"|(?P<digits>\d+))?(?P<decimals>\.\d+)?"
 )
-# Behind a number, what makes it the first part of an expression: 2^{10}, 1/2, 40+2, 3\sqrt{2}, 10%, (1,2).
+# Behind a number, what makes it the first part of an expression: 2^{10}, 1/2, 40+2, 3\sqrt{2}, 10%,
+# (1,2).
 _GOES_ON = re.compile(
     r"\s+\d+/\d|\s*(?:[\^×÷+]|\*\s*[\d(\\a-z]|\*\*\s*[\d(]|/\s*[\d(\\]|[-−]\s*[\d(\\]|,\s*[-−]?\d|_\{?\d|:\d|\\?%|"
     r"\\(?!text|mathrm|mbox|textrm|textbf|[\])$,;! ]|quad|circ))"
@@ -60,7 +62,8 @@ class FinalAnswer:
 def number_text(text: str) -> str | None:
     r"""Return the number that a text is, as Python reads it, else None; units in words may follow it.
 
-    Examples: ``\$32,\!348`` gives "32348", ``-1,000.50 dollars`` "-1000.50", ``1/2`` and ``2x`` None.
+    Examples: ``\$32,\!348`` gives "32348", ``-1,000.50 dollars`` "-1000.50", ``1/2`` and ``2x``
+    None.
     """
     found = _number_at(without_currency(text).strip().removesuffix("."))
     if found is None or len(found[0]) > _MOST_DIGITS:
@@ -83,7 +86,8 @@ def final_answer(text: str, *, marks_first: bool, wants_number: bool) -> FinalAn
     """Find the final answer of a completion, or of a gold answer that shows its work.
 
     marks_first: whether GSM8K's mark counts before boxes wherever it stands.
-    wants_number: whether the right answer is a number, so that the number behind the mark is the whole answer.
+    wants_number: whether the right answer is a number, so that the number behind the mark is the
+        whole answer.
     """
     mark, box = _last_mark(text, marks_first, wants_number), _last_box(text)
     if mark is not None and (marks_first or box is None or mark[0] > box[0]):

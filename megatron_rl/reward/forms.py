@@ -1,13 +1,12 @@
 """The forms of reward functions: lists of texts (ours), lists of messages (TRL's), and verl's compute_score.
 
-| parameters of the function | form | a call |
-|---|---|---|
-| ``completions``, whose type is not of objects, or any others | TEXTS | lists of texts |
-| ``completions`` of type ``list[list[dict]]``, or ``reward.completions=messages`` | MESSAGES | lists of messages |
-| ``solution_str`` | VERL | one sample |
-| ``solution_strs`` | VERL_BATCH | lists of texts, in verl's names |
+| parameters of the function | form | a call | |---|---|---| | ``completions``, whose type is not of
+objects, or any others | TEXTS | lists of texts | | ``completions`` of type ``list[list[dict]]``, or
+``reward.completions=messages`` | MESSAGES | lists of messages | | ``solution_str`` | VERL | one
+sample | | ``solution_strs`` | VERL_BATCH | lists of texts, in verl's names |
 
-verl's forms as of verl 0.9.1, ``NaiveRewardManager`` and ``BatchRewardManager``; TRL's as of TRL 1.16, ``GRPOTrainer``.
+verl's forms as of verl 0.9.1, ``NaiveRewardManager`` and ``BatchRewardManager``; TRL's as of TRL
+1.16, ``GRPOTrainer``.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ class Form(enum.Enum):
 class Conversational:
     """Calls a function of lists with chat messages in place of texts, as TRL does for conversational prompts.
 
-    Example: ``completions == [[{"role": "assistant", "content": "7"}], [{"role": "assistant", "content": "8"}]]``
+    Example: ``completions == [[{"role": "assistant", "content": "7"}], [{"role": "assistant",
+    "content": "8"}]]``
     """
 
     def __init__(self, function: Callable) -> None:

@@ -63,7 +63,8 @@ class _WrongReturn(Exception):
 def resolve(name: str, completions: str = "text", model_path: str | None = None) -> tuple[Form | None, RewardFunction]:
     """Return the callable of a built-in name or ``module:function``, and a user's function's form (None: a built-in).
 
-    completions: ``reward.completions``. model_path: ``reward.model_path``, for the function ``reward_model``.
+    completions: ``reward.completions``. model_path: ``reward.model_path``, for the function
+        ``reward_model``.
     Raises ConfigError with the nearest way out.
     """
     if name in MODELS:
@@ -118,8 +119,8 @@ def required_columns(parameters: Mapping[str, Sequence[str]]) -> list[RequiredCo
 
     `math_verify` parses every answer, so that one that it cannot read is named before anything is trained.
 
-    A function of the user's meets null where a row says null. The built-in functions read an answer, which null is
-    none of.
+    A function of the user's meets null where a row says null. The built-in functions read an
+    answer, which null is none of.
     """
     needed = {}
     for name, columns in parameters.items():
@@ -190,9 +191,10 @@ def call(
 ) -> tuple[list[Outcome], str | None]:
     """Call ``function`` in its form (forms.py); return (an outcome per sample, None), or ([], the reason) if it fails.
 
-    A call fails where it raises, calls ``sys.exit`` or ``os._exit``, or returns a wrong number of values. A coroutine
-    is run to its end in an event loop of its own. KeyboardInterrupt passes: in a rank it is the user's. The reason is
-    the traceback of what the call raised, or a sentence about what it returned.
+    A call fails where it raises, calls ``sys.exit`` or ``os._exit``, or returns a wrong number of
+    values. A coroutine is run to its end in an event loop of its own. KeyboardInterrupt passes: in
+    a rank it is the user's. The reason is the traceback of what the call raised, or a sentence
+    about what it returned.
     """
     try:
         with exit_is_an_error():
@@ -205,8 +207,9 @@ def call(
     except _WrongReturn as error:
         return [], str(error)
     except BaseException as error:  # noqa: BLE001
-        # Timeouts of libraries (math-verify's) derive from it, so as not to be caught by the code they interrupt.
-        # Nothing is lost: the traceback goes to the caller, which raises it or counts it.
+        # Timeouts of libraries (math-verify's) derive from it, so as not to be caught by the code
+        # they interrupt. Nothing is lost: the traceback goes to the caller, which raises it or
+        # counts it.
         return [], f"{hint_of(error)}{formatted_traceback()}"
 
 

@@ -35,7 +35,8 @@ class Gold:
     """Holds a gold answer as it is compared.
 
     values: what it may be equal to, of sympy.
-    is_number: whether it is a number, so that a number behind a mark is a completion's whole answer.
+    is_number: whether it is a number, so that a number behind a mark is a completion's whole
+        answer.
     marks_first: whether it is in GSM8K's format.
     """
 
@@ -57,18 +58,19 @@ def math_verify(
 ) -> list[float]:
     """Return [S]: 1.0 where a completion's answer equals the ``answer`` column mathematically, else 0.0.
 
-    So 1/2 equals 0.5, and 1,000 equals 1000. A completion's answer stands behind the last mark, ``####`` (GSM8K) or
-    \\boxed{} (MATH), and the text around it counts for nothing (reward/final_answer.py). Without a mark math-verify
-    looks for it: LaTeX between dollars, a plain number. A gold answer is one expression, with or without a mark or
-    dollars around it. A completion in which nothing parses, or that cannot be compared, scores 0.0.
+    So 1/2 equals 0.5, and 1,000 equals 1000. A completion's answer stands behind the last mark,
+    ``####`` (GSM8K) or \\boxed{} (MATH), and the text around it counts for nothing
+    (reward/final_answer.py). Without a mark math-verify looks for it: LaTeX between dollars, a
+    plain number. A gold answer is one expression, with or without a mark or dollars around it. A
+    completion in which nothing parses, or that cannot be compared, scores 0.0.
 
-    A completion that is not judged in time, or that the library fails on, scores 0.0 too, and the log says so. Each
-    has QUICK_S, and those that need more PATIENT_S each, BATCH_S together: a call on n answers takes at most
-    n · QUICK_S + BATCH_S.
+    A completion that is not judged in time, or that the library fails on, scores 0.0 too, and the
+    log says so. Each has QUICK_S, and those that need more PATIENT_S each, BATCH_S together: a call
+    on n answers takes at most n · QUICK_S + BATCH_S.
 
-    Raises ValueError for a gold answer that does not parse, which the start of a run looks for, and RuntimeError
-    outside the main thread: the deadlines are SIGALRM, which Python allows there only. The alarm interrupts Python
-    code; a single long operation inside a C extension ends first.
+    Raises ValueError for a gold answer that does not parse, which the start of a run looks for, and
+    RuntimeError outside the main thread: the deadlines are SIGALRM, which Python allows there only.
+    The alarm interrupts Python code; a single long operation inside a C extension ends first.
     """
     _need_main_thread()
     golds = [read_gold(str(gold)) for gold in answer]
@@ -195,6 +197,7 @@ def _equal(gold_value: object, value: object) -> bool:
     try:
         return verify(gold_value, value, timeout_seconds=0, raise_on_error=True)
     except Exception:
-        # sympy refuses comparisons in many ways (sets with numbers, NaN): such values are not equal.
+        # sympy refuses comparisons in many ways (sets with numbers, NaN): such values are not
+        # equal.
         log.debug("math-verify could not compare a completion's answer with the gold answer", exc_info=True)
         return False

@@ -1,15 +1,18 @@
 """Persistent reward workers: they score whole groups; a sample that hangs or kills its worker costs only itself.
 
-1. Every task carries an id that no other task has, and a killed worker's socket is closed: a late answer reaches
-   nobody.
-2. A task has one sample's deadline, however many samples it has, and one that fails is scored again a sample at a time
-   (reward/task_queue.py); where samples are slow only together, tasks are smaller from then on.
-3. The samples of a task that takes SUSPECT_S are tried alone beside it, so that one that hangs is known that much after
-   its deadline, and not after two of them. ``num_workers`` other tasks may run all the same: a pool has up to twice as
-   many workers meanwhile, unless one of those does not start, after which none is tried.
-4. Every wait is one `select` on the workers' sockets, until a message or the nearest deadline: nothing polls.
-5. Workers live as long as their pool; one that ends is replaced. Their number of starts is bounded: by the tasks that
-   may kill them, and by STARTS in a row that do not get ready.
+1. Every task carries an id that no other task has, and a killed worker's socket is closed: a late
+   answer reaches nobody.
+2. A task has one sample's deadline, however many samples it has, and one that fails is scored again
+   a sample at a time (reward/task_queue.py); where samples are slow only together, tasks are
+   smaller from then on.
+3. The samples of a task that takes SUSPECT_S are tried alone beside it, so that one that hangs is
+   known that much after its deadline, and not after two of them. ``num_workers`` other tasks may
+   run all the same: a pool has up to twice as many workers meanwhile, unless one of those does not
+   start, after which none is tried.
+4. Every wait is one `select` on the workers' sockets, until a message or the nearest deadline:
+   nothing polls.
+5. Workers live as long as their pool; one that ends is replaced. Their number of starts is bounded:
+   by the tasks that may kill them, and by STARTS in a row that do not get ready.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ class Pool:
     variables: names of environment variables that workers get beside the harmless ones.
     completions: ``reward.completions``.
 
-    Raises ConfigError for a function that a worker cannot import, or a variable that is not set. One thread at a time
-    may use it.
+    Raises ConfigError for a function that a worker cannot import, or a variable that is not set.
+    One thread at a time may use it.
     """
 
     def __init__(
@@ -78,7 +81,8 @@ class Pool:
         self._ids = itertools.count()
         self._in_use = threading.Lock()
         self._selector = selectors.DefaultSelector()
-        # A worker ends with the thread that started it (distributed/child_process.py): this one lives with the pool.
+        # A worker ends with the thread that started it (distributed/child_process.py): this one
+        # lives with the pool.
         self._starter: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="reward-workers")
         try:
             while sum(worker.ready for worker in self._workers) < num_workers:
@@ -96,8 +100,8 @@ class Pool:
         """Call every function on every sample; neighbours with the same prompt form a group.
 
         stop_at_failure: whether the other samples are given up once one has failed.
-        Raises ConfigError where a function cannot take the columns, or a column is not JSON; RewardError where no
-        worker starts.
+        Raises ConfigError where a function cannot take the columns, or a column is not JSON;
+        RewardError where no worker starts.
         """
         columns = columns_of(rollouts)
         _check_columns(rollouts)
@@ -180,8 +184,8 @@ class Pool:
     def _hand_out(self, work: TaskQueue, columns: Sequence[str]) -> None:
         """Give idle workers the tasks that may begin, and see to a worker where there is none.
 
-        At most ``num_workers`` tasks run, and beside them the samples of suspected ones, one for each of these and more
-        where a worker would be idle.
+        At most ``num_workers`` tasks run, and beside them the samples of suspected ones, one for
+        each of these and more where a worker would be idle.
         """
         while True:
             tasks = [worker.task for worker in self._workers if worker.task is not None and not worker.task.is_moot]

@@ -61,7 +61,8 @@ class _Answers:
     """Holds one function's answers on a batch.
 
     outcomes: [S], one per sample.
-    unexplained: (samples, traceback) of each call that failed as a whole and on none of its samples alone.
+    unexplained: (samples, traceback) of each call that failed as a whole and on none of its samples
+        alone.
     """
 
     outcomes: Sequence[Outcome]
@@ -71,26 +72,30 @@ class _Answers:
 class Reward:
     """Scores rollouts with the configured reward functions as one.
 
-    A reward function is any callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``,
-    plain or ``async``, called by keyword with lists of equal length: prompt texts, completion texts, completion token
-    ids, and every column of the dataset as a list (None where a row lacks it; a column with the name of one of the
-    first three is not passed). It returns one number per sample, or None where it does not apply.
+    A reward function is any callable ``f(prompts, completions, completion_ids, **columns) ->
+    list[float | None]``, plain or ``async``, called by keyword with lists of equal length: prompt
+    texts, completion texts, completion token ids, and every column of the dataset as a list (None
+    where a row lacks it; a column with the name of one of the first three is not passed). It
+    returns one number per sample, or None where it does not apply.
 
-    With ``reward.num_workers`` functions are called in worker processes, on a group at a time, unless
-    ``reward.in_process`` names them; other functions are called in this process, on the whole batch. Only a worker can
-    be interrupted: ``reward.deadline_s`` bounds the functions that run in one.
+    With ``reward.num_workers`` functions are called in worker processes, on a group at a time,
+    unless ``reward.in_process`` names them; other functions are called in this process, on the
+    whole batch. Only a worker can be interrupted: ``reward.deadline_s`` bounds the functions that
+    run in one.
 
-    Two more forms are known by their parameters (forms.py): TRL's, whose completions are lists of messages, and verl's
-    ``compute_score``, for one sample or a batch.
+    Two more forms are known by their parameters (forms.py): TRL's, whose completions are lists of
+    messages, and verl's ``compute_score``, for one sample or a batch.
 
-    A function **fails on a sample** when it raises or exits on it, gives a value that is not a finite number or None,
-    or (in a worker) takes too long or kills its process. When a call on several samples fails whole, the guilty sample
-    is unknown: the function is called again **one sample at a time**, and only those that fail alone are guilty. So a
-    function must not depend on the other samples of a call, and may be called more than once on the same one. If none
-    raises alone, the first call itself is the error.
+    A function **fails on a sample** when it raises or exits on it, gives a value that is not a
+    finite number or None, or (in a worker) takes too long or kills its process. When a call on
+    several samples fails whole, the guilty sample is unknown: the function is called again **one
+    sample at a time**, and only those that fail alone are guilty. So a function must not depend on
+    the other samples of a call, and may be called more than once on the same one. If none raises
+    alone, the first call itself is the error.
 
-    The name ``environment`` is no function: its value is the sum of the rewards that the sample's environment gave. A
-    sample that its environment gave up (``Rollout.excluded``) has no total, and no function is called on it.
+    The name ``environment`` is no function: its value is the sum of the rewards that the sample's
+    environment gave. A sample that its environment gave up (``Rollout.excluded``) has no total, and
+    no function is called on it.
 
     ``last_errors`` holds the failures of the last `score`, which the scores name too; the log has the first one of each
     kind, whole. ``required_columns`` are those that every row of the data must have. ``recognised`` says how each
@@ -100,7 +105,8 @@ class Reward:
     def __init__(self, config: RewardConfig, import_s: float | None = None, *, episodes: bool = False) -> None:
         """Resolve the functions; raise ConfigError for none, a repeated one, or one that its process cannot resolve.
 
-        import_s: seconds for the imports in this process, which ends where they take longer; None: no limit.
+        import_s: seconds for the imports in this process, which ends where they take longer; None:
+            no limit.
         episodes: whether a response holds several turns; a function of messages is refused then.
         """
         if not config.functions:
@@ -277,7 +283,8 @@ def _recognised(forms: Mapping[str, Form | None], episodes: bool) -> list[str]:
 def _call_here(name: str, function: RewardFunction, rollouts: Sequence[Rollout], *, stop_at_failure: bool) -> _Answers:
     """Call one function on the whole batch in this process.
 
-    stop_at_failure: whether the samples behind the first that fails alone are left without an answer.
+    stop_at_failure: whether the samples behind the first that fails alone are left without an
+        answer.
     """
     columns = columns_of(rollouts)
     check_signature(name, function, columns)

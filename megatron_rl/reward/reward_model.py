@@ -18,11 +18,12 @@ MOST_PER_BYTE = 4  # parameters in a byte of the weights: files of four bits hol
 class RewardModelScore:
     """Scores responses by the reward model in a directory, which every rank holds whole, by transformers.
 
-    The score is the model's number at a response's last token. Tokens are the policy's own, so the reward model must be
-    of its tokenizer; a prompt's text is tokenized by the directory's, without special tokens, as prompts are.
+    The score is the model's number at a response's last token. Tokens are the policy's own, so the
+    reward model must be of its tokenizer; a prompt's text is tokenized by the directory's, without
+    special tokens, as prompts are.
 
-    Example: ``RewardModelScore("runs/judge/checkpoints/step_200/hf")(prompts=["2+2="], completions=["4"],
-    completion_ids=[[7, 2]])`` → ``[1.3]``.
+    Example: ``RewardModelScore("runs/judge/checkpoints/step_200/hf")(prompts=["2+2="],
+    completions=["4"], completion_ids=[[7, 2]])`` → ``[1.3]``.
     """
 
     def __init__(self, path: str | pathlib.Path, device: torch.device | None = None) -> None:
@@ -79,7 +80,8 @@ class RewardModelScore:
         tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self._device)
         lengths = torch.tensor([len(row) for row in rows], device=self._device)
         inside = torch.arange(longest, device=self._device) < lengths[:, None]
-        # the layers alone: the classifier's own pooling takes a response's end for a pad where the two are one token
+        # the layers alone: the classifier's own pooling takes a response's end for a pad where the
+        # two are one token
         hidden = self._model.base_model(input_ids=tokens, attention_mask=inside.long()).last_hidden_state
         last = hidden[torch.arange(len(rows), device=self._device), lengths - 1]
         return self._model.score(last)[:, 0].float().cpu().numpy()

@@ -1,11 +1,14 @@
 """Queue of a batch's tasks: whole groups first, then a failed task's samples alone, which finds the guilty.
 
-1. A task that fails whole (it raised, ran out of time, or its worker died) is cut into its samples, each a task of its
-   own. Alone, a sample that raises or runs out of time is guilty; one whose worker dies is tried once more, since the
-   machine may have been at fault. So a task of n samples costs at most 1 + 2n workers.
-2. The samples of a task that takes long (``suspect``) are tried alone before it has failed, beside the rest. Their
-   results count once it fails; if it answers, they are forgotten: its answer is what it would have been without them.
-3. A sample that runs out of time, or kills its worker, alone counts as wrong under a function of ``lost_is_wrong``.
+1. A task that fails whole (it raised, ran out of time, or its worker died) is cut into its samples,
+   each a task of its own. Alone, a sample that raises or runs out of time is guilty; one whose
+   worker dies is tried once more, since the machine may have been at fault. So a task of n samples
+   costs at most 1 + 2n workers.
+2. The samples of a task that takes long (``suspect``) are tried alone before it has failed, beside
+   the rest. Their results count once it fails; if it answers, they are forgotten: its answer is
+   what it would have been without them.
+3. A sample that runs out of time, or kills its worker, alone counts as wrong under a function of
+   ``lost_is_wrong``.
 
 This module knows no processes and no time.
 """
@@ -85,7 +88,8 @@ class TaskQueue:
     """Queues the tasks of a batch and collects their outcomes.
 
     most_samples: the most samples of a task; a larger group is cut.
-    lost_is_wrong: the indices of functions under which a sample that is never judged is worth 0.0, and no failure.
+    lost_is_wrong: the indices of functions under which a sample that is never judged is worth 0.0,
+        and no failure.
     outcomes: [F][S], complete once ``done``.
     """
 
@@ -200,7 +204,8 @@ class TaskQueue:
             split = Split(task=task, left=len(task.samples))
         split.failure, split.error = failure, error
         self.splits.append(split)
-        # Before the rest: a sample that takes its whole deadline delays the batch least when it starts early.
+        # Before the rest: a sample that takes its whole deadline delays the batch least when it
+        # starts early.
         if is_new:
             self._waiting.extendleft(reversed(self._alone(split)))
             return

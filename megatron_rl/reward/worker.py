@@ -2,10 +2,11 @@
 
     python -m megatron_rl.reward.worker FD STACK_FD PARENT_PID      # started by pool.py, never by hand
 
-The process that is started becomes the worker's subreaper (distributed/subreaper.py), and a child of it the worker. The
-first message names the functions; then one task at a time arrives and its answer leaves. Functions are called in the
-main thread, since math-verify's deadlines are SIGALRM. Only the pool interrupts a task, by killing this process: a call
-that takes a whole list cannot be interrupted otherwise. Shortly before, the stacks go to STACK_FD.
+The process that is started becomes the worker's subreaper (distributed/subreaper.py), and a child
+of it the worker. The first message names the functions; then one task at a time arrives and its
+answer leaves. Functions are called in the main thread, since math-verify's deadlines are SIGALRM.
+Only the pool interrupts a task, by killing this process: a call that takes a whole list cannot be
+interrupted otherwise. Shortly before, the stacks go to STACK_FD.
 """
 
 from __future__ import annotations

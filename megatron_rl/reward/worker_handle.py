@@ -27,7 +27,8 @@ START_S = 120.0  # until a worker has imported its functions
 SUSPECT_S = 5.0  # a task of several samples that takes longer has them tried alone, beside it
 CLOSE_S = 2.0  # for a worker without a task to end by itself
 REAP_S = 10.0  # a killed process is gone within it, unless the kernel holds it
-# Of the rank's environment variables a worker gets these, and none that may hold a key (docs/security.md).
+# Of the rank's environment variables a worker gets these, and none that may hold a key
+# (docs/security.md).
 ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|TEMP|TMP|XDG_CACHE_HOME|PYTHON\w*|VIRTUAL_ENV|"
     r"CONDA_PREFIX|LD_LIBRARY_PATH|LD_PRELOAD|MALLOC_\w+|\w+_NUM_THREADS|CUDA_HOME|CUDA_VISIBLE_DEVICES|HF_HOME|"
@@ -47,7 +48,8 @@ class WorkerProcess:
     completions: ``reward.completions``.
     pid: the worker's process id once it is ready, its subreaper's before.
     deadline: seconds on time.monotonic, of its start or its task; None while it has neither.
-    suspect_at: seconds on time.monotonic at which its task takes long; None where nothing is to be done about it.
+    suspect_at: seconds on time.monotonic at which its task takes long; None where nothing is to be
+        done about it.
     task_id: the id that its answer must carry.
     """
 
@@ -71,7 +73,8 @@ class WorkerProcess:
                 ),
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                # a terminal's Ctrl-C is for the ranks, which save first; and its children are killed with it
+                # a terminal's Ctrl-C is for the ranks, which save first; and its children are
+                # killed with it
                 start_new_session=True,
             )
         self.pid = self._process.pid

@@ -23,10 +23,12 @@ def place_engine(
 ) -> tuple[Engine, tuple[int, int] | None, bool]:
     """Build this rank's engine where the settings put it, and start it, without waiting until it serves.
 
-    has_trainer: whether a trainer's log-probs are compared with the engine's, as ``rollout.bitwise`` asks.
+    has_trainer: whether a trainer's log-probs are compared with the engine's, as
+        ``rollout.bitwise`` asks.
 
-    Returns the engine, this rank's share of the prompts, and whether trainer and engine take turns on one GPU. Raises
-    ConfigError for engines that do not fit the ranks, or that cannot share the GPU as the settings ask.
+    Returns the engine, this rank's share of the prompts, and whether trainer and engine take turns
+    on one GPU. Raises ConfigError for engines that do not fit the ranks, or that cannot share the
+    GPU as the settings ask.
     """
     role = role_of(config.rollout, location)
     shared = shares_device(config.rollout, device)
@@ -39,9 +41,12 @@ def place_engine(
                     "rollout.bitwise=true compares a run's rollouts with its trainer, and the server has none; set it "
                     "to false"
                 )
+            from megatron_rl.model.settings import ModelSettings
             from megatron_rl.rollout.engines.bitwise import BitwiseEngine
 
-            engine = BitwiseEngine(config, tokenizer)
+            engine = BitwiseEngine(
+                ModelSettings.of(config), tokenizer, config.rollout, deadline_s=config.run.deadline_s
+            )
         case RolloutConfig(engine="transformers"):
             from megatron_rl.rollout.engines.embedded import TransformersEngine
 

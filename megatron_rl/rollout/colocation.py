@@ -1,15 +1,16 @@
 """The turns of trainer and engine on a device that they share, and the order in which it changes hands.
 
-trainer ── offload the trainer's state, wake the engine's weights ──▶ weights ── wake keys and values ──▶ engine
+trainer ── offload the trainer's state, wake the engine's weights ──▶ weights ── wake keys and
+values ──▶ engine
    ▲                                                                     │                                  │
    └──────────────────────── engine sleeps, then the trainer's state returns ◀──────────────────────────────┘
 
-Weights are sent in the state ``weights`` (or ``engine``), rollouts are made in ``engine``; the trainer's own weights
-stay on the device throughout.
+Weights are sent in the state ``weights`` (or ``engine``), rollouts are made in ``engine``; the
+trainer's own weights stay on the device throughout.
 
-An engine over several devices has its workers on those of other ranks, and one rank commands it. So each arrow is two
-phases that all ranks end together: no engine wakes before every rank's state is away, and no rank's state returns
-before every engine sleeps.
+An engine over several devices has its workers on those of other ranks, and one rank commands it. So
+each arrow is two phases that all ranks end together: no engine wakes before every rank's state is
+away, and no rank's state returns before every engine sleeps.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ class ColocatedDevice:
     """Hands the devices of all ranks from trainer to engine and back. Its moves are collectives.
 
     models:   the trainer's on the device; none if the engine has a device of its own.
-    together: calls a function on every rank and returns once all have ended it; raises on every rank where one raised.
-    ended:    called with the turn that ends, before the device leaves or returns to the trainer (to note peak memory).
+    together: calls a function on every rank and returns once all have ended it; raises on every
+        rank where one raised.
+    ended:    called with the turn that ends, before the device leaves or returns to the trainer (to
+              note peak memory).
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Connections of a run's HTTP servers: as many as there are descriptors for, and none that stays without a request.
 
-The oldest idle connection makes room for a new one. A request's headers must have come HEADERS_S after its first byte,
-the first request's after the connection's start. An idle connection between two requests is closed by uvicorn.
+The oldest idle connection makes room for a new one. A request's headers must have come HEADERS_S
+after its first byte, the first request's after the connection's start. An idle connection between
+two requests is closed by uvicorn.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def protocol_of(most: int) -> type[H11Protocol]:
 class OncePerMinute(logging.Filter):
     """Passes the first line of a kind in a minute; the next one that passes says how many were left out.
 
-    kind: what tells two kinds apart; by default the logger, the level and the message's first line without its values.
+    kind: what tells two kinds apart; by default the logger, the level and the message's first line
+        without its values.
     """
 
     def __init__(

@@ -1,11 +1,13 @@
 """Checks a request on its way into a run's HTTP server: its host, its key, and its body within bounds.
 
-In this order, so that who has no key has no body read, and a page of a browser never reaches a server on its host:
+In this order, so that who has no key has no body read, and a page of a browser never reaches a
+server on its host:
 
-1. A server on this host's loopback answers under its own names alone (no page's name that was pointed here), and no
-   request that a page of another origin makes.
+1. A server on this host's loopback answers under its own names alone (no page's name that was
+   pointed here), and no request that a page of another origin makes.
 2. The key. Who has none is answered at once, and the connection ends.
-3. The body: of ``most_bytes`` at most, all of them together within ``most_held``, and no slower than LEAST_RATE.
+3. The body: of ``most_bytes`` at most, all of them together within ``most_held``, and no slower
+   than LEAST_RATE.
 4. The answer, which is taken no slower than that.
 """
 
@@ -55,8 +57,8 @@ class Bounds:
 
     host: the address that the server listens at. keys: those that clients may present; none: any.
     key_of: returns a request's key from its headers. key_words: says where a key is looked for.
-    most_bytes: of a body; setting: the configuration's name of that. most_held: bytes of all bodies together whose
-        request is not answered, half of it for one key; SMALL ones are not counted.
+    most_bytes: of a body; setting: the configuration's name of that. most_held: bytes of all bodies
+        together whose request is not answered, half of it for one key; SMALL ones are not counted.
     refusal: makes a refusal's answer of a status and a message.
     """
 
@@ -128,8 +130,9 @@ class _Body:
     async def read(self, receive: Receive) -> tuple[int, str] | None:
         """Read the whole body; return the status and the words of a refusal. Raises _Gone where the client goes away.
 
-        The rest of a body that is refused for its size is read and dropped: a client that is cut off while it sends
-        sees a broken connection, of which it cannot know that sending again is in vain.
+        The rest of a body that is refused for its size is read and dropped: a client that is cut
+        off while it sends sees a broken connection, of which it cannot know that sending again is
+        in vain.
         """
         parts: list[bytes] = []
         size, more, began, refused = 0, True, time.monotonic(), self._too_large(self._announced)

@@ -1,8 +1,8 @@
 """The rollouts of all ranks: sends the engines weights, collects rollouts, and raises a failure on every rank together.
 
-A device that trainer and engine share changes hands around both: the trainer's gradients and optimizer state leave it,
-the engine's weights wake, weights are sent, the engine's keys and values wake, rollouts are made, the engine sleeps,
-the trainer's state returns.
+A device that trainer and engine share changes hands around both: the trainer's gradients and
+optimizer state leave it, the engine's weights wake, weights are sent, the engine's keys and values
+wake, rollouts are made, the engine sleeps, the trainer's state returns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class RolloutManager:
     worker:  this rank's, over its engine.
     weights: the trainer's, which the engine samples with.
     metrics: where jobs and syncs are noted.
-    models:  the trainer's on a device that the engine shares; none if the engine has a device of its own.
+    models:  the trainer's on a device that the engine shares; none if the engine has a device of
+             its own.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class RolloutManager:
     def sync_weights(self) -> None:
         """Send the engines the current weights, unless all have them: a step that moved nothing sends nothing.
 
-        A sync that fails anywhere is sent again whole, after lost engines were started again. Raises EngineError, on
-        every rank, after ``weight_sync.attempts``. Generation under way ends first, unless the engines take weights in
-        between (``weight_sync.in_flight``).
+        A sync that fails anywhere is sent again whole, after lost engines were started again.
+        Raises EngineError, on every rank, after ``weight_sync.attempts``. Generation under way ends
+        first, unless the engines take weights in between (``weight_sync.in_flight``).
         """
         version, attempts = self.weights.version, self.weight_sync.attempts
         if not self.weight_sync.in_flight:
@@ -150,7 +151,8 @@ class RolloutManager:
     ) -> RolloutJob:
         """Make the job of this rank's share of the prompts, which every rank names by place. Not a collective.
 
-        Groups are dealt to the ranks, and started, in the mapping's order. Nothing is generated before ``start``.
+        Groups are dealt to the ranks, and started, in the mapping's order. Nothing is generated
+        before ``start``.
         """
         places = list(prompts)
         mine = [places[k] for k in self.worker.places(len(places))]
@@ -159,7 +161,8 @@ class RolloutManager:
     def start(self, job: RolloutJob) -> None:
         """Start a job, whose weights must have been sent. Not a collective.
 
-        It is generated in the background, where that is configured; otherwise ``collect`` generates it.
+        It is generated in the background, where that is configured; otherwise ``collect`` generates
+        it.
         """
         self.jobs.append(job)
         if self.in_background:
@@ -168,8 +171,8 @@ class RolloutManager:
     def collect(self, job: RolloutJob, places: Sequence[int]) -> CollectDurations:
         """Wait until every rank's share of the places is scored; return the seconds of waiting and of scoring.
 
-        Samples that a lost engine owes are asked for again once it has weights again. An error of one rank is raised on
-        every rank.
+        Samples that a lost engine owes are asked for again once it has weights again. An error of
+        one rank is raised on every rank.
         """
         mine = [place for place in places if place in job.mine]
         try:

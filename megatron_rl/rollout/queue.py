@@ -1,11 +1,13 @@
 """The queue of rollouts: decides when each is started, with which weights, and which of its groups are trained.
 
-Every decision is made from data that all ranks hold (prompts, facts, rewards, versions, the buffers' entries), never
-from a clock: a run that generates ahead repeats to the bit, and so does a run that goes on from a checkpoint. Only
-``weight_sync.in_flight`` lets time decide at which token of a completion the weights change, and
-``rollout.producer.straggler_share`` which groups join the next rollout.
+Every decision is made from data that all ranks hold (prompts, facts, rewards, versions, the
+buffers' entries), never from a clock: a run that generates ahead repeats to the bit, and so does a
+run that goes on from a checkpoint. Only ``weight_sync.in_flight`` lets time decide at which token
+of a completion the weights change, and ``rollout.producer.straggler_share`` which groups join the
+next rollout.
 
-What chooses groups beyond their age is a part (groups/parts.py): dynamic sampling, replay, re-roll, stragglers.
+What chooses groups beyond their age is a part (groups/parts.py): dynamic sampling, replay, re-roll,
+stragglers.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ log = logging.getLogger(__name__)
 class QueueSettings:
     """Says when rollouts are started, and how they are collected.
 
-    passes_parts: whether the parts of a rollout are passed for log-probs as soon as each is collected.
-    passes_all:   whether such a pass takes every sample of a part, or only those that may have signal.
+    passes_parts: whether the parts of a rollout are passed for log-probs as soon as each is
+        collected.
+    passes_all:   whether such a pass takes every sample of a part, or only those that may have
+                  signal.
     """
 
     producer: ProducerConfig
@@ -71,7 +75,8 @@ class RolloutQueue:
         self.parts = parts
         self.jobs: dict[int, RolloutJob] = {}  # by the rollout's index
         self.next_rollout = 0  # the next one to be started
-        # Set by a checkpoint: a run that goes on from it has engines with the weights of that moment.
+        # Set by a checkpoint: a run that goes on from it has engines with the weights of that
+        # moment.
         self.resend_weights = False
 
     # ---- rollouts are started ---------------------------------------------------------------------------------------
@@ -142,10 +147,10 @@ class RolloutQueue:
     def take(self, index: int) -> TrainingBatch:
         """Wait for rollout ``index``, started now if it was not before, and return its groups to be trained.
 
-        Groups that are too old are dropped and their prompts come again; groups without signal may give way to groups
-        of further prompts (``rollout.dynamic_sampling``) or to replayed ones. Raises NoSignalError if dynamic sampling
-        does not help and is to end the run. Call ``start_ahead`` after it, and ``remember`` once the advantages are
-        known.
+        Groups that are too old are dropped and their prompts come again; groups without signal may
+        give way to groups of further prompts (``rollout.dynamic_sampling``) or to replayed ones.
+        Raises NoSignalError if dynamic sampling does not help and is to end the run. Call
+        ``start_ahead`` after it, and ``remember`` once the advantages are known.
         """
         self.timer.add("weight_sync", 0.0)  # every row of the metrics has this time, even if nothing is sent
         self.start_ahead(index)

@@ -1,7 +1,7 @@
 """Counts the samples whose reward failed, warns of many, and ends a run whose rewards all failed.
 
-Under ``reward.on_error`` drop or zero a failed sample does not end the run. A function that fails on every sample does:
-nothing can be learned from it.
+Under ``reward.on_error`` drop or zero a failed sample does not end the run. A function that fails
+on every sample does: nothing can be learned from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class RewardErrors:
     first: the first failure, with its sample's id; None without one.
     is_here: whether ``first`` is this rank's, which then is the one that warns.
 
-    Example: one of four samples raised: ``failed=1, scored=4, first="0@0#2: NameError: name 'gold' is not defined"``.
+    Example: one of four samples raised: ``failed=1, scored=4, first="0@0#2: NameError: name 'gold'
+    is not defined"``.
     """
 
     failed: int = 0

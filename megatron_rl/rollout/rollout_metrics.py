@@ -11,8 +11,10 @@ from megatron_rl.rollout.worker import RolloutJob
 class RolloutMetrics:
     """Adds up what rollouts and syncs of weights took.
 
-    has_turns: whether samples have turns to count. has_delta: whether syncs may send what changed alone.
-    take_counts: returns this rank's further counts since its last call, as metrics that add up over ranks and jobs.
+    has_turns: whether samples have turns to count. has_delta: whether syncs may send what changed
+        alone.
+    take_counts: returns this rank's further counts since its last call, as metrics that add up over
+        ranks and jobs.
     """
 
     def __init__(

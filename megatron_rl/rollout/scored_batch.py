@@ -47,7 +47,8 @@ class Scoring:
 class ScoredBatch:
     """Holds groups whose rewards every rank knows.
 
-    rewards:     totals with the overlong penalty in them; for ``gdpo`` that penalty is one more function.
+    rewards:     totals with the overlong penalty in them; for ``gdpo`` that penalty is one more
+                 function.
     by_function: float64 [S, F], the configured functions alone; NaN where one did not apply.
     overlong:    float64 [S], 0 to −1, the penalty before its coefficient (``overlong_shape``).
     live:        bool [S], whether the sample may have signal, in any batch that its group joins.
@@ -203,8 +204,8 @@ def _joined_batch(batches: Sequence[Batch], chosen: Sequence[np.ndarray], order:
 def overlong_shape(response_tokens: np.ndarray, *, max_response_tokens: int, buffer_tokens: int) -> np.ndarray:
     """Return [S] float64, the soft punishment of each response's length; all 0 where ``buffer_tokens`` is 0.
 
-    A response that runs into the limit L is cut, and its reward says little of its reasoning. So the reward falls over
-    the b tokens before (DAPO, arXiv:2503.14476, section 3.4, eq. 13):
+    A response that runs into the limit L is cut, and its reward says little of its reasoning. So
+    the reward falls over the b tokens before (DAPO, arXiv:2503.14476, section 3.4, eq. 13):
 
         R(y) = 0                                  where |y| ≤ L − b
                ((L − b) − |y|) / b                where L − b < |y| ≤ L

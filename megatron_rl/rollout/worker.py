@@ -1,15 +1,18 @@
 """The rollout worker of one rank: turns prompts into scored groups, at once or in threads while the trainer trains.
 
-Every rank knows all prompts of a rollout by place (their number in it) and takes every n-th of them; a group stays
-whole on one rank. One thread generates, job after job, and under ``rollout.producer.straggler_share`` the next one
-beside the last groups of the one before; with reward workers another one scores, if configured in parts while the rest
-is generated. Functions of the rank's own process are called in its main thread, where signals work.
+Every rank knows all prompts of a rollout by place (their number in it) and takes every n-th of
+them; a group stays whole on one rank. One thread generates, job after job, and under
+``rollout.producer.straggler_share`` the next one beside the last groups of the one before; with
+reward workers another one scores, if configured in parts while the rest is generated. Functions of
+the rank's own process are called in its main thread, where signals work.
 
-1. Every place of a job ends in ``rollouts`` and then in ``scores`` exactly once, whatever engines are lost in between.
-2. A reward function is called on groups of one job, on at least this rank's share of ``min_groups`` of them but for the
-   last call.
-3. ``wait`` ends: by scored places, by a thread's error, by a lost engine once nothing is under way, or where nothing
-   has progressed for its deadline: no group was generated or scored, and no engine has said that it computes.
+1. Every place of a job ends in ``rollouts`` and then in ``scores`` exactly once, whatever engines
+   are lost in between.
+2. A reward function is called on groups of one job, on at least this rank's share of ``min_groups``
+   of them but for the last call.
+3. ``wait`` ends: by scored places, by a thread's error, by a lost engine once nothing is under way,
+   or where nothing has progressed for its deadline: no group was generated or scored, and no engine
+   has said that it computes.
 4. Only jobs that the caller has started are generated or scored, so they bound the memory.
 """
 
@@ -48,9 +51,9 @@ class Group:
     def samples(self, *, mask_truncated: bool = False) -> list[Sample]:
         """Return the rows to train on.
 
-        A sample that was taken out of its group (no total) carries no loss token. Under ``mask_truncated`` (overlong
-        filtering, DAPO, arXiv:2503.14476, section 3.4) nor does a sample that was cut off, but its reward stays in its
-        group's statistics.
+        A sample that was taken out of its group (no total) carries no loss token. Under
+        ``mask_truncated`` (overlong filtering, DAPO, arXiv:2503.14476, section 3.4) nor does a
+        sample that was cut off, but its reward stays in its group's statistics.
         """
         return [
             to_sample(
@@ -93,7 +96,8 @@ class RolloutJob:
     scores:  place → its scores, once they are known.
     lost:    why the engine was lost during the job.
     error:   a thread's exception, for the main thread to raise.
-    ended_s: place → the seconds from the job's making to its group's end, of groups that this process generated.
+    ended_s: place → the seconds from the job's making to its group's end, of groups that this
+        process generated.
     temperature: see ``Engine.generate``.
     """
 
@@ -176,7 +180,8 @@ class RolloutWorker:
 
     score: returns the scores of rollouts; None where a run has no rewards.
     apart: whether ``score`` may be called in another thread than the main one.
-    share: (this rank's number among the ranks that take prompts, their number); None for a rank that takes none.
+    share: (this rank's number among the ranks that take prompts, their number); None for a rank
+        that takes none.
     in_background: whether jobs are generated in threads, while the trainer trains.
     """
 
@@ -280,7 +285,8 @@ class RolloutWorker:
 
     def _score_ready(self, job: RolloutJob) -> bool:
         """Score the finished groups if they suffice for a call; return whether it did. One thread per job at a time."""
-        # Choose the groups under the job's lock: all of them once generation has ended, else a part that streams.
+        # Choose the groups under the job's lock: all of them once generation has ended, else a part
+        # that streams.
         with job.change:
             ready = [] if job.error else job.unscored
             enough = len(job.rollouts) == len(job.mine) or (self._in_parts and len(ready) >= self._enough)

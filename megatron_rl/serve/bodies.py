@@ -1,7 +1,8 @@
 """The JSON bodies of Tinker's API as a schema: each field with its type and its bounds, checked before anything else.
 
-Names and types are those of the SDK's own requests (tinker 0.34 to 0.38, ``tinker.types``). Fields that are not
-declared are ignored, since releases add some; those of AdamParams are not, which would train otherwise than asked.
+Names and types are those of the SDK's own requests (tinker 0.34 to 0.38, ``tinker.types``). Fields
+that are not declared are ignored, since releases add some; those of AdamParams are not, which would
+train otherwise than asked.
 """
 
 from __future__ import annotations
@@ -252,10 +253,12 @@ def stop_conditions(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the tokens and the texts that end a sample.
 
-    stop: None for the model's own ends of sequence; [] for none at all; else these alone, texts or tokens.
+    stop: None for the model's own ends of sequence; [] for none at all; else these alone, texts or
+        tokens.
     own: the model's ends of sequence.
 
-    Example: ``["\\n\\n"]`` → ``((), ("\\n\\n",))``: an end of sequence does not end the sample then.
+    Example: ``["\\n\\n"]`` → ``((), ("\\n\\n",))``: an end of sequence does not end the sample
+    then.
     """
     if stop is None:
         return tuple(own), ()

@@ -1,7 +1,8 @@
 """Saves a model's weights, with or without AdamW, and loads them: the trainer's own checkpoints, to the bit.
 
-A folder holds one checkpoint of the trainer's format (``iter_0000000``), which any layout of ranks reads; its
-state.json says in ``serve`` which adapters it has. ``save`` and ``load`` are collectives.
+A folder holds one checkpoint of the trainer's format (``iter_0000000``), which any layout of ranks
+reads; its state.json says in ``serve`` which adapters it has. ``save`` and ``load`` are
+collectives.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def save(backend: MegatronBackend, folder: pathlib.Path, spec: AdapterSpec | Non
 def load(backend: MegatronBackend, folder: pathlib.Path, *, with_adam: bool) -> AdapterSpec | None:
     """Read a checkpoint into the backend, and return its adapters; without AdamW its moments are zero.
 
-    Raises CheckpointError for another model's or a damaged one, RequestError where AdamW is asked for and not there.
+    Raises CheckpointError for another model's or a damaged one, RequestError where AdamW is asked
+    for and not there.
     """
     path = folder / name_of(ITERATION)
     state, error = {}, None
@@ -70,7 +72,8 @@ def load(backend: MegatronBackend, folder: pathlib.Path, *, with_adam: bool) -> 
 def link_copy(source: pathlib.Path, target: pathlib.Path) -> None:
     """Copy a checkpoint's folder over another: by hard links, which take no room, or whole where there are none.
 
-    What is saved over the source later makes new files, so that the copy stays as it is. Not a collective.
+    What is saved over the source later makes new files, so that the copy stays as it is. Not a
+    collective.
     """
 
     def put(file: str, copy: str) -> str:

@@ -1,11 +1,12 @@
 """Operations become messages to all ranks, and their outcomes become answers; on rank 0, in its main thread.
 
-It also keeps count of what the ranks hold in memory: models that are not held are made from their last saved state
-before their operation runs, and the one that was used longest ago, of a silent session, makes room.
+It also keeps count of what the ranks hold in memory: models that are not held are made from their
+last saved state before their operation runs, and the one that was used longest ago, of a silent
+session, makes room.
 
-An error on rank 0 alone, around what the ranks do (a full disk, no descriptor left, a fault of ours), is the error of
-the request that it befell: the log has its traceback, and the loop goes on. What an error within a collective ends is
-said in ``serve/worker.py``.
+An error on rank 0 alone, around what the ranks do (a full disk, no descriptor left, a fault of
+ours), is the error of the request that it befell: the log has its traceback, and the loop goes on.
+What an error within a collective ends is said in ``serve/worker.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Requests of clients become operations: names and numbers are looked up, fields are checked, the rest is queued.
 
-A request whose line and number are right but which cannot be served becomes an operation all the same, one that has
+A request whose line and number are right but which cannot be served becomes an operation all the
+same, one that has
 failed: its number is used, so that those after it do not wait for it.
 """
 
@@ -30,9 +31,11 @@ class ServedModel:
     """Describes the model that is served.
 
     name: by which clients ask for it. tokenizer_id: by which they load its tokenizer.
-    lora_rank: the largest rank of adapters; None where every weight is trained. stop_ids: its ends of sequence.
+    lora_rank: the largest rank of adapters; None where every weight is trained. stop_ids: its ends
+        of sequence.
     longest: the most tokens of a prompt and its sample.
-    lora_targets: the layers that may have adapters. top_logprobs: whether the engine gives the most likely tokens.
+    lora_targets: the layers that may have adapters. top_logprobs: whether the engine gives the most
+        likely tokens.
     seed: of adapters and samples whose client gives none.
     """
 

@@ -1,6 +1,7 @@
 """Tinker's losses, as terms of the trainer's own loss over tokens (algorithm/policy_loss.py).
 
-Each is a sum over all targets of a request, with every normalisation in the client's numbers: our law, and Tinker's.
+Each is a sum over all targets of a request, with every normalisation in the client's numbers: our
+law, and Tinker's.
 
 | Tinker | here | coefficient | defaults |
 |---|---|---|---|
@@ -13,7 +14,8 @@ Each is a sum over all targets of a request, with every normalisation in the cli
 
 The defaults of gspo and dro are this server's: Tinker's are not published in a page that was found.
 
-A target whose coefficient is 0 has no gradient, but under dro. Its old log-prob is read by nobody and may be anything.
+A target whose coefficient is 0 has no gradient, but under dro. Its old log-prob is read by nobody
+and may be anything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The protobuf messages of Tinker's API, declared by their field numbers (tinker 0.25 to 0.38, ``tinker_public``).
 
-The SDK's own generated module is not imported: it brings the whole client along, and a server must read the messages of
-clients of other versions than one that happens to be installed. Fields that are not declared are kept as unknown ones
-and ignored, as protobuf has it.
+The SDK's own generated module is not imported: it brings the whole client along, and a server must
+read the messages of clients of other versions than one that happens to be installed. Fields that
+are not declared are kept as unknown ones and ignored, as protobuf has it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _SCALARS = {
     "string": descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
     "bytes": descriptor_pb2.FieldDescriptorProto.TYPE_BYTES,
 }
-# message → its fields (name, number, type). ``repeated T``; ``optional T``: its presence tells; ``map T``: from texts;
-# ``one T``: of a oneof. Enumerations travel as int32.
+# message → its fields (name, number, type). ``repeated T``; ``optional T``: its presence tells;
+# ``map T``: from texts; ``one T``: of a oneof. Enumerations travel as int32.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "SampleResponse": (
         ("sequences", 1, "repeated SampledSequence"),

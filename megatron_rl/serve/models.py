@@ -1,8 +1,9 @@
 """The models in training, of which one at a time is in the backend; the others wait on the host of every rank.
 
-An operation brings its model in, and with it weights, AdamW's moments and steps, the gradient accumulated so far and
-the adapters' scale, so that models cannot meet (``backend/trained_state.py``). Every rank does the same in the same
-order. With adapters the frozen model is shared, and a model takes the memory of its adapters four times (float32).
+An operation brings its model in, and with it weights, AdamW's moments and steps, the gradient
+accumulated so far and the adapters' scale, so that models cannot meet
+(``backend/trained_state.py``). Every rank does the same in the same order. With adapters the frozen
+model is shared, and a model takes the memory of its adapters four times (float32).
 """
 
 from __future__ import annotations

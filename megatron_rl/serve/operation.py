@@ -20,9 +20,11 @@ class Operation:
     id: by which its client asks for the answer. owner: the client's key, digested.
     line, seq: its place.
     depends: whether later operations of its line make no sense if it fails.
-    header: what to do, as JSON. body: the client's data, which travel to every rank. parsed: the same, on rank 0.
+    header: what to do, as JSON. body: the client's data, which travel to every rank. parsed: the
+        same, on rank 0.
     held: bytes that it takes while it waits. weight: the samples that it asks for.
-    content: the answer's bytes, and their type; error: its message and whose fault it is. told: to its client.
+    content: the answer's bytes, and their type; error: its message and whose fault it is. told: to
+        its client.
     """
 
     id: str
@@ -66,7 +68,8 @@ class Line:
     """Holds one line's waiting operations by number; ``next`` is the number that runs next where order matters.
 
     turn: grows with each time that a line is begun or served; the lowest one is next.
-    failed: why nothing runs until the client was told. failed_at: the lowest number by whose answer it learns of that.
+    failed: why nothing runs until the client was told. failed_at: the lowest number by whose answer
+        it learns of that.
     """
 
     ordered: bool = True

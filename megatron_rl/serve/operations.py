@@ -2,15 +2,21 @@
 
 Invariants (tests/unit/serve/test_operations.py checks them under Hypothesis):
 
-1. A line's operations run in the order of their numbers, whatever the order in which they arrive; none is left out.
-2. An operation that arrives again is the same operation: it runs once, and both askers get its one answer.
+1. A line's operations run in the order of their numbers, whatever the order in which they arrive;
+   none is left out.
+2. An operation that arrives again is the same operation: it runs once, and both askers get its one
+   answer.
 3. Another request under a number that was used is refused.
-4. Every accepted operation ends: by its answer, by an error, or, at ``queue_s`` or ``gap_s``, by an error that says so.
-5. After an operation of a line has failed that training depends on, those that are queued behind it fail with it, until
-   its client has been told: nothing is trained on half a step. What a client sends after that runs.
-6. Lines take turns: between two operations of one line every other line with a ready operation has had one.
+4. Every accepted operation ends: by its answer, by an error, or, at ``queue_s`` or ``gap_s``, by an
+   error that says so.
+5. After an operation of a line has failed that training depends on, those that are queued behind it
+   fail with it, until its client has been told: nothing is trained on half a step. What a client
+   sends after that runs.
+6. Lines take turns: between two operations of one line every other line with a ready operation has
+   had one.
 
-A line is a model, whose operations are numbered from 0, or a sampler, whose requests run in any order, many at a time.
+A line is a model, whose operations are numbered from 0, or a sampler, whose requests run in any
+order, many at a time.
 """
 
 from __future__ import annotations
@@ -82,9 +88,10 @@ class Operations:
     def add(self, operation: Operation, accept: Callable[[Operation], None] = lambda _: None) -> Operation:
         """Queue an operation, and return it, or the one that it repeats.
 
-        accept: called once for a new one, before it can run. In a line whose client was not told of a failure yet it
-        fails at once. Raises RequestError for a number that another request has, and where too much waits already
-        (HTTP 429).
+        accept: called once for a new one, before it can run. In a line whose client was not told of
+            a failure yet it
+        fails at once. Raises RequestError for a number that another request has, and where too much
+        waits already (HTTP 429).
         """
         with self._lock:
             if (known := self._all.get(operation.id)) is not None:
@@ -250,7 +257,8 @@ class Operations:
     def fail(self, operation: Operation, message: str, fault: Fault) -> None:
         """End an operation by an error; those behind it that depend on it fail too, until the client was told.
 
-        All of it is one change under the lock, so that what a client sends once it was told never fails with it.
+        All of it is one change under the lock, so that what a client sends once it was told never
+        fails with it.
         """
         with self._lock:
             self._end(operation, error=(message, fault))

@@ -1,8 +1,9 @@
 """Keeps rank 0's records of its clients: sessions, models, samplers, checkpoints, and the losses of a restart.
 
-All of it is in the store, so that a server that is started again knows its clients' names. A model goes on from its
-last saved state: the one that ``save_state`` wrote, the one it was loaded from, its start, or the one written every
-``serve.save_every_steps``. What came after that is lost, and its client is told so before anything else runs.
+All of it is in the store, so that a server that is started again knows its clients' names. A model
+goes on from its last saved state: the one that ``save_state`` wrote, the one it was loaded from,
+its start, or the one written every ``serve.save_every_steps``. What came after that is lost, and
+its client is told so before anything else runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The HTTP routes of Tinker's API, served on rank 0 alone, in a thread of its own.
 
-Every error has a name and a status that the SDK does not retry for ever: 4xx for a request that cannot be served, 429
-where the client should wait, and for an operation that has failed an answer with ``error`` and ``category``. 5xx is for
-faults of the server itself.
+Every error has a name and a status that the SDK does not retry for ever: 4xx for a request that
+cannot be served, 429 where the client should wait, and for an operation that has failed an answer
+with ``error`` and ``category``. 5xx is for faults of the server itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ NUMBERED = ("optim_step", "save_weights", "save_weights_for_sampler", "load_weig
 class Routes:
     """Answers HTTP requests.
 
-    keys: the keys that clients may present; none takes any, and keeps the clients of different keys apart all the same.
+    keys: the keys that clients may present; none takes any, and keeps the clients of different keys
+        apart all the same.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Sampler weights and the engines that sample from them: one set at a time is in the engines of all ranks.
 
-Weights that a client has named lie on disk and are read when they are first asked for; unnamed snapshots are kept on
-the host of every rank. A request of other weights than the engines hold has these sent first, merged with adapters.
+Weights that a client has named lie on disk and are read when they are first asked for; unnamed
+snapshots are kept on the host of every rank. A request of other weights than the engines hold has
+these sent first, merged with adapters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.errors import EngineError, shortened
@@ -38,9 +38,9 @@ log.addFilter(QUIET)
 class Samplers:
     """Holds sampler weights by name and samples from them. Every method is a collective."""
 
-    def __init__(self, config: Config, models: Models, tokenizer) -> None:
-        self.config, self.models = config, models
-        backend = models.backend
+    def __init__(self, models: Models, tokenizer) -> None:
+        self.models, backend = models, models.backend
+        self.config = config = backend.config
         topology = backend.topology
         location = RankLocation(
             rank=topology.rank,
@@ -53,7 +53,7 @@ class Samplers:
             tokenizer,
             location=location,
             device=HOST.device,
-            dtype=DTYPES[backend.config.model.dtype],
+            dtype=DTYPES[config.model.dtype],
             vocab_size=backend.shape.vocab_size,
         )
         self._weights: dict[str, Weights | None] = {BASE: None}
@@ -108,8 +108,9 @@ class Samplers:
     def sample(self, name: str, requests: Sequence[SampleRequest]) -> list[SampleResult | SampleFailed]:
         """Return the requests' results, in order, on every rank; each rank with an engine samples its share.
 
-        A request that the engine cannot answer is SampleFailed, and the others are answered. Raises RequestError where
-        no such weights are held, EngineError where engines are lost time and again.
+        A request that the engine cannot answer is SampleFailed, and the others are answered. Raises
+        RequestError where no such weights are held, EngineError where engines are lost time and
+        again.
         """
         if name not in self._weights:
             raise RequestError(f"sampler weights {name!r} are not held here", status=404, fault=Fault.SERVER)

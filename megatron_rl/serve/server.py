@@ -16,9 +16,12 @@ from megatron_rl.config import (
     Config,
     DataConfig,
     LoraConfig,
+    LossConfig,
     ModelConfig,
     RolloutConfig,
     ServeConfig,
+    SftConfig,
+    WeightSyncConfig,
     config_to_yaml,
 )
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -47,32 +50,39 @@ log = logging.getLogger(__name__)
 STORE, CHECKPOINTS, MODELS = "serve.sqlite", "checkpoints", "models"
 
 
-def check_config(config: Config) -> None:
+def check_config(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    weight_sync: WeightSyncConfig,
+    loss: LossConfig,
+    sft: SftConfig,
+    settings: ServeConfig,
+) -> None:
     """Raise ConfigError for settings under which Tinker's API cannot be served."""
-    if not os.path.isfile(os.path.join(config.model.hf_path, "config.json")):
+    if not os.path.isfile(os.path.join(model.hf_path, "config.json")):
         raise ConfigError(
-            f"model.hf_path={quoted(config.model.hf_path, 300)} holds no config.json; give a local Hugging Face "
+            f"model.hf_path={quoted(model.hf_path, 300)} holds no config.json; give a local Hugging Face "
             "directory, or owner/name of the hub"
         )
-    if config.rollout.temperature != 1.0:
+    if rollout.temperature != 1.0:
         raise ConfigError(
-            f"rollout.temperature={config.rollout.temperature} is the trainer's too, and Tinker's losses read "
+            f"rollout.temperature={rollout.temperature} is the trainer's too, and Tinker's losses read "
             "log-probs at 1; leave it at 1.0: clients set the temperature of their samples"
         )
-    for key, value in (("loss.kl_coefficient", config.loss.kl_coefficient), ("sft.steps", config.sft.steps)):
+    for key, value in (("loss.kl_coefficient", loss.kl_coefficient), ("sft.steps", sft.steps)):
         if value:
             raise ConfigError(f"{key}={value} belongs to a training run, and a server's clients bring their own losses")
-    if config.rollout.routing_replay != "off":
+    if rollout.routing_replay != "off":
         raise ConfigError(
-            f"rollout.routing_replay={config.rollout.routing_replay} replays experts that come with a run's own "
+            f"rollout.routing_replay={rollout.routing_replay} replays experts that come with a run's own "
             "rollouts, and a client's samples bring none; set it to off"
         )
-    if config.weight_sync.adapters != "merged":
+    if weight_sync.adapters != "merged":
         raise ConfigError(
-            f"weight_sync.adapters={config.weight_sync.adapters} is for one policy, and a server's engines take turns "
+            f"weight_sync.adapters={weight_sync.adapters} is for one policy, and a server's engines take turns "
             "between its clients' models; set it to merged"
         )
-    keys_of(config.serve)
+    keys_of(settings)
 
 
 def keys_of(settings: ServeConfig) -> tuple[str, ...]:
@@ -89,15 +99,18 @@ def keys_of(settings: ServeConfig) -> tuple[str, ...]:
 
 def serve(config: Config) -> bool:
     """Serve until the process is told to end. Returns True: there is nothing to come back for."""
-    check_config(config)
+    check_config(config.model, config.rollout, config.weight_sync, config.loss, config.sft, config.serve)
     hf_config = load_hf_config(config.model.hf_path)
     if config.rollout.engine == "vllm":
         check_served(config.model.hf_path)
-        check_lengths(config, hf_config.max_position_embeddings)  # the engines are started for that length
-    # a gradient that is not finite is an answer to its client: the step is passed over, and nothing is moved
+        # the engines are started for that length
+        check_lengths(config.data, config.rollout, hf_config.max_position_embeddings)
+    # a gradient that is not finite is an answer to its client: the step is passed over, and nothing
+    # is moved
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, on_nonfinite="skip"))
     with held_run_folder(config.run.path, config.run.deadline_s):
-        config = settle_dtype(config, hf_config, on_gpu=HOST.is_cuda)
+        model = settle_dtype(config.model, hf_config, on_gpu=HOST.is_cuda)
+        config = dataclasses.replace(config, model=model)
         tokenizer = load_tokenizer(config.model, hf_config.vocab_size)
         this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
         backend = MegatronBackend(config, hf_config=hf_config)
@@ -108,7 +121,7 @@ def serve(config: Config) -> bool:
         ) as watchdog:
             with watchdog.stage("start"):
                 models = Models(backend)
-                samplers = Samplers(config, models, tokenizer)
+                samplers = Samplers(models, tokenizer)
                 worker = Worker(config.serve, models, samplers, watchdog)
                 backend.frozen_checksum()  # a collective that the first save would be slower by
             with contextlib.closing(samplers):

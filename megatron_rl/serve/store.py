@@ -1,8 +1,9 @@
 """The server's memory on disk, in one SQLite file: what must outlive a crash. Rank 0 alone has it; thread-safe.
 
-It holds sessions, models, samplers, checkpoints, and every operation that was accepted with whether it has ended.
-Bodies and answers are not kept: after a crash an operation that was under way is lost, and the file says which ones. A
-killed process loses no committed row (write-ahead log); a machine that loses power may lose the last ones.
+It holds sessions, models, samplers, checkpoints, and every operation that was accepted with whether
+it has ended. Bodies and answers are not kept: after a crash an operation that was under way is
+lost, and the file says which ones. A killed process loses no committed row (write-ahead log); a
+machine that loses power may lose the last ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A training request on every rank: its data become a batch, a plan and passes; their log-probs become its answer.
 
-Every rank holds the request whole, so that nothing is exchanged before the pass. The skip is the trainer's: a datum
-none of whose targets has a coefficient trains nothing, so it runs forward alone, for its log-probs, or not at all under
-``serve.logprobs=trained``. Gradients add until ``optim_step``, in the backend.
+Every rank holds the request whole, so that nothing is exchanged before the pass. The skip is the
+trainer's: a datum none of whose targets has a coefficient trains nothing, so it runs forward alone,
+for its log-probs, or not at all under ``serve.logprobs=trained``. Gradients add until
+``optim_step``, in the backend.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from megatron_rl.types import Sample, StepKind, StepPlan
 class Prepared:
     """Holds a request as the backend reads it.
 
-    starts: int64 [S], the first input token of each datum whose target is in the batch; 0 under ``logprobs=all``.
+    starts: int64 [S], the first input token of each datum whose target is in the batch; 0 under
+        ``logprobs=all``.
     sequences: int64 [T], the datum of each target in the batch.
-    signal: bool [S], the data whose gradient need not be zero. trained: bool [S], those that run backward: with signal,
+    signal: bool [S], the data whose gradient need not be zero. trained: bool [S], those that run
+        backward: with signal,
     or all under ``skip.mode=off``. wanted: bool [S], those whose log-probs are answered.
     """
 
@@ -97,7 +100,8 @@ def _start(read: np.ndarray) -> int:
 def _sample(number: int, datum: Datum, read: np.ndarray, start: int) -> Sample:
     """Return a datum as a row: its tokens up to place ``start`` are the prompt, each later place is a response token.
 
-    Where the targets are the input's own next tokens the row needs no others; its last target is the token after it.
+    Where the targets are the input's own next tokens the row needs no others; its last target is
+    the token after it.
     """
     fields = dict(
         sample_id=f"data[{number}]",

@@ -35,7 +35,8 @@ class Datum:
 
     tokens: int64 [N].
     targets: int64 [N, K].
-    inputs: float32 [N, K] by name: ``weights``, or ``logprobs`` and ``advantages``, ``sequence_ratio_mask``.
+    inputs: float32 [N, K] by name: ``weights``, or ``logprobs`` and ``advantages``,
+        ``sequence_ratio_mask``.
     flat: whether the client gave targets [N], and gets log-probs of that shape back.
 
     Example: the sequence 5, 7, 9, of which 9 is trained: ``tokens=[5, 7], targets=[[7], [9]],
@@ -68,7 +69,8 @@ class TrainingAnswer:
     """Holds the answer to a TrainingCall.
 
     logprobs: of each datum, float32 [N] or [N, K], in the shape of its targets.
-    metrics: by names that end with the reduction by which the SDK combines several requests of one call.
+    metrics: by names that end with the reduction by which the SDK combines several requests of one
+        call.
     """
 
     logprobs: Sequence[np.ndarray]
@@ -79,7 +81,8 @@ class TrainingAnswer:
 class AdapterSpec:
     """Describes the adapters that a client asks for.
 
-    rank: of A and B; at most ``lora.rank``. seed: of A's start. attention, mlp: whether those layers have adapters.
+    rank: of A and B; at most ``lora.rank``. seed: of A's start. attention, mlp: whether those
+        layers have adapters.
     """
 
     rank: int

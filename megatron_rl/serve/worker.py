@@ -1,12 +1,13 @@
 """The collective loop of all ranks: rank 0 says what runs next, every rank runs it, and all agree on how it ended.
 
-A message is a header in JSON and a body of bytes, broadcast by rank 0 in host memory. While nothing waits, rank 0 sends
-a tick every TICK_S, so that no collective outlives ``run.deadline_s``.
+A message is a header in JSON and a body of bytes, broadcast by rank 0 in host memory. While nothing
+waits, rank 0 sends a tick every TICK_S, so that no collective outlives ``run.deadline_s``.
 
-An operation that fails on every rank alike (a request that cannot be served, a file, a gradient that is not finite) is
-an answer to its client, and the server goes on: its model is as it was before, less the gradient accumulated since its
-last step. An error within a collective is another matter: ranks are at different places then, so the server ends, the
-watchdog names the rank, and a restart goes on from what was saved.
+An operation that fails on every rank alike (a request that cannot be served, a file, a gradient
+that is not finite) is an answer to its client, and the server goes on: its model is as it was
+before, less the gradient accumulated since its last step. An error within a collective is another
+matter: ranks are at different places then, so the server ends, the watchdog names the rank, and a
+restart goes on from what was saved.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -47,6 +48,7 @@ def simulate_job(
     from megatron_rl.simulator.degrees import degrees_of
     from megatron_rl.simulator.engine_memory import GIB
     from megatron_rl.simulator.forecast import Job, forecast, with_critic, with_teacher
+    from megatron_rl.simulator.job_size import job_size, say_if_assumed
     from megatron_rl.simulator.placed import PlacedModel
     from megatron_rl.simulator.remedies import needs_of, remedies
     from megatron_rl.simulator.table import figures, show
@@ -54,9 +56,10 @@ def simulate_job(
     from megatron_rl.weights.model_dtype import settle_dtype
 
     options = _from_run(options)
-    config = settle_dtype(config, read_hf_config(config.model.hf_path, provider=config.model.provider), on_gpu=True)
-    size = size or stated_or_assumed(config, options)
-    degrees = degrees_of(config.parallel, policy_ranks(config, size.gpus))
+    hf_config = read_hf_config(config.model.hf_path, provider=config.model.provider)
+    config = dataclasses.replace(config, model=settle_dtype(config.model, hf_config, on_gpu=True))
+    size = size or say_if_assumed(job_size(config, options.nodes, options.gpus_per_node))
+    degrees = degrees_of(config.parallel, policy_ranks(config.separate_critic_ranks, size.gpus))
     shape = read_shape(config, degrees)
     workloads, source = _workloads(config, options, shape, prompt_lengths, responses)
     loss_share = sum(int(w.loss_tokens.sum()) for w in workloads) / sum(int(w.lengths.sum()) for w in workloads)
@@ -71,7 +74,7 @@ def simulate_job(
     forecasts = [forecast(job) for job in jobs]
     # The rollout of median length is shown.
     shown = forecasts[int(np.argsort([f.dense.update_s for f in forecasts])[len(forecasts) // 2])]
-    _say_what_is_left_out(config)
+    _say_what_is_left_out(critic=config.has_critic, teacher=config.has_teacher, pairs=config.preference.is_on)
     title = f"{config.run.name} on {degrees.world_size} GPUs: {degrees.named}"
     gpu_bytes = options.gpu_memory_gib * GIB
     needing = [_largest_job(jobs, forecasts), *map(job_of, _longest(responses))]  # a supervised start must fit too
@@ -109,22 +112,12 @@ def _refusal(shortfalls: Sequence[str], ways_out: Sequence[str]) -> str:
     return f"the job does not fit: {'; '.join(shortfalls)}. {would_fit} (docs/it-does-not-fit.md)"
 
 
-def stated_or_assumed(config: Config, options: argparse.Namespace, *, host_gpus: int = 0) -> JobSize:
-    """Return the job's GPUs, with a line on stderr where they are assumed. host_gpus: those of this host."""
-    from megatron_rl.simulator.job_size import job_size
-
-    size = job_size(config, options.nodes, options.gpus_per_node, os.environ, host_gpus=host_gpus)
-    if size.assumed:
-        print(f"note: {size.assumed}", file=sys.stderr)
-    return size
-
-
-def _say_what_is_left_out(config: Config) -> None:
-    if config.has_critic:
+def _say_what_is_left_out(*, critic: bool, teacher: bool, pairs: bool) -> None:
+    if critic:
         print("critic: its memory is in this forecast, and its time is not", file=sys.stderr)
-    if config.has_teacher:
+    if teacher:
         print("teacher: its weights are in this forecast, and its passes' time is not", file=sys.stderr)
-    if config.preference.is_on:
+    if pairs:
         print("pairs: the passes that score them before each step are not in the forecast's time", file=sys.stderr)
 
 
@@ -154,6 +147,7 @@ def read_shape(config: Config, degrees: Degrees, value_head: bool = False) -> Mo
     from megatron_rl.backend.trainable_model import DistributedDataParallelConfig
     from megatron_rl.model.hf_config import model_shape
     from megatron_rl.model.megatron_fields import resolve_fields
+    from megatron_rl.model.settings import ModelSettings
     from megatron_rl.model.transformer_fields import transformer_fields
     from megatron_rl.validate import check_lengths
     from megatron_rl.weights.config_json import read_hf_config
@@ -162,9 +156,9 @@ def read_shape(config: Config, degrees: Degrees, value_head: bool = False) -> Mo
     value_head = value_head or config.trains_reward_model
     # torch's layers, unless Transformer Engine's are asked for by name
     layer_spec = "transformer_engine" if config.model.layer_spec == "transformer_engine" else "torch"
-    shape = model_shape(hf_config, config, degrees, layer_spec=layer_spec, value_head=value_head)
+    shape = model_shape(hf_config, ModelSettings.of(config), degrees, layer_spec=layer_spec, value_head=value_head)
     if config.generates:
-        check_lengths(config, shape.context_tokens)
+        check_lengths(config.data, config.rollout, shape.context_tokens)
     transformer_fields(config.megatron.transformer, lora_rank=config.lora.rank)
     resolve_fields(config.megatron.ddp, DistributedDataParallelConfig, "megatron.ddp", REFUSED_DDP_FIELDS)
     return shape

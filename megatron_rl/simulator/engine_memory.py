@@ -1,9 +1,10 @@
 """Counts the bytes that a run's own engine takes on each GPU, next to the trainer or in turns with it.
 
-vLLM takes ``rollout.gpu_memory_utilization`` of the GPU, whatever it needs. Unless ``rollout.sleep=never`` it gives
-that back while the trainer trains, and gradients and optimizer state leave the GPU while it generates. The embedded
-engine keeps a whole copy of the weights at all times, and its keys and values while it generates. Running servers
-(``rollout.servers``) take nothing here. Every GPU is counted as if an engine were on it.
+vLLM takes ``rollout.gpu_memory_utilization`` of the GPU, whatever it needs. Unless
+``rollout.sleep=never`` it gives that back while the trainer trains, and gradients and optimizer
+state leave the GPU while it generates. The embedded engine keeps a whole copy of the weights at all
+times, and its keys and values while it generates. Running servers (``rollout.servers``) take
+nothing here. Every GPU is counted as if an engine were on it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class EngineMemory:
     """Holds an engine's bytes on one GPU.
 
     while_training, while_generating: the bytes that it takes at these times.
-    needed: the least that it can work with: its weights, and the keys and values of one longest sample.
+    needed: the least that it can work with: its weights, and the keys and values of one longest
+        sample.
     takes_turns: whether trainer and engine take turns on the GPU.
     """
 

@@ -1,6 +1,7 @@
 """Runs the real planner's plans, dense and with the skip, on the clock of planning/timeline.py.
 
-A forecast has the update's time, the bubble, the balance, the memory, and the constraints that bind.
+A forecast has the update's time, the bubble, the balance, the memory, and the constraints that
+bind.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ class Drawn:
 class Outcome:
     """Holds the seconds and counts of one way to run a rollout's update, over all its optimizer steps.
 
-    busiest_s, mean_s: seconds that the busiest stage of the slowest replica computes, and its stages on average.
-    bubble_share: [P] share of each stage's time that the slowest replica waits, over all mini-batches.
+    busiest_s, mean_s: seconds that the busiest stage of the slowest replica computes, and its
+        stages on average.
+    bubble_share: [P] share of each stage's time that the slowest replica waits, over all
+        mini-batches.
     imbalance: the busiest replica's work over the mean, less 1.
     microbatches: (fewest, most) of a replica in one mini-batch.
     """
@@ -128,8 +131,8 @@ class Job:
 
     def rules(self) -> PlanRules:
         """Return the backend's plan rules: prior costs, or a run's own if given and ``plan.calibrate`` is on."""
-        shares = shares_prompts(self.config, self.shape.layer_spec)
         config = self.config
+        shares = shares_prompts(config.plan, config.parallel, config.megatron, self.shape.layer_spec)
         rules = plan_rules(
             config.plan,
             self.degrees,
@@ -140,6 +143,18 @@ class Job:
         )
         calibrated = self.costs.from_run and self.config.plan.calibrate
         return dataclasses.replace(rules, cost=self.costs.model) if calibrated else rules
+
+    def signal(self) -> np.ndarray:
+        """Return [S] bool, True for a sample with signal, by the run's own advantages and rule.
+
+        Under GAE, a teacher or a KL in the reward, advantages need values or log-probs, which a
+        trace lacks: every sample with a loss token then counts as one with signal, as every
+        response of a supervised step does.
+        """
+        config, workload = self.config, self.workload
+        if workload.supervised or config.has_critic or config.has_teacher or config.kl_in_reward:
+            return workload.loss_tokens > 0
+        return workload.signal(config.advantage, config.reward, epsilon=signal_rule(config).advantage_epsilon)
 
     def plan(self, rules: PlanRules, signal: np.ndarray, *, drops: bool) -> BatchPlan:
         """Return the plan that MegatronBackend.plan_training would make."""
@@ -159,7 +174,7 @@ class Job:
 
 def forecast(job: Job) -> Forecast:
     """Forecast a job; raises ConfigError if the planner or the configuration refuses it."""
-    rules, signal = job.rules(), job.workload.signal(job.config)
+    rules, signal = job.rules(), job.signal()
     drops = signal_rule(job.config).drops
     dense = run_plan(job, rules, signal, drops=False)
     skip = run_plan(job, rules, signal, drops=drops)
@@ -226,8 +241,10 @@ def memory_of(job: Job, plan: BatchPlan) -> tuple[StageMemory, ...]:
 def run_plan(job: Job, rules: PlanRules, signal: np.ndarray, *, drops: bool, plan: BatchPlan | None = None) -> Outcome:
     """Plan, and put every mini-batch on the clock.
 
-    A ghost step takes the optimizer step's local part, at most; it counts as a whole optimizer step.
-    plan: the result of ``job.plan`` with the same arguments, if already made; the job's costs are not in it.
+    A ghost step takes the optimizer step's local part, at most; it counts as a whole optimizer
+    step.
+    plan: the result of ``job.plan`` with the same arguments, if already made; the job's costs are
+        not in it.
     """
     plan = plan or job.plan(rules, signal, drops=drops)
     own = job.workload.tokens(share_prompts=rules.share_prompts)
@@ -282,7 +299,8 @@ def _slowest(
 ) -> tuple[int, Timeline, np.ndarray]:
     """Return the rank whose pipeline ends last, its timeline, and [D] the work on each rank's busiest stage.
 
-    Ranks that share experts wait for one another in every layer: each micro-batch takes as long as the longest of its
+    Ranks that share experts wait for one another in every layer: each micro-batch takes as long as
+    the longest of its
         block.
     """
     # Each rank's own work, which names the busiest rank of every block in lockstep.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -35,7 +36,8 @@ def job_size(
 ) -> JobSize:
     """Return the GPUs of a job as the arguments, torchrun's or SLURM's variables state them.
 
-    Where none of them does, as many of one node as the parallel degrees divide, or the fewest whole nodes.
+    Where none of them does, as many of one node as the parallel degrees divide, or the fewest whole
+    nodes.
 
     host_gpus: GPUs of this host, which an unknown node is taken to be like; 0: it has none.
     Raises ConfigError where SLURM states half of it.
@@ -68,10 +70,18 @@ def job_size(
     return _assumed(host_gpus or NODE_GPUS, math.lcm(dense, experts), of_critic=of_critic, of_engines=of_engines)
 
 
+def say_if_assumed(size: JobSize) -> JobSize:
+    """Return the job's GPUs, with a line on stderr where they are assumed."""
+    if size.assumed:
+        print(f"note: {size.assumed}", file=sys.stderr)
+    return size
+
+
 def _assumed(on_node: int, unit: int, *, of_critic: int, of_engines: int) -> JobSize:
     """Return the size of a job that nothing states: on one node where its degrees and engines fit there.
 
-    unit: the ranks that the policy's degrees take, or a multiple. of_critic, of_engines: the critic's and the engines'.
+    unit: the ranks that the policy's degrees take, or a multiple. of_critic, of_engines: the
+        critic's and the engines'.
     """
     gpus = next(
         gpus

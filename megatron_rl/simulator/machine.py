@@ -1,8 +1,8 @@
 """Converts a GPU's rates, stated or fitted, or a run's own coefficients to the seconds that a forecast uses.
 
-FLOPs of a token, forward and backward: 6 per element of each matrix that it passes (8 under full recompute; 8 in the LM
-head, whose logits are made twice, and only at loss positions), and 6 · heads · head_dim per layer and Σ l² for causal
-attention.
+FLOPs of a token, forward and backward: 6 per element of each matrix that it passes (8 under full
+recompute; 8 in the LM head, whose logits are made twice, and only at loss positions), and 6 · heads
+· head_dim per layer and Σ l² for causal attention.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from megatron_rl.simulator.memory import stage_parameters
 from megatron_rl.simulator.placed import PlacedModel
 from megatron_rl.weights.model_shape import ModelShape
 
-# Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32 gradients out, bfloat16
-# weights back) over 100 GB/s per GPU.
+# Stated, not measured: HBM of 2 TB/s under 30 bytes of AdamW per parameter; 6 bytes (float32
+# gradients out, bfloat16 weights back) over 100 GB/s per GPU.
 ADAM_S, REDUCE_S = 30 / 2e12, 6 / 100e9
 HEAD_FLOPS = 8.0  # per element of the LM head
-# Assumed of a GPU in matrix products where --flops says nothing, of 989e12 (H100, bfloat16): 40 %, and 27 % of a
-# mixture's many small products and their exchanges. Published of mixtures: 24 to 30 % (docs/simulate-cluster.md).
+# Assumed of a GPU in matrix products where --flops says nothing, of 989e12 (H100, bfloat16): 40 %,
+# and 27 % of a mixture's many small products and their exchanges. Published of mixtures: 24 to 30 %
+# (docs/simulate-cluster.md).
 DENSE_FLOPS_PER_S, MIXTURE_FLOPS_PER_S = 4e14, 2.7e14
 
 
@@ -57,9 +58,11 @@ class Costs:
 
     forward_share: share of a micro-batch's time that its forward pass takes.
     optimizer_s: seconds of reduction, norm, AdamW and gather.
-    chunk_shares: of each stage, over all chunks in the order of the layers, its share of its pipeline rank's time.
+    chunk_shares: of each stage, over all chunks in the order of the layers, its share of its
+        pipeline rank's time.
     source: the origin of the costs, in words.
-    from_run: True if a run of these stages has fitted the model, so that a calibrated planner would plan by it.
+    from_run: True if a run of these stages has fitted the model, so that a calibrated planner would
+        plan by it.
     """
 
     model: CostModel
@@ -140,7 +143,8 @@ def optimizer_seconds(machine: Machine, placed: PlacedModel, stage: int) -> floa
 def stated_machine(flops_per_s: float, placed: PlacedModel, overhead_tokens: float) -> Machine:
     """Return the machine of a stated FLOP/s.
 
-    overhead_tokens: a micro-batch's fixed cost, the planner's own ``plan.microbatch_overhead_tokens``.
+    overhead_tokens: a micro-batch's fixed cost, the planner's own
+        ``plan.microbatch_overhead_tokens``.
     """
     degrees = placed.degrees
     token = layer_flops(placed.shape)[0] / (degrees.tensor_size * degrees.context_size * flops_per_s)
@@ -164,10 +168,11 @@ def assumed_flops(shape: ModelShape) -> tuple[float, str]:
 def load_coefficients(path: str | pathlib.Path, placed: PlacedModel, *, loss_share: float) -> Costs:
     """Read costs from a JSON file, or from the coefficients.json in a run's folder.
 
-    The file holds a run's ``stages``, or a ``machine`` (Machine's fields):
-    ``{"stages": [{"overhead": s, "token": s, "square": s}, ...], "virtual": 1, "optimizer_s": s, "measured_on":
-    "..."}``, one per pipeline stage, optionally with ``forward_share`` and ``fitted_with`` (see that function), which
-    then must be this configuration's; ``{"machine": {"flops_per_s": ..., ...}, "measured_on": "..."}``.
+    The file holds a run's ``stages``, or a ``machine`` (Machine's fields): ``{"stages":
+    [{"overhead": s, "token": s, "square": s}, ...], "virtual": 1, "optimizer_s": s, "measured_on":
+    "..."}``, one per pipeline stage, optionally with ``forward_share`` and ``fitted_with`` (see
+    that function), which then must be this configuration's; ``{"machine": {"flops_per_s": ...,
+    ...}, "measured_on": "..."}``.
     """
     path = pathlib.Path(path)
     path = path / "coefficients.json" if path.is_dir() else path
@@ -180,7 +185,8 @@ def load_coefficients(path: str | pathlib.Path, placed: PlacedModel, *, loss_sha
     try:
         content = json.loads(text.decode())
         source = f"coefficients of {path.name}: {content.get('measured_on', 'not said where measured')}"
-        # Rates of a machine give every stage's costs; a run's own stages are taken as they were fitted.
+        # Rates of a machine give every stage's costs; a run's own stages are taken as they were
+        # fitted.
         if "machine" in content:
             machine = Machine(**content["machine"])
             return machine_costs(machine, placed, loss_share=loss_share, source=source)

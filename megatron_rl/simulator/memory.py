@@ -1,12 +1,14 @@
 """Counts the bytes on one GPU of each pipeline stage: weights, reference, gradients, optimizer, activations, logits.
 
-Weights are counted from the shape and equal those of the built model (tests/tools/test_simulate_cluster.py). Gradients
-lie in one buffer per rank in float32 (``grad_reduce_in_fp32``) and are not sharded. AdamW keeps two float32 moments per
-parameter and, for bfloat16 weights, a float32 master, which ``optimizer.distributed`` shards over data and context
-parallel ranks. Beside adapters (``lora.rank``) the rest of the weights has neither. A critic on the same GPUs keeps its
-own; its updates and the policy's take turns, so that of their activations and logits the larger sum counts. Activations
-are the elements that autograd saves per token and layer with an attention that keeps no scores. The sum leaves out
-allocator fragments, communication buffers, and CUDA itself.
+Weights are counted from the shape and equal those of the built model
+(tests/tools/test_simulate_cluster.py). Gradients lie in one buffer per rank in float32
+(``grad_reduce_in_fp32``) and are not sharded. AdamW keeps two float32 moments per parameter and,
+for bfloat16 weights, a float32 master, which ``optimizer.distributed`` shards over data and context
+parallel ranks. Beside adapters (``lora.rank``) the rest of the weights has neither. A critic on the
+same GPUs keeps its own; its updates and the policy's take turns, so that of their activations and
+logits the larger sum counts. Activations are the elements that autograd saves per token and layer
+with an attention that keeps no scores. The sum leaves out allocator fragments, communication
+buffers, and CUDA itself.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ class StageMemory:
     """Holds the bytes on a GPU of one pipeline stage.
 
     layers: the number of its layers, over all chunks.
-    reference: weights again if a reference is kept under ``reference.placement=device``, and a teacher's weights.
+    reference: weights again if a reference is kept under ``reference.placement=device``, and a
+        teacher's weights.
     optimizer: as the config shards it; the two after it with and without ``optimizer.distributed``.
     activations: as the config recomputes them; the two after it without and with full recompute.
-    critic_weights, critic_state, critic_working: of a critic on the same GPU: its weights, its gradients and optimizer
-        state, and its activations and values while it is updated, when the policy has none.
+    critic_weights, critic_state, critic_working: of a critic on the same GPU: its weights, its
+        gradients and optimizer state, and its activations and values while it is updated, when the
+        policy has none.
     """
 
     stage: int
@@ -65,7 +69,8 @@ class StageMemory:
     def kept_while_generating(self, takes_turns: bool) -> int:
         """Return the bytes that the trainer keeps on the GPU while an engine generates there.
 
-        takes_turns: whether gradients and optimizer state leave the GPU meanwhile (rollout/colocation.py).
+        takes_turns: whether gradients and optimizer state leave the GPU meanwhile
+            (rollout/colocation.py).
         """
         offloaded = self.gradients + self.optimizer + self.critic_state
         return self.state - (offloaded if takes_turns else 0)
@@ -104,7 +109,8 @@ def layers_of(shape: ModelShape, degrees: Degrees, stage: int) -> list[int]:
 def stage_parameters(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[int, int]:
     """Return the dense and the experts' parameters that a rank of the pipeline stage holds.
 
-    A tied embedding lies on both ends of a pipeline; a critic has a row in place of the output matrix.
+    A tied embedding lies on both ends of a pipeline; a critic has a row in place of the output
+    matrix.
     """
     layers = [layer_parameters(shape, degrees, layer) for layer in layers_of(shape, degrees, stage)]
     dense, experts = sum(own for own, _ in layers), sum(own for _, own in layers)
@@ -139,16 +145,18 @@ def stage_adapters(model: PlacedModel, stage: int) -> tuple[int, int]:
 def kept_elements(model: PlacedModel, layer: int) -> float:
     """Return the elements that autograd saves per token of a rank in a layer, with torch's layers in float32.
 
-    In bfloat16 on a GPU, and with Transformer Engine's layers, fused kernels keep less (``fused_kept_elements``).
-    Layers with norms behind them, bounded or other activations and latents are counted as here. Both norms keep input,
-    normalised and output (6 h, split by sequence parallelism), and norms behind them input and normalised; attention
-    keeps the projection of which v is a part, q and k as rotated, its output, and the cosines and sines, and under q/k
-    norms their inputs, of which k's is a part of the projection, and the normalised too; multi-latent attention, whose
-    latents' norms are as the other norms, keeps q, k, v and its output at q's width, and the output once more at v's;
-    the MLP keeps gate and up, the activated gate, up, their product. Bounds of gate and up keep three more: the bounded
-    gate, its sigmoid and the bounded up. An expert's tokens lie in memory before and after it, once per choice; evenly
-    routed, a rank's experts get its share of the choices: a tensor rank of sequence parallelism sends its own tokens
-    alone, expert-tensor ranks take the same.
+    In bfloat16 on a GPU, and with Transformer Engine's layers, fused kernels keep less
+    (``fused_kept_elements``). Layers with norms behind them, bounded or other activations and
+    latents are counted as here. Both norms keep input, normalised and output (6 h, split by
+    sequence parallelism), and norms behind them input and normalised; attention keeps the
+    projection of which v is a part, q and k as rotated, its output, and the cosines and sines, and
+    under q/k norms their inputs, of which k's is a part of the projection, and the normalised too;
+    multi-latent attention, whose latents' norms are as the other norms, keeps q, k, v and its
+    output at q's width, and the output once more at v's; the MLP keeps gate and up, the activated
+    gate, up, their product. Bounds of gate and up keep three more: the bounded gate, its sigmoid
+    and the bounded up. An expert's tokens lie in memory before and after it, once per choice;
+    evenly routed, a rank's experts get its share of the choices: a tensor rank of sequence
+    parallelism sends its own tokens alone, expert-tensor ranks take the same.
     """
     shape, degrees = model.shape, model.degrees
     if model.dtype == "bfloat16" and takes_fused_kernels(shape):
@@ -179,9 +187,10 @@ def takes_fused_kernels(shape: ModelShape) -> bool:
 def fused_kept_elements(model: PlacedModel, layer: int) -> float:
     """Return the elements that autograd saves per token of a rank in a layer under fused norms and SwiGLU.
 
-    A norm keeps its input alone, its output is the next product's (4 h). SwiGLU keeps gate and up, and the product
-    after it their product. Norms of q and k keep q beside the projection. Cosines and sines are the micro-batch's. An
-    expert's SwiGLU takes the router's weights, so that its output is not kept.
+    A norm keeps its input alone, its output is the next product's (4 h). SwiGLU keeps gate and up,
+    and the product after it their product. Norms of q and k keep q beside the projection. Cosines
+    and sines are the micro-batch's. An expert's SwiGLU takes the router's weights, so that its
+    output is not kept.
     """
     shape, degrees = model.shape, model.degrees
     tensor, hidden, heads, kv_heads = degrees.tensor_size, shape.hidden_size, shape.num_heads, shape.num_kv_heads
@@ -266,8 +275,8 @@ def beside_critic(
 ) -> tuple[StageMemory, ...]:
     """Return the policy's stages with the critic on the same ranks, whose pipeline may have another length.
 
-    Stages are blocks of successive ranks, so that a stage of the one meets some of the other: its GPU of the greatest
-    need counts.
+    Stages are blocks of successive ranks, so that a stage of the one meets some of the other: its
+    GPU of the greatest need counts.
     """
     stages = []
     for number, stage in enumerate(policy):

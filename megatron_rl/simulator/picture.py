@@ -1,7 +1,7 @@
 """Draws a forecast as SVG: the pipeline's clock, the dense run above the skip run, on one axis of seconds.
 
-Colours are those of the run report (observability/page/watch.css), light and dark. In the dense run the part of a
-micro-batch without signal is grey: the skip run lacks that part.
+Colours are those of the run report (observability/page/watch.css), light and dark. In the dense run
+the part of a micro-batch without signal is grey: the skip run lacks that part.
 """
 
 from __future__ import annotations

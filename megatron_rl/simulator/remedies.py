@@ -1,7 +1,7 @@
 """Finds the settings under which a job fits on its GPUs: each is counted as the job itself was.
 
-One setting of a kind is tried first, then other degrees of parallelism at the same number of GPUs, with the engine's
-share or width beside them where that is short too.
+One setting of a kind is tried first, then other degrees of parallelism at the same number of GPUs,
+with the engine's share or width beside them where that is short too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_rl.config import Config
 from megatron_rl.config.model import ParallelConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.simulator.degrees import degrees_of
@@ -33,17 +32,6 @@ MOST_LAYOUTS, MOST_PLANNED = 3, 40  # that are named, and that are planned to fi
 ROUGHLY = 0.8  # of the usual largest micro-batch: that of other degrees is hardly smaller
 
 
-def changed(config: Config, change: Change) -> Config:
-    """Return the configuration with other values under dotted keys; raise ConfigError where they cannot work."""
-    for key, value in change.items():
-        section, name, *rest = key.split(".")
-        part = vars(config)[section]
-        new = {**vars(part)[name], rest[0]: value} if rest else value
-        config = dataclasses.replace(config, **{section: dataclasses.replace(part, **{name: new})})
-    validate_config(config)
-    return config
-
-
 def needs_of(job: Job, gpu_bytes: float) -> GpuNeeds:
     """Return the bytes that a job needs on a GPU, by the dense run's plan. Raises ConfigError if it has none."""
     return _beside_engine(job, _trainer_memory(job), gpu_bytes)
@@ -54,7 +42,7 @@ Stages = tuple[StageMemory, ...]
 
 def _trainer_memory(job: Job) -> tuple[Stages, Stages]:
     """Return the stages of the policy, and of a critic on ranks of its own, by the dense run's plan."""
-    plan = job.plan(job.rules(), job.workload.signal(job.config), drops=False)
+    plan = job.plan(job.rules(), job.signal(), drops=False)
     separate = critic_memory(job.critic) if job.critic and job.config.critic.placement == "separate" else ()
     return memory_of(job, plan), separate
 
@@ -77,8 +65,9 @@ def remedies(job: Job, read_shape: ReadShape, gpu_bytes: float, gpus_per_node: i
 
     read_shape: gives a configuration's shape of the model (simulator/command.py).
 
-    One setting of each kind is tried by itself, and if none is enough together with full recompute, with bfloat16, and
-    with both; the mildest value of each kind that fits is returned. If none is, the mildest other degrees are.
+    One setting of each kind is tried by itself, and if none is enough together with full recompute,
+    with bfloat16, and with both; the mildest value of each kind that fits is returned. If none is,
+    the mildest other degrees are.
     """
     families = list(_families(job, int(job.padded(job.rules()).whole.max(initial=1)), gpus_per_node))
     bases: list[Change] = [{}]
@@ -125,7 +114,7 @@ def _but_experts(change: Change) -> tuple[tuple[str, object], ...]:
 def _largest_microbatch(job: Job) -> int:
     """Return the tokens of the largest micro-batch of the dense run's plan."""
     rules = job.rules()
-    padded, plan = job.padded(rules), job.plan(rules, job.workload.signal(job.config), drops=False)
+    padded, plan = job.padded(rules), job.plan(rules, job.signal(), drops=False)
     steps = [step for step in plan.mini_batches if len(step.order)]
     return max((int(padded.sums(x.order, x.microbatch_offsets)[0].max()) for x in steps), default=0)
 
@@ -244,8 +233,14 @@ def _mildest(family: Sequence[Change], job: Job, read_shape: ReadShape, gpu_byte
 
 def _changed_job(job: Job, change: Change, read_shape: ReadShape) -> Job | None:
     """Return a job under other settings; None where they cannot work, as a degree that does not divide."""
+    config = job.config
     try:
-        config = changed(job.config, change)
+        for key, value in change.items():
+            section, name, *rest = key.split(".")
+            part = vars(config)[section]
+            new = {**vars(part)[name], rest[0]: value} if rest else value
+            config = dataclasses.replace(config, **{section: dataclasses.replace(part, **{name: new})})
+        validate_config(config)
         degrees = degrees_of(config.parallel, job.degrees.world_size)
         shape, costs = read_shape(config, degrees), dataclasses.replace(job.costs, from_run=False)
         other = dataclasses.replace(job, config=config, degrees=degrees, shape=shape, costs=costs)

@@ -1,16 +1,17 @@
 """Holds a simulated job's lengths and rewards per sample, recorded by a run or drawn from a stated distribution.
 
-A trace is JSON lines. A run writes one rollout a line, a list over its samples each (``Recorder`` in
-observability/trace.py):
+A trace is JSON lines. A run writes one rollout a line, a list over its samples each (``Recorder``
+in observability/trace.py):
 
     {"rollout": 3, "group": [17, 17], "prompt_tokens": [90, 90], "response_tokens": [41, 97],
      "loss_tokens": [41, 97], "response_inputs": [40, 96], "reward": [1, null]}
 
-A line may also be one sample, with a number each; ``rollout`` tells batches apart (one batch without it).
-``loss_tokens`` (response tokens with loss) may be left out: all have loss. So may ``response_inputs`` (response tokens
-that the model reads, those before the last loss token): all but the last. ``reward: null`` is a sample that was taken
-out of its group. ``reward_functions``, a list for each function by name, is needed by ``advantage.estimator=gdpo`` if
-there are several functions. Other keys are ignored.
+A line may also be one sample, with a number each; ``rollout`` tells batches apart (one batch
+without it). ``loss_tokens`` (response tokens with loss) may be left out: all have loss. So may
+``response_inputs`` (response tokens that the model reads, those before the last loss token): all
+but the last. ``reward: null`` is a sample that was taken out of its group. ``reward_functions``, a
+list for each function by name, is needed by ``advantage.estimator=gdpo`` if there are several
+functions. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import numpy as np
 
 from megatron_rl.algorithm.advantage import GroupRewards, advantages
 from megatron_rl.algorithm.sharing import token_coupling
-from megatron_rl.algorithm.signal import has_signal, signal_rule
-from megatron_rl.config import Config, TrainConfig
+from megatron_rl.algorithm.signal import has_signal
+from megatron_rl.config import AdvantageConfig, Config, RewardConfig, TrainConfig
 from megatron_rl.data.solution import Solution
 from megatron_rl.errors import ConfigError
 from megatron_rl.json_text import read_bytes
@@ -44,13 +45,15 @@ MOST_BYTES = 1 << 30  # of a trace: a sample takes about 30
 class Workload:
     """Holds one rollout's samples as arrays [S]: int64 tokens and groups, float64 rewards (NaN: not included).
 
-    response_inputs: int64 [S], the response tokens that the model reads, those before the last loss token; None: all.
-    by_function: float64 [S] of each reward function by name, NaN if it did not apply; {} if only their weighted sum is
-        known.
-    supervised: whether they are the responses of one supervised step, which all train, and not a rollout.
+    response_inputs: int64 [S], the response tokens that the model reads, those before the last loss
+        token; None: all.
+    by_function: float64 [S] of each reward function by name, NaN if it did not apply; {} if only
+        their weighted sum is known.
+    supervised: whether they are the responses of one supervised step, which all train, and not a
+        rollout.
 
-    Example: a group of two: ``prompt_tokens=[5, 5], response_tokens=[10, 12], loss_tokens=[10, 12], rewards=[1, 0],
-    groups=[0, 0]``.
+    Example: a group of two: ``prompt_tokens=[5, 5], response_tokens=[10, 12], loss_tokens=[10, 12],
+    rewards=[1, 0], groups=[0, 0]``.
     """
 
     prompt_tokens: np.ndarray
@@ -89,18 +92,12 @@ class Workload:
         """Return the number of times that the samples are trained."""
         return 1 if self.supervised else train.epochs_per_rollout
 
-    def signal(self, config: Config) -> np.ndarray:
-        """Return [S] bool, True for a sample with signal, by the run's own advantages and rule.
-
-        Under GAE, a teacher or a KL in the reward, advantages need values or log-probs, which a trace lacks: every
-        sample with a loss token then counts as one with signal, as every response of a supervised step does.
-        """
-        advantage, rewards = config.advantage, self.rewards
-        if self.supervised or config.has_critic or config.has_teacher or config.kl_in_reward:
-            return self.loss_tokens > 0
+    def signal(self, advantage: AdvantageConfig, reward: RewardConfig, *, epsilon: float) -> np.ndarray:
+        """Return [S] bool, True for a sample whose advantage, of rewards alone, is larger than ``epsilon``."""
+        rewards = self.rewards
         columns, weights = rewards[:, None], ()
         if advantage.estimator == "gdpo" and self.by_function:
-            names, weights = config.reward.functions, config.reward.resolved_weights
+            names, weights = reward.functions, reward.resolved_weights
             unknown = [name for name in names if name not in self.by_function]
             if unknown or not names:
                 raise ConfigError(
@@ -125,14 +122,14 @@ class Workload:
             arguments=advantage.arguments,
             moves_equal_rewards=advantage.moves_equal_rewards,
         )
-        return has_signal(values, self.loss_tokens, advantage_epsilon=signal_rule(config).advantage_epsilon)
+        return has_signal(values, self.loss_tokens, advantage_epsilon=epsilon)
 
 
 def read_trace(path: str | pathlib.Path) -> list[Workload]:
     """Read one Workload per rollout from a trace file, or from ``trace.jsonl`` in a run's folder.
 
-    Raises ConfigError ``<file>:<line>: ...``. An interrupted write leaves a last line without its newline: that line is
-    left out, with a warning in the log.
+    Raises ConfigError ``<file>:<line>: ...``. An interrupted write leaves a last line without its
+    newline: that line is left out, with a warning in the log.
     """
     path = pathlib.Path(path)
     file = path / "trace.jsonl" if path.is_dir() else path
@@ -254,10 +251,11 @@ def draw(
 ) -> tuple[Workload, str]:
     """Draw a rollout's groups, or a supervised step's rows, from stated distributions; return it and those in words.
 
-    lengths: ``lognormal:MEAN,SIGMA`` of response tokens (MEAN in tokens, SIGMA of their logarithm), cut at
-        rollout.max_response_tokens.
+    lengths: ``lognormal:MEAN,SIGMA`` of response tokens (MEAN in tokens, SIGMA of their logarithm),
+        cut at rollout.max_response_tokens.
     pass_rate: ``beta:A,B`` of each prompt's chance of reward 1, else 0.
-    prompt_tokens: of each prompt, or of one prompt after the other, from the first again when they are used up.
+    prompt_tokens: of each prompt, or of one prompt after the other, from the first again when they
+        are used up.
     context_tokens: the model's, at which the responses of rows are cut too; None: they are not.
     """
     supervised, limit = config.train.num_rollouts == 0, config.rollout.max_response_tokens
@@ -279,7 +277,7 @@ def draw(
         prompt_tokens=np.repeat(tokens, size),
         response_tokens=response,
         loss_tokens=response,
-        response_inputs=None if token_coupling(config) else response - 1,
+        response_inputs=None if token_coupling(config.megatron) else response - 1,
         rewards=passes.reshape(-1).astype(np.float64),
         groups=np.repeat(np.arange(prompts), size),
         supervised=supervised,

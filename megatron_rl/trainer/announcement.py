@@ -14,6 +14,7 @@ from megatron_rl.distributed.requirements import compiler_fault
 from megatron_rl.errors import quoted
 from megatron_rl.model.logprob.chunks import settled_kernel
 from megatron_rl.model.parts import parts_of
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.reward import Reward
 from megatron_rl.trainer.passes.old_logprobs import needs_old_logprobs
 from megatron_rl.weights.config_json import ignored_fields
@@ -40,7 +41,7 @@ def announce(
         HOST.backend,
         config.model.dtype,
         shape.layer_spec,
-        settled_kernel(parts_of(config).logprob_kernel, HOST.device_type),
+        settled_kernel(parts_of(ModelSettings.of(config)).logprob_kernel, HOST.device_type),
         backend.optimizer.kernel,
     )
     if len(set(shape.stage_layers)) > 1:
@@ -49,8 +50,9 @@ def announce(
     announce_gpu(config.model.dtype)
     for sentence in reward.recognised if reward is not None else ():
         log.info("%s", sentence)
-    if config.plan.share_prompts is None and (reason := sharing_refusal(config, shape.layer_spec)):
-        log.info("plan.share_prompts=null: prompts are not shared, since %s", reason)
+    refusal = sharing_refusal(config.parallel, config.megatron, shape.layer_spec)
+    if config.plan.share_prompts is None and refusal:
+        log.info("plan.share_prompts=null: prompts are not shared, since %s", refusal)
     _announce_asked_again(config.train, num_prompts)
     if config.sft.steps and config.rollout.temperature != 1.0:
         log.warning(

@@ -16,7 +16,15 @@ from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.trainable_model import TrainableModel
 from megatron_rl.checkpoint.manager import CheckpointManager
 from megatron_rl.checkpoint.run_state import ResumePoint
-from megatron_rl.config import Config, config_to_dict, config_to_yaml
+from megatron_rl.config import (
+    Config,
+    CriticConfig,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    config_to_dict,
+    config_to_yaml,
+)
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import this_job
@@ -32,7 +40,7 @@ from megatron_rl.reward import Reward, opened_reward
 from megatron_rl.trainer.announcement import announce
 from megatron_rl.trainer.critic_part import joined_critic, models_here
 from megatron_rl.trainer.parts import PartChooser
-from megatron_rl.trainer.passes.old_logprobs import passes_parts
+from megatron_rl.trainer.passes.old_logprobs import needs_old_logprobs, passes_parts
 from megatron_rl.trainer.rollouts import build_manager, build_queue
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.run_folder import (
@@ -60,16 +68,30 @@ log = logging.getLogger(__name__)
 def build_run(config: Config) -> Iterator[Run]:
     """Build a run and all its parts, restore the newest checkpoint if there is one, and take them down in order.
 
-    However the run ends, its report is written from the metrics so far. Raises ConfigError where the run's folder
-    cannot be written or another run is in it.
+    However the run ends, its report is written from the metrics so far. Raises ConfigError where
+    the run's folder cannot be written or another run is in it.
     """
-    with joined_critic(config) as critic_link, held_run_folder(config.run.path, config.run.deadline_s):
-        hf_config = _read_model(config)
-        config = settle_dtype(config, hf_config, on_gpu=HOST.is_cuda)
+    with (
+        joined_critic(config.separate_critic_ranks, config.run.deadline_s) as critic_link,
+        held_run_folder(config.run.path, config.run.deadline_s),
+    ):
+        hf_config = _read_model(
+            config.model, config.data, config.rollout, config.trained_critic, generates=config.generates
+        )
+        config = dataclasses.replace(config, model=settle_dtype(config.model, hf_config, on_gpu=HOST.is_cuda))
         tokenizer = load_tokenizer(config.model, hf_config.vocab_size)
         # first, since the functions say which columns the data must have
         with opened_reward(config.reward, config.run.deadline_s, episodes=config.plays_episodes) as reward:
-            prompts = load_prompts(config, tokenizer, hf_config, reward.required_columns if reward else ())
+            prompts = load_prompts(
+                config.data,
+                config.sft,
+                config.preference,
+                config.environment,
+                config.run.seed,
+                tokenizer,
+                hf_config,
+                reward.required_columns if reward else (),
+            )
             config = dataclasses.replace(config, data=prompts.data, sft=config.sft.settled(len(prompts)))
             builder = RunBuilder(
                 config=config, hf_config=hf_config, tokenizer=tokenizer, prompts=prompts, reward=reward
@@ -97,12 +119,19 @@ class RunBuilder:
     def built(self, critic_link: PolicyCriticLink | None) -> Iterator[Run]:
         """Build the run and take it down after the block. critic_link: to the ranks of a separate critic."""
         config, prompts = self.config, self.prompts
-        rl_steps = total_rl_steps(config, len(prompts))
+        rl_steps = total_rl_steps(config.train, config.rollout, config.skip, len(prompts))
         this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
         backend = self._model()
         is_main, folder = backend.topology.is_main, config.run.path
-        critic = self._critic(rl_steps // steps_per_rollout(config), critic_link)
-        checkpoints = CheckpointManager(config, backend, critic)
+        critic = self._critic(rl_steps, critic_link)
+        checkpoints = CheckpointManager(
+            *(backend, critic, config.checkpoint),
+            run_path=folder,
+            hf_path=config.model.hf_path,
+            supervised_every=config.sft.save_every_steps,
+            saves=config.saves_checkpoints,
+            written_config=config_to_dict(config),
+        )
         resume_point = self._load_newest(checkpoints, backend)
         num_steps = config.sft.steps + rl_steps
         metrics_state = resume_point.state["metrics"] if resume_point else None
@@ -161,20 +190,30 @@ class RunBuilder:
 
     def _model(self) -> TrainableModel:
         """Build the policy, or the reward model that the run trains in its place. A collective."""
-        total_steps = moving_rl_steps(self.config, len(self.prompts))
+        total_steps = self._moving_steps()
         if not self.config.trains_reward_model:
             return MegatronBackend(self.config, hf_config=self.hf_config, total_steps=total_steps)
         from megatron_rl.critic import RewardModel
 
         return RewardModel(self.config, hf_config=self.hf_config, total_steps=total_steps)
 
-    def _critic(self, num_rollouts: int, link: PolicyCriticLink | None) -> Critic | RemoteCritic | None:
-        """Build the run's critic, after its policy; None for an estimator without one. A collective."""
-        if not self.config.has_critic:
-            return None
-        from megatron_rl.critic import build_critic
+    def _moving_steps(self) -> int:
+        config = self.config
+        return moving_rl_steps(config.train, config.rollout, config.skip, config.trained_critic, len(self.prompts))
 
-        return build_critic(self.config, num_rollouts * critic_steps_per_rollout(self.config), link)
+    def _critic(self, rl_steps: int, link: PolicyCriticLink | None) -> Critic | RemoteCritic | None:
+        """Build the run's critic, after its policy; None for an estimator without one. A collective.
+
+        link: to a separate critic's ranks; None where the policy's ranks hold the critic.
+        """
+        config = self.config
+        if not config.has_critic:
+            return None
+        from megatron_rl.critic import Critic, RemoteCritic
+
+        num_rollouts = rl_steps // steps_per_rollout(config.train, config.rollout, config.skip)
+        total_steps = num_rollouts * critic_steps_per_rollout(config.train, config.rollout, config.critic)
+        return Critic(config, total_steps=total_steps) if link is None else RemoteCritic(link, total_steps=total_steps)
 
     def _open_watch(
         self, backend: TrainableModel, progress: ProgressBar
@@ -209,24 +248,27 @@ class RunBuilder:
                     backend, config.sft, config.optimizer
                 )  # which takes the checkpoint's moments
             elif broke_off:
-                backend.reset_optimizer(total_steps=moving_rl_steps(config, len(prompts)))
+                backend.reset_optimizer(total_steps=self._moving_steps())
 
         point = checkpoints.load_newest(prepare, _check_packed)
         if point is not None:
-            refuse_finished(config, prompts, point.folder, point.state)
+            asked = config_to_dict(config)
+            refuse_finished(config.run.path, config.train, asked, prompts, point.folder, point.state)
         with on_every_rank(config.run.path):
             checkpoints.cut_back(point)
         return point
 
 
-def _read_model(config: Config):
+def _read_model(
+    model: ModelConfig, data: DataConfig, rollout: RolloutConfig, critic: CriticConfig | None, *, generates: bool
+):
     """Return the policy's Hugging Face config, checked against the engine and the lengths. Raises ConfigError."""
-    hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
-    if config.generates:
-        if config.rollout.engine == "vllm":
-            check_served(config.model.hf_path, provider=config.model.provider)
-        check_lengths(config, hf_config.max_position_embeddings)
-    check_critic_model(config, hf_config)
+    hf_config = load_hf_config(model.hf_path, provider=model.provider)
+    if generates:
+        if rollout.engine == "vllm":
+            check_served(model.hf_path, provider=model.provider)
+        check_lengths(data, rollout, hf_config.max_position_embeddings)
+    check_critic_model(critic, data, rollout, hf_config, model.hf_path)
     return hf_config
 
 
@@ -253,7 +295,12 @@ def _assemble(standing: StandingParts, critic: Critic | RemoteCritic | None, wat
         manager,
         prompts,
         timer,
-        passes_parts=passes_parts(config),
+        passes_parts=passes_parts(
+            config.correction,
+            config.rollout.routing_replay,
+            needs_old_logprobs(config),
+            steps_per_rollout(config.train, config.rollout, config.skip),
+        ),
         passes_all=not rule.drops_logprob_passes,
     )
     planner, records = parts.planner(reference), standing.records(rollouts, reference)

@@ -1,7 +1,8 @@
 """Chooses the completions of a rollout or of an evaluation that are recorded.
 
-Completions are of prompts that this rank generated, so that nothing is sent for them; the first rank generates with
-every engine and every layout, and alone records them. Choosing them draws no random number and changes none of a run's.
+Completions are of prompts that this rank generated, so that nothing is sent for them; the first
+rank generates with every engine and every layout, and alone records them. Choosing them draws no
+random number and changes none of a run's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The decisions that need log-probs: importance weights, and the samples that they leave with signal.
 
-Semantics §5 and §7. They are made after the log-prob pass and before the training plan. Every rank holds the same
-log-probs, advantages and masks; still all take rank 0's weights, so that another CPU's rounding cannot give another
-plan.
+Semantics §5 and §7. They are made after the log-prob pass and before the training plan. Every rank
+holds the same log-probs, advantages and masks; still all take rank 0's weights, so that another
+CPU's rounding cannot give another plan.
 """
 
 from __future__ import annotations

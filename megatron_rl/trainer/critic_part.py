@@ -71,24 +71,25 @@ def serve_critic(config: Config) -> bool | None:
 
     Raises ConfigError for a separate critic outside a job of several ranks.
     """
-    if not (config.has_critic and config.critic.placement == "separate"):
+    if not config.separate_critic_ranks:
         return None
     from megatron_rl.critic.link import holds_critic
     from megatron_rl.critic.server import serve
 
-    return serve(config) if holds_critic(config) else None
+    return serve(config) if holds_critic(config.separate_critic_ranks) else None
 
 
 @contextlib.contextmanager
-def joined_critic(config: Config) -> Iterator[PolicyCriticLink | None]:
+def joined_critic(num_critic: int, deadline_s: float) -> Iterator[PolicyCriticLink | None]:
     """Join the policy's world and yield its link to a separate critic's; None if the job is one world.
 
+    num_critic: the ranks of the separate critic; 0: there are none.
     A failure within the block ends the other world's waits.
     """
-    if not (config.has_critic and config.critic.placement == "separate"):
+    if not num_critic:
         yield None
         return
     from megatron_rl.critic.link import joined
 
-    with joined(config, of_critic=False) as link:
+    with joined(num_critic, deadline_s, of_critic=False) as link:
         yield link

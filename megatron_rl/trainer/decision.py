@@ -15,13 +15,16 @@ from megatron_rl.types import BatchPlan, StepKind
 class Decision:
     """Holds what each of a rollout's samples is to do, and the plan of its optimizer steps.
 
-    signal:  bool [S], by advantages and importance weights; in a critic's warm-up too, which trains none of it.
-    trained: bool [S], the samples whose gradient is asked for: ``signal``, or none while the policy is held.
-    runs:    bool [S], the samples that the plan runs. Without ``plan.repack`` these include samples without signal that
-             share a micro-batch with one that has it; their KL term needs true log-probs.
+    signal:  bool [S], by advantages and importance weights; in a critic's warm-up too, which trains
+             none of it.
+    trained: bool [S], the samples whose gradient is asked for: ``signal``, or none while the policy
+        is held.
+    runs:    bool [S], the samples that the plan runs. Without ``plan.repack`` these include samples
+             without signal that share a micro-batch with one that has it; their KL term needs true
+             log-probs.
 
-    Example: of four samples without repack, two to a micro-batch: signal (T, F, F, F), trained (T, F, F, F), runs
-    (T, T, F, F).
+    Example: of four samples without repack, two to a micro-batch: signal (T, F, F, F), trained (T,
+    F, F, F), runs (T, T, F, F).
     """
 
     signal: np.ndarray

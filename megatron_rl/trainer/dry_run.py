@@ -8,6 +8,8 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +18,8 @@ from megatron_rl.backend.optimizer import megatron_config
 from megatron_rl.backend.teacher_weights import look_at_teacher
 from megatron_rl.checkpoint.foresight import foresee_resume
 from megatron_rl.checkpoint.resume import identity_of_shape
-from megatron_rl.config import Config, LoraConfig
+from megatron_rl.config import Config, LoraConfig, RolloutConfig, WeightSyncConfig, config_to_dict
+from megatron_rl.data.columns import RequiredColumn
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.solution import Solution
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -27,6 +30,7 @@ from megatron_rl.model.build import settled_shape, transformer_config
 from megatron_rl.model.hf_config import model_shape, read_shape
 from megatron_rl.model.parts import parts_of
 from megatron_rl.model.routing_replay import check_routing_replay
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.planning.num_steps import moving_rl_steps
 from megatron_rl.reward import opened_reward
 from megatron_rl.rollout.endpoint.agents import agent_of
@@ -42,9 +46,9 @@ from megatron_rl.rollout.engines.placement import (
 )
 from megatron_rl.rollout.vllm.arguments import adapter_arguments
 from megatron_rl.rollout.vllm.build import weight_channel
-from megatron_rl.simulator.command import simulate_job, stated_or_assumed
+from megatron_rl.simulator.command import simulate_job
 from megatron_rl.simulator.degrees import Degrees, degrees_of
-from megatron_rl.simulator.job_size import JobSize
+from megatron_rl.simulator.job_size import JobSize, job_size, say_if_assumed
 from megatron_rl.simulator.workload import Workload, of_responses
 from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.run_folder import look_at_run_folder, refuse_finished
@@ -66,13 +70,16 @@ def dry_run(config: Config, arguments: argparse.Namespace) -> None:
     """Check what a run checks before its first step, and print its forecast; join no world and build no model.
 
     arguments: the simulation's own arguments (simulator/arguments.py).
-    Raises ConfigError as training would, and where the job does not fit on its GPUs, with what would make it fit.
+    Raises ConfigError as training would, and where the job does not fit on its GPUs, with what
+    would make it fit.
     """
-    size = stated_or_assumed(config, arguments, host_gpus=torch.cuda.device_count())
+    nodes, gpus_per_node = arguments.nodes, arguments.gpus_per_node
+    size = say_if_assumed(job_size(config, nodes, gpus_per_node, host_gpus=torch.cuda.device_count()))
+    checks = DryRun(config=config, size=size, elsewhere=arguments.nodes is not None)
     if config.generates:
-        check_engine(config, size.gpus, size.on_node, elsewhere=arguments.nodes is not None)
-    prompt_lengths, responses = check_inputs(config)
-    check_models(config, size, elsewhere=arguments.nodes is not None)
+        checks.check_engine()
+    prompt_lengths, responses = checks.check_inputs()
+    checks.check_models()
     if config.generates and config.rollout.engine == "transformers":
         check_embedded(config.model.hf_path, config.rollout)
     shortfall = simulate_job(config, arguments, size=size, prompt_lengths=prompt_lengths, responses=responses)
@@ -80,126 +87,174 @@ def dry_run(config: Config, arguments: argparse.Namespace) -> None:
         raise ConfigError(shortfall)
 
 
-def check_inputs(config: Config) -> tuple[list[int], list[Workload]]:
-    """Check folder, model, tokenizer, data, rewards and environment as a run does.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """Checks what a run's start checks. No method is a collective.
 
-    Returns the tokens of its first prompts, and its supervised steps on each row once.
+    size:      of the job.
+    elsewhere: whether it is to run on another machine, whose installation cannot be seen from here.
     """
-    look_at_run_folder(config.run.path)
-    hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
-    shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider)
-    if config.generates:
-        check_lengths(config, hf_config.max_position_embeddings)
-        refuse_mixture(config.weight_sync, shape.num_experts)
-    check_critic_model(config, hf_config)
-    parts_of(config).require_shown(shape)
-    if config.has_teacher and config.teacher.hf_path:
-        look_at_teacher(config, hf_config.vocab_size)
-    megatron_config(config.optimizer, config.megatron, config.model.dtype)
-    tokenizer = load_tokenizer(config.model, hf_config.vocab_size)
-    stop_tokens(config.model.hf_path, tokenizer, hf_config.vocab_size)
-    if config.generates and config.rollout.engine == "vllm":
-        check_served(config.model.hf_path, provider=config.model.provider)
-    one_worker = dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))  # it speaks for all
-    with opened_reward(one_worker, config.run.deadline_s, episodes=config.plays_episodes) as reward:
-        required, recognised = (reward.required_columns, reward.recognised) if reward else ((), ())
-    for sentence in recognised:
-        log.info("%s", sentence)
-    prompts = load_prompts(config, tokenizer, hf_config, required)
-    config = dataclasses.replace(config, data=prompts.data, sft=config.sft.settled(len(prompts)))
-    moving_rl_steps(config, len(prompts))
-    limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
-    Evaluation(config, tokenizer, *limits, required=required)
-    held_out_responses(config, prompts, tokenizer, context_tokens(config.preference, hf_config), hf_config.vocab_size)
-    responses: list[Solution] = []
-    if config.sft.is_on:
-        rows = min(len(prompts), config.sft.steps * config.sft.samples_per_step)
-        responses = next_responses(prompts, rows, config.preference)
-    if config.environment.name is not None:
-        with time_limit("the import of environment.name", config.run.deadline_s):
-            environment_parts(config.environment, config.data, tokenizer)
-    if config.rollout.endpoint.agent is not None:
-        with time_limit("the import of rollout.endpoint.agent", config.run.deadline_s):
-            agent_of(config.rollout.endpoint)
-    lengths = [len(prompt.token_ids) for prompt in prompts.next(min(len(prompts), MAX_PROMPTS))]
-    look_at_checkpoints(config, hf_config, prompts)
-    return lengths, of_responses(responses, config.sft.samples_per_step, pairs=config.preference.is_on)
 
+    config: Config
+    size: JobSize
+    elsewhere: bool
 
-def look_at_checkpoints(config: Config, hf_config, prompts: PromptDataset) -> None:
-    """Raise ConfigError where the run's checkpoints end its start, and log the one that it would resume from.
+    def check_engine(self) -> None:
+        """Check the rules of engines on the job's GPUs."""
+        config = self.config
+        ranks = policy_ranks(config.separate_critic_ranks, self.size.gpus)
+        on_node, dtype = min(self.size.on_node, ranks), config.model.dtype
+        check_engine(config.rollout, config.weight_sync, config.lora, dtype, ranks, on_node, elsewhere=self.elsewhere)
 
-    prompts: the training data, whose cursor is then that of the checkpoint.
-    """
-    shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider).with_adapters(config.lora)
-    identity, hf_path = identity_of_shape(shape), config.model.hf_path
-    try:
-        point = foresee_resume(
-            config.run.path, config.checkpoint, identity, hf_path=hf_path, has_critic=config.has_critic
+    def check_inputs(self) -> tuple[list[int], list[Workload]]:
+        """Check folder, model, tokenizer, data, rewards and environment as a run does.
+
+        Returns the tokens of its first prompts, and its supervised steps on each row once.
+        """
+        config = self.config
+        look_at_run_folder(config.run.path)
+        hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
+        shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider)
+        if config.generates:
+            check_lengths(config.data, config.rollout, hf_config.max_position_embeddings)
+            refuse_mixture(config.weight_sync, shape.num_experts)
+        check_critic_model(config.trained_critic, config.data, config.rollout, hf_config, config.model.hf_path)
+        parts_of(ModelSettings.of(config)).require_shown(shape)
+        if config.has_teacher and config.teacher.hf_path:
+            look_at_teacher(config.teacher.hf_path, config.data, config.rollout, hf_config.vocab_size)
+        megatron_config(config.optimizer, config.megatron, config.model.dtype)
+        tokenizer = load_tokenizer(config.model, hf_config.vocab_size)
+        stop_tokens(config.model.hf_path, tokenizer, hf_config.vocab_size)
+        if config.generates and config.rollout.engine == "vllm":
+            check_served(config.model.hf_path, provider=config.model.provider)
+        # one worker speaks for all
+        one_worker = dataclasses.replace(config.reward, num_workers=min(1, config.reward.num_workers))
+        with opened_reward(one_worker, config.run.deadline_s, episodes=config.plays_episodes) as reward:
+            required, recognised = (reward.required_columns, reward.recognised) if reward else ((), ())
+        for sentence in recognised:
+            log.info("%s", sentence)
+        prompts = load_prompts(
+            config.data,
+            config.sft,
+            config.preference,
+            config.environment,
+            config.run.seed,
+            tokenizer,
+            hf_config,
+            required,
         )
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
-    if point is None:
-        return
-    log.info("%s is there: the run would resume from it", point.folder)
-    prompts.load_state(point.state["prompts"])
-    refuse_finished(config, prompts, point.folder, point.state)
+        config = dataclasses.replace(config, data=prompts.data, sft=config.sft.settled(len(prompts)))
+        return dataclasses.replace(self, config=config)._check_data(prompts, tokenizer, hf_config, required)
 
+    def _check_data(
+        self, prompts: PromptDataset, tokenizer, hf_config, required: Sequence[RequiredColumn]
+    ) -> tuple[list[int], list[Workload]]:
+        """Check what is made of the training data and of the settings that they decide; see ``check_inputs``."""
+        config = self.config
+        moving_rl_steps(config.train, config.rollout, config.skip, config.trained_critic, len(prompts))
+        limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
+        Evaluation(config, tokenizer, *limits, required=required)
+        of_pairs = config.preference
+        most_tokens, seed = context_tokens(of_pairs, hf_config), config.run.seed
+        held_out_responses(
+            config.sft, of_pairs, config.data, seed, prompts, tokenizer, most_tokens, hf_config.vocab_size
+        )
+        responses: list[Solution] = []
+        if config.sft.is_on:
+            rows = min(len(prompts), config.sft.steps * config.sft.samples_per_step)
+            responses = next_responses(prompts, rows, config.preference)
+        if config.environment.name is not None:
+            with time_limit("the import of environment.name", config.run.deadline_s):
+                environment_parts(config.environment, config.data, tokenizer)
+        if config.rollout.endpoint.agent is not None:
+            with time_limit("the import of rollout.endpoint.agent", config.run.deadline_s):
+                agent_of(config.rollout.endpoint)
+        lengths = [len(prompt.token_ids) for prompt in prompts.next(min(len(prompts), MAX_PROMPTS))]
+        self._look_at_checkpoints(hf_config, prompts)
+        return lengths, of_responses(responses, config.sft.samples_per_step, pairs=config.preference.is_on)
 
-def check_models(config: Config, size: JobSize, *, elsewhere: bool) -> None:
-    """Check what is checked when policy, critic and teacher are built.
+    def _look_at_checkpoints(self, hf_config, prompts: PromptDataset) -> None:
+        """Raise ConfigError where the run's checkpoints end its start, and log the one that it would resume from.
 
-    elsewhere: whether the job is to run on another machine, whose installation cannot be seen from here.
-    """
-    ranks = policy_ranks(config, size.gpus)
-    degrees = degrees_of(config.parallel, ranks)
-    check_model(config, degrees, value_head=config.trains_reward_model, elsewhere=elsewhere)
-    if config.has_critic:
-        critic = critic_config(config)
-        of_critic = degrees_of(critic.parallel, config.critic.ranks or ranks)
-        check_model(critic, of_critic, value_head=True, elsewhere=elsewhere)
-    if config.has_teacher and config.teacher.hf_path:
-        teacher = dataclasses.replace(teacher_config(config), lora=LoraConfig())
-        model = dataclasses.replace(teacher.model, init="pretrained")
-        check_model(dataclasses.replace(teacher, model=model), degrees, elsewhere=elsewhere)
+        prompts: the training data, whose cursor is then that of the checkpoint.
+        """
+        config = self.config
+        shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider).with_adapters(config.lora)
+        identity, hf_path = identity_of_shape(shape), config.model.hf_path
+        try:
+            point = foresee_resume(
+                config.run.path, config.checkpoint, identity, hf_path=hf_path, has_critic=config.has_critic
+            )
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+        if point is None:
+            return
+        log.info("%s is there: the run would resume from it", point.folder)
+        prompts.load_state(point.state["prompts"])
+        asked = config_to_dict(config)
+        refuse_finished(config.run.path, config.train, asked, prompts, point.folder, point.state)
+
+    def check_models(self) -> None:
+        """Check what is checked when policy, critic and teacher are built."""
+        config, elsewhere = self.config, self.elsewhere
+        ranks = policy_ranks(config.separate_critic_ranks, self.size.gpus)
+        degrees = degrees_of(config.parallel, ranks)
+        check_model(config, degrees, value_head=config.trains_reward_model, elsewhere=elsewhere)
+        if config.has_critic:
+            critic = critic_config(config)
+            of_critic = degrees_of(critic.parallel, config.critic.ranks or ranks)
+            check_model(critic, of_critic, value_head=True, elsewhere=elsewhere)
+        if config.has_teacher and config.teacher.hf_path:
+            teacher = dataclasses.replace(teacher_config(config), lora=LoraConfig())
+            model = dataclasses.replace(teacher.model, init="pretrained")
+            check_model(dataclasses.replace(teacher, model=model), degrees, elsewhere=elsewhere)
 
 
 def check_model(config: Config, degrees: Degrees, *, value_head: bool = False, elsewhere: bool) -> None:
     """Check a model's layers, Megatron-Core's fields and the tensors of its files."""
     hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
-    config = settle_dtype(config, hf_config, on_gpu=True)
-    refuse_uncounted_losses(config)
+    config = dataclasses.replace(config, model=settle_dtype(config.model, hf_config, on_gpu=True))
+    refuse_uncounted_losses(config.megatron, config.skip)
     if elsewhere:
         fields = {name: value for name, value in config.megatron.transformer.items() if name not in ONLY_ON_GPUS}
         config = dataclasses.replace(config, megatron=dataclasses.replace(config.megatron, transformer=fields))
-        shape = model_shape(hf_config, config, degrees, layer_spec="torch", value_head=value_head)
+        shape = model_shape(hf_config, ModelSettings.of(config), degrees, layer_spec="torch", value_head=value_head)
     else:
-        shape = settled_shape(config, hf_config, degrees, value_head=value_head)
+        shape = settled_shape(ModelSettings.of(config), hf_config, degrees, value_head=value_head)
     if config.rollout.routing_replay != "off" and not value_head:
-        check_routing_replay(config, shape)
+        check_routing_replay(config.rollout.routing_replay, config.megatron.transformer, shape)
     if config.model.init == "pretrained" and not lacks_weights(config.model.hf_path):
         reader = HuggingFaceReader(config.model.hf_path)
         check_tensors(reader, shape, allow_unread=config.model.allow_unread_tensors)
     if config.model.provider == "native":  # another's is finished within process groups
-        transformer_config(shape, hf_config, config, degrees)
+        transformer_config(shape, hf_config, ModelSettings.of(config), degrees)
 
 
-def check_engine(config: Config, num_ranks: int, on_node: int, *, elsewhere: bool) -> None:
+def check_engine(
+    rollout: RolloutConfig,
+    weight_sync: WeightSyncConfig,
+    lora: LoraConfig,
+    dtype: str,
+    num_ranks: int,
+    on_node: int,
+    *,
+    elsewhere: bool,
+) -> None:
     """Check the rules of engines on a job of GPUs.
 
-    num_ranks, on_node: the job's ranks, and those of each node.
-    elsewhere: whether the job is to run on another machine, whose installation cannot be seen from here.
+    num_ranks, on_node: the ranks that hold the policy, and those of the first node.
+    elsewhere: whether the job is to run on another machine, whose installation cannot be seen from
+        here.
     """
     device = torch.device("cuda")
-    ranks = policy_ranks(config, num_ranks)
-    location = RankLocation(rank=0, world_size=ranks, local_rank=0, local_world_size=min(on_node, ranks))
-    role_of(config.rollout, location)
-    shared = shares_device(config.rollout, device)
-    refuse_sharing(config.rollout, config.weight_sync, shared)
-    refuse_delta(config.rollout, config.weight_sync, shared)
-    adapter_arguments(config.weight_sync, config.lora, config.model.dtype, on_gpu=True)
-    weight_channel(config.rollout, config.weight_sync, device, {} if elsewhere else os.environ)
-    own_engines = config.rollout.engine == "vllm" and not config.rollout.servers
+    location = RankLocation(rank=0, world_size=num_ranks, local_rank=0, local_world_size=on_node)
+    role_of(rollout, location)
+    shared = shares_device(rollout, device)
+    refuse_sharing(rollout, weight_sync, shared)
+    refuse_delta(rollout, weight_sync, shared)
+    adapter_arguments(weight_sync, lora, dtype, on_gpu=True)
+    weight_channel(rollout, weight_sync, device, {} if elsewhere else os.environ)
+    own_engines = rollout.engine == "vllm" and not rollout.servers
     if own_engines and importlib.util.find_spec("vllm") is None:
         missing = "rollout.engine=vllm starts vLLM in the job's environment, and this one has none"
         if not elsewhere:

@@ -1,8 +1,9 @@
 """The evaluation on held-out prompts by the current weights: mean@k and pass@k of each named set.
 
-Nothing that is trained depends on it. A set's prompts are called ``eval/<set>/<row>@0``, as no training prompt is. The
-seed of a sample derives from that name, its index and the weight version (rollout/engines/engine.py): the same weights
-give the same samples, on any layout and after any draws for training.
+Nothing that is trained depends on it. A set's prompts are called ``eval/<set>/<row>@0``, as no
+training prompt is. The seed of a sample derives from that name, its index and the weight version
+(rollout/engines/engine.py): the same weights give the same samples, on any layout and after any
+draws for training.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Outcomes:
     errors:      the samples whose reward failed.
 
     Example: two prompts of one sample each, the second of which broke its reward function under
-    ``reward.on_error=drop``: ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]], response_tokens=9, truncated=0``.
+    ``reward.on_error=drop``: ``totals=[[1.0], [nan]], by_function=[[[1.0]], [[nan]]],
+    response_tokens=9, truncated=0``.
     """
 
     totals: np.ndarray
@@ -68,10 +70,11 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
         pass@k = 1 − C(n − c, k) / C(n, k)
 
-    Chen et al. 2021 (arXiv:2107.03374), equation 1: unbiased for k independent samples, n ≥ k. Computed in integers,
-    rounded once.
+    Chen et al. 2021 (arXiv:2107.03374), equation 1: unbiased for k independent samples, n ≥ k.
+    Computed in integers, rounded once.
 
-    Example: n = 4, c = 1, k = 2. Of the C(4, 2) = 6 pairs C(3, 2) = 3 miss the one that passed: pass@2 = 1 − 3/6 = 0.5.
+    Example: n = 4, c = 1, k = 2. Of the C(4, 2) = 6 pairs C(3, 2) = 3 miss the one that passed:
+    pass@2 = 1 − 3/6 = 0.5.
     """
     if not (1 <= k <= num_samples and 0 <= num_passed <= num_samples):
         raise ValueError(
@@ -92,10 +95,11 @@ def standard_error(totals: np.ndarray) -> float | None:
 
     totals: float64 [P, k]; NaN is in no mean.
 
-    Samples of one prompt depend on each other, so each prompt is a cluster: with n_p included samples of prompt p, s_p
-    their sum and m the mean of all N, sqrt(P / (P − 1) · Σ_p (s_p − n_p m)²) / N (clustered standard errors, Miller
-    2024, arXiv:2411.00640, with the factor for a small number of clusters). Where no sample is excluded that is the
-    standard deviation of the prompts' means over √P. None where fewer than two prompts have a sample.
+    Samples of one prompt depend on each other, so each prompt is a cluster: with n_p included
+    samples of prompt p, s_p their sum and m the mean of all N, sqrt(P / (P − 1) · Σ_p (s_p − n_p
+    m)²) / N (clustered standard errors, Miller 2024, arXiv:2411.00640, with the factor for a small
+    number of clusters). Where no sample is excluded that is the standard deviation of the prompts'
+    means over √P. None where fewer than two prompts have a sample.
     """
     included = ~np.isnan(totals)
     n = included.sum(axis=1)
@@ -113,8 +117,8 @@ def set_metrics(name: str, outcomes: Outcomes, functions: Sequence[str], *, thre
     functions: [F], the names of the reward functions.
     threshold: the total reward that a sample must have to count as passed.
 
-    An excluded sample has not passed and counts in no mean; if all are excluded, there is no mean. A set on which no
-    reward failed has no ``errors``.
+    An excluded sample has not passed and counts in no mean; if all are excluded, there is no mean.
+    A set on which no reward failed has no ``errors``.
     """
     totals = outcomes.totals
     num_prompts, num_samples = totals.shape
@@ -144,8 +148,8 @@ class Evaluation:
     vocab_size: the number of tokens that the model knows, None for no limit.
     required: the columns that every row must have.
 
-    All prompts are tokenized when it is built, so that a bad row ends the run at its start: ConfigError, with the set's
-    key.
+    All prompts are tokenized when it is built, so that a bad row ends the run at its start:
+    ConfigError, with the set's key.
     """
 
     def __init__(
@@ -187,7 +191,8 @@ class Evaluation:
         """Evaluate all sets by the current weights, generated in one call; its time is a metric. A collective.
 
         step: the optimizer step that the log names.
-        suffix: ends every metric's name, and those of the evaluations that completions are recorded of.
+        suffix: ends every metric's name, and those of the evaluations that completions are recorded
+            of.
         """
         started, settings = time.perf_counter(), self.config.eval
         prompts = [prompt for members in self.sets.values() for prompt in members]

@@ -1,9 +1,10 @@
 """Steps on preference pairs: two forward-only passes, a loss of all pairs at once, and the linear loss that follows.
 
-The policy's log-probs, or a reward model's scores, come from a pass at the weights of the step; ``preference.loss``
-makes of them a coefficient for each response (algorithm/preference_loss.py), and the schedule runs the token sum
-−Σ c_i · log π with the same gradient (algorithm/linear_loss.py). The halves of a pair lie on any ranks and in any
-micro-batches. A response whose coefficient is 0, as under ``hinge`` beyond the margin, has no signal and is dropped
+The policy's log-probs, or a reward model's scores, come from a pass at the weights of the step;
+``preference.loss`` makes of them a coefficient for each response (algorithm/preference_loss.py),
+and the schedule runs the token sum −Σ c_i · log π with the same gradient
+(algorithm/linear_loss.py). The halves of a pair lie on any ranks and in any micro-batches. A
+response whose coefficient is 0, as under ``hinge`` beyond the margin, has no signal and is dropped
 like a zero advantage; the mean counts every pair, dropped or not.
 """
 

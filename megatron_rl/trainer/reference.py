@@ -45,7 +45,8 @@ class Reference(Protocol):
     def after_rollout(self, index: int, num_samples: int, kl: MeasuredKL | None = None) -> None:
         """Move the coefficient by rollout ``index`` of so many samples, and renew the reference if that is due.
 
-        kl: of a KL in the reward; None without one, and for a rollout that does not train the policy.
+        kl: of a KL in the reward; None without one, and for a rollout that does not train the
+            policy.
         """
         ...
 

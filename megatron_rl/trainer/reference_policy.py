@@ -1,6 +1,7 @@
 """The reference policy of a run: when it takes the policy's weights, its log-probs, and the coefficient of its KL.
 
-The backend holds the weights themselves (backend/reference_weights.py). Semantics §7; docs/reference.md.
+The backend holds the weights themselves (backend/reference_weights.py). Semantics §7;
+docs/reference.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megatron_rl.types import StepResult
 class ReferencePolicy:
     """Manages the policy that a run's KL is measured against. Methods are collectives unless they say otherwise.
 
-    One coefficient holds for a whole rollout, all its mini-batches and epochs; an adaptive one moves once per rollout.
+    One coefficient holds for a whole rollout, all its mini-batches and epochs; an adaptive one
+    moves once per rollout.
     """
 
     def __init__(self, loss: LossConfig, settings: ReferenceConfig, backend: MegatronBackend) -> None:
@@ -78,7 +80,8 @@ class ReferencePolicy:
     def observe(self, kl_per_token: float, num_samples: int) -> None:
         """Move an adaptive coefficient by one rollout's KL, in nats per token.
 
-        Not a collective, but every rank must call it alike. Raises ValueError for a KL of NaN (KLCoefficient.updated).
+        Not a collective, but every rank must call it alike. Raises ValueError for a KL of NaN
+        (KLCoefficient.updated).
         """
         self._controller = self._controller.updated(kl_per_token, num_samples)
 
@@ -87,7 +90,8 @@ class ReferencePolicy:
 
         index: counted from 0.
         num_samples: the rollout's samples, dropped ones too.
-        kl: of a KL in the reward; None without one, and for a rollout that does not train the policy.
+        kl: of a KL in the reward; None without one, and for a rollout that does not train the
+            policy.
 
         A rollout without a measured token moves no coefficient.
         """

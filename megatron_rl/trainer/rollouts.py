@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.backend.backend import MegatronBackend
-from megatron_rl.config import Config, WeightSyncConfig
+from megatron_rl.config import Config, DataConfig, EnvironmentConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
@@ -58,7 +58,7 @@ def build_queue(
         train=config.train,
         weight_sync=config.weight_sync,
         samples_per_prompt=config.rollout.samples_per_prompt,
-        steps_per_rollout=steps_per_rollout(config),
+        steps_per_rollout=steps_per_rollout(config.train, config.rollout, config.skip),
         passes_parts=passes_parts,
         passes_all=passes_all,
     )
@@ -80,7 +80,23 @@ def build_manager(
     models: the trainer's on this rank's device, which they leave if the engine shares it.
     """
     refuse_mixture(config.weight_sync, backend.shape.num_experts)
-    engine, share, shared, take_counts = _build_engine(config, backend, tokenizer, watchdog)
+    if config.generates:
+        engine, share, shared = place_engine(
+            config,
+            tokenizer,
+            location=_location(config.separate_critic_ranks, backend.topology),
+            device=HOST.device,
+            dtype=DTYPES[config.model.dtype],
+            vocab_size=backend.shape.vocab_size,
+            has_trainer=True,
+        )
+    else:
+        from megatron_rl.rollout.engines.idle import IdleEngine
+
+        engine, share, shared = IdleEngine(), None, False
+    engine, take_counts = _with_episodes(
+        engine, config.rollout, config.environment, config.data, backend, tokenizer, watchdog
+    )
     worker = RolloutWorker(
         engine,
         _scorer(reward, watchdog) if reward else unscored,
@@ -109,60 +125,52 @@ def _weight_source(settings: WeightSyncConfig, backend: MegatronBackend) -> Weig
             return PolicyWeights(backend, bucket_bytes)
 
 
-def _build_engine(
-    config: Config, backend: MegatronBackend, tokenizer, watchdog: Watchdog
-) -> tuple[Engine, tuple[int, int] | None, bool, TakeCounts]:
-    """Return this rank's engine, its share of the prompts, whether trainer and engine take turns, and its counts."""
-    rank, vocab_size, take_counts = backend.topology.rank, backend.shape.vocab_size, dict
-    if config.generates:
-        engine, share, shared = place_engine(
-            config,
-            tokenizer,
-            location=_location(config, backend.topology),
-            device=HOST.device,
-            dtype=DTYPES[config.model.dtype],
-            vocab_size=vocab_size,
-            has_trainer=True,
-        )
-    else:
-        from megatron_rl.rollout.engines.idle import IdleEngine
-
-        engine, share, shared = IdleEngine(), None, False
-    if config.environment.name is not None:
+def _with_episodes(
+    engine: Engine,
+    rollout: RolloutConfig,
+    environment: EnvironmentConfig,
+    data: DataConfig,
+    backend: MegatronBackend,
+    tokenizer,
+    watchdog: Watchdog,
+) -> tuple[Engine, TakeCounts]:
+    """Return the engine that plays the episodes of an environment or an agent, if there is one, and its counts."""
+    take_counts = dict
+    if environment.name is not None:
         from megatron_rl.rollout.engines.multi_turn import with_environment
 
         with watchdog.own_call("environment"):  # is imported
             engine = with_environment(
                 engine,
-                config.environment,
-                config.data,
+                environment,
+                data,
                 tokenizer,
-                max_response_tokens=config.rollout.max_response_tokens,
+                max_response_tokens=rollout.max_response_tokens,
             )
-    if config.rollout.endpoint.agent is not None:
+    if rollout.endpoint.agent is not None:
         from megatron_rl.rollout.endpoint.agents import with_agents
 
         with watchdog.own_call("environment"):  # the agent is imported
             engine = with_agents(
                 engine,
-                config.rollout,
-                config.data,
+                rollout,
+                data,
                 tokenizer,
-                rank=rank,
-                vocab_size=vocab_size,
-                on_error=config.environment.on_error,
+                rank=backend.topology.rank,
+                vocab_size=backend.shape.vocab_size,
+                on_error=environment.on_error,
             )
         take_counts = engine.take_counts
-    return engine, share, shared, take_counts
+    return engine, take_counts
 
 
-def _location(config: Config, topology: Topology) -> RankLocation:
+def _location(num_critic: int, topology: Topology) -> RankLocation:
     rank, local_rank = topology.rank, int(os.environ.get("LOCAL_RANK", topology.rank))
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
-    if config.has_critic:  # whose ranks may be of this node
+    if num_critic:  # ranks of a separate one, which may be of this node
         from megatron_rl.critic.link import local_policy_ranks
 
-        on_node = local_policy_ranks(config, rank, local_rank, on_node)
+        on_node = local_policy_ranks(num_critic, rank, local_rank, on_node)
     return RankLocation(rank=rank, world_size=topology.world_size, local_rank=local_rank, local_world_size=on_node)
 
 

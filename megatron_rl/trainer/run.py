@@ -42,7 +42,8 @@ class Run:
     checkpoints:   None if the run saves none and goes on from none.
     start:         None without a supervised start, and after it.
     evaluates_first: whether ``evaluation`` runs before the first rollout.
-    rollouts_done: rollouts that a checkpoint has trained; None if the run did not resume, or resumed before RL.
+    rollouts_done: rollouts that a checkpoint has trained; None if the run did not resume, or
+        resumed before RL.
     """
 
     backend: TrainableModel

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.checkpoint.run_state import APPENDED, changed_settings
-from megatron_rl.config import Config, config_to_dict
+from megatron_rl.config import TrainConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.collectives import gather_json
@@ -76,8 +76,8 @@ def held_run_folder(folder: pathlib.Path, deadline_s: float) -> Iterator[None]:
     """Hold the lock of the run's folder within the block, on the job's first rank. Not a collective.
 
     deadline_s: ``run.deadline_s``, for which the ranks wait for each other.
-    Raises ConfigError where the folder cannot be written or another run holds it: before the ranks of the job agree to
-    start (distributed/agreement.py), so that it ends all.
+    Raises ConfigError where the folder cannot be written or another run holds it: before the ranks
+    of the job agree to start (distributed/agreement.py), so that it ends all.
     """
     check_run_folder(folder)
     if this_job(deadline_s=deadline_s).rank:
@@ -120,7 +120,8 @@ def on_every_rank(folder: pathlib.Path) -> Iterator[None]:
 def repair_records(folder: pathlib.Path) -> None:
     """Remove what an interrupted write left at the end of the run's records, so that lines can be added. Main rank.
 
-    Raises ConfigError for a metrics.jsonl with any other malformed line, which the run's report could not read.
+    Raises ConfigError for a metrics.jsonl with any other malformed line, which the run's report
+    could not read.
     """
     for name in APPENDED:
         path = folder / name
@@ -153,33 +154,38 @@ def drop_unfinished_line(path: pathlib.Path) -> int:
     return size - end
 
 
-def refuse_finished(config: Config, prompts: PromptDataset, folder: pathlib.Path, state: Mapping) -> None:
+def refuse_finished(
+    run_folder: pathlib.Path,
+    train: TrainConfig,
+    settings: Mapping,
+    prompts: PromptDataset,
+    folder: pathlib.Path,
+    state: Mapping,
+) -> None:
     """Raise ConfigError where a run has ended and the command asks for other settings, which would train nothing.
 
+    settings: the command's, as ``config_to_dict`` gives them.
     folder, state: the checkpoint to resume from, and its state.json. Not a collective.
     """
     if state.get("supervised_steps") is not None or state["feed"]["jobs"]:
         return
-    train = config.train
     prompts.load_state(state["prompts"])
     if prompts.remain(train.epochs) if train.epochs is not None else state["rollouts"] < train.num_rollouts:
         return
     changes = {
         key: values
-        for key, values in changed_settings(state["config"], config_to_dict(config)).items()
+        for key, values in changed_settings(state["config"], settings).items()
         if not key.startswith(OF_THE_RECORD) and (key, values[1]) != AUTO_DTYPE
     }
     if changes:
         said = [f"{key}={quoted(now)} (it was {quoted(before)})" for key, (before, now) in changes.items()]
         more = f" and {len(said) - 5} more" if len(said) > 5 else ""
         raise ConfigError(
-            f"the run in {config.run.path} has ended, with {state['rollouts']} rollouts trained ({folder.name}), and "
+            f"the run in {run_folder} has ended, with {state['rollouts']} rollouts trained ({folder.name}), and "
             f"this command has {', '.join(said[:5])}{more}: nothing would be trained; raise train.num_rollouts, or "
             "name another run.dir"
         )
-    log.info(
-        "the run in %s has ended, with %d rollouts trained: nothing is left to do", config.run.path, state["rollouts"]
-    )
+    log.info("the run in %s has ended, with %d rollouts trained: nothing is left to do", run_folder, state["rollouts"])
 
 
 def report_run(folder: pathlib.Path, config_yaml: str) -> None:

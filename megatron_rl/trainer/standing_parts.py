@@ -94,7 +94,7 @@ class StandingParts:
         if config.metrics.save_plans and topology.is_main:
             chosen.append(PlanRecord(folder=folder))
         watch = StallWarning(config.metrics.untrained_warning_steps)
-        recorder = Recorder(config, self.backend, resumed=self.checkpoints.resumes)
+        recorder = Recorder(self.backend, folder, config.reward.functions, resumed=self.checkpoints.resumes)
         chosen.append(StallRecord(watch=watch, folder=folder, is_main=topology.is_main))
         chosen += [ProgressRecord(progress=self.progress), TraceRecord(recorder=recorder)]
         records.others = tuple(chosen)
@@ -147,7 +147,16 @@ class StandingParts:
             prompts=self.prompts,
             size=config.sft.samples_per_step,
             pairs=pairs,
-            held_out=held_out_responses(config, self.prompts, self.tokenizer, most_tokens, backend.shape.vocab_size),
+            held_out=held_out_responses(
+                config.sft,
+                pairs,
+                config.data,
+                config.run.seed,
+                self.prompts,
+                self.tokenizer,
+                most_tokens,
+                backend.shape.vocab_size,
+            ),
         )
         if self.rollouts_done is not None:
             return None
@@ -162,7 +171,9 @@ class StandingParts:
             settings=config.sft,
             optimizer=config.optimizer,
             done=done,
-            total_rl_steps=moving_rl_steps(config, len(self.prompts)),
+            total_rl_steps=moving_rl_steps(
+                config.train, config.rollout, config.skip, config.trained_critic, len(self.prompts)
+            ),
             keeps_reference=pairs.needs_reference,
         )
 

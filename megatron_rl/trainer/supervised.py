@@ -1,7 +1,7 @@
 """The supervised start: optimizer steps on the data set's own responses, by the same plan and schedule as RL's.
 
-They imitate solutions, or train on preference pairs (``preference.loss``, trainer/preference.py); they come before RL
-or are the whole run.
+They imitate solutions, or train on preference pairs (``preference.loss``, trainer/preference.py);
+they come before RL or are the whole run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.algorithm.advantage import reduction_weights
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
 from megatron_rl.backend.trainable_model import TrainableModel
-from megatron_rl.config import Config, OptimizerConfig, PreferenceConfig, SftConfig
+from megatron_rl.config import DataConfig, OptimizerConfig, PreferenceConfig, SftConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import load_rows
 from megatron_rl.data.solution import Solution, read_at_end
@@ -81,25 +81,33 @@ def next_responses(prompts: PromptDataset, rows: int, pairs: PreferenceConfig) -
 
 
 def held_out_responses(
-    config: Config, prompts: PromptDataset, tokenizer, context_tokens: int, vocab_size: int | None = None
+    sft: SftConfig,
+    pairs: PreferenceConfig,
+    data: DataConfig,
+    seed: int,
+    prompts: PromptDataset,
+    tokenizer,
+    context_tokens: int,
+    vocab_size: int,
 ) -> list[Solution]:
     """Return the responses that ``sft.eval_path`` or ``sft.eval_share`` holds out; [] without supervised steps.
 
+    seed: ``run.seed``.
     prompts: the training data, which hold the share.
     context_tokens, vocab_size: the model's.
     Raises ConfigError for a row that cannot be evaluated.
     """
-    path, pairs = config.sft.eval_path, config.preference
-    if not config.sft.is_on or not config.sft.has_evaluation:
+    path = sft.eval_path
+    if not sft.is_on or not sft.has_evaluation:
         return []
     if path is None:
         if not pairs.is_on:
             return prompts.held_out_solutions()
         return _in_turns(prompts.held_out_pairs(pairs.chosen_key, pairs.rejected_key), pairs)
-    data = dataclasses.replace(config.data, shuffle=False, weights=())
-    rows, columns = load_rows(path, "sft.eval_path"), response_columns(config.sft, pairs, config.data)
+    rows, columns = load_rows(path, "sft.eval_path"), response_columns(sft, pairs, data)
+    data = dataclasses.replace(data, shuffle=False, weights=())
     try:
-        source = PromptDataset(rows, tokenizer, data, config.run.seed, context_tokens, vocab_size, responses=columns)
+        source = PromptDataset(rows, tokenizer, data, seed, context_tokens, vocab_size, responses=columns)
         return next_responses(source, len(source), pairs)
     except ConfigError as error:
         raise ConfigError(f"sft.eval_path={path!r}: {error}") from error
@@ -124,7 +132,8 @@ class SupervisedStart:
 
     optimizer:      of RL.
     done:           steps that a checkpoint within the start has taken; else 0.
-    total_rl_steps: optimizer steps of RL that may move the policy; its learning rate's schedule ends after them.
+    total_rl_steps: optimizer steps of RL that may move the policy; its learning rate's schedule
+        ends after them.
     keeps_reference: whether the task compares with the policy before the first step.
     """
 
@@ -223,7 +232,8 @@ def plan_update(
 ) -> ResponseUpdate:
     """Plan the one optimizer step on a batch of S responses. A collective.
 
-    weights: float64 [S], of the linear loss. signal: bool [S]. purpose, drops: as ``plan_steps`` takes them.
+    weights: float64 [S], of the linear loss. signal: bool [S]. purpose, drops: as ``plan_steps``
+        takes them.
     """
     facts = batch.facts
     tokens = tokens_of(facts, share_prompts=backend.rules.share_prompts)

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.config import Config, DataConfig, PreferenceConfig, SftConfig
+from megatron_rl.config import DataConfig, EnvironmentConfig, PreferenceConfig, SftConfig
 from megatron_rl.data.columns import RequiredColumn
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.rows import load_rows
 
 
-def load_prompts(config: Config, tokenizer, hf_config, required: Sequence[RequiredColumn]) -> PromptDataset:
+def load_prompts(
+    data: DataConfig,
+    sft: SftConfig,
+    pairs: PreferenceConfig,
+    environment: EnvironmentConfig,
+    seed: int,
+    tokenizer,
+    hf_config,
+    required: Sequence[RequiredColumn],
+) -> PromptDataset:
     """Return the training data, read and tokenized; raise ConfigError for the first row that cannot be trained.
 
+    seed: ``run.seed``.
     hf_config: the policy's Hugging Face config.
     required: the columns that every row must have (``Reward.required_columns``).
     """
     return PromptDataset(
-        load_rows(config.data.train),
+        load_rows(data.train),
         tokenizer,
-        config.data,
-        config.run.seed,
-        context_tokens=context_tokens(config.preference, hf_config),
+        data,
+        seed,
+        context_tokens=context_tokens(pairs, hf_config),
         vocab_size=hf_config.vocab_size,
         required=required,
-        held_out_share=config.sft.eval_share if config.sft.is_on else 0.0,
-        responses=response_columns(config.sft, config.preference, config.data),
-        followed_by=None if config.environment.name is None else config.environment.role,
+        held_out_share=sft.eval_share if sft.is_on else 0.0,
+        responses=response_columns(sft, pairs, data),
+        followed_by=None if environment.name is None else environment.role,
     )
 
 

@@ -1,8 +1,8 @@
 """The update of a rollout: decides signal, log-probs, importance weights and the plan of its optimizer steps.
 
-They are decided nowhere else, and in a fixed order. Signal by advantage alone plans the log-prob pass; its log-probs
-give importance weights, which may take signal away (never give it), and the samples that are left are planned anew.
-Every rank decides from the same numbers.
+They are decided nowhere else, and in a fixed order. Signal by advantage alone plans the log-prob
+pass; its log-probs give importance weights, which may take signal away (never give it), and the
+samples that are left are planned anew. Every rank decides from the same numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Correct = Callable[[Batch, Decision, Advantages, np.ndarray], "CorrectedSignal"]
 class UpdateRules:
     """Holds the settings that make a rollout's update.
 
-    max_response_tokens: ``rollout.max_response_tokens``, a denominator of ``loss.reduction=sequence_sum_norm``.
+    max_response_tokens: ``rollout.max_response_tokens``, a denominator of
+        ``loss.reduction=sequence_sum_norm``.
     epochs:              times that each rollout is trained.
     held_rollouts:       the first so many rollouts hold the policy, while a critic warms up.
     """
@@ -121,7 +122,8 @@ class UpdatePlanner:
 
     old, reference: the passes that are left to the update.
     gap:            the check of log π_old, and of the steps.
-    correct:        finds the importance weights, and the samples that they leave; None: all weights are 1.
+    correct:        finds the importance weights, and the samples that they leave; None: all weights
+                    are 1.
     """
 
     def __init__(

@@ -13,9 +13,11 @@ from megatron_rl.errors import ConfigError, quoted
 OWN_SECTIONS = ("parallel", "optimizer")
 
 
-def policy_ranks(config: Config, num_ranks: int) -> int:
-    """Count the ranks of a job that hold its policy. Raises ConfigError where a separate critic leaves none."""
-    of_critic = (config.critic.ranks or 0) if config.has_critic else 0
+def policy_ranks(of_critic: int, num_ranks: int) -> int:
+    """Count the ranks of a job that hold its policy. Raises ConfigError where a separate critic leaves none.
+
+    of_critic: ``Config.separate_critic_ranks``.
+    """
     if of_critic >= num_ranks:
         raise ConfigError(
             f"critic.ranks={of_critic} of {num_ranks} ranks leave the policy none; start more, or lower it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from megatron_rl.config import Config, CriticConfig, ParallelConfig, TeacherConfig
+from megatron_rl.config import Config, CriticConfig, DataConfig, ParallelConfig, RolloutConfig, TeacherConfig
 from megatron_rl.errors import ConfigError, quoted, shortened
 from megatron_rl.planning.pipeline_layout import stated_layers
 
@@ -128,31 +128,34 @@ def _unread(section: str, settings: object, neutral: object, estimator: str, rea
     return None
 
 
-def check_lengths(config: Config, context_tokens: int, of: str = "the model") -> None:
+def check_lengths(data: DataConfig, rollout: RolloutConfig, context_tokens: int, of: str = "the model") -> None:
     """Raise ConfigError where prompt and response together do not fit in a model's context."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = data.max_prompt_tokens + rollout.max_response_tokens
     if longest > context_tokens:
         raise ConfigError(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens} = {longest} is more than the context "
+            f"data.max_prompt_tokens={data.max_prompt_tokens} + "
+            f"rollout.max_response_tokens={rollout.max_response_tokens} = {longest} is more than the context "
             f"of {of}: {context_tokens} tokens; lower one of the two"
         )
 
 
-def check_critic_model(config: Config, policy) -> None:
+def check_critic_model(
+    critic: CriticConfig | None, data: DataConfig, rollout: RolloutConfig, policy, policy_path: str
+) -> None:
     """Raise ConfigError for a critic of other weights that cannot read the policy's prompts, responses or tokens.
 
-    policy: the policy's Hugging Face config.
+    critic: None in a run without one.
+    policy, policy_path: the policy's Hugging Face config, and ``model.hf_path``.
     """
-    if not config.has_critic or config.critic.hf_path is None:
+    if critic is None or critic.hf_path is None:
         return
     from megatron_rl.weights.config_json import read_hf_config
 
-    critic = read_hf_config(config.critic.hf_path, "critic.hf_path")
-    check_lengths(config, critic.max_position_embeddings, of=f"critic.hf_path={quoted(config.critic.hf_path, 300)}")
-    if critic.vocab_size < policy.vocab_size:
+    model, named = read_hf_config(critic.hf_path, "critic.hf_path"), f"critic.hf_path={quoted(critic.hf_path, 300)}"
+    check_lengths(data, rollout, model.max_position_embeddings, of=named)
+    if model.vocab_size < policy.vocab_size:
         raise ConfigError(
-            f"critic.hf_path={quoted(config.critic.hf_path, 300)} has a vocabulary of {critic.vocab_size} and "
-            f"model.hf_path={quoted(config.model.hf_path, 300)} one of {policy.vocab_size}: it could not read the "
+            f"{named} has a vocabulary of {model.vocab_size} and "
+            f"model.hf_path={quoted(policy_path, 300)} one of {policy.vocab_size}: it could not read the "
             "policy's tokens; give a model of the same tokenizer"
         )

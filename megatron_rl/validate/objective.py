@@ -9,7 +9,16 @@ from megatron_rl.config import AdvantageConfig, Config, LossConfig
 from megatron_rl.users_code import is_own
 
 if TYPE_CHECKING:
-    from megatron_rl.config import CorrectionConfig, OptimizerConfig, ReferenceConfig, ReplayConfig
+    from megatron_rl.config import (
+        CorrectionConfig,
+        EvalConfig,
+        MegatronConfig,
+        OptimizerConfig,
+        PreferenceConfig,
+        ReferenceConfig,
+        ReplayConfig,
+        SftConfig,
+    )
 
 MOST_SAMPLES = 10**7  # of a rollout
 
@@ -17,7 +26,8 @@ MOST_SAMPLES = 10**7  # of a rollout
 def own_parts(advantage: AdvantageConfig, loss: LossConfig) -> None:
     """Raise ConfigError where an estimator or a policy loss of the user's own breaks its contract (docs/your-own.md).
 
-    Each is called on random numbers. A loss that trains at a zero advantage is for ``skip.mode`` to refuse.
+    Each is called on random numbers. A loss that trains at a zero advantage is for ``skip.mode`` to
+    refuse.
     """
     if is_own(advantage.estimator):
         from megatron_rl.algorithm import own_estimator
@@ -68,31 +78,39 @@ def reference(
     return None
 
 
-def pairs(config: Config) -> str | None:
+def pairs(
+    preference: PreferenceConfig,
+    sft: SftConfig,
+    temperature: float,
+    megatron: MegatronConfig,
+    num_rollouts: int | None,
+    lora_rank: int | None,
+    evaluation: EvalConfig,
+) -> str | None:
     """Refuse pairs that cannot be trained, or whose linear loss would not have the pairs' gradient."""
-    loss = config.preference.loss
-    if not config.preference.is_on:
+    loss = preference.loss
+    if not preference.is_on:
         return None
-    if not config.sft.is_on:
+    if not sft.is_on:
         return f"preference.loss={loss} is trained by the steps of sft, and there are none; set sft.steps"
-    if config.rollout.temperature != 1.0:
+    if temperature != 1.0:
         return (
-            f"rollout.temperature={config.rollout.temperature:g} divides the logits of every log-prob, and "
+            f"rollout.temperature={temperature:g} divides the logits of every log-prob, and "
             f"preference.loss={loss} is defined at 1; set it to 1"
         )
     from megatron_rl.algorithm.sharing import token_coupling
 
-    if setting := token_coupling(config):
+    if setting := token_coupling(megatron):
         return (
             f"{setting} gives a sample other log-probs in each pass, and preference.loss={loss} takes its "
             "coefficients from one pass and its gradient from another; set it to its neutral value"
         )
-    if config.trains_reward_model:
+    if preference.trains_reward_model:
         for setting, value, neutral in (
-            ("train.num_rollouts", config.train.num_rollouts, 0),
-            ("lora.rank", config.lora.rank, None),
-            ("eval.path", config.eval.path, None),
-            ("eval.sets", config.eval.sets or None, None),
+            ("train.num_rollouts", num_rollouts, 0),
+            ("lora.rank", lora_rank, None),
+            ("eval.path", evaluation.path, None),
+            ("eval.sets", evaluation.sets or None, None),
         ):
             if value != neutral:
                 return (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from megatron_rl.config import Config
 from megatron_rl.config.checks import choose
 from megatron_rl.config.lora import VLLM_LORA_RANKS
 from megatron_rl.errors import quoted
@@ -22,7 +21,9 @@ if TYPE_CHECKING:
         ProducerConfig,
         RewardConfig,
         RolloutConfig,
+        SkipConfig,
         TeacherConfig,
+        TrainConfig,
         WeightSyncConfig,
     )
 
@@ -102,14 +103,20 @@ def in_flight(in_flight: bool, engine: str, producer: ProducerConfig) -> str | N
     )
 
 
-def stragglers(config: Config) -> str | None:
+def stragglers(
+    rollout: RolloutConfig,
+    weight_sync: WeightSyncConfig,
+    environment: str | None,
+    train: TrainConfig,
+    skip: SkipConfig,
+) -> str | None:
     """Refuse groups left under way where rollouts cannot leave them, or they would be too old when they are trained.
 
-    Without weights in flight the next sync would wait for them; parts are cut by places, further prompts are waited
-    for, and episodes are run one call at a time.
+    Without weights in flight the next sync would wait for them; parts are cut by places, further
+    prompts are waited for, and episodes are run one call at a time.
     """
-    producer = config.rollout.producer
-    share, prompts = producer.straggler_share, config.train.prompts_per_rollout
+    producer = rollout.producer
+    share, prompts = producer.straggler_share, train.prompts_per_rollout
     if not share:
         return None
     if not producer.num_stragglers(prompts):
@@ -118,11 +125,11 @@ def stragglers(config: Config) -> str | None:
             f"group; set it to at least {1 / prompts:.3g}, or to 0"
         )
     needed = (
-        ("weight_sync.in_flight", config.weight_sync.in_flight, True),
+        ("weight_sync.in_flight", weight_sync.in_flight, True),
         ("rollout.producer.mode", producer.mode, "prefetch"),
         ("rollout.producer.min_groups", producer.min_groups, None),
-        ("rollout.dynamic_sampling.max_rounds", config.rollout.dynamic_sampling.max_rounds, 0),
-        ("environment.name", config.environment.name, None),
+        ("rollout.dynamic_sampling.max_rounds", rollout.dynamic_sampling.max_rounds, 0),
+        ("environment.name", environment, None),
     )
     for name, value, wanted in needed:
         if value != wanted:
@@ -133,7 +140,7 @@ def stragglers(config: Config) -> str | None:
             )
     from megatron_rl.planning.num_steps import steps_per_rollout
 
-    steps, limit = steps_per_rollout(config), producer.max_staleness_steps
+    steps, limit = steps_per_rollout(train, rollout, skip), producer.max_staleness_steps
     if limit is not None and limit < steps:
         return (
             f"rollout.producer.straggler_share={share:g} trains groups one rollout, {steps} optimizer steps, after "

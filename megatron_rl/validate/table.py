@@ -18,8 +18,10 @@ Reason = Callable[..., str | None]
 class Row:
     """Says what is refused.
 
-    reads: the sections, settings or properties of the configuration that the reason is a function of, in its order.
-    reason: returns why they cannot go together and the way out, None if they can; or raises ConfigError itself.
+    reads: the sections, settings or properties of the configuration that the reason is a function
+        of, in its order.
+    reason: returns why they cannot go together and the way out, None if they can; or raises
+        ConfigError itself.
     """
 
     refused: str
@@ -37,7 +39,11 @@ TABLE = (
         ("reference", "loss", "advantage.estimator", "train.prompts_per_rollout", "rollout.samples_per_prompt"),
         objective.reference,
     ),
-    Row("pairs that cannot be trained", WHOLE, objective.pairs),
+    Row(
+        "pairs that cannot be trained",
+        ("preference", "sft", "rollout.temperature", "megatron", "train.num_rollouts", "lora.rank", "eval"),
+        objective.pairs,
+    ),
     Row(
         "a teacher that nothing asks, or beside what it rules out",
         (
@@ -86,7 +92,11 @@ TABLE = (
         ("weight_sync.in_flight", "rollout.engine", "rollout.producer"),
         rollouts.in_flight,
     ),
-    Row("stragglers that no rollout can leave", WHOLE, rollouts.stragglers),
+    Row(
+        "stragglers that no rollout can leave",
+        ("rollout", "weight_sync", "environment.name", "train", "skip"),
+        rollouts.stragglers,
+    ),
     Row("reward workers that are not started or too slow", ("reward", "run.deadline_s"), rollouts.reward_workers),
     Row(
         "what is not equal to the bit",

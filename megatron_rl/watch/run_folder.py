@@ -40,9 +40,10 @@ class RunFolder:
     def _state(self) -> dict[str, object]:
         """Return the run's state, its total of optimizer steps if known, and a time in seconds since 1970, or null.
 
-        running: its lock is held. ended, preempted, stopped, failed: it said so, at that time. silent: it was killed,
-        and gave its last sign then. unknown: the folder has no status, as a Tinker model's, or a malformed one, which
-        ``fault`` names; its last row is of then.
+        running: its lock is held. ended, preempted, stopped, failed: it said so, at that time.
+            silent: it was killed,
+        and gave its last sign then. unknown: the folder has no status, as a Tinker model's, or a
+        malformed one, which ``fault`` names; its last row is of then.
         """
         status, fault = None, None
         try:

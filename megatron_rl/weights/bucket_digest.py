@@ -1,16 +1,18 @@
 """Digest of a packed bucket of tensors, to tell whether it arrived bit for bit; alike on a CPU and a GPU.
 
-The bucket's bytes are read as signed 32-bit words in rows of ROW_WORDS, zeros after the last. Row r has the sum
-hᵣ = Σ_c f_c · word[r, c] modulo 2⁶⁴, where the factors f are odd, pseudorandom, and differ in their lower 32 bits; the
-digest of a range of rows is Σᵣ mix(r, hᵣ), with splitmix64 as mix. A bucket has the digests of NUM_PARTS such ranges,
-its parts, so that the workers of an engine may read some each, and its checksum has them, its number of bytes and what
-it says of its tensors. That takes two kernels per slab, some forty for a bucket of 128 MiB, whatever the number of
-tensors in it, and one question to the device.
+The bucket's bytes are read as signed 32-bit words in rows of ROW_WORDS, zeros after the last. Row r
+has the sum hᵣ = Σ_c f_c · word[r, c] modulo 2⁶⁴, where the factors f are odd, pseudorandom, and
+differ in their lower 32 bits; the digest of a range of rows is Σᵣ mix(r, hᵣ), with splitmix64 as
+mix. A bucket has the digests of NUM_PARTS such ranges, its parts, so that the workers of an engine
+may read some each, and its checksum has them, its number of bytes and what it says of its tensors.
+That takes two kernels per slab, some forty for a bucket of 128 MiB, whatever the number of tensors
+in it, and one question to the device.
 
-A change of one word, or a swap of two that differ, always changes a row's sum. Any other change within a row is missed
-for 2⁻⁶⁴ of the possible factors, and for 2⁻³³ where it is in the words' top bits alone; rows do not cancel each other
-but by a collision of mix (2⁻⁶⁴). So nothing that moved within a bucket is missed by its place, as two tensors that
-changed places. It is no defence against an adversary.
+A change of one word, or a swap of two that differ, always changes a row's sum. Any other change
+within a row is missed for 2⁻⁶⁴ of the possible factors, and for 2⁻³³ where it is in the words' top
+bits alone; rows do not cancel each other but by a collision of mix (2⁻⁶⁴). So nothing that moved
+within a bucket is missed by its place, as two tensors that changed places. It is no defence against
+an adversary.
 
 This module imports torch alone, as weights/checksum.py does, and needs a little-endian host.
 """
@@ -69,8 +71,8 @@ def parts_of(worker: int, workers: int) -> range:
 def part_digests(packed: torch.Tensor, parts: Sequence[int], device: torch.device | None = None) -> torch.Tensor:
     """Return the digests of some parts of a bucket, int64 [len(parts)] on the device, which does the sums.
 
-    packed: [bytes] uint8 from a multiple of 4 on, the whole bucket; only these parts of it are read, or copied to
-        another device.
+    packed: [bytes] uint8 from a multiple of 4 on, the whole bucket; only these parts of it are
+        read, or copied to another device.
     """
     bounds, device = part_bounds(len(packed)), packed.device if device is None else device
     factors = factors_on(device)

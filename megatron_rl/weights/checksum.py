@@ -1,16 +1,17 @@
 """A checksum of tensors' raw bytes, to tell whether tensors arrived bit for bit; alike on a CPU and a GPU.
 
-The bytes are read as int64 words in a grid of ROW_WORDS columns, zeros after the last. Each row is summed and each
-column, modulo 2⁶⁴; the checksum is Σᵢ mix(i, vᵢ) over the vector v of column sums, row sums and the number of bytes,
-with splitmix64 as mix. The sums run on the tensor's device at its memory's speed, without memory of the tensor's size;
-a word's value shows in the sums of its row and its column, and so does its position.
+The bytes are read as int64 words in a grid of ROW_WORDS columns, zeros after the last. Each row is
+summed and each column, modulo 2⁶⁴; the checksum is Σᵢ mix(i, vᵢ) over the vector v of column sums,
+row sums and the number of bytes, with splitmix64 as mix. The sums run on the tensor's device at its
+memory's speed, without memory of the tensor's size; a word's value shows in the sums of its row and
+its column, and so does its position.
 
-The checksum sees every change of one word, every swap of two words that differ, and any other change but one whose
-differences cancel in each row and in each column (four words at the corners of a rectangle, say), or a collision of
-mix (2⁻⁶⁴). It is no defence against an adversary.
+The checksum sees every change of one word, every swap of two words that differ, and any other
+change but one whose differences cancel in each row and in each column (four words at the corners of
+a rectangle, say), or a collision of mix (2⁻⁶⁴). It is no defence against an adversary.
 
-This module imports torch alone: an engine's process, which has no Megatron-Core, computes the checksum too. It needs a
-little-endian host.
+This module imports torch alone: an engine's process, which has no Megatron-Core, computes the
+checksum too. It needs a little-endian host.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ import torch
 
 ROW_WORDS = 4096
 ROW_BYTES = 8 * ROW_WORDS
-# A slab is read twice, and the second time from a CPU's cache: 1 to 4 MiB was fastest there. A GPU wants larger ones.
+# A slab is read twice, and the second time from a CPU's cache: 1 to 4 MiB was fastest there. A GPU
+# wants larger ones.
 SLAB_BYTES = {"cpu": 2**22, "cuda": 2**25}  # multiples of ROW_BYTES; no checksum depends on them
 
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return the checksum, 0 ≤ checksum < 2⁶⁴, of a tensor's bytes in the order of its elements.
 
-    Strides, dtype and shape do not enter it. Waits for the device. Takes at most a slab or two of memory, and only for
-    a tensor that is not contiguous.
+    Strides, dtype and shape do not enter it. Waits for the device. Takes at most a slab or two of
+    memory, and only for a tensor that is not contiguous.
     """
     return int(_digest(tensor)) & (2**64 - 1)
 
@@ -38,7 +40,8 @@ def checksum(tensor: torch.Tensor) -> int:
 class Checksum:
     """Sums up tensors in order, each with name, dtype and shape. Only ``value`` waits for a device.
 
-    Example: ``seen = Checksum(); seen.update("model.norm.weight", x); seen.value()`` is 16 hexadecimal digits.
+    Example: ``seen = Checksum(); seen.update("model.norm.weight", x); seen.value()`` is 16
+    hexadecimal digits.
     """
 
     def __init__(self) -> None:
@@ -69,7 +72,8 @@ class Checksum:
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum as a 0-dimensional int64 tensor on the tensor's device."""
     num_bytes = tensor.numel() * tensor.element_size()
-    # one vector from the start: small tensors kept between a slab's temporaries would leave glibc's heap full of holes
+    # one vector from the start: small tensors kept between a slab's temporaries would leave glibc's
+    # heap full of holes
     vector = torch.zeros(ROW_WORDS + -(-num_bytes // ROW_BYTES) + 1, dtype=torch.int64, device=tensor.device)
     columns, rows = vector[:ROW_WORDS], vector[ROW_WORDS:-1]
     vector[-1] = num_bytes

@@ -27,10 +27,11 @@ from megatron_rl.weights.reader import (
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_CONFIG_BYTES = 16 * 2**20
-# Random weights of so many parameters at most (8 GiB in float32) are drawn on a GPU. The bound is no share of the
-# memory that is free: ranks would choose differently, and draw other weights.
+# Random weights of so many parameters at most (8 GiB in float32) are drawn on a GPU. The bound is
+# no share of the memory that is free: ranks would choose differently, and draw other weights.
 DRAWN_ON_DEVICE = 2**31
-# The fields that are numbers, with the bounds that any model keeps; null leaves the family's default, but for SIZES.
+# The fields that are numbers, with the bounds that any model keeps; null leaves the family's
+# default, but for SIZES.
 RANGES: dict[str, tuple[type, float, float]] = {
     "num_hidden_layers": (int, 1, 10_000),
     "hidden_size": (int, 1, 2**20),
@@ -71,16 +72,19 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "original_max_position_embeddings": (int, 1, 2**40),
     "num_labels": (int, 0, 2**16),  # transformers makes a name for each
 }
-# What a config.json must say: transformers' own defaults are the sizes of a model of 7,000,000,000 parameters.
+# What a config.json must say: transformers' own defaults are the sizes of a model of 7,000,000,000
+# parameters.
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 OF_MIXTURES = {"num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"}
 OF_MIXTURES |= {"first_k_dense_replace"}
 MOST_EXPERTS = 2**20  # of all layers together: each is a tensor by name
-# Fields by which transformers would take another config, other fields or other code for the model of the folder.
+# Fields by which transformers would take another config, other fields or other code for the model
+# of the folder.
 NESTED = ("text_config", "text_encoder", "decoder", "generator")
 REPLACING = {"attribute_map", "per_layer_config"}
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
-# The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are made.
+# The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are
+# made.
 ROPE_NUMBERS = {
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -124,9 +128,9 @@ def parse_hf_config(folder: str | pathlib.Path, key: str = "model.hf_path") -> A
 
     key: the setting that names the folder, for messages.
 
-    A ``quantization_config`` that is read (block FP8, MXFP4) is taken out, since the weights in memory are full ones.
-    Raises ConfigError, naming the file, for a config.json that is missing, no JSON, refused by transformers, or
-    quantised in another way.
+    A ``quantization_config`` that is read (block FP8, MXFP4) is taken out, since the weights in
+    memory are full ones. Raises ConfigError, naming the file, for a config.json that is missing, no
+    JSON, refused by transformers, or quantised in another way.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -225,9 +229,11 @@ def random_state(
 ) -> dict[str, Any]:
     """Return the state dict of ``transformers_model`` with weights drawn by ``seed``; raise ConfigError as it does.
 
-    It raises it before it draws anything, too, where the weights would not fit in the host's memory.
+    It raises it before it draws anything, too, where the weights would not fit in the host's
+    memory.
     shape: the config's, of the same family.
-    device: a torch.device. A GPU draws those of a small model itself, other ones than the host would, in a tenth of its
+    device: a torch.device. A GPU draws those of a small model itself, other ones than the host
+        would, in a tenth of its
     time; the host draws all others.
     """
     import torch
@@ -351,8 +357,8 @@ def check_served(folder: str | pathlib.Path, *, provider: str = "native") -> Non
 def stop_ids(folder: str | pathlib.Path) -> list[int]:
     """Return ``eos_token_id`` of generation_config.json, or of config.json where that file is missing, as a list.
 
-    Raises ConfigError for a file that is no JSON object and for a value that is neither a token id, a list of such,
-    nor null.
+    Raises ConfigError for a file that is no JSON object and for a value that is neither a token id,
+    a list of such, nor null.
     """
     path = pathlib.Path(folder) / GENERATION
     if path.exists():

@@ -1,17 +1,18 @@
 """Difference of two buckets of weights: the words whose bits changed, as positions and values.
 
-Between two optimizer steps most bfloat16 weights keep their bits, since a small update rounds to nothing. A bucket's
-bytes are read as words of its tensors' smallest element, bits alone are compared (−0.0 is not 0.0, and a NaN is equal
-to itself), and the changed words are written as
+Between two optimizer steps most bfloat16 weights keep their bits, since a small update rounds to
+nothing. A bucket's bytes are read as words of its tensors' smallest element, bits alone are
+compared (−0.0 is not 0.0, and a NaN is equal to itself), and the changed words are written as
 
     codes | zeros up to a multiple of 4 bytes | the new words, in the order of their positions
 
-where the codes are the cheapest of three: a bit for each word, or the number of unchanged words before each changed
-one, in 1 byte or in 2. In a byte the code 255 means "255 unchanged words, and none changed yet", so any gap has a code:
-600 unchanged words and a changed one are 255, 255, 90. In 2 bytes 65535 does the same.
+where the codes are the cheapest of three: a bit for each word, or the number of unchanged words
+before each changed one, in 1 byte or in 2. In a byte the code 255 means "255 unchanged words, and
+none changed yet", so any gap has a code: 600 unchanged words and a changed one are 255, 255, 90. In
+2 bytes 65535 does the same.
 
-Where that takes as many bytes as the bucket, there is no difference and the bucket travels itself. Pure: torch alone,
-as weights/bucket_digest.py; on a CPU and a GPU alike; little-endian.
+Where that takes as many bytes as the bucket, there is no difference and the bucket travels itself.
+Pure: torch alone, as weights/bucket_digest.py; on a CPU and a GPU alike; little-endian.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Difference:
     num_codes: bytes of the bits, or gaps.
     num_changed: words.
 
-    Example: 3 of 1,000 bfloat16 words changed → ``word_bytes=2, code_bytes=1, num_codes=5, num_changed=3`` where two
-    of the gaps are above 254; the payload has 5 + 3 + 6 bytes.
+    Example: 3 of 1,000 bfloat16 words changed → ``word_bytes=2, code_bytes=1, num_codes=5,
+    num_changed=3`` where two of the gaps are above 254; the payload has 5 + 3 + 6 bytes.
     """
 
     word_bytes: int
@@ -77,7 +78,8 @@ def compare(
 ) -> tuple[int, tuple[Difference, torch.Tensor] | None]:
     """Return the number of changed words, and the difference and payload as ``encode`` gives them.
 
-    Where even a bit for each word, or a byte for each changed one, is too much, no position is written down.
+    Where even a bit for each word, or a byte for each changed one, is too much, no position is
+    written down.
     """
     changed = changed_words(old, new, word_bytes)
     count = int(torch.count_nonzero(changed))

@@ -11,15 +11,18 @@ A layout says how they lie in it, and how it is split over ranks:
 - ``GATE_UP``:    each rank's rows of gate, then its rows of up (0.16.1 ``transformer/mlp.py``); where there is one
                   tensor, each rank's rows of it.
 - ``SPLIT``:      one vector, each rank's share of it (a norm over all heads of q or k, sinks).
-- ``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core; in the one Hugging Face tensor, which is the transpose, gate and up
-                  take turns: columns 0, 2, … are gate's, 1, 3, … up's. A bias likewise, and has no transpose.
+- ``INTERLEAVED``: as ``GATE_UP`` in Megatron-Core; in the one Hugging Face tensor, which is the
+                  transpose, gate and up take turns: columns 0, 2, … are gate's, 1, 3, … up's. A
+                  bias likewise, and has no transpose.
 - ``TRANSPOSED``: as ``COLUMNS`` in Megatron-Core; the Hugging Face tensor is the transpose.
 
-A family may hold q, k and v, or gate and up, in one Hugging Face tensor, one part after the other (``joined``).
+A family may hold q, k and v, or gate and up, in one Hugging Face tensor, one part after the other
+(``joined``).
 
-Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts fused in memory
-(weights/fused.py). A file's tensor that stacks all experts (gpt_oss) has a name per expert here, with its number before
-the last part: ``…experts.3.down_proj`` is ``…experts.down_proj[3]`` (weights/stacked.py).
+Hugging Face names are those of the checkpoint's **files**: transformers 5 keeps a layer's experts
+fused in memory (weights/fused.py). A file's tensor that stacks all experts (gpt_oss) has a name per
+expert here, with its number before the last part: ``…experts.3.down_proj`` is
+``…experts.down_proj[3]`` (weights/stacked.py).
 """
 
 from __future__ import annotations
@@ -48,12 +51,13 @@ class Layout(Enum):
 class Entry:
     """Describes one Megatron parameter and its Hugging Face tensors, in the order of the layout.
 
-    joined: True where one Hugging Face tensor holds the parts of ``QKV`` ([q; k; v]) or ``GATE_UP`` ([gate; up]).
-    expert: for an expert's parameter, the expert's number among this rank's experts; ``{expert}`` in its Hugging Face
-            names stands for the number among all, which ``held_by`` fills in. Such a parameter is split over expert
-            tensor ranks, any other over tensor ranks.
-    frozen: True for a buffer, float32 whatever the dtype of the parameters: it is loaded, kept as it is and exported,
-            and has no gradient.
+    joined: True where one Hugging Face tensor holds the parts of ``QKV`` ([q; k; v]) or ``GATE_UP``
+        ([gate; up]).
+    expert: for an expert's parameter, the expert's number among this rank's experts; ``{expert}``
+            in its Hugging Face names stands for the number among all, which ``held_by`` fills in.
+            Such a parameter is split over expert tensor ranks, any other over tensor ranks.
+    frozen: True for a buffer, float32 whatever the dtype of the parameters: it is loaded, kept as
+            it is and exported, and has no gradient.
     """
 
     megatron: str

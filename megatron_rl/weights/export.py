@@ -87,9 +87,11 @@ class Bucket:
     ranks: tensor ranks (for an expert, expert tensor ranks) that one entry is split over.
     holders: ``ranks`` times the expert-parallel ranks.
     gathered_elements: those of all holders' shards, 0 where nothing has to travel.
-    copied_elements: those of the largest Hugging Face tensor whose elements do not lie in order among the shards.
+    copied_elements: those of the largest Hugging Face tensor whose elements do not lie in order
+        among the shards.
 
-    Example: o_proj [64, 64] at TP 2, alone: one size (64, 32), 2 holders, 4096 elements gathered and 4096 copied.
+    Example: o_proj [64, 64] at TP 2, alone: one size (64, 32), 2 holders, 4096 elements gathered
+    and 4096 copied.
     """
 
     stage: int
@@ -153,8 +155,8 @@ def cut_buckets(
 ) -> list[Bucket]:
     """Return buckets that hold every entry of every stage once, in the order of the stages.
 
-    They follow from the config alone, so all ranks have the same. A bucket takes neighbours as long as it stays within
-    ``most_elements``; an entry above that has a bucket of its own.
+    They follow from the config alone, so all ranks have the same. A bucket takes neighbours as long
+    as it stays within ``most_elements``; an entry above that has a bucket of its own.
     """
     buckets: list[Bucket] = []
     for stage in range(shape.num_stages):
@@ -180,20 +182,24 @@ def export_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor under its Hugging Face name, whole, on every rank.
 
-    A collective over the model-parallel group and the experts': bucket after bucket is handed over the pipeline and
-    gathered over the ranks that hold its shards. The iterator must be run to its end on all ranks, with the same
-    bucket_bytes, which does not change the order of the tensors.
+    A collective over the model-parallel group and the experts': bucket after bucket is handed over
+    the pipeline and gathered over the ranks that hold its shards. The iterator must be run to its
+    end on all ranks, with the same bucket_bytes, which does not change the order of the tensors.
 
-    A tensor is valid until the next is asked for: copy it out before (and do not write to it). It is a view of the
-    export's memory, which the next tensor overwrites, or of the parameter itself where nothing is gathered.
+    A tensor is valid until the next is asked for: copy it out before (and do not write to it). It
+    is a view of the export's memory, which the next tensor overwrites, or of the parameter itself
+    where nothing is gathered.
 
-    chunks: this rank's parameters and frozen buffers by Megatron name, chunk by chunk, or tensors of the same shapes
-            (gradients). Parameters must be gathered before (backend.export does).
-    bucket_bytes: the most memory that this takes beside the chunks: all shards of a bucket and one tensor laid out from
-            them, allocated once. Only a parameter that needs more by itself (a vocabulary's table: its size; another:
-            its size and that of its largest Hugging Face tensor) takes more: it has a bucket of its own. A mapping that
-            makes each tensor on request takes that tensor's memory too.
-    entries: the entries to export: the model's parameters, or its adapters (``mapping.adapter_entries``).
+    chunks: this rank's parameters and frozen buffers by Megatron name, chunk by chunk, or tensors
+            of the same shapes (gradients). Parameters must be gathered before (backend.export
+            does).
+    bucket_bytes: the most memory that this takes beside the chunks: all shards of a bucket and one
+            tensor laid out from them, allocated once. Only a parameter that needs more by itself (a
+            vocabulary's table: its size; another: its size and that of its largest Hugging Face
+            tensor) takes more: it has a bucket of its own. A mapping that makes each tensor on
+            request takes that tensor's memory too.
+    entries: the entries to export: the model's parameters, or its adapters
+        (``mapping.adapter_entries``).
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1; 1 is an entry at a time")
@@ -207,8 +213,8 @@ def export_weights(
         gathered = _gather(bucket, chunks, memory, topology)
         spare = memory[bucket.gathered_elements :]
         for entry, of_holders in zip(bucket.entries, gathered, strict=True):
-            # the expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks are expert-parallel
-            # rank e's
+            # the expert group counts an expert's tensor ranks first: rows e·ranks to (e + 1)·ranks
+            # are expert-parallel rank e's
             for expert_rank, shards in enumerate(of_holders.split(bucket.ranks)):
                 for name, parts in hf_parts(entry.held_by(expert_rank, shape, topology.expert_size), shape, shards):
                     yield name, laid_out(parts, hf_size(shape, name), spare)
@@ -229,7 +235,8 @@ def _gather(
     columns = rows.split([math.prod(size) for size in bucket.sizes], dim=1)
     shards = [column.view(bucket.holders, *size) for column, size in zip(columns, bucket.sizes, strict=True)]
     own_row = dist.get_rank(group)
-    # The stage's pipeline rank copies its shards into its own row, and hands the row to the other pipeline ranks.
+    # The stage's pipeline rank copies its shards into its own row, and hands the row to the other
+    # pipeline ranks.
     if owner == topology.pipeline_rank:
         for entry, size, shard in zip(bucket.entries, bucket.sizes, shards, strict=True):
             parameter = chunks[chunk][entry.megatron]
@@ -242,8 +249,9 @@ def _gather(
         dist.broadcast(
             rows[own_row], dist.get_global_rank(topology.pipeline_group, owner), group=topology.pipeline_group
         )
-    # A broadcast per holder moves the bytes of an all-gather; gloo's all-gather holds a second buffer of the whole
-    # output (measured, torch 2.13: 130 MB more for an output of 128 MB, broadcasts 0.2 MB).
+    # A broadcast per holder moves the bytes of an all-gather; gloo's all-gather holds a second
+    # buffer of the whole output (measured, torch 2.13: 130 MB more for an output of 128 MB,
+    # broadcasts 0.2 MB).
     if bucket.holders > 1:
         broadcasts = [
             dist.broadcast(row, rank, group=group, async_op=True)
@@ -265,8 +273,8 @@ def save_hugging_face(
 ) -> None:
     """Write a Hugging Face directory that appears whole or not at all.
 
-    source: the directory that the model came from, whose generation_config.json, tokenizer and other side files are
-            copied byte for byte; "" for none.
+    source: the directory that the model came from, whose generation_config.json, tokenizer and
+            other side files are copied byte for byte; "" for none.
     tokenizer_source: the directory of another tokenizer than ``source``'s; None for the same.
     """
     from megatron_rl.weights.side_files import copy_side_files, is_tokenizers

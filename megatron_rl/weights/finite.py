@@ -13,8 +13,10 @@ def check_finite(values: torch.Tensor, sources: Callable[[], Iterable[tuple[str,
     """Raise ConfigError where some of ``values`` are NaN or infinite, with the tensor's name and their number.
 
     values: weights in the dtype in which they will be used.
-    sources: returns (name, tensor) of the tensors that they come from, in their own dtype; called for a message alone.
-    way_out: the setting of a wider dtype, where the dtype of ``values`` has no place for numbers of the sources.
+    sources: returns (name, tensor) of the tensors that they come from, in their own dtype; called
+        for a message alone.
+    way_out: the setting of a wider dtype, where the dtype of ``values`` has no place for numbers of
+        the sources.
     """
     if torch.stack(torch.aminmax(values.detach())).isfinite().all():  # one pass, without a copy
         return

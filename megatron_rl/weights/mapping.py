@@ -24,7 +24,8 @@ FINAL_NORM = Entry(megatron="decoder.final_layernorm.weight", hf=("model.norm.we
 def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
     """Return the entries of the model's decoder layer ``layer``, its experts' aside.
 
-    Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
+    Megatron names are relative to ``decoder.layers.<local>.``, Hugging Face's to
+    ``model.layers.<layer>.``.
     """
     family = FAMILIES[shape.family]
     if shape.num_experts and not shape.has_mixture(layer):
@@ -46,12 +47,13 @@ def own_experts(shape: ModelShape, expert_size: int, layer: int) -> Iterator[tup
 def stage_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
     """Yield the parameters of one model chunk under full names, in an order that every rank derives alike.
 
-    stage: counts chunks in the order of the layers: chunk c of pipeline rank r is stage c · PP + r of PP · VPP.
+    stage: counts chunks in the order of the layers: chunk c of pipeline rank r is stage c · PP + r
+        of PP · VPP.
 
     An expert's entry stands for the i-th expert of every expert-parallel rank.
 
-    A tied output layer on another stage than the embedding is a copy: it is loaded, and never exported twice
-    (``export`` skips it).
+    A tied output layer on another stage than the embedding is a copy: it is loaded, and never
+    exported twice (``export`` skips it).
     """
     if stage == 0:
         yield EMBEDDING
@@ -82,8 +84,8 @@ def trained_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator
 def target_entries(shape: ModelShape, layer: int, expert_size: int) -> tuple[Entry, ...]:
     """Return the entries of a layer's weights that ``lora.targets`` names: of its own, and of this rank's experts.
 
-    Names are as in ``layer_entries``. A target is every linear layer of that name: linear_fc1 is that of a dense MLP,
-    of a shared expert and of each routed one.
+    Names are as in ``layer_entries``. A target is every linear layer of that name: linear_fc1 is
+    that of a dense MLP, of a shared expert and of each routed one.
     """
     experts = (entry for entries in own_experts(shape, expert_size, layer) for entry in entries)
     return tuple(x for x in (*layer_entries(shape, layer), *experts) if target_of(x.megatron) in shape.lora_targets)
@@ -120,8 +122,9 @@ def adapted_weight(adapter: str) -> str:
 def pair_entries(weight: Entry) -> Iterator[Entry]:
     """Yield the entries of A and B for each Hugging Face tensor of a target's weight, under PEFT's names.
 
-    For a layer that is split by rows, A is whole on every tensor rank and B is split by rows, in the order of its own
-    tensor; for one that is split by columns, A is split by columns and B is whole.
+    For a layer that is split by rows, A is whole on every tensor rank and B is split by rows, in
+    the order of its own tensor; for one that is split by columns, A is split by columns and B is
+    whole.
     """
     in_rows = weight.layout is not Layout.COLUMNS
     for tensor in weight.hf:
@@ -138,7 +141,8 @@ def pair_entries(weight: Entry) -> Iterator[Entry]:
 def adapter_entries(shape: ModelShape, stage: int, expert_size: int) -> Iterator[Entry]:
     """Yield the adapters' entries of one stage; Hugging Face names are PEFT's without its ``base_model.model.``.
 
-    As in ``stage_entries``, an expert's entry stands for the i-th expert of every expert-parallel rank.
+    As in ``stage_entries``, an expert's entry stands for the i-th expert of every expert-parallel
+    rank.
     """
     for local, layer in enumerate(shape.layers_on(stage)):
         for entry in (pair for weight in target_entries(shape, layer, expert_size) for pair in pair_entries(weight)):
@@ -186,7 +190,8 @@ def shard_size(entry: Entry, shape: ModelShape, ranks: int) -> tuple[int, ...]:
 def part_rows(entry: Entry, shape: ModelShape) -> list[tuple[str, int, int]]:
     """Return (Hugging Face tensor, first row, rows) of each part of a ``QKV`` or ``GATE_UP`` entry, in its order.
 
-    Example: q, k, v of 4 heads over 2 of 16, joined: rows 0 to 64 of the one tensor, 64 to 96 and 96 to 128.
+    Example: q, k, v of 4 heads over 2 of 16, joined: rows 0 to 64 of the one tensor, 64 to 96 and
+    96 to 128.
     """
     if not entry.joined:
         return [(name, 0, hf_size(shape, name)[0]) for name in entry.hf]
@@ -243,10 +248,12 @@ def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks
 def hf_parts(entry: Entry, shape: ModelShape, shards: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
     """Yield (name, parts) of the Hugging Face tensors of a Megatron parameter; the inverse of ``load_shard``.
 
-    shards: [ranks, *shard], those of all tensor ranks; may be rows of a wider buffer, but for ``ROWS``.
+    shards: [ranks, *shard], those of all tensor ranks; may be rows of a wider buffer, but for
+        ``ROWS``.
 
-    Nothing is copied: each part is a view that has its elements in order, under more dimensions where ranks or groups
-    cut it. A tensor is its parts, one after the other (``laid_out``): one, or those of an entry that is ``joined``.
+    Nothing is copied: each part is a view that has its elements in order, under more dimensions
+    where ranks or groups cut it. A tensor is its parts, one after the other (``laid_out``): one, or
+    those of an entry that is ``joined``.
     """
     match entry.layout:
         case Layout.REPLICATED:

@@ -5,27 +5,29 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_rl.config import Config
+from megatron_rl.config import ModelConfig
 from megatron_rl.weights.reader import EMBEDDING_NAME, HuggingFaceReader, has_weights
 
-# Any other dtype of files is float32 here. FP8 files state the dtype of the weights that they stand for.
+# Any other dtype of files is float32 here. FP8 files state the dtype of the weights that they stand
+# for.
 OF_FILES = {"float16": "bfloat16", "bfloat16": "bfloat16"}
 
 
-def settle_dtype(config: Config, hf_config: Any, *, on_gpu: bool) -> Config:
-    """Return the configuration with `model.dtype: auto` replaced: float32 on a CPU, the model's own dtype on a GPU.
+def settle_dtype(model: ModelConfig, hf_config: Any, *, on_gpu: bool) -> ModelConfig:
+    """Return the section with `model.dtype: auto` replaced: float32 on a CPU, the model's own dtype on a GPU.
 
-    hf_config: the policy's Hugging Face config. Its `dtype` counts, else that of the embedding in the files, as far
-        as there are any; float16 becomes bfloat16, as float16's range needs loss scaling.
+    hf_config: the policy's Hugging Face config. Its `dtype` counts, else that of the embedding in
+        the files, as far as there are any; float16 becomes bfloat16, as float16's range needs loss
+        scaling.
     on_gpu: whether the run is, or would be, on GPUs.
     """
-    if config.model.dtype != "auto":
-        return config
+    if model.dtype != "auto":
+        return model
     dtype = "float32"
     if on_gpu:
-        stated = _of_files(config.model.hf_path) if hf_config.dtype is None else hf_config.dtype
+        stated = _of_files(model.hf_path) if hf_config.dtype is None else hf_config.dtype
         dtype = OF_FILES.get(str(stated).removeprefix("torch."), dtype)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+    return dataclasses.replace(model, dtype=dtype)
 
 
 def _of_files(folder: str) -> object:

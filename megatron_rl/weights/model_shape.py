@@ -12,7 +12,8 @@ from megatron_rl.config import LoraConfig
 class ChunkedAttentionShape:
     """Holds what Llama 4's attention has beside sizes, by the numbers of the layers.
 
-    chunk_tokens: positions are cut in chunks of it, and a token of a chunked layer sees its own chunk alone.
+    chunk_tokens: positions are cut in chunks of it, and a token of a chunked layer sees its own
+        chunk alone.
     chunked_layers: those layers; the others see the whole sequence.
     turned_layers: those whose q and k are turned by rotary angles; the others' have no positions.
     l2_norm: whether q and k of turned layers are divided by their root mean square.
@@ -34,35 +35,54 @@ class ModelShape:
 
     ffn_hidden_size: the width of the MLP, or of one expert where the MLP is a mixture.
     head_dim: the width of one head's q and k, and of its v where ``value_head_dim`` is 0.
-    q_lora_rank, kv_lora_rank: of multi-latent attention, the widths of the vectors that q, and that k and v, are made
+    q_lora_rank, kv_lora_rank: of multi-latent attention, the widths of the vectors that q, and that
+        k and v, are made
     of; 0 without, and a q_lora_rank of 0 makes q of the hidden state.
-    rope_head_dim, value_head_dim: there, the part of a head's q and k that turns, and the width of its v; else 0.
-    chunked: a Llama 4's attention, whose layers are of two kinds (``ChunkedAttentionShape``); None for any other's.
-    post_norms: True for norms behind attention and MLP, and over all heads of q and k together (OLMo 2).
+    rope_head_dim, value_head_dim: there, the part of a head's q and k that turns, and the width of
+        its v; else 0.
+    chunked: a Llama 4's attention, whose layers are of two kinds (``ChunkedAttentionShape``); None
+        for any other's.
+    post_norms: True for norms behind attention and MLP, and over all heads of q and k together
+        (OLMo 2).
     mlp_matrices: an MLP's: gate, up and down, or 2 without a gate.
-    sandwich_norms: True for norms before and behind attention and MLP, all multiplying by 1 + weight (Gemma 3).
-    scaled_embedding, gelu: True for the embedding times sqrt(hidden_size), and for gelu (tanh) in the MLP (Gemma).
-    windows: of each layer, the tokens that a token sees, itself among them; 0 for all before it, none where all do.
+    sandwich_norms: True for norms before and behind attention and MLP, all multiplying by 1 +
+        weight (Gemma 3).
+    scaled_embedding, gelu: True for the embedding times sqrt(hidden_size), and for gelu (tanh) in
+        the MLP (Gemma).
+    windows: of each layer, the tokens that a token sees, itself among them; 0 for all before it,
+        none where all do.
     num_experts, experts_per_token: 0 for a dense model.
-    num_dense_layers, dense_ffn_hidden_size: the first layers of a mixture that have one MLP, and its width; else 0.
-    dense_layers: the numbers of the ``num_dense_layers`` layers with one MLP where they are not the first ones.
-    shared_ffn_hidden_size: the width of the expert that every token passes beside its own; 0 without.
-    router_groups, router_groups_per_token: a token's experts lie in so many of the groups of experts; 0 without groups.
+    num_dense_layers, dense_ffn_hidden_size: the first layers of a mixture that have one MLP, and
+        its width; else 0.
+    dense_layers: the numbers of the ``num_dense_layers`` layers with one MLP where they are not the
+        first ones.
+    shared_ffn_hidden_size: the width of the expert that every token passes beside its own; 0
+        without.
+    router_groups, router_groups_per_token: a token's experts lie in so many of the groups of
+        experts; 0 without groups.
     router_scaling: what the chosen experts' weights are multiplied by.
-    router_bias: True where a number per expert is added to its score for the choice alone (``Entry.frozen``).
-    num_extra_layers: the layers that predict further tokens, which files hold behind the model's own and which are left
+    router_bias: True where a number per expert is added to its score for the choice alone
+        (``Entry.frozen``).
+    num_extra_layers: the layers that predict further tokens, which files hold behind the model's
+        own and which are left
     out.
-    router_pre_softmax: True where the chosen experts' weights are a share of all experts' probability and do not add up
+    router_pre_softmax: True where the chosen experts' weights are a share of all experts'
+        probability and do not add up
     to 1.
     linear_bias: True for biases on attention's output, the router and the experts (gpt-oss).
     sinks: True for a learned logit per head in the softmax's denominator.
     swiglu_limit: the bound of an expert's gate (above) and up (both sides); 0.0 without.
-    padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability and get no gradient.
-    layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the parameters' names.
-    value_head: True for one number per token in place of the vocabulary's logits; embeddings are then never tied.
-    lora_rank, lora_alpha, lora_targets: the adapters' (model/lora/adapters.py); 0 and none where every weight is
+    padded_vocab_size: the vocabulary rounded up to a multiple of TP; the pads take no probability
+        and get no gradient.
+    layer_spec: "transformer_engine" (norms fused into linears) or "torch"; it decides the
+        parameters' names.
+    value_head: True for one number per token in place of the vocabulary's logits; embeddings are
+        then never tied.
+    lora_rank, lora_alpha, lora_targets: the adapters' (model/lora/adapters.py); 0 and none where
+        every weight is
     trained.
-    stage_layers: of each pipeline stage, the number of its layers (planning/pipeline_layout.py); () for one that has
+    stage_layers: of each pipeline stage, the number of its layers (planning/pipeline_layout.py); ()
+        for one that has
     them all.
     """
 
@@ -137,7 +157,8 @@ class ModelShape:
     def attention_parameters(self, tensor_size: int = 1) -> int:
         """Return the weights of a layer's matrices of attention, those of one of ``tensor_size`` tensor ranks.
 
-        A rank holds its own heads' share, and what makes the latents of multi-latent attention whole.
+        A rank holds its own heads' share, and what makes the latents of multi-latent attention
+        whole.
         """
         hidden, heads = self.hidden_size, self.num_heads // tensor_size
         if not self.kv_lora_rank:

@@ -21,9 +21,10 @@ PREFIX = "base_model.model."  # PEFT's, of the model that PeftModel wraps
 def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
     """Return PEFT's LoraConfig (0.21). ``hf_path``: the directory of the frozen model.
 
-    Experts' projections have the names that files give them; PEFT stacks their pairs as transformers 5 stacks the
-    experts, gate's and up's block-diagonally (``utils/transformers_weight_conversion.py``). Raises ConfigError where it
-    would leave some out (``lost_by_peft``).
+    Experts' projections have the names that files give them; PEFT stacks their pairs as
+    transformers 5 stacks the experts, gate's and up's block-diagonally
+    (``utils/transformers_weight_conversion.py``). Raises ConfigError where it would leave some out
+    (``lost_by_peft``).
     """
     lost = lost_by_peft(shape)
     if lost:
@@ -49,8 +50,9 @@ def adapter_config(shape: ModelShape, hf_path: str) -> dict[str, object]:
 def lost_by_peft(shape: ModelShape) -> str:
     """Return the reason why PEFT's directory would not hold the model, "" where it does.
 
-    Over transformers 5 PEFT (0.21.2, read and run) takes the name of a routed expert's projection for those of the
-    stacked experts alone, and leaves out, with a warning or none, the pairs of other layers of that name.
+    Over transformers 5 PEFT (0.21.2, read and run) takes the name of a routed expert's projection
+    for those of the stacked experts alone, and leaves out, with a warning or none, the pairs of
+    other layers of that name.
     """
     targets = _targets(shape)
     routed = {_projection(name) for entry in targets if entry.expert is not None for name in entry.hf}

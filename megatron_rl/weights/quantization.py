@@ -2,9 +2,10 @@
 
 They are FP8 in blocks, and MXFP4 in the experts of gpt-oss (weights/mxfp4.py).
 
-Block FP8 (DeepSeek-V3, "finegrained fp8" in transformers): ``x.weight`` is float8_e4m3fn [rows, columns] and
-``x.weight_scale_inv`` float32 or bfloat16, one number per block of ``weight_block_size`` elements. The weight is their
-product in float32, as transformers 5.19 computes it (``integrations/finegrained_fp8.py``).
+Block FP8 (DeepSeek-V3, "finegrained fp8" in transformers): ``x.weight`` is float8_e4m3fn [rows,
+columns] and ``x.weight_scale_inv`` float32 or bfloat16, one number per block of
+``weight_block_size`` elements. The weight is their product in float32, as transformers 5.19
+computes it (``integrations/finegrained_fp8.py``).
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def dequantize(
 class BlockWeight:
     """Reads slices of a weight in block FP8 as the float32 numbers that it stands for.
 
-    weight, scale: safetensors' slices of the two tensors. block: rows and columns. name, folder: for messages.
+    weight, scale: safetensors' slices of the two tensors. block: rows and columns. name, folder:
+        for messages.
     """
 
     def __init__(self, weight: Any, scale: Any, block: tuple[int, int], name: str, folder: pathlib.Path) -> None:

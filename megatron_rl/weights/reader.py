@@ -1,7 +1,7 @@
 """Reads slices of a model's weights: of a Hugging Face folder's safetensors files, or of tensors in memory.
 
-A folder's files are checked against the model's shape before anything is read (``check_tensors``): every tensor of the
-files is one that the model takes or is named as left over.
+A folder's files are checked against the model's shape before anything is read (``check_tensors``):
+every tensor of the files is one that the model takes or is named as left over.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ class MemoryReader:
 class HuggingFaceReader:
     """Reads slices of a Hugging Face directory's safetensors files, sharded or not; never a whole file.
 
-    A weight of block FP8 is read as the float32 numbers that it stands for (weights/quantization.py); its scales are no
-    tensors of ``files``. Nor are stacks of experts (weights/stacked.py), but a tensor for each expert; one of MXFP4 is
-    read as bfloat16.
+    A weight of block FP8 is read as the float32 numbers that it stands for
+    (weights/quantization.py); its scales are no tensors of ``files``. Nor are stacks of experts
+    (weights/stacked.py), but a tensor for each expert; one of MXFP4 is read as bfloat16.
 
     files: each tensor's name and its file.
     views: makes the reader of each tensor that a file does not hold by itself, or as other numbers.
     scaled: the weights of block FP8 among them.
 
-    Raises ConfigError, naming the file, for files that are missing, cut short, malformed or outside the folder, and
-    where the index and the files do not hold the same tensors.
+    Raises ConfigError, naming the file, for files that are missing, cut short, malformed or outside
+    the folder, and where the index and the files do not hold the same tensors.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -236,7 +236,8 @@ def heads_differ(reader: HuggingFaceReader) -> bool:
 def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread: bool = False) -> None:
     """Raise ConfigError unless the files hold the tensors of a model of this shape, in shapes and dtypes that are read.
 
-    Layers that predict further tokens (``num_extra_layers``) are named in a warning and left out, as transformers does.
+    Layers that predict further tokens (``num_extra_layers``) are named in a warning and left out,
+    as transformers does.
     allow_unread: tensors of which the model has no part are named in a warning, and not refused
                   (``model.allow_unread_tensors``).
     """

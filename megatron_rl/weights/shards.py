@@ -1,9 +1,9 @@
 """Safetensors files written a tensor at a time, in shards under an index, as ``save_pretrained`` lays them out.
 
-The format (safetensors 0.4 and later): 8 bytes little-endian with the header's length, a JSON header with dtype, shape
-and offsets of each tensor, then the tensors' bytes. All names, shapes and dtypes are known from the config before the
-first tensor is, so the header comes first and tensors follow; safetensors' own ``save_file`` wants a whole file's
-tensors at once.
+The format (safetensors 0.4 and later): 8 bytes little-endian with the header's length, a JSON
+header with dtype, shape and offsets of each tensor, then the tensors' bytes. All names, shapes and
+dtypes are known from the config before the first tensor is, so the header comes first and tensors
+follow; safetensors' own ``save_file`` wants a whole file's tensors at once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ INDEX = "model.safetensors.index.json"
 class Planned:
     """Describes a tensor to come: ``Planned(name="norm.weight", shape=(64,), dtype=torch.bfloat16)`` is 128 bytes.
 
-    slices: the names under which it comes, a slice along its first dimension each, in their order; none where it comes
-        whole.
-    parts: above 0, a slice comes as the transposes of so many equal shares of its columns, under a name each.
+    slices: the names under which it comes, a slice along its first dimension each, in their order;
+        none where it comes whole.
+    parts: above 0, a slice comes as the transposes of so many equal shares of its columns, under a
+        name each.
     """
 
     name: str

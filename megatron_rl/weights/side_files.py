@@ -13,7 +13,8 @@ SIDE_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 # They describe weights that are no more: an adapter's, or quantised ones.
 LEFT_BEHIND = ("adapter_config.json", "quantize_config.json", "hf_quant_config.json")
 TEMPLATES = "additional_chat_templates"
-# The files whose names say that they are a tokenizer's; so is every file of a vocabulary, whatever its name.
+# The files whose names say that they are a tokenizer's; so is every file of a vocabulary, whatever
+# its name.
 TOKENIZER_NAMES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges", "spiece")
 TOKENIZER_SUFFIXES = (".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 
@@ -34,7 +35,8 @@ def is_tokenizers(file: pathlib.Path) -> bool:
 def copy_side_files(source: pathlib.Path, target: pathlib.Path, *, tokenizer: pathlib.Path | None = None) -> list[str]:
     """Copy a model folder's side files into ``target`` byte for byte, and return their names there.
 
-    tokenizer: the folder of another tokenizer, whose files are copied in place of the model's own; None for none.
+    tokenizer: the folder of another tokenizer, whose files are copied in place of the model's own;
+        None for none.
     """
     files = [(source, file) for file in side_files(source) if tokenizer is None or not is_tokenizers(file)]
     if tokenizer is not None:

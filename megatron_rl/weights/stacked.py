@@ -1,12 +1,14 @@
 """Tensors of files that stack all experts of a layer ↔ one tensor per expert, the way the package passes them on.
 
-gpt_oss has four such tensors in a layer, ``…mlp.experts.gate_up_proj`` [experts, hidden, 2 · ffn] for one. An expert's
-slice goes by ``…mlp.experts.<expert>.gate_up_proj``, a name that vLLM reads too (0.32 ``models/gpt_oss.py``,
-``_try_load_streamed_expert``): so nobody holds a stack to load, send or convert an expert.
+gpt_oss has four such tensors in a layer, ``…mlp.experts.gate_up_proj`` [experts, hidden, 2 · ffn]
+for one. An expert's slice goes by ``…mlp.experts.<expert>.gate_up_proj``, a name that vLLM reads
+too (0.32 ``models/gpt_oss.py``, ``_try_load_streamed_expert``): so nobody holds a stack to load,
+send or convert an expert.
 
-llama4_text has two, of which an expert's slice is the transpose: gate's columns and then up's, or down's. They go by
-``…feed_forward.experts.<expert>.gate_proj.weight`` [ffn, hidden] and so on, as those of a family with a tensor each,
-which vLLM reads too (0.32 ``models/llama4.py``, ``load_moe_expert_weights``).
+llama4_text has two, of which an expert's slice is the transpose: gate's columns and then up's, or
+down's. They go by ``…feed_forward.experts.<expert>.gate_proj.weight`` [ffn, hidden] and so on, as
+those of a family with a tensor each, which vLLM reads too (0.32 ``models/llama4.py``,
+``load_moe_expert_weights``).
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([\w.]+)")
 class Slice(NamedTuple):
     """Says where an expert's tensor lies in a stack.
 
-    part, parts: its columns are one of ``parts`` equal shares of the expert's matrix there; 0 and 1 for all of them.
+    part, parts: its columns are one of ``parts`` equal shares of the expert's matrix there; 0 and 1
+        for all of them.
     transposed: whether the tensor is the transpose of what lies there.
 
     Example: ``Slice("x.experts.gate_up_proj", 3, 1, 2, True)`` is up_proj.weight of expert 3.

@@ -156,7 +156,7 @@ def open_served(path: str, folder: str, *overrides: str) -> Iterator[Served]:
     try:
         with open_watchdog(backend.topology, config.run.deadline_s) as watchdog:
             models = Models(backend)
-            samplers = Samplers(config, models, load_tokenizer(config.model, backend.shape.vocab_size))
+            samplers = Samplers(models, load_tokenizer(config.model, backend.shape.vocab_size))
             yield Served(Worker(config.serve, models, samplers, watchdog))
             samplers.close()
     finally:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.invariant.visible_keys import KEY_BLOCK
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.rollout.engines.bitwise import BitwiseEngine
 from megatron_rl.rollout.worker import to_sample
 from megatron_rl.types import Prompt, Sample
@@ -37,7 +38,7 @@ def engine_of(rig: Rig, folder) -> BitwiseEngine:
     (folder / "config.json").write_text(json.dumps(rig.backend.hf_config.to_dict()))
     config = rig.backend.config
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, hf_path=str(folder)))
-    return BitwiseEngine(config, _tokenizer())
+    return BitwiseEngine(ModelSettings.of(config), _tokenizer(), config.rollout, deadline_s=config.run.deadline_s)
 
 
 def sampled(engine: BitwiseEngine, lengths=PROMPTS) -> tuple[list[Sample], list[int]]:

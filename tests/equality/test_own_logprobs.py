@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import EngineError
+from megatron_rl.planning.num_steps import steps_per_rollout
 from megatron_rl.trainer.passes.old_logprobs import needs_old_logprobs, passes_parts
 from tests.equality.given_run import GivenRun, fresh_run, train_once
 from tests.equality.given_samples import ADVANTAGES, BOUND, FAMILY, GROUPS, SETTINGS, STEPS, TERMS, drawn
@@ -110,6 +111,7 @@ def test_a_gap_that_the_step_measures_ends_the_run(pool):
 @pytest.mark.parametrize("settings", [(), ("skip.mode=off",), FEW, *NEED_IT], ids=str)
 def test_the_setting_that_needs_the_pass_is_named(settings):
     config = config_of(*settings)
-    assert needs_old_logprobs(config) == (settings[0] if settings in NEED_IT else None)
+    needed, num_steps = needs_old_logprobs(config), steps_per_rollout(config.train, config.rollout, config.skip)
+    assert needed == (settings[0] if settings in NEED_IT else None)
     is_worth_it = settings in (FEW, *NEED_IT) and settings != ("correction.old_logprobs=rollout",)
-    assert passes_parts(config) is is_worth_it
+    assert passes_parts(config.correction, config.rollout.routing_replay, needed, num_steps) is is_worth_it

@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_rl.config import load_config
 from megatron_rl.distributed import platform, topology
 from megatron_rl.model import build
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.memory import stage_parameters
 from megatron_rl.weights.config_json import read_hf_config
@@ -97,10 +98,10 @@ def released(name: str, stages: tuple[int, ...] | None, *overrides: str) -> list
     degrees, found = degrees_of(config.parallel, pipeline * expert), []
     for stage in stages or range(pipeline):
         with rank_of(stage * expert, pipeline * expert, config) as place:
-            angles = build.angles_of(hf_config, build.settled_shape(config, hf_config, place))
+            angles = build.angles_of(hf_config, build.settled_shape(ModelSettings.of(config), hf_config, place))
             with meta, mock.patch.object(build, "angles_of", lambda *_, angles=angles: angles), \
                     mock.patch.object(type(platform.HOST), "device", meta):
-                models, shape = build.build_model(config, hf_config, place)
+                models, shape = build.build_model(ModelSettings.of(config), hf_config, place)
         layers = [block.layer_number - 1 for model in models for block in model.decoder.layers]
         wanted = [x for chunk in range(stage, shape.num_stages, pipeline) for x in shape.layers_on(chunk)]
         assert layers == wanted, (layers, wanted)

@@ -16,6 +16,7 @@ import torch
 
 from megatron_rl.config import load_config
 from megatron_rl.model.hf_config import model_shape
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.memory import kept_elements
 from megatron_rl.simulator.placed import PlacedModel
@@ -61,7 +62,7 @@ def test_activations_are_what_autograd_saves_under_fused_kernels(told, family: s
     deep, shallow = (told[f"{family}, {layers} layers"]["train"]["kept_bytes"] for layers in (4, 2))
     config = load_config(None, ["model.dtype=bfloat16"])
     degrees = degrees_of(config.parallel, 1)
-    shape = model_shape(tiny_config(family), config, degrees, layer_spec="torch")
+    shape = model_shape(tiny_config(family), ModelSettings.of(config), degrees, layer_spec="torch")
     tokens = sum(length - 1 for length in LENGTHS)  # no sample's last token runs
     kept = kept_elements(PlacedModel.of(config, shape, degrees), 1)
     assert 2 * tokens * kept == pytest.approx((deep - shallow) / 2, rel=0.05)

@@ -32,7 +32,9 @@ def response_gradient(rank: int, world: int, model: pathlib.Path, rows: pathlib.
     """Return loss and gradient of one step on all rows of a file; reference: the folder of its policy's weights."""
     config = load_config(None, [f"model.hf_path={model}", f"data.train={rows}", *DEFAULTS, *given])
     hf_config = load_hf_config(str(model))
-    prompts = load_prompts(config, load_tokenizer(config.model, hf_config.vocab_size), hf_config, ())
+    tokenizer = load_tokenizer(config.model, hf_config.vocab_size)
+    sections = config.data, config.sft, config.preference, config.environment, config.run.seed
+    prompts = load_prompts(*sections, tokenizer, hf_config, ())
     with contextlib.ExitStack() as held:
         held.callback(topology.destroy)
         backend = (RewardModel if config.trains_reward_model else MegatronBackend)(config, hf_config=hf_config)

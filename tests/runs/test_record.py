@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl import train
+from megatron_rl.algorithm.signal import signal_rule
 from megatron_rl.config import load_config
 from megatron_rl.simulator import __main__ as simulate_cluster
 from megatron_rl.simulator.workload import read_trace
@@ -32,7 +33,9 @@ def test_a_runs_files_say_what_its_metrics_say(made, tmp_path, capsys, name):
     for rollout, workload in enumerate(workloads, start=1):
         own = [row for row in rows if row["rollout"] == rollout]
         assert workload.lengths.sum() == sum(row["skip/tokens_dense"] for row in own)
-        dead, size = ~workload.signal(config), config.train.samples_per_mini_batch
+        epsilon = signal_rule(config).advantage_epsilon
+        dead = ~workload.signal(config.advantage, config.reward, epsilon=epsilon)
+        size = config.train.samples_per_mini_batch
         shares = [dead[i : i + size].mean() for i in range(0, len(dead), size)]
         assert shares == [row["skip/zero_advantage_ratio"] for row in own]
         assert workload.response_tokens.mean() == own[0]["rollout/response_tokens_mean"]

@@ -99,10 +99,10 @@ def test_what_cannot_be_placed_is_named(monkeypatch, arithmetic, tmp_path, capfd
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match=r"critic.ranks=2 of 2 ranks leave the policy none"):
-        holds_critic(load_config(None, given))
+        holds_critic(load_config(None, given).separate_critic_ranks)
     monkeypatch.delenv("RANK")
     with pytest.raises(ConfigError, match="start them with torchrun or srun"):
-        holds_critic(load_config(None, given))
+        holds_critic(load_config(None, given).separate_critic_ranks)
     with pytest.raises(ConfigError, match="critic.ranks=None"):
         load_config(None, given[:2])
     with pytest.raises(ConfigError, match="critic.init=policy"):
@@ -123,5 +123,6 @@ def test_engines_count_a_nodes_policy_ranks(monkeypatch):
     """Of twelve ranks on three nodes the last five are the critic's: 4, 3 and none of a node hold the policy."""
     config = load_config(None, ["advantage.estimator=gae", "critic.placement=separate", "critic.ranks=5"])
     monkeypatch.setenv("WORLD_SIZE", "12")
-    assert [local_policy_ranks(config, rank, rank % 4, 4) for rank in (0, 3, 4, 6)] == [4, 4, 3, 3]
-    assert local_policy_ranks(load_config(None), 3, 3, 4) == 4
+    num_critic = config.separate_critic_ranks
+    assert [local_policy_ranks(num_critic, rank, rank % 4, 4) for rank in (0, 3, 4, 6)] == [4, 4, 3, 3]
+    assert load_config(None).separate_critic_ranks == 0

@@ -7,6 +7,7 @@ import torch
 
 from megatron_rl.config import load_config
 from megatron_rl.model.hf_config import model_shape
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.planning.cost import CostModel, StageCost
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.forecast import Job
@@ -38,7 +39,7 @@ def equal_samples(count: int, tokens: int, dead: int = 0) -> Workload:
 def tiny_job(workload: Workload, world: int, *overrides: str, costs: Costs | None = None, family: str = "qwen3") -> Job:
     config = load_config(None, ["model.dtype=float32", "plan.max_tokens_per_microbatch=40", *overrides])
     degrees = degrees_of(config.parallel, world)
-    shape = model_shape(tiny_config(family, layers=8), config, degrees, layer_spec="torch")
+    shape = model_shape(tiny_config(family, layers=8), ModelSettings.of(config), degrees, layer_spec="torch")
     return job_of(config, shape, degrees, workload, costs)
 
 

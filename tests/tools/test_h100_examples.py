@@ -118,7 +118,8 @@ def test_a_launch_line_starts_what_the_page_forecasts(label, models, tmp_path, m
     config = config_of(words)
     assert 8 * num_nodes + serving == 8 * launch.num_nodes
     assert len(config.rollout.servers) * int(launch.variables.get("VLLM_TP", 1)) == serving
-    check_engine(config, 8 * num_nodes, 8, elsewhere=True)
+    sections = config.rollout, config.weight_sync, config.lora
+    check_engine(*sections, config.model.dtype, 8 * num_nodes, 8, elsewhere=True)
     math = figures_of(config, num_nodes, tmp_path / "math.json")
     gsm8k = figures_of(config_of(words, *GSM8K), num_nodes, tmp_path / "gsm8k.json")
     needs = [math["needs"][time][0] / GIB for time in ("training", "generating")]

@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.config import load_config
 from megatron_rl.model.hf_config import model_shape
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.planning.plan import plan_rules
 from megatron_rl.planning.tokens import tokens_of
 from megatron_rl.simulator.degrees import degrees_of
@@ -67,7 +68,7 @@ def shaped(family: str, world: int, *overrides: str):
     config = load_config(None, [*DEFAULTS, "model.dtype=float32", *overrides])
     degrees = degrees_of(config.parallel, world)
     hf_config = tiny_config(family, layers=layers_of(config))
-    return config, model_shape(hf_config, config, degrees, layer_spec="torch"), degrees
+    return config, model_shape(hf_config, ModelSettings.of(config), degrees, layer_spec="torch"), degrees
 
 
 def built(rank: int, world: int, family: str, *overrides: str) -> dict:
@@ -194,7 +195,7 @@ def test_thousands_of_gpus_are_forecast() -> None:
     degrees = degrees_of(config.parallel, 4096)
     hf_config = tiny_config("qwen2_untied", layers=32)
     hf_config.num_key_value_heads = 4
-    shape = model_shape(hf_config, config, degrees, layer_spec="torch")
+    shape = model_shape(hf_config, ModelSettings.of(config), degrees, layer_spec="torch")
     workload, _ = draw(config, lengths=None, pass_rate=None, prompt_tokens=None, seed=0)
     found = forecast(job_of(config, shape, degrees, workload))
     assert found.dense.update_s >= found.skip.update_s > 0 and 1 <= found.gain <= found.ideal * 1.2
@@ -207,7 +208,7 @@ def test_no_other_split_of_two_stages_is_forecast_to_be_quicker(name: str, recom
     lengths = "data.max_prompt_tokens=1024", "rollout.max_response_tokens=4096"
     config = load_config(None, [*DEFAULTS, *lengths, *recompute, "parallel.pipeline=2"])
     degrees, hf_config = degrees_of(config.parallel, 2), read_hf_config(HERE / name)
-    shape = model_shape(hf_config, config, degrees, layer_spec="torch")
+    shape = model_shape(hf_config, ModelSettings.of(config), degrees, layer_spec="torch")
     tokens, squares = np.array([2560.0]), np.array([2560.0**2])
 
     def slowest(stage_layers: tuple[int, ...]) -> float:

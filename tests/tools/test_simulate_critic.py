@@ -9,6 +9,7 @@ from megatron_rl.backend.teacher_weights import TeacherWeights
 from megatron_rl.config import load_config
 from megatron_rl.critic import Critic
 from megatron_rl.model.hf_config import model_shape
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.simulator.degrees import degrees_of
 from megatron_rl.simulator.engine_memory import EngineMemory, gpu_needs, shortfalls
 from megatron_rl.simulator.forecast import critic_memory, memory_of, with_critic, with_teacher
@@ -42,7 +43,7 @@ def job_with_critic(family: str, world: int, *overrides: str):
     hf_config = tiny_config(family, layers=LAYERS)
 
     def read_shape(config, degrees, **given):
-        return model_shape(hf_config, config, degrees, layer_spec="torch", **given)
+        return model_shape(hf_config, ModelSettings.of(config), degrees, layer_spec="torch", **given)
 
     degrees = degrees_of(config.parallel, world)
     return with_critic(job_of(config, read_shape(config, degrees), degrees, equal_samples(8, 16)), read_shape)
@@ -119,7 +120,7 @@ def test_a_teachers_memory_is_that_of_one_that_is_built(pool, tmp_path, layout: 
     def read_shape(config, degrees):
         teacher = tiny_config("llama", layers=DEPTH, hidden=HIDDEN)
         hf_config = teacher if config.model.hf_path != "" else tiny_config("qwen2_tied", layers=LAYERS)
-        return model_shape(hf_config, config, degrees, layer_spec="torch")
+        return model_shape(hf_config, ModelSettings.of(config), degrees, layer_spec="torch")
 
     degrees = degrees_of(config.parallel, 2)
     job = with_teacher(job_of(config, read_shape(config, degrees), degrees, equal_samples(8, 16)), read_shape)

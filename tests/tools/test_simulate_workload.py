@@ -76,12 +76,12 @@ def test_gdpo_reads_each_functions_rewards(tmp_path: pathlib.Path) -> None:
     workload = dataclasses.replace(equal_samples(2, 20), rewards=np.ones(2), by_function=by_function)
     append_trace(tmp_path / "trace.jsonl", 1, workload)
     (found,) = read_trace(tmp_path)
-    assert equal_samples(8, 20, dead=2).signal(load_config(None)).tolist() == [False] * 4 + [True] * 4
+    assert tiny_job(equal_samples(8, 20, dead=2), 1).signal().tolist() == [False] * 4 + [True] * 4
     given = ["reward.functions=[a:f,b:g]", "reward.weights=[1.0,0.5]"]
-    assert found.signal(load_config(None, [*given, "advantage.estimator=gdpo"])).all()
-    assert not found.signal(load_config(None, given)).any()
+    assert tiny_job(found, 1, *given, "advantage.estimator=gdpo").signal().all()
+    assert not tiny_job(found, 1, *given).signal().any()
     with pytest.raises(ConfigError, match=r"reward.functions=\['a:h'\] and the trace has those of \['a:f', 'b:g'\]"):
-        found.signal(load_config(None, ["reward.functions=[a:h]", "advantage.estimator=gdpo"]))
+        tiny_job(found, 1, "reward.functions=[a:h]", "advantage.estimator=gdpo").signal()
 
 
 def test_draws_have_the_stated_means() -> None:
@@ -138,7 +138,7 @@ def test_the_number_of_gpus_is_stated_or_assumed_aloud() -> None:
         assert size.gpus == gpus, settings
         nodes, on_node = re.search(r"--nodes (\d+) --gpus-per-node (\d+)", size.assumed).groups()
         assert job_size(config, int(nodes), int(on_node), {}) == dataclasses.replace(size, assumed=None)
-        degrees_of(config.parallel, policy_ranks(config, gpus))
+        degrees_of(config.parallel, policy_ranks(config.separate_critic_ranks, gpus))
     with pytest.raises(ConfigError, match="world size 6 is no multiple of"):
         degrees_of(load_config(None, ["parallel.pipeline=4"]).parallel, 6)
 

@@ -24,6 +24,7 @@ from megatron_rl.commands.verify.report import layout, verdict_line
 from megatron_rl.commands.verify.verdict import judge
 from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.settings import ModelSettings
 from tests.reference import tiny_config
 from tests.tools import words
 from tests.tools.simulated_job import OVERLAPS, SP
@@ -178,25 +179,25 @@ def test_the_thin_model_keeps_the_layout_and_its_weights_are_those_of_every_rank
     real = tiny_config("qwen3", layers=12, vocab_size=1003, hidden=128)
     layout = words("parallel.tensor=2 parallel.pipeline=2 parallel.virtual_pipeline=3")
     config = load_config(None, [*layout, "model.hf_path=here"])
-    small = thin.thin_hf_config(real, config, thin.Size(layers_per_stage=2))
+    small = thin.thin_hf_config(real, ModelSettings.of(config), thin.Size(layers_per_stage=2))
     kept = "model_type num_attention_heads num_key_value_heads head_dim tie_word_embeddings rms_norm_eps"
     kept = [*kept.split(), "rope_parameters"]
     assert {x: getattr(small, x) for x in kept} == {x: getattr(real, x) for x in kept}
     assert (small.num_hidden_layers, small.hidden_size, small.intermediate_size) == (12, 64, 96)
     assert len(small.layer_types) == 12 and small.vocab_size < 200 and small.vocab_size % 2 == real.vocab_size % 2
-    wide = thin.thin_hf_config(real, config, thin.Size(keep=("hidden", "ffn", "vocabulary")))
+    wide = thin.thin_hf_config(real, ModelSettings.of(config), thin.Size(keep=("hidden", "ffn", "vocabulary")))
     assert (wide.hidden_size, wide.intermediate_size, wide.vocab_size, wide.num_hidden_layers) == (128, 192, 1003, 6)
     with pytest.raises(ConfigError, match="are 6 stages and qwen3 has num_hidden_layers=5; lower"):
-        thin.thin_hf_config(tiny_config("qwen3", layers=5), config, thin.Size())
-    assert thin.thin_layout(tiny_config("qwen3", layers=8), config, 1) == (1, 1, 1, 2, 2, 1)
+        thin.thin_hf_config(tiny_config("qwen3", layers=5), ModelSettings.of(config), thin.Size())
+    assert thin.thin_layout(tiny_config("qwen3", layers=8), ModelSettings.of(config), 1) == (1, 1, 1, 2, 2, 1)
     stated = load_config(None, ["parallel.pipeline=3", "parallel.pipeline_layout='E|tttt|ttttL'"])
-    assert thin.thin_layout(tiny_config("qwen3", layers=8), stated, 2) == (0, 2, 2)
+    assert thin.thin_layout(tiny_config("qwen3", layers=8), ModelSettings.of(stated), 2) == (0, 2, 2)
     mixture = tiny_config("mixtral", layers=12)
-    assert thin.thin_hf_config(mixture, config, thin.Size()).num_local_experts == 4
+    assert thin.thin_hf_config(mixture, ModelSettings.of(config), thin.Size()).num_local_experts == 4
     three = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, expert=3))
     with pytest.raises(ConfigError, match="parallel.expert=3 does not divide num_experts=4"):
-        thin.thin_hf_config(mixture, three, thin.Size())
-    small = thin.thin_hf_config(tiny_config("qwen2_untied"), load_config(None, []), thin.Size())
+        thin.thin_hf_config(mixture, ModelSettings.of(three), thin.Size())
+    small = thin.thin_hf_config(tiny_config("qwen2_untied"), ModelSettings.of(load_config(None, [])), thin.Size())
     first, second = thin.thin_weights(small, 0), thin.thin_weights(small, 0)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first["model.norm.weight"].std() > 0.1 and first["model.layers.0.self_attn.q_proj.bias"].std() > 0.1
@@ -217,10 +218,10 @@ def test_two_groups_of_three_have_no_advantage_and_a_batch_has_several_micro_bat
 def test_the_reference_has_one_process_and_what_only_serves_many_is_left_out():
     given = ("recompute_granularity=full", "attention_softmax_in_fp32=true")
     config = load_config(None, [*OVERLAPS, *SP, *(f"megatron.transformer.{x}" for x in given), "model.hf_path=here"])
-    gradient, alone = thin.gradient_config(config), thin.reference_config(config)
-    assert gradient.megatron.ddp == {"overlap_grad_reduce": True, "bucket_size": 1000}
-    assert not gradient.optimizer.distributed
-    assert gradient.parallel == config.parallel and config.optimizer.distributed
+    optimizer, megatron = thin.whole_gradients(config.optimizer, config.megatron)
+    alone = thin.reference_config(config)
+    assert megatron.ddp == {"overlap_grad_reduce": True, "bucket_size": 1000}
+    assert not optimizer.distributed and config.optimizer.distributed
     assert alone.parallel.tensor == 1 and not alone.parallel.sequence_parallel and alone.megatron.ddp == {}
     assert alone.megatron.transformer == {"attention_softmax_in_fp32": True} and alone.plan.samples_per_microbatch == 1
     assert layout(config.parallel, 4) == "TP2 SP · PP1 · DP2 (4 processes)"

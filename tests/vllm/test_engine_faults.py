@@ -259,7 +259,9 @@ FALSE_STARTS = {"rollout.vllm={no_such_argument: 3}": "unexpected keyword argume
 def test_an_engine_that_cannot_start_says_why(own, tmp_path, override):
     """It says so in its own words, and where its log is; nobody waits until rollout.start_s."""
     path = tmp_path / "engine.log"
-    arguments = engine_arguments(rig.config_of(own.folder, tmp_path, override), rig.CPU)
+    config = rig.config_of(own.folder, tmp_path, override)
+    sections = config.model, config.rollout, config.weight_sync, config.lora
+    arguments = engine_arguments(*sections, max_prompt_tokens=config.data.max_prompt_tokens, seed=0, device=rig.CPU)
     replica = ProcessReplica(arguments, engine_environment(os.environ, None, 1), path)
     replica.start()
     try:

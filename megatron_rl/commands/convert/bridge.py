@@ -1,7 +1,9 @@
 """Converts, for megatron-rl convert, a family without a table of ours through NVIDIA's megatron-bridge on a GPU.
 
-Read from megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt, export_ckpt); NOT RUN by
-us: it builds layers of Transformer Engine, which needs a GPU. The test puts a stand-in in its place.
+Read from megatron-bridge 0.3.1 (``models/conversion/auto_bridge.py``: can_handle, import_ckpt,
+export_ckpt); NOT RUN by
+us: it builds layers of Transformer Engine, which needs a GPU. The test puts a stand-in in its
+    place.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ Examples:
   megatron-rl convert roundtrip /models/qwen3-8b --check-logits
   megatron-rl convert inspect   checkpoints/run-7
 
-A Megatron checkpoint is Megatron-LM's folder: latest_checkpointed_iteration.txt and release/ or iter_*/ with torch_dist
-files. Any topology loads it, whatever --tp, --pp and --ep cut it into. Exit codes: 0 done, and every comparison is
-equal; 1 a comparison differs; 2 it cannot be done, and the message says why. docs/conversion.md says more.
+A Megatron checkpoint is Megatron-LM's folder: latest_checkpointed_iteration.txt and release/ or
+iter_*/ with torch_dist files. Any topology loads it, whatever --tp, --pp and --ep cut it into. Exit
+codes: 0 done, and every comparison is equal; 1 a comparison differs; 2 it cannot be done, and the
+message says why. docs/conversion.md says more.
 """
 
 from __future__ import annotations
@@ -331,8 +332,8 @@ def inspect_command(options: argparse.Namespace) -> tuple[int, dict]:
 def give_back_freed_memory() -> None:
     """Have glibc map each block above 256 KiB by itself, so that freeing it returns it to the host.
 
-    By default glibc raises that bound to the size of a freed tensor and keeps pieces of the heap: 84 MB at the peak
-    instead of 45 (a layer of 31 MB and a tensor of 13).
+    By default glibc raises that bound to the size of a freed tensor and keeps pieces of the heap:
+    84 MB at the peak instead of 45 (a layer of 31 MB and a tensor of 13).
     """
     if platform.libc_ver()[0] == "glibc":
         m_mmap_threshold = -3  # malloc.h

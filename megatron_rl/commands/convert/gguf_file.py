@@ -1,9 +1,10 @@
 """Reads a GGUF file's header and its tensors, one at a time; a damaged or hostile file ends in one sentence.
 
-The layout (github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3): "GGUF", version, number of tensors, number of
-keys; each key with its type and value; each tensor's name, sizes (the fastest first), type and offset; the tensors'
-bytes, aligned. Blocks are dequantized by the gguf library. Its own reader is not used: it takes counts and offsets as
-they stand in the file, and an array of 2^60 numbers keeps it busy for ever.
+The layout (github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3): "GGUF", version, number of
+tensors, number of keys; each key with its type and value; each tensor's name, sizes (the fastest
+first), type and offset; the tensors' bytes, aligned. Blocks are dequantized by the gguf library.
+Its own reader is not used: it takes counts and offsets as they stand in the file, and an array of
+2^60 numbers keeps it busy for ever.
 """
 
 from __future__ import annotations
@@ -55,11 +56,12 @@ class StoredTensor:
 class GgufFile:
     """Holds a GGUF file's keys and the places of its tensors; ``read`` gives a tensor's numbers.
 
-    values: each key's value: a number, true or false, a text, a list of texts, or an array of numbers.
+    values: each key's value: a number, true or false, a text, a list of texts, or an array of
+        numbers.
     tensors: each tensor's place, by the name in the file.
 
-    Raises ConfigError, naming the file, for one that is no GGUF, cut short, or holds counts, types or offsets that it
-    cannot have.
+    Raises ConfigError, naming the file, for one that is no GGUF, cut short, or holds counts, types
+    or offsets that it cannot have.
     """
 
     def __init__(self, path: str | pathlib.Path):

@@ -1,8 +1,8 @@
 """Makes, for `megatron-rl convert import --gguf`, a Hugging Face directory from a GGUF file.
 
-A tensor at a time is dequantized by the gguf library, in float32, and cast; names come from that library's table, the
-tokenizer from transformers. Both are those of transformers' own loading (5.19 ``load_gguf_checkpoint``), so that every
-tensor is equal to the bit.
+A tensor at a time is dequantized by the gguf library, in float32, and cast; names come from that
+library's table, the tokenizer from transformers. Both are those of transformers' own loading (5.19
+``load_gguf_checkpoint``), so that every tensor is equal to the bit.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ SIZES = {
     "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
-# tokenizer.ggml.pre → how text is cut before merges. Transformers (5.19) cuts those of SPLITS as the model was trained
-# to, and every name that it does not know as GPT-2 does; DIGITS cut each digit off first (llama.cpp llama-vocab.cpp).
+# tokenizer.ggml.pre → how text is cut before merges. Transformers (5.19) cuts those of SPLITS as
+# the model was trained to, and every name that it does not know as GPT-2 does; DIGITS cut each
+# digit off first (llama.cpp llama-vocab.cpp).
 SPLITS = ("default", "gpt-2", "llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "qwen2", "deepseek-r1-qwen")
 DIGITS = ("smollm",)
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -62,8 +63,8 @@ def import_gguf(
     shard_bytes: the most bytes of a safetensors file.
     progress: called after each tensor with the bytes written for it.
 
-    Raises ConfigError, naming the file, for a file that is damaged, of another architecture, or whose tensors are not
-    those of the model that its keys describe.
+    Raises ConfigError, naming the file, for a file that is damaged, of another architecture, or
+    whose tensors are not those of the model that its keys describe.
     """
     fields, generation = config_fields(file, dtype)
     with appearing(target, overwrite=overwrite) as partial:
@@ -149,7 +150,8 @@ def rope(file: GgufFile, family: str) -> dict:
 def match_tensors(file: GgufFile, shape: ModelShape) -> dict[str, str]:
     """Return the name in the file of each Hugging Face tensor, in the order of the model's layers.
 
-    Raises ConfigError where the file lacks a tensor, has one of another shape, or one that the model has no part for.
+    Raises ConfigError where the file lacks a tensor, has one of another shape, or one that the
+    model has no part for.
     """
     gguf = gguf_library()
     file.check_types()
@@ -197,9 +199,9 @@ def read_tensor(file: GgufFile, stored: str, shape: ModelShape, dtype: torch.dty
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     """Return a projection's rows in Hugging Face's order.
 
-    llama.cpp turns neighbouring pairs of a head's rows, Hugging Face's llama turns row i with row i + head_dim / 2; its
-    converter (convert_hf_to_gguf.py, LlamaModel.permute) therefore interleaves the halves of each head. With one head
-    of 4 rows, a, c, b, d become a, b, c, d.
+    llama.cpp turns neighbouring pairs of a head's rows, Hugging Face's llama turns row i with row i
+    + head_dim / 2; its converter (convert_hf_to_gguf.py, LlamaModel.permute) therefore interleaves
+    the halves of each head. With one head of 4 rows, a, c, b, d become a, b, c, d.
     """
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
@@ -222,7 +224,8 @@ def write_tokenizer(file: GgufFile, folder: pathlib.Path, vocab_size: int) -> No
     except Exception as error:  # of many classes: a list that is too short, a merge of one part, an unknown model
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{where}: no tokenizer can be made from it: {type(error).__name__}: {reason}") from error
-    # Transformers adds the class's own unknown token where the file names none: the model has no row for it.
+    # Transformers adds the class's own unknown token where the file names none: the model has no
+    # row for it.
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < vocab_size]
     backend = Tokenizer.from_str(json.dumps(state))

@@ -1,7 +1,8 @@
 """Settles every key of a GGUF file: `gguf_import.py` uses it, its value changes nothing, or it is refused by name.
 
-What a key means is what llama.cpp does with it (src/llama-model.cpp ``load_hparams``, src/llama-vocab.cpp ``load``,
-2026); the names are those of the gguf library (0.19 ``constants.py`` Keys).
+What a key means is what llama.cpp does with it (src/llama-model.cpp ``load_hparams``,
+src/llama-vocab.cpp ``load``, 2026); the names are those of the gguf library (0.19 ``constants.py``
+Keys).
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from megatron_rl.commands.convert.gguf_file import GgufFile
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check
 
-# Below "<architecture>.": the keys that gguf_import.py reads, or that llama.cpp shows and computes nothing with.
+# Below "<architecture>.": the keys that gguf_import.py reads, or that llama.cpp shows and computes
+# nothing with.
 READ = {
     *("block_count", "embedding_length", "feed_forward_length", "context_length", "attention.head_count"),
     *("attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length", "rope.freq_base"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),  # yarn's, and of the log
 }
-# There: the values that leave a Llama layer as it is built here. 0 is llama.cpp's for "none" of a scale or a cap.
+# There: the values that leave a Llama layer as it is built here. 0 is llama.cpp's for "none" of a
+# scale or a cap.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (0, 1)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "nextn_predict_layers"), (0,)),
@@ -39,7 +42,8 @@ TOKENIZER = {
     *("seperator_token_id", "mask_token_id", "cls_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
     *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
 }
-# Names, authors and licences; who quantized the file, and how; its parts; templates beside the model's own.
+# Names, authors and licences; who quantized the file, and how; its parts; templates beside the
+# model's own.
 PREFIXES = ("general.", "quantize.", "mradermacher.", "split.", "tokenizer.chat_template", "tokenizer.huggingface.json")
 # tokenizer.ggml.pre of the Llama 3 family, whose texts begin with BOS where the file says nothing
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3")
@@ -72,7 +76,8 @@ def check_keys(file: GgufFile, family: str, head_dim: int) -> None:
         f"{family}.attention.key_length": (head_dim,),
         f"{family}.attention.value_length": (head_dim,),
         f"{family}.vocab_size": (len(file.values["tokenizer.ggml.tokens"]),),
-        # a list of merges takes no space before a text; spm pieces do, as transformers' LlamaTokenizer makes them
+        # a list of merges takes no space before a text; spm pieces do, as transformers'
+        # LlamaTokenizer makes them
         "tokenizer.ggml.add_space_prefix": (False, True) if bpe else (True,),
         "tokenizer.ggml.remove_extra_whitespaces": (False,),
         "tokenizer.ggml.add_sep_token": (False,),
@@ -96,7 +101,8 @@ def check_keys(file: GgufFile, family: str, head_dim: int) -> None:
 def rope_scaling(file: GgufFile, family: str) -> float:
     """Return what positions are divided by, 1.0 for none; raise ConfigError for another scaling.
 
-    llama.cpp takes no type for linear, ``rope.scale_linear`` in place of a missing factor, and 0 for none.
+    llama.cpp takes no type for linear, ``rope.scale_linear`` in place of a missing factor, and 0
+    for none.
     """
     kind = single(file, f"{family}.rope.scaling.type", str, "linear")
     scaled_by = "the tensor rope_freqs.weight" if "rope_freqs.weight" in file.tensors else quoted(kind)

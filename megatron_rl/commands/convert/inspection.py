@@ -24,7 +24,8 @@ ReadModel = Callable[[pathlib.Path], tuple[object, object]]
 def inspect(source: pathlib.Path, hf: pathlib.Path | None, iteration: int | None, read_model: ReadModel) -> dict:
     """Return facts by name, in display order; ``convertible`` is "yes" or the reason why not.
 
-    Raises DamagedCheckpoint where a file of a checkpoint is missing, cut short or of another kind than it was.
+    Raises DamagedCheckpoint where a file of a checkpoint is missing, cut short or of another kind
+    than it was.
     """
     if (source / "config.json").exists() and not (source / LATEST).exists():
         return _inspect_hugging_face(source, read_model)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.commands.translate.translation import MISSING, Translation
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.validate import check_lengths, validate_config
 
@@ -22,7 +22,8 @@ _OF_THE_SKIP = "skip.mode=exact"
 class Check:
     """Holds what a check of a translation found.
 
-    faults: why a run of it would not start, beside the open keys. done, not_done: what was held, and what was not.
+    faults: why a run of it would not start, beside the open keys. done, not_done: what was held,
+        and what was not.
     """
 
     faults: tuple[str, ...]
@@ -59,7 +60,15 @@ def checked(translation: Translation) -> Check:
         stand_ins = _stand_ins(models, folder, open_keys=translation.open, rewards=rewards, not_done=not_done)
         faults += _faults(nested(ours | stand_ins))
     if "model.hf_path" not in stand_ins and config.model.hf_path:
-        faults += _against_model(config, done)
+        from megatron_rl.weights.config_json import read_hf_config  # brings torch along
+
+        try:
+            model = read_hf_config(config.model.hf_path, "model.hf_path")
+            if config.generates:
+                check_lengths(config.data, config.rollout, model.max_position_embeddings)
+                done.append("the lengths, against the model's context")
+        except ConfigError as error:
+            faults.append(str(error))
     missing = [path for path in config.data.train if not os.path.exists(path) and not any(c in path for c in "*?[")]
     if not config.data.train:
         not_done.append("the rows: data.train names no file")
@@ -75,7 +84,8 @@ def _stand_ins(
 ) -> dict[str, Any]:
     """Return settings that stand in, for the check, for what is not here or not named yet.
 
-    models: the folder of each model, by its setting's key. rewards: whether functions are still to be named.
+    models: the folder of each model, by its setting's key. rewards: whether functions are still to
+        be named.
     """
     stand_ins: dict[str, Any] = {}
     for key, path in models.items():
@@ -103,18 +113,4 @@ def _faults(settings: dict[str, Any]) -> list[str]:
             without.setdefault("skip", {})["mode"] = "off"
             faults += _faults(without)
         return faults
-    return []
-
-
-def _against_model(config: Config, done: list[str]) -> list[str]:
-    """Return the faults of the lengths against the context of a model whose folder is here."""
-    from megatron_rl.weights.config_json import read_hf_config  # brings torch along
-
-    try:
-        model = read_hf_config(config.model.hf_path, "model.hf_path")
-        if config.generates:
-            check_lengths(config, model.max_position_embeddings)
-            done.append("the lengths, against the model's context")
-    except ConfigError as error:
-        return [str(error)]
     return []

@@ -80,7 +80,8 @@ OF_ONE_TRAINER = {  # names that only one of TRL's trainers has; of sft, its des
     "reward": {"center_rewards_coefficient"},
     "cpo": {"cpo_alpha", "simpo_gamma"},
 }
-# Names that GRPO shares with RLOO: a file of these and no name of RLOO's own is read as GRPO's, which is said.
+# Names that GRPO shares with RLOO: a file of these and no name of RLOO's own is read as GRPO's,
+# which is said.
 OF_GRPO_AND_RLOO = {
     *("num_generations", "num_iterations", "epsilon", "epsilon_high", "mask_truncated_completions"),
     *("steps_per_generation", "generation_batch_size", "log_completions"),

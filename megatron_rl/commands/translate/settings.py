@@ -90,7 +90,8 @@ def _of_script(script: Script, framework: str, path: pathlib.Path, text: str) ->
 def _elsewhere(call: Call, framework: str, written: dict[str, Any], script: pathlib.Path, notes: list[str]) -> Settings:
     """Return the settings of the YAML that a command line names; ``written`` loses that name.
 
-    verl's is named in ``notes`` alone, since it builds upon others. Raises ConfigError where another's is not here.
+    verl's is named in ``notes`` alone, since it builds upon others. Raises ConfigError where
+    another's is not here.
     """
     line = " ".join(word.text for word in call.words)
     if framework == "verl":
@@ -123,7 +124,8 @@ def _note(branch: Branch) -> str:
 def _named(call: Call, *, flags: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the settings of a command line, and those whose value is not known.
 
-    flags: whether ``--name value`` behind the program is a setting too; of a launcher's, ``--num_processes`` is.
+    flags: whether ``--name value`` behind the program is a setting too; of a launcher's,
+        ``--num_processes`` is.
     """
     written: dict[str, Any] = {}
     unknown: dict[str, str] = {}

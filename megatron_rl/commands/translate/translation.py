@@ -21,7 +21,8 @@ class Translation:
     assumed: their defaults for settings that the user did not write and that differ from ours.
     unknown: their settings whose values are not known → what those depend on.
     ours:    our settings, ``section.key`` → value.
-    open:    our key → why it has no value: it is written as MISSING, and the file does not load before it has one.
+    open:    our key → why it has no value: it is written as MISSING, and the file does not load
+             before it has one.
     left:    their name → why it is not translated.
     needless: their names whose work is done here without a setting.
     """

@@ -52,7 +52,8 @@ def translate(
 ) -> Translation:
     """Return our settings for TRL's GRPO.
 
-    unknown: settings without a value → what it depends on. processes: of the job, where the file's ``num_processes``
+    unknown: settings without a value → what it depends on. processes: of the job, where the file's
+        ``num_processes``
     does not say it: TRL's batch is per device. Raises ConfigError where neither does.
     """
     num_processes = trl_job.processes_of(settings, processes)

@@ -2,16 +2,17 @@
 
     megatron-rl verify --nproc 4 --config my.yaml parallel.tensor=2 parallel.pipeline=2
 
-It compares log-probs, the gradient by class of tensors, the gradient norm, the weights after three AdamW steps, and
-skip against dense. If they differ, it names the layer and the tensor at which the first difference appears. Exit code
-of each rank: 0 if all agree, 1 if something differs or a rank fails, 2 for settings that cannot work.
-docs/verify-topology.md says more.
+It compares log-probs, the gradient by class of tensors, the gradient norm, the weights after three
+AdamW steps, and skip against dense. If they differ, it names the layer and the tensor at which the
+first difference appears. Exit code of each rank: 0 if all agree, 1 if something differs or a rank
+fails, 2 for settings that cannot work. docs/verify-topology.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -120,6 +121,7 @@ def prepare(options: argparse.Namespace) -> Thin:
     )
     from megatron_rl.config import load_config
     from megatron_rl.errors import ConfigError
+    from megatron_rl.model.settings import ModelSettings
     from megatron_rl.weights.config_json import read_hf_config
 
     keep = KEEP if options.keep == "all" else tuple(x for x in options.keep.split(",") if x)
@@ -130,10 +132,11 @@ def prepare(options: argparse.Namespace) -> Thin:
     signal_rule(config)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     real = read_hf_config(config.model.hf_path)
-    hf_config = thin_hf_config(real, config, Size(layers_per_stage=options.layers_per_stage, keep=keep))
+    settings = ModelSettings.of(config)
+    hf_config = thin_hf_config(real, settings, Size(layers_per_stage=options.layers_per_stage, keep=keep))
     vocab_size, context_tokens = hf_config.vocab_size, hf_config.max_position_embeddings
     work = make_work(config.parallel, vocab_size, context_tokens, world=world, seed=config.run.seed)
-    layout = thin_layout(real, config, options.layers_per_stage)
+    layout = thin_layout(real, settings, options.layers_per_stage)
     thin_config = user_config(config, options.dtype, work, world, layout)
     return Thin(config=thin_config, real=real, hf_config=hf_config, work=work, world=world)
 
@@ -141,15 +144,23 @@ def prepare(options: argparse.Namespace) -> Thin:
 def measure(options: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     """Return (measured, reference).
 
-    The reference is None on every rank but the main one, which measures it before it joins the others.
+    The reference is None on every rank but the main one, which measures it before it joins the
+    others.
     """
     import torch
     import torch.distributed as dist
 
     from megatron_rl.algorithm.signal import coupling_terms
+    from megatron_rl.backend import MegatronBackend
     from megatron_rl.commands.verify.faults import Fault
-    from megatron_rl.commands.verify.measure import add_steps, measure_reference, measure_topology, open_bench
-    from megatron_rl.commands.verify.thin import gradient_config, reference_config, thin_weights
+    from megatron_rl.commands.verify.measure import (
+        NUM_STEPS,
+        add_steps,
+        measure_reference,
+        measure_topology,
+        open_bench,
+    )
+    from megatron_rl.commands.verify.thin import reference_config, thin_weights, whole_gradients
     from megatron_rl.distributed import topology
     from megatron_rl.distributed.platform import HOST
     from megatron_rl.distributed.watchdog import open_watchdog
@@ -167,13 +178,17 @@ def measure(options: argparse.Namespace, thin: Thin) -> tuple[object, object]:
     fault = Fault(name=options.inject, layer=layer) if options.inject else None
     skips = not coupling_terms(thin.config)
     deadline_s = thin.config.run.deadline_s
+    fields = {"hf_config": thin.hf_config, "weights": weights, "total_steps": NUM_STEPS}
+    backend_of = functools.partial(MegatronBackend, **fields)
+    optimizer, megatron = whole_gradients(thin.config.optimizer, thin.config.megatron)
+    whole = dataclasses.replace(thin.config, optimizer=optimizer, megatron=megatron)
     ranks = topology.initialize(thin.config.parallel, deadline_s=deadline_s)
     with open_watchdog(ranks, deadline_s) as watch:
         topology.destroy()  # Megatron's groups: each bench makes its own over the same world
         work = share_logprobs(thin.work, work)
-        with open_bench(gradient_config(thin.config), thin.hf_config, weights, work, fault) as bench:
+        with open_bench(backend_of(whole), work, fault) as bench:
             measured = measure_topology(bench, watch, skips=skips)
-        with open_bench(thin.config, thin.hf_config, weights, work, fault) as bench:
+        with open_bench(backend_of(thin.config), work, fault) as bench:
             measured = add_steps(measured, bench, watch)
     dist.barrier()
     return measured, reference
@@ -291,8 +306,8 @@ def run(options: argparse.Namespace) -> int:
 def main() -> NoReturn:
     """Run the comparison and end the process at once, even on success.
 
-    Models hold gloo groups in reference cycles, and gloo's threads may abort while the interpreter shuts down, which
-    would replace the exit code.
+    Models hold gloo groups in reference cycles, and gloo's threads may abort while the interpreter
+    shuts down, which would replace the exit code.
     """
     from megatron_rl.cli import EXIT_FAILED, set_up_logging
 

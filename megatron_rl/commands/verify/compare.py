@@ -1,8 +1,8 @@
 """Compares two sets of measurements for megatron-rl verify; pure: tensors in, errors and sentences out.
 
-An error is ‖measured − wanted‖ / ‖wanted‖. A check's verdict is taken per class of tensors, so that a tensor whose
-gradient is only cancelled rounding (a key's bias, often) cannot fail by itself; the errors of single tensors name the
-culprit.
+An error is ‖measured − wanted‖ / ‖wanted‖. A check's verdict is taken per class of tensors, so that
+a tensor whose gradient is only cancelled rounding (a key's bias, often) cannot fail by itself; the
+errors of single tensors name the culprit.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Measured:
     gradient: the dense step's gradient.
     grad_norm: the first step's norm, as ``optim_step`` reports it.
     weights: the weights after the last step.
-    traces: per replica, the activations of one sample, [tokens, columns] each, several if ranks hold copies.
+    traces: per replica, the activations of one sample, [tokens, columns] each, several if ranks
+        hold copies.
     skip_gradient: the skip step's gradient, None if skip is not compared.
     """
 
@@ -266,7 +267,8 @@ def common_factor(
 def explain_factor(factor: float, counts: Mapping[str, int]) -> str:
     """Describe a factor in words, by the counts that could explain it.
 
-    Example: 0.25 and {"micro-batches": 4} → "every gradient is 1/4 of the reference: divided by the 4 micro-batches".
+    Example: 0.25 and {"micro-batches": 4} → "every gradient is 1/4 of the reference: divided by the
+    4 micro-batches".
     """
     small = abs(factor) < 1
     number = 1 / factor if small else factor
@@ -330,7 +332,8 @@ def activation_errors(
 def say_activation(row: ActivationError, replicas: int, holders: Sequence[int]) -> str:
     """Describe one activation error in words.
 
-    holders: per token of the sample, the context rank that held it ([0, 0, …] without context parallelism).
+    holders: per token of the sample, the context rank that held it ([0, 0, …] without context
+        parallelism).
     """
     where = f", replica {row.replica}" if replicas > 1 else ""
     tokens = ""

@@ -85,12 +85,9 @@ class Bench:
 
 
 @contextlib.contextmanager
-def open_bench(
-    config: Config, hf_config, weights: Mapping[str, torch.Tensor], work: Work, fault: Fault | None = None
-) -> Iterator[Bench]:
-    """Open a bench, joining the world if needed; the world stays afterwards, Megatron's groups do not."""
+def open_bench(backend: MegatronBackend, work: Work, fault: Fault | None = None) -> Iterator[Bench]:
+    """Open a bench on a backend of NUM_STEPS steps; the world stays afterwards, Megatron's groups do not."""
     with contextlib.ExitStack() as stack:
-        backend = MegatronBackend(config, hf_config=hf_config, weights=weights, total_steps=NUM_STEPS)
         stack.callback(topology.destroy)
         if fault is not None:
             stack.enter_context(fault.planted(backend))
@@ -108,13 +105,14 @@ def measure_reference(
 ) -> tuple[Measured, Work]:
     """Measure one process in a world of its own; return it, and the work with an engine's log-probs near the policy.
 
-    That world is gone afterwards. The store is named here: under torchrun's agent torch's own rendezvous would take the
-    launcher's, by TORCHELASTIC_USE_AGENT_STORE.
+    That world is gone afterwards. The store is named here: under torchrun's agent torch's own
+    rendezvous would take the launcher's, by TORCHELASTIC_USE_AGENT_STORE.
     """
     timeout = datetime.timedelta(seconds=config.run.deadline_s)
     dist.init_process_group(HOST.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
-        with open_bench(config, hf_config, weights, work) as bench:
+        backend = MegatronBackend(config, hf_config=hf_config, weights=weights, total_steps=NUM_STEPS)
+        with open_bench(backend, work) as bench:
             logprobs = bench.logprobs()
             bench.work = work = work.near_policy(np.concatenate(list(logprobs.values())))
             bench.batch = gather(bench.backend, work.samples, work.groups)
@@ -195,7 +193,7 @@ def trace_sample(backend: MegatronBackend, sample: Sample) -> list[dict[Point, l
 
 def run_tokens(backend: MegatronBackend, sample: Sample) -> int:
     """Return the number of a sample's tokens that run: those before its last loss token, or all of them."""
-    if token_coupling(backend.config):
+    if token_coupling(backend.config.megatron):
         return len(sample.token_ids)
     return sample.prompt_tokens + int(np.flatnonzero(sample.loss_mask)[-1])
 
@@ -312,8 +310,8 @@ def join(
 ) -> list[torch.Tensor]:
     """Join parts by (tensor rank, context rank) to the whole, once per copy.
 
-    Tensor ranks hold columns, or runs of tokens (sequence parallelism), or each a copy; context ranks hold the tokens
-    at ``positions``.
+    Tensor ranks hold columns, or runs of tokens (sequence parallelism), or each a copy; context
+    ranks hold the tokens at ``positions``.
     """
     tensor_ranks, context_ranks = sorted({t for t, _ in parts}), sorted({c for _, c in parts})
     wholes = []

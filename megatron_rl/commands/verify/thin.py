@@ -1,7 +1,7 @@
 """Makes the thin stand-in that megatron-rl verify runs: the user's model with fewer layers and less width.
 
-The user's configuration around it and synthetic samples are made here too. Every rank makes the same from the
-configuration alone.
+The user's configuration around it and synthetic samples are made here too. Every rank makes the
+same from the configuration alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_rl.config import Config, ParallelConfig
+from megatron_rl.config import Config, MegatronConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.types import Sample
 from megatron_rl.weights.families.register import FAMILIES
 from megatron_rl.weights.fused import file_tensors
@@ -26,10 +27,11 @@ KEEP = ("hidden", "ffn", "vocabulary", "experts")
 EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 LEARNING_RATE = 1e-4
 GROUP_SAMPLES = 4
-# Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped, none at the edge of a clip of
-# 0.2, since rounding would decide there.
+# Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped, none at
+# the edge of a clip of 0.2, since rounding would decide there.
 SHIFTS = np.array([-0.5, 0.0, 0.5], dtype=np.float32)
-# These change how Megatron-Core computes, not its result: one process overlaps nothing and recomputes nothing.
+# These change how Megatron-Core computes, not its result: one process overlaps nothing and
+# recomputes nothing.
 EXECUTION_FIELDS = (
     "recompute_",
     "tp_comm_",
@@ -53,30 +55,30 @@ class Size:
     keep: tuple[str, ...] = ()
 
 
-def thin_layout(real, config: Config, layers_per_stage: int) -> tuple[int, ...]:
+def thin_layout(real, settings: ModelSettings, layers_per_stage: int) -> tuple[int, ...]:
     """Return the thin model's layers of each stage: as even or uneven as the real model's, and as empty.
 
-    A stage that has more layers than the leanest keeps one more. Raises ConfigError where the real model's layers do
-    not lie on the stages.
+    A stage that has more layers than the leanest keeps one more. Raises ConfigError where the real
+    model's layers do not lie on the stages.
     """
     from megatron_rl.model.costs import layout_of
     from megatron_rl.model.hf_config import read_shape
 
-    counts = layout_of(read_shape(real, layer_spec="torch"), config, real)
+    counts = layout_of(read_shape(real, layer_spec="torch"), settings, real)
     least = min(count for count in counts if count)
     return tuple(layers_per_stage + (count > least) if count else 0 for count in counts)
 
 
-def thin_hf_config(real, config: Config, size: Size):
+def thin_hf_config(real, settings: ModelSettings, size: Size):
     """Return a config of the same family, heads, head size, biases, norms, tying and rotary embedding, but thin.
 
-    It has fewer layers and less width. The thin vocabulary leaves the same remainder over tensor ranks, so that it is
-    padded if the real one is.
+    It has fewer layers and less width. The thin vocabulary leaves the same remainder over tensor
+    ranks, so that it is padded if the real one is.
     """
-    check_real(real, config.parallel, config.model.hf_path)
-    parallel = config.parallel
+    check_real(real, settings.parallel, settings.model.hf_path)
+    parallel = settings.parallel
     fields = {
-        "num_hidden_layers": sum(thin_layout(real, config, size.layers_per_stage)),
+        "num_hidden_layers": sum(thin_layout(real, settings, size.layers_per_stage)),
         "pad_token_id": 0,
         "eos_token_id": 1,
         "bos_token_id": None,
@@ -157,8 +159,8 @@ def _multiple(number: int, of: int) -> int:
 def thin_weights(hf_config, seed: int) -> Mapping[str, torch.Tensor]:
     """Return random weights by Hugging Face name, the same on every rank.
 
-    Norms and biases lie off their neutral values, so that a lost one shows; matrices keep activations near 1 at any
-    width, so that attention and softmax are neither flat nor one-hot.
+    Norms and biases lie off their neutral values, so that a lost one shows; matrices keep
+    activations near 1 at any width, so that attention and softmax are neither flat nor one-hot.
     """
     from transformers import AutoModelForCausalLM
 
@@ -254,7 +256,8 @@ def user_config(config: Config, dtype: str, work: Work, world: int, layout: tupl
 
     layout: the thin model's layers of each stage.
 
-    Every replica has about four micro-batches or more, since a batch of a few hundred tokens would otherwise be one.
+    Every replica has about four micro-batches or more, since a batch of a few hundred tokens would
+    otherwise be one.
     """
     lengths = np.array([len(s.token_ids) for s in work.samples])
     multiple, replicas = pad_multiple(config.parallel), data_size(config.parallel, world)
@@ -283,12 +286,10 @@ def user_config(config: Config, dtype: str, work: Work, world: int, layout: tupl
     )
 
 
-def gradient_config(config: Config) -> Config:
-    """Return the config with gradients whole on every rank: a reduce-scatter would leave each its shard."""
-    megatron = dataclasses.replace(config.megatron, ddp=_without(config.megatron.ddp, SHARDED_FIELDS))
-    return dataclasses.replace(
-        config, optimizer=dataclasses.replace(config.optimizer, distributed=False), megatron=megatron
-    )
+def whole_gradients(optimizer: OptimizerConfig, megatron: MegatronConfig) -> tuple[OptimizerConfig, MegatronConfig]:
+    """Return the sections with gradients whole on every rank: a reduce-scatter would leave each its shard."""
+    whole = dataclasses.replace(megatron, ddp=_without(megatron.ddp, SHARDED_FIELDS))
+    return dataclasses.replace(optimizer, distributed=False), whole
 
 
 def _without(fields: Mapping[str, object], prefixes: tuple[str, ...]) -> dict[str, object]:
@@ -300,11 +301,12 @@ def reference_config(config: Config) -> Config:
 
     Every sample has a micro-batch of its own; nothing is overlapped, sharded or recomputed.
     """
-    alone = gradient_config(config)
-    transformer = _without(alone.megatron.transformer, EXECUTION_FIELDS)
+    optimizer, megatron = whole_gradients(config.optimizer, config.megatron)
+    transformer = _without(megatron.transformer, EXECUTION_FIELDS)
     return dataclasses.replace(
-        alone,
+        config,
         parallel=ParallelConfig(),
-        plan=dataclasses.replace(alone.plan, samples_per_microbatch=1),
-        megatron=dataclasses.replace(alone.megatron, ddp={}, transformer=transformer),
+        plan=dataclasses.replace(config.plan, samples_per_microbatch=1),
+        optimizer=optimizer,
+        megatron=dataclasses.replace(megatron, ddp={}, transformer=transformer),
     )

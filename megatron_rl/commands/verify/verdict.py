@@ -59,7 +59,8 @@ def judge(
 ) -> Verdict:
     """Compare the measurements and judge every check.
 
-    counts: numbers of micro-batches and of each kind of ranks, the possible origins of a common factor.
+    counts: numbers of micro-batches and of each kind of ranks, the possible origins of a common
+        factor.
     no_skip: the reason why skip is not compared.
     """
     errors = _errors_of(measured, wanted, tolerance)

@@ -1,9 +1,10 @@
 """Turns queries and keys by rotary angles that come with the tokens, in few kernels, within the core attention.
 
-Megatron-Core's own way (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) takes cosine and sine anew in
-every layer, for queries and for keys, and turns in 24 kernels forward and as many backward: half of those of a layer,
-as tests/latest counts them on a device that is not there. Here it is three for each of the two, forward and backward,
-and cosine and sine are taken once a micro-batch.
+Megatron-Core's own way (0.16.1 and 0.19.2 ``models/common/embeddings/rope_utils.py``) takes cosine
+and sine anew in every layer, for queries and for keys, and turns in 24 kernels forward and as many
+backward: half of those of a layer, as tests/latest counts them on a device that is not there. Here
+it is three for each of the two, forward and backward, and cosine and sine are taken once a
+micro-batch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Llama 4's core attention: interleaved rotary angles in most layers and none in the others, and chunks of positions.
 
-Megatron-Core 0.16.1 turns pairs that lie side by side only in tensors of four dimensions (``models/common/embeddings/
-rope_utils.py`` _rotate_half), of which packed input has three, norms q and k before it turns them, in every layer, and
-has neither chunks nor a scale by position. So its layers get no angles (``no_rope_freq``), and what they would do with
-them is done here (transformers 5.19 ``Llama4TextAttention``).
+Megatron-Core 0.16.1 turns pairs that lie side by side only in tensors of four dimensions
+(``models/common/embeddings/ rope_utils.py`` _rotate_half), of which packed input has three, norms q
+and k before it turns them, in every layer, and has neither chunks nor a scale by position. So its
+layers get no angles (``no_rope_freq``), and what they would do with them is done here (transformers
+5.19 ``Llama4TextAttention``).
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class ChunkedAttention(TorchAttention):
 def put_chunked_attention(spec: TransformerBlockSubmodules, shape: ModelShape, frequencies: torch.Tensor) -> None:
     """Give every layer of a block Llama 4's attention, in place.
 
-    Raises ConfigError for Transformer Engine's layers, whose kernels know neither chunks nor these angles.
+    Raises ConfigError for Transformer Engine's layers, whose kernels know neither chunks nor these
+    angles.
     """
     if shape.layer_spec != "torch":
         raise ConfigError(

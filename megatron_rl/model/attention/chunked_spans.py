@@ -1,6 +1,7 @@
 """Spans of a layer whose tokens see their own chunk of positions: position p sees those from p // chunk · chunk to p.
 
-transformers 5.19 ``masking_utils.py`` chunked_overlay; chunks are counted from a sequence's first token.
+transformers 5.19 ``masking_utils.py`` chunked_overlay; chunks are counted from a sequence's first
+token.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Attention over spans, by torch's own flash kernels: forward, merge and gradient.
 
-Each kernel call gives a span's output and log-sum-exp. With the weights w_i = exp(lse_i − lse), lse = log Σ exp(lse_i),
-a query's output is Σ w_i · out_i. The gradient needs no more than that: the flash backward of a span computes its
-probabilities as exp(score − lse), so that with the merged output and the merged lse it gives the span's own part of the
-whole gradient (as in Ring Attention, Liu et al., 2023, arXiv:2310.01889).
+Each kernel call gives a span's output and log-sum-exp. With the weights w_i = exp(lse_i − lse), lse
+= log Σ exp(lse_i), a query's output is Σ w_i · out_i. The gradient needs no more than that: the
+flash backward of a span computes its probabilities as exp(score − lse), so that with the merged
+output and the merged lse it gives the span's own part of the whole gradient (as in Ring Attention,
+Liu et al., 2023, arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def span_attention(
 
     key, value: [K, g, d], where g divides h. scale: multiplies the scores.
     batches: the first holds every query once.
-    forward: (query, key, value) → (output [T, h, d], log-sum-exp [h, T]) in place of the kernels' own; they give the
-        gradient all the same.
-    sinks: [h], a logit per head that every query's softmax has beside its scores, and no value (gpt-oss; with a window
-        and without, as "attention sinks" of Xiao et al., 2023, arXiv:2309.17453, but learned); None without.
+    forward: (query, key, value) → (output [T, h, d], log-sum-exp [h, T]) in place of the kernels'
+        own; they give the gradient all the same.
+    sinks: [h], a logit per head that every query's softmax has beside its scores, and no value
+        (gpt-oss; with a window and without, as "attention sinks" of Xiao et al., 2023,
+        arXiv:2309.17453, but learned); None without.
     """
     return _SpanAttention.apply(query, key, value, batches, scale, forward, sinks)
 
@@ -85,7 +87,8 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
 def _sinks_gradient(gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Return [h], the gradient of the sinks: Σ over queries of −p · (gradient · out), p the sink's probability.
 
-    As for any score of a softmax, p · (value · gradient − out · gradient), the sink's value being 0.
+    As for any score of a softmax, p · (value · gradient − out · gradient), the sink's value being
+    0.
     """
     shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
     return -(shares * (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(-1).mT).sum(-1).to(sinks.dtype)
@@ -174,8 +177,8 @@ class _CpuFlash:
 class _CudaFlash:
     """Calls FlashAttention's variable-length kernel in torch, once for each batch of spans; bfloat16 and float16.
 
-    It is the one behind ``torch.nn.attention.varlen.varlen_attn`` (read, torch 2.11 and 2.13), which gives no gradient
-    for a merged log-sum-exp.
+    It is the one behind ``torch.nn.attention.varlen.varlen_attn`` (read, torch 2.11 and 2.13),
+    which gives no gradient for a merged log-sum-exp.
     """
 
     @staticmethod

@@ -1,10 +1,11 @@
 """The layout of a micro-batch: segments laid end to end, a prompt that several samples share laid once.
 
-A sample alone is one segment, prompt and response. Samples of one group, where prompts are shared, are a segment of the
-prompt and one for each response, which follow it: a response's queries see the prompt's keys and their own, at
-positions that go on from the prompt, and its first token is predicted by the prompt's last hidden state. So each number
-is that of the sample alone, and everything but attention is computed token by token. Of a response only the tokens
-before its last loss token are laid; one without any has no segment of its own.
+A sample alone is one segment, prompt and response. Samples of one group, where prompts are shared,
+are a segment of the prompt and one for each response, which follow it: a response's queries see the
+prompt's keys and their own, at positions that go on from the prompt, and its first token is
+predicted by the prompt's last hidden state. So each number is that of the sample alone, and
+everything but attention is computed token by token. Of a response only the tokens before its last
+loss token are laid; one without any has no segment of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Layout:
     """Places the tokens of K samples.
 
     lengths:   padded tokens of each segment.
-    offsets:   position of each segment's first token in its own sequence: 0, or a shared prompt's tokens.
+    offsets:   position of each segment's first token in its own sequence: 0, or a shared prompt's
+               tokens.
     prompts:   int64 [K], the place of each sample's first prompt token.
     responses: int64 [K], the place of each sample's first response token, where one is laid.
     shared:    the prompts that several samples share.
@@ -109,7 +111,8 @@ def lay_out(
     groups: int64 [K], equal where samples share their prompt, which is laid once; None shares none.
     pad_multiple: each segment is padded to it. row_multiple: all tokens are, by the last segment.
 
-    Example: prompts of 3 tokens, responses of 2 and 1, one group: segments of 3, 2 and 1 tokens; responses at 3 and 5.
+    Example: prompts of 3 tokens, responses of 2 and 1, one group: segments of 3, 2 and 1 tokens;
+    responses at 3 and 5.
     """
     count = len(prompt_tokens)
     keys = np.arange(count) if groups is None else groups

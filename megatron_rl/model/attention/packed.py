@@ -1,8 +1,8 @@
 """Packed sequences for Megatron-Core, and a core attention over torch's flash kernels that takes them.
 
-The sequences are whole or split over context-parallel ranks. Megatron-Core's own ``DotProductAttention`` refuses packed
-(THD) input and leaves context parallelism to Transformer Engine (read, 0.16.1
-``transformer/dot_product_attention.py``).
+The sequences are whole or split over context-parallel ranks. Megatron-Core's own
+``DotProductAttention`` refuses packed (THD) input and leaves context parallelism to Transformer
+Engine (read, 0.16.1 ``transformer/dot_product_attention.py``).
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ SpansOf = Callable[[Layout, ContextShard, int], list[Span]]
 class KeySegments:
     """Says which keys each segment's queries see, for a kernel that aligns both at their ends.
 
-    pieces: the lengths into which this micro-batch's keys are cut: segments, a shared prompt's pads apart.
-    order:  the pieces that are gathered, segment after segment; None where each segment sees its own alone.
+    pieces: the lengths into which this micro-batch's keys are cut: segments, a shared prompt's pads
+        apart.
+    order:  the pieces that are gathered, segment after segment; None where each segment sees its
+            own alone.
     query_bounds, key_bounds: int32 [segments + 1], of the queries and of the gathered keys.
     """
 
@@ -55,8 +57,8 @@ class KeySegments:
     def of(cls, layout: Layout, device: torch.device) -> KeySegments:
         """Return the segments of a layout.
 
-        Example: a prompt of 3 tokens with answers of 2 and 1: pieces 3, 2, 1 in the order 0, 0, 1, 0, 2; queries end at
-        3, 5, 6, and their keys at 3, 8, 12.
+        Example: a prompt of 3 tokens with answers of 2 and 1: pieces 3, 2, 1 in the order 0, 0, 1,
+        0, 2; queries end at 3, 5, 6, and their keys at 3, 8, 12.
         """
         pieces: list[int] = []
         own: list[list[int]] = []  # of each segment
@@ -94,8 +96,9 @@ class KeySegments:
     ) -> torch.Tensor:
         """Return ``attention`` of the gathered keys and values, whose backward gathers them anew.
 
-        A prompt of p tokens with n answers has n·p rows in each gathered tensor: kept for the backward in every layer,
-        they would outgrow all other activations. What is kept are key and value themselves.
+        A prompt of p tokens with n answers has n·p rows in each gathered tensor: kept for the
+        backward in every layer, they would outgrow all other activations. What is kept are key and
+        value themselves.
         """
         gathered = self.gather(key), self.gather(value)
         if self.order is None:
@@ -120,14 +123,16 @@ class PackedSequences(PackedSeqParams):
     layout: the places of all sequences, over all context ranks.
 
     For ``TorchAttention``, and empty where Transformer Engine attends:
-    position_ids: int64 [T], the position of each of this rank's tokens in its own sequence, for the rotary embedding.
+    position_ids: int64 [T], the position of each of this rank's tokens in its own sequence, for the
+        rotary embedding.
     spans: which queries see which keys.
-    key_order: int64 [CP·T], the row of each of the micro-batch's tokens among those gathered from all context ranks;
-               None without them.
+    key_order: int64 [CP·T], the row of each of the micro-batch's tokens among those gathered from
+               all context ranks; None without them.
     context: this rank among those that share the sequences.
     segments: for Transformer Engine where prompts may be shared, in place of the bounds.
     shared: what the first layer that needs it has made of the layout, for the others (``once``).
-    angles: inverse frequencies [d / 2] and what the first attention that applies them made of them, for the others.
+    angles: inverse frequencies [d / 2] and what the first attention that applies them made of them,
+        for the others.
     """
 
     layout: Layout | None = None
@@ -142,7 +147,8 @@ class PackedSequences(PackedSeqParams):
     def spans_cut(self, spans_of: SpansOf | None, tokens: int | None) -> tuple[SpanBatch, ...]:
         """Return which queries see which keys within a window or a chunk of this many tokens; None sees all.
 
-        spans_of: ``windowed_spans`` or ``chunked_spans``; None where all is seen. Layers of one width share the spans.
+        spans_of: ``windowed_spans`` or ``chunked_spans``; None where all is seen. Layers of one
+            width share the spans.
         """
         if tokens is None or tokens >= self.layout.longest:
             return self.spans
@@ -170,11 +176,11 @@ def pack(
     """Return packed-sequence parameters for sequences laid one after the other.
 
     layout: where the sequences lie.
-    for_transformer_engine: gives the bounds (cu_seqlens) that its kernels read, in place of the spans. Without a fused
-        kernel Megatron-Core asks the device for the lengths then, twice in every layer; without bounds it applies
-        rotary angles token by token (model/rotary.py).
-    share_prompts: prompts may be shared, so that Transformer Engine gets segments in place of the bounds, whose
-        positions all begin at 0.
+    for_transformer_engine: gives the bounds (cu_seqlens) that its kernels read, in place of the
+        spans. Without a fused kernel Megatron-Core asks the device for the lengths then, twice in
+        every layer; without bounds it applies rotary angles token by token (model/rotary.py).
+    share_prompts: prompts may be shared, so that Transformer Engine gets segments in place of the
+        bounds, whose positions all begin at 0.
 
     Example: sequences of 2 and 3 tokens make cu_seqlens [0, 2, 5], or one batch of two triangles.
     """
@@ -204,9 +210,9 @@ def _key_order(lengths: tuple[int, ...], context: ContextShard, device: torch.de
 def _bounds(lengths: tuple[int, ...], device: torch.device, context: ContextShard) -> dict[str, object]:
     """Return the fields that Transformer Engine reads, of the whole sequences: int32 [S + 1] and the longest.
 
-    Under context parallelism its FlashAttention asserts on the padded bounds, FusedAttention alone makes them itself
-    (2.3 to 2.20, context_parallel.py and backends.py). No pad lies between sequences here, and the very same tensor
-    says so without a question to the device.
+    Under context parallelism its FlashAttention asserts on the padded bounds, FusedAttention alone
+    makes them itself (2.3 to 2.20, context_parallel.py and backends.py). No pad lies between
+    sequences here, and the very same tensor says so without a question to the device.
     """
     cu_seqlens = send(_bounds_of(lengths), device)
     fields: dict[str, object] = dict(
@@ -246,7 +252,8 @@ class _GatherContext(torch.autograd.Function):
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
     """Return the tokens that a token of a layer sees, itself among them; None where it sees all before it.
 
-    layer_number: the layer's over all pipeline stages, from 1 on. Megatron-Core's ``window_size`` counts the tokens
+    layer_number: the layer's over all pipeline stages, from 1 on. Megatron-Core's ``window_size``
+        counts the tokens
     before the token alone (0.16.1 ``transformer/dot_product_attention.py``).
     """
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
@@ -264,12 +271,14 @@ def _turns(packed: PackedSequences, inv_freq: torch.Tensor, dtype: torch.dtype) 
 class TorchAttention(torch.nn.Module):
     """Computes causal attention over packed input: q [T, h, d], k [T, g, d] and v [T, g, e] → [T, h·e].
 
-    No token sees another sequence's tokens, nor those before its layer's window (``window_of``). Where v is narrower
-    than q and k (model/latent_attention.py) it is filled up with zeros, which the kernels' outputs then hold too: they
-    take one width. Takes the arguments with which Megatron-Core builds a core attention.
+    No token sees another sequence's tokens, nor those before its layer's window (``window_of``).
+    Where v is narrower than q and k (model/latent_attention.py) it is filled up with zeros, which
+    the kernels' outputs then hold too: they take one width. Takes the arguments with which
+    Megatron-Core builds a core attention.
 
     softmax_offset: [h], sinks (model/gpt_oss.py); None without.
-    inv_freq: float32 [d2 / 2], d2 ≤ d, where it turns queries and keys; None where they come turned.
+    inv_freq: float32 [d2 / 2], d2 ≤ d, where it turns queries and keys; None where they come
+        turned.
     """
 
     inv_freq: torch.Tensor | None = None

@@ -1,14 +1,15 @@
 """Spans: which tokens of a micro-batch see which, as ranges of queries that see ranges of keys.
 
-A span is one block of the attention matrix: queries in a row that all see the same keys, or a causal triangle, or the
-triangle above the diagonal that a sliding window leaves (model/attention/window_spans.py). A query may be in several
-spans; their softmaxes are merged by their log-sum-exp (model/attention/flash.py). So nothing here is of the size
-[queries, keys].
+A span is one block of the attention matrix: queries in a row that all see the same keys, or a
+causal triangle, or the triangle above the diagonal that a sliding window leaves
+(model/attention/window_spans.py). A query may be in several spans; their softmaxes are merged by
+their log-sum-exp (model/attention/flash.py). So nothing here is of the size [queries, keys].
 
-Under context parallelism queries stay on their rank and keys and values are gathered: each sequence is cut in 2·CP
-chunks and rank r holds chunks r and 2·CP − 1 − r, so that causal work is the same on every rank (Megatron-Core's THD
-rotary embedding cuts alike, read, 0.16.1 ``models/common/embeddings/rope_utils.py``). A chunk sees itself by the
-triangle and all that lies before it whole.
+Under context parallelism queries stay on their rank and keys and values are gathered: each sequence
+is cut in 2·CP chunks and rank r holds chunks r and 2·CP − 1 − r, so that causal work is the same on
+every rank (Megatron-Core's THD rotary embedding cuts alike, read, 0.16.1
+``models/common/embeddings/rope_utils.py``). A chunk sees itself by the triangle and all that lies
+before it whole.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def context_positions(lengths: tuple[int, ...], rank: int, size: int) -> np.ndar
 
     Raises ValueError where a length does not split in 2·size chunks.
 
-    Example: lengths (4, 8), size 2: rank 0 holds [0, 3, 4, 5, 10, 11], rank 1 holds [1, 2, 6, 7, 8, 9].
+    Example: lengths (4, 8), size 2: rank 0 holds [0, 3, 4, 5, 10, 11], rank 1 holds [1, 2, 6, 7, 8,
+    9].
     """
     if faulty := [length for length in lengths if size > 1 and length % (2 * size)]:
         raise ValueError(
@@ -63,9 +65,10 @@ class Span(NamedTuple):
 
     first_query: place among this rank's tokens.
     first_key:   place in the micro-batch, of which other context ranks hold a part.
-    causal:      whether there are as many queries as keys, and query i sees keys 0 to i; else it sees all of them.
-    mirrored:    whether causal holds with both read from their last to their first: query i sees key i and those after
-                 it.
+    causal:      whether there are as many queries as keys, and query i sees keys 0 to i; else it
+                 sees all of them.
+    mirrored:    whether causal holds with both read from their last to their first: query i sees
+                 key i and those after it.
     """
 
     first_query: int
@@ -102,8 +105,9 @@ def causal_spans(lengths: tuple[int, ...], context: ContextShard = WHOLE) -> lis
 
     The triangles come first, and hold every query once.
 
-    Example: length 8 on rank 1 of 2: chunks 1 and 2, of two tokens each. Their triangles are Span(0, 2, 2, 2, True) and
-    Span(2, 2, 4, 2, True), and they see all before them by Span(0, 2, 0, 2, False) and Span(2, 2, 0, 4, False).
+    Example: length 8 on rank 1 of 2: chunks 1 and 2, of two tokens each. Their triangles are
+    Span(0, 2, 2, 2, True) and Span(2, 2, 4, 2, True), and they see all before them by Span(0, 2, 0,
+    2, False) and Span(2, 2, 0, 4, False).
     """
     starts, triangles, prefixes = [0, *itertools.accumulate(lengths)], [], []
     for segment, query, first, count in own_parts(lengths, context):
@@ -118,8 +122,8 @@ class SpanBatch:
     """Holds spans that one call of a variable-length kernel computes: of one kind, and no query in two of them.
 
     For such a kernel, and None on a CPU:
-    query_rows, key_rows:     int64, the spans' tokens, one span after the other; None where these are all tokens in
-                              order.
+    query_rows, key_rows:     int64, the spans' tokens, one span after the other; None where these
+                              are all tokens in order.
     query_bounds, key_bounds: int32 [spans + 1], where each span begins and ends in those rows.
     """
 

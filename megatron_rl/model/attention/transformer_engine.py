@@ -1,14 +1,15 @@
 """Transformer Engine's attention over shared prompts: each segment's queries see gathered keys, aligned at their ends.
 
-A prompt's queries see its own keys. A response's see the prompt's keys and then its own, so that its last query is its
-last key's: the causal mask is aligned bottom right. Read in Transformer Engine 2.3 and 2.18 (pytorch/attention/
-dot_product_attention/utils.py ``get_attention_backend``): FlashAttention and FusedAttention both take
-``padding_causal_bottom_right``, with bounds of the queries that differ from those of the keys. This module is imported
-where Transformer Engine is.
+A prompt's queries see its own keys. A response's see the prompt's keys and then its own, so that
+its last query is its last key's: the causal mask is aligned bottom right. Read in Transformer
+Engine 2.3 and 2.18 (pytorch/attention/ dot_product_attention/utils.py ``get_attention_backend``):
+FlashAttention and FusedAttention both take ``padding_causal_bottom_right``, with bounds of the
+queries that differ from those of the keys. This module is imported where Transformer Engine is.
 
-The rotary angles are applied here too, by the fused kernel: over packed sequences it counts positions from each bound
-(``thd``), where an answer's go on from its prompt's, but over one sequence (``sbhd``) it takes a row of angles for each
-token, and the micro-batch is laid as one (read in 2.3 and 2.20, pytorch/attention/rope.py, and run on an H100 in 2.20).
+The rotary angles are applied here too, by the fused kernel: over packed sequences it counts
+positions from each bound (``thd``), where an answer's go on from its prompt's, but over one
+sequence (``sbhd``) it takes a row of angles for each token, and the micro-batch is laid as one
+(read in 2.3 and 2.20, pytorch/attention/rope.py, and run on an H100 in 2.20).
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ MASK = "padding_causal_bottom_right"
 class SharedPromptAttention(TEDotProductAttention):
     """Computes causal attention over packed input: q [T, h, d], k and v [T, g, d] → [T, h·d].
 
-    It stands in for Megatron-Core's TEDotProductAttention where prompts may be shared, and takes its arguments.
+    It stands in for Megatron-Core's TEDotProductAttention where prompts may be shared, and takes
+    its arguments.
 
-    inv_freq: float32 [d2 / 2], d2 ≤ d, where it turns queries and keys; None where they come turned.
+    inv_freq: float32 [d2 / 2], d2 ≤ d, where it turns queries and keys; None where they come
+        turned.
     """
 
     inv_freq: torch.Tensor | None = None

@@ -1,8 +1,9 @@
 """A chunk of the model built by Megatron-Bridge's provider, of the layers that packing and shared prompts need.
 
-The provider builds Megatron-Core's GPTModel, and what its family adds to it (Gemma scales its embeddings). Set here are
-the fields that the token-sum seam owns, the parallel sizes, and the layers' specification: Megatron-Core's plain layer
-with the attention of model/attention/packed.py and norms of torch, or Transformer Engine's.
+The provider builds Megatron-Core's GPTModel, and what its family adds to it (Gemma scales its
+embeddings). Set here are the fields that the token-sum seam owns, the parallel sizes, and the
+layers' specification: Megatron-Core's plain layer with the attention of model/attention/packed.py
+and norms of torch, or Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.algorithm.sharing import shares_prompts
-from megatron_rl.config import Config
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
@@ -22,6 +22,7 @@ from megatron_rl.model.layer_spec import RMSNorm
 from megatron_rl.model.post_norm import ShiftedRMSNorm
 from megatron_rl.model.rotary import Angles
 from megatron_rl.model.seam_fields import seam_fields, users_fields
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.model.transformer_fields import overruled
 from megatron_rl.weights.model_shape import ModelShape
 
@@ -53,13 +54,13 @@ def norm_of(config: TransformerConfig) -> type[torch.nn.Module]:
     return ShiftedRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
 
 
-def bridged_config(shape: ModelShape, hf_config: Any, config: Config, topology: Topology) -> TransformerConfig:
+def bridged_config(shape: ModelShape, hf_config: Any, settings: ModelSettings, topology: Topology) -> TransformerConfig:
     """Return Megatron-Bridge's provider, which is a TransformerConfig, with the seam's fields and the user's set.
 
     Raises ConfigError where Megatron-Core refuses its fields.
     """
     provider, _ = read_provider(hf_config)
-    extra = users_fields(config.megatron.transformer, lora_rank=config.lora.rank)
+    extra = users_fields(settings.megatron.transformer, lora_rank=settings.lora.rank)
     engine = shape.layer_spec == "transformer_engine"
     fields = dict(
         vocab_size=shape.padded_vocab_size,
@@ -68,7 +69,8 @@ def bridged_config(shape: ModelShape, hf_config: Any, config: Config, topology: 
         seq_length=shape.context_tokens,
         fp16=False,
         autocast_dtype=None,
-        apply_rope_fusion=engine and not shares_prompts(config, shape.layer_spec),
+        apply_rope_fusion=engine
+        and not shares_prompts(settings.plan, settings.parallel, settings.megatron, shape.layer_spec),
         bias_activation_fusion=engine and provider.activation_func is F.silu,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -78,9 +80,9 @@ def bridged_config(shape: ModelShape, hf_config: Any, config: Config, topology: 
         **seam_fields(
             shape,
             topology,
-            dtype=config.model.dtype,
-            sequence_parallel=config.parallel.sequence_parallel,
-            deterministic=config.run.deterministic,
+            dtype=settings.model.dtype,
+            sequence_parallel=settings.parallel.sequence_parallel,
+            deterministic=settings.deterministic,
         ),
     )
     if not engine:

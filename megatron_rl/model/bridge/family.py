@@ -1,8 +1,9 @@
 """A family as NVIDIA's Megatron-Bridge describes it: its provider read as a shape, its mapping as entries of ours.
 
-Read in megatron-bridge 0.6.2 (``models/conversion/auto_bridge.py``, ``mapping_registry.py``, ``param_mapping.py``,
-``models/gpt_provider.py``) beside megatron-core 0.19.2. A family is taken where its layers are Megatron-Core's plain
-GPT layers, of which those built here differ in attention's kernel alone; any other is refused with the reason.
+Read in megatron-bridge 0.6.2 (``models/conversion/auto_bridge.py``, ``mapping_registry.py``,
+``param_mapping.py``, ``models/gpt_provider.py``) beside megatron-core 0.19.2. A family is taken
+where its layers are Megatron-Core's plain GPT layers, of which those built here differ in
+attention's kernel alone; any other is refused with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ RUN_WITH = {"megatron-bridge": "0.6", "megatron-core": "0.19"}  # the releases t
 INSTALL = "pip install 'megatron_rl[bridge]', in an environment of its own (docs/bridge.md)"
 _FINAL_BIAS = Entry(megatron="decoder.final_layernorm.bias", hf=("model.norm.bias",), layout=Layout.REPLICATED)
 ROTARY = ("default", "linear", "llama3")  # others scale attention too, or depend on the length
-# Fields of a provider, the values that the layers built here have, and what another value would ask for.
+# Fields of a provider, the values that the layers built here have, and what another value would ask
+# for.
 PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
     "multi_latent_attention": ((False,), "multi-latent attention"),
     "num_moe_experts": ((None, 0), "a mixture of experts (the families of docs/models.md have them)"),
@@ -54,8 +56,8 @@ PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
 def read_provider(hf_config: Any) -> tuple[Any, Any]:
     """Return Megatron-Bridge's provider of a config, and its mapping registry; no weights are read.
 
-    Raises ConfigError where the package is missing or of another release, and for a family that it, or the seam here,
-    does not take.
+    Raises ConfigError where the package is missing or of another release, and for a family that it,
+    or the seam here, does not take.
     """
     check_releases()
     try:
@@ -130,8 +132,8 @@ def refuse_other_angles(hf_config: Any) -> None:
 def bridged_shape(hf_config: Any, *, layer_spec: str, vocab_multiple: int) -> ModelShape:
     """Return the shape of a Hugging Face config by Megatron-Bridge's provider, and register its family.
 
-    The arguments are ``hf_config.read_shape``'s. Raises ConfigError as ``read_provider`` does, and for a mapping with a
-    layout that weights/entry.py lacks.
+    The arguments are ``hf_config.read_shape``'s. Raises ConfigError as ``read_provider`` does, and
+    for a mapping with a layout that weights/entry.py lacks.
     """
     provider, registry = read_provider(hf_config)
     refuse_other_angles(hf_config)
@@ -210,7 +212,8 @@ def _parameters(provider: Any, *, fused: bool) -> dict[str, str]:
 def _entry(registry: Any, name: str, kind: str, model_type: str, *, gated: bool) -> Entry:
     """Return the entry of a layer's parameter by the mapping's own kind. Raises ConfigError for one that has no layout.
 
-    The layouts of q, k, v and of gate and up are the same in both (tests/bridge_oracle.py, tests/bridge).
+    The layouts of q, k, v and of gate and up are the same in both (tests/bridge_oracle.py,
+    tests/bridge).
     """
     from megatron.bridge.models.conversion import param_mapping
 

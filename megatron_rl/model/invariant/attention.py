@@ -1,11 +1,13 @@
 """Attention whose result for a query has the same bits in a packed pass over whole sequences and beside a cache.
 
-A query reads its keys in blocks of ``KEY_BLOCK`` positions, counted from its own sequence's beginning, in order, with a
-running maximum and sum (the online softmax of Milakov and Gimelshein, 2018, arXiv:1805.02867). Every product has one
-shape: ``ITEMS`` items of ``QUERIES`` queries each, an item's queries being of one sequence, against one block of keys
-each; what is lacking is filled. A block that a query does not see multiplies its sums by exactly 1 and adds exactly 0.
-Products are in float32. The gradient is the flash kernel's (model/attention/flash.py), by the output and the
-log-sum-exps of this forward.
+A query reads its keys in blocks of ``KEY_BLOCK`` positions, counted from its own sequence's
+beginning, in order, with a running maximum and sum (the online softmax of Milakov and Gimelshein,
+2018, arXiv:1805.02867). Every product has one
+shape: ``ITEMS`` items of ``QUERIES`` queries each, an item's queries being of one sequence, against
+    one block of keys
+each; what is lacking is filled. A block that a query does not see multiplies its sums by exactly 1
+and adds exactly 0. Products are in float32. The gradient is the flash kernel's
+(model/attention/flash.py), by the output and the log-sum-exps of this forward.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def _one_product(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 outputs [ITEMS · g, M, d] and log-sum-exps [ITEMS · g, M] of q [ITEMS · g, M, d].
 
-    limit: int64 [ITEMS · g, M, 1], the keys that each query sees. keys: int64 [ITEMS, blocks · KEY_BLOCK].
+    limit: int64 [ITEMS · g, M, 1], the keys that each query sees. keys: int64 [ITEMS, blocks ·
+        KEY_BLOCK].
     """
     groups = key.shape[1]
     highest = q.new_full(q.shape[:2], -torch.inf)

@@ -38,8 +38,8 @@ def _product(input, weight, bias=None, *, allreduce_dgrad=False, tp_group=None, 
 class InvariantColumnLinear(ColumnParallelLinear):
     """Splits its output over tensor ranks.
 
-    shards: in a model that computes for several tensor ranks, each one's rows of the weight; ``order``: int64, the
-        place of each output among theirs.
+    shards: in a model that computes for several tensor ranks, each one's rows of the weight;
+        ``order``: int64, the place of each output among theirs.
     """
 
     shards: tuple[torch.Tensor, ...] = ()
@@ -92,8 +92,9 @@ def give_angles(model: GPTModel, frequencies: torch.Tensor) -> None:
 def compute_for_ranks(model: GPTModel, ranks: int) -> None:
     """Have a whole model, whose weights are set, compute as so many tensor ranks together do, shard by shard.
 
-    A product's order of summation may follow its width as well, so that each shard's is computed by itself. Of the
-    first linear of an MLP a rank holds a part of the gate's rows and one of the others'. Without a gradient.
+    A product's order of summation may follow its width as well, so that each shard's is computed by
+    itself. Of the first linear of an MLP a rank holds a part of the gate's rows and one of the
+    others'. Without a gradient.
     """
     if ranks == 1:
         return

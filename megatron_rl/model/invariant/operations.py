@@ -1,12 +1,13 @@
 """Row-invariant operations: a row's result has the same bits whatever rows stand beside it, and however many.
 
-A matrix product's order of summation may follow its number of rows, and an exponential's rounding the place of an
-element within a vector register. So every product and every sum runs over blocks of ``BLOCK_ROWS`` rows, the last one
-padded, and every function of single elements over pieces whose length is a multiple of ``LANES``, small enough that
-torch does not split them over threads. What is left is that one kernel, called with one shape, treats all rows alike;
-tests/unit/model/test_invariant.py holds the kernels of this host to it. Gradients are those of the ordinary operations,
-which need no such care. The idea of fixed shapes is that of Thinking Machines Lab, "Defeating Nondeterminism in LLM
-Inference" (2025).
+A matrix product's order of summation may follow its number of rows, and an exponential's rounding
+the place of an element within a vector register. So every product and every sum runs over blocks of
+``BLOCK_ROWS`` rows, the last one padded, and every function of single elements over pieces whose
+length is a multiple of ``LANES``, small enough that torch does not split them over threads. What is
+left is that one kernel, called with one shape, treats all rows alike;
+tests/unit/model/test_invariant.py holds the kernels of this host to it. Gradients are those of the
+ordinary operations, which need no such care. The idea of fixed shapes is that of Thinking Machines
+Lab, "Defeating Nondeterminism in LLM Inference" (2025).
 """
 
 from __future__ import annotations

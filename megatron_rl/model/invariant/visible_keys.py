@@ -24,7 +24,8 @@ class Sight:
 
     queries: int64 [I, QUERIES], rows of the query tensor; 0 where ``real`` is False.
     real:    bool [I, QUERIES], whether there is such a query.
-    seen:    int64 [I, QUERIES], how many keys it sees, from its sequence's first one on; at least 1.
+    seen:    int64 [I, QUERIES], how many keys it sees, from its sequence's first one on; at least
+             1.
     keys:    int64 [K], rows of the key tensor, one sequence after the other, each by position.
     first:   int64 [I], where the keys of an item's sequence begin among ``keys``.
     """
@@ -63,7 +64,8 @@ class Sight:
     def key_rows(self, part: slice) -> torch.Tensor:
         """Return int64 [items, blocks · KEY_BLOCK], the key rows of the items ``part`` by position; 0 after the last.
 
-        They are made for one product at a time: for all items they would be as many as queries times keys.
+        They are made for one product at a time: for all items they would be as many as queries
+        times keys.
         """
         last = self.seen[part].amax(1, keepdim=True)
         width = -(-int(last.max()) // KEY_BLOCK) * KEY_BLOCK

@@ -1,7 +1,8 @@
 """Chunks of logits between the matrix products of linear.py: how many tokens, in which memory, by which kernel.
 
-Torch's operations work on them, or, where ``model.logprob_kernel`` says so, the Triton kernels of kernels.py, which are
-held against torch's operations. Under ``rollout.bitwise`` the forward is row-invariant (row_invariant.py).
+Torch's operations work on them, or, where ``model.logprob_kernel`` says so, the Triton kernels of
+kernels.py, which are held against torch's operations. Under ``rollout.bitwise`` the forward is
+row-invariant (row_invariant.py).
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ Kernel = Literal["torch", "triton", "invariant"]
 AskedKernel = Literal["auto", "torch", "triton", "invariant"]
 UNDERFLOW = -1e4  # e^x is 0 from it down, in float64 too; finite, so that 0 · x is 0 for a masked logit (−inf) as well
 
-# Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens: it reads and writes the
-# float32 sum, 4.3 GB per chunk at V/TP = 151,936 and H = 3,584. So a GPU takes as many tokens as leave a chunk's
-# buffers within 1.25 GiB: by torch's operations 768 there in bfloat16, by the Triton kernels, whose one buffer is the
-# product's, 4,096. On one H100, 8,192 tokens forward and backward at H = 1,536 took the kernels 35.8 ms in chunks of
-# 768, 29.1 of 2,048 and 27.2 of 4,096, torch's operations 74.7 and 66.2 of the first two (docs/performance.md). On the
+# Every chunk adds a product [V/TP, H] to the weight's gradient, however few its tokens: it reads
+# and writes the float32 sum, 4.3 GB per chunk at V/TP = 151,936 and H = 3,584. So a GPU takes as
+# many tokens as leave a chunk's buffers within 1.25 GiB: by torch's operations 768 there in
+# bfloat16, by the Triton kernels, whose one buffer is the product's, 4,096. On one H100, 8,192
+# tokens forward and backward at H = 1,536 took the kernels 35.8 ms in chunks of 768, 29.1 of 2,048
+# and 27.2 of 4,096, torch's operations 74.7 and 66.2 of the first two (docs/performance.md). On the
 # CPU the buffers' place in its caches counts for more: 512 was measured.
 CPU_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 512, 4096
@@ -144,7 +146,8 @@ class Chunks:
 class TorchChunks(Chunks):
     """Works on chunks of logits by torch's operations, in two buffers of float32 and one of hidden's dtype.
 
-    The latter, the product's, is left out where hidden is float32, and the second in a backward that needs none.
+    The latter, the product's, is left out where hidden is float32, and the second in a backward
+    that needs none.
     """
 
     def __init__(self, head: Head, hidden: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> None:
@@ -168,7 +171,8 @@ class TorchChunks(Chunks):
         """Fill one chunk's ``peak`` and ``stats``, as kernels.py ``statistics`` does; all are of the chunk's rows."""
         x = self.scaled_logits(rows)
         stats[2] = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
-        # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be NaN
+        # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be
+        # NaN
         peak.copy_(x.amax(-1).clamp_(min=torch.finfo(x.dtype).min))
         x.sub_(peak[:, None])
         e = torch.exp(x, out=self.e[: x.shape[0]])
@@ -192,7 +196,8 @@ class TorchChunks(Chunks):
             x.add_(at_logprob[:, None]).mul_(e).neg_()
         else:
             x = e.mul_(-at_logprob[:, None])
-        # scatter_add_ over two dimensions raises under run.deterministic on CUDA; each row has one target
+        # scatter_add_ over two dimensions raises under run.deterministic on CUDA; each row has one
+        # target
         target = column.clamp(min=0)[:, None]
         x.scatter_(1, target, x.gather(1, target) + (at_logprob * (column >= 0))[:, None])
         return x if self.product is self.x else self.product[: x.shape[0]].copy_(x)

@@ -1,9 +1,9 @@
 """Triton kernels of model/logprob/linear.py: each reads a chunk's logits once, from the matrix product's own memory.
 
-torch's operations read and write the chunk some ten times in float32. The statistics are those of the online softmax
-(Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), carried on to Σ (x−m) e^{x−m}. The tests hold
-them to torch's operations by Triton's interpreter, which decorates what is imported while TRITON_INTERPRET=1; on an
-H100 they ran in Triton 3.6 (docs/performance.md).
+torch's operations read and write the chunk some ten times in float32. The statistics are those of
+the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), carried on to Σ (x−m)
+e^{x−m}. The tests hold them to torch's operations by Triton's interpreter, which decorates what is
+imported while TRITON_INTERPRET=1; on an H100 they ran in Triton 3.6 (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ BLOCK_COLUMNS = 2048  # logits of a row that a program holds at a time, a power 
 NUM_WARPS = 8
 
 
-# triton.language's own sum and max are decorated when triton is imported, before a test may ask for the interpreter.
+# triton.language's own sum and max are decorated when triton is imported, before a test may ask for
+# the interpreter.
 @triton.jit
 def _added(a, b):
     return a + b
@@ -158,8 +159,8 @@ def turn_into_gradient(
 
     logits, own_column, underflow: as in ``statistics``.
     log_z, entropy: [N], in nats, over all tensor ranks.
-    at_logprob, at_entropy: [N], the gradients of log-prob and entropy over the temperature; None for the latter where
-                the entropy carries no gradient.
+    at_logprob, at_entropy: [N], the gradients of log-prob and entropy over the temperature; None
+                for the latter where the entropy carries no gradient.
     """
     blocks = -(-logits.shape[1] // BLOCK_COLUMNS)
     with torch.cuda.device_of(logits):

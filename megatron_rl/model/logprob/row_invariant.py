@@ -1,7 +1,7 @@
 """Log-probs of ``rollout.bitwise``: the rows have the same bits in any batch, and over any number of tensor ranks.
 
-The trainer's kernel "invariant" works on blocks of logits, and the engine on the logits of a step (``rank_logprob``),
-to the same bits. Operations are those of model/invariant/operations.py.
+The trainer's kernel "invariant" works on blocks of logits, and the engine on the logits of a step
+(``rank_logprob``), to the same bits. Operations are those of model/invariant/operations.py.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def combine_in_order(ranks: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[to
 def rank_logits(hidden: torch.Tensor, weight: torch.Tensor, *, vocab_size: int, ranks: int) -> list[torch.Tensor]:
     """Return what so many tensor ranks have as logits, one after the other, by the kernel "invariant".
 
-    hidden: [N, H]; weight: [≥ vocab_size, H], whole. Each [N, its share of the vocabulary], of the last ones less.
+    hidden: [N, H]; weight: [≥ vocab_size, H], whole. Each [N, its share of the vocabulary], of the
+        last ones less.
     """
     width = -(-vocab_size // ranks)
     columns = [own_columns(width, rank, vocab_size) for rank in range(ranks)]

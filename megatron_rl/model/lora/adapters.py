@@ -37,9 +37,9 @@ def put_adapters(
 ) -> ModelShape:
     """Freeze this rank's chunks, put adapters beside their linear layers and return the shape with adapters.
 
-    A starts as PEFT's does (kaiming uniform: uniform within ±1/√in), from ``seed`` and its own name, so that every
-    layout starts with the same; B starts at zero. Raises ConfigError where the layers cannot take adapters. Not a
-    collective.
+    A starts as PEFT's does (kaiming uniform: uniform within ±1/√in), from ``seed`` and its own
+    name, so that every layout starts with the same; B starts at zero. Raises ConfigError where the
+    layers cannot take adapters. Not a collective.
     """
     shape = shape.with_adapters(lora)
     _check_place(shape, any(chunk.config.moe_shared_expert_overlap for chunk in chunks))
@@ -83,9 +83,10 @@ def start_adapters(
 ) -> None:
     """Give this rank's adapters the values of untrained ones, and the scale of their rank. Not a collective.
 
-    rank: at most ``lora.rank``: rows of A and columns of B beyond it are zeros, and stay zeros, since each is the
-        other's gradient; None: ``lora.rank``.
-    targets: the linear layers whose adapters train; those of others are zeros, and stay so; None: all that have one.
+    rank: at most ``lora.rank``: rows of A and columns of B beyond it are zeros, and stay zeros,
+        since each is the other's gradient; None: ``lora.rank``.
+    targets: the linear layers whose adapters train; those of others are zeros, and stay so; None:
+        all that have one.
     """
     fill_adapters(chunks, shape, topology, _Start(shape, seed))
     rank = rank or shape.lora_rank
@@ -101,8 +102,9 @@ def start_adapters(
 def _starts_the_graph(_embedding: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
     """Make a frozen embedding's output require a gradient, for the recomputation of the layers after it.
 
-    Megatron-Core's recomputation gives no gradient to parameters inside it unless one of its inputs requires a gradient
-    (0.16.1 ``tensor_parallel/random.py`` CheckpointFunction), and a frozen embedding's output does not.
+    Megatron-Core's recomputation gives no gradient to parameters inside it unless one of its inputs
+    requires a gradient (0.16.1 ``tensor_parallel/random.py`` CheckpointFunction), and a frozen
+    embedding's output does not.
     """
     if torch.is_grad_enabled():
         output.requires_grad_()
@@ -201,8 +203,9 @@ def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Turn the adapters off within the body: it computes with and exports the frozen model. Not a collective.
 
-    Under ``overlap_param_gather`` the gather of parameters must have ended before (``Schedule.gather_parameters``): in
-    the body no forward pass would wait for it. Raises ValueError where the model has no adapters.
+    Under ``overlap_param_gather`` the gather of parameters must have ended before
+    (``Schedule.gather_parameters``): in the body no forward pass would wait for it. Raises
+    ValueError where the model has no adapters.
     """
     adapters = adapters_of(chunks)
     if not adapters:

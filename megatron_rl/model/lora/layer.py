@@ -1,32 +1,34 @@
 """LoRA adapters of linear layers: y = W x + (alpha / rank) · B A x (Hu et al. 2021, arXiv:2106.09685, eq. 3).
 
-W and the rest of the model are frozen. A pair (A [rank, in], B [out, rank]) belongs to one Hugging Face
-projection, though Megatron-Core fuses q, k, v and gate, up: so a pair means the same under every layout, and to PEFT. A
-forward hook on the linear adds the pairs' outputs.
+W and the rest of the model are frozen. A pair (A [rank, in], B [out, rank]) belongs to one Hugging
+Face projection, though Megatron-Core fuses q, k, v and gate, up: so a pair means the same under
+every layout, and to PEFT. A forward hook on the linear adds the pairs' outputs.
 
 With p tensor ranks, each with its shard of W, a linear layer is:
 
-- split by rows (linear_qkv, linear_fc1): A is whole on every rank, B has a rank's own rows. Every rank computes A x; in
-  backward the gradient of A x, ``rank`` numbers per token and pair, is summed over ranks, so that the gradients of A
-  and of x are whole on each of them. Under sequence parallelism x holds a rank's own tokens: A x is gathered, its
-  gradient is reduce-scattered, and A's gradient, of its own tokens, is summed by finalize.
-- split by columns (linear_proj, linear_fc2): A has a rank's own columns, B is whole. A x is summed over ranks (under
-  sequence parallelism reduce-scattered); B's gradient is whole on every rank (under sequence parallelism it is of the
-  rank's own tokens, and summed by finalize).
+- split by rows (linear_qkv, linear_fc1): A is whole on every rank, B has a rank's own rows. Every
+  rank computes A x; in backward the gradient of A x, ``rank`` numbers per token and pair, is summed
+  over ranks, so that the gradients of A and of x are whole on each of them. Under sequence
+  parallelism x holds a rank's own tokens: A x is gathered, its gradient is reduce-scattered, and
+  A's gradient, of its own tokens, is summed by finalize.
+- split by columns (linear_proj, linear_fc2): A has a rank's own columns, B is whole. A x is summed
+  over ranks (under sequence parallelism reduce-scattered); B's gradient is whole on every rank
+  (under sequence parallelism it is of the rank's own tokens, and summed by finalize).
 
-A parameter that finalize sums carries the mark ``sequence_parallel``, and a split one ``tensor_model_parallel``:
-without the latter the gradient norm counts tensor rank 0's part alone; a whole parameter is counted once (0.16.1
-``finalize_model_grads.py``, ``optimizer/optimizer.py``).
+A parameter that finalize sums carries the mark ``sequence_parallel``, and a split one
+``tensor_model_parallel``: without the latter the gradient norm counts tensor rank 0's part alone; a
+whole parameter is counted once (0.16.1 ``finalize_model_grads.py``, ``optimizer/optimizer.py``).
 
-A routed expert's linear has pairs of its own, which take the tokens that the dispatcher brought to it; a grouped linear
-of Transformer Engine has a module of them (``GroupedAdapter``). The dispatcher gathers an expert's tokens over its
-tensor ranks, and sums the outputs and the gradients of the inputs (0.16.1 ``moe/token_dispatcher.py``): the adapter's
-term is a share of a sum as its linear's is, and what is left to sum is the gradient of the half that is whole on every
-expert tensor rank, in backward. Such a half bears the mark on the first of those ranks, so that the norm counts it
+A routed expert's linear has pairs of its own, which take the tokens that the dispatcher brought to
+it; a grouped linear of Transformer Engine has a module of them (``GroupedAdapter``). The dispatcher
+gathers an expert's tokens over its tensor ranks, and sums the outputs and the gradients of the
+inputs (0.16.1 ``moe/token_dispatcher.py``): the adapter's term is a share of a sum as its linear's
+is, and what is left to sum is the gradient of the half that is whole on every expert tensor rank,
+in backward. Such a half bears the mark on the first of those ranks, so that the norm counts it
 there, whichever tensor rank that is.
 
-Transformer Engine's fused layers take their input before its norm, which is within them: their adapters compute it
-once more from the layer's own frozen weight.
+Transformer Engine's fused layers take their input before its norm, which is within them: their
+adapters compute it once more from the layer's own frozen weight.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ MERGED_ROWS = 1024  # rows of a weight that are merged at a time, in float32
 class Adapter(torch.nn.Module):
     """Holds the pairs of one linear layer, as parameters ``<projection>_A`` and ``<projection>_B``.
 
-    The pairs are zeros until they are filled. enabled: False inside ``adapters_off``. target: the linear layer's name.
+    The pairs are zeros until they are filled. enabled: False inside ``adapters_off``. target: the
+    linear layer's name.
     """
 
     def __init__(self, linear: torch.nn.Module, weight: Entry, shape: ModelShape, topology: Topology) -> None:
@@ -96,7 +99,8 @@ class Adapter(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the adapter's term of this rank's output of the linear.
 
-        x: [S, 1, in], what the linear's product takes, or [T, in], the tokens of an expert. The term is [S', 1, out] or
+        x: [S, 1, in], what the linear's product takes, or [T, in], the tokens of an expert. The
+            term is [S', 1, out] or
         [T, out], as the linear's output.
         """
         pairs = self.pairs()
@@ -127,8 +131,8 @@ class Adapter(torch.nn.Module):
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """Return W + (alpha / rank) · B A of this rank's shard in a new tensor.
 
-        Product and sum are computed in float32 and rounded to W's dtype once. The memory is that of the result and of
-        two float32 blocks of MERGED_ROWS rows.
+        Product and sum are computed in float32 and rounded to W's dtype once. The memory is that of
+        the result and of two float32 blocks of MERGED_ROWS rows.
         """
         merged = weight.detach().clone()
         grouped, start = merged.unflatten(0, (self.groups, -1)), 0

@@ -1,16 +1,19 @@
 """Rollouts that agents make: an engine that runs an agent per sample and records what it asks the endpoint.
 
-Agents run in threads and speak HTTP. An engine of this process samples in the thread of ``generate`` alone, all
-requests that wait together; one that is elsewhere gets each request at once, while it samples others.
+Agents run in threads and speak HTTP. An engine of this process samples in the thread of
+``generate`` alone, all requests that wait together; one that is elsewhere gets each request at
+once, while it samples others.
 
-A session ends once its agent has returned and its reward is known: a number that the agent returned, or one that came
-by POST /sessions/ID/reward. It fails where the agent raises, has asked nothing, or where there is no reward
-``rollout.endpoint.deadline_s`` after its start; ``environment.on_error`` says what follows. Where a request was refused
-for the session's length or number of requests, an agent that raises has ended its episode, and has not failed.
+A session ends once its agent has returned and its reward is known: a number that the agent
+returned, or one that came by POST /sessions/ID/reward. It fails where the agent raises, has asked
+nothing, or where there is no reward ``rollout.endpoint.deadline_s`` after its start;
+``environment.on_error`` says what follows. Where a request was refused for the session's length or
+number of requests, an agent that raises has ended its episode, and has not failed.
 
-What an agent asks ends no run. An error of the engine other than EngineLost is one request's own if it fails alone too,
-and the engine then samples a token behind an end of sequence: the request is refused to its agent. An engine that does
-not even sample that is broken, and the error ends the call.
+What an agent asks ends no run. An error of the engine other than EngineLost is one request's own if
+it fails alone too, and the engine then samples a token behind an end of sequence: the request is
+refused to its agent. An engine that does not even sample that is broken, and the error ends the
+call.
 """
 
 from __future__ import annotations
@@ -185,8 +188,8 @@ class AgentEngine(EngineAround):
     ) -> list[Rollout]:
         """Return rollouts as ``Engine.generate`` does, one for each session; ``max_tokens`` bounds whole responses.
 
-        Raises EpisodeError, with the sample's id, where a session fails under ``environment.on_error=fail``, and the
-        error of an engine that is broken (see the module).
+        Raises EpisodeError, with the sample's id, where a session fails under
+        ``environment.on_error=fail``, and the error of an engine that is broken (see the module).
         """
         rooms = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
         call = _Call()
@@ -248,7 +251,8 @@ class AgentEngine(EngineAround):
     def _sample(self, waiting: Sequence[Pending], temperature: float | None) -> None:
         """Run the engine on requests that wait, and answer each as soon as it is sampled.
 
-        Where that fails each is tried alone; one that fails alone is refused, or the engine is broken (see the module).
+        Where that fails each is tried alone; one that fails alone is refused, or the engine is
+        broken (see the module).
         """
 
         def took(index: int, rollouts: list[Rollout]) -> None:

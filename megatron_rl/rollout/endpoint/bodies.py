@@ -1,7 +1,7 @@
 """Bodies of requests: their schemas, which are strict, and the requests that they ask for. Other fields are ignored.
 
-A value that a schema refuses gets status 400, with its field and the way out. So does a field that would change what
-is sampled (NEUTRAL).
+A value that a schema refuses gets status 400, with its field and the way out. So does a field that
+would change what is sampled (NEUTRAL).
 """
 
 from __future__ import annotations

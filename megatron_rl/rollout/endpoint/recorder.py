@@ -1,9 +1,9 @@
 """The record of one agent's session: its turns, how they chain, and the sample that they become. Pure.
 
-1. A request that extends a recorded conversation keeps the recorded tokens: its context is the earlier turn's context,
-   the earlier turn's sampled tokens, and the tokens of what is new.
-2. Conversations that share a beginning are branches of one tree. The branch of the turn that was answered last is the
-   session's sample: a group has a fixed number of samples.
+1. A request that extends a recorded conversation keeps the recorded tokens: its context is the
+   earlier turn's context, the earlier turn's sampled tokens, and the tokens of what is new.
+2. Conversations that share a beginning are branches of one tree. The branch of the turn that was
+   answered last is the session's sample: a group has a fixed number of samples.
 3. Of that sample each sampled token carries loss, and no other token.
 """
 
@@ -13,7 +13,8 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# A conversation is a text, token ids, or messages, each as canonical JSON: any sequence with prefixes.
+# A conversation is a text, token ids, or messages, each as canonical JSON: any sequence with
+# prefixes.
 Conversation = str | tuple
 Frame = tuple[str, str]
 
@@ -34,11 +35,12 @@ def digests(conversation: Conversation, lengths: Iterable[int]) -> list[tuple[in
 class Turn:
     """Holds one answered request.
 
-    frame:    the form and what is rendered beside the conversation, such as ("chat", the tools' digest); only turns of
-              one frame chain.
+    frame:    the form and what is rendered beside the conversation, such as ("chat", the tools'
+              digest); only turns of one frame chain.
     parent:   the turn that it extends, or None.
     known:    (length, digest) of the whole conversation, the reply included (``digests``).
-    new_ids:  the tokens between the parent's last and the first sampled one; of a turn without a parent, its prompt.
+    new_ids:  the tokens between the parent's last and the first sampled one; of a turn without a
+              parent, its prompt.
     ids, logprobs: [T] what was sampled, its stop token included.
     weight_versions: (version, tokens) in order, as in Rollout.
     finish_reason: "stop" or "length".
@@ -71,11 +73,12 @@ class Branch:
     """Holds the sample of a session.
 
     prompt_ids: the tokens of its first request.
-    response_ids, logprobs, loss_mask: [T], as in Rollout; log-probs are 0.0 where nothing was sampled.
+    response_ids, logprobs, loss_mask: [T], as in Rollout; log-probs are 0.0 where nothing was
+        sampled.
     weight_versions: as in Rollout; tokens that were not sampled count to the turn before them.
 
-    Example: prompt (5,), a turn (8, 0), a tool's (4,), a turn (9, 0): ``response_ids=(8, 0, 4, 9, 0)``,
-    ``loss_mask=(True, True, False, True, True)``.
+    Example: prompt (5,), a turn (8, 0), a tool's (4,), a turn (9, 0): ``response_ids=(8, 0, 4, 9,
+    0)``, ``loss_mask=(True, True, False, True, True)``.
     """
 
     prompt_ids: tuple[int, ...]
@@ -97,8 +100,9 @@ class Record:
     def parent_of(self, frame: Frame, conversation: Conversation) -> Turn | None:
         """Return the turn that a request extends: the one with the longest conversation, the latest of equals.
 
-        The request must say something new, unless it lets a text go on that ``max_tokens`` had cut off. It takes time
-        linear in the conversation and the number of turns, and may be called while another thread adds one.
+        The request must say something new, unless it lets a text go on that ``max_tokens`` had cut
+        off. It takes time linear in the conversation and the number of turns, and may be called
+        while another thread adds one.
         """
         lengths = [length for length in self._lengths.get(frame, ()) if length <= len(conversation)]
         for known in reversed(digests(conversation, lengths)):

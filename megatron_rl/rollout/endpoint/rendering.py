@@ -18,7 +18,8 @@ from megatron_rl.rollout.endpoint.requests import CompletionRequest, Refused
 FORMS = ((True, ""), (False, ""), (True, None), (False, None))  # arguments as an object; a content that is empty
 LEAST_CHARACTERS = 2**16  # that a request may have, whatever the context: for tools that a template shortens
 MOST_SAID = 1000  # characters of a template's or a tokenizer's own words in an error
-# The form in which Hermes', Qwen's and other templates ask for calls; a call in another form stays in the content.
+# The form in which Hermes', Qwen's and other templates ask for calls; a call in another form stays
+# in the content.
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -27,8 +28,8 @@ class Rendering:
 
     variables: ``data.template_variables``.
 
-    Calls come with arguments as JSON texts and a content that is "", as OpenAI's clients write them. The template gets
-    the first of FORMS in which it writes calls.
+    Calls come with arguments as JSON texts and a content that is "", as OpenAI's clients write
+    them. The template gets the first of FORMS in which it writes calls.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] | None = None) -> None:
@@ -70,7 +71,8 @@ class Rendering:
             return self._encode(
                 render_chat(self._tokenizer, messages, "messages", add_generation_prompt=True, beside=beside)
             )
-        # The parent's reply, which its messages end with, is not rendered: its tokens are those that were sampled.
+        # The parent's reply, which its messages end with, is not rendered: its tokens are those
+        # that were sampled.
         before, new = messages[: start - 1], messages[start:]
         first = parent.path()[0].known[0] - 1
         then = [*before[first:], {"role": "assistant", "content": TURN}, *new]
@@ -129,7 +131,8 @@ def _in_form(message: Mapping, as_object: bool, content: str | None) -> Mapping:
 def reply_of(text: str, request: CompletionRequest, turn_number: int) -> dict:
     """Return a sampled text as the assistant's message, its calls of tools apart where the request offers tools.
 
-    Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` → content "" and one call of ``add``.
+    Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` → content "" and one
+    call of ``add``.
     """
     message: dict[str, object] = {"role": "assistant", "content": text}
     if request.tools is None:

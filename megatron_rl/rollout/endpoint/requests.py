@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from megatron_rl.rollout.endpoint.recorder import Conversation
 
-# Of an agent's reward. Beyond it advantages times a gradient leave float32, which ends a run whatever on_error says.
+# Of an agent's reward. Beyond it advantages times a gradient leave float32, which ends a run
+# whatever on_error says.
 MOST_REWARD = 1e12
 
 
@@ -27,7 +28,8 @@ class Refused(ValueError):
 class CompletionRequest:
     """Holds a request that was checked (``bodies.py``).
 
-    frame: as in ``recorder.Turn``. conversation: a text, token ids, or messages, each by ``canonical``.
+    frame: as in ``recorder.Turn``. conversation: a text, token ids, or messages, each by
+        ``canonical``.
     messages: the conversation, each message in its one form; None for a text or token ids.
     tools: descriptions of functions, for the template; None: none.
     num_characters: of the conversation and the tools; of token ids their number.

@@ -30,7 +30,8 @@ MOST_BYTES = 12  # of a character in JSON: two escapes of six, of a surrogate pa
 class SessionRoutes:
     """Answers HTTP requests. What takes long, such as reading a body and tokenizing it, runs in threads of a pool.
 
-    temperature: ``rollout.temperature``. vocab_size: the model's. keys: those that clients may present; none takes any.
+    temperature: ``rollout.temperature``. vocab_size: the model's. keys: those that clients may
+        present; none takes any.
     submit: hands a request to the engine's thread.
     """
 

@@ -1,10 +1,11 @@
 """Sessions: one agent's episode each, from its first request to its reward, and what becomes of them in numbers.
 
-1. A session's requests and its reward are taken until it is closed; later ones are refused and counted.
-2. What takes long, such as tokenizing, is done outside a session's lock, one request of a session at a time: an end of
-   the session waits for none of it.
-3. A draw is named by the sample and the context, and counted where a context comes again: the order in which requests
-   arrive changes nothing.
+1. A session's requests and its reward are taken until it is closed; later ones are refused and
+   counted.
+2. What takes long, such as tokenizing, is done outside a session's lock, one request of a session
+   at a time: an end of the session waits for none of it.
+3. A draw is named by the sample and the context, and counted where a context comes again: the order
+   in which requests arrive changes nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from megatron_rl.rollout.endpoint.requests import CompletionRequest, Refused, ca
 from megatron_rl.types import Prompt, Rollout
 
 MAX_NAMES = 20  # that a report lists of each kind
-# Sessions, of which each but the lost gives a sample; the untrained branches of those samples; what came too late, or
-# could not be sampled.
+# Sessions, of which each but the lost gives a sample; the untrained branches of those samples; what
+# came too late, or could not be sampled.
 KINDS = (
     "sessions",
     "failed",
@@ -100,7 +101,8 @@ class Pending:
 class Session:
     """Holds one sample's episode.
 
-    key: its part of the address. room: tokens that the response may have. max_prompt_tokens: of its first request.
+    key: its part of the address. room: tokens that the response may have. max_prompt_tokens: of its
+        first request.
     max_turns: requests that are tokenized, those among them that are refused for what they say.
     turnstile: held, in the event loop, by the request that is being read and tokenized.
     """
@@ -264,8 +266,8 @@ class Session:
     def rollout(self, rendering: Rendering, why_excluded: str | None, *, version: int, filler: int) -> Rollout:
         """Return the branch of its last turn as a rollout.
 
-        A session without a turn, which can only be an excluded one, is one token ``filler`` without loss, of weights
-        ``version``.
+        A session without a turn, which can only be an excluded one, is one token ``filler`` without
+        loss, of weights ``version``.
         """
         common = {
             "prompt": self.prompt,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config import Config
+from megatron_rl.config import RolloutConfig
 from megatron_rl.config.model import ParallelConfig
 from megatron_rl.distributed.topology import Grid, initialize
 from megatron_rl.errors import ConfigError
@@ -19,6 +19,7 @@ from megatron_rl.model.head import head_weight
 from megatron_rl.model.invariant.attention import Cache, CachedSequences
 from megatron_rl.model.invariant.layers import compute_for_ranks
 from megatron_rl.model.logprob.row_invariant import rank_logits, rank_logprob
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.rollout.engines.decoding import Decoded, Row, ends_of, uniforms_of
 from megatron_rl.rollout.engines.drawing import draw
 from megatron_rl.rollout.engines.embedded import TransformersEngine, check_embedded, stop_tokens
@@ -32,26 +33,34 @@ from megatron_rl.weights.reader import HEAD_NAME, MemoryReader, used_names
 class BitwiseEngine(TransformersEngine):
     """Samples with a second copy of the trainer's model, whose every operation is row-invariant.
 
-    It draws as TransformersEngine does, from the same seeds. Its log-probs are those that the trainer computes for the
-    same tokens, bit by bit, whatever stands beside them there or here. The model is whole on every rank, on a grid of
-    its own, and computes what the trainer's tensor ranks do one after the other.
+    It draws as TransformersEngine does, from the same seeds. Its log-probs are those that the
+    trainer computes for the same tokens, bit by bit, whatever stands beside them there or here. The
+    model is whole on every rank, on a grid of its own, and computes what the trainer's tensor ranks
+    do one after the other.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Build the model, without weights; a collective. ``config``: with ``rollout.bitwise``, its dtype settled."""
-        path = config.model.hf_path
-        check_embedded(path, config.rollout)
+    def __init__(
+        self,
+        settings: ModelSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: RolloutConfig,
+        *,
+        deadline_s: float,
+    ) -> None:
+        """Build the model, without weights; a collective. settings: with ``bitwise``, the dtype settled."""
+        path = settings.model.hf_path
+        check_embedded(path, rollout)
         hf_config = load_hf_config(path)
-        self._grid, self._ranks = Grid(), config.parallel.tensor
-        alone = dataclasses.replace(config, parallel=ParallelConfig())
+        self._grid, self._ranks = Grid(), settings.parallel.tensor
+        alone = dataclasses.replace(settings, parallel=ParallelConfig())
         with torch.random.fork_rng(devices=[]), self._grid.active():
-            self._topology = initialize(deadline_s=config.run.deadline_s, seed=config.run.seed)
+            self._topology = initialize(deadline_s=deadline_s, seed=settings.seed)
             (model,), self._shape = build_model(alone, hf_config, self._topology)
         self._hold(
             model.requires_grad_(False).eval(),
             tokenizer,
-            config.rollout,
-            config.run.seed,
+            rollout,
+            settings.seed,
             torch.device("cpu"),
             self._shape.context_tokens,
             stop_tokens(path, tokenizer, self._shape.vocab_size),
@@ -140,7 +149,8 @@ def run_prompts(
 ) -> torch.Tensor:
     """Run each prompt once, give its keys and values to all its samples, and return their last hidden states.
 
-    Returns [len(prompts) · repeats, H]. Row r of the samples has rows r · width to (r + 1) · width of the cache.
+    Returns [len(prompts) · repeats, H]. Row r of the samples has rows r · width to (r + 1) · width
+    of the cache.
     """
     starts = np.cumsum([0, *map(len, prompts)])
     parts = [

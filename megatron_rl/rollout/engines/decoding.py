@@ -1,7 +1,8 @@
 """Decoding by a Hugging Face model: the rows of a batch to their ends, each by settings and numbers of its own.
 
-A row's draws come from a generator of its own, so that its tokens do not depend on the rows that share its batch,
-beyond float rounding of the logits. Rollouts are rows of equal settings, a server's requests rows of their own.
+A row's draws come from a generator of its own, so that its tokens do not depend on the rows that
+share its batch, beyond float rounding of the logits. Rollouts are rows of equal settings, a
+server's requests rows of their own.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.engines.router_records import RouterRecords
 
 Decode = Callable[[list[int]], str]
-# Compacting copies the cache of the rows that stay, about the cost of one decode step's torch.cat; below a
-# quarter finished, the rows it saves do not pay for that copy within a few steps.
+# Compacting copies the cache of the rows that stay, about the cost of one decode step's torch.cat;
+# below a quarter finished, the rows it saves do not pay for that copy within a few steps.
 COMPACT_FRACTION = 0.25
 
 
@@ -32,8 +33,10 @@ class Row:
     """Says how one sample is decoded.
 
     prompt: its number among the batch's prompts. seed: of its own random numbers, below 2^64.
-    temperature: of the distribution that its log-probs are of, and that it is drawn from if it is not greedy.
-    top_k, top_p: the cuts of that distribution; 0 and 1: none. top: how many of its most likely tokens are told.
+    temperature: of the distribution that its log-probs are of, and that it is drawn from if it is
+        not greedy.
+    top_k, top_p: the cuts of that distribution; 0 and 1: none. top: how many of its most likely
+        tokens are told.
     stop_ids, stop_texts: what ends it before ``max_tokens``, as in SampleRequest.
     """
 
@@ -55,7 +58,8 @@ class Decoded:
 
     token_ids: int64 [steps, rows]. logprobs: float32 [steps, rows].
     lengths: [rows], the stop token included. stopped: [rows], whether a stop ended it.
-    top_ids, top_logprobs: [steps, rows, most] of the most likely tokens; log-probs are −inf outside the cuts.
+    top_ids, top_logprobs: [steps, rows, most] of the most likely tokens; log-probs are −inf outside
+        the cuts.
     """
 
     token_ids: np.ndarray
@@ -70,7 +74,8 @@ def uniforms_of(rows: Sequence[Row], num_positions: int) -> np.ndarray:
     """Return [positions, rows] float64 in [0, 1): each row's own random stream, drawn ahead for every position."""
     raw = np.empty((len(rows), num_positions), dtype=np.uint64)
     for number, row in enumerate(rows):
-        # random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across versions (NEP 19).
+        # random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across
+        # versions (NEP 19).
         raw[number] = np.random.Philox(key=row.seed).random_raw(num_positions)
     return (raw >> np.uint64(11)).T * 2.0**-53
 
@@ -80,7 +85,8 @@ def ends_of(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return each row's length [rows], and whether a stop ended it [rows].
 
-    token_ids: [steps, rows]. text_ends: the length of each row that a stop text ended, if no token did before.
+    token_ids: [steps, rows]. text_ends: the length of each row that a stop text ended, if no token
+        did before.
     """
     num_steps = len(token_ids)
     limits = np.array([row.max_tokens for row in rows])
@@ -105,7 +111,8 @@ def decode_rows(
 ) -> Decoded:
     """Decode rows to their ends, as one batch, which finished rows leave.
 
-    decode: token ids → their text, special tokens too. routers: take the experts of every pass; None: nobody asks.
+    decode: token ids → their text, special tokens too. routers: take the experts of every pass;
+        None: nobody asks.
     """
     device, max_steps = next(model.parameters()).device, max(row.max_tokens for row in rows)
     cache, logits, position, mask, padded = _run_rows(model, prompts, [row.prompt for row in rows], max_steps)

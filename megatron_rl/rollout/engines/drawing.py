@@ -32,8 +32,8 @@ def inverted(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
     So a token of probability 0 is never drawn. uniforms: float64 [R] in [0, 1).
     """
-    # float64: over 150,000 tokens a float32 sum is off by more than a rare token's probability. Scaled by the
-    # row's own total, which rounding keeps from being exactly 1.
+    # float64: over 150,000 tokens a float32 sum is off by more than a rare token's probability.
+    # Scaled by the row's own total, which rounding keeps from being exactly 1.
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -29,8 +29,8 @@ MAX_EMBEDDED_PARAMETERS = 1_000_000_000
 class TransformersEngine:
     """Samples with a Hugging Face causal LM that is built from its config; weights come by ``load_weights``.
 
-    It is an ``Engine`` (rollout/engines/engine.py). Rollouts and requests are decoded by the same loop (decoding.py), a
-    rollout with the seed that ``sample_seed`` gives it.
+    It is an ``Engine`` (rollout/engines/engine.py). Rollouts and requests are decoded by the same
+    loop (decoding.py), a rollout with the seed that ``sample_seed`` gives it.
 
     Example: ``TransformersEngine(path, tokenizer, RolloutConfig(), seed=0, dtype=torch.float32,
     device=torch.device("cpu"))``
@@ -48,7 +48,8 @@ class TransformersEngine:
     ) -> None:
         """Build the model, without weights. ``seed``: the run's seed.
 
-        Raises ConfigError for a directory that does not exist, a model too large, or an impossible stop token.
+        Raises ConfigError for a directory that does not exist, a model too large, or an impossible
+        stop token.
         """
         model = _build_model(hf_path, rollout, dtype, device)
         text_config = model.config.get_text_config()
@@ -167,7 +168,8 @@ class TransformersEngine:
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))  # like lengths pad least
         max_rows = self._rollout.max_batch_samples
         rollouts: list[list[Rollout]] = [[] for _ in prompts]
-        # A group larger than the batch limit is sampled in slices, at one more prefill of its prompt for each.
+        # A group larger than the batch limit is sampled in slices, at one more prefill of its
+        # prompt for each.
         for first in range(0, samples_per_prompt, max_rows):
             samples = range(first, min(first + max_rows, samples_per_prompt))
             num_prompts = max_rows // len(samples)
@@ -265,7 +267,8 @@ class TransformersEngine:
 def _build_model(hf_path: str, rollout: RolloutConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Build the model of ``hf_path``'s config in eval mode, its weights not yet set. Raises ConfigError.
 
-    Its attention is torch's (sdpa) where transformers has it for the family; one with sinks has none.
+    Its attention is torch's (sdpa) where transformers has it for the family; one with sinks has
+    none.
     """
     config = parse_hf_config(hf_path)
     settle_tying(config, hf_path)

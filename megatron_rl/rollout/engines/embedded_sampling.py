@@ -1,6 +1,7 @@
 """Sampling by request with the embedded engine's model: rows of one batch, each with settings of its own.
 
-With no cut, a temperature of 1 and the same seed a request draws what the engine's ``generate`` draws.
+With no cut, a temperature of 1 and the same seed a request draws what the engine's ``generate``
+draws.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class SyncReport:
 
     num_bytes: the size of the weights.
     sent_bytes: the most bytes of weights that one engine was sent.
-    changed_share: of the elements compared with the sync before (docs/delta-sync.md); None where none were.
+    changed_share: of the elements compared with the sync before (docs/delta-sync.md); None where
+        none were.
     failed:    engine → the reason of its failure; empty where all engines hold the version now.
     lost:      the failed engines that are gone or hang.
     """
@@ -44,7 +45,8 @@ class SyncReport:
 class EngineLost(RuntimeError):
     """Says that no engine is left for the rest of a call.
 
-    finished: the finished groups by their prompt's position in the call; the others are asked for again.
+    finished: the finished groups by their prompt's position in the call; the others are asked for
+        again.
     """
 
     def __init__(self, message: str, *, finished: Mapping[int, list[Rollout]]) -> None:
@@ -55,10 +57,10 @@ class EngineLost(RuntimeError):
 class Engine(Protocol):
     """Samples completions from the trainer's weights, for one owner and one call at a time.
 
-    Only under ``weight_sync.in_flight`` may one thread generate while another thread makes the other calls, and with
-    ``rollout.producer.straggler_share`` several threads, each a call of its own. Tokens that
-    were sampled before a ``load_weights`` keep their version; later ones, from keys and values that are computed again,
-    carry the new version.
+    Only under ``weight_sync.in_flight`` may one thread generate while another thread makes the
+    other calls, and with ``rollout.producer.straggler_share`` several threads, each a call of its
+    own. Tokens that were sampled before a ``load_weights`` keep their version; later ones, from
+    keys and values that are computed again, carry the new version.
     """
 
     weight_version: int
@@ -72,7 +74,8 @@ class Engine(Protocol):
 
         lost: names of the engines that any rank knows to be gone.
 
-        Returns the names of the engines that the run can do without for now. Raises EngineError if it will not recover.
+        Returns the names of the engines that the run can do without for now. Raises EngineError if
+        it will not recover.
         """
         ...
 
@@ -83,10 +86,10 @@ class Engine(Protocol):
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Take over every weight, as full tensors under their Hugging Face names, from any device and dtype.
 
-        Every parameter arrives exactly once; a tied alias (``lm_head.weight`` under tied embeddings) may be absent.
-        Missing, doubled or unknown names and wrong shapes raise ValueError naming them; the engine then holds no
-        usable weights until a later call succeeds. For an engine in another process the report carries its errors, and
-        nothing is raised.
+        Every parameter arrives exactly once; a tied alias (``lm_head.weight`` under tied
+        embeddings) may be absent. Missing, doubled or unknown names and wrong shapes raise
+        ValueError naming them; the engine then holds no usable weights until a later call succeeds.
+        For an engine in another process the report carries its errors, and nothing is raised.
         """
         ...
 
@@ -105,11 +108,14 @@ class Engine(Protocol):
     ) -> list[Rollout]:
         """Return [len(prompts) * samples_per_prompt] rollouts, prompt by prompt, sample_index 0, 1, ... within each.
 
-        temperature: None for ``rollout.temperature``; at 0 sampling is greedy, and a prompt's samples are all the same.
-        max_tokens: the most tokens of a sample, one number per prompt, each from 1 to ``rollout.max_response_tokens``;
-            None for that maximum. Tokens below the bound are those of a call without it.
-        on_finished: called in this thread, once for each prompt as soon as its group is whole; before an EngineLost
-            exactly for its finished groups. An exception from it ends the call, with nothing left under way.
+        temperature: None for ``rollout.temperature``; at 0 sampling is greedy, and a prompt's
+            samples are all the same.
+        max_tokens: the most tokens of a sample, one number per prompt, each from 1 to
+            ``rollout.max_response_tokens``; None for that maximum. Tokens below the bound are those
+            of a call without it.
+        on_finished: called in this thread, once for each prompt as soon as its group is whole;
+            before an EngineLost exactly for its finished groups. An exception from it ends the
+            call, with nothing left under way.
 
         ``Prompt.attempt`` distinguishes repeated draws for the same prompt at the same weights. Raises ConfigError for
         a prompt that cannot be run, RuntimeError where no weights were loaded, EngineLost.
@@ -119,8 +125,8 @@ class Engine(Protocol):
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """Return the result of each request, each of which has settings of its own, in their order.
 
-        No request may be longer than the engine's context. Raises RuntimeError where no weights were loaded,
-        EngineLost.
+        No request may be longer than the engine's context. Raises RuntimeError where no weights
+        were loaded, EngineLost.
         """
         ...
 
@@ -140,9 +146,11 @@ class Engine(Protocol):
 def sample_seed(run_seed: int, prompt_id: str, sample_index: int, weight_version: int, attempt: int) -> int:
     """Return a 64-bit seed for one sample, equal on every machine and in every Python process.
 
-    It depends on no rank and no batch position, so another layout, or a resumed run, draws the same rollouts.
+    It depends on no rank and no batch position, so another layout, or a resumed run, draws the same
+    rollouts.
     """
-    # The id comes last: it is the only free-form field, so no two different identities share a text.
+    # The id comes last: it is the only free-form field, so no two different identities share a
+    # text.
     identity = f"{run_seed}/{sample_index}/{weight_version}/{attempt}/{prompt_id}"
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
 
@@ -159,8 +167,8 @@ def token_bounds(
     max_tokens: these bounds; None for ``rollout.max_response_tokens`` each.
     longest: the positions that the model, or the engine, has.
 
-    Raises ConfigError for a request that no engine can sample, ValueError for ``max_tokens`` that is not one number
-    from 1 to ``rollout.max_response_tokens`` for each prompt.
+    Raises ConfigError for a request that no engine can sample, ValueError for ``max_tokens`` that
+    is not one number from 1 to ``rollout.max_response_tokens`` for each prompt.
     """
     if samples_per_prompt < 1:
         raise ConfigError(f"samples_per_prompt={samples_per_prompt} must be at least 1")

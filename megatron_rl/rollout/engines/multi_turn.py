@@ -1,19 +1,21 @@
 """Multi-turn episodes: an engine around an engine, whose samples are conversations of the policy with an environment.
 
-The first turn of all samples is one call of the engine, with a prompt's samples together; then environments step, and
-the episodes that are not over go on as prompts of one sample each, turn after turn. A sample's response is all tokens
-behind its prompt; the environment's tokens carry no loss.
+The first turn of all samples is one call of the engine, with a prompt's samples together; then
+environments step, and the episodes that are not over go on as prompts of one sample each, turn
+after turn. A sample's response is all tokens behind its prompt; the environment's tokens carry no
+loss.
 
 An episode ends
 - with finish_reason "stop" where the environment says so, or after ``environment.max_turns`` turns;
-- with "length" where ``rollout.max_response_tokens``, which bounds the whole response, is reached within a turn, or
-  leaves no token behind an observation. The environment never sees a turn that was cut off, and an observation that
-  does not fit is not appended.
+- with "length" where ``rollout.max_response_tokens``, which bounds the whole response, is reached
+  within a turn, or leaves no token behind an observation. The environment never sees a turn that
+  was cut off, and an observation that does not fit is not appended.
 
-1. A draw is named by prompt, sample and turn, never by a rank or a position in a call: any layout, and a resumed run,
-   draws the same.
+1. A draw is named by prompt, sample and turn, never by a rank or a position in a call: any layout,
+   and a resumed run, draws the same.
 2. The policy's tokens stay as they were sampled; only the environment's text is tokenized.
-3. A prompt's group is reported once, whole; if the engine is lost, all groups that were not reported begin again.
+3. A prompt's group is reported once, whole; if the engine is lost, all groups that were not
+   reported begin again.
 """
 
 from __future__ import annotations
@@ -159,8 +161,8 @@ class MultiTurnEngine(EngineAround):
     ) -> list[Rollout]:
         """Return rollouts as ``Engine.generate`` does; ``max_tokens`` bounds whole responses.
 
-        Raises EpisodeError, with the sample's id and the turn, if an environment fails or takes too long under
-        ``environment.on_error=fail``.
+        Raises EpisodeError, with the sample's id and the turn, if an environment fails or takes too
+        long under ``environment.on_error=fail``.
         """
         rooms = [self._max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
         groups = [
@@ -171,7 +173,8 @@ class MultiTurnEngine(EngineAround):
         try:
             for episode in [member for group in groups for member in group]:
                 episode.said = self._pool.submit(lambda episode=episode: self._begin(episode), (episode, "reset"))
-            # The first turn samples whole groups, each later one every unfinished episode by itself.
+            # The first turn samples whole groups, each later one every unfinished episode by
+            # itself.
             self._turn(groups, samples_per_prompt, temperature, max_tokens)
             self._report(groups, finished, on_finished)
             while unfinished := [[member] for group in groups for member in group if member.finish_reason is None]:
@@ -240,7 +243,8 @@ class MultiTurnEngine(EngineAround):
     def _result(self, said: Ticket) -> Step | None:
         """Return the result of an environment's call; if it failed, raise EpisodeError or exclude the sample.
 
-        Under ``environment.on_error=fail`` another call's failure is raised as well: nothing else is waited for.
+        Under ``environment.on_error=fail`` another call's failure is raised as well: nothing else
+        is waited for.
         """
         ended = self._pool.wait(said)
         (episode, call), reason = ended.subject, None

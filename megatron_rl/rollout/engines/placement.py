@@ -56,7 +56,8 @@ def role_of(rollout: RolloutConfig, location: RankLocation) -> EngineRole:
             f"rollout.tensor_parallel={width} is more than the {location.local_world_size} ranks of a node; an engine "
             "stays on one"
         )
-    # The ranks fall into equal slices, one per engine; the first ``width`` ranks of a slice are its engine's.
+    # The ranks fall into equal slices, one per engine; the first ``width`` ranks of a slice are its
+    # engine's.
     number, rest = divmod(location.rank, location.world_size // engines)
     for engine in range(engines):
         first = engine * (location.world_size // engines) % location.local_world_size
@@ -83,7 +84,8 @@ def shares_device(rollout: RolloutConfig, device: torch.device) -> bool:
 def refuse_sharing(rollout: RolloutConfig, weight_sync: WeightSyncConfig, shared: bool) -> None:
     """Raise ConfigError if trainer and engine take turns on one GPU, and settings rule that out.
 
-    Such settings have the engines generate while the trainer trains, or keep weights that an engine drops asleep.
+    Such settings have the engines generate while the trainer trains, or keep weights that an engine
+    drops asleep.
     """
     producer = rollout.producer
     if shared and weight_sync.adapters == "alone":

@@ -19,9 +19,9 @@ def run_prompts(
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
     """Run each of P prompts once.
 
-    Returns the cache, the last position's logits [P, V], the next position [P, 1], the mask [P, width], and whether any
-    prompt is padded. Without padding there is no mask to pass: sdpa then takes its fast path, and the model builds none
-    at every step.
+    Returns the cache, the last position's logits [P, V], the next position [P, 1], the mask [P,
+    width], and whether any prompt is padded. Without padding there is no mask to pass: sdpa then
+    takes its fast path, and the model builds none at every step.
     """
     input_ids, mask = _left_pad(prompts, next(model.parameters()).device)
     positions = mask.long().cumsum(1).sub_(1).clamp_(min=0)

@@ -1,7 +1,8 @@
 """Replica: the interface of one running vLLM engine, whether a process of our own or a server.
 
-Nothing here imports vLLM; ``rollout/vllm/process_replica.py`` and ``rollout/vllm/server_replica.py`` are the two kinds,
-``rollout/vllm/dispatch.py`` spreads requests over them.
+Nothing here imports vLLM; ``rollout/vllm/process_replica.py`` and
+``rollout/vllm/server_replica.py`` are the two kinds, ``rollout/vllm/dispatch.py`` spreads requests
+over them.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ class GenerateRequest:
 
     request_id: unique among the requests that are under way.
     temperature: 0 for greedy (then n must be 1).
-    seed: of sample 0, below 2^62; sample k draws with seed + k (vLLM, v1/engine/parallel_sampling.py, 0.32.0).
-    stop_token_ids: the only tokens that end a completion before ``max_tokens``; the engine's own end of sequence is
-        switched off.
-    top_k: the most likely tokens that are drawn from; 0: all. top_p: their share of probability; 1: all.
+    seed: of sample 0, below 2^62; sample k draws with seed + k (vLLM,
+        v1/engine/parallel_sampling.py, 0.32.0).
+    stop_token_ids: the only tokens that end a completion before ``max_tokens``; the engine's own
+        end of sequence is switched off.
+    top_k: the most likely tokens that are drawn from; 0: all. top_p: their share of probability; 1:
+        all.
     prompt_logprobs: whether the first completion brings the log-probs of the prompt's tokens.
     """
 
@@ -50,12 +53,15 @@ class Completion:
     """Holds one sample as the engine gave it, not checked yet.
 
     token_ids: [T] int64, the stop token included.
-    logprobs: [T'] float32 of the sampled tokens at the sampling temperature (at 1 for greedy); T' = T unless the engine
-        erred.
-    finish_reason: "stop", "length", or the engine's word for a sample that it broke off ("abort", "error").
-    weight_versions: (version, tokens) in order: the weights that produced so many tokens; () if the engine names none.
+    logprobs: [T'] float32 of the sampled tokens at the sampling temperature (at 1 for greedy); T' =
+        T unless the engine erred.
+    finish_reason: "stop", "length", or the engine's word for a sample that it broke off ("abort",
+        "error").
+    weight_versions: (version, tokens) in order: the weights that produced so many tokens; () if the
+        engine names none.
     prompt_logprobs: float32 [prompt], NaN at its first token; None where they were not asked for.
-    routed_experts: [tokens, layers, top_k], see rollout/vllm/routed_experts.py; None where the engine returns none.
+    routed_experts: [tokens, layers, top_k], see rollout/vllm/routed_experts.py; None where the
+        engine returns none.
     """
 
     token_ids: np.ndarray
@@ -84,7 +90,8 @@ class ReplicaFacts:
 def check_facts(name: str, facts: ReplicaFacts, vocab_size: int, longest: int, rollout: RolloutConfig) -> None:
     """Raise ConfigError for an engine that cannot serve this run.
 
-    name: the engine's, for messages. vocab_size: the trainer's. longest: the most tokens of a prompt and its response.
+    name: the engine's, for messages. vocab_size: the trainer's. longest: the most tokens of a
+        prompt and its response.
     """
     release = tuple(int(part) for part in facts.vllm_version.split(".")[:2])
     if release < OLDEST_VLLM:
@@ -140,9 +147,11 @@ class Replica(Protocol):
 
     ours: bool  # whether restart() ends it
     name: str  # for messages: the URL, or the process id
-    # the version that it holds, as known here; NO_WEIGHTS before, during and after a failed sync, UPDATING in flight
+    # the version that it holds, as known here; NO_WEIGHTS before, during and after a failed sync,
+    # UPDATING in flight
     weight_version: int
-    # time.monotonic() when it was last known to compute for its requests; −inf where it has never said so
+    # time.monotonic() when it was last known to compute for its requests; −inf where it has never
+    # said so
     progressed_at: float
 
     def start(self) -> None:
@@ -168,10 +177,10 @@ class Replica(Protocol):
     def control(self, method: str, arguments: Mapping[str, object], timeout_s: float) -> object:
         """Call a control method by name, JSON in and JSON out, and return its answer.
 
-        The methods: init_weight_transfer, start_weight_update, update_weights, finish_weight_update, weights_received,
-        use_adapter, reset_prefix_cache, sleep, wake, pause, resume. ``pause`` keeps the requests under way, and nothing
-        is sampled until ``resume``; reset_prefix_cache with ``running`` set makes them compute their keys and values
-        again.
+        The methods: init_weight_transfer, start_weight_update, update_weights,
+        finish_weight_update, weights_received, use_adapter, reset_prefix_cache, sleep, wake, pause,
+        resume. ``pause`` keeps the requests under way, and nothing is sampled until ``resume``;
+        reset_prefix_cache with ``running`` set makes them compute their keys and values again.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Records of the experts that an embedded mixture sends each token to, for ``rollout.routing_replay=rollout``.
 
-transformers' routers (5.19, models/mixtral and models/qwen3_moe) return logits, weights and experts; a hook on each of
-them keeps the experts of the latest pass.
+transformers' routers (5.19, models/mixtral and models/qwen3_moe) return logits, weights and
+experts; a hook on each of them keeps the experts of the latest pass.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class RouterRecords:
     def of(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> list[np.ndarray]:
         """Return each row's experts, int16 [prompt + response, layers, top_k], the last token's −1.
 
-        prompt_lengths: of each row's prompt, whose pads lie before it. lengths: of each row's response.
+        prompt_lengths: of each row's prompt, whose pads lie before it. lengths: of each row's
+            response.
         """
         prompts, steps = self._prompts.cpu().numpy(), self._steps.cpu().numpy()
         self._prompts = self._steps = None

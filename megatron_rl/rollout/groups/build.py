@@ -28,7 +28,8 @@ from megatron_rl.rollout.scored_batch import GroupScorer
 class GroupSettings:
     """Says which parts a run has.
 
-    num_stragglers: groups that each rollout leaves under way (``rollout.producer.straggler_share``).
+    num_stragglers: groups that each rollout leaves under way
+        (``rollout.producer.straggler_share``).
     seed:           the run's.
     """
 

@@ -87,7 +87,8 @@ class HandOut(Protocol):
     def num_to_start(self, jobs: Collection[RolloutJob], number: int, *, is_last: bool) -> int:
         """Return the groups that a rollout starts. Not a collective.
 
-        jobs: the rollouts that are started and not taken. number: of rollouts that are not taken, up to this one.
+        jobs: the rollouts that are started and not taken. number: of rollouts that are not taken,
+            up to this one.
         is_last: whether none comes after it.
         """
         ...

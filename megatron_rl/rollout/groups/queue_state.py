@@ -15,8 +15,8 @@ LEFT = "left"  # in the place of a rollout's index: the stragglers of the rollou
 def save(queue: RolloutQueue) -> tuple[dict, bytes]:
     """Return (the state that every rank holds, as JSON; this rank's own groups, as bytes) between two rollouts.
 
-    Waits for all rollouts under way, since the weights that they come from are gone after a checkpoint. The next
-    rollout that is started has the current weights. A collective.
+    Waits for all rollouts under way, since the weights that they come from are gone after a
+    checkpoint. The next rollout that is started has the current weights. A collective.
     """
     queue.manager.settle()
     queue.resend_weights = True
@@ -53,8 +53,8 @@ def _identities(job: RolloutJob) -> list[list]:
 def restore(queue: RolloutQueue, state: Mapping, rows: Sequence[bytes]) -> None:
     """Take over the state and the groups that ``save`` returned. Not a collective.
 
-    rows: the bytes that ``save`` returned on some of its ranks; each rank's go to exactly one rank of this run. The
-        prompts' cursor must be restored before.
+    rows: the bytes that ``save`` returned on some of its ranks; each rank's go to exactly one rank
+        of this run. The prompts' cursor must be restored before.
     """
     queue.next_rollout, queue.resend_weights = state["next_rollout"], True
     queue.parts.reroll.load_state(state["reroll"])

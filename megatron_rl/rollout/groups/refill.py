@@ -82,14 +82,15 @@ class Refill:
 def kept_places(metric: str | None, reward: RewardConfig, scored: ScoredBatch) -> set[int]:
     """Return the places whose group dynamic sampling keeps: it may have signal, and its answers differ by the metric.
 
-    DAPO keeps a group in which some answers are correct and some are not (arXiv:2503.14476, eq. 11): a penalty of their
-    lengths makes no group of wrong answers worth keeping.
+    DAPO keeps a group in which some answers are correct and some are not (arXiv:2503.14476, eq.
+    11): a penalty of their lengths makes no group of wrong answers worth keeping.
 
-    metric: ``rollout.dynamic_sampling.metric``: a reward function; ``reward``, the sum of all before the penalty;
-        ``shaped``, signal alone; None: the first built-in function that compares answers, else ``reward``. A function's
-        missing value counts as 0.
+    metric: ``rollout.dynamic_sampling.metric``: a reward function; ``reward``, the sum of all
+        before the penalty; ``shaped``, signal alone; None: the first built-in function that
+        compares answers, else ``reward``. A function's missing value counts as 0.
 
-    Example: two wrong answers, of which one loses 0.5 to the overlong buffer: dropped, and kept under ``shaped``.
+    Example: two wrong answers, of which one loses 0.5 to the overlong buffer: dropped, and kept
+    under ``shaped``.
     """
     functions = reward.functions
     if metric is None:

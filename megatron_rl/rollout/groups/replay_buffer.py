@@ -1,21 +1,23 @@
 """The replay buffer: keeps the groups with the most signal, draws some to be trained again, and drops the others.
 
-Pure: numbers in, decisions out. Every rank holds the same buffer of facts and takes the same decisions; the rows
-(tokens) are held elsewhere, by key, and are dropped when this buffer returns their key as gone. Scores are compared,
-added and divided, no more: no library's logarithm decides a rank's draw.
+Pure: numbers in, decisions out. Every rank holds the same buffer of facts and takes the same
+decisions; the rows (tokens) are held elsewhere, by key, and are dropped when this buffer returns
+their key as gone. Scores are compared, added and divided, no more: no library's logarithm decides a
+rank's draw.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_replay_buffer.py):
 
-1. The buffer holds at most ``replay.capacity_groups`` entries, one per key, every score finite and above 0, the best
-   first: the higher score, then the newer weights, then the smaller key. ``add`` keeps the best of the entries that it
-   had and was given.
-2. No key is lost or doubled: each key that was held or came in is afterwards either held or returned as gone, once.
-3. A draw gives distinct keys that are held, not excluded and not used up, as many as were asked for or all of them,
-   and counts each as used once more; it changes nothing else.
-4. A draw depends on (seed, rollout, the entries held) alone. The chance of each next key is its score over the sum of
-   the scores still to be drawn.
-5. Age is counted in weight versions: after ``expire(v)`` no entry is older than ``replay.max_age_versions`` at version
-   v; after ``retire`` none is used up.
+1. The buffer holds at most ``replay.capacity_groups`` entries, one per key, every score finite and
+   above 0, the best first: the higher score, then the newer weights, then the smaller key. ``add``
+   keeps the best of the entries that it had and was given.
+2. No key is lost or doubled: each key that was held or came in is afterwards either held or
+   returned as gone, once.
+3. A draw gives distinct keys that are held, not excluded and not used up, as many as were asked for
+   or all of them, and counts each as used once more; it changes nothing else.
+4. A draw depends on (seed, rollout, the entries held) alone. The chance of each next key is its
+   score over the sum of the scores still to be drawn.
+5. Age is counted in weight versions: after ``expire(v)`` no entry is older than
+   ``replay.max_age_versions`` at version v; after ``retire`` none is used up.
 6. A state that went through JSON and back has the same future.
 """
 
@@ -63,16 +65,18 @@ def group_scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the signal of each group: (group numbers, int64 [P], sorted; scores, float64 [P]).
 
-    score = Σ over its samples of |A| · Σ_f std_f, the unbiased standard deviation (n − 1) of reward function f over the
-    group's included samples where f applied; 0 where those are fewer than two, and exactly 0 where they are equal as
-    numbers. It is not finite where an advantage or a reward is not; `Entry` refuses it by its key.
+    score = Σ over its samples of |A| · Σ_f std_f, the unbiased standard deviation (n − 1) of reward
+    function f over the group's included samples where f applied; 0 where those are fewer than two,
+    and exactly 0 where they are equal as numbers. It is not finite where an advantage or a reward
+    is not; `Entry` refuses it by its key.
 
     advantages: [S], of each sample.
     groups: int64 [S], each sample's group number.
     included: bool [S]; a sample that is not included counts nothing.
     rewards_by_function: [S, F], NaN where a function did not apply.
 
-    Example: a group with rewards (1, 0) and advantages (0.5, −0.5): 1.0 · 0.7071 = 0.7071; one with rewards (1, 1): 0.
+    Example: a group with rewards (1, 0) and advantages (0.5, −0.5): 1.0 · 0.7071 = 0.7071; one with
+    rewards (1, 1): 0.
     """
     numbers, index = np.unique(groups, return_inverse=True)
     index, size = index.reshape(-1), len(numbers)
@@ -93,7 +97,8 @@ def _spreads(values: np.ndarray, index: np.ndarray, applied: np.ndarray, size: i
     np.maximum.at(high, index, values)
     np.minimum.at(low, index, values)
     squares = np.bincount(index, weights=(values - mean[index]) ** 2, minlength=size)
-    # Equal values have no spread, whatever the rounding of their mean. Infinite ones do not count as equal: NaN.
+    # Equal values have no spread, whatever the rounding of their mean. Infinite ones do not count
+    # as equal: NaN.
     return np.where((high > low) | np.isinf(high), np.sqrt(squares / np.maximum(count - 1, 1)), 0.0)
 
 
@@ -102,8 +107,9 @@ class ReplayBuffer:
 
     seed: the run's; draws derive from it and the rollout's number.
 
-    Example: ``size=2``; adding a (score 1), b (3) and c (2) returns ``["a"]``; ``draw(1, rollout=5)`` returns ``["b"]``
-    three times out of five over the seeds, else ``["c"]``; with ``max_uses=1``, ``retire()`` then returns the same key.
+    Example: ``size=2``; adding a (score 1), b (3) and c (2) returns ``["a"]``; ``draw(1,
+    rollout=5)`` returns ``["b"]`` three times out of five over the seeds, else ``["c"]``; with
+    ``max_uses=1``, ``retire()`` then returns the same key.
     """
 
     def __init__(self, config: ReplayConfig, seed: int) -> None:
@@ -122,8 +128,8 @@ class ReplayBuffer:
     def add(self, entries: Iterable[Entry]) -> list[str]:
         """Keep the ``replay.capacity_groups`` best of the held and the new entries; return the keys that are not held.
 
-        The rows of these keys may be dropped. A key that is held already, or comes twice, is replaced by the later
-        entry, as its rows are. A score of 0 is never kept.
+        The rows of these keys may be dropped. A key that is held already, or comes twice, is
+        replaced by the later entry, as its rows are. A score of 0 is never kept.
         """
         latest = {entry.key: entry for entry in (*self._entries, *entries)}
         ranked = sorted(latest.values(), key=lambda entry: (-entry.score, -entry.version, entry.key))
@@ -134,8 +140,8 @@ class ReplayBuffer:
     def draw(self, count: int, *, rollout: int, exclude: Collection[str] = ()) -> list[str]:
         """Draw up to ``count`` distinct keys, without replacement, in proportion to score; each counts as used.
 
-        rollout: the batch's number; the same number draws the same, so a second draw for a batch must exclude the keys
-            of the first.
+        rollout: the batch's number; the same number draws the same, so a second draw for a batch
+            must exclude the keys of the first.
         exclude: keys of groups that the batch has itself.
 
         An entry that was used ``replay.max_uses`` times is not drawn, retired or not.
@@ -146,8 +152,8 @@ class ReplayBuffer:
         scores = np.array([entry.score for entry in left], dtype=np.float64)
         drawn: list[str] = []
         for uniform in _uniforms(self._seed, rollout, min(count, len(left))):
-            # Divided by the largest, so that no sum overflows; a score that underflows beside it can be drawn when the
-            # larger ones are gone.
+            # Divided by the largest, so that no sum overflows; a score that underflows beside it
+            # can be drawn when the larger ones are gone.
             ends = np.cumsum(scores / scores.max())
             position = int(np.searchsorted(ends, uniform * ends[-1], side="right"))
             drawn.append(left.pop(position).key)
@@ -191,5 +197,6 @@ def _uniforms(seed: int, rollout: int, count: int) -> list[float]:
     """Return ``count`` numbers in [0, 1) that derive from the seed and the rollout's number."""
     key = np.array([seed % 2**64, rollout], dtype=np.uint64)
     counter = np.array([0, 0, 0, 1], dtype=np.uint64)  # the prompts' order uses the same keys, counted from 0
-    # random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across versions (NEP 19).
+    # random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across versions
+    # (NEP 19).
     return ((np.random.Philox(key=key, counter=counter).random_raw(count) >> np.uint64(11)) * 2.0**-53).tolist()

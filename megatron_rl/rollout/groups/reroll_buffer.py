@@ -1,16 +1,20 @@
 """The re-roll buffer: holds the prompts whose whole group failed, until they are asked again.
 
-Pure: numbers in, decisions out. Every rank holds the same buffer of (prompt_id, attempt) and takes the same decisions.
+Pure: numbers in, decisions out. Every rank holds the same buffer of (prompt_id, attempt) and takes
+the same decisions.
 
 Invariants (``assert_invariants`` in tests/unit/rollout/test_reroll_buffer.py):
 
-1. At most ``reroll.capacity_prompts`` prompts wait, each once; the longest-waiting leaves for a newer one.
-2. No prompt waits whose attempt has reached ``reroll.max_attempts``, so none is asked for an attempt above it.
-3. ``take`` gives the longest-waiting first, at most ``reroll.max_groups`` and at most ``room`` of them, and none before
-   ``reroll.start_fraction``; the prompts that it gives no longer wait.
-4. A prompt that is noted again while it waits keeps its place and the later of its attempts: while no failure is noted
-   twice, no attempt is asked for twice.
-5. ``num_buffered`` counts the prompts that began to wait, ``num_issued`` the prompts that were given.
+1. At most ``reroll.capacity_prompts`` prompts wait, each once; the longest-waiting leaves for a
+   newer one.
+2. No prompt waits whose attempt has reached ``reroll.max_attempts``, so none is asked for an
+   attempt above it.
+3. ``take`` gives the longest-waiting first, at most ``reroll.max_groups`` and at most ``room`` of
+   them, and none before ``reroll.start_fraction``; the prompts that it gives no longer wait.
+4. A prompt that is noted again while it waits keeps its place and the later of its attempts: while
+   no failure is noted twice, no attempt is asked for twice.
+5. ``num_buffered`` counts the prompts that began to wait, ``num_issued`` the prompts that were
+   given.
 6. A state that went through JSON and back has the same future.
 """
 
@@ -31,8 +35,8 @@ def failed_groups(totals: np.ndarray, groups: np.ndarray, threshold: float) -> n
     totals: float64 [S], the total reward of each sample; NaN where it is excluded.
     groups: int64 [S], each sample's group number.
 
-    Example: totals (0, NaN, 0, 1, NaN) in groups (4, 4, 7, 7, 9) at threshold 0 → (4): group 7 has a reward of 1, group
-    9 has none.
+    Example: totals (0, NaN, 0, 1, NaN) in groups (4, 4, 7, 7, 9) at threshold 0 → (4): group 7 has
+    a reward of 1, group 9 has none.
     """
     included = ~np.isnan(totals)
     above = groups[included & (totals > threshold)]
@@ -45,7 +49,8 @@ class RerollBuffer:
     num_buffered: prompts that began to wait, in total.
     num_issued: prompts that ``take`` gave, in total.
 
-    Example: ``max_groups=1``: after ``note([("3@0", 0), ("8@0", 0)])``, ``take(0.7, room=4)`` returns ``[("3@0", 1)]``.
+    Example: ``max_groups=1``: after ``note([("3@0", 0), ("8@0", 0)])``, ``take(0.7, room=4)``
+    returns ``[("3@0", 1)]``.
     """
 
     def __init__(self, config: RerollConfig) -> None:
@@ -60,8 +65,9 @@ class RerollBuffer:
     def note(self, failed: Sequence[tuple[str, int]]) -> None:
         """Add the prompts of groups that failed just now. ``failed``: (prompt_id, attempt) of each.
 
-        A prompt that waits already keeps its place and the later of its attempts. A prompt whose last attempt has
-        failed does not wait (any more); beyond ``reroll.capacity_prompts`` the one that waited longest leaves.
+        A prompt that waits already keeps its place and the later of its attempts. A prompt whose
+        last attempt has failed does not wait (any more); beyond ``reroll.capacity_prompts`` the one
+        that waited longest leaves.
         """
         for prompt_id, attempt in failed:
             latest = max(attempt, self._waiting.get(prompt_id, attempt))
@@ -95,8 +101,8 @@ class RerollBuffer:
     def load_state(self, state: Mapping) -> None:
         """Replace the waiting prompts by saved ones.
 
-        Under a smaller ``reroll.capacity_prompts`` the longest-waiting leave, under a smaller ``reroll.max_attempts``
-        the prompts that have reached it.
+        Under a smaller ``reroll.capacity_prompts`` the longest-waiting leave, under a smaller
+        ``reroll.max_attempts`` the prompts that have reached it.
         """
         self._waiting = {}
         self.note([(prompt_id, attempt) for prompt_id, attempt in state["waiting"]])

@@ -14,8 +14,8 @@ from megatron_rl.types import Prompt
 class Selection:
     """Holds one group for each place of a batch.
 
-    prompts:  of every rank's places, the prompt that the batch's group answers; for a replayed group, the prompt whose
-              group it replaces.
+    prompts:  of every rank's places, the prompt that the batch's group answers; for a replayed
+              group, the prompt whose group it replaces.
     groups:   of this rank's places, the group.
     scored:   the groups' facts and rewards, of all ranks.
     live:     places whose group may have signal.
@@ -23,8 +23,8 @@ class Selection:
     replayed: places whose group an earlier rollout has trained.
     metrics:  of the filters.
 
-    Example: places 0 and 1, of which 1 has no signal: ``refill({1: prompt}, {1: group}, {1}, scored)`` leaves no place
-    dead, and ``replaced == {1}``.
+    Example: places 0 and 1, of which 1 has no signal: ``refill({1: prompt}, {1: group}, {1},
+    scored)`` leaves no place dead, and ``replaced == {1}``.
     """
 
     prompts: Mapping[int, Prompt]

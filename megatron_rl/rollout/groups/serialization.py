@@ -1,9 +1,10 @@
 """Packs finished groups into bytes and back, for a checkpoint's untrained rollouts and replayed groups.
 
-The bytes are an .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs`` float32 and
-``loss_mask`` bool (True throughout where a rollout has none), flat over all samples in the header's order.
-``experts`` int16 lies flat too, where rollouts have routed experts; the header holds each one's shape. Older files,
-from before rollouts had masks or experts, hold none; their rollouts are read without.
+The bytes are an .npz without pickles: ``header`` (JSON, UTF-8), ``token_ids`` int32, ``logprobs``
+float32 and ``loss_mask`` bool (True throughout where a rollout has none), flat over all samples in
+the header's order. ``experts`` int16 lies flat too, where rollouts have routed experts; the header
+holds each one's shape. Older files, from before rollouts had masks or experts, hold none; their
+rollouts are read without.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
 """Stragglers: the groups of a rollout that are still under way when it is trained, and that join the next one.
 
-A rollout is handed out when all but a share of its groups are whole (``rollout.producer.straggler_share``). The others
-stay under way at their engines, with the tokens that they have and, under ``weight_sync.in_flight``, go on with newer
-weights. Time decides which groups these are; the ranks agree on them in a collective before anything is trained.
+A rollout is handed out when all but a share of its groups are whole
+(``rollout.producer.straggler_share``). The others stay under way at their engines, with the tokens
+that they have and, under ``weight_sync.in_flight``, go on with newer weights. Time decides which
+groups these are; the ranks agree on them in a collective before anything is trained.
 
-With P prompts a rollout and S stragglers, the first rollout starts P + S groups, each later one P, and the last P − S;
-each trains P of them. Invariants (tests/unit/rollout/test_stragglers.py):
+With P prompts a rollout and S stragglers, the first rollout starts P + S groups, each later one P,
+and the last P − S; each trains P of them. Invariants (tests/unit/rollout/test_stragglers.py):
 
-1. Each rollout trains P groups (fewer only where the data end), and every started group is trained exactly once.
-2. A group is trained with its own rollout or with the next one: ``hand_out`` waits for all that was left before.
+1. Each rollout trains P groups (fewer only where the data end), and every started group is trained
+   exactly once.
+2. A group is trained with its own rollout or with the next one: ``hand_out`` waits for all that was
+   left before.
 3. After the last rollout nothing is under way.
 """
 
@@ -24,7 +27,8 @@ from megatron_rl.rollout.worker import RolloutJob
 class Stragglers:
     """Hands rollouts out while their last groups are under way, or were so before a checkpoint.
 
-    num_stragglers: groups that each rollout leaves under way; 0 if only those of a checkpoint are left.
+    num_stragglers: groups that each rollout leaves under way; 0 if only those of a checkpoint are
+        left.
     """
 
     def __init__(
@@ -81,7 +85,8 @@ def collect_most(
 ) -> tuple[RolloutJob, CollectDurations]:
     """Wait until all of ``left`` and ``num_groups`` in all are scored on all ranks; return a job of these alone.
 
-    What stays in ``job`` stays under way and owed; ``left`` is finished. Errors are those of ``collect``.
+    What stays in ``job`` stays under way and owed; ``left`` is finished. Errors are those of
+    ``collect``.
     """
     jobs = [job] if left is None else [left, job]
     num_left = 0 if left is None else len(left.prompts)
@@ -109,8 +114,9 @@ def num_to_start(
     outstanding: groups that were started and not trained.
     is_last: whether no rollout comes after it.
 
-    Example: P = 8, S = 2: the first starts 10 (rollouts 1, outstanding 0), the next one, ahead of the first's training,
-    8 (rollouts 2, outstanding 10), the last one of three 6 (rollouts 2, outstanding 10).
+    Example: P = 8, S = 2: the first starts 10 (rollouts 1, outstanding 0), the next one, ahead of
+    the first's training, 8 (rollouts 2, outstanding 10), the last one of three 6 (rollouts 2,
+    outstanding 10).
     """
     wanted = rollouts * prompts_per_rollout + (0 if is_last else stragglers) - outstanding
     return max(0, min(wanted, prompts_per_rollout + stragglers))
@@ -129,8 +135,9 @@ def choose(whole: Collection[int], room: int) -> list[int] | None:
 def hand_out(job: RolloutJob, left: RolloutJob | None, places: Collection[int]) -> RolloutJob:
     """Return a finished job of all groups of ``left``, then those of ``job`` at the places; take them out of both.
 
-    All of them must be scored. What stays in ``job`` are its stragglers, under their places. Every rank makes the same
-    call, so that the places of the new job, 0 and on, are the same on all. Not a collective.
+    All of them must be scored. What stays in ``job`` are its stragglers, under their places. Every
+    rank makes the same call, so that the places of the new job, 0 and on, are the same on all. Not
+    a collective.
     """
     whole = RolloutJob({}, (), job.samples_per_prompt)
     whole.made_at = job.made_at

@@ -49,7 +49,8 @@ class Answers:
     ) -> list[Rollout]:
         """Return a prompt's rollouts; a greedy sample is one, repeated as often as asked for.
 
-        stop_ids: the tokens that end a response, since the engine's own end of sequence is switched off.
+        stop_ids: the tokens that end a response, since the engine's own end of sequence is switched
+            off.
         """
         if len(completions) == 1:
             completions = [completions[0]] * samples

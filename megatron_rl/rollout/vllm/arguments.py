@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.config import Config, LoraConfig, ModelConfig, WeightSyncConfig
+from megatron_rl.config import LoraConfig, ModelConfig, RolloutConfig, WeightSyncConfig
 from megatron_rl.config.lora import PROJECTIONS, VLLM_LORA_RANKS
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollout.engines.placement import shares_device
@@ -12,44 +12,53 @@ from megatron_rl.weights.config_json import read_fields
 from megatron_rl.weights.families.register import family_of
 
 
-def engine_arguments(config: Config, device: torch.device) -> dict[str, object]:
+def engine_arguments(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    weight_sync: WeightSyncConfig,
+    lora: LoraConfig,
+    *,
+    max_prompt_tokens: int,
+    seed: int,
+    device: torch.device,
+) -> dict[str, object]:
     """Return the fields of vllm.EngineArgs (0.32.0) for an engine that the run starts.
 
     ``rollout.vllm`` adds to them and may change the ``defaults`` among them.
     """
     on_gpu = device.type == "cuda"
-    if config.rollout.routing_replay == "rollout" and not on_gpu:
+    if rollout.routing_replay == "rollout" and not on_gpu:
         raise ConfigError(
             "rollout.routing_replay=rollout wants experts from vLLM, whose builds for the CPU return none (0.32: "
             "Model Runner V2 requires Triton); set rollout.routing_replay=old_logprobs or off, or "
             "rollout.engine=transformers"
         )
     owned: dict[str, object] = {
-        "model": config.model.hf_path,
+        "model": model.hf_path,
         "skip_tokenizer_init": True,
-        "dtype": config.model.dtype,
+        "dtype": model.dtype,
         "load_format": "dummy",  # the weights come from the trainer, at once
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": "megatron_rl.rollout.weight_sync.receiver.Receiver",
         "weight_transfer_config": {"backend": "megatron_rl"},
-        "tensor_parallel_size": config.rollout.tensor_parallel,
-        "enable_return_routed_experts": config.rollout.routing_replay == "rollout",
-        "enable_sleep_mode": shares_device(config.rollout, device),
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "enable_return_routed_experts": rollout.routing_replay == "rollout",
+        "enable_sleep_mode": shares_device(rollout, device),
     }
     if on_gpu:
-        owned["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        owned["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    longest = max_prompt_tokens + rollout.max_response_tokens
     defaults = {
         "max_model_len": longest,
         "enable_prefix_caching": True,
         "enforce_eager": not on_gpu,
         "disable_log_stats": True,
-        "seed": config.run.seed,
+        "seed": seed,
         **({} if on_gpu else _on_cpu(longest)),
     }
-    adapters = adapter_arguments(config.weight_sync, config.lora, config.model.dtype, on_gpu=on_gpu)
-    return owned | adapters | defaults | config.rollout.vllm
+    adapters = adapter_arguments(weight_sync, lora, model.dtype, on_gpu=on_gpu)
+    return owned | adapters | defaults | rollout.vllm
 
 
 def family_arguments(hf_path: str) -> dict[str, object]:
@@ -62,7 +71,8 @@ def family_arguments(hf_path: str) -> dict[str, object]:
 def latent_arguments(model: ModelConfig, device: torch.device) -> dict[str, object]:
     """Return the fields of vllm.EngineArgs for latent attention on a CPU; none for other models and devices.
 
-    On a CPU with AMX vLLM 0.32 takes a kernel for bfloat16 alone, whatever the dtype (platforms/cpu.py, amx_mla.py).
+    On a CPU with AMX vLLM 0.32 takes a kernel for bfloat16 alone, whatever the dtype
+    (platforms/cpu.py, amx_mla.py).
     """
     takes_any = device.type == "cuda" or model.dtype == "bfloat16"
     if takes_any or not read_fields(model.hf_path).get("kv_lora_rank"):
@@ -97,7 +107,9 @@ def adapter_arguments(
 def _on_cpu(longest: int) -> dict[str, object]:
     """Return the fields of vllm.EngineArgs that an engine needs on a CPU.
 
-    For a prompt cut in chunks vLLM (0.32.0) winds a sample's random numbers back, which torch's CPU generator cannot
-    do: the engine dies. Its default block of 128 tokens would keep short prompts out of the prefix cache.
+    For a prompt cut in chunks vLLM (0.32.0) winds a sample's random numbers back, which torch's CPU
+    generator cannot
+    do: the engine dies. Its default block of 128 tokens would keep short prompts out of the prefix
+        cache.
     """
     return {"block_size": 32, "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}

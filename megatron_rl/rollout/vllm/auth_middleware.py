@@ -1,12 +1,14 @@
 """API key check for a vLLM server: every route but /health asks for the key; vLLM's own check covers fewer routes.
 
-vLLM 0.32.0 (entrypoints/serve/middleware/authenticate.py) asks for the key under /v1, /v2, /inference and /cohere only.
-The routes that replace the weights, reset caches, put the engine to sleep and call worker methods (/update_weights,
-/collective_rpc, /sleep ...), /tokenize, /metrics and /version are open to anyone who reaches the port. The server takes
-this class by ``--middleware``; without a key in ``VLLM_API_KEY`` it lets everything through, which is right on a
+vLLM 0.32.0 (entrypoints/serve/middleware/authenticate.py) asks for the key under /v1, /v2,
+/inference and /cohere only. The routes that replace the weights, reset caches, put the engine to
+sleep and call worker methods (/update_weights, /collective_rpc, /sleep ...), /tokenize, /metrics
+and /version are open to anyone who reaches the port. The server takes this class by
+``--middleware``; without a key in ``VLLM_API_KEY`` it lets everything through, which is right on a
 loopback port of a host that is yours alone.
 
-The key is sent unencrypted over HTTP: between hosts, put a TLS proxy or a private network around it.
+The key is sent unencrypted over HTTP: between hosts, put a TLS proxy or a private network around
+it.
 """
 
 from __future__ import annotations

@@ -47,7 +47,12 @@ def vllm_engine(
     elif role.starts:
         require_vllm()
         own = family_arguments(config.model.hf_path) | latent_arguments(config.model, device)
-        arguments = own | engine_arguments(config, device)
+        arguments = own | engine_arguments(
+            *(config.model, rollout, settings, config.lora),
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            seed=config.run.seed,
+            device=device,
+        )
         replicas = [process_replica(rollout, arguments, config.run.path / "engines", location, device)]
     sender = WeightSender(
         channel=weight_channel(rollout, settings, device, os.environ),
@@ -106,10 +111,11 @@ def usable_cores() -> int:
 def engine_devices(width: int, first: int, environment: Mapping[str, str], visible: int) -> list[str]:
     """Return the names of an engine's GPUs: this rank's and those after it, as CUDA_VISIBLE_DEVICES names them.
 
-    first: this rank's GPU among the visible ones (torch.device.index). visible: the number of GPUs that it sees.
+    first: this rank's GPU among the visible ones (torch.device.index). visible: the number of GPUs
+        that it sees.
 
-    Raises ConfigError where fewer than ``width`` are left, as with one visible GPU for each process (SLURM's
-    --gpus-per-task).
+    Raises ConfigError where fewer than ``width`` are left, as with one visible GPU for each process
+    (SLURM's --gpus-per-task).
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in listed.split(",")] if listed else [str(index) for index in range(visible)]

@@ -3,13 +3,17 @@
 Invariants (tests/unit/rollout/test_dispatch.py checks them under Hypothesis):
 
 1. Every request ends in exactly one of ``finished`` and ``lost``.
-2. An entry of ``finished`` is one attempt's whole answer, and that attempt was not given up before it arrived.
-3. A request is issued at most ``attempts`` times, and never while an earlier attempt of it is still waited for.
-4. A replica has at most ``max_in_flight`` requests under way, and gets none once it is down or holds weights older than
-   the call's. One that takes new weights in flight gets requests meanwhile; it may hold newer ones afterwards.
+2. An entry of ``finished`` is one attempt's whole answer, and that attempt was not given up before
+   it arrived.
+3. A request is issued at most ``attempts`` times, and never while an earlier attempt of it is still
+   waited for.
+4. A replica has at most ``max_in_flight`` requests under way, and gets none once it is down or
+   holds weights older than the call's. One that takes new weights in flight gets requests
+   meanwhile; it may hold newer ones afterwards.
 5. The call ends: every attempt ends by its answer, its error or its deadline.
-6. ``on_finished`` is called once for every finished request, in the caller's thread and in the order of finishing, with
-   its entry of ``finished``; where it raises, every attempt under way is given up.
+6. ``on_finished`` is called once for every finished request, in the caller's thread and in the
+   order of finishing, with its entry of ``finished``; where it raises, every attempt under way is
+   given up.
 """
 
 from __future__ import annotations
@@ -72,16 +76,17 @@ def dispatch(
     A request that fails is issued again, elsewhere if possible.
 
     weight_version: no token may come from older weights.
-    deadline_s: seconds without progress after which an attempt is given up: none of its replica's requests has ended,
-        and the replica has not said that it computes. Long responses may take longer.
+    deadline_s: seconds without progress after which an attempt is given up: none of its replica's
+        requests has ended, and the replica has not said that it computes. Long responses may take
+        longer.
     max_in_flight: the most requests under way on one replica.
     attempts: the most attempts at one request.
-    rotation: the replica from which ties are counted; clients that start together pass their rank, so that not all pick
-        the first replica.
+    rotation: the replica from which ties are counted; clients that start together pass their rank,
+        so that not all pick the first replica.
     on_finished: called with a request's id and completions as soon as they arrive.
 
-    Raises RequestRefused as soon as one is refused, EngineError where a request's answer is wrong twice; the others are
-    aborted then.
+    Raises RequestRefused as soon as one is refused, EngineError where a request's answer is wrong
+    twice; the others are aborted then.
     """
     ids = Counter(request.request_id for request in requests)
     doubled = sorted(name for name, count in ids.items() if count > 1)

@@ -1,8 +1,9 @@
 """Engine (see rollout/engines/engine.py) over vLLM: this rank's prompts are spread over its replicas.
 
-A replica is a process of the run's own or a server. A request is a prompt with all its samples, so that they share the
-prompt's keys and values; its seed is that of sample 0. Greedy log-probs are vLLM's, at temperature 1, while the
-Transformers engine's are at the sampling temperature; nothing trains on greedy samples.
+A replica is a process of the run's own or a server. A request is a prompt with all its samples, so
+that they share the prompt's keys and values; its seed is that of sample 0. Greedy log-probs are
+vLLM's, at temperature 1, while the Transformers engine's are at the sampling temperature; nothing
+trains on greedy samples.
 """
 
 from __future__ import annotations
@@ -59,10 +60,12 @@ class VllmEngine:
     """Generates with this rank's replicas; a driver also sends them weights and restarts them.
 
     replicas: those that get its prompts, none on a rank without an engine of its own.
-    drives: whether it sends them weights and restarts them (a server has many clients and one driver).
+    drives: whether it sends them weights and restarts them (a server has many clients and one
+        driver).
 
-    With ``in_flight`` one thread may generate while another one (the main thread) does all the rest. A call then takes
-    tokens of the version that was whole when it began, and of newer ones; both threads write under a lock.
+    With ``in_flight`` one thread may generate while another one (the main thread) does all the
+    rest. A call then takes tokens of the version that was whole when it began, and of newer ones;
+    both threads write under a lock.
     """
 
     is_elsewhere = True
@@ -87,8 +90,9 @@ class VllmEngine:
 
         longest: the most tokens of a prompt and its response together.
         in_flight: whether ``load_weights`` may come while ``generate`` is under way.
-        start_late: whether the first ``recover`` starts them: on a GPU that the trainer still fills, vLLM finds too
-            little free memory, or takes another's for its own (v1/worker/utils.py, request_memory; 0.32.0).
+        start_late: whether the first ``recover`` starts them: on a GPU that the trainer still
+            fills, vLLM finds too little free memory, or takes another's for its own
+            (v1/worker/utils.py, request_memory; 0.32.0).
         """
         self._replicas, self._sync, self._tokenizer, self._rollout = list(replicas), sync, tokenizer, rollout
         self._seed, self._stop_ids, self._vocab_size, self._longest = seed, tuple(stop_ids), vocab_size, longest
@@ -146,8 +150,8 @@ class VllmEngine:
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Wait for engines that start, restart our lost ones, and return the names of the servers left out.
 
-        A lost server is somebody else's to restart, and left out for as long as others serve. Raises EngineError after
-        too many restarts in a row.
+        A lost server is somebody else's to restart, and left out for as long as others serve.
+        Raises EngineError after too many restarts in a row.
         """
         mended = [x for x in self._lost if x.name in lost or not self._in_flight]  # none lost meanwhile
         self._start()
@@ -249,9 +253,11 @@ class VllmEngine:
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
         """Record the joint report of all ranks' drivers, by the replicas' names."""
-        # an engine of ours is started anew after any failure: simpler than to reason about half a sync
+        # an engine of ours is started anew after any failure: simpler than to reason about half a
+        # sync
         with self._lock:
-            # replicas that a call lost during the sync stay lost; a server that took the weights lives
+            # replicas that a call lost during the sync stay lost; a server that took the weights
+            # lives
             still_lost = [x for x in self._lost if self._in_flight and x.ours and x.weight_version != version]
             self._lost = [
                 x for x in self._replicas if x in still_lost or x.name in lost or (x.ours and x.name in failed)
@@ -363,7 +369,8 @@ class VllmEngine:
     def sleep(self) -> None:
         """Give the GPU back: weights, keys and values are dropped, and the next sync brings the weights again.
 
-        Level 1 would copy them to the host and back; level 2 keeps the model's buffers (vLLM 0.32.0, gpu_worker.py).
+        Level 1 would copy them to the host and back; level 2 keeps the model's buffers (vLLM
+        0.32.0, gpu_worker.py).
         """
         self._everywhere("sleep", {"level": 2})
         for replica in self._replicas:
@@ -377,8 +384,8 @@ class VllmEngine:
     def _everywhere(self, method: str, arguments: Mapping[str, object]) -> None:
         """Call a control method of every replica driven here; one that still starts is awake when it serves.
 
-        A replica that does not answer, or fails at it, is lost: it is ended, so that its memory is free, and the next
-        sync starts it again on all ranks.
+        A replica that does not answer, or fails at it, is lost: it is ended, so that its memory is
+        free, and the next sync starts it again on all ranks.
         """
         for replica in [x for x in self._replicas if self._drives and x not in self._unready and x not in self._lost]:
             try:

@@ -1,8 +1,8 @@
 """HTTP to a vLLM server: JSON requests, each under one deadline, and an error class for each kind of failure.
 
-Each request has a connection of its own, so that cutting the connection ends the request, here and on the server (vLLM
-aborts what it generates for a client that is gone). Proxies and redirects are not followed: the key and the prompts go
-to the given address, or nowhere.
+Each request has a connection of its own, so that cutting the connection ends the request, here and
+on the server (vLLM aborts what it generates for a client that is gone). Proxies and redirects are
+not followed: the key and the prompts go to the given address, or nowhere.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Exchange:
         self, connection: http.client.HTTPConnection, method: str, path: str, body, headers, timeout_s: float | None
     ) -> tuple[int, bytes]:
         """Return status and body; raise OSError or HTTPException, ``timed_out`` where the deadline was the cause."""
-        # The socket's own time-out counts from byte to byte; a server that drips would never meet it.
+        # The socket's own time-out counts from byte to byte; a server that drips would never meet
+        # it.
         watchdog = threading.Timer(timeout_s or 0.0, self._expire)
         watchdog.daemon = True
         if timeout_s is not None:
@@ -73,7 +74,8 @@ class Exchange:
             if self.was_cut:
                 raise ConnectionAbortedError("the request was given up")
             if answer.length is None and not answer.chunked:
-                # http.client takes the connection's end for that of the headers or the body: a cut answer looks whole.
+                # http.client takes the connection's end for that of the headers or the body: a cut
+                # answer looks whole.
                 raise http.client.HTTPException("an answer without a length, as one that was cut has")
             return answer.status, content
         finally:

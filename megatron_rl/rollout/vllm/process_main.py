@@ -2,9 +2,9 @@
 
     python -m megatron_rl.rollout.vllm.process_main FD PARENT_PID    # started by process_replica.py alone
 
-The first frame holds the engine's arguments; then requests and control messages arrive at any time and completions
-leave as they are done. Between two control messages of a weight update nothing is stepped, nor between pause and
-resume. The process ends when its rank ends, for any reason.
+The first frame holds the engine's arguments; then requests and control messages arrive at any time
+and completions leave as they are done. Between two control messages of a weight update nothing is
+stepped, nor between pause and resume. The process ends when its rank ends, for any reason.
 """
 
 from __future__ import annotations
@@ -152,8 +152,9 @@ class EngineProcess:
                 engine.set_weight_version(arguments["weight_version"])
                 self.updating = False
             case "reset_prefix_cache":
-                # Running requests begin again, with their tokens so far as the prompt; their step under way on the
-                # device (asynchronous scheduling) is lost, tokens and all (v1/core/sched/scheduler.py, 0.32.0).
+                # Running requests begin again, with their tokens so far as the prompt; their step
+                # under way on the device (asynchronous scheduling) is lost, tokens and all
+                # (v1/core/sched/scheduler.py, 0.32.0).
                 if not engine.reset_prefix_cache(reset_running_requests=arguments.get("running", False)):
                     raise RuntimeError("the prefix cache could not be reset: requests are still under way")
             case "weights_received" | "abandon_weight_update" | "use_adapter":

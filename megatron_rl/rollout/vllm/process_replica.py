@@ -84,7 +84,8 @@ class ProcessReplica:
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
-        # An engine that hangs reads nothing: with the socket full, a send would wait for ever. Receives have no bound.
+        # An engine that hangs reads nothing: with the socket full, a send would wait for ever.
+        # Receives have no bound.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as output:
@@ -202,7 +203,8 @@ class ProcessReplica:
     ) -> None:
         """Send a frame.
 
-        first: called before it under the same lock, so that a future and its frame belong to one process.
+        first: called before it under the same lock, so that a future and its frame belong to one
+            process.
         """
         try:
             with self._lock:

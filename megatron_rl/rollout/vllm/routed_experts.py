@@ -1,10 +1,11 @@
 """The experts that vLLM sent each token to, from its answers to a sample's rows.
 
-vLLM 0.32.0 with ``enable_return_routed_experts`` (read: distributed/aux_output_connector/, v1/engine/
-output_processor.py): ``CompletionOutput.routed_experts`` is uint8 or uint16 [prompt + response − 1, layers, top_k], by
-the model's own expert numbers, before any balancing over ranks. The last token was never fed to the model and has no
-row; a prompt's rows come with every sample, out of the prefix cache where its keys and values do. A server sends the
-array as base64 of a .npy file (utils/serial_utils.py). Gate weights are not returned.
+vLLM 0.32.0 with ``enable_return_routed_experts`` (read: distributed/aux_output_connector/,
+v1/engine/ output_processor.py): ``CompletionOutput.routed_experts`` is uint8 or uint16 [prompt +
+response − 1, layers, top_k], by the model's own expert numbers, before any balancing over ranks.
+The last token was never fed to the model and has no row; a prompt's rows come with every sample,
+out of the prefix cache where its keys and values do. A server sends the array as base64 of a .npy
+file (utils/serial_utils.py). Gate weights are not returned.
 """
 
 from __future__ import annotations

@@ -10,13 +10,15 @@ from megatron_rl.distributed.child_process import LAUNCHER_VARIABLES
 
 MODULE = "vllm.entrypoints.openai.api_server"
 API_KEY = "VLLM_API_KEY"  # in the environment: an argument shows in the host's process list
-# Without it no routes for weights, cache and collective_rpc (vLLM 0.32.0, entrypoints/launchers/api_server/routers.py).
+# Without it no routes for weights, cache and collective_rpc (vLLM 0.32.0,
+# entrypoints/launchers/api_server/routers.py).
 DEV_MODE = ("VLLM_SERVER_DEV_MODE", "1")
 SCALE_OUT = "--enable-scale-out"
 LOGPROBS_MODE = "processed_logprobs"
 WORKER_EXTENSION = "megatron_rl.rollout.weight_sync.receiver.Receiver"
 
-# Lets a pickled function be sent to /collective_rpc: anyone who reaches the port could run code. Never passed on.
+# Lets a pickled function be sent to /collective_rpc: anyone who reaches the port could run code.
+# Never passed on.
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 

@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 HEALTH_S = 2.0  # between two looks at a server that owes an answer
 UNHEALTHY = 2  # such looks in a row
 ANSWER_S = 10.0  # for an answer that a server has in memory
-# vLLM's counters of the tokens that it has computed, prompts' and responses' (0.32.0, v1/metrics/loggers.py).
+# vLLM's counters of the tokens that it has computed, prompts' and responses' (0.32.0,
+# v1/metrics/loggers.py).
 COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
@@ -24,9 +25,11 @@ class ServerHealth:
     """Looks at a server in a thread of its own, only while it owes an answer.
 
     owes: whether it does.
-    cut: ends its requests, since a server whose engine died may hold them for ever; a busy one is left alone.
+    cut: ends its requests, since a server whose engine died may hold them for ever; a busy one is
+        left alone.
     sick: the words of a server whose engine died.
-    progressed_at: time.monotonic() when its counters of tokens were last seen to move; −inf before that.
+    progressed_at: time.monotonic() when its counters of tokens were last seen to move; −inf before
+        that.
     """
 
     def __init__(self, server: Server, *, owes: Callable[[], bool], cut: Callable[[], None]) -> None:

@@ -2,9 +2,9 @@
 
     python -m megatron_rl.rollout.vllm.server_process PARENT GRACE_S COMMAND ...      # started by supervisor.py alone
 
-A vLLM server is several processes. Killed (kill -9, out of memory), its API process leaves the engine behind, which
-holds the GPU's memory, and the next server finds none. So each server gets this small parent, which ends the server's
-whole process group.
+A vLLM server is several processes. Killed (kill -9, out of memory), its API process leaves the
+engine behind, which holds the GPU's memory, and the next server finds none. So each server gets
+this small parent, which ends the server's whole process group.
 """
 
 from __future__ import annotations

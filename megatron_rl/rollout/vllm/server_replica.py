@@ -1,10 +1,11 @@
 """Replica (see replica.py) over one ``vllm serve``: tokens by /inference/v1/generate, weights by vLLM's RL routes.
 
-Read and run with vLLM 0.32.0, on which this file relies: ``/inference/v1/generate`` takes SamplingParams field by
-field, and a field that is sent is not replaced by the server's generation_config
-(entrypoints/scale_out/token_in_token_out/serving.py); a stop token of ``stop_token_ids`` ends a sample, with it as the
-last token, whatever ``ignore_eos`` is (v1/core/sched/utils.py, check_stop); a log-prob of −inf or NaN, or a missing
-one, comes as −9999; the requests of a client that hangs up end. /pause?mode=keep answers once no step is under way, and
+Read and run with vLLM 0.32.0, on which this file relies: ``/inference/v1/generate`` takes
+SamplingParams field by field, and a field that is sent is not replaced by the server's
+generation_config (entrypoints/scale_out/token_in_token_out/serving.py); a stop token of
+``stop_token_ids`` ends a sample, with it as the last token, whatever ``ignore_eos`` is
+(v1/core/sched/utils.py, check_stop); a log-prob of −inf or NaN, or a missing one, comes as −9999;
+the requests of a client that hangs up end. /pause?mode=keep answers once no step is under way, and
 requests that come later wait for /resume (v1/engine/core.py, pause_scheduler).
 """
 
@@ -41,7 +42,8 @@ from megatron_rl.rollout.vllm.server_health import ANSWER_S, ServerHealth
 log = logging.getLogger(__name__)
 POLL_S = 0.5
 RESUME_S = 30.0  # for all attempts to resume a server after an update in flight that failed
-# The label of a server's weights from a pause to the update's end: no number, so their samples are never taken.
+# The label of a server's weights from a pause to the update's end: no number, so their samples are
+# never taken.
 UPDATING_LABEL = "updating"
 UNLABEL = ("/update_weight_version", {"new_version": UPDATING_LABEL})
 NO_LOGPROB = -9999.0  # vLLM's number for −inf, NaN and missing
@@ -108,7 +110,8 @@ class ServerReplica:
     def _weights_after_restart(self) -> int:
         if self._held_before_restart == NO_WEIGHTS:
             return self.weight_version
-        # The same process still: a restarted one answers "default". Its weights were whole when we last knew them.
+        # The same process still: a restarted one answers "default". Its weights were whole when we
+        # last knew them.
         version = parse_version(str(self._get("/weight_info", "weight_version")))
         expected, self._held_before_restart = self._held_before_restart, NO_WEIGHTS
         return expected if version == expected else NO_WEIGHTS

@@ -1,6 +1,7 @@
 """Supervisor of vLLM servers: it starts one per replica, restarts those that die, and ends them all with itself.
 
-A restarted server holds the weights of its files; the trainer sees that its weight version is gone, and syncs it.
+A restarted server holds the weights of its files; the trainer sees that its weight version is gone,
+and syncs it.
 """
 
 from __future__ import annotations
@@ -183,7 +184,8 @@ class Supervisor:
             str(self.limits.grace_s),
             *spec.command,
         ]
-        # No preexec_fn: this process has threads, and the child could wait for a lock that one held at the fork.
+        # No preexec_fn: this process has threads, and the child could wait for a lock that one held
+        # at the fork.
         with open(spec.log_path, "ab") as output:
             process = subprocess.Popen(
                 command,
@@ -201,7 +203,8 @@ class Supervisor:
     def _watch_health(self, running: _Running) -> None:
         """Wait until a server is healthy, then mark it sick where it stays unhealthy.
 
-        A server whose engine died can wait for ever for requests that it holds. A late answer only means a busy server.
+        A server whose engine died can wait for ever for requests that it holds. A late answer only
+        means a busy server.
         """
         server = Server(running.spec.url, api_key=None, key_setting="--api-key-env")  # /health wants none
         bad_since: float | None = None

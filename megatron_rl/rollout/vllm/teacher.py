@@ -1,8 +1,9 @@
 """A teacher that vLLM servers hold: the log-probs of given tokens, as ``prompt_logprobs`` of a request.
 
 Read in vLLM 0.32.0 (entrypoints/openai/completion): /v1/completions takes a prompt of token ids and
-``prompt_logprobs=0``, and answers with one entry for each prompt token: null for the first, then the token's own id and
-log-prob, at temperature 1 whatever the request's is, in the server's default logprobs mode.
+``prompt_logprobs=0``, and answers with one entry for each prompt token: null for the first, then
+the token's own id and log-prob, at temperature 1 whatever the request's is, in the server's default
+logprobs mode.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The policy's LoRA adapters in a vLLM worker, for ``weight_sync.adapters=alone``: checked, built, put in place.
 
-It lives in the engine's process, with the receiver. vLLM (0.32.0, lora/model_manager.py) leaves out, without a word, a
-pair that no layer of the model takes, and copies one of another shape into a corner of its memory: so both are looked
-for here. It multiplies B by alpha / rank as it takes an adapter, and cuts pairs for tensor parallelism itself.
+It lives in the engine's process, with the receiver. vLLM (0.32.0, lora/model_manager.py) leaves
+out, without a word, a pair that no layer of the model takes, and copies one of another shape into a
+corner of its memory: so both are looked for here. It multiplies B by alpha / rank as it takes an
+adapter, and cuts pairs for tensor parallelism itself.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def policy_request() -> LoRARequest:
 class PolicyAdapters:
     """Holds the adapters that a sync brings apart from the weights, until requests compute with them.
 
-    tensors: by PEFT's names without its ``base_model.model.``. model: vLLM's, from the sync's end on; None if it
-        brought none.
+    tensors: by PEFT's names without its ``base_model.model.``. model: vLLM's, from the sync's end
+        on; None if it brought none.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """Encoder of what changed (``weight_sync.delta``): an engine that holds the sync before gets the words that changed.
 
-An engine whose receipt is that of the latest sync gets those, and every other engine gets everything. That is decided
-before the first bucket, for all buckets. The trainer compares with what it holds on the host (host_copies.py).
+An engine whose receipt is that of the latest sync gets those, and every other engine gets
+everything. That is decided before the first bucket, for all buckets. The trainer compares with what
+it holds on the host (host_copies.py).
 """
 
 from __future__ import annotations

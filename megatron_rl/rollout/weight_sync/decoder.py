@@ -27,7 +27,8 @@ class BucketDecoder(Protocol):
     def decode(self, tensors: list, difference: Mapping[str, int], sent: torch.Tensor) -> tuple[list, torch.Tensor]:
         """Return a bucket's tensors, as messages list them, and its bytes, which the caller may only read.
 
-        sent: uint8, what arrived. Raises ValueError for a difference from a bucket that is not there.
+        sent: uint8, what arrived. Raises ValueError for a difference from a bucket that is not
+            there.
         """
         ...
 

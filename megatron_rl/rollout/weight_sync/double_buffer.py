@@ -17,8 +17,8 @@ ALIGNMENT = 16  # bytes; every dtype's view must start at a multiple of its size
 class BucketBuffer:
     """Holds a bucket's tensors, packed, and says what an engine needs to find them.
 
-    On a GPU tensors are packed and digested there; for shared memory they then go to the host in one copy, which the
-    wait for the digest waits for too.
+    On a GPU tensors are packed and digested there; for shared memory they then go to the host in
+    one copy, which the wait for the digest waits for too.
     """
 
     def __init__(self, num_bytes: int, channel: str, device: torch.device) -> None:
@@ -58,7 +58,8 @@ class BucketBuffer:
     def message(self, *, whole: bool = True) -> dict[str, object]:
         """Return the message that brings the bucket to an engine, once its bytes are where the engine looks.
 
-        whole: whether some engine is to read the bytes; without, all of them read a payload (``share``).
+        whole: whether some engine is to read the bytes; without, all of them read a payload
+            (``share``).
         """
         seen = part_digests(self.packed, range(NUM_PARTS))
         if self._staged and whole:
@@ -78,8 +79,8 @@ class BucketBuffer:
     def share(self, payload: torch.Tensor) -> dict[str, object]:
         """Put a payload, which travels in the bucket's place, where an engine looks; return what a message says of it.
 
-        payload: uint8, on the buffer's device; it is kept until the buffer is cleared. Raises OSError where shared
-            memory is short.
+        payload: uint8, on the buffer's device; it is kept until the buffer is cleared. Raises
+            OSError where shared memory is short.
         """
         self._payload = payload
         if self.segment:

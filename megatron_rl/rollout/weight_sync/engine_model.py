@@ -1,6 +1,7 @@
 """The model in a vLLM worker while its weights are replaced, by vLLM's layerwise reload: what it lacks, and its faults.
 
-It lives in the engine's process, with the receiver (vLLM 0.32.0, model_executor/model_loader/reload).
+It lives in the engine's process, with the receiver (vLLM 0.32.0,
+model_executor/model_loader/reload).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def count_values(model: torch.nn.Module, wanted: Collection[str]) -> int:
 def drop_half_loaded(model: torch.nn.Module, config: ModelConfig) -> None:
     """Forget the tensors of a sync that broke off, and give every layer its earlier tensors back.
 
-    The next sync overwrites all of them. Finalizing with the forgotten ones would load weights that were refused, with
-    a wrong shape for example, and raise for ever.
+    The next sync overwrites all of them. Finalizing with the forgotten ones would load weights that
+    were refused, with a wrong shape for example, and raise for ever.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -47,7 +48,8 @@ def drop_half_loaded(model: torch.nn.Module, config: ModelConfig) -> None:
 def partial_layers(model: torch.nn.Module) -> list[str]:
     """Return the layers of several weights (q, k and v; gate and up; experts) that some weights did not reach.
 
-    A complete layer is processed at once and no longer open; the rows that pad a vocabulary never arrive.
+    A complete layer is processed at once and no longer open; the rows that pad a vocabulary never
+    arrive.
     """
     partial = []
     for name, layer in model.named_modules():
@@ -61,8 +63,9 @@ def partial_layers(model: torch.nn.Module) -> list[str]:
 def forget_packed_experts(model: torch.nn.Module) -> None:
     """Remove the kernels of a mixture's experts, so that vLLM packs the new weights for a CPU.
 
-    vLLM (0.32.0) packs experts when it first builds their kernel, and not again when weights are reloaded: the kernel
-    would read plain weights as packed ones. Without a kernel it builds one anew, and packs.
+    vLLM (0.32.0) packs experts when it first builds their kernel, and not again when weights are
+    reloaded: the kernel would read plain weights as packed ones. Without a kernel it builds one
+    anew, and packs.
     """
     for module in model.modules():
         if isinstance(module, RoutedExperts):
@@ -72,8 +75,8 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 def process_tied(model: torch.nn.Module) -> None:
     """Process an output layer that is tied to the embedding, as vLLM (0.32.0) does not.
 
-    It receives nothing itself; on a CPU its matrix product would go on with the packed weights of the previous sync, 4
-    nats off.
+    It receives nothing itself; on a CPU its matrix product would go on with the packed weights of
+    the previous sync, 4 nats off.
     """
     seen: set[int] = set()
     for module in model.modules():
@@ -86,8 +89,8 @@ def process_tied(model: torch.nn.Module) -> None:
 def keep_waiting(model: torch.nn.Module, packed: torch.Tensor, device: torch.device) -> None:
     """Copy those of a bucket's tensors that vLLM keeps for layers which are not complete yet.
 
-    packed: the bucket, whose memory the sender uses again. A mixture's experts are one layer: with buckets that hold
-        them all, a worker copies their slices too.
+    packed: the bucket, whose memory the sender uses again. A mixture's experts are one layer: with
+        buckets that hold them all, a worker copies their slices too.
     """
     memory = packed.untyped_storage().data_ptr()
     for layer in model.modules():

@@ -1,9 +1,10 @@
 """Copies of a sync's buckets on the host: what the trainer last sent, and what an engine last received.
 
-The trainer compares a bucket with the one that it sent in the same place, and sends the words that changed. The engine
-writes them into its copy, which is then the trainer's bucket to the bit, and is digested, counted and loaded as one
-that arrived whole. Each copy takes the size of the weights: one on every rank that sends, one in every worker of an
-engine. Both sides import this, so it needs torch alone.
+The trainer compares a bucket with the one that it sent in the same place, and sends the words that
+changed. The engine writes them into its copy, which is then the trainer's bucket to the bit, and is
+digested, counted and loaded as one that arrived whole. Each copy takes the size of the weights: one
+on every rank that sends, one in every worker of an engine. Both sides import this, so it needs
+torch alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Host memory that sender and engine share: its registration with CUDA, and the engine's mapping of it.
 
-Copies between a GPU and memory that CUDA does not know go through a buffer of the driver's while the host waits. Both
-sides import this, so it needs torch alone.
+Copies between a GPU and memory that CUDA does not know go through a buffer of the driver's while
+the host waits. Both sides import this, so it needs torch alone.
 """
 
 from __future__ import annotations

@@ -3,14 +3,16 @@
     vllm serve MODEL --worker-extension-cls megatron_rl.rollout.weight_sync.receiver.Receiver
         --weight-transfer-config '{"backend": "megatron_rl"}'
 
-vLLM 0.29 and newer (distributed/weight_transfer/base.py; run with 0.32.0). It lives in the engine's process, so it
-imports neither Megatron-Core nor a stage of the trainer. A sync is a start, one update per bucket, an ``end`` that
-states the tensors that must have arrived, and a finish; any difference from the statement is a failure, and the engine
-has no version until a later sync comes through whole.
+vLLM 0.29 and newer (distributed/weight_transfer/base.py; run with 0.32.0). It lives in the engine's
+process, so it imports neither Megatron-Core nor a stage of the trainer. A sync is a start, one
+update per bucket, an ``end`` that states the tensors that must have arrived, and a finish; any
+difference from the statement is a failure, and the engine has no version until a later sync comes
+through whole.
 
-A failure raises where the engine has one worker. Of several workers vLLM (0.32.0, multiproc_executor.py) takes the
-answers up to the first that raised, and the next call would read the rest of them as its own: so none raises, and each
-says its failure when it is asked for its receipt.
+A failure raises where the engine has one worker. Of several workers vLLM (0.32.0,
+multiproc_executor.py) takes the answers up to the first that raised, and the next call would read
+the rest of them as its own: so none raises, and each says its failure when it is asked for its
+receipt.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ BACKEND = "megatron_rl"
 class ChannelInfo(WeightTransferInitInfo):
     """Describes the channel by which buckets arrive.
 
-    channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group of the trainer and all
-        engines) or ``cuda_ipc`` (the trainer's memory on the same GPU).
+    channel: ``shared_memory`` (a file that both processes map), ``broadcast`` (a process group of
+        the trainer and all engines) or ``cuda_ipc`` (the trainer's memory on the same GPU).
     holds: whether buckets are held here, so that later syncs may bring what changed alone.
     """
 
@@ -64,13 +66,16 @@ class ChannelInfo(WeightTransferInitInfo):
 class BucketInfo(WeightTransferUpdateInfo):
     """Describes one message of a sync.
 
-    kind: ``bucket`` (the tensors listed, packed one after the other) or ``end`` (the totals of the whole sync).
+    kind: ``bucket`` (the tensors listed, packed one after the other) or ``end`` (the totals of the
+        whole sync).
     tensors: [name, dtype, shape, first byte] of each tensor.
     digests: of the bucket's parts (weights/bucket_digest.py).
     checksum: of the bucket, or, at the end, over all buckets (transport.Tally).
-    adapter: at the end, rank and alpha of the adapters that the sync brought apart from the weights; {} for none.
-    difference: empty, or how to read a bucket that brings the words that changed (weights/delta.py); its tensors are
-        those of the bucket that is held in its place, and digests and checksum are the whole bucket's.
+    adapter: at the end, rank and alpha of the adapters that the sync brought apart from the
+        weights; {} for none.
+    difference: empty, or how to read a bucket that brings the words that changed
+        (weights/delta.py); its tensors are those of the bucket that is held in its place, and
+        digests and checksum are the whole bucket's.
     """
 
     kind: str
@@ -239,14 +244,16 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
     def _in_place(self) -> bool:
         """Tell whether tensors are loaded from the sender's memory, of which each worker then copies its slices only.
 
-        A worker that needs them whole copies the bucket at once, and a broadcast has brought it already.
+        A worker that needs them whole copies the bucket at once, and a broadcast has brought it
+        already.
         """
         return self._group is None and self.parallel_config.world_size > 1
 
     def _check_bytes(self, bucket: BucketInfo, packed: torch.Tensor) -> None:
         """Raise ValueError where the bytes are not those that were sent.
 
-        The workers of one engine read a part each, and together all of them; a broadcast is read whole by each.
+        The workers of one engine read a part each, and together all of them; a broadcast is read
+        whole by each.
         """
         parallel = self.parallel_config
         shared = self._in_place and not self._decoder.copies
@@ -263,7 +270,8 @@ class ReceivingEngine(WeightTransferEngine[ChannelInfo, BucketInfo]):
     def _packed(self, bucket: BucketInfo) -> torch.Tensor:
         """Return the bucket's bytes, uint8: the sender's own, or in memory of this device that nobody else writes.
 
-        vLLM keeps tensors until their layer is complete, after the sender uses the bucket's memory again.
+        vLLM keeps tensors until their layer is complete, after the sender uses the bucket's memory
+        again.
         """
         num_bytes = self._decoder.sent_bytes(bucket.num_bytes, bucket.difference)
         if self._group is not None or not num_bytes:

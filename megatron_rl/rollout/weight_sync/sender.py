@@ -1,16 +1,16 @@
 """Sender of the trainer's weights: every running engine gets them whole or not at all.
 
-A sync is a start, one message per bucket, an end that states version, number and checksum of the tensors, a finish, a
-fresh prefix cache, and a receipt from every worker, which is compared. A failure before that leaves the engine without
-a version, and the caller sends everything again or stops. The exporting iterator is always run to its end, since other
-ranks are in its collectives.
+A sync is a start, one message per bucket, an end that states version, number and checksum of the
+tensors, a finish, a fresh prefix cache, and a receipt from every worker, which is compared. A
+failure before that leaves the engine without a version, and the caller sends everything again or
+stops. The exporting iterator is always run to its end, since other ranks are in its collectives.
 
-In flight, an engine pauses before the start and resumes after the receipt; the fresh prefix cache then takes the
-running requests' keys and values too, which are computed again with the new weights. An engine whose update fails gives
-up its running requests.
+In flight, an engine pauses before the start and resumes after the receipt; the fresh prefix cache
+then takes the running requests' keys and values too, which are computed again with the new weights.
+An engine whose update fails gives up its running requests.
 
-What of a bucket travels to which engine is the encoder's to say (rollout/weight_sync/encoder.py): all of it, what
-changed since the latest sync, or adapters apart from the weights.
+What of a bucket travels to which engine is the encoder's to say (rollout/weight_sync/encoder.py):
+all of it, what changed since the latest sync, or adapters apart from the weights.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ BACKEND = "megatron_rl"  # the receiver's name in vLLM's registry; see rollout/w
 class WeightSender:
     """Sends one rank's weights to the replicas that it drives.
 
-    channel: ``shared_memory`` (one host), ``broadcast`` (a process group with all engines: NCCL on GPUs, gloo on CPUs),
-        or ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's memory).
-    bucket_bytes: memory of the two buffers together; a tensor above a buffer enlarges it to its size. Shared memory is
-        kept from one sync to the next, since fresh pages cost more than the copy; memory of a device is not.
+    channel: ``shared_memory`` (one host), ``broadcast`` (a process group with all engines: NCCL on
+        GPUs, gloo on CPUs), or ``cuda_ipc`` (an engine on this rank's GPU opens the bucket's
+        memory).
+    bucket_bytes: memory of the two buffers together; a tensor above a buffer enlarges it to its
+        size. Shared memory is kept from one sync to the next, since fresh pages cost more than the
+        copy; memory of a device is not.
     deadline_s: seconds for every single answer.
     encoder: what of a bucket travels to which engine; None: all of it, to each.
     """
@@ -249,7 +251,8 @@ class _Delivery:
             if not self.living:
                 continue  # the other ranks still gather
             buffer = self.buffers[turn]
-            # not by the buffer's memory, which a large tensor enlarges: a sync's buckets are those of the sync before
+            # not by the buffer's memory, which a large tensor enlarges: a sync's buckets are those
+            # of the sync before
             if buffer is not None and buffer.used and buffer.used + room_of(tensor) > limit:
                 self._flush(buffer)
                 turn = 1 - turn

@@ -1,7 +1,7 @@
 """Transport of a bucket's bytes from the trainer to an engine: shared memory, a broadcast, or the trainer's GPU memory.
 
-Shared memory is a file that both map, the broadcast has a process group of its own, and the engine opens the trainer's
-GPU memory. Both sides import this, so it needs torch alone.
+Shared memory is a file that both map, the broadcast has a process group of its own, and the engine
+opens the trainer's GPU memory. Both sides import this, so it needs torch alone.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def remove_abandoned(folder: pathlib.Path) -> None:
 def share_storage(packed: torch.Tensor) -> dict[str, object]:
     """Return, as JSON, the handles by which another process on this host opens ``packed``'s GPU memory.
 
-    CUDA's handles are bytes, sent as base64; nothing is pickled. Each call is an export of its own, which that process
-    releases with its tensor (torch/multiprocessing/reductions.py, 2.13). Ran on an H100.
+    CUDA's handles are bytes, sent as base64; nothing is pickled. Each call is an export of its own,
+    which that process releases with its tensor (torch/multiprocessing/reductions.py, 2.13). Ran on
+    an H100.
     """
     _, handle, num_bytes, offset, counter, counter_offset, event, waits = packed.untyped_storage()._share_cuda_()
     plain = {"num_bytes": num_bytes, "offset": offset, "counter_offset": counter_offset, "waits": waits}

@@ -41,8 +41,8 @@ class AdvantageResult:
     """Holds the advantages of a rollout, and all values that were computed for them.
 
     advantages: the policy trains on them.
-    plain:      float64 [S], by rewards alone and without noise; the replay buffer ranks groups by them. 0 if
-                advantages depend on a critic's values, a teacher or a KL in the reward.
+    plain:      float64 [S], by rewards alone and without noise; the replay buffer ranks groups by
+                them. 0 if advantages depend on a critic's values, a teacher or a KL in the reward.
     targets:    of the critic; None without one.
     kl:         that was taken from the reward; None if none is.
     metrics:    of the KL in the reward, or of the gap to a teacher.

@@ -24,7 +24,8 @@ class BitwiseCheck(GapGuard):
     def of_rollout(self, taken: TrainingBatch, old: OldLogProbs) -> dict[str, float]:
         """Return the metric of a rollout whose log π_old, of every sample, equal the engine's log-probs.
 
-        A collective. Raises EngineError, on every rank alike, naming the first sample and position that differ.
+        A collective. Raises EngineError, on every rank alike, naming the first sample and position
+        that differ.
         """
         if not taken.is_fresh:
             raise EngineError(
@@ -48,7 +49,8 @@ class BitwiseCheck(GapGuard):
 def compare_update(result: StepResult) -> None:
     """Raise EngineError where the first optimizer step of a rollout computed other log-probs than the engine's.
 
-    Its forward pass has a gradient and packs by another plan than that of log π_old. result: with sums over all ranks.
+    Its forward pass has a gradient and packs by another plan than that of log π_old. result: with
+    sums over all ranks.
     """
     gap = result.sums.get("logprob_gap_max", 0.0)
     if gap != 0.0:

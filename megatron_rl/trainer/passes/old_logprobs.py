@@ -9,10 +9,9 @@ import numpy as np
 
 from megatron_rl.backend.backend import MegatronBackend
 from megatron_rl.backend.batch import Batch
-from megatron_rl.config import Config
+from megatron_rl.config import Config, CorrectionConfig
 from megatron_rl.observability.metrics import add_sums
 from megatron_rl.observability.timer import StepTimer
-from megatron_rl.planning.num_steps import steps_per_rollout
 from megatron_rl.rollout.training_batch import TrainingBatch
 from megatron_rl.trainer.passes.gap_check import GapCheck
 from megatron_rl.trainer.passes.passes import OldLogProbs
@@ -23,11 +22,14 @@ from megatron_rl.types import BatchPlan, StepKind, StepPlan
 class OldPassRules:
     """Holds which samples are passed for log π_old.
 
-    needed_by:            the setting that needs every π_old before the first optimizer step; None: none does.
+    needed_by:            the setting that needs every π_old before the first optimizer step; None:
+                          none does.
     takes_engines:        whether π_old is the engine's own (``correction.old_logprobs=rollout``).
-    recomputes_replayed:  ``replay.recompute_logprobs``; otherwise a replayed group's π_old is the engine's own.
+    recomputes_replayed:  ``replay.recompute_logprobs``; otherwise a replayed group's π_old is the
+                          engine's own.
     drops:                whether samples that the training plan does not run are left out.
-    dense_every_rollouts: of so many rollouts one has ``dense_samples`` dropped samples passed too; 0: none has.
+    dense_every_rollouts: of so many rollouts one has ``dense_samples`` dropped samples passed too;
+        0: none has.
     """
 
     needed_by: str | None
@@ -47,9 +49,9 @@ class OldLogProbPass:
     def own_step(self, plan: BatchPlan, taken: TrainingBatch) -> StepPlan | None:
         """Return the rollout's first optimizer step if its own log-probs, detached, can be its π_old. No collective.
 
-        Its weights are those that a pass before it would have: it is the first, so that nothing has moved them. There
-        is none if a sample's π_old is known already, of a part that was passed while the next one was sampled, or is
-        the engine's own, of a replayed group.
+        Its weights are those that a pass before it would have: it is the first, so that nothing has
+        moved them. There is none if a sample's π_old is known already, of a part that was passed
+        while the next one was sampled, or is the engine's own, of a replayed group.
         """
         first = plan.mini_batches[0] if plan.mini_batches else None
         if self.rules.needed_by or first is None or first.kind is not StepKind.REAL:
@@ -60,13 +62,14 @@ class OldLogProbPass:
     def of(self, taken: TrainingBatch, trained: np.ndarray, index: int, *, own: StepPlan | None = None) -> OldLogProbs:
         """Return log π_old after a pass over the samples whose log-probs are unknown.
 
-        trained: bool [S], the samples that the training plan runs. All samples are passed if the skip does not cover
-            these passes.
+        trained: bool [S], the samples that the training plan runs. All samples are passed if the
+            skip does not cover these passes.
         own: the optimizer step whose samples are left out, since it reads no π_old.
 
-        Every ``metrics.dense_every_rollouts`` rollouts a few dropped samples are passed too, for the metrics alone.
-        Under ``correction.old_logprobs=rollout`` only those are passed, and π_old is the engine's own; so it is for
-        replayed groups without ``replay.recompute_logprobs``.
+        Every ``metrics.dense_every_rollouts`` rollouts a few dropped samples are passed too, for
+        the metrics alone. Under ``correction.old_logprobs=rollout`` only those are passed, and
+        π_old is the engine's own; so it is for replayed groups without
+        ``replay.recompute_logprobs``.
         """
         # Choose the samples to pass.
         rules, batch, known = self.rules, taken.batch, taken.known
@@ -80,7 +83,8 @@ class OldLogProbPass:
         every = rules.dense_every_rollouts
         if every and index % every == 0:
             wanted[np.flatnonzero(~wanted & ~runs_own)[: rules.dense_samples]] = True
-        # Pass those that are not known yet, and join their log-probs with the known and the engine's own.
+        # Pass those that are not known yet, and join their log-probs with the known and the
+        # engine's own.
         computed = self.backend.logprobs(batch, wanted & ~known.covered)
         response_tokens = batch.facts.response_tokens
         flat = np.where(np.repeat(known.covered, response_tokens), known.values, computed.flat)
@@ -98,7 +102,8 @@ class OldLogProbPass:
 class OldPass:
     """Passes every sample under the policy, and under the reference too if a KL is taken from the reward.
 
-    of_reference: returns log π_ref of chosen samples (``Reference.logprobs``); None without a KL in the reward.
+    of_reference: returns log π_ref of chosen samples (``Reference.logprobs``); None without a KL in
+        the reward.
     """
 
     old: OldLogProbPass
@@ -136,12 +141,14 @@ def needs_old_logprobs(config: Config) -> str | None:
     return None
 
 
-def passes_parts(config: Config) -> bool:
+def passes_parts(correction: CorrectionConfig, routing_replay: str, needed: str | None, num_steps: int) -> bool:
     """Return whether the parts of a rollout are worth a log-prob pass each, as they come.
 
-    They are not if the engine's log-probs are π_old, or if the one optimizer step needs no pass. A pass whose
-    experts are replayed is one, over the whole rollout.
+    needed: what ``needs_old_logprobs`` returns. num_steps: the optimizer steps of a rollout.
+
+    They are not if the engine's log-probs are π_old, or if the one optimizer step needs no pass. A
+    pass whose experts are replayed is one, over the whole rollout.
     """
-    if config.correction.old_logprobs == "rollout" or config.rollout.routing_replay == "old_logprobs":
+    if correction.old_logprobs == "rollout" or routing_replay == "old_logprobs":
         return False
-    return needs_old_logprobs(config) is not None or steps_per_rollout(config) > 1
+    return needed is not None or num_steps > 1

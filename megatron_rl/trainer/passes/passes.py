@@ -21,8 +21,10 @@ class OldLogProbs:
     """Holds log π_old of a rollout, and its gap to the engine's.
 
     flat:    float32 [T] over response tokens; 0 where it was not passed.
-    own:     the optimizer step whose π_old is its own log-prob, detached, so that no pass gives it; None: no step.
-    sums:    of the gap over the samples passed; those of the ``own`` step join them once it has run.
+    own:     the optimizer step whose π_old is its own log-prob, detached, so that no pass gives it;
+             None: no step.
+    sums:    of the gap over the samples passed; those of the ``own`` step join them once it has
+             run.
     metrics: of the pass.
     recorded: what parts of the backend recorded in the pass, for the updates.
     """

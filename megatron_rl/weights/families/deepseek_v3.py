@@ -1,8 +1,9 @@
 """DeepSeek-V3 and R1, Moonlight and Kimi-K2 (``deepseek_v3``): multi-latent attention, and a mixture as GLM-4.5's.
 
-q and k of a head are a part that turns and a part that does not; k's part that turns is one for all heads. The others
-are made of a short latent vector of the token, which is normed: q's of its own one (of the hidden state itself where
-there is none, as in Moonlight), k's and v's of a common one (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+q and k of a head are a part that turns and a part that does not; k's part that turns is one for all
+heads. The others are made of a short latent vector of the token, which is normed: q's of its own
+one (of the hidden state itself where there is none, as in Moonlight), k's and v's of a common one
+(DeepSeek-V2, arXiv 2405.04434, section 2.1).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from megatron_rl.weights.families.sigmoid_router import (
 )
 from megatron_rl.weights.model_shape import ModelShape
 
-# What a config.json may say beside the fields of transformers' class, which computes these values alone.
+# What a config.json may say beside the fields of transformers' class, which computes these values
+# alone.
 _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 # The fields that vLLM reads (0.32 ``deepseek_v2.py``) and transformers does not write.
 _ROUTER = ("scoring_func", "topk_method")
@@ -80,9 +82,9 @@ def features(hf_config: Any) -> dict[str, Any]:
 def latent_entries(shape: ModelShape) -> tuple[Entry, ...]:
     """Return the entries of multi-latent attention and the norm before it.
 
-    What makes the latents is whole on every tensor rank; what makes heads of them is split by heads. Transformer
-    Engine's spec fuses the latents' norms into the linears behind them, and not the norm of the hidden state, which
-    two linears read (0.16.1 ``gpt_layer_specs.py``).
+    What makes the latents is whole on every tensor rank; what makes heads of them is split by
+    heads. Transformer Engine's spec fuses the latents' norms into the linears behind them, and not
+    the norm of the hidden state, which two linears read (0.16.1 ``gpt_layer_specs.py``).
     """
     fused = shape.layer_spec == "transformer_engine"
 

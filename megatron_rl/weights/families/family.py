@@ -22,9 +22,11 @@ def class_fields(config_class: type) -> set[str]:
 class ExpertNames:
     """Holds Hugging Face's names of a family's mixture, below ``model.layers.<layer>.``.
 
-    stacked: the last parts of the names of tensors that hold all experts of a layer in a file (weights/stacked.py).
-    transposed: whether a stack holds the transposes of an expert's gate and up, or down, under ``gate_up_proj`` and
-        ``down_proj``; else an expert's slice of a stack is a tensor of its own.
+    stacked: the last parts of the names of tensors that hold all experts of a layer in a file
+        (weights/stacked.py).
+    transposed: whether a stack holds the transposes of an expert's gate and up, or down, under
+        ``gate_up_proj`` and ``down_proj``; else an expert's slice of a stack is a tensor of its
+        own.
     """
 
     block: str
@@ -51,22 +53,29 @@ class Family:
 
     ffn_field:    the config's field for the width of the MLP, or of one expert.
     experts:      the names of its mixture; None for a dense family.
-    reads:        the fields of a config.json that count here beside those of transformers' config class.
-    refuse:       raises ConfigError for a config that asks for a feature that the model built here lacks.
-    refuse_served: fields of a config.json and its path → raises ConfigError where vLLM would build another model.
-    engine_arguments: the fields of a config.json → the fields of vllm.EngineArgs by which vLLM computes what they say.
-    counts_pads:  config → whether its module in transformers takes pads before a prompt for positions, so that none
-                  may be there.
+    reads:        the fields of a config.json that count here beside those of transformers' config
+                  class.
+    refuse:       raises ConfigError for a config that asks for a feature that the model built here
+                  lacks.
+    refuse_served: fields of a config.json and its path → raises ConfigError where vLLM would build
+        another model.
+    engine_arguments: the fields of a config.json → the fields of vllm.EngineArgs by which vLLM
+        computes what they say.
+    counts_pads:  config → whether its module in transformers takes pads before a prompt for
+                  positions, so that none may be there.
     features:     config → the fields of ModelShape by which the family differs from a plain Llama.
-    layer:        shape → the entries of one decoder layer, its experts' aside. Megatron names are relative to
-                  ``decoder.layers.<local>.``, Hugging Face's to ``model.layers.<layer>.``.
+    layer:        shape → the entries of one decoder layer, its experts' aside. Megatron names are
+                  relative to ``decoder.layers.<local>.``, Hugging Face's to
+                  ``model.layers.<layer>.``.
     expert_layer: shape and number → the entries of one of this rank's experts, where they are not
                   ``mixture_layer.expert_entries``'.
-    sizes:        shape → the sizes of a layer's Hugging Face tensors by the same names, norms over the hidden state
-                  aside; an expert's stand below ``expert.``.
-    first_layers: the entries of each of the first ``num_dense_layers`` layers of the shape, where it has such.
+    sizes:        shape → the sizes of a layer's Hugging Face tensors by the same names, norms over
+                  the hidden state aside; an expert's stand below ``expert.``.
+    first_layers: the entries of each of the first ``num_dense_layers`` layers of the shape, where
+        it has such.
     last:         entries beside the final norm's weight, on the last stage.
-    layer_fields: shape → the fields of Megatron-Core's TransformerConfig that its layers need beside the common ones.
+    layer_fields: shape → the fields of Megatron-Core's TransformerConfig that its layers need
+        beside the common ones.
     turns_partly: whether its module in transformers reads ``partial_rotary_factor``.
     turns_by_kind: whether its ``rope_parameters`` hold numbers for each kind of layer.
     expert_adapters: whether adapters on its experts were shown (tests/equality/test_adapter.py).

@@ -40,8 +40,9 @@ def refuse(hf_config: Any) -> None:
 def refuse_served(fields: Mapping[str, Any], path: str) -> None:
     """Raise ConfigError: vLLM was run on it and has not given transformers' log-probs.
 
-    vLLM 0.32's CPU build takes every weight (``models/gpt_oss.py``); the cause is not found. It also reads neither
-    ``swiglu_limit`` (7.0 there) nor ``rms_norm_eps`` (1e-5) nor ``layer_types`` (every second layer).
+    vLLM 0.32's CPU build takes every weight (``models/gpt_oss.py``); the cause is not found. It
+    also reads neither ``swiglu_limit`` (7.0 there) nor ``rms_norm_eps`` (1e-5) nor ``layer_types``
+    (every second layer).
     """
     raise ConfigError(
         f"{path} holds a gpt_oss model, for which rollout.engine=vllm was not shown: vLLM 0.32's CPU build took every "

@@ -1,6 +1,7 @@
 """Llama 4's text models (``llama4_text``): attention in chunks or without positions, one expert by a sigmoid's score.
 
-The router's score multiplies the one expert's input, and not its output; a shared expert stands beside it.
+The router's score multiplies the one expert's input, and not its output; a shared expert stands
+beside it.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ def layer_fields(shape: ModelShape) -> dict[str, Any]:
 def engine_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the argument that turns the scale by position on or off, as config.json says.
 
-    vLLM (0.32.0 ``models/llama4.py``) has it on for a max_model_len above 32,768 alone, unless the generation config
-    says otherwise.
+    vLLM (0.32.0 ``models/llama4.py``) has it on for a max_model_len above 32,768 alone, unless the
+    generation config says otherwise.
     """
     return {"override_generation_config": {"attn_temperature_tuning": fields.get("attn_temperature_tuning", True)}}
 

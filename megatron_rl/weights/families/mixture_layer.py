@@ -13,8 +13,8 @@ from megatron_rl.weights.model_shape import ModelShape
 def mixture_layer(names: ExpertNames, shape: ModelShape) -> tuple[Entry, ...]:
     """Return the entries of a layer with a router; its experts' are ``expert_entries``'.
 
-    A router reads the normed state too, so Transformer Engine's spec fuses no norm into the experts (0.16.1
-    ``gpt_layer_specs.py``).
+    A router reads the normed state too, so Transformer Engine's spec fuses no norm into the experts
+    (0.16.1 ``gpt_layer_specs.py``).
     """
     return (
         *attention_entries(shape),
@@ -26,8 +26,9 @@ def mixture_layer(names: ExpertNames, shape: ModelShape) -> tuple[Entry, ...]:
 def expert_entries(names: ExpertNames, shape: ModelShape, expert: int) -> tuple[Entry, ...]:
     """Return the entries of one of this rank's experts, with names as in ``mixture_layer``.
 
-    The torch spec makes an MLP of each (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP), Transformer Engine's makes
-    one grouped linear of all, with a weight per expert (TEGroupedMLP; run on a stand-in, not on a GPU).
+    The torch spec makes an MLP of each (0.16.1 and 0.19.2 ``moe/experts.py`` SequentialMLP),
+    Transformer Engine's makes one grouped linear of all, with a weight per expert (TEGroupedMLP;
+    run on a stand-in, not on a GPU).
     """
     within = f"{names.block}.experts.{{expert}}"
     grouped = shape.layer_spec == "transformer_engine"

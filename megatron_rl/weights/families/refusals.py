@@ -10,7 +10,8 @@ from megatron_rl.errors import ConfigError, quoted
 def refuse_other_layers(hf_config: Any, *, windows: bool = False) -> None:
     """Raise ConfigError unless every layer has full attention and silu in its MLP.
 
-    windows: whether layers may have a sliding window; their kinds are ``windows.windows_of``'s to check then.
+    windows: whether layers may have a sliding window; their kinds are ``windows.windows_of``'s to
+        check then.
     """
     family, fields = hf_config.model_type, hf_config.to_dict()
     if hf_config.hidden_act != "silu":

@@ -1,8 +1,9 @@
 """A mixture under a sigmoid router with a correction bias, shared experts beside it and dense layers before it.
 
-The router of DeepSeek-V3 (arXiv 2412.19437, eq. 12 to 16), which GLM-4.5 has too: an expert's score is the sigmoid of
-its logit in float32; the k highest of score + bias are chosen, in the highest groups of experts alone where there are
-groups; their scores without the bias, divided by their sum and multiplied by a factor, are their weights.
+The router of DeepSeek-V3 (arXiv 2412.19437, eq. 12 to 16), which GLM-4.5 has too: an expert's score
+is the sigmoid of its logit in float32; the k highest of score + bias are chosen, in the highest
+groups of experts alone where there are groups; their scores without the bias, divided by their sum
+and multiplied by a factor, are their weights.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ EXPERTS = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_pr
 def refuse_other_routers(hf_config: Any) -> None:
     """Raise ConfigError for a choice of experts or weights of them that Megatron-Core's router does not compute.
 
-    0.16.1 ``moe/moe_utils.py``: ``topk_routing_with_score_function`` divides the weights by their sum wherever there
-    are several, and ``group_limited_topk`` ranks a group by its k // groups best experts, transformers by its two best.
+    0.16.1 ``moe/moe_utils.py``: ``topk_routing_with_score_function`` divides the weights by their
+    sum wherever there are several, and ``group_limited_topk`` ranks a group by its k // groups best
+    experts, transformers by its two best.
     """
     family, chosen = hf_config.model_type, hf_config.num_experts_per_tok
     if hf_config.norm_topk_prob != (chosen > 1):

@@ -13,8 +13,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def windows_of(hf_config: Any) -> tuple[int, ...]:
     """Return ModelShape's ``windows``: by ``layer_types``, or alike in all layers of a config without it.
 
-    A window at least as wide as ``max_position_embeddings`` leaves nothing out: such a model has none. Raises
-    ConfigError for another kind of layer, or a window below one token.
+    A window at least as wide as ``max_position_embeddings`` leaves nothing out: such a model has
+    none. Raises ConfigError for another kind of layer, or a window below one token.
 
     Example: sliding_window 4, layer_types sliding, full: (4, 0).
     """

@@ -162,4 +162,5 @@ def test_merge_has_one_step_an_epoch(mode: str, steps: str, wanted: int) -> None
     """Where nothing is dropped nothing is merged: 16 prompts of 4 in mini-batches of 16, and two epochs."""
     sizes = ["prompts_per_rollout=16", "samples_per_mini_batch=16", "epochs_per_rollout=2"]
     given = [f"skip.mode={mode}", f"skip.steps={steps}", "rollout.samples_per_prompt=4", *(f"train.{x}" for x in sizes)]
-    assert steps_per_rollout(load_config(None, given)) == wanted
+    config = load_config(None, given)
+    assert steps_per_rollout(config.train, config.rollout, config.skip) == wanted

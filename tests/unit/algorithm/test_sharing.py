@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.algorithm.sharing import shares_prompts, sharing_refusal, token_coupling
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config, PlanConfig, load_config
 from megatron_rl.errors import ConfigError
 
 CAPACITY = ("skip.mode=approximate", "megatron.transformer.moe_expert_capacity_factor=1.5")
@@ -25,18 +25,19 @@ def config_of(*overrides: str) -> Config:
 ])
 def test_each_refusal_names_its_setting(layer_spec: str, overrides: tuple[str, ...], named: str | None) -> None:
     """null shares where nothing refuses, true says why it cannot, false is the reference."""
-    refusal = sharing_refusal(config_of(*overrides), layer_spec)
+    config = config_of(*overrides)
+    refusal = sharing_refusal(config.parallel, config.megatron, layer_spec)
     assert refusal is None if named is None else named in refusal
-    asked = {x: config_of(*overrides, f"plan.share_prompts={x}") for x in ("null", "true", "false")}
-    assert shares_prompts(asked["null"], layer_spec) is (named is None)
-    assert shares_prompts(asked["false"], layer_spec) is False
+    rest = config.parallel, config.megatron, layer_spec
+    assert shares_prompts(PlanConfig(share_prompts=None), *rest) is (named is None)
+    assert shares_prompts(PlanConfig(share_prompts=False), *rest) is False
     if named is None:
-        assert shares_prompts(asked["true"], layer_spec) is True
+        assert shares_prompts(PlanConfig(share_prompts=True), *rest) is True
     else:
         with pytest.raises(ConfigError, match="plan.share_prompts=true"):
-            shares_prompts(asked["true"], layer_spec)
+            shares_prompts(PlanConfig(share_prompts=True), *rest)
 
 
 def test_the_setting_that_couples_tokens_is_named() -> None:
-    assert token_coupling(config_of()) is None
-    assert token_coupling(config_of(*CAPACITY)) == "megatron.transformer.moe_expert_capacity_factor=1.5"
+    assert token_coupling(config_of().megatron) is None
+    assert token_coupling(config_of(*CAPACITY).megatron) == "megatron.transformer.moe_expert_capacity_factor=1.5"

@@ -128,9 +128,9 @@ def test_a_refusal_names_every_setting_at_once_and_the_library_refuses_uncounted
 def test_uncounted_losses_are_refused_in_every_mode(name: str, value: object, mode: str) -> None:
     """By the run and by the library: key, value, reason and way out, and for exact that it could not hold."""
     config = make_config(mode, transformer={name: value})
-    for refuse in (signal_rule, refuse_uncounted_losses):
+    for refuse, sections in (signal_rule, (config,)), (refuse_uncounted_losses, (config.megatron, config.skip)):
         with pytest.raises(ConfigError) as caught:
-            refuse(config)
+            refuse(*sections)
         message = str(caught.value)
         assert f"megatron.transformer.{name}={value} is refused in every skip.mode" in message
         assert UNCOUNTED_FIELDS[name] in message and "remove it" in message

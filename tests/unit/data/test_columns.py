@@ -8,7 +8,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megatron_rl.config import RewardConfig, load_config
+from megatron_rl.config import Config, RewardConfig, load_config
 from megatron_rl.data.columns import check_columns
 from megatron_rl.data.rows import FilePart, Rows
 from megatron_rl.errors import ConfigError
@@ -95,6 +95,11 @@ def test_a_renamed_answer_is_the_column_that_rewards_need():
             check([gold, row], ["arithmetic"], answer_key="gold")
 
 
+def sections_of(config: Config) -> tuple:
+    """Return what ``load_prompts`` reads of a configuration."""
+    return config.data, config.sft, config.preference, config.environment, config.run.seed
+
+
 def test_a_field_within_a_column_is_named_by_dots(tmp_path):
     """As in verl's Parquet files; a column of that very name comes first, and null within null is null."""
     inner = [{"ground_truth": "2", "style": "rule"}, {"ground_truth": None, "style": "rule"}, None]
@@ -104,7 +109,7 @@ def test_a_field_within_a_column_is_named_by_dots(tmp_path):
     names = [f"data.train={tmp_path / 'd.parquet'}", f"data.answer_key={key}", "data.prompt_key=extra.prompt"]
     hf_config = SimpleNamespace(vocab_size=200, max_position_embeddings=99)
     config = load_config(None, [*names, "data.shuffle=false", "reward.functions=math_verify"])
-    found = load_prompts(config, CountingTokenizer(), hf_config, ()).next(3)
+    found = load_prompts(*sections_of(config), CountingTokenizer(), hf_config, ()).next(3)
     assert [(x.text, x.columns["answer"]) for x in found] == [("1+1=", "2"), ("1+1=", None), ("1+1=", None)]
     assert found[0].columns == rows[0] | {"answer": "2"}
     for bad, message in (
@@ -137,4 +142,4 @@ def test_a_row_that_the_model_or_the_reward_cannot_take_is_refused(tmp_path):
         config = load_config(None, [f"data.train={tmp_path / 'd.jsonl'}", "reward.functions=math_verify"])
         hf_config = SimpleNamespace(vocab_size=vocab_size, max_position_embeddings=context_tokens)
         with opened_reward(config.reward) as reward, pytest.raises(ConfigError, match=message):
-            load_prompts(config, CountingTokenizer(), hf_config, reward.required_columns)
+            load_prompts(*sections_of(config), CountingTokenizer(), hf_config, reward.required_columns)

@@ -13,6 +13,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.build import build_model
 from megatron_rl.model.megatron_fields import Refusals, resolve_fields
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.model.transformer_fields import REFUSED_TRANSFORMER_FIELDS, transformer_fields
 from tests.reference import tiny_config
 
@@ -105,7 +106,7 @@ def test_fp8_refuses_torchs_layers_the_exact_skip_and_what_it_cannot_be_combined
         refused_by(words, typed_fields, config)
     config = load_config(None, [FP8, "skip.mode=off", "model.dtype=bfloat16"])
     with pytest.raises(ConfigError, match="fp8=hybrid needs Transformer Engine's layers, and these are torch's"):
-        build_model(config, tiny_config("qwen2_untied"), topology=None)
+        build_model(ModelSettings.of(config), tiny_config("qwen2_untied"), topology=None)
     with pytest.raises(ConfigError, match="fp8=hybrid makes that untrue .an FP8 number's scale is the maximum"):
         signal_rule(load_config(None, [FP8, "skip.mode=exact"]))
 

@@ -15,6 +15,7 @@ from megatron_rl.model.latent_attention import latent_fields
 from megatron_rl.model.lora import adapters as adapter
 from megatron_rl.model.lora.adapters import put_adapters
 from megatron_rl.model.post_norm import put_norms_behind
+from megatron_rl.model.settings import ModelSettings
 from megatron_rl.weights.mapping import adapter_entries
 from tests.adapted import adapt
 from tests.reference import FAMILIES, LAYERS, MIXTURES, tiny_config, tiny_model
@@ -31,7 +32,7 @@ def shape_of(hf_config, **parallel: int | bool):
         expert_size=degrees.expert,
         expert_tensor_size=degrees.expert_tensor or degrees.tensor,
     )
-    return model_shape(hf_config, config, place, layer_spec="torch")
+    return model_shape(hf_config, ModelSettings.of(config), place, layer_spec="torch")
 
 
 def changed(family: str, **values: object):

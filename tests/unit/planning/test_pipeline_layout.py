@@ -90,9 +90,10 @@ def test_what_is_no_layout_is_refused_by_name(layout: str, words: str) -> None:
 def test_an_adapted_model_has_a_layer_on_every_stage() -> None:
     from megatron_rl.model.costs import layout_of
     from megatron_rl.model.hf_config import read_shape
+    from megatron_rl.model.settings import ModelSettings
     from tests.reference import tiny_config
 
     hf_config = tiny_config("qwen2_tied", layers=3)
     config = load_config(None, ["parallel.pipeline=2", "parallel.pipeline_layout=E|tttL", "lora.rank=2"])
     with pytest.raises(ConfigError, match="leaves stage 0 without a layer, and lora.rank=2 trains adapters"):
-        layout_of(read_shape(hf_config, layer_spec="torch"), config, hf_config)
+        layout_of(read_shape(hf_config, layer_spec="torch"), ModelSettings.of(config), hf_config)

@@ -123,12 +123,17 @@ def test_the_manager_sends_the_weights_where_an_engine_lacks_them(alone) -> None
     assert manager.take_metrics()["perf/weight_sync_bytes"] == num_bytes_of(WHOLE)
 
 
+def arguments_of(config: Config, device: torch.device) -> dict[str, object]:
+    sections = config.model, config.rollout, config.weight_sync, config.lora
+    return engine_arguments(*sections, max_prompt_tokens=config.data.max_prompt_tokens, seed=0, device=device)
+
+
 @pytest.mark.parametrize("rank, most", [(1, 1), (2, 8), (8, 8), (9, 16), (64, 64), (129, 256), (257, 320), (512, 512)])
 def test_an_engine_is_built_for_the_next_rank_that_vllm_knows(rank: int, most: int) -> None:
-    found = engine_arguments(config_of(f"lora.rank={rank}", "lora.targets=[linear_qkv,linear_fc2]"), CPU)
+    found = arguments_of(config_of(f"lora.rank={rank}", "lora.targets=[linear_qkv,linear_fc2]"), CPU)
     assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 1, most)
     assert found["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "down_proj"]
-    merged = engine_arguments(config_of(f"lora.rank={rank}", "weight_sync.adapters=merged"), CPU)
+    merged = arguments_of(config_of(f"lora.rank={rank}", "weight_sync.adapters=merged"), CPU)
     assert not [name for name in merged if "lora" in name]
 
 
@@ -170,5 +175,6 @@ def test_what_does_not_go_with_adapters_alone_is_refused(arithmetic: pathlib.Pat
         refuse_mixture(alone.weight_sync, 8)
     refuse_mixture(alone.weight_sync, 0)
     refuse_mixture(config_of("weight_sync.adapters=merged").weight_sync, 8)
+    served = config_of(f"model.hf_path={arithmetic}/model")
     with pytest.raises(ConfigError, match="weight_sync.adapters=alone is for one policy"):
-        check_config(config_of(f"model.hf_path={arithmetic}/model"))
+        check_config(served.model, served.rollout, served.weight_sync, served.loss, served.sft, served.serve)

@@ -108,7 +108,9 @@ def test_an_engines_environment_names_its_gpus_and_its_arguments_are_the_configs
     wanted = {"max_num_seqs": 7, "enforce_eager": False, "block_size": 16, "enable_sleep_mode": False}
     wanted |= {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
     wanted["max_model_len"] = 100 + config.rollout.max_response_tokens
-    assert wanted.items() <= engine_arguments(config, CPU).items()
+    sections, tokens = (config.model, config.rollout, config.weight_sync, config.lora), config.data.max_prompt_tokens
+    found = engine_arguments(*sections, max_prompt_tokens=tokens, seed=config.run.seed, device=CPU)
+    assert wanted.items() <= found.items()
 
 
 @pytest.mark.parametrize(("overrides", "words"), [

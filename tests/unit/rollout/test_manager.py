@@ -11,8 +11,8 @@ import torch
 from megatron_rl.config import RolloutConfig
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.engines.engine import NO_WEIGHTS, EngineLost, SyncReport
-from megatron_rl.rollout.logprob_gap import guard_logprob_gap
 from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.trainer.passes.gap_check import guard_logprob_gap
 from megatron_rl.types import Rollout
 from tests.unit.rollout.fake_engine import WillingEngine, group_of, manager_of, prompts_of
 

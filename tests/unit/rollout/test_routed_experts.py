@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_rl.config import RolloutConfig, load_config
+from megatron_rl.config import Config, RolloutConfig, load_config
 from megatron_rl.distributed import frames
 from megatron_rl.errors import ConfigError, EngineError
 from megatron_rl.rollout.engines.replica import Completion, ReplicaFacts, check_facts
@@ -93,6 +93,11 @@ def test_experts_that_misfit_their_sample_are_refused(experts: np.ndarray | None
     assert "start the engine with --enable-return-routed-experts" in str(raised.value)
 
 
+def arguments_of(config: Config, device: torch.device) -> dict[str, object]:
+    sections = config.model, config.rollout, config.weight_sync, config.lora
+    return engine_arguments(*sections, max_prompt_tokens=config.data.max_prompt_tokens, seed=0, device=device)
+
+
 def test_engines_are_asked_for_experts_and_one_that_returns_none_is_refused_at_its_start() -> None:
     facts = ReplicaFacts(vllm_version="0.32.0", vocab_size=9, max_model_tokens=8, logprobs_mode="processed_logprobs")
     check_facts("http://h:1", facts, 9, 8, RolloutConfig())
@@ -100,11 +105,11 @@ def test_engines_are_asked_for_experts_and_one_that_returns_none_is_refused_at_i
     with pytest.raises(ConfigError, match="http://h:1 is vLLM 0.32.0 without --enable-return-routed-experts"):
         check_facts("http://h:1", facts, 9, 8, REPLAY)
     config = load_config(None, ["rollout.engine=vllm", "rollout.routing_replay=rollout", "rollout.sleep=never"])
-    assert engine_arguments(config, torch.device("cuda", 0))["enable_return_routed_experts"] is True
+    assert arguments_of(config, torch.device("cuda", 0))["enable_return_routed_experts"] is True
     off = load_config(None, ["rollout.engine=vllm", "rollout.routing_replay=old_logprobs"])
-    assert engine_arguments(off, torch.device("cpu"))["enable_return_routed_experts"] is False
+    assert arguments_of(off, torch.device("cpu"))["enable_return_routed_experts"] is False
     with pytest.raises(ConfigError, match="whose builds for the CPU return none .0.32: Model Runner V2"):
-        engine_arguments(config, torch.device("cpu"))
+        arguments_of(config, torch.device("cpu"))
 
 
 def test_off_is_a_word_and_replay_of_a_pass_that_is_not_made_or_of_a_dense_model_is_refused(hf_path) -> None:

@@ -88,15 +88,16 @@ def settings(**changes: object) -> dict:
 def test_a_run_that_has_ended_refuses_other_settings_that_would_train_nothing(tmp_path, caplog):
     config = Config()
     prompts = types.SimpleNamespace(load_state=lambda state: None)
+    resumed = (tmp_path, config.train, config_to_dict(config), prompts, tmp_path)
     num = config.train.num_rollouts
     state = {"rollouts": num, "feed": {"jobs": {}}, "prompts": {}, "config": settings()}
     caplog.set_level("INFO")
-    refuse_finished(config, prompts, tmp_path, state)
+    refuse_finished(*resumed, state)
     assert "nothing is left to do" in caplog.text
     for same in (settings(run__deadline_s=5.0), settings(metrics__progress=False), settings(checkpoint__keep_last=9)):
-        refuse_finished(config, prompts, tmp_path, state | {"config": same})
+        refuse_finished(*resumed, state | {"config": same})
     other = state | {"config": settings(run__seed=7, optimizer__lr=0.5)}
     with pytest.raises(ConfigError, match=r"has ended, with .* run.seed=0 \(it was 7\).* raise train.num_rollouts"):
-        refuse_finished(config, prompts, tmp_path, other)
+        refuse_finished(*resumed, other)
     for unfinished in ({"rollouts": num - 1}, {"supervised_steps": 3}, {"feed": {"jobs": {"1": []}}}):
-        refuse_finished(config, prompts, tmp_path, other | unfinished)
+        refuse_finished(*resumed, other | unfinished)

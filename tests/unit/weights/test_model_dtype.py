@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config, ModelConfig, load_config
 from megatron_rl.weights.config_json import parse_hf_config
 from megatron_rl.weights.model_dtype import settle_dtype
 from megatron_rl.weights.reader import EMBEDDING_NAME
@@ -18,7 +18,7 @@ FILES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "b
 
 
 def settled(config: Config, stated: object, *, on_gpu: bool) -> str:
-    return settle_dtype(config, types.SimpleNamespace(dtype=stated), on_gpu=on_gpu).model.dtype
+    return settle_dtype(config.model, types.SimpleNamespace(dtype=stated), on_gpu=on_gpu).dtype
 
 
 def test_a_cpu_and_a_folder_without_weights_or_word_take_float32(tmp_path: pathlib.Path) -> None:
@@ -35,10 +35,10 @@ def test_a_gpu_takes_the_dtype_that_the_config_states(stated: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_dtype_that_is_set_stays(dtype: str) -> None:
-    config = load_config(None, [f"model.dtype={dtype}"])
+    model = ModelConfig(dtype=dtype)
     for stated in FILES:
         for on_gpu in (False, True):
-            assert settle_dtype(config, types.SimpleNamespace(dtype=stated), on_gpu=on_gpu) is config
+            assert settle_dtype(model, types.SimpleNamespace(dtype=stated), on_gpu=on_gpu) is model
 
 
 @pytest.mark.parametrize("dtype", FILES, ids=str)
@@ -51,4 +51,4 @@ def test_files_speak_where_their_config_does_not(tmp_path: pathlib.Path, dtype: 
     save_file({EMBEDDING_NAME: torch.zeros(2, dtype=dtype)}, tmp_path / "model.safetensors")
     hf_config = parse_hf_config(tmp_path)
     config = load_config(None, [f"model.hf_path={tmp_path}"])
-    assert settle_dtype(config, hf_config, on_gpu=True).model.dtype == FILES[dtype]
+    assert settle_dtype(config.model, hf_config, on_gpu=True).dtype == FILES[dtype]

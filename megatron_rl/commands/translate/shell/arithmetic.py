@@ -19,7 +19,8 @@ class NotComputed(Exception):
 def computed(text: str, value_of: Callable[[str], int]) -> int:
     """Return the value of an expression without assignments.
 
-    value_of: → the number of a variable; it raises NotComputed where that is not known. Example: ``1024 * (2 + k)``
+    value_of: → the number of a variable; it raises NotComputed where that is not known. Example:
+        ``1024 * (2 + k)``
     with k = 6 is 8192.
     """
     parser = _Parser(text, value_of)

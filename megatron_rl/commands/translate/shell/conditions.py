@@ -26,7 +26,8 @@ _OF_FILES = tuple(f"-{letter}" for letter in "abcdefghkprstuwxGLNOSt")
 class Term:
     """Holds a word of a condition.
 
-    pattern: the word as a pattern of ``fnmatch``, where it may be one. operator: whether it is bash's, unquoted.
+    pattern: the word as a pattern of ``fnmatch``, where it may be one. operator: whether it is
+        bash's, unquoted.
     """
 
     value: Value

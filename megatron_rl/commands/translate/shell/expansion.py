@@ -1,7 +1,8 @@
 """Expands words as bash does: variables, defaults, arithmetic, arrays, splitting. What is not known stays named.
 
-A variable that the script does not set is the environment's, and not known; HOME and PWD are. ``${name:-default}`` of
-such a variable is the default, since that is what the script says for it. Files are never looked at.
+A variable that the script does not set is the environment's, and not known; HOME and PWD are.
+``${name:-default}`` of such a variable is the default, since that is what the script says for it.
+Files are never looked at.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def unknown(source: str) -> Value:
 class Variables:
     """Holds what is known while a script is read.
 
-    positions: ``$1`` and further ones; ``num_positions`` is None where the script's own arguments are not known.
+    positions: ``$1`` and further ones; ``num_positions`` is None where the script's own arguments
+        are not known.
     """
 
     values: dict[str, Held | None] = field(default_factory=dict)  # None: unset by the script

@@ -1,7 +1,8 @@
 """Follows a script from its first line: variables are kept, conditions decided, and nothing is run.
 
-A branch is followed where its condition is known. Another one is not: what it would set is named in a ``Branch``, and
-what was set before it stands, unless each of its sides would change it. A program is taken to succeed.
+A branch is followed where its condition is known. Another one is not: what it would set is named in
+a ``Branch``, and what was set before it stands, unless each of its sides would change it. A program
+is taken to succeed.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class _Break(_End): ...
 def read_script(text: str, path: str, values: Mapping[str, str]) -> Script:
     """Return what a script calls. Raises ScriptError for what cannot be read, TooLong for what would grow.
 
-    path: of the script, for ``$0``. values: of variables, and of ``1`` and further arguments, by name.
+    path: of the script, for ``$0``. values: of variables, and of ``1`` and further arguments, by
+        name.
     """
     variables = Variables(positions={name: Value(value) for name, value in values.items() if name.isdigit()})
     fixed = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd(), "0": path, "BASH_SOURCE": path}

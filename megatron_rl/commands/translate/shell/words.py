@@ -1,7 +1,7 @@
 """Cuts a script into tokens: words with their quotes and expansions, operators, arrays. Nothing is expanded here.
 
-The grammar is bash's as launch scripts use it. Texts of here-documents are left out. What is not closed, or longer than
-MOST_WORD, is a ScriptError with its line.
+The grammar is bash's as launch scripts use it. Texts of here-documents are left out. What is not
+closed, or longer than MOST_WORD, is a ScriptError with its line.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class TooLong(Exception):
 class Piece:
     """Holds a part of a word.
 
-    kind: ``text``; ``parameter``, what stands in ``${…}``; ``arithmetic``, in ``$((…))``; ``command``, in ``$(…)``.
+    kind: ``text``; ``parameter``, what stands in ``${…}``; ``arithmetic``, in ``$((…))``;
+        ``command``, in ``$(…)``.
     Example: ``a="$b"`` is Piece("text", "a=", False), Piece("parameter", "b", True).
     """
 
@@ -85,7 +86,8 @@ class Token:
     """Holds a word, an operator, an array's assignment or ``((…))``; a line's end is the operator ``\\n``.
 
     kind: ``word``, ``operator``, ``array``, ``arithmetic`` or ``end``.
-    text: the source of a word; the operator; ``name=`` or ``name+=`` of an array; what ``((…))`` holds.
+    text: the source of a word; the operator; ``name=`` or ``name+=`` of an array; what ``((…))``
+        holds.
     pieces: of a word. items: of an array.
     """
 
