@@ -21,7 +21,7 @@ function svg(tag, attributes, ...children) {
 function short(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e6) return String(value);
+  if (Number.isInteger(value) && size < 1e6) return size < 1e4 ? String(value) : value.toLocaleString("en-US");
   if (size >= 1e9) return `${(value / 1e9).toFixed(2)}G`;
   if (size >= 1e6) return `${(value / 1e6).toFixed(2)}M`;
   return size !== 0 && size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
