@@ -22,8 +22,7 @@ from megatron_rl.distributed.import_faults import Cause, fault_of
 from megatron_rl.distributed.installation import Host, Probe, inspect_host
 from megatron_rl.distributed.requirements import MEGATRON_BELOW, MEGATRON_LEAST, older
 
-# The least version of each package that setup.py asks for; tests/unit/test_doctor.py compares the
-# two.
+# The least version of each package that setup.py asks for; tests/unit/test_doctor.py compares the two.
 REQUIRED = {
     "torch": "2.9",
     "megatron-core": MEGATRON_LEAST,
@@ -133,8 +132,7 @@ def check_transformer_engine(host: Host) -> list[Finding]:
 def _broken_transformer_engine(host: Host, error: str, distributions: list[str], named: str) -> Finding:
     core = host.probes.get("megatron.core")
     # Megatron-Core catches ImportError alone: any other breaks `import megatron.core`. So does an
-    # ImportError that `import transformer_engine` itself catches: Megatron-Core takes it for whole
-    # then.
+    # ImportError that `import transformer_engine` itself catches: Megatron-Core takes it for whole then.
     harmless = error.startswith(("ImportError", "ModuleNotFoundError")) and core is not None and core.error is None
     level = Level.WARNING if harmless else Level.ERROR
     fault = fault_of(error, "transformer_engine", host.cuda)

@@ -117,8 +117,7 @@ def _module_of_file(path: str, what: str) -> ModuleType:
             f"{what}: {quoted(str(file), 300)} {fault}; write the path of a .py file from the working "
             "directory, or a module's name with dots in place of slashes"
         )
-    # A digest in the name: two files of one stem, or one that is called like a package, do not meet
-    # in sys.modules.
+    # A digest in the name: two files of one stem, or one that is called like a package, do not meet in sys.modules.
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

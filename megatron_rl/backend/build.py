@@ -1,4 +1,4 @@
-"""What a policy's backend is made of beside its model: parts and a reference, each imported where it is chosen."""
+"""Builds the parts and the reference of a policy's backend, each imported where it is chosen."""
 
 from __future__ import annotations
 

@@ -273,8 +273,7 @@ class Schedule:
     def drop_hooks(self) -> None:
         """Take autograd's hooks off the chunks. Not a collective."""
         for chunk in self.chunks:
-            # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the
-            # cycle
+            # autograd's hooks hold the chunk and the chunk them, through C++: no collector sees the cycle
             chunk.grad_accs.clear()
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.disable_forward_pre_hook(param_sync=False)

@@ -127,8 +127,7 @@ class TrainableModel:
 
             self.shape = put_adapters(models, self.shape, lora, self.topology, config.run.seed)
         ddp = DistributedDataParallelConfig(**ddp_fields)
-        # later chunks' gradients are reduced behind the first's backward: Megatron-LM does not
-        # bucket them
+        # later chunks' gradients are reduced behind the first's backward: Megatron-LM does not bucket them
         self.chunks = [DistributedDataParallel(m.config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
         self.parts = self._build_parts()
         self.schedule = Schedule(self.chunks, self.topology, self.shape.windows, self.parts)

@@ -12,8 +12,7 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.weights.model_shape import ModelShape
 
 ROOT, CRITIC, SUPERVISED = "checkpoints", "critic", "supervised"  # of the run's folder, and within the first
-# an older checkpoint's identity lacks the fields that came after it, and its model has none of what
-# they describe
+# an older checkpoint's identity lacks the fields that came after it, and its model has none of what they describe
 WITHOUT_LATER_FIELDS = {
     field.name: [] if field.default == () else field.default
     for field in dataclasses.fields(ModelShape)

@@ -39,8 +39,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params 
 LOAD_BYTES = 1 << 30
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "fp32_param"
-# raised by Megatron-Core and torch where .metadata, the same for every rank, is not what they
-# expect
+# raised by Megatron-Core and torch where .metadata, the same for every rank, is not what they expect
 OF_A_FALSE_INDEX = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 

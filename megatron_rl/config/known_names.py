@@ -141,8 +141,7 @@ _KEYS = {
     "run.dir": "output_dir default_local_dir checkpoint_dir save_path ckpt_path log_dir save_dir",
     "run.seed": "random_seed",
 }
-# The same, where the name alone would mislead: a name elsewhere → (a key here, what is to be known
-# of it).
+# The same, where the name alone would mislead: a name elsewhere → (a key here, what is to be known of it).
 _WITH_NOTE = {
     "max_steps": ("train.num_rollouts", "sft.steps in a supervised run"),
     "num_train_epochs": ("train.epochs", "with train.num_rollouts=null; sft.epochs in a supervised run"),

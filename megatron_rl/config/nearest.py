@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from megatron_rl.config.checks import hints_of
 from megatron_rl.config.known_names import ELSEWHERE, NOT_HERE, RENAMED
 
-# Of difflib's ratio: a slip of the keyboard within a section, within all names, and what is like at
-# all.
+# Of difflib's ratio: a slip of the keyboard within a section, within all names, and what is like at all.
 CLOSE, SAME, LIKE = 0.7, 0.87, 0.55
 MOST_NAMED = 3
 MOST_CHARACTERS = 100  # that are compared

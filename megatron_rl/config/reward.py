@@ -24,7 +24,7 @@ class RewardConfig:
     functions: tuple[str, ...] = ()
     """`arithmetic`, `math_verify`, `reward_model`, `environment`, `module:function` or `./file.py:function`."""
     completions: str = "text"
-    """What own functions of lists get, unless a type says it: `text`; `messages`, as TRL's (docs/reward-forms.md)."""
+    """Form in which own functions of lists get completions: `text`; `messages`, as TRL's (docs/reward-forms.md)."""
     model_path: str | None = None
     """`reward_model`: directory of a sequence classifier of one label (docs/reward-model.md); null: none."""
     weights: tuple[Annotated[float, Range(-(10**6), 10**6)], ...] = ()

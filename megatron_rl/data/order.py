@@ -34,8 +34,7 @@ class Order:
         self._seed, self._shuffle = seed, shuffle
         self._length = sum(map(len, sources))
         self.counts = shares(weights, self._length) if weights else [self._length]
-        # Place j of c places stands at (j + 1/2)/c of the epoch; of equal places the first source's
-        # comes first.
+        # Place j of c places stands at (j + 1/2)/c of the epoch; of equal places the first source's comes first.
         source = np.repeat(np.arange(len(self.counts)), self.counts)
         index = np.concatenate([np.arange(count) for count in self.counts])
         places = np.lexsort((source, (index + 0.5) / np.repeat(self.counts, self.counts)))

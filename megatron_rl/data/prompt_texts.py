@@ -77,8 +77,7 @@ class PromptTexts:
     def text(self, row: int) -> str:
         """Return a row's prompt as text."""
         content = text_of(self._rows, row, self._data.prompt_key, "data.prompt_key")
-        # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of
-        # braces.
+        # Not str.format: a dataset's prompts, and templates with LaTeX or JSON in them, are full of braces.
         return self._data.template.replace("{prompt}", content)
 
     def _warn(self) -> None:

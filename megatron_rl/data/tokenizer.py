@@ -20,8 +20,7 @@ JSON_FILES = (
     "vocab.json",
     "chat_template.json",
 )
-# A folder holds the tokens themselves in one of these files, whatever its tokenizer_config.json
-# says.
+# A folder holds the tokens themselves in one of these files, whatever its tokenizer_config.json says.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe")
 
 

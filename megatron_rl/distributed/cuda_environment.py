@@ -54,8 +54,7 @@ def wanted_variables(
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1",)
     if not opens_device_memory(rollout, weight_sync) and not megatron.ddp.get("nccl_ub"):
         # Micro-batches differ in size, and blocks of fixed size fragment; a handle on a segment
-        # that grows would ask the engine's process for more rights, and NCCL registers fixed
-        # buffers.
+        # that grows would ask the engine's process for more rights, and NCCL registers fixed buffers.
         wanted[ALLOCATOR[0]] = ("expandable_segments:True",)
     return {**wanted, **(DETERMINISTIC if run.deterministic else {})}
 

@@ -19,8 +19,7 @@ from megatron_rl.distributed.requirements import compiler_fault
 PROBE_S = 120.0  # seconds for one import; torch from a cold network disk has taken 60
 
 
-# The import to try, by module; FusedAdam is in NVIDIA's apex alone, not in the package of that name
-# on PyPI.
+# The import to try, by module; FusedAdam is in NVIDIA's apex alone, not in the package of that name on PyPI.
 PROBES = {
     "torch": "import torch; facts = {'cuda': torch.version.cuda, 'gpus': [torch.cuda.get_device_name(i) "
     "for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []}\n"

@@ -1,4 +1,4 @@
-"""What the watch knows of a rank: its stage, the position of its main thread, and whether it waits there for others."""
+"""The state of a rank as the watch knows it: its stage, and whether its main thread waits there for others."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ def meet(deadline_s: float, url: str = "env://") -> tuple[dist.Store, int, int]:
             outcome = error
         met.put(outcome)
 
-    # In a thread of its own: torch 2.13 waits for ever for the first answer of a TCPStore
-    # (TCPStore.cpp, validate).
+    # In a thread of its own: torch 2.13 waits for ever for the first answer of a TCPStore (TCPStore.cpp, validate).
     threading.Thread(target=join, daemon=True, name="rendezvous").start()
     try:
         outcome = met.get(timeout=deadline_s + GRACE_S)

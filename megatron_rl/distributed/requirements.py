@@ -1,4 +1,4 @@
-"""What a run needs of its host: a release of Megatron-Core that the seam was read and run on, a compiler for Triton.
+"""The needs of a run on its host: a release of Megatron-Core that the seam was read and run on, a compiler for Triton.
 
 This module imports the standard library alone.
 """

@@ -154,8 +154,7 @@ def initialize(
             expert_tensor_parallel_size=expert_tensor,
             distributed_timeout_minutes=group_timeout(HOST.backend, deadline_s).total_seconds() / 60,
         )
-    # A CPU has no CUDA generators and gets a tracker whose forks do nothing. Dropout is refused
-    # elsewhere.
+    # A CPU has no CUDA generators and gets a tracker whose forks do nothing. Dropout is refused elsewhere.
     if HOST.is_cuda:
         tensor_parallel_random.model_parallel_cuda_manual_seed(seed)
     else:

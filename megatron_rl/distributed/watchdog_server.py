@@ -193,8 +193,7 @@ class WatchdogServer:
         self.peers[rank] = RankState(rank=rank, who=who)
         if len(self.peers) < self.world_size:
             return
-        # Nobody else is awaited. No rank goes on before the welcome, so that all hear the later
-        # messages.
+        # Nobody else is awaited. No rank goes on before the welcome, so that all hear the later messages.
         if not self._accept_at:
             self._selector.unregister(self._listener)
         self._listener.close()

@@ -21,8 +21,7 @@ log = logging.getLogger(__name__)
 
 # Beside the weights; those that copies of a model take along (weights/side_files.py).
 SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "LICENSE*", "NOTICE*", "USE_POLICY*"]
-# Folders within a repository, all but additional_chat_templates: a pattern's * takes a slash too
-# (fnmatch).
+# Folders within a repository, all but additional_chat_templates: a pattern's * takes a slash too (fnmatch).
 NESTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*"]
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 CARD = ["README.md", ".gitattributes"]

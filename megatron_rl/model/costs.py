@@ -1,4 +1,4 @@
-"""What a model costs: FLOPs of a token, and the division of its layers over pipeline stages by what each costs."""
+"""The costs of a model: FLOPs of a token, and the division of its layers over pipeline stages by what each costs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def layout_of(shape: ModelShape, settings: ModelSettings, hf_config: Any) -> tup
     ``stage_layers`` does.
     """
     prompt, response = settings.max_prompt_tokens, settings.max_response_tokens
-    # Logits are made twice. Under full recompute the layers are too, so that the head weighs less
-    # beside them.
+    # Logits are made twice. Under full recompute the layers are too, so that the head weighs less beside them.
     twice = 1.0 if full_recompute(settings.megatron.transformer) else 4 / 3
     counts = stage_layers(
         settings.parallel,

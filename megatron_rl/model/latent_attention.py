@@ -45,8 +45,7 @@ if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 
 LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps: transformers 5.19 ``DeepseekV3Attention`` and DeepSeek's own model.py
-# The names that Transformer Engine's spec gives to the latents' norms, and so a checkpoint of
-# either.
+# The names that Transformer Engine's spec gives to the latents' norms, and so a checkpoint of either.
 _CHECKPOINT_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",

@@ -158,8 +158,7 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
         values = _finite(trained, key)
         return (statistics.fmean(values[:window]), statistics.fmean(values[-window:])) if values else None
 
-    # of supervised steps, only pairs beyond the hinge loss's margin have no signal: a share of 0
-    # says nothing
+    # of supervised steps, only pairs beyond the hinge loss's margin have no signal: a share of 0 says nothing
     has_silent = not supervised or any(_finite(trained, "skip/zero_advantage_ratio"))
     counted = [row for row in trained if row.keys() >= COUNTED]
     step_times, all_times = _finite(trained, "time/step_s"), _finite(rows, "time/step_s")

@@ -29,8 +29,7 @@ _NUMBER = re.compile(
     rf"(?P<sign>[-−+]?)[\s$]*(?:(?P<grouped>\d{{1,3}}(?:{_SEPARATOR}\d{{2,3}})*{_SEPARATOR}\d{{3}}(?!\d))"
     r"|(?P<digits>\d+))?(?P<decimals>\.\d+)?"
 )
-# Behind a number, what makes it the first part of an expression: 2^{10}, 1/2, 40+2, 3\sqrt{2}, 10%,
-# (1,2).
+# Behind a number, what makes it the first part of an expression: 2^{10}, 1/2, 40+2, 3\sqrt{2}, 10%, (1,2).
 _GOES_ON = re.compile(
     r"\s+\d+/\d|\s*(?:[\^×÷+]|\*\s*[\d(\\a-z]|\*\*\s*[\d(]|/\s*[\d(\\]|[-−]\s*[\d(\\]|,\s*[-−]?\d|_\{?\d|:\d|\\?%|"
     r"\\(?!text|mathrm|mbox|textrm|textbf|[\])$,;! ]|quad|circ))"

@@ -208,8 +208,7 @@ def call(
         return [], str(error)
     except BaseException as error:  # noqa: BLE001
         # Timeouts of libraries (math-verify's) derive from it, so as not to be caught by the code
-        # they interrupt. Nothing is lost: the traceback goes to the caller, which raises it or
-        # counts it.
+        # they interrupt. Nothing is lost: the traceback goes to the caller, which raises it or counts it.
         return [], f"{hint_of(error)}{formatted_traceback()}"
 
 

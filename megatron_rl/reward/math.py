@@ -197,7 +197,6 @@ def _equal(gold_value: object, value: object) -> bool:
     try:
         return verify(gold_value, value, timeout_seconds=0, raise_on_error=True)
     except Exception:
-        # sympy refuses comparisons in many ways (sets with numbers, NaN): such values are not
-        # equal.
+        # sympy refuses comparisons in many ways (sets with numbers, NaN): such values are not equal.
         log.debug("math-verify could not compare a completion's answer with the gold answer", exc_info=True)
         return False

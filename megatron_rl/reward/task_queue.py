@@ -204,8 +204,7 @@ class TaskQueue:
             split = Split(task=task, left=len(task.samples))
         split.failure, split.error = failure, error
         self.splits.append(split)
-        # Before the rest: a sample that takes its whole deadline delays the batch least when it
-        # starts early.
+        # Before the rest: a sample that takes its whole deadline delays the batch least when it starts early.
         if is_new:
             self._waiting.extendleft(reversed(self._alone(split)))
             return

@@ -27,8 +27,7 @@ START_S = 120.0  # until a worker has imported its functions
 SUSPECT_S = 5.0  # a task of several samples that takes longer has them tried alone, beside it
 CLOSE_S = 2.0  # for a worker without a task to end by itself
 REAP_S = 10.0  # a killed process is gone within it, unless the kernel holds it
-# Of the rank's environment variables a worker gets these, and none that may hold a key
-# (docs/security.md).
+# Of the rank's environment variables a worker gets these, and none that may hold a key (docs/security.md).
 ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|TEMP|TMP|XDG_CACHE_HOME|PYTHON\w*|VIRTUAL_ENV|"
     r"CONDA_PREFIX|LD_LIBRARY_PATH|LD_PRELOAD|MALLOC_\w+|\w+_NUM_THREADS|CUDA_HOME|CUDA_VISIBLE_DEVICES|HF_HOME|"

@@ -75,8 +75,7 @@ class RolloutQueue:
         self.parts = parts
         self.jobs: dict[int, RolloutJob] = {}  # by the rollout's index
         self.next_rollout = 0  # the next one to be started
-        # Set by a checkpoint: a run that goes on from it has engines with the weights of that
-        # moment.
+        # Set by a checkpoint: a run that goes on from it has engines with the weights of that moment.
         self.resend_weights = False
 
     # ---- rollouts are started ---------------------------------------------------------------------------------------

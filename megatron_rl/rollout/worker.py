@@ -285,8 +285,7 @@ class RolloutWorker:
 
     def _score_ready(self, job: RolloutJob) -> bool:
         """Score the finished groups if they suffice for a call; return whether it did. One thread per job at a time."""
-        # Choose the groups under the job's lock: all of them once generation has ended, else a part
-        # that streams.
+        # Choose the groups under the job's lock: all of them once generation has ended, else a part that streams.
         with job.change:
             ready = [] if job.error else job.unscored
             enough = len(job.rollouts) == len(job.mine) or (self._in_parts and len(ready) >= self._enough)

@@ -105,8 +105,7 @@ def serve(config: Config) -> bool:
         check_served(config.model.hf_path)
         # the engines are started for that length
         check_lengths(config.data, config.rollout, hf_config.max_position_embeddings)
-    # a gradient that is not finite is an answer to its client: the step is passed over, and nothing
-    # is moved
+    # a gradient that is not finite is an answer to its client: the step is passed over, and nothing is moved
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, on_nonfinite="skip"))
     with held_run_folder(config.run.path, config.run.deadline_s):
         model = settle_dtype(config.model, hf_config, on_gpu=HOST.is_cuda)

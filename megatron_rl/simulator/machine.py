@@ -185,8 +185,7 @@ def load_coefficients(path: str | pathlib.Path, placed: PlacedModel, *, loss_sha
     try:
         content = json.loads(text.decode())
         source = f"coefficients of {path.name}: {content.get('measured_on', 'not said where measured')}"
-        # Rates of a machine give every stage's costs; a run's own stages are taken as they were
-        # fitted.
+        # Rates of a machine give every stage's costs; a run's own stages are taken as they were fitted.
         if "machine" in content:
             machine = Machine(**content["machine"])
             return machine_costs(machine, placed, loss_share=loss_share, source=source)

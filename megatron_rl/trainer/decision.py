@@ -32,11 +32,6 @@ class Decision:
     runs: np.ndarray
     plan: BatchPlan
 
-    @property
-    def is_held(self) -> bool:
-        """Return whether the policy does not move, while a critic warms up."""
-        return any(step.kind is StepKind.HELD for step in self.plan.mini_batches)
-
 
 def decide(backend: MegatronBackend, batch: Batch, signal: np.ndarray, kind: StepKind, *, drops: bool) -> Decision:
     """Plan a rollout's optimizer steps over the samples with signal. A collective.

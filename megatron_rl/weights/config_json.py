@@ -72,8 +72,7 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "original_max_position_embeddings": (int, 1, 2**40),
     "num_labels": (int, 0, 2**16),  # transformers makes a name for each
 }
-# What a config.json must say: transformers' own defaults are the sizes of a model of 7,000,000,000
-# parameters.
+# What a config.json must say: transformers' own defaults are the sizes of a model of 7,000,000,000 parameters.
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 OF_MIXTURES = {"num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"}
 OF_MIXTURES |= {"first_k_dense_replace"}
@@ -83,8 +82,7 @@ MOST_EXPERTS = 2**20  # of all layers together: each is a tensor by name
 NESTED = ("text_config", "text_encoder", "decoder", "generator")
 REPLACING = {"attribute_map", "per_layer_config"}
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
-# The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are
-# made.
+# The numbers of rope_parameters, by rope_type; any other type is refused where the frequencies are made.
 ROPE_NUMBERS = {
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),

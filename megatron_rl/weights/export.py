@@ -235,8 +235,7 @@ def _gather(
     columns = rows.split([math.prod(size) for size in bucket.sizes], dim=1)
     shards = [column.view(bucket.holders, *size) for column, size in zip(columns, bucket.sizes, strict=True)]
     own_row = dist.get_rank(group)
-    # The stage's pipeline rank copies its shards into its own row, and hands the row to the other
-    # pipeline ranks.
+    # The stage's pipeline rank copies its shards into its own row, and hands the row to the other pipeline ranks.
     if owner == topology.pipeline_rank:
         for entry, size, shard in zip(bucket.entries, bucket.sizes, shards, strict=True):
             parameter = chunks[chunk][entry.megatron]

@@ -8,8 +8,7 @@ from typing import Any
 from megatron_rl.config import ModelConfig
 from megatron_rl.weights.reader import EMBEDDING_NAME, HuggingFaceReader, has_weights
 
-# Any other dtype of files is float32 here. FP8 files state the dtype of the weights that they stand
-# for.
+# Any other dtype of files is float32 here. FP8 files state the dtype of the weights that they stand for.
 OF_FILES = {"float16": "bfloat16", "bfloat16": "bfloat16"}
 
 

@@ -197,11 +197,6 @@ class ModelShape:
             width = self.mlp_matrices * (self.ffn_hidden_size * mlps + self.shared_ffn_hidden_size) + self.num_experts
         return self.attention_parameters() + self.hidden_size * width
 
-    @property
-    def head_parameters(self) -> int:
-        """Return the weights of the last matrix: the LM head's, or a value head's row."""
-        return self.hidden_size * (1 if self.value_head else self.vocab_size)
-
     def rank_shares(self, pipeline: int) -> tuple[tuple[float, float], ...]:
         """Return of each pipeline rank, over all its chunks: its layers' cost in layers of mean cost, and their number.
 

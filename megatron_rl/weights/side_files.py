@@ -13,8 +13,7 @@ SIDE_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 # They describe weights that are no more: an adapter's, or quantised ones.
 LEFT_BEHIND = ("adapter_config.json", "quantize_config.json", "hf_quant_config.json")
 TEMPLATES = "additional_chat_templates"
-# The files whose names say that they are a tokenizer's; so is every file of a vocabulary, whatever
-# its name.
+# The files whose names say that they are a tokenizer's; so is every file of a vocabulary, whatever its name.
 TOKENIZER_NAMES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab", "merges", "spiece")
 TOKENIZER_SUFFIXES = (".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 

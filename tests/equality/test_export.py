@@ -88,7 +88,7 @@ def large(class_name: str, sizes: dict[str, object], *, tensor=1, pipeline=1, vi
     place.expert_size, place.expert_tensor_size = expert, expert_tensor
     shape = read_shape(config, layer_spec="transformer_engine", vocab_multiple=tensor)
     costs = [shape.passed_parameters(x) for x in range(shape.num_layers)]
-    layers = balanced(costs, shape.head_parameters, pipeline, virtual)
+    layers = balanced(costs, shape.hidden_size * shape.vocab_size, pipeline, virtual)
     return dataclasses.replace(shape, stage_layers=layers), place
 
 

@@ -13,8 +13,7 @@ from megatron_rl.commands.convert.gguf_file import GgufFile
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check
 
-# Below "<architecture>.": the keys that gguf_import.py reads, or that llama.cpp shows and computes
-# nothing with.
+# Below "<architecture>.": the keys that gguf_import.py reads, or that llama.cpp shows and computes nothing with.
 READ = {
     *("block_count", "embedding_length", "feed_forward_length", "context_length", "attention.head_count"),
     *("attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length", "rope.freq_base"),
@@ -42,8 +41,7 @@ TOKENIZER = {
     *("seperator_token_id", "mask_token_id", "cls_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
     *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
 }
-# Names, authors and licences; who quantized the file, and how; its parts; templates beside the
-# model's own.
+# Names, authors and licences; who quantized the file, and how; its parts; templates beside the model's own.
 PREFIXES = ("general.", "quantize.", "mradermacher.", "split.", "tokenizer.chat_template", "tokenizer.huggingface.json")
 # tokenizer.ggml.pre of the Llama 3 family, whose texts begin with BOS where the file says nothing
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3")

@@ -10,8 +10,7 @@ from megatron_rl.config.lora import PROJECTIONS
 from megatron_rl.errors import ConfigError
 from megatron_rl.hub.names import HubName
 
-# TRL's and transformers' defaults of settings that are translated, where the user's file leaves
-# them out.
+# TRL's and transformers' defaults of settings that are translated, where the user's file leaves them out.
 DEFAULTS: dict[str, Any] = {
     "lr_scheduler_type": "linear",
     "weight_decay": 0.0,

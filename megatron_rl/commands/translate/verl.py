@@ -11,8 +11,7 @@ from megatron_rl.commands.translate import verl_rollout, verl_training
 from megatron_rl.commands.translate.translation import Translation, number, paths, truth, whole
 from megatron_rl.commands.translate.verl_rollout import ACTOR, MODEL, ROLLOUT
 
-# verl's defaults of settings that are translated, where the user's file leaves them out (its own
-# generated YAML).
+# verl's defaults of settings that are translated, where the user's file leaves them out (its own generated YAML).
 DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
     "algorithm.norm_adv_by_std_in_grpo": True,
@@ -55,8 +54,7 @@ OF_FSDP = (
     *("forward_prefetch", "wrap_policy", "use_orig_params", "entropy_checkpointing", "use_torch_compile", "strategy"),
     "ulysses_sequence_parallel_size",
 )
-# Of these only time, memory and the place of files depend; never what is trained, or how an
-# evaluation samples.
+# Of these only time, memory and the place of files depend; never what is trained, or how an evaluation samples.
 NEEDLESS = (
     f"{ACTOR}.ppo_micro_batch_size",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu",

@@ -132,8 +132,7 @@ def _context_offset(backend: MegatronBackend, layer: int) -> Iterator[None]:
     def angles_one_further(self, position_ids: torch.Tensor, *given, **named) -> torch.Tensor:
         return true_angles(self, position_ids + (topology.context_rank == topology.context_size - 1), *given, **named)
 
-    # Transformer Engine's layers take their angles from Megatron-Core's table, torch's from
-    # model/rotary.py.
+    # Transformer Engine's layers take their angles from Megatron-Core's table, torch's from model/rotary.py.
     rope_utils._get_thd_freqs_on_this_cp_rank = one_further
     PackedRotary.forward = angles_one_further
     try:

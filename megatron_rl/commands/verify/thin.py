@@ -30,8 +30,7 @@ GROUP_SAMPLES = 4
 # Old log-probs lie this far from the current ones: ratios 0.61, 1 and 1.65, some clipped, none at
 # the edge of a clip of 0.2, since rounding would decide there.
 SHIFTS = np.array([-0.5, 0.0, 0.5], dtype=np.float32)
-# These change how Megatron-Core computes, not its result: one process overlaps nothing and
-# recomputes nothing.
+# These change how Megatron-Core computes, not its result: one process overlaps nothing and recomputes nothing.
 EXECUTION_FIELDS = (
     "recompute_",
     "tp_comm_",

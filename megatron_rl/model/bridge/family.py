@@ -27,8 +27,7 @@ RUN_WITH = {"megatron-bridge": "0.6", "megatron-core": "0.19"}  # the releases t
 INSTALL = "pip install 'megatron_rl[bridge]', in an environment of its own (docs/bridge.md)"
 _FINAL_BIAS = Entry(megatron="decoder.final_layernorm.bias", hf=("model.norm.bias",), layout=Layout.REPLICATED)
 ROTARY = ("default", "linear", "llama3")  # others scale attention too, or depend on the length
-# Fields of a provider, the values that the layers built here have, and what another value would ask
-# for.
+# Fields of a provider, the values that the layers built here have, and what another value would ask for.
 PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
     "multi_latent_attention": ((False,), "multi-latent attention"),
     "num_moe_experts": ((None, 0), "a mixture of experts (the families of docs/models.md have them)"),

@@ -171,8 +171,7 @@ class TorchChunks(Chunks):
         """Fill one chunk's ``peak`` and ``stats``, as kernels.py ``statistics`` does; all are of the chunk's rows."""
         x = self.scaled_logits(rows)
         stats[2] = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
-        # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be
-        # NaN
+        # not below the lowest float: −inf − (−inf) of a rank whose logits are all masked would be NaN
         peak.copy_(x.amax(-1).clamp_(min=torch.finfo(x.dtype).min))
         x.sub_(peak[:, None])
         e = torch.exp(x, out=self.e[: x.shape[0]])
@@ -196,8 +195,7 @@ class TorchChunks(Chunks):
             x.add_(at_logprob[:, None]).mul_(e).neg_()
         else:
             x = e.mul_(-at_logprob[:, None])
-        # scatter_add_ over two dimensions raises under run.deterministic on CUDA; each row has one
-        # target
+        # scatter_add_ over two dimensions raises under run.deterministic on CUDA; each row has one target
         target = column.clamp(min=0)[:, None]
         x.scatter_(1, target, x.gather(1, target) + (at_logprob * (column >= 0))[:, None])
         return x if self.product is self.x else self.product[: x.shape[0]].copy_(x)

@@ -16,8 +16,7 @@ BLOCK_COLUMNS = 2048  # logits of a row that a program holds at a time, a power 
 NUM_WARPS = 8
 
 
-# triton.language's own sum and max are decorated when triton is imported, before a test may ask for
-# the interpreter.
+# triton.language's own sum and max are decorated when triton is imported, before a test may ask for the interpreter.
 @triton.jit
 def _added(a, b):
     return a + b

@@ -59,8 +59,7 @@ class _LinearLogProb(torch.autograd.Function):
         weight_sum = _weight_sum(weight, log_z.dtype, ctx.parameter) if needs_weight else None
         true_weight = weight[: head.num_valid]
         at_logprob, at_entropy = grad_logprobs / head.temperature, grad_entropy / head.temperature
-        # The gradient of each chunk's logits, and its products with the weight and with the hidden
-        # states.
+        # The gradient of each chunk's logits, and its products with the weight and with the hidden states.
         chunks = _chunks(hidden, weight, head, backward=True)
         for rows in head.slices(hidden.shape[0]):
             gradient = chunks.gradient(

@@ -13,8 +13,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# A conversation is a text, token ids, or messages, each as canonical JSON: any sequence with
-# prefixes.
+# A conversation is a text, token ids, or messages, each as canonical JSON: any sequence with prefixes.
 Conversation = str | tuple
 Frame = tuple[str, str]
 

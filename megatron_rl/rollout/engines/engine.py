@@ -149,8 +149,7 @@ def sample_seed(run_seed: int, prompt_id: str, sample_index: int, weight_version
     It depends on no rank and no batch position, so another layout, or a resumed run, draws the same
     rollouts.
     """
-    # The id comes last: it is the only free-form field, so no two different identities share a
-    # text.
+    # The id comes last: it is the only free-form field, so no two different identities share a text.
     identity = f"{run_seed}/{sample_index}/{weight_version}/{attempt}/{prompt_id}"
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
 

@@ -173,8 +173,7 @@ class MultiTurnEngine(EngineAround):
         try:
             for episode in [member for group in groups for member in group]:
                 episode.said = self._pool.submit(lambda episode=episode: self._begin(episode), (episode, "reset"))
-            # The first turn samples whole groups, each later one every unfinished episode by
-            # itself.
+            # The first turn samples whole groups, each later one every unfinished episode by itself.
             self._turn(groups, samples_per_prompt, temperature, max_tokens)
             self._report(groups, finished, on_finished)
             while unfinished := [[member] for group in groups for member in group if member.finish_reason is None]:

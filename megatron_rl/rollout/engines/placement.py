@@ -56,8 +56,7 @@ def role_of(rollout: RolloutConfig, location: RankLocation) -> EngineRole:
             f"rollout.tensor_parallel={width} is more than the {location.local_world_size} ranks of a node; an engine "
             "stays on one"
         )
-    # The ranks fall into equal slices, one per engine; the first ``width`` ranks of a slice are its
-    # engine's.
+    # The ranks fall into equal slices, one per engine; the first ``width`` ranks of a slice are its engine's.
     number, rest = divmod(location.rank, location.world_size // engines)
     for engine in range(engines):
         first = engine * (location.world_size // engines) % location.local_world_size

@@ -150,8 +150,7 @@ class Replica(Protocol):
     # the version that it holds, as known here; NO_WEIGHTS before, during and after a failed sync,
     # UPDATING in flight
     weight_version: int
-    # time.monotonic() when it was last known to compute for its requests; −inf where it has never
-    # said so
+    # time.monotonic() when it was last known to compute for its requests; −inf where it has never said so
     progressed_at: float
 
     def start(self) -> None:

@@ -197,6 +197,5 @@ def _uniforms(seed: int, rollout: int, count: int) -> list[float]:
     """Return ``count`` numbers in [0, 1) that derive from the seed and the rollout's number."""
     key = np.array([seed % 2**64, rollout], dtype=np.uint64)
     counter = np.array([0, 0, 0, 1], dtype=np.uint64)  # the prompts' order uses the same keys, counted from 0
-    # random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across versions
-    # (NEP 19).
+    # random_raw, not Generator.random: NumPy keeps bit generators' streams fixed across versions (NEP 19).
     return ((np.random.Philox(key=key, counter=counter).random_raw(count) >> np.uint64(11)) * 2.0**-53).tolist()

@@ -253,11 +253,9 @@ class VllmEngine:
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
         """Record the joint report of all ranks' drivers, by the replicas' names."""
-        # an engine of ours is started anew after any failure: simpler than to reason about half a
-        # sync
+        # an engine of ours is started anew after any failure: simpler than to reason about half a sync
         with self._lock:
-            # replicas that a call lost during the sync stay lost; a server that took the weights
-            # lives
+            # replicas that a call lost during the sync stay lost; a server that took the weights lives
             still_lost = [x for x in self._lost if self._in_flight and x.ours and x.weight_version != version]
             self._lost = [
                 x for x in self._replicas if x in still_lost or x.name in lost or (x.ours and x.name in failed)

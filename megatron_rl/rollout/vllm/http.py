@@ -55,8 +55,7 @@ class Exchange:
         self, connection: http.client.HTTPConnection, method: str, path: str, body, headers, timeout_s: float | None
     ) -> tuple[int, bytes]:
         """Return status and body; raise OSError or HTTPException, ``timed_out`` where the deadline was the cause."""
-        # The socket's own time-out counts from byte to byte; a server that drips would never meet
-        # it.
+        # The socket's own time-out counts from byte to byte; a server that drips would never meet it.
         watchdog = threading.Timer(timeout_s or 0.0, self._expire)
         watchdog.daemon = True
         if timeout_s is not None:

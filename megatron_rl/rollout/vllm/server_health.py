@@ -16,8 +16,7 @@ log = logging.getLogger(__name__)
 HEALTH_S = 2.0  # between two looks at a server that owes an answer
 UNHEALTHY = 2  # such looks in a row
 ANSWER_S = 10.0  # for an answer that a server has in memory
-# vLLM's counters of the tokens that it has computed, prompts' and responses' (0.32.0,
-# v1/metrics/loggers.py).
+# vLLM's counters of the tokens that it has computed, prompts' and responses' (0.32.0, v1/metrics/loggers.py).
 COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 

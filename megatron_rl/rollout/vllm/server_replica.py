@@ -42,8 +42,7 @@ from megatron_rl.rollout.vllm.server_health import ANSWER_S, ServerHealth
 log = logging.getLogger(__name__)
 POLL_S = 0.5
 RESUME_S = 30.0  # for all attempts to resume a server after an update in flight that failed
-# The label of a server's weights from a pause to the update's end: no number, so their samples are
-# never taken.
+# The label of a server's weights from a pause to the update's end: no number, so their samples are never taken.
 UPDATING_LABEL = "updating"
 UNLABEL = ("/update_weight_version", {"new_version": UPDATING_LABEL})
 NO_LOGPROB = -9999.0  # vLLM's number for −inf, NaN and missing

@@ -15,8 +15,7 @@ from megatron_rl.trainer.passes.passes import OldLogProbs
 from megatron_rl.types import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
-# Nats per token in the mean; float32's is a hundred times the gap between two correct
-# implementations.
+# Nats per token in the mean; float32's is a hundred times the gap between two correct implementations.
 WARN_GAP = {"float32": 1e-3, "bfloat16": 0.05}
 
 

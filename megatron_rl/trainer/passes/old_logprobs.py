@@ -83,8 +83,7 @@ class OldLogProbPass:
         every = rules.dense_every_rollouts
         if every and index % every == 0:
             wanted[np.flatnonzero(~wanted & ~runs_own)[: rules.dense_samples]] = True
-        # Pass those that are not known yet, and join their log-probs with the known and the
-        # engine's own.
+        # Pass those that are not known yet, and join their log-probs with the known and the engine's own.
         computed = self.backend.logprobs(batch, wanted & ~known.covered)
         response_tokens = batch.facts.response_tokens
         flat = np.where(np.repeat(known.covered, response_tokens), known.values, computed.flat)

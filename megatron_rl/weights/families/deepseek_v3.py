@@ -26,8 +26,7 @@ from megatron_rl.weights.families.sigmoid_router import (
 )
 from megatron_rl.weights.model_shape import ModelShape
 
-# What a config.json may say beside the fields of transformers' class, which computes these values
-# alone.
+# What a config.json may say beside the fields of transformers' class, which computes these values alone.
 _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 # The fields that vLLM reads (0.32 ``deepseek_v2.py``) and transformers does not write.
 _ROUTER = ("scoring_func", "topk_method")

@@ -90,8 +90,7 @@ _DELTA = (
 _GATED_ATTENTION = "gates on attention's output, norms that multiply by 1 + weight"
 _SHARED_GATE = "a gate of the shared expert"
 # Features that a layer of Megatron-Core 0.16.1 and 0.19.2 (read: transformer_config.py,
-# transformer_layer.py, dot_product_attention.py) or the model built here lacks; models as in
-# transformers 5.19.
+# transformer_layer.py, dot_product_attention.py) or the model built here lacks; models as in transformers 5.19.
 MISSING = {
     "gemma": "norms before attention and MLP alone that multiply by 1 + weight; the rest is built (gemma3_text)",
     "gemma2": "soft-capped attention scores (attn_logit_softcapping) and logits (final_logit_softcapping); the rest is "
