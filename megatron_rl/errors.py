@@ -53,6 +53,10 @@ class CheckpointError(RunError):
     """Reports a checkpoint that is damaged, of another model or format, or unwritable; the message names the file."""
 
 
+class StoreError(OSError, RunError):
+    """Reports what an object store answered, or that it did not answer; the message carries the URL."""
+
+
 class PeerError(RunError):
     """Reports that another rank stopped; the message carries its rank and its error."""
 

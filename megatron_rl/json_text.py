@@ -15,9 +15,12 @@ import pathlib
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from megatron_rl.errors import ConfigError, quoted, shortened
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 MOST_BYTES = 256 * 2**20  # the largest tokenizer.json of a public model takes about 40 MB
 MOST_DIGITS = 400  # the largest float64 has 309 digits before its point
@@ -123,7 +126,7 @@ def walk(value: object) -> Iterator[tuple[str, object]]:
 
 
 def read_json(
-    path: str | pathlib.Path, *, most_bytes: int = MOST_BYTES, error: type[Exception] = ConfigError
+    path: str | pathlib.Path | RemotePath, *, most_bytes: int = MOST_BYTES, error: type[Exception] = ConfigError
 ) -> object:
     """Return the value of a JSON file.
 
@@ -146,14 +149,16 @@ def open_regular(path: str | pathlib.Path) -> BinaryIO:
     raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
-def read_bytes(path: str | pathlib.Path, wanted: str, *, most_bytes: int, error: type[Exception]) -> bytes:
-    """Return the bytes of a regular file.
+def read_bytes(path: str | pathlib.Path | RemotePath, wanted: str, *, most_bytes: int, error: type[Exception]) -> bytes:
+    """Return the bytes of a regular file, or of a store's object.
 
     wanted: the kind of file, for messages.
     most_bytes: the size of the largest file that is read.
-    Raises ``error`` for a file that is missing, larger, or no regular one; a pipe is not waited
-    for.
+    Raises ``error`` for a file that is missing, larger, or no regular one (a pipe is not waited
+    for), StoreError where a store does not answer.
     """
+    if not isinstance(path, str | pathlib.Path):
+        return _read_object_bytes(path, most_bytes, error)
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             facts = os.fstat(file.fileno())
@@ -170,8 +175,19 @@ def read_bytes(path: str | pathlib.Path, wanted: str, *, most_bytes: int, error:
     return content
 
 
+def _read_object_bytes(path: RemotePath, most_bytes: int, error: type[Exception]) -> bytes:
+    try:
+        size = path.stat().st_size
+        content = path.read_bytes() if size <= most_bytes else b""
+    except FileNotFoundError as fault:
+        raise error(f"{shortened(str(path), 300)} cannot be read: {fault.strerror}") from None
+    if size > most_bytes:
+        raise error(f"{path} has {size} bytes; at most {most_bytes} are read")
+    return content
+
+
 def read_object(
-    path: str | pathlib.Path, *, most_bytes: int = MOST_BYTES, error: type[Exception] = ConfigError
+    path: str | pathlib.Path | RemotePath, *, most_bytes: int = MOST_BYTES, error: type[Exception] = ConfigError
 ) -> dict[str, object]:
     """Return the object of a JSON file, or raise ``error`` as ``read_json`` does and for any other value."""
     value = read_json(path, most_bytes=most_bytes, error=error)

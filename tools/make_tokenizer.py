@@ -16,15 +16,12 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
+from megatron_rl.commands.tiny_model import EOS, PAD, byte_level, make_characters, save_tokenizer
 from megatron_rl.data.rows import load_rows
 from megatron_rl.errors import ConfigError
-
-EOS = "<|endoftext|>"
-PAD = "<|pad|>"
 
 
 def read_texts(paths: Sequence[str | pathlib.Path], columns: Sequence[str]) -> list[str]:
@@ -45,27 +42,6 @@ def read_texts(paths: Sequence[str | pathlib.Path], columns: Sequence[str]) -> l
     return texts
 
 
-def _byte_level(model: models.BPE) -> Tokenizer:
-    """Return a byte-level BPE tokenizer that cuts text exactly as transformers' Qwen2Tokenizer does.
-
-    Not a matter of taste: beside a config.json of model_type qwen2, AutoTokenizer (transformers 5.19) always builds a
-    Qwen2Tokenizer, which takes vocabulary and merges from the files and brings its own normalizer and pre-tokenizer.
-    With any other cut here, the same files would give other tokens in a model directory than in a directory of their
-    own.
-    """
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.NFC()
-    # In this pattern a digit is a token of its own (\p{N}), so that arithmetic has one alphabet.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
 def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE of at most ``vocab_size`` tokens, EOS and PAD included; every digit is a token of its own.
 
@@ -74,7 +50,7 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     smallest = 256 + 2
     if vocab_size < smallest:
         raise ConfigError(f"--vocab-size {vocab_size} must be at least {smallest}: 256 bytes and 2 special tokens")
-    tokenizer = _byte_level(models.BPE())
+    tokenizer = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[EOS, PAD],
@@ -83,37 +59,6 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def make_characters(characters: str) -> Tokenizer:
-    """Make a tokenizer of one token per ASCII character, and EOS and PAD: a BPE without merges.
-
-    Not covered: a character outside the set has no token, and encoding drops it without a word (BPE has no unknown
-    token here, see `_byte_level`). `check_roundtrip` finds it. Raises ConfigError for no or a non-ASCII character.
-    """
-    foreign = sorted(set(characters) - set(map(chr, range(128))))
-    if not characters or foreign:
-        problem = f"has {foreign[0]!r}, which is more than one byte; use BPE for it" if foreign else "is empty"
-        raise ConfigError(
-            f'--characters {problem}; give the ASCII characters that texts may have, as in "0123456789+-= "'
-        )
-    vocabulary = {EOS: 0, PAD: 1}
-    for character in characters:
-        # The byte-level alphabet writes a byte as a printable character: a space as \u0120.
-        [(symbol, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(character)
-        vocabulary.setdefault(symbol, len(vocabulary))
-    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.add_special_tokens([EOS, PAD])
-    return tokenizer
-
-
-def save(tokenizer: Tokenizer, out: str | pathlib.Path) -> None:
-    """Write a directory that AutoTokenizer loads without a network."""
-    # clean_up_tokenization_spaces would turn " ." into "." on decoding, and break the round trip.
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
-    )
-    wrapped.save_pretrained(out)
 
 
 def check_roundtrip(directory: str | pathlib.Path, texts: Sequence[str]) -> int:
@@ -143,7 +88,7 @@ def make_tokenizer(
     Returns a report as JSON-able values. Raises ConfigError, see `train_bpe`, `make_characters`, `check_roundtrip`.
     """
     tokenizer = train_bpe(texts, vocab_size) if characters is None else make_characters(characters)
-    save(tokenizer, out)
+    save_tokenizer(tokenizer, out)
     checked = [*texts] if characters is None else [characters, *texts]
     num_tokens = check_roundtrip(out, checked)
     return {

@@ -8,7 +8,8 @@ import sys
 
 import numpy as np
 
-from megatron_rl.algorithm.advantage import GroupRewards, advantages, reduction_weights
+from megatron_rl.algorithm.advantage import advantages, reduction_weights
+from megatron_rl.algorithm.estimators import GroupRewards
 from megatron_rl.algorithm.signal import has_signal
 from megatron_rl.backend import MegatronBackend
 from megatron_rl.config import load_config

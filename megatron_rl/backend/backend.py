@@ -44,11 +44,14 @@ from megatron_rl.model.logprob.linear import linear_logprob
 from megatron_rl.model.parts import parts_of
 from megatron_rl.model.settings import ModelSettings
 from megatron_rl.types import BatchPlan, LossInputs, Sample, StepKind, StepPlan
-from megatron_rl.weights.export import BUCKET_BYTES, export_weights, named_weights, save_hugging_face
+from megatron_rl.weights.export import BUCKET_BYTES, export_weights, named_weights
+from megatron_rl.weights.file_plan import FileSizes
 from megatron_rl.weights.mapping import adapter_entries
+from megatron_rl.weights.model_folder import Parameters, save_hugging_face
 
 if TYPE_CHECKING:
     from megatron_rl.algorithm.own_policy import OwnPolicy
+    from megatron_rl.storage.remote import RemotePath
 
 log = logging.getLogger(__name__)
 
@@ -250,13 +253,18 @@ class MegatronBackend(TrainableModel):
             more.
         merges: False for the frozen weights that the adapters belong to.
         """
+        parameters = self._exported(merges=merges)
+        yield from export_weights(parameters.chunks, self.shape, self.topology, bucket_bytes=bucket_bytes)
+
+    def _exported(self, *, merges: bool = True) -> Parameters:
+        """Return this rank's parameters, gathered over replicas; with ``merges`` adapters are merged in."""
         self.schedule.gather_parameters()
-        parameters = [named_weights(chunk.module) for chunk in self.chunks]
+        chunks = [named_weights(chunk.module) for chunk in self.chunks]
         if self.shape.lora_rank:
             from megatron_rl.model.lora.adapters import MergedParameters
 
-            parameters = [MergedParameters(chunk.module, merges=merges) for chunk in self.chunks]
-        yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
+            chunks = [MergedParameters(chunk.module, merges=merges) for chunk in self.chunks]
+        return Parameters(chunks=chunks, shape=self.shape, topology=self.topology)
 
     def export_adapters(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the adapters alone, as ``export`` does, under PEFT's names without its ``base_model.model.``.
@@ -310,24 +318,23 @@ class MegatronBackend(TrainableModel):
         finally:
             schedule.parts = parts
 
-    def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
-        """Write the policy as a Hugging Face directory; the main rank writes, all take part.
+    def save_hugging_face(self, path: pathlib.Path | RemotePath, tokenizer, *, limits: FileSizes | None = None) -> None:
+        """Write the policy as a Hugging Face directory, each rank its own files (weights/model_folder.py).
 
         Adapters are merged into it, and written to PEFT's own directory as well,
         ``<path>_adapter``, where PEFT reads all of them.
+        limits: of the files' bytes; None for the default ones.
         """
-        if self.topology.is_main:
-            model = self.config.model
-            save_hugging_face(
-                self.export(),
-                self.hf_config,
-                tokenizer,
-                path,
-                source=model.hf_path,
-                tokenizer_source=model.tokenizer_path,
-            )
-        else:
-            _run_through(self.export())
+        model = self.config.model
+        save_hugging_face(
+            self._exported(),
+            self.hf_config,
+            tokenizer,
+            path,
+            source=model.hf_path,
+            tokenizer_source=model.tokenizer_path,
+            limits=limits,
+        )
         adapters = path.with_name(f"{path.name}_adapter")
         lost = ""
         if self.shape.lora_rank:
@@ -337,11 +344,11 @@ class MegatronBackend(TrainableModel):
         if self.shape.lora_rank and not lost:
             self.save_adapters(adapters)
         elif self.topology.is_main:
-            shutil.rmtree(adapters, ignore_errors=True)  # an earlier run's
+            _remove(adapters)  # an earlier run's
             if lost:
                 log.warning("%s is not written: %s", adapters.name, lost)
 
-    def save_adapters(self, path: pathlib.Path) -> None:
+    def save_adapters(self, path: pathlib.Path | RemotePath) -> None:
         """Write the adapters as PEFT's directory; the main rank writes, all take part.
 
         Raises ValueError where the model has none, and ConfigError where PEFT would leave some out.
@@ -358,6 +365,17 @@ class MegatronBackend(TrainableModel):
         """Take all groups down, a critic's too; the process may build another backend afterwards."""
         self.retire()
         topology.destroy(leave_world=leave_world)
+
+
+def _remove(folder: pathlib.Path | RemotePath) -> None:
+    """Remove a folder of adapters, if there is one."""
+    if isinstance(folder, pathlib.Path):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    from megatron_rl.weights.peft import CONFIG
+    from megatron_rl.weights.store_folder import clear
+
+    clear(folder, CONFIG)
 
 
 def _run_through(tensors: Iterator) -> None:

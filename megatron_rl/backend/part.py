@@ -60,6 +60,26 @@ class BackendPart(PackingPart, Protocol):
         """Drop the sums of the current step."""
 
 
+class PassWatch(Protocol):
+    """Watches a model's passes and leaves their numbers alone, as a profile does. No method is a collective.
+
+    Each method returns a block around what it names; a rank's forwards of one chunk come in the
+    order of the micro-batches.
+    """
+
+    def running(self, num_microbatches: int, *, trains: bool) -> AbstractContextManager[None]:
+        """Return a block around the passes of a plan's step."""
+
+    def forward(self, chunk: int, microbatch: PackedMicroBatch) -> AbstractContextManager[None]:
+        """Return a block around one chunk's forward pass of a micro-batch."""
+
+    def loss(self) -> AbstractContextManager[None]:
+        """Return a block around the loss of the next micro-batch."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return a block around the next backward pass, in the schedule's order (planning/timeline.py)."""
+
+
 class ReferenceWeights(Protocol):
     """Keeps a model's reference weights.
 

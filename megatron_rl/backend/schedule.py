@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.backend.packing import PackedMicroBatch
-from megatron_rl.backend.part import BackendPart
+from megatron_rl.backend.part import BackendPart, PassWatch
 from megatron_rl.distributed.collectives import gather_json, reduce_on_host
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.topology import Topology
@@ -106,8 +106,10 @@ def _mark():
 
 
 @contextlib.contextmanager
-def _timed_backward(laps: _Laps) -> Iterator[None]:
+def _timed_backward(laps: _Laps, watches: Sequence[PassWatch]) -> Iterator[None]:
     """Have the backward of each micro-batch and chunk take a lap within the block, communication apart.
+
+    watches: called around each.
 
     Every schedule (0.16.1, 0.19.2) calls ``schedules.backward_step`` by this name, once per
     micro-batch and chunk.
@@ -116,7 +118,9 @@ def _timed_backward(laps: _Laps) -> Iterator[None]:
 
     @functools.wraps(true_step)
     def timed_step(*args, **kwargs):
-        with laps.lap():
+        with laps.lap(), contextlib.ExitStack() as contexts:
+            for watch in watches:
+                contexts.enter_context(watch.backward())
             return true_step(*args, **kwargs)
 
     schedules.backward_step = timed_step
@@ -171,7 +175,10 @@ class Schedule:
 
     windows: the model's, for the laps' squared tokens.
     parts: of the backend, which take part in every pass.
+    watches: which watch every pass.
     """
+
+    watches: tuple[PassWatch, ...] = ()
 
     def __init__(
         self,
@@ -218,7 +225,9 @@ class Schedule:
             if self.topology.pipeline_size > 1:
                 contexts.enter_context(self._planned_shapes(microbatches, forward_only))
             self._forwarded, self._forward.marks, self._backward.marks = [], [], []
-            contexts.enter_context(_timed_backward(self._backward))
+            for watch in self.watches:
+                contexts.enter_context(watch.running(len(microbatches), trains=not forward_only))
+            contexts.enter_context(_timed_backward(self._backward, self.watches))
             for part in self.parts:
                 contexts.enter_context(part.running())
             reports = self.run_schedule(
@@ -257,13 +266,17 @@ class Schedule:
             contexts.enter_context(self._forward.lap())
             for part in self.parts:
                 contexts.enter_context(part.forward(*chunk_and_microbatch, trains=trains))
+            for watch in self.watches:
+                contexts.enter_context(watch.forward(*chunk_and_microbatch))
             output = model(
                 microbatch.tokens, microbatch.packed.position_ids[None], None, packed_seq_params=microbatch.packed
             )
         self._forwarded.append(chunk_and_microbatch)
 
         def loss_sum(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            with self._forward.lap():
+            with self._forward.lap(), contextlib.ExitStack() as contexts:
+                for watch in self.watches:
+                    contexts.enter_context(watch.loss())
                 total, kept = loss(microbatch, hidden[0].index_select(0, microbatch.loss_positions))
             self._forwarded.append(chunk_and_microbatch)
             return total, torch.ones((), dtype=torch.int32, device=total.device), kept

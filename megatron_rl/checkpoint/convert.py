@@ -12,8 +12,10 @@ import functools
 import json
 import math
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,17 +37,20 @@ from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.errors import ConfigError
 from megatron_rl.json_text import read_object
 from megatron_rl.weights.entry import Layout
-from megatron_rl.weights.finite import check_finite
 from megatron_rl.weights.mapping import ADAPTER, EMBEDDING, hf_size, load_shard
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.reader import HuggingFaceReader, check_tensors, heads_differ, whole_tensors
+from megatron_rl.weights.reader import HuggingFaceReader, check_finite, check_tensors, heads_differ, whole_tensors
 from megatron_rl.weights.shards import Planned, ShardWriter
 from megatron_rl.weights.side_files import copy_side_files, drop_fields
 from megatron_rl.weights.stacked import joined_plan
 
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
+
 # a GPTModel's keys; the others are an optimizer's, or another model's
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 
+CONFIG = "config.json"
 WIDER = "choose a wider one with --dtype"
 
 Progress = Callable[[int], None]
@@ -94,12 +99,34 @@ class Cut:
 
 
 @contextlib.contextmanager
-def appearing(path: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
-    """Yield a new folder that takes the place of ``path`` when the block ends, and vanishes where it raises."""
+def appearing(path: pathlib.Path | RemotePath, *, overwrite: bool) -> Iterator[pathlib.Path | RemotePath]:
+    """Yield a new folder that takes the place of ``path`` when the block ends, and vanishes where it raises.
+
+    In an object store it is ``path`` itself, whole if config.json is there.
+    """
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists; name another folder, or pass --overwrite")
-    with replacing_folder(path) as partial:
+    if isinstance(path, pathlib.Path):
+        opened = replacing_folder(path)
+    else:
+        from megatron_rl.weights.store_folder import filled
+
+        opened = filled(path, CONFIG)
+    with opened as partial:
         yield partial
+
+
+@contextlib.contextmanager
+def side_folder(partial: pathlib.Path | RemotePath) -> Iterator[pathlib.Path]:
+    """Yield the folder for files beside the weights: of a disk ``partial`` itself, else one that is then uploaded."""
+    if isinstance(partial, pathlib.Path):
+        yield partial
+        return
+    from megatron_rl.weights.store_folder import upload
+
+    with tempfile.TemporaryDirectory() as local:
+        yield pathlib.Path(local)
+        upload(pathlib.Path(local), partial, CONFIG)
 
 
 def check_source(reader: HuggingFaceReader, shape: ModelShape) -> None:
@@ -257,7 +284,7 @@ def export_folder(
     source: MegatronFolder,
     shape: ModelShape,
     hf: pathlib.Path,
-    target: pathlib.Path,
+    target: pathlib.Path | RemotePath,
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5 * 10**9,
@@ -288,10 +315,11 @@ def export_folder(
         finally:
             writer.abandon()
             reader.close()
-        names += copy_side_files(hf, partial)
-        drop_fields(partial / "config.json", ("quantization_config",))
         frozen = {name for layer in stored_layers(shape) for x in layer if x.entry.frozen for name in x.entry.hf}
-        _say_dtype(partial / "config.json", {each.dtype for each in planned if each.name not in frozen})
+        with side_folder(partial) as side:
+            names += copy_side_files(hf, side)
+            drop_fields(side / CONFIG, ("quantization_config",))
+            _say_dtype(side / CONFIG, {each.dtype for each in planned if each.name not in frozen})
     return names
 
 

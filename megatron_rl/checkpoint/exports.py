@@ -6,9 +6,14 @@ import logging
 import pathlib
 import re
 import shutil
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron_rl.distributed.atomic_file import set_aside
 from megatron_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 log = logging.getLogger(__name__)
 
@@ -23,18 +28,31 @@ def exported_steps(root: pathlib.Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def start_anew(root: pathlib.Path, hf_path: str, *, is_main: bool) -> None:
+def start_anew(
+    roots: Sequence[pathlib.Path | RemotePath], hf_path: str, *, remote: Sequence[int] = (), is_main: bool
+) -> None:
     """Have an earlier run's checkpoints and exports make room, on the main rank. Not a collective.
 
-    Raises ConfigError, on every rank, where the model to train is one of these exports.
+    roots: the folders of both, which may be the same. remote: iterations in an object store, where
+        nothing can be renamed.
+    Raises ConfigError, on every rank, where the model to train is one of these exports, and for
+    ``remote``.
     """
-    if pathlib.Path(hf_path).resolve().is_relative_to(root.resolve()):
+    if remote:
         raise ConfigError(
-            f"model.hf_path={hf_path} is an export of an earlier run in {root}, which this run would set aside; give "
-            "it another run.dir"
+            f"checkpoint.resume=never, and checkpoint.dir={roots[0]} holds {len(remote)} checkpoints of an earlier "
+            "run, which an object store cannot set aside; name another checkpoint.dir, or remove them"
         )
-    if is_main:
-        set_aside(root)
+    folders = list(dict.fromkeys(root for root in roots if isinstance(root, pathlib.Path)))
+    for root in folders:
+        if pathlib.Path(hf_path).resolve().is_relative_to(root.resolve()):
+            raise ConfigError(
+                f"model.hf_path={hf_path} is an export of an earlier run in {root}, which this run would set aside; "
+                "give it another run.dir"
+            )
+    for root in folders:
+        if is_main and root.exists():
+            set_aside(root)
 
 
 def set_exports_aside(root: pathlib.Path, after_step: int) -> None:

@@ -27,12 +27,16 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from megatron_rl import json_text
 from megatron_rl.distributed.atomic_file import replace_text
-from megatron_rl.errors import CheckpointError, quoted
+from megatron_rl.errors import CheckpointError, StoreError, quoted
 from megatron_rl.json_text import read_object
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 FORMAT, VERSION = "megatron_rl", 2
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest_checkpointed_iteration.txt"
@@ -48,19 +52,40 @@ field = functools.partial(json_text.field, error=DamagedCheckpoint)
 check = functools.partial(json_text.check, error=DamagedCheckpoint)
 
 
+def folder_of(text: str) -> pathlib.Path | RemotePath:
+    """Return the place that a path or a URL names. Raises ConfigError for a URL that cannot be one."""
+    if "://" not in text:
+        return pathlib.Path(text)
+    from megatron_rl.storage.location import location  # which only a run with URLs needs
+
+    return location(text)
+
+
 def name_of(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def whole_checkpoints(root: pathlib.Path) -> list[int]:
-    """Return the iterations of the whole checkpoints under ``root``, oldest first; [] where there is no such folder."""
-    if not root.is_dir():
-        return []
-    matches = [re.fullmatch("iter_([0-9]{7,15})", path.name) for path in root.iterdir() if path.is_dir()]
+def whole_checkpoints(root: pathlib.Path | RemotePath) -> list[int]:
+    """Return the iterations of the whole checkpoints under ``root``, oldest first; [] if there is no such folder.
+
+    A store's folder is whole if its manifest is there, a disk's by its name.
+    """
+    if not isinstance(root, pathlib.Path):
+        return [number for number in numbered_folders(root) if (root / name_of(number) / MANIFEST).is_file()]
+    return _iterations(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+
+
+def numbered_folders(root: RemotePath) -> list[int]:
+    """Return the iterations of a store's folders under ``root``, whole or not, in their order."""
+    return _iterations(name for name, size in root.children().items() if size is None)
+
+
+def _iterations(names: Iterable[str]) -> list[int]:
+    matches = [re.fullmatch("iter_([0-9]{7,15})", name) for name in names]
     return sorted(int(match[1]) for match in matches if match)
 
 
-def digest(path: pathlib.Path) -> dict[str, object]:
+def digest(path: pathlib.Path | RemotePath) -> dict[str, object]:
     """Return ``{"bytes": int, "sha256": hex}`` of a file."""
     sha, size = hashlib.sha256(), 0
     with path.open("rb") as file:
@@ -91,9 +116,7 @@ def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) ->
     digests = {name: files.get(name) or digest(folder / name) for name in _files_in(folder) if name != MANIFEST}
     for name in digests.keys() - files.keys():
         _sync(folder / name)
-    content = {"format": FORMAT, "version": VERSION, "iteration": iteration, "files": digests}
-    manifest = json.dumps({**content, "sha256": _own_digest(content)}, indent=1) + "\n"
-    replace_text(folder / MANIFEST, manifest, synced=True)
+    replace_text(folder / MANIFEST, manifest_text(iteration, digests), synced=True)
     _sync(folder)
     final = folder.with_name(name_of(iteration))
     if final.exists():
@@ -104,7 +127,13 @@ def complete(folder: pathlib.Path, files: Mapping[str, Mapping[str, object]]) ->
     return final
 
 
-def read_manifest(folder: pathlib.Path) -> dict:
+def manifest_text(iteration: int, digests: Mapping[str, Mapping[str, object]]) -> str:
+    """Return the text of a checkpoint's manifest. digests: ``digest`` of every other file, by its name."""
+    content = {"format": FORMAT, "version": VERSION, "iteration": iteration, "files": digests}
+    return json.dumps({**content, "sha256": _own_digest(content)}, indent=1) + "\n"
+
+
+def read_manifest(folder: pathlib.Path | RemotePath) -> dict:
     """Read a checkpoint's manifest and check every field of it.
 
     Raises DamagedCheckpoint for a manifest that cannot be read, was changed or is of no use,
@@ -143,16 +172,23 @@ def _own_digest(content: Mapping) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def verify(folder: pathlib.Path, *, share: tuple[int, int] | None = (0, 1)) -> None:
+def verify(folder: pathlib.Path | RemotePath, *, share: tuple[int, int] | None = (0, 1)) -> None:
     """Raise DamagedCheckpoint, naming the first damaged file, unless every file is as the manifest says.
 
     share: (r, n) digests every n-th file from the r-th, so that n ranks check a large checkpoint
-        together; the names
-    and sizes of all files are checked. None digests no file.
+        together; the names and sizes of all files are checked. None digests no file.
+    Raises StoreError where an object store does not answer: that is no damage.
     """
     files = read_manifest(folder)["files"]
+    sizes: Mapping[str, int] = {}  # of a store's objects, by one listing
     try:
-        present = set(_files_in(folder)) - {MANIFEST}
+        if isinstance(folder, pathlib.Path):
+            present = set(_files_in(folder)) - {MANIFEST}
+        else:
+            sizes = folder.files()
+            present = set(sizes) - {MANIFEST}
+    except StoreError:
+        raise
     except OSError as error:
         raise DamagedCheckpoint(f"{folder} cannot be listed ({error}): the checkpoint is damaged") from error
     if missing := sorted(files.keys() - present):
@@ -164,12 +200,14 @@ def verify(folder: pathlib.Path, *, share: tuple[int, int] | None = (0, 1)) -> N
     for number, (name, wanted) in enumerate(sorted(files.items())):
         path = folder / name
         try:
-            size = path.stat().st_size
+            size = sizes[name] if sizes else path.stat().st_size
             sha256 = (
                 digest(path)["sha256"]
                 if share is not None and size == wanted["bytes"] and number % share[1] == share[0]
                 else wanted["sha256"]
             )
+        except StoreError:
+            raise
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read ({error}): the checkpoint is damaged") from error
         if size != wanted["bytes"]:
@@ -182,7 +220,7 @@ def verify(folder: pathlib.Path, *, share: tuple[int, int] | None = (0, 1)) -> N
             )
 
 
-def prune(root: pathlib.Path, keep_last: int | None) -> list[int]:
+def prune(root: pathlib.Path | RemotePath, keep_last: int | None) -> list[int]:
     """Remove all but the newest ``keep_last`` (at least one; None keeps all); return the removed iterations."""
     iterations = whole_checkpoints(root)
     removed = [] if keep_last is None else iterations[: max(len(iterations) - max(keep_last, 1), 0)]
@@ -191,15 +229,23 @@ def prune(root: pathlib.Path, keep_last: int | None) -> list[int]:
     return removed
 
 
-def remove(folder: pathlib.Path) -> None:
+def remove(folder: pathlib.Path | RemotePath) -> None:
+    """Remove a checkpoint, which is invisible before it is incomplete."""
+    if not isinstance(folder, pathlib.Path):
+        (folder / MANIFEST).unlink(missing_ok=True)
+        folder.remove_tree()
+        return
     doomed = folder.with_name(f"{folder.name}.deleting")
     os.rename(folder, doomed)
     shutil.rmtree(doomed)
 
 
-def remove_if_empty(root: pathlib.Path) -> None:
+def remove_if_empty(root: pathlib.Path | RemotePath) -> None:
     """Remove a folder of checkpoints in which none is left, and nothing but the file that named the latest."""
-    if root.is_dir() and {path.name for path in root.iterdir()} <= {LATEST}:
+    if not isinstance(root, pathlib.Path):
+        if set(root.children()) == {LATEST}:
+            (root / LATEST).unlink(missing_ok=True)
+    elif root.is_dir() and {path.name for path in root.iterdir()} <= {LATEST}:
         (root / LATEST).unlink(missing_ok=True)
         root.rmdir()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import pathlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from megatron_rl.checkpoint.exports import exported_steps, start_anew
 from megatron_rl.checkpoint.folder import DamagedCheckpoint, verify, whole_checkpoints
@@ -24,7 +25,10 @@ from megatron_rl.checkpoint.resume import (
 from megatron_rl.checkpoint.run_state import ResumePoint
 from megatron_rl.checkpoint.state_file import read_model_state, read_state
 from megatron_rl.config.run import CheckpointConfig
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, StoreError
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +49,28 @@ def foresee_resume(
     The files' names and sizes are checked, and those that are read for it; tensors are not
     digested. Raises CheckpointError and ConfigError as the start would.
     """
-    root = run_path / ROOT
+    root, exports_root = settings.root(run_path), run_path / ROOT
+    try:
+        return _foreseen(root, exports_root, settings, identity, hf_path=hf_path, has_critic=has_critic)
+    except StoreError as error:
+        raise CheckpointError(f"the checkpoints cannot be looked at: {error}") from error
+
+
+def _foreseen(
+    root: pathlib.Path | RemotePath,
+    exports_root: pathlib.Path,
+    settings: CheckpointConfig,
+    identity: Mapping[str, object],
+    *,
+    hf_path: str,
+    has_critic: bool,
+) -> ResumePoint | None:
     of_critic = whole_checkpoints(root / CRITIC) if has_critic else None
     iterations, supervised = whole_checkpoints(root), whole_checkpoints(root / SUPERVISED)
     if not (iterations or supervised) or settings.resume == "never":
-        if iterations or supervised or exported_steps(root):
-            start_anew(root, hf_path, is_main=False)
+        if iterations or supervised or exported_steps(exports_root):
+            whole = [] if isinstance(root, pathlib.Path) else [*iterations, *supervised]
+            start_anew((root, exports_root), hf_path, remote=whole, is_main=False)
         return None
     folders = resumable(root, iterations, of_critic, supervised)
     for folder in folders:

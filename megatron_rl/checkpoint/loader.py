@@ -14,7 +14,7 @@ from megatron_rl.checkpoint.resume import CRITIC, damaged_words, none_good_words
 from megatron_rl.checkpoint.run_state import RestoredRun, ResumePoint, changed_settings, own_file
 from megatron_rl.checkpoint.state_file import read_model_state, read_state
 from megatron_rl.distributed.collectives import gather_json
-from megatron_rl.errors import CheckpointError, shortened
+from megatron_rl.errors import CheckpointError, StoreError, shortened
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class CheckpointLoader:
                 check_torch_files(folder)
             if check_rows is not None:
                 self._check_rows(folder, state, check_rows)
-        except CheckpointError as raised:
+        except (CheckpointError, StoreError) as raised:
             error = raised
         damaged = isinstance(error, DamagedCheckpoint)
         errors = [x for x in gather_json([str(error), damaged] if error else None) if x]
@@ -99,6 +99,8 @@ class CheckpointLoader:
         for path in self._own_files(folder, state):
             try:
                 check_rows(path.read_bytes())
+            except StoreError:
+                raise
             except Exception as error:
                 raise DamagedCheckpoint(
                     f"{path} cannot be read: {type(error).__name__}: {shortened(str(error), 500)}"

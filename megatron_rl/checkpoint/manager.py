@@ -21,6 +21,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -31,11 +32,12 @@ from megatron_rl.checkpoint.resume import CRITIC, ROOT, SUPERVISED, resumable
 from megatron_rl.checkpoint.run_state import APPENDED, RestoredRun, ResumePoint, RunState
 from megatron_rl.config import CheckpointConfig
 from megatron_rl.distributed.collectives import gather_json
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, StoreError
 
 if TYPE_CHECKING:  # which only a run that resumes, or saves, needs
     from megatron_rl.checkpoint.loader import CheckpointLoader
     from megatron_rl.checkpoint.saver import CheckpointSaver
+    from megatron_rl.storage.remote import RemotePath
 
 log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -67,7 +69,7 @@ class CheckpointManager:
         self.backend, self.critic, self.settings = backend, critic, settings
         self.run_path, self.hf_path, self.supervised_every = run_path, hf_path, supervised_every
         self.written_config = written_config
-        self.root = run_path / ROOT
+        self.root, self.exports_root = settings.root(run_path), run_path / ROOT
         self.supervised_root = self.root / SUPERVISED
         self.is_main = backend.topology.is_main
         self.preempted = self.leaves = self.resumes = False
@@ -113,11 +115,20 @@ class CheckpointManager:
         self.resumes = True
         return point
 
-    def _folders(self) -> list[pathlib.Path]:
+    def _folders(self) -> list[pathlib.Path | RemotePath]:
         """Return the checkpoints to choose from, the newest first; set them aside under ``checkpoint.resume=never``."""
         roots = (self.root, self.root / CRITIC, self.supervised_root)
-        first, *others = gather_json([*(whole_checkpoints(root) for root in roots), exported_steps(self.root)])
-        if any(theirs != first for theirs in others):
+        on_disk = isinstance(self.root, pathlib.Path)
+        seen: list | str
+        try:
+            seen = [*(whole_checkpoints(root) for root in roots), exported_steps(self.exports_root)]
+        except StoreError as error:
+            seen = str(error)
+        first, *others = everyone = gather_json(seen)
+        for rank, words in enumerate(everyone):
+            if isinstance(words, str):
+                raise CheckpointError(f"rank {rank}: the checkpoints cannot be listed: {words}")
+        if any(theirs[: 4 if on_disk else 3] != first[: 4 if on_disk else 3] for theirs in others):
             raise CheckpointError(
                 f"ranks see different checkpoints in {self.root}; run.dir must lie on a file system that all hosts "
                 "share"
@@ -125,7 +136,8 @@ class CheckpointManager:
         iterations, of_critic, supervised, exports = first
         if not (iterations or supervised) or self.settings.resume == "never":
             if iterations or supervised or exports:
-                start_anew(self.root, self.hf_path, is_main=self.is_main)
+                whole = [] if on_disk else [*iterations, *supervised]
+                start_anew((self.root, self.exports_root), self.hf_path, remote=whole, is_main=self.is_main)
             return []
         return resumable(self.root, iterations, None if self.critic is None else of_critic, supervised)
 
@@ -133,11 +145,13 @@ class CheckpointManager:
         """Cut the run's files to their sizes in the checkpoint, on the main rank, and set later exports aside."""
         if point is None or not self.is_main:
             return
-        set_exports_aside(self.root, point.state["backend"]["step_index"])
+        set_exports_aside(self.exports_root, point.state["backend"]["step_index"])
         for name in APPENDED:
             path, size = self.run_path / name, point.state["bytes"].get(name, 0)  # a file of a later release: 0
             current = path.stat().st_size if path.exists() else 0
-            if current < size:
+            if current < size and self._fetched(point.folder, name, path):
+                log.warning("%s had %d bytes here: its first %d come from %s", path, current, size, point.folder)
+            elif current < size:
                 log.error(
                     "%s has %d bytes and had %d when %s was taken: the record of the steps between is lost",
                     path,
@@ -148,6 +162,16 @@ class CheckpointManager:
             elif current > size:
                 with path.open("r+b") as file:
                     file.truncate(size)
+
+    def _fetched(self, folder: pathlib.Path | RemotePath, name: str, path: pathlib.Path) -> bool:
+        """Replace a file of the run by its copy in a checkpoint of an object store; return False if there is none."""
+        if isinstance(folder, pathlib.Path) or not (folder / name).is_file():
+            return False
+        unfinished = path.with_name(f"{name}.tmp")
+        with (folder / name).open("rb") as source, unfinished.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 22)
+        os.replace(unfinished, path)
+        return True
 
     def restore(self, point: ResumePoint) -> RestoredRun:
         """Restore the random states of the checkpoint that is loaded, and return the rest of the run."""
@@ -179,7 +203,7 @@ class CheckpointManager:
 
     def _save_and_vote(
         self,
-        root: pathlib.Path,
+        root: pathlib.Path | RemotePath,
         iteration: int,
         take_state: Callable[[], RunState],
         *,
@@ -205,6 +229,11 @@ class CheckpointManager:
                 saver.finish()
         self.leaves = leave and not last
         return self.leaves
+
+    @property
+    def saved_at(self) -> float | None:
+        """Return the seconds since 1970 at which this process's last checkpoint was whole; None before the first."""
+        return None if self._saver is None else self._saver.saved_at
 
     def close(self) -> None:
         """Finish the checkpoints that are still being written."""

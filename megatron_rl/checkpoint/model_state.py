@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from megatron_rl.checkpoint.tensors import (
     weights_to_save,
 )
 from megatron_rl.checkpoint.writer import PendingSave
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 from megatron.core.dist_checkpointing.mapping import ShardedBase  # isort: skip
 
@@ -69,17 +73,18 @@ def _entries(backend: TrainableModel) -> list[ShardedBase]:
 
 def save(
     backend: TrainableModel,
-    root: pathlib.Path,
+    root: pathlib.Path | RemotePath,
     iteration: int,
     texts: Mapping[str, str],
     own_files: Mapping[str, bytes] | None = None,
     *,
     with_adam: bool = True,
+    prefixes: Mapping[str, tuple[pathlib.Path, int]] | None = None,
 ) -> PendingSave:
     """Begin a checkpoint of the model, its reference policy and AdamW in their current state; a collective.
 
     An accumulated gradient is no part of it.
-    texts, own_files: further files of it, see PendingSave.
+    texts, own_files, prefixes: further files of it, see PendingSave.
     with_adam: False for weights that nobody trains on.
     """
     backend.schedule.gather_parameters()
@@ -90,7 +95,8 @@ def save(
         saved += weights_to_save([x for x in entries if id(x.data) in values], prefix=REFERENCE, values=values)
     if with_adam and backend.optimizer.scheduler.num_steps:
         saved += adam_to_save(entries, AdamStates(backend.optimizer.megatron))
-    return PendingSave(root, iteration, saved, dict(texts), is_main=backend.topology.is_main, own_files=own_files)
+    is_main = backend.topology.is_main
+    return PendingSave(*(root, iteration, saved, dict(texts)), is_main=is_main, own_files=own_files, prefixes=prefixes)
 
 
 def load(

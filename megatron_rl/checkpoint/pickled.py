@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import enum
 import io
 import os
 import pathlib
@@ -17,6 +18,7 @@ import stat
 import zipfile
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
@@ -26,8 +28,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.pickle_scan import scan
-from megatron_rl.errors import quoted, shortened
+from megatron_rl.errors import StoreError, quoted, shortened
 from megatron_rl.json_text import field, read_bytes, read_object
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 ALLOWED = {  # of .metadata as 0.16.1 and 0.19.2 write it; the latter has BytesStorageMetadata, of its common_state
@@ -68,6 +73,7 @@ OF_ERRORS = {  # a rank sends them in place of its answer
         name for name, found in vars(builtins).items() if isinstance(found, type) and issubclass(found, Exception)
     },
     "_pickle": {"UnpicklingError"},
+    "megatron_rl.errors": {"StoreError"},
 }
 BETWEEN_RANKS = {
     "torch.distributed.checkpoint.planner": {"LoadPlan", "ReadItem", "LoadItemType"},
@@ -79,10 +85,25 @@ SMALL_BYTES, MOST_BYTES = 2**20, 2**30  # of an index; a stored tensor takes mor
 FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
+def member(kind: object, name: object) -> enum.Enum:
+    """Return an enum's member by its name.
+
+    Python 3.11.2, which is Debian 12's, pickles a member as a call of ``getattr`` (its enum.py,
+    ``Enum.__reduce_ex__``).
+
+    Raises UnpicklingError for anything but a class of enums and one of its members.
+    """
+    if not (isinstance(kind, enum.EnumType) and type(name) is str and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it asks for {shortened(repr(name), 50)} of what is no enum with that member")
+    return kind[name]
+
+
 class MetadataUnpickler(pickle.Unpickler):
     """Unpickles ``.metadata``; refuses any class or function that is not in the lists above."""
 
     def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("builtins", "getattr"):
+            return member
         if not self.allows(module, name):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint holds")
         return super().find_class(module, name)
@@ -98,7 +119,7 @@ class PlanUnpickler(MetadataUnpickler):
         return name in BETWEEN_RANKS.get(module, ()) or super().allows(module, name)
 
 
-def check_pickle(path: pathlib.Path) -> object:
+def check_pickle(path: pathlib.Path | RemotePath) -> object:
     """Unpickle a ``.metadata`` file and return its object.
 
     Raises DamagedCheckpoint where it names any other class or function, is larger than the tensors
@@ -113,6 +134,8 @@ def check_pickle(path: pathlib.Path) -> object:
         content = read_bytes(path, "an index of tensors", most_bytes=most, error=DamagedCheckpoint)
         scan(content)
         return MetadataUnpickler(io.BytesIO(content)).load()
+    except StoreError:  # no damage: the store does not answer
+        raise
     except (
         pickle.UnpicklingError,
         EOFError,
@@ -130,7 +153,7 @@ def check_pickle(path: pathlib.Path) -> object:
         raise DamagedCheckpoint(f"{path} is refused: {shortened(str(error) or type(error).__name__, 500)}") from error
 
 
-def check_torch_files(folder: pathlib.Path) -> None:
+def check_torch_files(folder: pathlib.Path | RemotePath) -> None:
     """Raise DamagedCheckpoint, naming the file, where torch's own files of a checkpoint are not whole.
 
     These are the index of its tensors (``.metadata``), the format (``metadata.json``) and, of
@@ -145,7 +168,7 @@ def check_torch_files(folder: pathlib.Path) -> None:
             raise DamagedCheckpoint(f"{common} is refused: {_reason(error)}") from error
 
 
-def read_index(folder: pathlib.Path) -> Metadata:
+def read_index(folder: pathlib.Path | RemotePath) -> Metadata:
     """Return a checkpoint's index of tensors, each of which lies within a regular file of the folder.
 
     Raises DamagedCheckpoint, naming the file that is missing, cut short or replaced. Tensors are
@@ -178,6 +201,8 @@ def _size_of(folder: pathlib.Path, name: str) -> int:
         raise DamagedCheckpoint(f"{folder / METADATA} names {quoted(name)}, which is no file of its folder")
     try:
         facts = file.stat()
+    except StoreError:
+        raise
     except OSError as error:
         raise DamagedCheckpoint(
             f"{file} cannot be read ({error.strerror}), and {METADATA} has tensors in it: the checkpoint is damaged"
@@ -198,13 +223,13 @@ def _check_entry(entry: object, where: str) -> None:
         raise DamagedCheckpoint(f"{where} has {quoted(entry.properties.dtype)} for a dtype")
 
 
-def read_backend(folder: pathlib.Path) -> str:
+def read_backend(folder: pathlib.Path | RemotePath) -> str:
     """Return the format that ``metadata.json`` names. Raises DamagedCheckpoint where it names none."""
     kind = read_object(folder / FORMAT, most_bytes=SMALL_BYTES, error=DamagedCheckpoint)
     return field(kind, "sharded_backend", str, str(folder / FORMAT), error=DamagedCheckpoint)
 
 
-def load_plain(source: pathlib.Path | io.RawIOBase, what: str = "") -> object:
+def load_plain(source: pathlib.Path | RemotePath | io.RawIOBase, what: str = "") -> object:
     """Return what torch saved in a file, of the types that ``weights_only`` reads.
 
     what: names a part of a file that is open, for messages.
@@ -212,7 +237,7 @@ def load_plain(source: pathlib.Path | io.RawIOBase, what: str = "") -> object:
     Raises UnpicklingError for other types, DamagedCheckpoint for whatever else is no file of
     torch's.
     """
-    if isinstance(source, pathlib.Path):
+    if not isinstance(source, io.IOBase):
         what = str(source)
         source = io.BytesIO(read_bytes(source, "torch's", most_bytes=MOST_BYTES, error=DamagedCheckpoint))
     try:
@@ -220,7 +245,7 @@ def load_plain(source: pathlib.Path | io.RawIOBase, what: str = "") -> object:
             raise DamagedCheckpoint(f"{what} is no file of torch's, or was cut short")
         source.seek(0)
         return torch.load(source, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, DamagedCheckpoint):
+    except (pickle.UnpicklingError, DamagedCheckpoint, StoreError):
         raise
     except Exception as error:
         raise DamagedCheckpoint(f"{what} is refused: {_reason(error)}") from error

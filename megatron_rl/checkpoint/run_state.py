@@ -5,6 +5,10 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 # in the run's folder; cut back to the sizes that they had when the checkpoint was taken
 APPENDED = ("metrics.jsonl", "trace.jsonl", "completions.jsonl")
@@ -14,7 +18,7 @@ APPENDED = ("metrics.jsonl", "trace.jsonl", "completions.jsonl")
 class ResumePoint:
     """Names a verified checkpoint to resume from. ``state``: its state.json."""
 
-    folder: pathlib.Path
+    folder: pathlib.Path | RemotePath
     state: Mapping
 
     @property

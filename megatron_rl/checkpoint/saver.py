@@ -7,16 +7,20 @@ import logging
 import pathlib
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from megatron_rl.checkpoint import model_state
 from megatron_rl.checkpoint.folder import STATE, name_of, prune, remove, remove_if_empty, whole_checkpoints
 from megatron_rl.checkpoint.random_state import random_state
-from megatron_rl.checkpoint.resume import CRITIC, ROOT, SUPERVISED
+from megatron_rl.checkpoint.resume import CRITIC, SUPERVISED
 from megatron_rl.checkpoint.run_state import APPENDED, RunState, own_file
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config.run import CheckpointConfig
 from megatron_rl.distributed.collectives import gather_json
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, StoreError
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +31,7 @@ class CheckpointSaver:
     written_config: the run's settings, as ``config_to_dict`` gives them.
     pending: the checkpoints that are being written, in the order in which they are to be whole.
     waited_s: seconds that the loop waited for the last checkpoint.
+    saved_at: seconds since 1970 at which the last one was whole; None before the first.
     """
 
     def __init__(
@@ -40,11 +45,12 @@ class CheckpointSaver:
     ) -> None:
         self.backend, self.critic, self.settings = backend, critic, settings
         self.run_path, self.written_config = run_path, written_config
-        self.root = run_path / ROOT
+        self.root = settings.root(run_path)
         self.critic_root, self.supervised_root = self.root / CRITIC, self.root / SUPERVISED
         self.is_main = backend.topology.is_main
         self.pending: list[PendingSave] = []
         self.waited_s = 0.0
+        self.saved_at: float | None = None
 
     @property
     def is_written(self) -> bool:
@@ -52,7 +58,11 @@ class CheckpointSaver:
         return all(pending.is_written for pending in self.pending)
 
     def save(
-        self, root: pathlib.Path, iteration: int, take_state: Callable[[], RunState], progress: Mapping[str, int]
+        self,
+        root: pathlib.Path | RemotePath,
+        iteration: int,
+        take_state: Callable[[], RunState],
+        progress: Mapping[str, int],
     ) -> None:
         """Begin a checkpoint under ``root``.
 
@@ -80,7 +90,10 @@ class CheckpointSaver:
             if self.critic is not None and root == self.root:
                 self.pending.append(self.critic.save(self.critic_root, iteration))
             self.pending.append(
-                model_state.save(self.backend, root, iteration, {STATE: json.dumps(state) + "\n"}, own_files)
+                model_state.save(
+                    *(self.backend, root, iteration, {STATE: json.dumps(state) + "\n"}, own_files),
+                    prefixes=self._records(state["bytes"]),
+                )
             )
         except CheckpointError as error:
             self._give_up()
@@ -91,6 +104,15 @@ class CheckpointSaver:
         """Return the bytes of the main rank's files; a missing one has 0, so later lines in it are cut back too."""
         paths = [self.run_path / name for name in APPENDED if self.is_main]
         return {path.name: path.stat().st_size if path.exists() else 0 for path in paths}
+
+    def _records(self, sizes: Mapping[str, int]) -> dict[str, tuple[pathlib.Path, int]]:
+        """Return the files that go along to an object store, since the run may go on on another host.
+
+        sizes: bytes of the main rank's files, by name.
+        """
+        if isinstance(self.root, pathlib.Path):
+            return {}
+        return {name: (self.run_path / name, size) for name, size in sizes.items() if size}
 
     def finish(self) -> None:
         """Wait for what is pending, make it whole and remove what ``checkpoint.keep_last`` does not keep."""
@@ -107,10 +129,12 @@ class CheckpointSaver:
             self._give_up()
             self._failed(error)
             return
+        self.saved_at = time.time()
         if self.is_main:
-            self._prune()
-            for iteration in set(whole_checkpoints(self.critic_root)) - set(whole_checkpoints(self.root)):
-                remove(self.critic_root / name_of(iteration))
+            try:
+                self._prune()
+            except StoreError as error:  # the new checkpoint is whole; the next save tries again
+                log.error("%s: older checkpoints stay until the next save", error)
             self.waited_s += time.perf_counter() - started
             log.info(
                 "checkpoint %s (the run waited %.2f s for it, writing took %.2f s)", folder, self.waited_s, written_s
@@ -125,6 +149,8 @@ class CheckpointSaver:
             for steps in whole_checkpoints(self.supervised_root)[: -left or None]:
                 remove(self.supervised_root / name_of(steps))
             remove_if_empty(self.supervised_root)
+        for iteration in set(whole_checkpoints(self.critic_root)) - set(whole_checkpoints(self.root)):
+            remove(self.critic_root / name_of(iteration))
 
     def _give_up(self) -> None:
         """Abandon the parts still being written, whose checkpoint will never be whole."""

@@ -13,10 +13,12 @@ states; a parameter at a time is gathered. Loading asks for at most LOAD_BYTES a
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.pickled import guarded
 from megatron_rl.distributed.collectives import reduce_on_host
 from megatron_rl.distributed.platform import HOST, on_host
-from megatron_rl.errors import shortened
+from megatron_rl.errors import CheckpointError, StoreError, shortened
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingException  # isort: skip
@@ -35,6 +37,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params  # isort: skip
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 LOAD_BYTES = 1 << 30
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -219,17 +224,32 @@ def _batches(items: list, sizes: Sequence[int]) -> Iterator[list]:
 
 def _read(entries: Sequence[ShardedBase], folder: pathlib.Path) -> list[torch.Tensor]:
     try:
-        with guarded():
+        with guarded(), _on_disk(folder) as path:
             loaded = dist_checkpointing.load(
-                {"tensors": dict(enumerate(entries))}, str(folder), validate_access_integrity=False
+                {"tensors": dict(enumerate(entries))}, str(path), validate_access_integrity=False
             )
     except (CheckpointException, CheckpointingException, *OF_A_FALSE_INDEX) as error:  # all raised on every rank
-        raise DamagedCheckpoint(f"{folder} cannot be loaded: {_reason(error)}") from error
+        kind = CheckpointError if isinstance(_first(error), StoreError) else DamagedCheckpoint
+        raise kind(f"{folder} cannot be loaded: {_reason(error)}") from error
     return [loaded["tensors"][i] for i in range(len(entries))]
 
 
-def _reason(error: BaseException) -> str:
-    """Return an error's class and text in one line; torch's error quotes every rank's stack, and the first is taken."""
+def _on_disk(folder: pathlib.Path | RemotePath) -> contextlib.AbstractContextManager[pathlib.Path]:
+    """Return a context with the folder that Megatron-Core is to load; of an object store, one that stands for it."""
+    if isinstance(folder, pathlib.Path):
+        return contextlib.nullcontext(folder)
+    from megatron_rl.checkpoint.remote_index import index_of
+
+    return index_of(folder)
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first rank's error: torch's own quotes every rank's stack."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
-    first = next((cause for cause, _ in failures.values()), error)
+    return next((cause for cause, _ in failures.values()), error)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first rank's error in one line: its class and text."""
+    first = _first(error)
     return shortened(f"{type(first).__name__}: {' '.join(str(first).split())}", 500)

@@ -20,6 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
@@ -29,6 +30,10 @@ from megatron_rl.checkpoint.pickled import guarded
 from megatron_rl.distributed.collectives import gather_json
 from megatron_rl.distributed.platform import HOST, on_host
 from megatron_rl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron_rl.checkpoint.remote_folder import RemotePlace
+    from megatron_rl.storage.remote import RemotePath
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing import serialization  # isort: skip
@@ -43,41 +48,105 @@ OURS = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist
 SMALL_FILES = (*COMMON, (FileSystemWriterAsync, "finish"), (serialization, "save_config"))
 
 
+class DiskPlace:
+    """Receives one checkpoint's files on a disk that all ranks share; checkpoint/folder.py makes them whole.
+
+    ``RemotePlace`` (checkpoint/remote_folder.py) is the same for an object store. scratch: where
+    Megatron-Core puts the files that it writes itself.
+    """
+
+    def __init__(self, root: pathlib.Path, iteration: int) -> None:
+        self.root, self.iteration = root, iteration
+        self.folder = self.scratch = root / f"{name_of(iteration)}.partial"
+
+    def begin(self) -> None:
+        begin(self.root, self.iteration)
+
+    def write_bucket(self, transforms: Sequence, number: int, bucket: tuple) -> tuple[list, str, dict[str, object]]:
+        """Write a bucket of tensors; return torch's results, the file's name and its digest."""
+        answers, count = queue.Queue(), queue.Queue()
+        count.put(number)
+        FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, answers, count, use_fsync=True)
+        _, answer = answers.get_nowait()
+        if isinstance(answer, Exception):
+            raise answer
+        path = pathlib.Path(bucket[0])
+        return answer, str(path.relative_to(self.folder)), digest(path)
+
+    def write_file(self, name: str, content: bytes) -> dict[str, object]:
+        """Write a small file and return its digest."""
+        with (self.folder / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return digest(self.folder / name)
+
+    def write_prefix(self, name: str, path: pathlib.Path, size: int) -> dict[str, object]:
+        raise AssertionError(f"{path} lies on the disk that holds the checkpoint")
+
+    def complete(self, digests: Mapping[str, Mapping[str, object]]) -> None:
+        complete(self.folder, digests)
+
+    def free(self, names: Sequence[str]) -> None:
+        """Remove what this rank has written: on a full disk the run's metrics need the room."""
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Do nothing: the folder is the checkpoint, or is removed."""
+
+    def abandon(self) -> None:
+        """Remove the unfinished folder, on the main rank."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def place_of(root: pathlib.Path | RemotePath, iteration: int) -> DiskPlace | RemotePlace:
+    """Return what receives the files of a checkpoint under ``root``."""
+    if isinstance(root, pathlib.Path):
+        return DiskPlace(root, iteration)
+    from megatron_rl.checkpoint.remote_folder import RemotePlace
+
+    return RemotePlace(root, iteration)
+
+
 class PendingSave:
-    """Writes one checkpoint to disk in this rank's thread. Making one and ``finish`` are collectives."""
+    """Writes one checkpoint in this rank's thread. Making one and ``finish`` are collectives."""
 
     def __init__(
         self,
-        root: pathlib.Path,
+        root: pathlib.Path | RemotePath,
         iteration: int,
         entries: Sequence[ShardedBase],
         texts: dict[str, str],
         *,
         is_main: bool,
         own_files: Mapping[str, bytes] | None = None,
+        prefixes: Mapping[str, tuple[pathlib.Path, int]] | None = None,
     ) -> None:
         """Begin the checkpoint. Raises CheckpointError on every rank where the folder cannot be made.
 
         texts: small files that the main rank adds, by name.
         own_files: files that every rank adds, by names of its own.
+        prefixes: files that the main rank adds, each by its path and the bytes from its start.
         """
         self.root, self.iteration, self.is_main = root, iteration, is_main
-        self.folder = root / f"{name_of(iteration)}.partial"
         self.texts = texts if is_main else {}
         self.own_files = dict(own_files or {})
+        self.prefixes = dict(prefixes or {}) if is_main else {}
         self.error: Exception | None = None
         self.digests: dict[str, dict] = {}
         raised: Exception | None = None
-        if is_main:
-            try:
-                begin(root, iteration)
-            except OSError as error:
-                raised = CheckpointError(f"no checkpoint can be begun in {root}: {error}")
+        try:
+            self.place = place_of(root, iteration)
+            if is_main:
+                self.place.begin()
+        except OSError as error:
+            raised = CheckpointError(f"no checkpoint can be begun in {root}: {error}")
         raise_everywhere(raised)
         with _own_results() as results, guarded(), _kept_errors() as errors:
             state = {"tensors": dict(enumerate(entries))}
             self.request = dist_checkpointing.save(
-                state, str(self.folder), validate_access_integrity=True, async_sharded_save=True, **OURS
+                state, str(self.place.scratch), validate_access_integrity=True, async_sharded_save=True, **OURS
             )
         self._raise_everywhere(errors)
         self.results = results
@@ -93,33 +162,19 @@ class PendingSave:
         try:
             written: dict[int, list] = {}
             for number, bucket in enumerate(self.buckets):
-                answers, count = queue.Queue(), queue.Queue()
-                count.put(number)
-                FileSystemWriterAsync.write_preloaded_data(
-                    self.transforms, number, bucket, answers, count, use_fsync=True
-                )
-                _, answer = answers.get_nowait()
-                if isinstance(answer, Exception):
-                    raise answer
-                written[number] = answer
-                path = pathlib.Path(bucket[0])
-                self.digests[str(path.relative_to(self.folder))] = digest(path)
+                written[number], name, found = self.place.write_bucket(self.transforms, number, bucket)
+                self.digests[name] = found
             for name, content in self.own_files.items():
-                with (self.folder / name).open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                self.digests[name] = digest(self.folder / name)
+                self.digests[name] = self.place.write_file(name, content)
+            for name, (path, size) in self.prefixes.items():
+                self.digests[name] = self.place.write_prefix(name, path, size)
             for name, text in self.texts.items():
-                (self.folder / name).write_text(text, encoding="utf-8")
+                self.digests[name] = self.place.write_file(name, text.encode())
             if self.buckets:
                 self.results.put(written)
         except Exception as error:  # noqa: BLE001 (raised on every rank by finish)
             self.error = error
-            for bucket in self.buckets:  # on a full disk the run's metrics need the room
-                pathlib.Path(bucket[0]).unlink(missing_ok=True)
-            for name in self.own_files:
-                (self.folder / name).unlink(missing_ok=True)
+            self.place.free([*(pathlib.Path(bucket[0]).name for bucket in self.buckets), *self.own_files])
         self.own_files = {}
         self.written_s = time.perf_counter() - started
         self.buckets = []
@@ -129,7 +184,7 @@ class PendingSave:
         """Say whether this rank has written its files, so that ``finish`` does not wait for it. Not a collective."""
         return not self.thread.is_alive()
 
-    def finish(self) -> pathlib.Path:
+    def finish(self) -> pathlib.Path | RemotePath:
         """Wait for every rank's thread and make the folder a checkpoint.
 
         Raises CheckpointError on every rank where one could not write; the unfinished folder is
@@ -143,18 +198,25 @@ class PendingSave:
         digests = {name: value for files in gather_json(self.digests) for name, value in files.items()}
         if self.is_main and not errors:
             try:
-                complete(self.folder, digests)
+                self.place.complete(digests)
             except OSError as error:
                 errors.append(error)
         self._raise_everywhere(errors)
+        self.place.close()
         return self.root / name_of(self.iteration)
 
     def abandon(self) -> None:
         """Wait for every rank's thread and remove the unfinished folder; a collective."""
         self.thread.join()
         gather_json(None)  # nobody writes any more
+        self._leave()
+
+    def _leave(self) -> None:
+        """Remove what a checkpoint that will not be whole has left."""
         if self.is_main:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.place.abandon()
+        else:
+            self.place.close()
 
     def _raise_everywhere(self, errors: Sequence[Exception]) -> None:
         """Raise CheckpointError on every rank where one has an error; remove the unfinished folder; a collective."""
@@ -166,12 +228,11 @@ class PendingSave:
         try:
             raise_everywhere(CheckpointError(message) if errors else None)
         except CheckpointError:
-            if self.is_main:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            self._leave()
             raise
 
 
-def _cause(error: BaseException, root: pathlib.Path) -> str:
+def _cause(error: BaseException, root: pathlib.Path | RemotePath) -> str:
     """Return the disk's own error, which torch.save hides behind one of its own ("unexpected pos").
 
     Where it is lost, return torch's with the bytes that are free.
@@ -181,7 +242,7 @@ def _cause(error: BaseException, root: pathlib.Path) -> str:
         cause = cause.__cause__ or cause.__context__
     if cause is not None:
         return str(cause)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, TypeError):  # TypeError: an object store is never full
         return f"{error} ({shutil.disk_usage(root).free:,} bytes are free there)"
     return str(error)
 

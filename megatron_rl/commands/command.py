@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_rl import __version__
 from megatron_rl.cli import SERVER, TRAINER, Program, read_arguments
 from megatron_rl.commands.launch import become, command_line, take_processes
 from megatron_rl.commands.new_run import new_command
@@ -39,6 +40,7 @@ VERBS = {
     "serve-vllm": Verb(
         does="Start vLLM servers for a run, and keep them running.", module="megatron_rl.commands.serve_vllm"
     ),
+    "pod": Verb(does="Run this pod's ranks of a job on Kubernetes.", module="megatron_rl.commands.pod"),
     "watch": Verb(does="Follow a run in a browser on this host.", module="megatron_rl.watch"),
     "convert": Verb(does="Convert between Hugging Face and Megatron.", module="megatron_rl.commands.convert"),
     "verify": Verb(
@@ -69,6 +71,7 @@ def usage() -> str:
             *(f"  {name:{width}}{does}" for name, (does, _) in HERE.items()),
             "",
             "--nproc N starts N processes on this host by torchrun. megatron-rl COMMAND --help says more.",
+            "megatron-rl --version says which release this is.",
             "example: megatron-rl train --nproc 8 --config my_run/run.yaml",
         ]
     )
@@ -84,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else EXIT_CONFIG
+    if words == ["--version"]:
+        print(f"megatron-rl {__version__}")
+        return 0
     name, *rest = words
     try:
         if name in HERE:

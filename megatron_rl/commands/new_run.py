@@ -11,11 +11,33 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from megatron_rl.commands import kubernetes
 from megatron_rl.errors import ConfigError
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent / "templates"
 # Stands in quotes in YAML, Python, bash and SLURM's header without being escaped.
 SAFE = re.compile(r"[\w./+-]+")
+# What a first run of a real model begins with, and what a model of random weights learns sums by, on two CPU cores.
+SIZES = {
+    "max_prompt_tokens": 512,
+    "max_response_tokens": 256,
+    "num_rollouts": 100,
+    "prompts_per_rollout": 32,
+    "lr": "1.0e-6",
+    "warm_start": "",
+}
+TINY = {
+    "max_prompt_tokens": 16,
+    "max_response_tokens": 4,
+    "num_rollouts": 30,
+    "prompts_per_rollout": 32,
+    "lr": "3.0e-4",
+    "warm_start": """sft:                       # random weights answer nothing: supervised steps come first
+  steps: 100
+  samples_per_step: 64
+  lr: 1.0e-3
+""",
+}
 
 
 def new_command(arguments: Sequence[str]) -> int:
@@ -29,31 +51,61 @@ def new_command(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", help="to make; its last part is the run's name")
     parser.add_argument("--model", default="", metavar="PATH", help="Hugging Face folder to train; default: left open")
     parser.add_argument("--prompts", metavar="FILE", help="your own prompts (JSONL, CSV, Parquet); default: 100 sums")
+    parser.add_argument(
+        "--tiny", action="store_true", help="make a model of random weights too, which two CPU cores train in minutes"
+    )
+    kubernetes.add_arguments(parser)
     options = parser.parse_args(arguments)
+    if options.tiny and (options.model or options.prompts):
+        raise ConfigError("--tiny brings a model and its prompts; leave --model and --prompts out, or --tiny")
+    cluster = kubernetes.cluster_of(options)
     try:
-        write_run(options.folder, model=options.model, prompts=options.prompts, environment=_environment())
+        write_run(
+            options.folder,
+            model=options.model,
+            prompts=options.prompts,
+            environment=_environment(),
+            tiny=options.tiny,
+        )
+        if cluster is not None:
+            kubernetes.write_manifests(options, cluster)
     except OSError as error:
         raise ConfigError(
             f"{options.folder} cannot be made: {error.strerror} ({error.filename}); name a folder on a disk that you "
             "may write to"
         ) from error
-    missing = "" if options.model else " model.hf_path=/path/to/a/hugging-face/model"
-    print(
-        f"{options.folder}: run.yaml, reward.py, job.sbatch{'' if options.prompts else ', prompts.jsonl'}\n"
-        f"next: megatron-rl train --config {options.folder}/run.yaml --dry-run{missing}"
-    )
+    _say_what_is_next(options, on_kubernetes=cluster is not None)
     return 0
 
 
-def write_run(folder: str, *, model: str, prompts: str | None, environment: str) -> None:
+def _say_what_is_next(options: argparse.Namespace, *, on_kubernetes: bool) -> None:
+    """Print the files that were written and the commands that come next."""
+    missing = "" if options.model or options.tiny else " model.hf_path=/path/to/a/hugging-face/model"
+    made = ["run.yaml", "reward.py", "job.sbatch", "slurm"]
+    made += [] if options.prompts else ["prompts.jsonl"]
+    made += ["model"] if options.tiny else []
+    made += ["kustomization.yaml", "kubernetes"] if on_kubernetes else []
+    print(f"{options.folder}: {', '.join(made)}")
+    print(f"next: megatron-rl train --config {options.folder}/run.yaml --dry-run{missing}")
+    if on_kubernetes:
+        print(f"then: the secret that {options.folder}/kustomization.yaml names; kubectl apply -k {options.folder}")
+    else:
+        processes = "2" if options.tiny else "8"
+        print(f"then: megatron-rl train --nproc {processes} --config {options.folder}/run.yaml{missing}")
+
+
+def write_run(folder: str, *, model: str, prompts: str | None, environment: str, tiny: bool = False) -> None:
     """Write ``run.yaml``, ``reward.py``, ``job.sbatch``, SLURM's parts and, without ``prompts``, ``prompts.jsonl``.
 
     folder: to make, as the files will name it: relative to the folder in which the run is started,
         or absolute.
     model: Hugging Face folder; "" leaves it open. environment: the virtual environment that the job
         activates.
+    tiny: whether to write a model of random weights into ``model`` of the folder, and settings by
+        which a CPU trains it.
     """
     folder = folder.rstrip("/")
+    model = f"{folder}/model" if tiny else model
     for what, text in (("folder", folder), ("--model", model), ("--prompts", prompts or ""), ("folder", environment)):
         if text and not SAFE.fullmatch(text):
             raise ConfigError(
@@ -73,6 +125,7 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str)
         "model": model or '""',
         "prompts": prompts or f"{folder}/prompts.jsonl",
         "environment": environment,
+        **(TINY if tiny else SIZES),
     }
     for name in ("run.yaml", "job.sbatch"):
         text = (TEMPLATES / name).read_text(encoding="utf-8")
@@ -80,9 +133,17 @@ def write_run(folder: str, *, model: str, prompts: str | None, environment: str)
     shutil.copyfile(TEMPLATES / "reward.py", target / "reward.py")
     shutil.copytree(TEMPLATES / "slurm", target / "slurm")
     if prompts is None:
-        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
-        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (target / "prompts.jsonl").write_text(lines, encoding="utf-8")
+        (target / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in _sums()), encoding="utf-8")
+    if tiny:
+        from megatron_rl.commands.tiny_model import write_tiny_model
+
+        write_tiny_model(target / "model")
+
+
+def _sums() -> list[dict[str, str]]:
+    """Return the 100 sums of two digits, with the answer as the solution that supervised steps train on."""
+    numbers = [(a, b, str(a + b)) for a in range(10) for b in range(10)]
+    return [{"prompt": f"{a}+{b}=", "answer": total, "solution": total} for a, b, total in numbers]
 
 
 def _environment() -> str:

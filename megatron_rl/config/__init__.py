@@ -27,7 +27,7 @@ from megatron_rl.config.preference import PAIR_LOSSES, PreferenceConfig
 from megatron_rl.config.reference import ReferenceConfig, TeacherConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import DynamicSamplingConfig, ProducerConfig, RolloutConfig, WeightSyncConfig
-from megatron_rl.config.run import CheckpointConfig, MetricsConfig, RunConfig
+from megatron_rl.config.run import CheckpointConfig, MetricsConfig, ProfileConfig, RunConfig
 from megatron_rl.config.sections import Config
 from megatron_rl.config.serve import ServeConfig
 from megatron_rl.config.train import SftConfig, TrainConfig
@@ -59,6 +59,7 @@ __all__ = [
     "PlanConfig",
     "PreferenceConfig",
     "ProducerConfig",
+    "ProfileConfig",
     "ReferenceConfig",
     "ReplayConfig",
     "RerollConfig",

@@ -23,7 +23,7 @@ Tree = dict[str, object]
 
 
 def load_config(
-    source: str | os.PathLike | Mapping[str, object] | DictConfig | None = None, overrides: Sequence[str] = ()
+    source: str | os.PathLike[str] | Mapping[str, object] | DictConfig | None = None, overrides: Sequence[str] = ()
 ) -> Config:
     """Load the defaults, then a file or a mapping of sections, then ``section.key=value`` overrides.
 

@@ -22,7 +22,7 @@ from megatron_rl.config.preference import PreferenceConfig
 from megatron_rl.config.reference import ReferenceConfig, TeacherConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig, WeightSyncConfig
-from megatron_rl.config.run import CheckpointConfig, MetricsConfig, RunConfig
+from megatron_rl.config.run import CheckpointConfig, MetricsConfig, ProfileConfig, RunConfig
 from megatron_rl.config.serve import ServeConfig
 from megatron_rl.config.train import SftConfig, TrainConfig
 
@@ -58,6 +58,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
 
     def __post_init__(self) -> None:

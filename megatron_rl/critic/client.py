@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_rl.backend import batch_exchange
 from megatron_rl.backend.batch import Batch
-from megatron_rl.checkpoint.folder import DamagedCheckpoint
+from megatron_rl.checkpoint.folder import DamagedCheckpoint, folder_of
 from megatron_rl.critic.link import Arrays, PolicyCriticLink
 from megatron_rl.distributed import topology
 from megatron_rl.errors import CheckpointError
@@ -32,7 +32,7 @@ class RemoteSave:
         """Finish the checkpoint. Raises CheckpointError on every rank where it could not be written."""
         answer = self.critic.ask_of_checkpoint("finish")
         self.written_s = answer["written_s"]
-        return pathlib.Path(answer["folder"])
+        return folder_of(answer["folder"])
 
     def abandon(self) -> None:
         self.critic.ask("abandon")

@@ -11,6 +11,7 @@ import copy
 import logging
 import pathlib
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,8 +24,12 @@ from megatron_rl.critic.fresh_head import FreshHead
 from megatron_rl.distributed import topology
 from megatron_rl.model.head import values_of
 from megatron_rl.types import LossInputs, StepPlan
-from megatron_rl.weights.export import BUCKET_BYTES, export_weights, named_weights, save_hugging_face
+from megatron_rl.weights.export import BUCKET_BYTES, export_weights, named_weights
+from megatron_rl.weights.model_folder import Parameters, save_hugging_face
 from megatron_rl.weights.reader import WeightReader
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +81,12 @@ class RewardModel(TrainableModel):
         parameters = [named_weights(chunk.module) for chunk in self.chunks]
         yield from export_weights(parameters, self.shape, self.topology, bucket_bytes=bucket_bytes)
 
-    def save_hugging_face(self, path: pathlib.Path, tokenizer) -> None:
-        """Write a directory that ``AutoModelForSequenceClassification`` loads; the main rank writes, all take part."""
-        if not self.topology.is_main:
-            for _ in self.export():
-                pass
-            return
+    def save_hugging_face(self, path: pathlib.Path | RemotePath, tokenizer) -> None:
+        """Write a directory that ``AutoModelForSequenceClassification`` loads, each rank its own files."""
+        self.schedule.gather_parameters()
+        chunks = [named_weights(chunk.module) for chunk in self.chunks]
         save_hugging_face(
-            self.export(),
+            Parameters(chunks=chunks, shape=self.shape, topology=self.topology),
             classifier_config(self.hf_config, tokenizer),
             tokenizer,
             path,

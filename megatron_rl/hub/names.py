@@ -12,16 +12,19 @@ import os
 import pathlib
 import re
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from megatron_rl.errors import ConfigError, quoted
 
 log = logging.getLogger(__name__)
 
 READ = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")  # the forms of files that data/rows.py knows
+URLS = "urls"  # the same for copies of what a URL names
 LINKS = "megatron_rl"  # the folder of the hub's assets that holds data sets' files, in their order
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?::([\w.+-]*)(?:/([\w.+-]+))?)?(?:@([\w./-]+))?", re.ASCII)
 _SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?", re.ASCII)
+_URL = re.compile(rf".*/{URLS}/([^/]+%3A%2F%2F[^/]+)/[0-9a-f]{{32}}(/.*)?", re.ASCII)
 _DATA = re.compile(rf".*/{LINKS}/([\w.-]+?)--([\w.-]+)/([0-9a-f]{{40}})/([\w.+-]+)/([\w.+-]+)/\*", re.ASCII)
 
 
@@ -82,6 +85,12 @@ def repo_of(path: str) -> str:
     """Return the repository's name of a folder that `fetched` gave; any other path as it is."""
     name = name_of_path(path)
     return path if name is None else name.repo
+
+
+def url_of_path(path: str) -> str | None:
+    """Return the URL whose copy a local path is; None for any other path, and for the copy of a very long URL."""
+    match = _URL.fullmatch(pathlib.PurePath(path).as_posix())
+    return unquote(match[1]) if match else None
 
 
 def name_of_path(path: str) -> HubName | None:

@@ -52,8 +52,30 @@ def local_paths(
     return _shared(job, f"node/{first}", job.rank == first, lambda: _fetch(names, without_weights), wait_s)
 
 
+def local_copies(
+    urls: Mapping[str, tuple[Kind, str]], run: RunConfig, *, without_weights: Collection[str]
+) -> dict[str, str]:
+    """Return the local path of what each URL names, by its setting's key; the first rank of a node copies.
+
+    Raises ConfigError on every rank for what cannot be copied, and where the others do not answer in
+    time.
+    """
+    from megatron_rl.hub.urls import copy_of  # which only a run with URLs needs
+
+    def copied() -> dict[str, str]:
+        return {key: copy_of(kind, url, key, weights=key not in without_weights) for key, (kind, url) in urls.items()}
+
+    job = this_job(deadline_s=run.deadline_s)
+    first = job.rank - int(os.environ.get("LOCAL_RANK", "0"))  # of this node
+    return _shared(job, f"urls/{first}", job.rank == first, copied, run.deadline_s)
+
+
 def fetched_folder(path: pathlib.Path, key: str) -> pathlib.Path:
     """Return the local folder of a model, with its weights, that a command names by a path or as on the hub."""
+    if "://" in str(path):
+        from megatron_rl.hub.urls import copy_of  # which only a command with a URL needs
+
+        return pathlib.Path(copy_of(Kind.MODEL, str(path), key, weights=True))
     name = name_of(str(path), Kind.MODEL, key)
     if name is None:
         return path

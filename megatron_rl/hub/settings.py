@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.config import Config
-from megatron_rl.hub.names import Kind, name_of, name_of_path
+from megatron_rl.hub.names import Kind, name_of, name_of_path, url_of_path
 
 _SETTINGS = {
     ("model", "hf_path"): Kind.MODEL,
@@ -24,7 +24,7 @@ _SETTINGS = {
 
 
 def fetched(config: Config, *, weights: bool = True, pins: bool = True) -> Config:
-    """Return the configuration with a local path in place of each name of the hub; the same one if it has none.
+    """Return the configuration with a local path in place of each URL and name of the hub; the same if it has none.
 
     weights: whether the policy's, critic's and teacher's are wanted; a dry run reads config and
         tokenizer alone.
@@ -32,23 +32,33 @@ def fetched(config: Config, *, weights: bool = True, pins: bool = True) -> Confi
     Raises ConfigError on every rank for a name that cannot be fetched, and where the others do not
     answer in time.
     """
-    names = {key: (kind, name_of(value, kind, key)) for key, (kind, value) in _values(vars(config)).items()}
+    values = _values(vars(config))
+    urls = {key: (kind, value) for key, (kind, value) in values.items() if "://" in value}
+    names = {key: (kind, name_of(value, kind, key)) for key, (kind, value) in values.items()}
     names = {key: (kind, name) for key, (kind, name) in names.items() if name is not None}
-    if not names:
+    if not names and not urls:
         return config
-    from megatron_rl.hub.resolve import local_paths
+    from megatron_rl.hub.resolve import local_copies, local_paths
 
     without = () if weights else ("model.hf_path", "critic.hf_path", "teacher.hf_path")
     if config.model.init != "pretrained":
         without = (*without, "model.hf_path")
     resumes = config.checkpoint.resume != "never"
-    paths = local_paths(names, config.run, without_weights=without, resumes=resumes, pins=pins)
+    paths: dict[str, str] = {}
+    if names:
+        paths |= local_paths(names, config.run, without_weights=without, resumes=resumes, pins=pins)
+    if urls:
+        paths |= local_copies(urls, config.run, without_weights=without)
     return dataclasses.replace(config, **_changed(vars(config), lambda key, value: paths.get(key, value)))
 
 
 def with_names(config: Config) -> Config:
-    """Return the configuration with names and commits in place of fetched paths, as it can run on another host."""
-    return dataclasses.replace(config, **_changed(vars(config), lambda _, value: str(name_of_path(value) or value)))
+    """Return the configuration with names, commits and URLs in place of local copies, as it runs on another host."""
+
+    def named(_: str, value: str) -> str:
+        return url_of_path(value) or str(name_of_path(value) or value)
+
+    return dataclasses.replace(config, **_changed(vars(config), named))
 
 
 def _values(sections: Mapping[str, Any]) -> dict[str, tuple[Kind, str]]:

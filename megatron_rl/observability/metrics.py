@@ -29,6 +29,7 @@ from megatron_rl.planning.tokens import read_tokens, tokens_of
 from megatron_rl.types import BatchFacts, StepKind, StepPlan, StepResult
 
 if TYPE_CHECKING:  # only a run that sends its metrics somewhere needs it
+    from megatron_rl.observability.prometheus.live import ReadLive
     from megatron_rl.observability.sinks import Sink
 
 log = logging.getLogger(__name__)
@@ -200,10 +201,14 @@ class MetricsWriter:
         last_step = None if resumed is None else -1 if self._last_step is None else self._last_step
         values = {**(config or {}), "total_steps": total_steps}
         self._sinks = _open_sinks(run_dir, metrics_config, values, last_step)
-        for name in (METRICS_FILE, completions.FILE_NAME, completions.ROLLOUTS_FOLDER):
-            if (run_dir / name).exists() and not resumed:
-                set_aside(run_dir / name)
-        self._file = (run_dir / METRICS_FILE).open("a" if resumed else "x", encoding="utf-8")
+        try:
+            for name in (METRICS_FILE, completions.FILE_NAME, completions.ROLLOUTS_FOLDER):
+                if (run_dir / name).exists() and not resumed:
+                    set_aside(run_dir / name)
+            self._file = (run_dir / METRICS_FILE).open("a" if resumed else "x", encoding="utf-8")
+        except OSError:
+            self.close(failed=True)
+            raise
 
     def state(self) -> dict[str, int | None]:
         """Return the counters from which another writer can resume, JSON-able and the same on every rank."""
@@ -239,6 +244,11 @@ class MetricsWriter:
         """Hand an interval of the step's timer (StepTimer.heard) to the sinks, before its row."""
         for sink in self._sinks:
             sink.measured(stage, started_s, seconds)
+
+    def follow(self, live: ReadLive) -> None:
+        """Hand the sinks what gives the run's values between two steps (Sink.follow)."""
+        for sink in self._sinks:
+            sink.follow(live)
 
     def _emit(self, plain: Row) -> None:
         if self._file is None:
@@ -297,11 +307,17 @@ class MetricsWriter:
 def _open_sinks(
     run_dir: pathlib.Path, settings: MetricsConfig, values: Mapping[str, object], last_step: int | None
 ) -> list[Sink]:
-    if not (settings.tensorboard or settings.otel or settings.wandb_project or settings.mlflow_experiment):
+    named = settings.wandb_project or settings.mlflow_experiment or settings.prometheus_port is not None
+    if not (settings.tensorboard or settings.otel or named):
         return []
     from megatron_rl.observability.sinks import open_sinks
 
-    return open_sinks(run_dir, settings, values, last_step=last_step)
+    path = run_dir / METRICS_FILE
+
+    def read_earlier() -> list[Row]:
+        return read_metrics(path) if last_step is not None and path.exists() else []
+
+    return open_sinks(run_dir, settings, values, last_step=last_step, read_earlier=read_earlier)
 
 
 def _revive(plain: Mapping[str, object]) -> Row:

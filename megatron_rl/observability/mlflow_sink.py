@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.observability.completions import TRAIN, Completion, as_text
+from megatron_rl.observability.prometheus.live import ReadLive
 
 log = logging.getLogger(__name__)
 MLFLOW_CLOSE_S = 60.0  # for what is still on its way to MLflow when the run ends
@@ -79,6 +80,9 @@ class MlflowSink:
         if step >= self._first_step and source != TRAIN:  # completions.jsonl follows when the run ends
             text = "\n\n".join(as_text(completion) for completion in completions) + "\n"
             self._send(self._client.log_text, self.run_id, text, f"completions/{source}/step_{step:08d}.txt")
+
+    def follow(self, live: ReadLive) -> None:
+        """Pass over: what holds between two steps is not sent."""
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
         for path in files:

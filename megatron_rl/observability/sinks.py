@@ -1,5 +1,5 @@
 """The places that metrics and completions go to beside the run's own files: TensorBoard, Weights & Biases, MLflow,
-an OpenTelemetry collector.
+an OpenTelemetry collector, Prometheus.
 
 A run that goes on from a checkpoint continues the same W&B and MLflow run, whose ids tracking.json
 in its folder keeps. Steps that it takes again are not sent again: they repeat to the bit.
@@ -7,16 +7,22 @@ in its folder keeps. Steps that it takes again are not sent again: they repeat t
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_rl.config import MetricsConfig
 from megatron_rl.distributed.atomic_file import replace_text
 from megatron_rl.errors import ConfigError
 from megatron_rl.json_text import read_object
 from megatron_rl.observability.completions import Completion
+from megatron_rl.observability.prometheus.live import ReadLive
+
+if TYPE_CHECKING:  # an extra (`prometheus`), which only a run that serves its metrics needs
+    from megatron_rl.observability.prometheus.sink import PrometheusSink
 
 IDS_FILE = "tracking.json"
 
@@ -33,21 +39,44 @@ class Sink(Protocol):
     def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:
         """Send the completions of one source."""
 
+    def follow(self, live: ReadLive) -> None:
+        """Take what gives the run's values between two steps, for a sink that is asked; a later call replaces it."""
+
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
         """Send the rest and end. ``files``: the run's own, those that exist; ``failed``: the run raised an error."""
 
 
 def open_sinks(
-    run_dir: pathlib.Path, settings: MetricsConfig, config: Mapping[str, object], *, last_step: int | None
+    run_dir: pathlib.Path,
+    settings: MetricsConfig,
+    config: Mapping[str, object],
+    *,
+    last_step: int | None,
+    read_earlier: Callable[[], Iterable[Mapping[str, object]]] = tuple,
 ) -> list[Sink]:
     """Open the configured sinks.
 
     config: the resolved configuration, as plain values.
     last_step: the last step in the checkpoint from which the run resumes, −1 for none; None where
         it does not resume.
+    read_earlier: returns the rows of metrics.jsonl up to that step.
 
     Raises ConfigError for a sink that cannot be imported or does not start.
     """
+    with contextlib.ExitStack() as opened:
+        exporter = None
+        if settings.prometheus_port is not None:  # first, so that a taken port begins no run elsewhere
+            exporter = _open_exporter(run_dir, settings, config, read_earlier())
+            opened.callback(exporter.close, (), failed=True)
+        sinks = _open_services(run_dir, settings, config, last_step)
+        opened.pop_all()
+    return sinks if exporter is None else [*sinks, exporter]  # it is closed last: the end can be watched too
+
+
+def _open_services(
+    run_dir: pathlib.Path, settings: MetricsConfig, config: Mapping[str, object], last_step: int | None
+) -> list[Sink]:
+    """Open the sinks that are sent to, as ``open_sinks`` does."""
     ids_path = run_dir / IDS_FILE
     ids = read_object(ids_path) if last_step is not None and ids_path.exists() else {}
     sinks: list[Sink] = []
@@ -88,3 +117,25 @@ def _open_spans(run_dir: pathlib.Path, endpoint: str | None) -> Sink:
             f"metrics.otel=true: OpenTelemetry does not start: {reason}; correct metrics.otel_endpoint or "
             "the variables OTEL_*, or turn it off"
         ) from error
+
+
+def _open_exporter(
+    run_dir: pathlib.Path,
+    settings: MetricsConfig,
+    config: Mapping[str, object],
+    earlier: Iterable[Mapping[str, object]],
+) -> PrometheusSink:
+    """Open the sink that Prometheus scrapes, whose modules import the package of the extra `prometheus`."""
+    require_prometheus(settings.prometheus_port)
+    from megatron_rl.observability.prometheus.sink import PrometheusSink
+
+    return PrometheusSink(run_dir, settings, config, earlier)
+
+
+def require_prometheus(port: int) -> None:
+    """Raise ConfigError if metrics cannot be served here for want of a package."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError(
+            f"metrics.prometheus_port={port} and prometheus_client cannot be imported; pip install "
+            '"megatron_rl[prometheus]", or set it to null'
+        )

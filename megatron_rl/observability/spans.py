@@ -23,6 +23,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 
 from megatron_rl.observability.completions import Completion
 from megatron_rl.observability.otlp import OtlpExporter
+from megatron_rl.observability.prometheus.live import ReadLive
 from megatron_rl.observability.timer import STEP
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,9 @@ class SpanSink:
 
     def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:
         """Send nothing: a span holds no text of a prompt."""
+
+    def follow(self, live: ReadLive) -> None:
+        """Pass over: what holds between two steps is not sent."""
 
     def close(self, files: Sequence[object], *, failed: bool) -> None:
         """Make what is left, send it within CLOSE_S, and log the number of spans that were not sent.

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from megatron_rl.distributed.atomic_file import set_aside
 from megatron_rl.errors import ConfigError
 from megatron_rl.observability.completions import Completion, as_text, visible
+from megatron_rl.observability.prometheus.live import ReadLive
 
 
 class TensorBoardSink:
@@ -42,6 +43,9 @@ class TensorBoardSink:
     def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:
         text = "\n\n".join(as_text(completion) for completion in completions)
         self._writer.add_text(f"completions/{source}", _as_code(text), step)
+
+    def follow(self, live: ReadLive) -> None:
+        """Pass over: what holds between two steps is not sent."""
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
         self._writer.close()

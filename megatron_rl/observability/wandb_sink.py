@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.observability.completions import Completion, visible
+from megatron_rl.observability.prometheus.live import ReadLive
 
 
 class WandbSink:
@@ -67,6 +68,9 @@ class WandbSink:
         ]
         table = self._table(columns=columns, data=rows, allow_mixed_types=True)
         self._run.log({f"completions/{source}": table}, step=step)
+
+    def follow(self, live: ReadLive) -> None:
+        """Pass over: what holds between two steps is not sent."""
 
     def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

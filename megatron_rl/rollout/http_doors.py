@@ -23,8 +23,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron_rl.distributed.http_access import is_known, is_loopback, names_loopback
 from megatron_rl.errors import quoted
-from megatron_rl.rollout.http_server import is_known, is_loopback
 
 GRACE_S = 30.0  # for a body or an answer, beside what its size takes at LEAST_RATE
 LEAST_RATE = 64 * 1024  # bytes a second
@@ -100,7 +100,7 @@ class Doors:
     def _refused(self, headers: Headers) -> tuple[int, str] | None:
         """Return the status and the words by which a request is refused before its body is read; None: it is not."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        if is_loopback(self.bounds.host) and not _is_own(host):
+        if is_loopback(self.bounds.host) and not names_loopback(host):
             return 403, f"Host {quoted(host)} is no name of this server, which listens on its host's loopback alone"
         if origin is not None and origin.partition("://")[2] != host:
             return 403, f"Origin {quoted(origin)}: pages of other origins are not answered"
@@ -195,9 +195,3 @@ def _in_time(send: Send) -> Send:
             raise _Gone from None
 
     return sending
-
-
-def _is_own(host: str) -> bool:
-    """Return whether a Host header names this host's loopback, with any port."""
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-    return is_loopback(name.removeprefix("[").removesuffix("]"))

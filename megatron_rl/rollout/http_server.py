@@ -1,18 +1,15 @@
-"""Parts of a run's HTTP servers: clients' keys, bodies in JSON, and a listening thread."""
+"""Parts of a run's HTTP servers: bodies in JSON, and a listening thread."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import ipaddress
 import logging
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_rl.errors import ConfigError, RunError
+from megatron_rl.errors import RunError
 from megatron_rl.json_text import check, parse_json
 
 if TYPE_CHECKING:  # an extra (`serve`), which only a run that serves needs
@@ -22,33 +19,9 @@ START_S = 60.0  # until a server listens
 GOODBYE_S = 2  # for the answers that are under way when it ends
 
 
-def keys_in(variable: str | None, *, setting: str) -> tuple[str, ...]:
-    """Return the keys, between commas, in an environment variable; none where ``variable`` is None.
-
-    Raises ConfigError for a variable that holds none; ``setting`` names it in the configuration.
-    """
-    keys = tuple(key.strip() for key in os.environ.get(variable or "", "").split(",") if key.strip())
-    if variable is not None and not keys:
-        raise ConfigError(f"{setting}={variable} names a variable that holds no key; set it, or null for no key")
-    return keys
-
-
-def is_known(key: str, keys: Sequence[str]) -> bool:
-    """Return whether a client's key is one of ``keys``, or there are none."""
-    return not keys or any(hmac.compare_digest(key.encode(), known.encode()) for known in keys)
-
-
 def json_object(content: bytes, error: type[Exception]) -> dict:
     """Return the JSON object of a body, {} of an empty one. Raises ``error`` for anything else (``json_text``)."""
     return check(parse_json(content or b"{}", "the body", error=error), "the body", dict, error=error)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is this host's own loopback."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @contextlib.contextmanager

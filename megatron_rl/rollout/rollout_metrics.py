@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from megatron_rl.rollout.worker import RolloutJob
+
+if TYPE_CHECKING:
+    from megatron_rl.observability.prometheus.live import EngineReading
 
 
 class RolloutMetrics:
@@ -15,12 +20,21 @@ class RolloutMetrics:
         alone.
     take_counts: returns this rank's further counts since its last call, as metrics that add up over
         ranks and jobs.
+    read_engines: returns what is known of this rank's engines, for who watches the run; None: no
+        one does.
     """
 
     def __init__(
-        self, *, has_turns: bool, has_delta: bool, take_counts: Callable[[], Mapping[str, int]] = dict
+        self,
+        *,
+        has_turns: bool,
+        has_delta: bool,
+        take_counts: Callable[[], Mapping[str, int]] = dict,
+        read_engines: Callable[[], Sequence[EngineReading]] | None = None,
     ) -> None:
         self._has_turns, self._has_delta, self._take_counts = has_turns, has_delta, take_counts
+        self._read_engines = read_engines
+        self.engines: Sequence[Sequence[Mapping[str, object]]] = ()  # of each rank, at the last job's end
         self._values: dict[str, float] = {}
         self._turns = self._samples = self._truncated = 0  # of the jobs noted since ``take``
         self.waited_s = 0.0  # for weights and rollouts since the last rollout's end
@@ -65,6 +79,7 @@ class RolloutMetrics:
             "truncated": job.num_truncated(),
             "ended_s": list(job.ended_s.values()),
             "further": dict(self._take_counts()),
+            "engines": [] if self._read_engines is None else [dataclasses.asdict(x) for x in self._read_engines()],
         }
 
     def note_job(self, ranks: Sequence[Mapping]) -> None:
@@ -75,6 +90,7 @@ class RolloutMetrics:
         for rank in ranks:
             for name, count in rank["further"].items():
                 self._sum(name, count)
+        self.engines = [rank["engines"] for rank in ranks]
         self._turns += sum(rank["turns"] for rank in ranks)
         self._samples += sum(rank["samples"] for rank in ranks)
         self._truncated += sum(rank["truncated"] for rank in ranks)

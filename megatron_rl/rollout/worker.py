@@ -196,7 +196,7 @@ class RolloutWorker:
         deadline_s: float,
     ) -> None:
         self.engine, self.config, self.share, self.deadline_s = engine, config, share, deadline_s
-        self._score = score
+        self.score = score
         self._enough = max(1, (config.min_groups or 0) // (share[1] if share else 1))  # a rank's groups of a part
         self._apart = apart and config.mode != "sync"
         self._in_parts = config.mode == "streaming" or config.straggler_share > 0
@@ -297,7 +297,7 @@ class RolloutWorker:
             job.scoring = True
         started, scores, error = time.perf_counter(), [], None
         try:
-            scores = self._score(rollouts)
+            scores = self.score(rollouts)
         except BaseException as caught:  # noqa: BLE001 (raised in the main thread, by wait)
             error = caught
         with job.change:

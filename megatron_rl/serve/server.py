@@ -27,11 +27,12 @@ from megatron_rl.config import (
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import this_job
 from megatron_rl.distributed.atomic_file import replace_text
+from megatron_rl.distributed.http_access import is_loopback, keys_in
 from megatron_rl.distributed.platform import HOST
 from megatron_rl.distributed.watchdog import open_watchdog
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.rollout.engines.embedded import stop_tokens
-from megatron_rl.rollout.http_server import is_loopback, keys_in, listening
+from megatron_rl.rollout.http_server import listening
 from megatron_rl.serve.coordinator import Coordinator, note_end, restore_lines
 from megatron_rl.serve.handlers import RequestHandlers, ServedModel
 from megatron_rl.serve.journal import Journal

@@ -36,5 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
         "--flops", type=float, help="FLOP/s of one GPU in matrix products, stated; default 4e14, of a mixture 2.7e14"
     )
     parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU; default 80")
+    parser.add_argument(
+        "--host-gb-per-s", type=float, default=2.0, help="of a host from and to storage, in GB (1e9 bytes); default 2"
+    )
     parser.add_argument("--svg", type=pathlib.Path, help="write a picture of the pipeline, dense and skip, there")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")

@@ -75,19 +75,34 @@ def simulate_job(
     # The rollout of median length is shown.
     shown = forecasts[int(np.argsort([f.dense.update_s for f in forecasts])[len(forecasts) // 2])]
     _say_what_is_left_out(critic=config.has_critic, teacher=config.has_teacher, pairs=config.preference.is_on)
-    title = f"{config.run.name} on {degrees.world_size} GPUs: {degrees.named}"
     gpu_bytes = options.gpu_memory_gib * GIB
     needing = [_largest_job(jobs, forecasts), *map(job_of, _longest(responses))]  # a supervised start must fit too
     largest = max(needing, key=lambda job: needs_of(job, gpu_bytes).most)
     needs = needs_of(largest, gpu_bytes)
-    words = {"title": title, "workload": source}
+    words = {"title": f"{config.run.name} on {degrees.world_size} GPUs: {degrees.named}", "workload": source}
     content = figures(shown, largest, needs, **words, num_rollouts=len(forecasts), gpu_bytes=gpu_bytes)
+    content["model_files"] = _model_files(config, options, shape, degrees, size)
     show(content)
     _write(options, content, shown)
     if not content["shortfalls"]:
         return None
     ways_out = remedies(largest, read_shape, gpu_bytes, size.on_node)
     return _refusal(content["shortfalls"], ways_out)
+
+
+def _model_files(
+    config: Config, options: argparse.Namespace, shape: ModelShape, degrees: Degrees, size: JobSize
+) -> dict[str, Any]:
+    """Return what the policy's load and export cost on paper, in bytes and seconds."""
+    from megatron_rl.model.seam_fields import DTYPES
+    from megatron_rl.simulator.model_files import GB, count_model_files
+    from megatron_rl.weights.file_plan import FileSizes, plan_files
+
+    if options.host_gb_per_s <= 0:
+        raise ConfigError(f"--host-gb-per-s {options.host_gb_per_s} must be above 0: 1e9 bytes a second of a host")
+    plan = plan_files(shape, degrees, DTYPES[config.model.dtype], FileSizes())
+    counted = count_model_files(shape, degrees, plan, size.on_node)
+    return counted.figures(options.host_gb_per_s * GB)
 
 
 def _write(options: argparse.Namespace, content: dict[str, Any], shown: Forecast) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rl.simulator.engine_memory import GIB, GpuNeeds, gib, shortfalls
 from megatron_rl.simulator.forecast import Forecast, Job, Outcome
+from megatron_rl.simulator.model_files import words
 
 
 def short(value: float) -> str:
@@ -165,3 +166,5 @@ def show(content: dict[str, Any]) -> None:
         f"samples: {content['workload']}; {100 * content['dead_samples']:.0f} % without signal", highlight=False
     )
     console.print(f"times: {content['costs']}", highlight=False)
+    for line in words(content["model_files"]):
+        console.print(line, highlight=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import pathlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ from megatron_rl.trainer.run_folder import (
 )
 from megatron_rl.trainer.standing_parts import StandingParts
 from megatron_rl.trainer.training_data import load_prompts
-from megatron_rl.validate import check_critic_model, check_lengths
+from megatron_rl.validate import check_critic_model, check_lengths, check_profile
 from megatron_rl.weights.config_json import check_served, load_hf_config
 from megatron_rl.weights.model_dtype import settle_dtype
 
@@ -74,6 +75,7 @@ def build_run(config: Config) -> Iterator[Run]:
     with (
         joined_critic(config.separate_critic_ranks, config.run.deadline_s) as critic_link,
         held_run_folder(config.run.path, config.run.deadline_s),
+        _held_store(config),
     ):
         hf_config = _read_model(
             config.model, config.data, config.rollout, config.trained_critic, generates=config.generates
@@ -100,6 +102,16 @@ def build_run(config: Config) -> Iterator[Run]:
                 yield run
 
 
+def _held_store(config: Config) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the run alone writes checkpoints to its object store; none without one."""
+    root = config.checkpoint.root(config.run.path)
+    if isinstance(root, pathlib.Path) or not config.saves_checkpoints:
+        return contextlib.nullcontext()
+    from megatron_rl.checkpoint.remote_lock import held_store
+
+    return held_store(root, is_first=this_job(deadline_s=config.run.deadline_s).rank == 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBuilder:
     """Builds a run of data that are read, within its folder, with the reward's workers started.
@@ -120,7 +132,9 @@ class RunBuilder:
         """Build the run and take it down after the block. critic_link: to the ranks of a separate critic."""
         config, prompts = self.config, self.prompts
         rl_steps = total_rl_steps(config.train, config.rollout, config.skip, len(prompts))
-        this_job(deadline_s=config.run.deadline_s).wait_for_all(config.run.deadline_s)
+        job = this_job(deadline_s=config.run.deadline_s)
+        check_profile(config.profile, job.size, on_gpu=HOST.is_cuda)
+        job.wait_for_all(config.run.deadline_s)
         backend = self._model()
         is_main, folder = backend.topology.is_main, config.run.path
         critic = self._critic(rl_steps, critic_link)
@@ -160,7 +174,7 @@ class RunBuilder:
                     progress=progress,
                 )
                 with watchdog.stage("start"):
-                    run = _assemble(standing, critic, watchdog)
+                    run = _profiled(_assemble(standing, critic, watchdog), config, critic, num_steps)
                     opened.append(run)
                     if resume_point is not None:
                         run.checkpoints.restore(checkpoints.restore(resume_point))
@@ -278,6 +292,15 @@ def _check_packed(data: bytes) -> None:
     check_packed(data)
 
 
+def _profiled(run: Run, config: Config, critic: Critic | RemoteCritic | None, num_steps: int) -> Run:
+    """Return the run, or if ``profile.steps`` asks for it one that records them. num_steps: of the whole run."""
+    if config.profile.steps is None:
+        return run
+    from megatron_rl.trainer.profiled_run import profiled
+
+    return profiled(run, config.profile, models_here(run.backend, critic), config.run.path, num_steps)
+
+
 def _assemble(standing: StandingParts, critic: Critic | RemoteCritic | None, watchdog: Watchdog) -> Run:
     """Build the parts that need the standing ones, and the run of them all. Engines start here."""
     config, backend, reward, prompts = standing.config, standing.backend, standing.reward, standing.prompts
@@ -287,7 +310,7 @@ def _assemble(standing: StandingParts, critic: Critic | RemoteCritic | None, wat
     if isinstance(backend, MegatronBackend):
         backend.objective.enter_own = watchdog.own_call
     parts = PartChooser(config=config, backend=backend, rule=rule, timer=timer, watchdog=watchdog)
-    reference, evaluation = parts.reference(), standing.evaluation()
+    reference, evaluation, live = parts.reference(), standing.evaluation(), standing.live(watchdog)
     manager = build_manager(config, backend, tokenizer, reward, watchdog, models=models_here(backend, critic))
     rollouts = build_queue(
         config,
@@ -303,6 +326,8 @@ def _assemble(standing: StandingParts, critic: Critic | RemoteCritic | None, wat
         ),
         passes_all=not rule.drops_logprob_passes,
     )
+    if live is not None:
+        live.queue = rollouts
     planner, records = parts.planner(reference), standing.records(rollouts, reference)
     return Run(
         backend=backend,

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from megatron_rl.backend.optimizer import megatron_config
 from megatron_rl.backend.teacher_weights import look_at_teacher
 from megatron_rl.checkpoint.foresight import foresee_resume
 from megatron_rl.checkpoint.resume import identity_of_shape
-from megatron_rl.config import Config, LoraConfig, RolloutConfig, WeightSyncConfig, config_to_dict
+from megatron_rl.config import Config, LoraConfig, MetricsConfig, RolloutConfig, WeightSyncConfig, config_to_dict
 from megatron_rl.data.columns import RequiredColumn
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.solution import Solution
@@ -31,7 +32,8 @@ from megatron_rl.model.hf_config import model_shape, read_shape
 from megatron_rl.model.parts import parts_of
 from megatron_rl.model.routing_replay import check_routing_replay
 from megatron_rl.model.settings import ModelSettings
-from megatron_rl.planning.num_steps import moving_rl_steps
+from megatron_rl.observability.sinks import require_prometheus
+from megatron_rl.planning.num_steps import moving_rl_steps, total_rl_steps
 from megatron_rl.reward import opened_reward
 from megatron_rl.rollout.endpoint.agents import agent_of
 from megatron_rl.rollout.engines.embedded import check_embedded, stop_tokens
@@ -54,7 +56,7 @@ from megatron_rl.trainer.evaluation import Evaluation
 from megatron_rl.trainer.run_folder import look_at_run_folder, refuse_finished
 from megatron_rl.trainer.supervised import held_out_responses, next_responses
 from megatron_rl.trainer.training_data import context_tokens, load_prompts
-from megatron_rl.validate import check_critic_model, check_lengths
+from megatron_rl.validate import beyond_the_end, check_critic_model, check_lengths, check_profile
 from megatron_rl.validate.critic import critic_config, policy_ranks, teacher_config
 from megatron_rl.weights.config_json import check_served, load_hf_config
 from megatron_rl.weights.model_dtype import settle_dtype
@@ -113,6 +115,12 @@ class DryRun:
         """
         config = self.config
         look_at_run_folder(config.run.path)
+        if not isinstance(root := config.checkpoint.root(config.run.path), pathlib.Path):
+            from megatron_rl.checkpoint.remote_lock import look_at_store
+
+            look_at_store(root)
+        if config.metrics.prometheus_port is not None and not self.elsewhere:
+            check_port(config.metrics)
         hf_config = load_hf_config(config.model.hf_path, provider=config.model.provider)
         shape = read_shape(hf_config, layer_spec="torch", provider=config.model.provider)
         if config.generates:
@@ -152,6 +160,9 @@ class DryRun:
         """Check what is made of the training data and of the settings that they decide; see ``check_inputs``."""
         config = self.config
         moving_rl_steps(config.train, config.rollout, config.skip, config.trained_critic, len(prompts))
+        rl_steps = total_rl_steps(config.train, config.rollout, config.skip, len(prompts))
+        if warning := beyond_the_end(config.profile, config.sft.steps + rl_steps):
+            log.warning("%s", warning)
         limits = (hf_config.max_position_embeddings, hf_config.vocab_size)
         Evaluation(config, tokenizer, *limits, required=required)
         of_pairs = config.preference
@@ -198,6 +209,7 @@ class DryRun:
         """Check what is checked when policy, critic and teacher are built."""
         config, elsewhere = self.config, self.elsewhere
         ranks = policy_ranks(config.separate_critic_ranks, self.size.gpus)
+        check_profile(config.profile, ranks, on_gpu=True)
         degrees = degrees_of(config.parallel, ranks)
         check_model(config, degrees, value_head=config.trains_reward_model, elsewhere=elsewhere)
         if config.has_critic:
@@ -208,6 +220,16 @@ class DryRun:
             teacher = dataclasses.replace(teacher_config(config), lora=LoraConfig())
             model = dataclasses.replace(teacher.model, init="pretrained")
             check_model(dataclasses.replace(teacher, model=model), degrees, elsewhere=elsewhere)
+
+
+def check_port(metrics: MetricsConfig) -> None:
+    """Check that the metrics can be served here: the package, the keys, the address and the port, which stays free."""
+    require_prometheus(metrics.prometheus_port)
+    from prometheus_client import CollectorRegistry
+
+    from megatron_rl.observability.prometheus.sink import server_of
+
+    server_of(metrics, CollectorRegistry()).close()
 
 
 def check_model(config: Config, degrees: Degrees, *, value_head: bool = False, elsewhere: bool) -> None:

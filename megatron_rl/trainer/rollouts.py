@@ -110,7 +110,10 @@ def build_manager(
         config.weight_sync,
         weights=_weight_source(config.weight_sync, backend),
         metrics=RolloutMetrics(
-            has_turns=config.plays_episodes, has_delta=config.weight_sync.delta, take_counts=take_counts
+            has_turns=config.plays_episodes,
+            has_delta=config.weight_sync.delta,
+            take_counts=take_counts,
+            read_engines=None if config.metrics.prometheus_port is None else engine.readings,
         ),
         models=models if shared else (),
     )

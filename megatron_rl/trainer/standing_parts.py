@@ -29,7 +29,9 @@ from megatron_rl.trainer.run_records import PlanRecord, ProgressRecord, QueueRec
 from megatron_rl.trainer.training_data import context_tokens
 
 if TYPE_CHECKING:
+    from megatron_rl.distributed.watchdog import Watchdog
     from megatron_rl.trainer.evaluation import Evaluation
+    from megatron_rl.trainer.live_run import LiveRun
     from megatron_rl.trainer.run_checkpoints import RunCheckpoints
 
 
@@ -80,6 +82,16 @@ class StandingParts:
         evaluation = Evaluation(self.config, self.tokenizer, *limits, required=required)
         return None if self.reward is None else evaluation
 
+    def live(self, watchdog: Watchdog) -> LiveRun | None:
+        """Return what gives the run's values between two steps, handed to its sinks; None where nobody asks for it."""
+        if self.config.metrics.prometheus_port is None or not self.backend.topology.is_main:
+            return None
+        from megatron_rl.trainer.live_run import LiveRun
+
+        live = LiveRun.of(self.config, self.backend, watchdog, self.checkpoints, self.resume_point)
+        self.writer.follow(live)
+        return live
+
     def records(self, queue: RolloutQueue, reference: Reference) -> Records:
         """Return all that is written down of the run."""
         config, topology, folder = self.config, self.backend.topology, self.config.run.path
@@ -102,10 +114,12 @@ class StandingParts:
 
     def exports(self, queue: RolloutQueue, timer: StepTimer) -> Exports:
         """Return the exports of the policy."""
+        run = self.config.run.path
+        root = self.config.checkpoint.root(run)
         return Exports(
             backend=self.backend,
             tokenizer=self.tokenizer,
-            folder=self.config.run.path,
+            root=run / "checkpoints" if isinstance(root, pathlib.Path) else root,
             settings=self.config.train,
             queue=queue,
             timer=timer,

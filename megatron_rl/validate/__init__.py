@@ -4,7 +4,7 @@ What is refused stands in one table (table.py); the reasons lie by theme in obje
 and rollouts.py.
 """
 
-from megatron_rl.validate.models import check_critic_model, check_lengths
+from megatron_rl.validate.models import beyond_the_end, check_critic_model, check_lengths, check_profile
 from megatron_rl.validate.table import validate_config
 
-__all__ = ["check_critic_model", "check_lengths", "validate_config"]
+__all__ = ["beyond_the_end", "check_critic_model", "check_lengths", "check_profile", "validate_config"]

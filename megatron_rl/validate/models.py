@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from megatron_rl.config import Config, CriticConfig, DataConfig, ParallelConfig, RolloutConfig, TeacherConfig
+from megatron_rl.config import (
+    Config,
+    CriticConfig,
+    DataConfig,
+    ParallelConfig,
+    ProfileConfig,
+    RolloutConfig,
+    TeacherConfig,
+)
 from megatron_rl.errors import ConfigError, quoted, shortened
 from megatron_rl.planning.pipeline_layout import stated_layers
 
@@ -126,6 +134,36 @@ def _unread(section: str, settings: object, neutral: object, estimator: str, rea
                 f"{section}; set advantage.estimator={reader}, or leave it at {left_alone[name]}"
             )
     return None
+
+
+def check_profile(profile: ProfileConfig, num_ranks: int, *, on_gpu: bool) -> None:
+    """Raise ConfigError for a profile of ranks that hold no policy, or one by a tool that this device does not have.
+
+    num_ranks: the ranks of the policy.
+    """
+    if profile.steps is None:
+        return
+    outside = [rank for rank in profile.ranks if rank >= num_ranks]
+    if outside:
+        raise ConfigError(
+            f"profile.ranks={list(profile.ranks)} names rank {outside[0]}, and the policy has {num_ranks} ranks, which "
+            f"count from 0; give ranks up to {num_ranks - 1}"
+        )
+    if profile.tool == "nsys" and not on_gpu:
+        raise ConfigError(
+            "profile.tool=nsys marks ranges on a GPU, and this host has none; take profile.tool=torch, which records "
+            "a CPU too"
+        )
+
+
+def beyond_the_end(profile: ProfileConfig, num_steps: int) -> str | None:
+    """Return a warning of profiled steps that a run of so many optimizer steps does not take; None without any."""
+    if profile.steps is None or profile.steps[1] <= num_steps:
+        return None
+    return (
+        f"profile.steps={list(profile.steps)} goes beyond the run's {num_steps} optimizer steps; those beyond are not "
+        "recorded"
+    )
 
 
 def check_lengths(data: DataConfig, rollout: RolloutConfig, context_tokens: int, of: str = "the model") -> None:

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from megatron_rl.distributed import platform  # noqa: F401  (before megatron.core)
-from megatron_rl.distributed.atomic_file import replacing_folder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import ConfigError
 from megatron_rl.weights.entry import ROUTER_BIAS, Entry, Layout
-from megatron_rl.weights.families.register import stacking
-from megatron_rl.weights.finite import check_finite
 from megatron_rl.weights.mapping import (
     TIED_HEAD,
     hf_parts,
     hf_size,
+    is_copied,
     laid_out,
     load_shard,
     shard_size,
     stage_entries,
 )
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.reader import WeightReader, whole_tensors
+from megatron_rl.weights.reader import WeightReader, check_finite, whole_tensors
 
 BUCKET_BYTES = 512 * 2**20
 StageEntries = Callable[[ModelShape, int, int], Iterator[Entry]]
@@ -136,9 +131,7 @@ def _bucket_of(stage: int, entry: Entry, shape: ModelShape, topology: Topology) 
         ranks, peers = topology.expert_tensor_size, topology.expert_size
     size = shard_size(entry, shape, ranks)
     travels = ranks * peers * topology.pipeline_size > 1
-    copied = entry.layout in (Layout.QKV, Layout.INTERLEAVED, Layout.TRANSPOSED) or (
-        ranks > 1 and entry.layout in (Layout.COLUMNS, Layout.GATE_UP, Layout.SPLIT)
-    )
+    copied = is_copied(entry.layout, ranks)
     return Bucket(
         stage=stage,
         entries=(entry,),
@@ -259,38 +252,3 @@ def _gather(
         for work in broadcasts:
             work.wait()
     return iter(shards)
-
-
-def save_hugging_face(
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    hf_config,
-    tokenizer,
-    path: pathlib.Path,
-    *,
-    source: str = "",
-    tokenizer_source: str | None = None,
-) -> None:
-    """Write a Hugging Face directory that appears whole or not at all.
-
-    source: the directory that the model came from, whose generation_config.json, tokenizer and
-            other side files are copied byte for byte; "" for none.
-    tokenizer_source: the directory of another tokenizer than ``source``'s; None for the same.
-    """
-    from megatron_rl.weights.side_files import copy_side_files, is_tokenizers
-
-    with replacing_folder(path) as partial:
-        save_file(_file_copies(tensors, hf_config), partial / "model.safetensors", metadata={"format": "pt"})
-        other = pathlib.Path(tokenizer_source) if tokenizer_source else None
-        names = copy_side_files(pathlib.Path(source), partial, tokenizer=other) if source else []
-        if not any(is_tokenizers(partial / name) for name in names):
-            tokenizer.save_pretrained(partial)
-        hf_config.save_pretrained(partial)
-
-
-def _file_copies(tensors: Iterator[tuple[str, torch.Tensor]], hf_config: Any) -> dict[str, torch.Tensor]:
-    """Return copies in host memory under the names of files; each tensor is valid until the next one is asked for."""
-    if stacking(hf_config.model_type) is None:
-        return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
-    from megatron_rl.weights.stacked import copies
-
-    return copies(tensors, hf_config.model_type, hf_config.to_dict().get("num_local_experts") or 0)

@@ -207,39 +207,46 @@ ReadRows = Callable[[str, int, int, int], torch.Tensor]
 """(name, dimension, start, stop) → that slice of a Hugging Face tensor, without reading the rest of it."""
 
 
-def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks: int) -> torch.Tensor:
-    """Return this tensor rank's shard of a Megatron parameter, read from its own slices of Hugging Face tensors."""
-
-    def parts() -> list[torch.Tensor]:
-        shares = [(name, first, rows // ranks) for name, first, rows in part_rows(entry, shape)]
-        return [read(name, 0, first + rank * x, first + (rank + 1) * x) for name, first, x in shares]
-
+def shard_reads(entry: Entry, shape: ModelShape, rank: int, ranks: int) -> list[tuple[str, int, int, int]]:
+    """Return what ``load_shard`` reads, as its (name, dimension, start, stop), from the config alone."""
+    name, size = entry.hf[0], hf_size(shape, entry.hf[0])
     match entry.layout:
         case Layout.REPLICATED:
-            return read(entry.hf[0], 0, 0, hf_size(shape, entry.hf[0])[0])
-        case Layout.COLUMNS:
-            share = hf_size(shape, entry.hf[0])[1] // ranks
-            return read(entry.hf[0], 1, rank * share, (rank + 1) * share)
-        case Layout.GATE_UP:
-            return torch.cat(parts())
-        case Layout.SPLIT:
-            share = hf_size(shape, entry.hf[0])[0] // ranks
-            return read(entry.hf[0], 0, rank * share, (rank + 1) * share)
-        case Layout.INTERLEAVED:
-            size = hf_size(shape, entry.hf[0])
-            share = size[-1] // ranks
-            both = read(entry.hf[0], len(size) - 1, rank * share, (rank + 1) * share)
-            return both.unflatten(-1, (-1, 2)).movedim((-1, -2), (0, 1)).flatten(0, 1)
-        case Layout.TRANSPOSED:
-            share = hf_size(shape, entry.hf[0])[0] // ranks
-            return read(entry.hf[0], 0, rank * share, (rank + 1) * share).t()
-        case Layout.QKV:
-            groups = shape.num_kv_heads // ranks
-            return torch.cat([x.view(groups, -1, *x.shape[1:]) for x in parts()], dim=1).flatten(0, 1)
+            return [(name, 0, 0, size[0])]
+        case Layout.GATE_UP | Layout.QKV:
+            shares = [(part, first, rows // ranks) for part, first, rows in part_rows(entry, shape)]
+            return [(part, 0, first + rank * x, first + (rank + 1) * x) for part, first, x in shares]
         case Layout.ROWS:
             share = shape.padded_vocab_size // ranks
-            start, stop = rank * share, min((rank + 1) * share, shape.vocab_size)
-            rows = read(entry.hf[0], 0, start, max(start, stop))
+            start = rank * share
+            return [(name, 0, start, max(start, min(start + share, shape.vocab_size)))]
+        case Layout.COLUMNS:
+            dimension = 1
+        case Layout.INTERLEAVED:
+            dimension = len(size) - 1
+        case Layout.SPLIT | Layout.TRANSPOSED:
+            dimension = 0
+    share = size[dimension] // ranks
+    return [(name, dimension, rank * share, (rank + 1) * share)]
+
+
+def load_shard(entry: Entry, shape: ModelShape, read: ReadRows, rank: int, ranks: int) -> torch.Tensor:
+    """Return this tensor rank's shard of a Megatron parameter, read from its own slices of Hugging Face tensors."""
+    parts = [read(*each) for each in shard_reads(entry, shape, rank, ranks)]
+    match entry.layout:
+        case Layout.REPLICATED | Layout.COLUMNS | Layout.SPLIT:
+            return parts[0]
+        case Layout.GATE_UP:
+            return torch.cat(parts)
+        case Layout.INTERLEAVED:
+            return parts[0].unflatten(-1, (-1, 2)).movedim((-1, -2), (0, 1)).flatten(0, 1)
+        case Layout.TRANSPOSED:
+            return parts[0].t()
+        case Layout.QKV:
+            groups = shape.num_kv_heads // ranks
+            return torch.cat([x.view(groups, -1, *x.shape[1:]) for x in parts], dim=1).flatten(0, 1)
+        case Layout.ROWS:
+            (rows,), share = parts, shape.padded_vocab_size // ranks
             if rows.shape[0] == share:
                 return rows
             return torch.cat([rows, rows.new_zeros(share - rows.shape[0], *rows.shape[1:])])
@@ -283,6 +290,13 @@ def _by_tensor(entry: Entry, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[
         yield entry.hf[0], parts
     else:
         yield from ((name, (part,)) for name, part in zip(entry.hf, parts, strict=True))
+
+
+def is_copied(layout: Layout, ranks: int) -> bool:
+    """Return whether ``laid_out`` copies the tensors of a parameter that is split over ``ranks`` tensor ranks."""
+    return layout in (Layout.QKV, Layout.INTERLEAVED, Layout.TRANSPOSED) or (
+        ranks > 1 and layout in (Layout.COLUMNS, Layout.GATE_UP, Layout.SPLIT)
+    )
 
 
 def laid_out(parts: tuple[torch.Tensor, ...], size: tuple[int, ...], spare: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -15,6 +16,10 @@ from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.mapping import target_entries
 from megatron_rl.weights.model_shape import ModelShape
 
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
+
+CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."  # PEFT's, of the model that PeftModel wraps
 
 
@@ -75,12 +80,21 @@ def _projection(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
-def save_peft(tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object], path: pathlib.Path) -> None:
+def save_peft(
+    tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object], path: pathlib.Path | RemotePath
+) -> None:
     """Write a PEFT directory that appears whole or not at all.
 
     tensors: by PEFT's names without PREFIX, each valid until the next one.
+    path: in an object store it is whole if adapter_config.json is there.
     """
-    with replacing_folder(path) as partial:
+    if isinstance(path, pathlib.Path):
+        opened = replacing_folder(path)
+    else:
+        from megatron_rl.weights.store_folder import uploaded
+
+        opened = uploaded(path, CONFIG)
+    with opened as partial:
         copies = {PREFIX + name: tensor.to("cpu", copy=True) for name, tensor in tensors}
         save_file(copies, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -21,12 +21,11 @@ from megatron_rl.weights.entry import Entry
 from megatron_rl.weights.families.register import stacking
 from megatron_rl.weights.mapping import hf_size, stage_entries
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.shards import DTYPE_NAMES, INDEX
+from megatron_rl.weights.shards import DTYPE_NAMES, INDEX, SINGLE
 
 log = logging.getLogger(__name__)
 
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-SINGLE = "model.safetensors"
 QUANTIZATION = ("compression_config", "quantization_config")  # fields of a config.json of other numbers than full ones
 HEAD_NAME, EMBEDDING_NAME, VALUE_NAME = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
 ROTARY = "rotary_emb.inv_freq"  # old llama files hold it, and the config has it
@@ -275,3 +274,24 @@ def check_tensors(reader: HuggingFaceReader, shape: ModelShape, *, allow_unread:
             )
         reader.dtype(name)
         reader.check_scale(name)
+
+
+def check_finite(values: torch.Tensor, sources: Callable[[], Iterable[tuple[str, torch.Tensor]]], way_out: str) -> None:
+    """Raise ConfigError where some of ``values`` are NaN or infinite, with the tensor's name and their number.
+
+    values: weights in the dtype in which they will be used.
+    sources: returns (name, tensor) of the tensors that they come from, in their own dtype; called
+        for a message alone.
+    way_out: the setting of a wider dtype, where the dtype of ``values`` has no place for numbers of
+        the sources.
+    """
+    if torch.stack(torch.aminmax(values.detach())).isfinite().all():  # one pass, without a copy
+        return
+    names = []
+    for name, whole in sources():
+        if wrong := int((~whole.isfinite()).sum()):
+            raise ConfigError(
+                f"{name} holds {wrong} numbers that are NaN or infinite, of {whole.numel()}: the weights are broken"
+            )
+        names.append(name)
+    raise ConfigError(f"{', '.join(names)} hold numbers that {values.dtype} has no place for; {way_out}")

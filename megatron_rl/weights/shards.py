@@ -13,14 +13,17 @@ import math
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 
 from megatron_rl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
+
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,67 +55,46 @@ class Planned:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class ShardWriter:
-    """Writes tensors to ``folder`` in the order of ``planned``: model.safetensors, or shards and their index.
+class FileWriter:
+    """Writes tensors one after the other into safetensors files, whose names and tensors are given in that order.
 
-    shard_bytes: the most bytes of a shard; a larger tensor has a shard of its own.
+    folder: on a disk, or in an object store (a RemotePath).
+    files: (name, tensors of that file). A file is made when its first tensor comes, its header before it.
 
     Raises ConfigError for a dtype that is not one of DTYPE_NAMES.
     """
 
-    def __init__(self, folder: pathlib.Path, planned: Sequence[Planned], shard_bytes: int):
-        self.folder = folder
-        for tensor in planned:
+    def __init__(self, folder: pathlib.Path | RemotePath, files: Sequence[tuple[str, Sequence[Planned]]]):
+        self.folder, self._files = folder, files
+        for tensor in (tensor for _, tensors in files for tensor in tensors):
             if tensor.dtype not in DTYPE_NAMES:
                 raise ConfigError(
                     f"{tensor.name} is {tensor.dtype}; only {', '.join(map(str, DTYPE_NAMES))} are written: choose one "
                     "with --dtype"
                 )
-        self._shards: list[list[Planned]] = [[]]
-        free_bytes = shard_bytes
-        for tensor in planned:
-            if self._shards[-1] and tensor.num_bytes > free_bytes:
-                self._shards.append([])
-                free_bytes = shard_bytes
-            self._shards[-1].append(tensor)
-            free_bytes -= tensor.num_bytes
         self._waiting = [
             (number, arrival, tensor.parts)
-            for number, shard in enumerate(self._shards)
-            for tensor in shard
+            for number, (_, tensors) in enumerate(files)
+            for tensor in tensors
             for arrival in tensor.arrivals
         ]
         self._waiting.reverse()
         self._parts: list[torch.Tensor] = []  # of a slice that has not come whole
         self._open: tuple[int, BinaryIO] | None = None
 
-    def file_name(self, number: int) -> str:
-        count = len(self._shards)
-        return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
     def _start(self, number: int) -> BinaryIO:
         if self._open is not None:
             if self._open[0] == number:
                 return self._open[1]
             self._open[1].close()
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for tensor in self._shards[number]:
-            ends = [offset, offset + tensor.num_bytes]
-            header[tensor.name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": ends,
-            }
-            offset = ends[1]
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the tensors start aligned
-        file = (self.folder / self.file_name(number)).open("wb")
-        file.write(len(text).to_bytes(8, "little") + text)
+        name, tensors = self._files[number]
+        file = (self.folder / name).open("wb")
         self._open = (number, file)
+        file.write(header_of(tensors))
         return file
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor, in host memory. Raises OSError if the disk does not take it."""
         number, planned, parts = self._waiting.pop()
         arrived = (name, tuple(tensor.shape), tensor.dtype)
         assert arrived == planned, f"{arrived} came where {planned} was planned"
@@ -123,21 +105,80 @@ class ShardWriter:
             tensor, self._parts = torch.cat(self._parts, dim=1), []
         self._start(number).write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
 
-    def finish(self) -> list[str]:
-        """Close the last file, write the index where there are several files, and return the files' names."""
+    def finish(self) -> None:
+        """Close the last file."""
         waiting = self._waiting
         assert not waiting, f"{len(waiting)} planned tensors never came, {waiting[-1][1]} is the first"
-        self.abandon()
-        names = [self.file_name(i) for i in range(len(self._shards))]
-        if len(names) > 1:
-            total = sum(tensor.num_bytes for shard in self._shards for tensor in shard)
-            files = {tensor.name: names[i] for i, shard in enumerate(self._shards) for tensor in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            names.append(INDEX)
-        return names
+        if self._open is not None:
+            file, self._open = self._open[1], None
+            file.close()
 
     def abandon(self) -> None:
+        """Leave the file that is open, if one is, as it is; an object store is not given it."""
         if self._open is not None:
-            self._open[1].close()
-            self._open = None
+            file, self._open = self._open[1], None
+            file.__exit__(OSError, OSError("the export has failed"), None)  # a file closes, an upload is given up
+
+
+def header_of(tensors: Sequence[Planned]) -> bytes:
+    """Return what a file of these tensors begins with: the header's length and the header."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        ends = [offset, offset + tensor.num_bytes]
+        header[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends}
+        offset = ends[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors start aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def cut_shards(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planned]]:
+    """Cut tensors, in their order, into shards of at most ``shard_bytes``; a larger tensor has a shard of its own."""
+    shards: list[list[Planned]] = [[]]
+    free_bytes = shard_bytes
+    for tensor in planned:
+        if shards[-1] and tensor.num_bytes > free_bytes:
+            shards.append([])
+            free_bytes = shard_bytes
+        shards[-1].append(tensor)
+        free_bytes -= tensor.num_bytes
+    return shards
+
+
+def file_name(number: int, count: int) -> str:
+    """Return the name of the file ``number``, from 0, of ``count``, as ``save_pretrained`` gives it."""
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def index_text(files: Sequence[tuple[str, Sequence[Planned]]]) -> str:
+    """Return the JSON text of the index of several files."""
+    total = sum(tensor.num_bytes for _, tensors in files for tensor in tensors)
+    names = {tensor.name: name for name, tensors in files for tensor in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+    return json.dumps(index, indent=2) + "\n"
+
+
+class ShardWriter:
+    """Writes tensors to ``folder`` in the order of ``planned``: model.safetensors, or shards and their index.
+
+    shard_bytes: the most bytes of a shard; a larger tensor has a shard of its own.
+
+    Raises ConfigError for a dtype that is not one of DTYPE_NAMES.
+    """
+
+    def __init__(self, folder: pathlib.Path | RemotePath, planned: Sequence[Planned], shard_bytes: int):
+        shards = cut_shards(planned, shard_bytes)
+        self.folder = folder
+        self.files = [(file_name(i, len(shards)), shard) for i, shard in enumerate(shards)]
+        self._writer = FileWriter(folder, self.files)
+        self.add, self.abandon = self._writer.add, self._writer.abandon
+
+    def finish(self) -> list[str]:
+        """Close the last file, write the index if there are several files, and return the files' names."""
+        self._writer.finish()
+        names = [name for name, _ in self.files]
+        if len(names) > 1:
+            (self.folder / INDEX).write_text(index_text(self.files))
+            names.append(INDEX)
+        return names

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from megatron_rl.checkpoint import model_state
-from megatron_rl.checkpoint.folder import verify
+from megatron_rl.checkpoint.folder import folder_of, verify
 from megatron_rl.types import StepKind
 from tests.equality.layouts import BF16, PLAIN, SHARDED, VPP2  # noqa: F401 (other rooms take them from here)
 from tests.equality.rig import equal_by_name, open_rig
@@ -38,7 +38,7 @@ def save_and_load(rank, world, root: str, first, second, family: str, steps: int
         rig.backend.keep_reference()
         if steps:
             take_steps(rig, steps)
-        pending = model_state.save(rig.backend, pathlib.Path(root), 7, {"state.json": "{}"})
+        pending = model_state.save(rig.backend, folder_of(root), 7, {"state.json": "{}"})
         kept, model = model_state.numbers(rig.backend), model_state.identity(rig.backend)
         saved, exported = rig.trained(), rig.weights()
         take_steps(rig, 2, seed=3)  # goes on while the thread writes

@@ -145,7 +145,12 @@ def firsts_of(run_dir: pathlib.Path, key: str = "reward/mean") -> list[dict]:
 def weights_of(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
     """Return the weights that the run exported last."""
     folders = (run_dir / "checkpoints").glob("step_*/hf")
-    return load_file(max(folders, key=lambda x: int(x.parent.name.removeprefix("step_"))) / "model.safetensors")
+    return tensors_of(max(folders, key=lambda x: int(x.parent.name.removeprefix("step_"))))
+
+
+def tensors_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's folder, of one file or of several."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def same_tensors(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:

@@ -85,6 +85,8 @@ def test_a_job_that_would_start_ends_with_0_and_joins_nothing(arithmetic, capsys
     ([*ON_ENGINES, "rollout.producer.mode=prefetch"], "the engines share its GPUs"),
     ([*ON_ENGINES, "rollout.num_engines=9"], "need 9 ranks and there are 8"),
     ([*ON_ENGINES, "rollout.tensor_parallel=16"], "rollout.tensor_parallel=16"),
+    (["profile.steps=[1,2]", "profile.ranks=[0,8]"], "profile.ranks=[0, 8] names rank 8, and the policy has 8 ranks"),
+    ([*SEPARATE, "critic.ranks=4", "profile.steps=[1,2]", "profile.ranks=[4]"], "the policy has 4 ranks"),
     (["--gpu-memory-gib=0.0005"], "the job does not fit: training needs 0.00"),
 ])
 def test_a_job_that_cannot_start_ends_with_2_and_training_s_words(arithmetic, given, message, capsys) -> None:
@@ -334,7 +336,7 @@ def test_a_new_run_s_own_command_is_a_dry_run_that_accepts(pool, arithmetic, tmp
     short = ["data.max_prompt_tokens=16", "rollout.max_response_tokens=6"]
     for folder, more in (("mine", []), ("other", ["--prompts", "own.jsonl"])):
         assert command.main(["new", folder, "--model", "model", *more]) == 0
-        printed = capsys.readouterr().out.partition("next: megatron-rl train ")[2].split()
+        printed = capsys.readouterr().out.partition("next: megatron-rl train ")[2].splitlines()[0].split()
         assert printed[-1] == "--dry-run"
         assert train.main([*printed, *short]) == 0
         assert "8 GPUs on 1 node are assumed, as by --nodes 1 --gpus-per-node 8" in capsys.readouterr().err

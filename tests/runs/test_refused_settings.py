@@ -25,6 +25,8 @@ REFUSED = [
     ("parallel.pipeline=2", "world size 1", "parallel.pipeline=2"),
     ("reward.functions=[arithmatic]", "arithmatic", "arithmetic"),
     ("rollout.bitwise=true lora.rank=4", "rollout.bitwise=true cannot be had under lora.rank=4"),
+    ("profile.steps=[1,1] profile.ranks=[1]", "profile.ranks=[1] names rank 1, and the policy has 1 ranks"),
+    ("profile.steps=[1,1] profile.tool=nsys", "profile.tool=nsys marks ranges on a GPU", "profile.tool=torch"),
     ("eval.every_rollouts=2", "eval.every_rollouts=2", "eval.sets"),
     (PLAYED, "environment.name is null; name one"),
     (f"{PLAYED} environment.name=calculator {LATE}", f"{LATE} must be below run.deadline_s={DEADLINE_S:g}"),

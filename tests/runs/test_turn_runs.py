@@ -95,6 +95,7 @@ def test_skip_equals_dense(made):
     assert all(sum(line["loss_tokens"]) < sum(line["response_tokens"]) for line in trace)
 
 
+@pytest.mark.long
 def test_a_run_ahead_that_goes_on_from_a_checkpoint_equals_the_whole_one(made, tmp_path):
     """Rollouts ahead and replayed groups keep masks and environment's rewards; the export of before is put aside."""
     given = (*TURNS, *SAVED, "rollout.producer.mode=streaming", "rollout.producer.prefetch_rollouts=1",

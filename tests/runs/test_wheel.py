@@ -10,21 +10,27 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from email.parser import Parser
 
 import pytest
 
+from megatron_rl import __version__
 from megatron_rl.commands.command import HERE, VERBS
 from tests.patience import HANG_S, patient
 from tests.runs.command import ROOT, said_by
 
 BOUND_S = patient(4 * HANG_S)
-BUILD = "import sys; from setuptools import build_meta; getattr(build_meta.__legacy__, sys.argv[1])(sys.argv[2])"
-HELP = ("train", "serve", "watch", "serve-vllm", "convert", "verify", "check", "simulate", "doctor", "new", "translate")
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+EPOCH = str(1_700_000_000)  # what dates the files of a wheel, whenever it is made
+HELP = (
+    *("train", "serve", "watch", "serve-vllm", "convert", "verify", "check", "simulate", "doctor", "new", "pod"),
+    "translate",
+)
 
 
 def build(kind: str, source: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
     """Call setuptools' own backend in the source, as a build front end does; return the file that it made."""
-    said_by([sys.executable, "-c", BUILD, f"build_{kind}", str(out)], source, BOUND_S)
+    said_by([sys.executable, "-c", BUILD, f"build_{kind}", str(out)], source, BOUND_S, SOURCE_DATE_EPOCH=EPOCH)
     (made,) = out.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return made
 
@@ -35,7 +41,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, path
     folder = tmp_path_factory.mktemp("wheels")
     tree, out, second = folder / "tree", folder / "out", folder / "second"
     shutil.copytree(ROOT / "megatron_rl", tree / "megatron_rl", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, tree / name)
     out.mkdir()
     second.mkdir()
@@ -57,9 +63,22 @@ def test_the_wheel_of_the_sdist_is_the_wheel_of_the_tree_and_holds_every_file_of
         for path in (ROOT / "megatron_rl").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert of_sdist == of_tree
+    assert of_sdist == of_tree and wheels[0].read_bytes() == wheels[1].read_bytes()
     assert {name: content for name, content in of_sdist.items() if name.startswith("megatron_rl/")} == package
     assert all(f"megatron_rl/commands/templates/slurm/{name}" in package for name in ("job.sh", "node.sh"))
+
+
+def test_the_metadata_names_licence_links_and_types(wheels) -> None:
+    packed = contents(wheels[1])
+    (metadata,) = (Parser().parsestr(text.decode()) for name, text in packed.items() if name.endswith("/METADATA"))
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Description-Content-Type"] == "text/markdown" and metadata["Version"] == __version__
+    assert [packed[name] for name in packed if name.endswith("/licenses/LICENSE")] == [(ROOT / "LICENSE").read_bytes()]
+    links = dict(link.split(", ") for link in metadata.get_all("Project-URL"))
+    assert set(links) == {"Homepage", "Documentation", "Changelog", "Source", "Issues"}
+    # a licence among the classifiers beside an expression is refused by the index (PEP 639)
+    assert not [name for name in metadata.get_all("Classifier") if name.startswith("License ::")]
+    assert "megatron_rl/py.typed" in packed and "Typing :: Typed" in metadata.get_all("Classifier")
 
 
 def test_the_links_of_the_package_s_page_are_absolute_and_lead_to_files(wheels) -> None:
@@ -68,7 +87,7 @@ def test_the_links_of_the_package_s_page_are_absolute_and_lead_to_files(wheels) 
     (home,) = re.findall(r"^(?:Home-page|Project-URL: Homepage,) *:? *(\S+)$", head, re.M)
     links = re.findall(r"\]\(([^)]*)\)", page)
     assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text())) > 20 and "<img" not in page
-    for link in [*links, *re.findall(r"^Project-URL: .*, (\S+)$", head, re.M)]:
+    for link in [*links, *re.findall(r"^Project-URL: (?:Documentation|Changelog), (\S+)$", head, re.M)]:
         kind, place = re.fullmatch(rf"{re.escape(home)}/(raw|blob)/main/([^#]+)(?:#.*)?", link).groups()
         assert (ROOT / place).is_file() and (kind == "raw") == (pathlib.Path(place).suffix in (".png", ".svg")), link
 

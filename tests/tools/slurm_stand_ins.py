@@ -39,10 +39,9 @@ def write_program(folder: pathlib.Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def submit(tmp_path: pathlib.Path, template: str | pathlib.Path, *arguments: str, nodes: str = "a1 a2",
-           **variables: str) -> tuple[int, list[str], str]:
-    """Run the template as slurmd would, with stand-ins; return its exit code, the stand-ins' calls, and its output."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("curl", CURL)):
+def prepare(tmp_path: pathlib.Path, nodes: str, variables: dict[str, str], **programs: str) -> dict[str, str]:
+    """Write the stand-ins, and ``programs`` by their names; return the environment of a batch script, as slurmd's."""
+    for name, text in ({"srun": SRUN, "scontrol": SCONTROL, "curl": CURL} | programs).items():
         write_program(tmp_path / "bin", name, text)
     (tmp_path / "bin" / "activate").touch()
     calls = tmp_path / "calls"
@@ -50,9 +49,15 @@ def submit(tmp_path: pathlib.Path, template: str | pathlib.Path, *arguments: str
     job = dict(SUBMIT_DIR=str(ROOT), JOB_ID="7", JOB_NAME="mine", JOB_NODELIST=nodes, CPUS_PER_TASK="4")
     job["GPUS_ON_NODE"] = "8"
     environment = {f"SLURM_{name}": value for name, value in job.items()}
-    environment |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CALLS": str(calls)}
-    environment |= {"VENV": str(tmp_path), "RUN_DIR": str(tmp_path / "run"), **variables}
+    environment |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CALLS": str(calls), "HOME": str(tmp_path / "home")}
+    return environment | {"VENV": str(tmp_path), "RUN_DIR": str(tmp_path / "run"), **variables}
+
+
+def submit(tmp_path: pathlib.Path, template: str | pathlib.Path, *arguments: str, nodes: str = "a1 a2",
+           **variables: str) -> tuple[int, list[str], str]:
+    """Run the template as slurmd would, with stand-ins; return its exit code, the stand-ins' calls, and its output."""
+    environment = prepare(tmp_path, nodes, variables)
     command = ["bash", str(SLURM / template), *arguments]
     given = dict(capture_output=True, text=True, timeout=BOUND_S, check=False)
     done = subprocess.run(command, env=environment, cwd=tmp_path, **given)
-    return done.returncode, calls.read_text().splitlines(), done.stdout + done.stderr
+    return done.returncode, (tmp_path / "calls").read_text().splitlines(), done.stdout + done.stderr

@@ -23,6 +23,7 @@ from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
 from megatron_rl.errors import ConfigError
 from megatron_rl.model import hf_config
+from megatron_rl.storage.location import location
 from megatron_rl.weights.fused import file_tensors
 from megatron_rl.weights.shards import Planned, ShardWriter
 from tests.equality.odd_folders import DOWN, tensors
@@ -95,6 +96,12 @@ def test_import_and_export_by_the_command_line(tmp_path: pathlib.Path, capsys) -
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     index = json.loads((tmp_path / "half" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(wanted) and len(set(index["weight_map"].values())) > 2
+    url = f"memory:/{tmp_path}/half"
+    assert run("export", megatron, url, *half) == 0 and run("export", megatron, url) == 2
+    stored = location(url).files()
+    assert stored.keys() == {str(x.relative_to(tmp_path / "half")) for x in (tmp_path / "half").rglob("*.*")}
+    for name in stored:
+        assert (location(url) / name).read_bytes() == (tmp_path / "half" / name).read_bytes(), name
     printed = capsys.readouterr().out
     assert f"wrote {megatron / 'release'}" in printed and f"wrote {tmp_path / 'half'}" in printed
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype=torch.bfloat16).state_dict()

@@ -26,6 +26,7 @@ MAX_FUNCTION_LINES = 60
 # levels alone.
 LEVELS = (
     ("errors", "types"),
+    ("storage",),
     ("json_text", "users_code"),
     ("config",),
     ("distributed", "algorithm", "planning", "data", "environment"),

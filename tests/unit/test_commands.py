@@ -14,8 +14,9 @@ import threading
 import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from transformers import AutoTokenizer
 
-from megatron_rl import cli
+from megatron_rl import __version__, cli
 from megatron_rl.commands import command, launch, ranks
 from megatron_rl.commands.new_run import write_run
 from megatron_rl.config import load_config
@@ -101,6 +102,31 @@ def test_a_new_run_is_read_as_it_says(tmp_path: pathlib.Path, monkeypatch: pytes
     config = load_config(f"{tmp_path}/another/run.yaml", [])
     assert (config.model.hf_path, config.data.train) == ("", ("my.jsonl",))
     assert not (tmp_path / "another" / "prompts.jsonl").exists()
+
+
+def test_a_tiny_run_brings_its_model_and_the_lines_that_start_it(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["new", "runs/mine", "--tiny"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "runs/mine: run.yaml, reward.py, job.sbatch, slurm, prompts.jsonl, model"
+    assert {*lines[0].split(": ")[1].split(", ")} == {path.name for path in pathlib.Path("runs/mine").iterdir()}
+    assert lines[1:] == [
+        "next: megatron-rl train --config runs/mine/run.yaml --dry-run",
+        "then: megatron-rl train --nproc 2 --config runs/mine/run.yaml",
+    ]
+    config = load_config("runs/mine/run.yaml", [])
+    assert config.model.hf_path == "runs/mine/model" and config.sft.steps == 100 and config.optimizer.lr == 3e-4
+    tokenizer = AutoTokenizer.from_pretrained("runs/mine/model")
+    for row in map(json.loads, pathlib.Path("runs/mine/prompts.jsonl").read_text().splitlines()):
+        text = row["prompt"] + row["solution"]
+        assert row["solution"] == row["answer"] and tokenizer.decode(tokenizer(text).input_ids) == text
+    assert command.main(["new", "other", "--tiny", "--model", "m"]) == command.EXIT_CONFIG
+    assert "--tiny brings a model and its prompts" in capsys.readouterr().err and not pathlib.Path("other").exists()
+
+
+def test_the_command_says_its_release(capsys) -> None:
+    assert command.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megatron-rl {__version__}\n"
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

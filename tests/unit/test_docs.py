@@ -174,7 +174,8 @@ def sources_of(words: list[str]) -> list[pathlib.Path]:
     """Return the files that read a command's flags: the script or module that it names, and the folder beside it."""
     if words[0] == "megatron-rl" and not words[1].isupper():
         assert words[1] in [*VERBS, *HERE], words
-        own = [ROOT / "megatron_rl/commands" / name for name in ("launch.py", "new_run.py", "translate/command.py")]
+        files = ("launch.py", "new_run.py", "kubernetes.py", "translate/command.py")
+        own = [ROOT / "megatron_rl/commands" / name for name in files]
         return [*own, *(sources_of(["-m", VERBS[words[1]].module]) if words[1] in VERBS else [])]
     for position, word in enumerate(words):
         if word == "-m" and words[position + 1].startswith(("megatron_rl", "tests")):

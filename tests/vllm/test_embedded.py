@@ -12,6 +12,7 @@ from megatron_rl.rollout.engines.engine import NO_WEIGHTS
 from megatron_rl.rollout.groups.longest_first import LongestFirst
 from megatron_rl.rollout.worker import RolloutJob, RolloutWorker
 from megatron_rl.types import Score
+from tests.patience import until
 from tests.vllm.rig import BLOCK_TOKENS, LOGPROB_TOLERANCE, REQUEST_S, gap_of, make_prompts, running, sender_of, told
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("bounded")]
@@ -120,6 +121,17 @@ def test_a_broadcast_channel_is_opened_once_and_serves_every_sync(bench):
         assert bench.largest_gap(PROMPTS, 1) < LOGPROB_TOLERANCE
     sender.forget(bench.replica)
     bench.engine._sync.forget(bench.replica)
+
+
+def test_an_engine_says_how_full_it_is_and_when_it_is_idle(loaded):
+    """With its progress come vLLM's own counts; the most of a call stays until the next one begins."""
+    loaded.engine.generate(PROMPTS, 8)
+    assert until(lambda: loaded.replica.load.running == 0)  # the frame of the last step may come after its samples
+    (reading,) = loaded.engine.readings()
+    assert (reading.number, reading.is_up, reading.weight_version) == (None, True, loaded.engine.weight_version)
+    assert (reading.running, reading.waiting) == (0, 0) and 0 <= reading.kv_cache_usage <= 1
+    assert 0 < reading.most_running <= 8 * len(PROMPTS) and 0 < reading.most_kv_cache_usage <= 1
+    assert reading.most_running + reading.most_waiting <= 8 * len(PROMPTS)
 
 
 def test_a_sync_resets_the_prefix_cache(bench, monkeypatch):

@@ -19,7 +19,7 @@ BEFORE_THE_BODY = (
     Mutant(
         name="any-name-is-this-hosts",
         file="megatron_rl/rollout/http_doors.py",
-        line="if is_loopback(self.bounds.host) and not _is_own(host):",
+        line="if is_loopback(self.bounds.host) and not names_loopback(host):",
         becomes="if is_loopback(self.bounds.host) and not host:",
         fault="a server on loopback answers a page whose name was pointed at it",
         tests=(f"{_DOORS}::test_a_request_that_is_not_let_in_has_no_body_read",),

@@ -25,6 +25,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_rl.storage.remote import RemotePath
 
 DTYPES = ("float32", "bfloat16", "float16")
 EXAMPLES = {
@@ -51,6 +55,19 @@ def _add_degrees(made: argparse.ArgumentParser) -> None:
         made.add_argument(option, type=int, default=1, metavar="N", help=help)
 
 
+def _place(text: str) -> pathlib.Path | RemotePath:
+    """Return the place of an argument. Raises argparse's error for a URL that cannot be one."""
+    if "://" not in text:
+        return pathlib.Path(text)
+    from megatron_rl.errors import ConfigError
+    from megatron_rl.storage.location import location
+
+    try:
+        return location(text, "TARGET")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _add_conversions(commands) -> None:
     into = _command(
         commands, "import", "Hugging Face directory → Megatron checkpoint, or GGUF file → Hugging Face directory"
@@ -66,7 +83,7 @@ def _add_conversions(commands) -> None:
         "--iteration", type=int, metavar="N", help="write iter_N, N above 0 (default: release, which starts at 0)"
     )
     out = _command(commands, "export", "Megatron checkpoint → Hugging Face directory")
-    out.add_argument("target", type=pathlib.Path, help="directory to write")
+    out.add_argument("target", type=_place, help="directory to write, or a URL, as s3://bucket/model")
     out.add_argument(
         "--hf", type=pathlib.Path, help="directory with the model's config and tokenizer (default: SOURCE/hf)"
     )

@@ -19,10 +19,9 @@ from megatron_rl.commands.convert.gguf_file import GgufFile, gguf_library
 from megatron_rl.commands.convert.gguf_keys import added_tokens, check_keys, check_kind, rope_scaling, single
 from megatron_rl.errors import ConfigError, quoted
 from megatron_rl.json_text import check, field
-from megatron_rl.weights.finite import check_finite
 from megatron_rl.weights.mapping import hf_size
 from megatron_rl.weights.model_shape import ModelShape
-from megatron_rl.weights.reader import used_names
+from megatron_rl.weights.reader import check_finite, used_names
 from megatron_rl.weights.shards import Planned, ShardWriter
 
 # general.architecture → the class that config.json names; llama.cpp's mistral files say llama too.

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import DataConfig, EndpointConfig, RolloutConfig
+from megatron_rl.distributed.http_access import keys_in
 from megatron_rl.environment.step_pool import Overdue, StepPool, Ticket
 from megatron_rl.errors import ConfigError, EpisodeError
 from megatron_rl.rollout.endpoint.recorder import Record
@@ -41,7 +42,7 @@ from megatron_rl.rollout.endpoint.requests import MOST_REWARD
 from megatron_rl.rollout.endpoint.session import Pending, Session, Tally
 from megatron_rl.rollout.engines.engine import Engine, EngineLost, OnFinished
 from megatron_rl.rollout.engines.wrapper import EngineAround
-from megatron_rl.rollout.http_server import keys_in, listening
+from megatron_rl.rollout.http_server import listening
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.users_code import is_reward, resolve
 

@@ -21,6 +21,7 @@ from megatron_rl.weights.config_json import parse_hf_config, settle_tying, stop_
 from megatron_rl.weights.fused import file_tensors
 
 if TYPE_CHECKING:
+    from megatron_rl.observability.prometheus.live import EngineReading
     from megatron_rl.rollout.engines.sampling import SampleRequest, SampleResult
 
 MAX_EMBEDDED_PARAMETERS = 1_000_000_000
@@ -81,6 +82,7 @@ class TransformersEngine:
     lost = ()
     lacks_weights = True  # it takes no adapters apart from the weights
     is_elsewhere, progressed_at, _alike = False, -math.inf, False
+    num_running = 0  # samples that are decoded now
 
     def recover(self, lost: Sequence[str]) -> Sequence[str]:
         """Do nothing: the engine is in this process, and lives and dies with it."""
@@ -91,6 +93,13 @@ class TransformersEngine:
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
         """Do nothing: ``load_weights`` has raised every error."""
+
+    def readings(self) -> Sequence[EngineReading]:
+        """Return the engine's weights and the samples that it decodes; it has no cache of fixed size."""
+        from megatron_rl.observability.prometheus.live import EngineReading
+
+        version = self.weight_version
+        return (EngineReading(number=None, is_up=True, weight_version=version, restarts=0, running=self.num_running),)
 
     def sleep(self) -> None:
         """Do nothing: the weights and caches are this process's own."""
@@ -186,7 +195,9 @@ class TransformersEngine:
                     for number, index in enumerate(batch)
                     for sample in samples
                 ]
+                self.num_running = len(rows)
                 decoded = self._decode([prompts[index].token_ids for index in batch], rows)
+                self.num_running = 0
                 sampled = self._to_rollouts([(prompts[i], sample) for i in batch for sample in samples], decoded)
                 for position, index in enumerate(batch):
                     rollouts[index] += sampled[position * len(samples) : (position + 1) * len(samples)]

@@ -13,6 +13,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
+    from megatron_rl.observability.prometheus.live import EngineReading
     from megatron_rl.rollout.engines.sampling import SampleRequest, SampleResult
 
 # Takes a prompt's position in the call, and its whole group in the order of sample_index.
@@ -128,6 +129,10 @@ class Engine(Protocol):
         No request may be longer than the engine's context. Raises RuntimeError where no weights
         were loaded, EngineLost.
         """
+        ...
+
+    def readings(self) -> Sequence[EngineReading]:
+        """Return what is known of this rank's engines now; any thread may ask, and nothing waits."""
         ...
 
     def sleep(self) -> None:

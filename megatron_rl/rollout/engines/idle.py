@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from megatron_rl.observability.prometheus.live import EngineReading
 from megatron_rl.rollout.engines.engine import NO_WEIGHTS, OnFinished, SyncReport
 from megatron_rl.rollout.engines.sampling import SampleRequest, SampleResult
 from megatron_rl.types import Prompt, Rollout
@@ -45,6 +46,9 @@ class IdleEngine:
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         raise AssertionError("a run without completions asks for none (Config.generates)")
+
+    def readings(self) -> Sequence[EngineReading]:
+        return ()
 
     def sleep(self) -> None:
         return None

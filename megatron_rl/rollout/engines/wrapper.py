@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from megatron_rl.observability.prometheus.live import EngineReading
 from megatron_rl.rollout.engines.engine import Engine, SyncReport
 
 
@@ -46,6 +47,9 @@ class EngineAround:
 
     def take_report(self, version: int, failed: Collection[str], lost: Collection[str]) -> None:
         self.engine.take_report(version, failed, lost)
+
+    def readings(self) -> Sequence[EngineReading]:
+        return self.engine.readings()
 
     def sleep(self) -> None:
         self.engine.sleep()

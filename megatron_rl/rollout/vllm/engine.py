@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,9 @@ from megatron_rl.rollout.vllm.answers import Answers, generate_request
 from megatron_rl.rollout.vllm.dispatch import dispatch
 from megatron_rl.rollout.weight_sync.sender import WeightSender
 from megatron_rl.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from megatron_rl.observability.prometheus.live import EngineReading
 
 log = logging.getLogger(__name__)
 PROBE_S = 0.6  # for a lost server, while other servers do its work
@@ -363,6 +367,21 @@ class VllmEngine:
             seed=seed,
             stop_token_ids=self._stop_ids,
         )
+
+    def readings(self) -> Sequence[EngineReading]:
+        """Return what is known of this rank's engines; of a server, whose /metrics says the rest, whether it serves."""
+        from megatron_rl.rollout.vllm.readings import reading_of
+
+        away = {id(x) for x in (*self._lost, *self._unready)}
+        return [
+            reading_of(
+                replica,
+                number,
+                is_up=id(replica) not in away and replica.name not in self._absent,
+                restarts=self._lives[id(replica)],
+            )
+            for number, replica in enumerate(self._replicas)
+        ]
 
     def sleep(self) -> None:
         """Give the GPU back: weights, keys and values are dropped, and the next sync brings the weights again.

@@ -62,10 +62,23 @@ class EngineProcess:
             self._tell_progress()
 
     def _tell_progress(self) -> None:
-        """Tell the rank, now and then, that steps are made: a long response is no engine that hangs."""
-        if time.monotonic() - self.told_at >= PROGRESS_S:
+        """Tell the rank, now and then, that steps are made, and how full the engine is; and when it is idle.
+
+        A long response is no engine that hangs.
+        """
+        is_idle = not self.engine.has_unfinished_requests()
+        if is_idle or time.monotonic() - self.told_at >= PROGRESS_S:
             self.told_at = time.monotonic()
-            frames.send(self.connection, {"kind": "progress"})
+            frames.send(self.connection, {"kind": "progress", **self._load()})
+
+    def _load(self) -> dict[str, float]:
+        """Return the engine's samples and the used share of its cache, from the scheduler (vLLM 0.32.0).
+
+        vLLM's own statistics, which ``disable_log_stats`` leaves out, would time every request.
+        """
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        running, waiting = scheduler.get_request_counts()
+        return {"running": running, "waiting": waiting, "kv_cache_usage": float(scheduler.get_kv_cache_usage())}
 
     def _read(self) -> None:
         """Read frames until the rank is gone, a frame breaks off, or memory is short; each of these ends the engine."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,6 +57,14 @@ def engine_environment(
     return own
 
 
+class EngineLoad(NamedTuple):
+    """Says how full an engine is: its samples that run and wait, and the used share of its keys and values."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+
+
 class ProcessReplica:
     """Runs one engine process; a thread reads its frames, and errors quote the last lines of its ``log_path``."""
 
@@ -70,6 +79,7 @@ class ProcessReplica:
         self.name = "the embedded vLLM engine"
         self.weight_version = NO_WEIGHTS
         self.progressed_at = -math.inf
+        self.load = self.peak = EngineLoad()
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
         self._ready: Future[ReplicaFacts] = Future()
@@ -100,6 +110,7 @@ class ProcessReplica:
             )
         # Read its frames, and send it the engine's arguments.
         theirs.close()
+        self.load = EngineLoad()
         self.name = f"the embedded vLLM engine (process {self._process.pid} of {socket.gethostname()})"
         self.weight_version = NO_WEIGHTS
         self._ready = Future()
@@ -130,12 +141,15 @@ class ProcessReplica:
         header = {"kind": "generate", "request_id": request.request_id, "sampling": sampling_parameters(request)}
         token_ids = np.array(request.token_ids, dtype=np.int64)
         try:
-            self._send(
-                header, {"token_ids": token_ids}, first=lambda: self._requests.update({request.request_id: future})
-            )
+            self._send(header, {"token_ids": token_ids}, first=lambda: self._note(request.request_id, future))
         except ReplicaLost as error:
             _settle(future, error)
         return future
+
+    def _note(self, request_id: str, future: Future) -> None:
+        if not self._requests:
+            self.peak = EngineLoad()
+        self._requests[request_id] = future
 
     def abort(self, request_id: str) -> None:
         with self._lock:
@@ -268,6 +282,8 @@ class ProcessReplica:
                 _settle(ready, ReplicaFacts(**facts))
             case "progress":
                 self.progressed_at = time.monotonic()
+                self.load = EngineLoad(header["running"], header["waiting"], header["kv_cache_usage"])
+                self.peak = EngineLoad(*map(max, self.peak, self.load))
             case "output":
                 _settle(self._taken(header), _completions(header, arrays))
             case "refused":

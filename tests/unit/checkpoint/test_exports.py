@@ -34,10 +34,10 @@ def test_a_new_run_sets_the_whole_folder_aside_but_not_its_own_model(tmp_path: p
     write(root, "step_8")
     for is_main in (True, False):
         with pytest.raises(ConfigError, match="step_8/hf is an export of an earlier run in .*give it another run.dir"):
-            start_anew(root, str(root / "step_8" / "hf"), is_main=is_main)
-    start_anew(root, "/models/other", is_main=False)
+            start_anew((root,), str(root / "step_8" / "hf"), is_main=is_main)
+    start_anew((root,), "/models/other", is_main=False)
     assert exported_steps(root) == [8]
-    start_anew(root, "/models/other", is_main=True)
+    start_anew((root,), "/models/other", is_main=True)
     assert exported_steps(root) == [] and exported_steps(tmp_path / "checkpoints.1") == [8]
 
 

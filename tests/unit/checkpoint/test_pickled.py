@@ -1,17 +1,20 @@
 """Checks checkpoint/pickled.py: nothing runs that a checkpoint or a rank names; the lists hold what is met alone."""
 
 import builtins
+import io
 import os
 import pathlib
 import pickle
 import pickletools
+import signal
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 
 from megatron_rl.checkpoint import pickled
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
@@ -218,3 +221,29 @@ def test_real_indexes_are_far_from_the_bounds(met):
     data = sum(path.stat().st_size for path in folder.glob("*.distcp"))
     print(f"{len(content)} bytes beside {data} of tensors, {whole.parts} parts, {deepest} deep")
     assert len(content) < data / 2 and whole.parts < len(content) and deepest < MOST_DEPTH / 2
+
+
+class AsDebian12:
+    """Pickles as a call of ``getattr``, as Python 3.11.2 pickles a member of an enum."""
+
+    def __init__(self, kind: object, name: object) -> None:
+        self.given = (kind, name)
+
+    def __reduce__(self):
+        return getattr, self.given
+
+
+def test_getattr_in_a_pickle_gives_members_of_allowed_enums_and_nothing_else() -> None:
+    def load(kind: object, name: object, unpickler: type[MetadataUnpickler] = PlanUnpickler) -> object:
+        return unpickler(io.BytesIO(pickle.dumps(AsDebian12(kind, name)))).load()
+
+    assert load(WriteItemType, "SHARD") is WriteItemType.SHARD
+    assert load(LoadItemType, "TENSOR") is LoadItemType.TENSOR
+    preserve = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    assert load(_MEM_FORMAT_ENCODING, preserve.name, MetadataUnpickler) is preserve
+    refused = [(WriteItemType, "__class__"), (WriteItemType, "mro"), (MetadataIndex, "__init__"), ("text", "format")]
+    for kind, name in refused:
+        with pytest.raises(pickle.UnpicklingError, match="no enum with that member"):
+            load(kind, name)
+    with pytest.raises(pickle.UnpicklingError, match="names signal.Signals"):  # an enum that is not in the lists
+        load(signal.Signals, "SIGKILL")

@@ -77,6 +77,20 @@ def test_an_unknown_key_is_answered_by_the_one_that_is_meant(given, answer):
     assert str(refused.value) == said
 
 
+@pytest.mark.parametrize(("given", "said"), [
+    (["profile.steps=[5,3]"], "profile.steps=[5, 3] ends before it begins; give [3, 5]"),
+    (["profile.steps=[1,21]"], "are 21 steps, whose trace no viewer opens; give at most 20, such as [1, 2]"),
+    (["profile.steps=[0,3]"], "profile.steps=0 must be at least 1"), (["profile.steps=[-2,3]"], "profile.steps=-2"),
+    (["profile.steps=[3]"], "profile.steps=[3] must be a list of 2 values"), (["profile.steps=3"], "profile.steps=3"),
+    (["profile.ranks=[]"], "profile.ranks=[] names no rank"), (["profile.ranks=[-1]"], "profile.ranks=-1 must be at"),
+    (["profile.tool=nsight"], "profile.tool='nsight'"), (["profile.step=[1,2]"], "nearest known key is profile.steps"),
+])
+def test_a_profile_that_cannot_be_is_refused_by_its_key(given, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(None, given)
+    assert load_config(None, ["profile.steps=[1,20]", "profile.ranks=[0,3]"]).profile.steps == (1, 20)
+
+
 def test_a_fault_names_the_place_of_each_of_its_keys(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  foo: 3\n")

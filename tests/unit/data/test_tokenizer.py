@@ -25,7 +25,7 @@ Change = Callable[[pathlib.Path], object]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer.save(make_tokenizer.make_characters("0123456789+-= "), folder)
+    make_tokenizer.save_tokenizer(make_tokenizer.make_characters("0123456789+-= "), folder)
     return folder
 
 

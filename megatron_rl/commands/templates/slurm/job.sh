@@ -21,24 +21,17 @@ latest_checkpoint() {
   cat "$run_dir/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none
 }
 
-# Bare metal: a virtual environment that all nodes see. Containers: NOT RUN BY US, no test machine has pyxis or apptainer; the command
-# lines are tested, what they start is not. IMAGE needs bash, torchrun and megatron_rl's requirements; the repository is mounted.
-container_options=() # of srun
-container_command=() # before the task's command
-venv=""              # that the tasks activate
+# Bare metal: a virtual environment that all nodes see. A container: IMAGE, by pyxis or apptainer (container.sh).
+venv="" # that the tasks activate
 case "${CONTAINER:-none}" in
   none)
     venv="${VENV:-.venv}"
     # shellcheck source=/dev/null
     source "$venv/bin/activate"
     ;;
-  pyxis) # enroot with NVIDIA's plugin for srun
-    container_options=(--container-image="${IMAGE:?CONTAINER=pyxis needs IMAGE, as nvcr.io#nvidia/pytorch:25.06-py3 or a .sqsh file}"
-      --container-mounts="$PWD:$PWD${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD" --no-container-mount-home)
-    ;;
-  apptainer)
-    container_command=(apptainer exec --nv --bind "$PWD${MOUNTS:+,$MOUNTS}" --pwd "$PWD"
-      "${IMAGE:?CONTAINER=apptainer needs IMAGE, a .sif file or docker://...}")
+  pyxis | apptainer)
+    # shellcheck source=megatron_rl/commands/templates/slurm/container.sh
+    source "$parts/container.sh"
     ;;
   *)
     echo "$SLURM_JOB_NAME: CONTAINER=$CONTAINER is not known; choose none, pyxis or apptainer" >&2
@@ -53,12 +46,13 @@ trap 'ended=1' TERM                                                             
 
 # step NODE... -- COMMAND: one task on each of the nodes, begun by task.sh. Becomes srun: call it in the background.
 step() {
-  local hosts=()
+  local hosts=() container_options=() container_command=() # of srun; before the task's command
   while [ "$1" != -- ]; do
     hosts+=("$1")
     shift
   done
   shift
+  [ -n "$venv" ] || enter_container "$@"
   # srun does not take over --cpus-per-task from sbatch (since SLURM 22.05). --wait: after the first task's end the others have as long.
   exec srun --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --nodelist="$(IFS=, && echo "${hosts[*]}")" \
     --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=0 --wait=300 --label \

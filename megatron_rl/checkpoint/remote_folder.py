@@ -1,0 +1,118 @@
+"""Checkpoints in an object store: checkpoint/folder.py's layout and promises where nothing can be renamed.
+
+    s3://bucket/run/
+        latest_checkpointed_iteration.txt
+        iter_0000030/                         whole: it has a manifest.json, which is uploaded last
+        iter_0000040/                         without one: being written, or left by a killed run
+
+Invariants (tests/unit/checkpoint/test_remote_folder.py, tests/s3/test_checkpoints.py):
+
+1. A folder counts iff its manifest.json is there. It is uploaded when every other object of the
+   folder was listed with the bytes that were sent.
+2. Removing a checkpoint removes its manifest first, so that it is invisible before it is incomplete.
+3. A folder without a manifest is never read; the next save removes it.
+
+A checkpoint of the same number (a run fell back past a damaged one) is removed before the new one
+is written: until that is whole, the one before counts.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+
+from megatron_rl.checkpoint.folder import (
+    LATEST,
+    MANIFEST,
+    manifest_text,
+    name_of,
+    numbered_folders,
+    remove,
+    whole_checkpoints,
+)
+from megatron_rl.errors import StoreError
+from megatron_rl.storage.remote import LEAVE_S, RemotePath
+
+log = logging.getLogger(__name__)
+
+
+def begin(root: RemotePath, iteration: int) -> None:
+    """Remove the leftovers of killed attempts under ``root``, and an older checkpoint of the same number."""
+    whole = set(whole_checkpoints(root)) - {iteration}
+    for leftover in set(numbered_folders(root)) - whole:
+        remove(root / name_of(leftover))
+
+
+class RemotePlace:
+    """Receives one checkpoint's files: each rank uploads its own, the main rank the small ones and the manifest.
+
+    scratch: a folder of this rank's disk, for the files that Megatron-Core writes itself: the index
+    of the tensors and the common state. Tensors go from memory to the store.
+    """
+
+    def __init__(self, root: RemotePath, iteration: int) -> None:
+        self.root, self.iteration = root, iteration
+        self.folder = root / name_of(iteration)
+        self.scratch = pathlib.Path(tempfile.mkdtemp(prefix=f"megatron_rl-checkpoint-{iteration}-"))
+
+    def begin(self) -> None:
+        begin(self.root, self.iteration)
+
+    def write_bucket(self, transforms: Sequence, _: int, bucket: tuple) -> tuple[list, str, dict[str, object]]:
+        """Upload a bucket of tensors; return torch's results, the file's name and its digest.
+
+        It does what ``FileSystemWriterAsync.write_preloaded_data`` (0.16.1 and 0.19.2) does to a
+        file of the disk, by torch's same function.
+        """
+        _, name, (raw, tensors) = bucket
+        with (self.folder / name).open("wb") as upload:
+            results = [
+                _write_item(*transforms, upload, data, item, name, SerializationFormat.TORCH_SAVE)
+                for item, data in (*raw, *tensors)
+            ]
+        return results, name, upload.digest()
+
+    def write_file(self, name: str, content: bytes) -> dict[str, object]:
+        """Upload a small file and return its digest."""
+        with (self.folder / name).open("wb") as upload:
+            upload.write(content)
+        return upload.digest()
+
+    def write_prefix(self, name: str, path: pathlib.Path, size: int) -> dict[str, object]:
+        """Upload the first ``size`` bytes of a file that others append to, and return their digest."""
+        with path.open("rb") as source, (self.folder / name).open("wb") as upload:
+            while (left := size - upload.tell()) > 0 and (block := source.read(min(left, 1 << 22))):
+                upload.write(block)
+        return upload.digest()
+
+    def complete(self, digests: Mapping[str, Mapping[str, object]]) -> None:
+        """Make the folder a checkpoint, on the main rank. Raises OSError where an object is not as it was sent."""
+        own = {path.name: self.write_file(path.name, path.read_bytes()) for path in sorted(self.scratch.iterdir())}
+        sent, found = {**digests, **own}, self.folder.files()
+        for name in sorted(sent.keys() | found.keys()):
+            wanted = sent[name]["bytes"] if name in sent else None
+            if wanted != found.get(name):
+                words = f"{found.get(name)} bytes are there and {wanted} were sent"
+                raise StoreError(errno.EIO, words, str(self.folder / name))
+        (self.folder / MANIFEST).write_text(manifest_text(self.iteration, sent))
+        (self.root / LATEST).write_text(f"{self.iteration}")
+
+    def free(self, names: Sequence[str]) -> None:
+        """Do nothing: what a failed rank has sent fills no disk, and ``abandon`` removes it."""
+
+    def close(self) -> None:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """Remove what was sent, on the main rank; what cannot be removed now goes with the next save."""
+        try:
+            remove(self.folder.within(LEAVE_S))
+        except OSError as error:
+            log.warning("%s stays unfinished until the next save: %s", self.folder, error)
+        self.close()

@@ -1,0 +1,60 @@
+"""Lets Megatron-Core load a checkpoint of an object store: small files come to the disk, tensors by ranges of bytes.
+
+``dist_checkpointing.load`` (0.16.1 and 0.19.2) takes a folder of the disk. It gets one that holds
+the checkpoint's index, format and common state; torch's ``FileSystemReader`` (2.13) opens every
+``*.distcp`` by ``FileSystem.create_stream`` and reads the chunks that the rank asked for. In that
+one place the file opened is the store's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from unittest.mock import patch
+
+from torch.distributed.checkpoint import filesystem as on_disk
+
+from megatron_rl.checkpoint.folder import MANIFEST
+from megatron_rl.checkpoint.pickled import COMMON, FORMAT, METADATA
+from megatron_rl.checkpoint.writer import raise_everywhere
+from megatron_rl.errors import CheckpointError
+from megatron_rl.storage.remote import RemotePath
+
+
+@contextlib.contextmanager
+def index_of(folder: RemotePath) -> Iterator[pathlib.Path]:
+    """Yield a folder of the disk that stands for a checkpoint while torch reads it; a collective.
+
+    Raises CheckpointError on every rank if one cannot fetch it.
+    """
+    error: CheckpointError | None = None
+    try:
+        kept = _fetched(folder, hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest())
+    except OSError as raised:
+        error = CheckpointError(f"{folder} cannot be loaded: {raised}")
+    raise_everywhere(error)
+    index = pathlib.Path(kept.name)
+    open_on_disk = on_disk.FileSystem.create_stream
+
+    def create_stream(system: on_disk.FileSystem, path, mode: str):
+        path = pathlib.Path(path)
+        if path.parent == index and path.suffix == ".distcp":
+            return (folder / path.name).open(mode)
+        return open_on_disk(system, path, mode)
+
+    with patch.object(on_disk.FileSystem, "create_stream", create_stream):
+        yield index
+
+
+@functools.lru_cache(maxsize=2)  # policy and critic; a load asks many times
+def _fetched(folder: RemotePath, _manifest: str) -> tempfile.TemporaryDirectory:
+    kept = tempfile.TemporaryDirectory(prefix="megatron_rl-index-")
+    there = folder.files()
+    for name in (METADATA, FORMAT, COMMON):
+        if name in there:
+            pathlib.Path(kept.name, name).write_bytes((folder / name).read_bytes())
+    return kept

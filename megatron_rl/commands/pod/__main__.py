@@ -1,0 +1,13 @@
+"""Start the pod's part: ``python -m megatron_rl.commands.pod`` is ``megatron-rl pod``."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_rl.commands.pod import request
+
+if __name__ == "__main__":
+    request.listen()
+    from megatron_rl.commands.pod.command import main  # seconds, in which a request to leave would be lost
+
+    sys.exit(main())

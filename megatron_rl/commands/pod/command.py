@@ -1,0 +1,201 @@
+"""Runs one pod's ranks: meets the other pods, starts torchrun, hands signals on, and ends with a code for the job.
+
+    megatron-rl pod --config run.yaml section.key=value ...     # what follows goes to megatron_rl.train
+
+As the container's first process it gets Kubernetes' SIGTERM, and the kernel hands it the orphans.
+It asks the ranks by SIGUSR1, once a second: each finishes its step, saves a checkpoint and leaves.
+torchrun is told nothing, since it would give the ranks 30 s and end them.
+
+| exit code | when |
+|---|---|
+| 0 | the run has ended |
+| EXIT_AGAIN, else 75 | the ranks were asked to leave, or failed past the checkpoint that they began with |
+| 2 | a setting cannot work: the job should end |
+| 1 and others | a failure, without a newer checkpoint: the job counts it |
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from megatron_rl.checkpoint.folder import whole_checkpoints
+from megatron_rl.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_PREEMPTED, TRAINER, read_arguments
+from megatron_rl.commands.launch import become
+from megatron_rl.commands.pod import request
+from megatron_rl.commands.pod.meeting import Left, meet
+from megatron_rl.commands.pod.place import Place, place_of
+from megatron_rl.config import Config
+from megatron_rl.distributed.child_process import adopt_orphans, environment
+from megatron_rl.errors import ConfigError, RunError
+
+MODULE = "megatron_rl.train"
+SHUTDOWN_S = 600  # that torchrun leaves the other ranks of a pod once one has left
+LOOK_S, ASK_S = 0.2, 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this pod's part of the job by the command line; return the exit code of the pod.
+
+    arguments: the trainer's; None: ``sys.argv``. ``--dry-run`` forecasts the whole job and starts
+    nothing.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        place = place_of(os.environ)
+        words = trainer_words(place, given)
+        config, options = read_arguments(words, TRAINER)  # a mistake in them ends the job before a rank starts
+    except (ConfigError, FileNotFoundError) as error:
+        print(f"megatron_rl: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    if options.dry_run:
+        become(dry_run_line(place, words))
+    return Pod(place, config).run(words)
+
+
+def trainer_words(place: Place, given: Sequence[str]) -> list[str]:
+    """Return the trainer's arguments: the pod's own, then those that were ``given``, which win."""
+    folder = ["--run-dir", place.run_dir] if place.run_dir else []
+    return [*folder, f"checkpoint.save_every_rollouts={place.save_every}", *given]
+
+
+def dry_run_line(place: Place, words: Sequence[str]) -> list[str]:
+    """Return the command that forecasts the whole job."""
+    job = ["--nodes", str(place.num_nodes), "--gpus-per-node", str(place.processes)]
+    return [sys.executable, "-m", MODULE, *job, *words]
+
+
+def torchrun_line(place: Place, head: str, words: Sequence[str]) -> list[str]:
+    """Return the command of this pod's torchrun.
+
+    head: pod 0's address, which all pods reach; of no meaning if the pod is alone.
+    """
+    start = [sys.executable, "-m", "megatron_rl.commands.ranks", "--nproc-per-node", str(place.processes)]
+    if place.num_nodes == 1:
+        where = ["--standalone", "--local-addr", "127.0.0.1"]
+    else:
+        where = [*("--nnodes", str(place.num_nodes), "--node-rank", str(place.node)),
+                 *("--master-addr", head, "--master-port", str(place.port))]  # fmt: skip
+        where += ["--local-addr", place.address] if place.address else []
+    return [*start, *where, "-m", MODULE, *words]
+
+
+class Pod:
+    """Runs one attempt of this pod's ranks.
+
+    config: the run's, as the command line gives it.
+    """
+
+    def __init__(self, place: Place, config: Config) -> None:
+        self.place = place
+        self._root = config.run.path / "checkpoints"
+        # Without checkpoints the ranks do not catch SIGUSR1, and leave by SIGTERM with nothing saved.
+        saves = config.checkpoint.save_every_rollouts > 0
+        self._number = signal.SIGUSR1 if saves else signal.SIGTERM
+        self._before = self._newest()
+
+    def run(self, words: Sequence[str]) -> int:
+        """Meet the other pods, run the ranks to their end, and return the exit code for the job."""
+        adopt_orphans()
+        place = self.place
+        self._say(f"pod {place.node} of {place.num_nodes}, {place.processes} ranks; {self._checkpoint(self._before)}")
+        try:
+            head = meet(place, lambda: request.asked() is not None, self._say)
+        except Left:
+            self._say(f"told to leave ({request.asked().name}) before the ranks had started: {place.exit_again}")
+            return place.exit_again
+        except (RunError, OSError) as error:  # of the port that the pods meet at
+            print(f"megatron_rl: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        code = self._end_of(self._start(torchrun_line(place, head, words)))
+        return self._exit_code(code)
+
+    def _start(self, line: Sequence[str]) -> int:
+        """Start torchrun with SIGUSR1 ignored, which its ranks inherit until they catch it; return its process id."""
+        own = {name: value for name, value in environment(os.environ).items() if not name.startswith("PET_")}
+        own.setdefault("OMP_NUM_THREADS", "1")
+        own.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        try:
+            return subprocess.Popen(line, env=own).pid
+        finally:
+            signal.signal(signal.SIGUSR1, request.note)
+
+    def _end_of(self, torchrun: int) -> int:
+        """Wait for torchrun's end, ask its ranks to leave if this pod is told to; return its exit code."""
+        asked_at = 0.0
+        while True:
+            while (ended := _reaped()) is not None:
+                if ended[0] == torchrun:
+                    return ended[1]
+            if request.asked() is not None and time.monotonic() - asked_at >= ASK_S:
+                asked_at = time.monotonic()
+                for rank in _children(torchrun):
+                    _tell(rank, self._number)
+            time.sleep(LOOK_S)
+
+    def _exit_code(self, code: int) -> int:
+        """Return the pod's exit code for torchrun's, and say why if they differ."""
+        if code in (0, EXIT_CONFIG):
+            return code
+        again, newest = self.place.exit_again, self._newest()
+        asked = request.asked()
+        if code == EXIT_PREEMPTED or asked is not None:
+            told = f"told to leave ({asked.name})" if asked is not None else "another pod was told to leave"
+            self._say(f"{told}, and the ranks have left with {code}; {self._checkpoint(newest)}: {again}")
+            return again
+        if newest > self._before:
+            self._say(f"the ranks failed with {code}, past where they began: {self._checkpoint(newest)}: {again}")
+            return again
+        self._say(f"the ranks failed with {code}, and saved nothing new: {self._checkpoint(newest)}")
+        return code
+
+    def _newest(self) -> tuple[int, int]:
+        """Return the newest whole checkpoints: RL's, the supervised start's; -1 if there is none."""
+        return (_newest(self._root), _newest(self._root / "supervised"))
+
+    def _checkpoint(self, newest: tuple[int, int]) -> str:
+        rl, supervised = newest
+        if rl < 0 and supervised >= 0:
+            return f"checkpoint: supervised step {supervised}"
+        return f"checkpoint: {rl if rl >= 0 else 'none'}"
+
+    def _say(self, text: str) -> None:
+        print(f"megatron-rl pod: {text}", file=sys.stderr, flush=True)
+
+
+def _newest(root: pathlib.Path) -> int:
+    return max(whole_checkpoints(root), default=-1)
+
+
+def _reaped() -> tuple[int, int] | None:
+    """Return a child that has ended, with its exit code, 128 + N for signal N; None if none has."""
+    process, status = os.waitpid(-1, os.WNOHANG)
+    if process == 0:
+        return None
+    code = os.waitstatus_to_exitcode(status)
+    return process, code if code >= 0 else 128 - code
+
+
+def _children(process: int) -> list[int]:
+    """Return the processes that ``process`` has started: torchrun's ranks. Linux."""
+    tasks = pathlib.Path(f"/proc/{process}/task").glob("*/children")
+    found: list[int] = []
+    for path in tasks:
+        try:
+            found += map(int, path.read_text().split())
+        except OSError:  # the thread has ended
+            continue
+    return found
+
+
+def _tell(process: int, number: int) -> None:
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:  # it has left meanwhile
+        return

@@ -1,0 +1,164 @@
+"""Puts named ranges around what a run's parts do, and takes them off again.
+
+Ranges lie around public methods, by an attribute of the instance that hides the class's own, and
+around a schedule's passes by its seam (PassWatch in backend/part.py). No range reads a tensor or
+draws a number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from megatron_rl.backend.packing import PackedMicroBatch, Packer
+from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.planning.timeline import rank_order
+from megatron_rl.types import StepKind
+
+Mark = Callable[[str], AbstractContextManager[None]]
+"""Returns a range of a name around its block; ranges of one thread nest."""
+
+STEPS = {StepKind.REAL: "optimizer step", StepKind.GHOST: "ghost step", StepKind.HELD: "held step"}
+
+
+@contextlib.contextmanager
+def nvtx_range(name: str) -> Iterator[None]:
+    """Put an NVTX range around the block, for Nsight Systems. Needs CUDA."""
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()
+
+
+def mark_for(*, traces: bool, nvtx: bool) -> Mark:
+    """Return a mark of ranges for torch.profiler (``traces``), for NVTX, or for both."""
+
+    @contextlib.contextmanager
+    def mark(name: str) -> Iterator[None]:
+        with contextlib.ExitStack() as contexts:
+            if nvtx:
+                contexts.enter_context(nvtx_range(name))
+            if traces:
+                contexts.enter_context(torch.profiler.record_function(name))
+            yield
+
+    return mark
+
+
+class WatchedPasses:
+    """Puts a range around every pass of a model's micro-batches (a PassWatch).
+
+    A name says the micro-batch's number among those of its step on this replica, from 0, the stage
+    in the order of the layers, and the chunk of this rank.
+
+    Example: ``forward mb=3 stage=1 chunk=0``; the passes of one step lie in ``passes that train``.
+    """
+
+    def __init__(self, mark: Mark, topology: Topology, prefix: str, ended: Callable[[], None]) -> None:
+        """Watch no pass yet. prefix: of the names. ended: called after the passes of each step."""
+        self._mark, self._topology, self._prefix, self._ended = mark, topology, prefix, ended
+        self._forwards: Counter[int] = Counter()
+        self._losses = 0
+        self._backwards: Iterator[tuple[int, int]] = iter(())
+
+    @contextlib.contextmanager
+    def running(self, num_microbatches: int, *, trains: bool) -> Iterator[None]:
+        """Begin to count a step's micro-batches anew."""
+        grid = self._topology
+        self._forwards, self._losses = Counter(), 0
+        order = rank_order(grid.pipeline_rank, grid.pipeline_size, grid.virtual_size, num_microbatches)
+        self._backwards = iter([(stage, number) for stage, number, backward in order if backward])
+        with self._mark(f"{self._prefix}passes that {'train' if trains else 'read'}"):
+            yield
+        self._ended()
+
+    def forward(self, chunk: int, microbatch: PackedMicroBatch) -> AbstractContextManager[None]:
+        """Count a chunk's next micro-batch; a filler's range says so."""
+        number, stage = self._forwards[chunk], chunk * self._topology.pipeline_size + self._topology.pipeline_rank
+        self._forwards[chunk] += 1
+        filler = " filler" if microbatch.source is not None and microbatch.source.filler else ""
+        return self._mark(f"{self._prefix}forward mb={number} stage={stage} chunk={chunk}{filler}")
+
+    def loss(self) -> AbstractContextManager[None]:
+        """Count the next loss."""
+        self._losses += 1
+        return self._mark(f"{self._prefix}loss mb={self._losses - 1}")
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Take the next backward of the schedule's order."""
+        stage, number = next(self._backwards)
+        chunk = stage // self._topology.pipeline_size
+        return self._mark(f"{self._prefix}backward mb={number} stage={stage} chunk={chunk}")
+
+
+class _WatchedPacker:
+    """Packs as a Packer does, within a range that numbers the micro-batches since ``restart``.
+
+    A step's passes ask for each of its micro-batches once, so that none of the next step is packed
+    before they end.
+    """
+
+    def __init__(self, packer: Packer, mark: Mark, prefix: str) -> None:
+        self._packer, self._mark, self._prefix, self._count = packer, mark, prefix, 0
+
+    def restart(self) -> None:
+        """Count from 0 again."""
+        self._count = 0
+
+    def pack(self, *args: object, **kwargs: object) -> PackedMicroBatch:
+        """Pack one micro-batch, in the packing thread."""
+        number, self._count = self._count, self._count + 1
+        with self._mark(f"{self._prefix}pack mb={number}"):
+            return self._packer.pack(*args, **kwargs)
+
+
+class Ranges:
+    """Holds the ranges that were put around a run's parts. No method is a collective.
+
+    whole: the name of the range that lasts until all are taken off.
+    """
+
+    def __init__(self, mark: Mark, whole: str) -> None:
+        self.mark = mark
+        self._undo = contextlib.ExitStack()
+        self._undo.enter_context(mark(whole))
+
+    def put_around(self, owner: object, method: str, name: str | Callable[..., str]) -> None:
+        """Put a range around each call of an object's method.
+
+        name: of the range, or a function of the call's arguments that returns it.
+        """
+        true, own = getattr(owner, method), method in vars(owner)
+
+        @functools.wraps(true)
+        def ranged(*args, **kwargs):
+            with self.mark(name if isinstance(name, str) else name(*args, **kwargs)):
+                return true(*args, **kwargs)
+
+        setattr(owner, method, ranged)
+        self._undo.callback(*((setattr, owner, method, true) if own else (delattr, owner, method)))
+
+    def put_around_model(self, model: TrainableModel, prefix: str = "") -> None:
+        """Put ranges around a model's passes, packing, reduction and optimizer steps.
+
+        prefix: of the names, for a model that is not the policy.
+        """
+        schedule, packer = model.schedule, model.packer
+        watched = _WatchedPacker(packer, self.mark, prefix)
+        schedule.watches = (WatchedPasses(self.mark, model.topology, prefix, ended=watched.restart),)
+        model.packer = watched
+        self._undo.callback(setattr, model, "packer", packer)
+        self._undo.callback(setattr, schedule, "watches", ())
+        self.put_around(model.optimizer, "reduce_gradients", f"{prefix}reduction")
+        self.put_around(model, "optim_step", lambda kind, *_, **__: prefix + STEPS[kind])
+
+    def take_off(self) -> None:
+        """Take every range off, and end the one that lasts until now."""
+        self._undo.close()

@@ -1,0 +1,218 @@
+"""Sums up the events of a trace: where the time went, by range and by operation, and what waited for the device.
+
+The events are those of torch.profiler's Chrome trace (2.13): ``cpu_op`` and ``user_annotation`` of
+the host's threads, ``kernel``, ``gpu_memcpy`` and ``gpu_memset`` of a GPU. Times in the events are
+microseconds, here seconds.
+
+1. A range's own time is its time less that of the ranges directly within it on the same thread; the
+   own times of a thread add up to the time of its outermost ranges. The same holds of operations.
+2. An idle share is 1 − (the union of the busy intervals within the window) / (the window).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+RANGE, OPERATION = "user_annotation", "cpu_op"
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+COLLECTIVE = re.compile(r"gloo:|nccl")  # ranges of torch's process groups, and NCCL's kernels
+# What makes the host wait for a GPU: calls of the driver, and operations that call them there.
+WAITS = frozenset({
+    *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+    *("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"),
+    *("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::_unique2"),
+})  # fmt: skip
+PASSES = ("forward", "loss", "backward")
+NUMBER = re.compile(r" (mb|step)=\d+.*")
+US = 1e-6
+
+Interval = tuple[float, float]
+"""(start, end) in microseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """Holds the times of all ranges or operations of one name.
+
+    total_s, own_s: seconds, with and without what lies within them on their threads.
+    peak_bytes: of a range, the most bytes allocated at once since the recording began; None where
+        no allocation was recorded.
+    """
+
+    count: int
+    total_s: float
+    own_s: float
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Holds what a trace says.
+
+    window_s: seconds of the whole recording.
+    num_events: of the trace.
+    main_idle_share: share of the window in which the main thread was in no operation of torch.
+    device_idle_share: share of the window in which no kernel or copy ran; None without a GPU.
+    collectives_s: seconds of the window in which a collective was under way.
+    passes_s, in_passes_s: seconds of the main thread in the schedule, and in forwards, losses and
+        backwards there; the rest is the pipeline's bubbles, communication and the schedule itself.
+    waits: by pass and by the name of what waits for a device, the number per micro-batch.
+    ranges, collectives, operations, kernels: by name, numbers of micro-batches and steps left out;
+        kernels and copies of a GPU, collectives among them.
+
+    Example: one ``forward mb=0`` of 3 s within ``passes that train`` of 4 s: ``passes_s=4``,
+    ``in_passes_s=3``, ``ranges["passes that train"].own_s=1``.
+    """
+
+    window_s: float
+    num_events: int
+    main_idle_share: float
+    device_idle_share: float | None
+    collectives_s: float
+    passes_s: float
+    in_passes_s: float
+    waits: dict[str, dict[str, float]]
+    ranges: dict[str, Timed]
+    collectives: dict[str, Timed]
+    operations: dict[str, Timed]
+    kernels: dict[str, Timed]
+
+    def to_json(self, rank: int, first_step: int, last_step: int) -> str:
+        """Return the summary as JSON, with its rank and steps."""
+        head = {"rank": rank, "first_step": first_step, "last_step": last_step}
+        return json.dumps(head | dataclasses.asdict(self), indent=1)
+
+
+def group_of(name: str) -> str:
+    """Return a range's name without its number: ``forward mb=3 stage=1 chunk=0`` becomes ``forward``."""
+    return NUMBER.sub("", name)
+
+
+def summarize(events: Iterable[dict], window: str, main: int) -> Summary:
+    """Sum up the events of a trace.
+
+    window: the name of the range around everything, on the main thread.
+    main: the system's number of the main thread.
+    Raises ValueError for a trace without that range.
+    """
+    events = list(events)
+    by_kind: dict[str, list[dict]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and "dur" in event:
+            by_kind[event.get("cat", "")].append(event)
+    annotated, operations = by_kind[RANGE], by_kind[OPERATION]
+    ranges = [event for event in annotated if not COLLECTIVE.match(event["name"])]
+    whole = next((_interval(event) for event in ranges if event["name"] == window), None)
+    if whole is None:
+        raise ValueError(f"the trace has no range {window!r} around it")
+    on_main = [event for event in operations if event["tid"] == main]
+    device = [event for kind in ON_DEVICE for event in by_kind[kind]]
+    collectives = [event for event in (*annotated, *device) if COLLECTIVE.match(event["name"])]
+    peaks = _peaks(events)
+    passes = [event for event in ranges if event["tid"] == main and group_of(event["name"]).split()[-1] in PASSES]
+    schedules = [event for event in ranges if event["tid"] == main and "passes that" in event["name"]]
+    return Summary(
+        window_s=(whole[1] - whole[0]) * US,
+        num_events=len(events),
+        main_idle_share=_idle_share(on_main, whole),
+        device_idle_share=_idle_share(device, whole) if device else None,
+        collectives_s=_busy_us(collectives, whole) * US,
+        passes_s=_busy_us(schedules, whole) * US,
+        in_passes_s=_busy_us(passes, whole) * US,
+        waits=_waits(passes, [*operations, *by_kind["cuda_runtime"], *by_kind["cuda_driver"]], ranges),
+        ranges=_timed(ranges, peaks),
+        collectives=_timed(collectives, None),
+        operations=_timed(operations, None),
+        kernels=_timed(device, None),
+    )
+
+
+def _interval(event: dict) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _idle_share(events: Sequence[dict], window: Interval) -> float:
+    return 1.0 - _busy_us(events, window) / max(window[1] - window[0], 1e-9)
+
+
+def _busy_us(events: Sequence[dict], window: Interval) -> float:
+    """Return the microseconds of the window in which one of the events runs."""
+    busy, reached = 0.0, window[0]
+    for start, end in sorted(map(_interval, events)):
+        start, end = max(start, reached), min(end, window[1])
+        if end > start:
+            busy, reached = busy + end - start, end
+    return busy
+
+
+def _timed(events: Sequence[dict], peaks: _Peaks | None) -> dict[str, Timed]:
+    """Return the times by name, those of the most own time first."""
+    count, total, own, peak = Counter(), Counter(), Counter(), {}
+    by_thread: dict[tuple, list[dict]] = defaultdict(list)
+    for event in events:
+        by_thread[event["pid"], event["tid"]].append(event)
+    for members in by_thread.values():
+        open_ones: list[tuple[float, str]] = []  # (end, name) of those that lie around the next event
+        for event in sorted(members, key=lambda event: (event["ts"], -event["dur"])):
+            name, (start, end) = group_of(event["name"]), _interval(event)
+            while open_ones and open_ones[-1][0] <= start:
+                open_ones.pop()
+            if open_ones:
+                own[open_ones[-1][1]] -= event["dur"]
+            open_ones.append((end, name))
+            count[name] += 1
+            total[name] += event["dur"]
+            own[name] += event["dur"]
+            if peaks is not None:
+                peak[name] = max(peak.get(name, 0), peaks.within(start, end))
+    return {
+        name: Timed(count=count[name], total_s=total[name] * US, own_s=own[name] * US, peak_bytes=peak.get(name))
+        for name in sorted(count, key=lambda name: -own[name])
+    }
+
+
+class _Peaks:
+    """Holds the bytes allocated at each moment at which they changed."""
+
+    def __init__(self, changes: list[tuple[float, int]]) -> None:
+        self._moments, self._bytes = [moment for moment, _ in changes], [total for _, total in changes]
+
+    def within(self, start: float, end: float) -> int:
+        """Return the most bytes held between two moments."""
+        first, behind = bisect.bisect_left(self._moments, start), bisect.bisect_right(self._moments, end)
+        return max(self._bytes[max(first - 1, 0) : behind], default=0)
+
+
+def _peaks(events: Sequence[dict]) -> _Peaks | None:
+    changes = [
+        (event["ts"], event["args"]["Total Allocated"])
+        for event in events
+        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
+    ]
+    return _Peaks(sorted(changes)) if changes else None
+
+
+def _waits(passes: Sequence[dict], calls: Sequence[dict], ranges: Sequence[dict]) -> dict[str, dict[str, float]]:
+    """Count what waits for the device within the passes of micro-batches, by pass and name, per micro-batch.
+
+    Autograd may run a backward in a thread of its own, in which no range lies; what threads with
+    ranges of their own do beside the pass is not counted.
+    """
+    elsewhere = {event["tid"] for event in ranges} - {event["tid"] for event in passes}
+    waiting = sorted((x["ts"], x["name"]) for x in calls if x["name"] in WAITS and x["tid"] not in elsewhere)
+    moments = [moment for moment, _ in waiting]
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    number = Counter(group_of(event["name"]) for event in passes)
+    for event in passes:
+        start, end = _interval(event)
+        first, behind = bisect.bisect_left(moments, start), bisect.bisect_right(moments, end)
+        found[group_of(event["name"])].update(name for _, name in waiting[first:behind])
+    return {
+        name: {call: times / count for call, times in sorted(found[name].items())} for name, count in number.items()
+    }

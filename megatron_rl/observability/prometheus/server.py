@@ -1,0 +1,203 @@
+"""The HTTP server that Prometheus scrapes: GET /metrics, and GET /healthz, which says "ok".
+
+One connection brings one request and ends. At most MOST_CONNECTIONS are open, each in a thread of
+its own; a further one ends the oldest, and none lives longer than REQUEST_S, however slowly its
+client writes or reads. So no client can hold the run, its threads or its descriptors.
+
+A server on this host's loopback answers under its own names alone, so that no page in a browser
+whose name was pointed here reads the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http
+import http.server
+import logging
+import socket
+import socketserver
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, exposition
+from prometheus_client.openmetrics import exposition as openmetrics
+
+from megatron_rl.distributed.http_access import is_known, is_loopback, names_loopback
+from megatron_rl.errors import ConfigError, quoted
+
+log = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 16
+REQUEST_S = 10.0  # of a connection, from its start to its end
+LOOK_S = 0.2  # between two looks at connections that are overdue
+GOODBYE_S = 1.0  # for the answers that are under way when the run ends
+PLAIN_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format, version 0.0.4
+BEARER = "bearer "
+
+
+class MetricsServer(http.server.ThreadingHTTPServer):
+    """Answers scrapes of a registry, in threads that end with it.
+
+    address, port: where it listens; port 0: any free one. keys: of clients; (): none is asked for.
+
+    Raises ConfigError for an address or a port that cannot be taken.
+    """
+
+    daemon_threads, block_on_close = True, False
+    request_queue_size = 32
+
+    def __init__(self, registry: CollectorRegistry, address: str, port: int, keys: Sequence[str]) -> None:
+        self.registry, self.keys = registry, tuple(keys)
+        self._open: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._guard = threading.Lock()
+        self.address_family, place = _resolved(address, port)
+        try:
+            super().__init__(place, MetricsHandler)
+        except OSError as error:
+            other = "name another by metrics.prometheus_port, or 0 for any free one"
+            raise ConfigError(
+                f"metrics.prometheus_port={port}: {address}:{port} cannot be listened on ({error.strerror}); {other}"
+            ) from error
+        self.is_local = is_loopback(place[0])
+        self._loop = threading.Thread(target=self.serve_forever, args=(LOOK_S,), name="metrics", daemon=True)
+
+    def server_bind(self) -> None:
+        """Bind, without HTTPServer's question for the host's name, which a slow name server would answer late."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+    def start(self) -> None:
+        """Begin to answer, in a thread."""
+        self._loop.start()
+
+    @property
+    def url(self) -> str:
+        """Return the address of the metrics."""
+        host = f"[{self.server_name}]" if ":" in self.server_name else self.server_name
+        return f"http://{host}:{self.server_port}/metrics"
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        """Accept a connection. Out of descriptors, wait a little: the loop would ask again at once."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(LOOK_S)
+            raise
+
+    def process_request(self, request: socket.socket, client_address: object) -> None:
+        """Answer in a thread; beyond MOST_CONNECTIONS the oldest connection is ended."""
+        with self._guard:
+            self._open[request] = time.monotonic()
+            surplus = list(self._open)[:-MOST_CONNECTIONS]
+            for oldest in surplus:
+                self._end(oldest)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """End the connections that are overdue; the loop calls it every LOOK_S."""
+        with self._guard:
+            since = time.monotonic() - REQUEST_S
+            for request in [each for each, begun in self._open.items() if begun < since]:
+                self._end(request)
+
+    def _end(self, request: socket.socket) -> None:
+        """End a connection under the guard; its thread, which waits for it, sees that and ends too."""
+        del self._open[request]
+        with contextlib.suppress(OSError):  # its client has gone already
+            request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        with self._guard:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Pass over a client that went away; log any other error of an answer, and go on."""
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+            log.exception("an answer to a scrape of the metrics failed; the run goes on")
+
+    def close(self) -> None:
+        """Free the port, and end: answers under way have GOODBYE_S."""
+        if self._loop.is_alive():
+            self.shutdown()
+        self.server_close()
+        ends_at = time.monotonic() + GOODBYE_S
+        while self._open and time.monotonic() < ends_at:
+            time.sleep(0.01)
+        with self._guard:
+            for request in list(self._open):
+                self._end(request)
+
+
+class MetricsHandler(http.server.BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server: MetricsServer
+    timeout = REQUEST_S
+
+    def version_string(self) -> str:
+        """Return what the answers say of the server: no release."""
+        return "megatron_rl"
+
+    def do_GET(self) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            self._answer(*refusal)
+            return
+        if urllib.parse.unquote(self.path.partition("?")[0]) == "/healthz":
+            self._answer(http.HTTPStatus.OK, b"ok\n", "text/plain; charset=utf-8")
+            return
+        if "application/openmetrics-text" in self.headers.get("Accept", ""):
+            content, kind = openmetrics.generate_latest(self.server.registry), openmetrics.CONTENT_TYPE_LATEST
+        else:
+            content, kind = exposition.generate_latest(self.server.registry), PLAIN_TYPE
+        self._answer(http.HTTPStatus.OK, content, kind)
+
+    def _refusal(self) -> tuple[http.HTTPStatus, bytes, str] | None:
+        """Return the answer by which a request is refused; None: it is not."""
+        text, path = "text/plain; charset=utf-8", urllib.parse.unquote(self.path.partition("?")[0])
+        hosts = self.headers.get_all("Host", [])
+        if self.server.is_local and not all(names_loopback(host) for host in hosts):
+            said = f"this server is {self.server.url}, on its host's loopback alone\n"
+            return http.HTTPStatus.FORBIDDEN, said.encode(), text
+        if path == "/healthz":
+            return None
+        if path != "/metrics":
+            said = f"{quoted(path)} is not served; ask for /metrics or /healthz\n"
+            return http.HTTPStatus.NOT_FOUND, said.encode("utf-8", "replace"), text
+        # the library reads headers as Latin-1, and keys of an environment variable are UTF-8
+        given = self.headers.get("Authorization", "").encode("latin-1", "replace").decode("utf-8", "surrogateescape")
+        key = given[len(BEARER) :].strip() if given[: len(BEARER)].lower() == BEARER else ""
+        if not is_known(key, self.server.keys):
+            said = "the header Authorization: Bearer KEY holds no key of this server (metrics.prometheus_key_env)\n"
+            return http.HTTPStatus.UNAUTHORIZED, said.encode(), text
+        return None
+
+    def _answer(self, status: http.HTTPStatus, content: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-store")
+        if status is http.HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Log nothing: Prometheus asks every few seconds."""
+
+
+def _resolved(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Return an address's family and its numbers. Raises ConfigError for one that is none of a host's."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"metrics.prometheus_address={quoted(address)} is no address of this host ({error}); name 127.0.0.1 for "
+            "this host alone, or 0.0.0.0 for every interface"
+        ) from error
+    return family, place[:2]

@@ -1,0 +1,73 @@
+"""The sink that Prometheus reads: it keeps what a run's rows say, and a server answers scrapes of it."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry
+
+from megatron_rl.config import MetricsConfig
+from megatron_rl.distributed.http_access import keys_in
+from megatron_rl.observability.completions import Completion
+from megatron_rl.observability.prometheus.collector import RunCollector, registry_of
+from megatron_rl.observability.prometheus.live import ReadLive
+from megatron_rl.observability.prometheus.server import MetricsServer
+from megatron_rl.observability.prometheus.values import Names, RunValues
+
+log = logging.getLogger(__name__)
+
+
+def server_of(settings: MetricsConfig, registry: CollectorRegistry) -> MetricsServer:
+    """Return the server that the settings ask for, bound to its port. Raises ConfigError if it cannot be."""
+    keys = keys_in(settings.prometheus_key_env, setting="metrics.prometheus_key_env")
+    return MetricsServer(registry, settings.prometheus_address, settings.prometheus_port, keys)
+
+
+class PrometheusSink:
+    """Serves a run's metrics until ``close``.
+
+    config: the resolved configuration as plain values, with ``total_steps``.
+    earlier: the rows of a run that goes on, up to its checkpoint: its counters begin with them.
+
+    Raises ConfigError for a variable without a key, and for an address or a port that cannot be
+    taken.
+    """
+
+    def __init__(
+        self,
+        run_dir: pathlib.Path,
+        settings: MetricsConfig,
+        config: Mapping[str, object],
+        earlier: Iterable[Mapping[str, object]],
+    ) -> None:
+        self._values = RunValues(Names.of(config), config["total_steps"])
+        for row in earlier:
+            self._values.add(row)
+        self._collector = RunCollector(self._values, run_dir.resolve().name)
+        self._server = server_of(settings, registry_of(self._collector))
+        self._server.start()
+        self.url = self._server.url
+        asks = settings.prometheus_key_env is not None
+        log.info("metrics for Prometheus: %s%s", self.url, ", to clients with a key" if asks else "")
+
+    def measured(self, stage: str, started_s: float, seconds: float) -> None:
+        """Keep the seconds of a stage that no row holds."""
+        self._values.add_interval(stage, seconds)
+
+    def write(self, step: int, scalars: Mapping[str, float], row: Mapping[str, object]) -> None:
+        """Keep one step's values; those that are not finite come from ``scalars``."""
+        self._values.add({**row, **scalars}, at=time.time())
+
+    def show(self, step: int, source: str, completions: Sequence[Completion]) -> None:
+        """Serve nothing: a metric holds no text of a prompt."""
+
+    def follow(self, live: ReadLive) -> None:
+        """Ask ``live`` for the values of now at each scrape."""
+        self._collector.live = live
+
+    def close(self, files: Sequence[pathlib.Path], *, failed: bool) -> None:
+        """End the server and free its port."""
+        self._server.close()

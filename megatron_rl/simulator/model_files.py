@@ -1,0 +1,213 @@
+"""Counts what loading and exporting a model cost on paper: bytes, reads, files and messages of each rank, and seconds.
+
+Pure: it takes a model's shape and a topology's degrees, and asks ``file_plan`` and ``mapping`` what
+the real load and export will do. Bytes are those of tensors; files' headers are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_rl.simulator.degrees import Degrees
+from megatron_rl.weights.entry import Entry, Layout
+from megatron_rl.weights.file_plan import FilePlan
+from megatron_rl.weights.mapping import hf_size, shard_reads, stage_entries
+from megatron_rl.weights.model_shape import ModelShape
+
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFiles:
+    """Counts one rank's part: bytes of tensors, and calls or messages.
+
+    read_bytes, num_reads: slices of the model's files, each read once.
+    written_bytes, num_files: of an export. sent_bytes, num_messages: to the owners in its groups.
+    """
+
+    read_bytes: int
+    num_reads: int
+    written_bytes: int
+    num_files: int
+    sent_bytes: int
+    num_messages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """Counts a model's load and export.
+
+    ranks: in the order of global ranks. read_by_host: the bytes that the ranks of each host read
+        from storage, each once, if the host's page cache holds what its ranks share.
+    num_files, largest_file_bytes: of the export.
+
+    Example: 16 bytes, DP=2 on one host: each rank reads 16, the host 16, one rank writes 16.
+    """
+
+    model_bytes: int
+    num_tensors: int
+    ranks: tuple[RankFiles, ...]
+    read_by_host: tuple[int, ...]
+    num_files: int
+    largest_file_bytes: int
+    ranks_per_host: int
+
+    @property
+    def written_by_host(self) -> tuple[int, ...]:
+        written = [rank.written_bytes for rank in self.ranks]
+        return tuple(sum(written[i : i + self.ranks_per_host]) for i in range(0, len(written), self.ranks_per_host))
+
+    def load_s(self, bytes_per_s: float) -> float:
+        """Return the seconds of loading at a host's bandwidth from storage."""
+        return max(self.read_by_host) / bytes_per_s
+
+    def export_s(self, bytes_per_s: float) -> float:
+        """Return the seconds of exporting at a host's bandwidth to storage."""
+        return max(self.written_by_host) / bytes_per_s
+
+    def figures(self, bytes_per_s: float) -> dict[str, Any]:
+        """Return the figures that the simulation writes, in bytes and seconds."""
+        most = {
+            f"most_{name}": max(getattr(rank, name) for rank in self.ranks)
+            for name in ("read_bytes", "num_reads", "written_bytes", "num_files", "sent_bytes", "num_messages")
+        }
+        return {
+            "model_bytes": self.model_bytes,
+            "tensors": self.num_tensors,
+            **most,
+            "read_bytes_of_all_ranks": sum(rank.read_bytes for rank in self.ranks),
+            "most_read_bytes_of_a_host": max(self.read_by_host),
+            "most_written_bytes_of_a_host": max(self.written_by_host),
+            "files": self.num_files,
+            "largest_file_bytes": self.largest_file_bytes,
+            "host_bytes_per_s": bytes_per_s,
+            "load_s": self.load_s(bytes_per_s),
+            "export_s": self.export_s(bytes_per_s),
+            "export_by_one_host_s": self.model_bytes / bytes_per_s,
+        }
+
+
+def count_model_files(shape: ModelShape, degrees: Degrees, plan: FilePlan, ranks_per_host: int) -> ModelFiles:
+    """Count the load and the export of a model. plan: of its export; the files to load have as wide numbers."""
+    sent = _sent(plan, degrees)
+    reads = _Reads(shape, degrees, plan.dtype)
+    ranks = []
+    written: dict[int, list[int]] = {}
+    for file in plan.files:
+        written.setdefault(file.owner, []).append(file.num_bytes)
+    for rank in range(degrees.world_size):
+        own = written.get(rank, [])
+        read_bytes, num_reads = reads.of_rank(rank)
+        sent_bytes, num_messages = sent[rank]
+        ranks.append(
+            RankFiles(
+                read_bytes=read_bytes,
+                num_reads=num_reads,
+                written_bytes=sum(own),
+                num_files=len(own),
+                sent_bytes=sent_bytes,
+                num_messages=num_messages,
+            )
+        )
+    hosts = [range(i, min(i + ranks_per_host, len(ranks))) for i in range(0, len(ranks), ranks_per_host)]
+    return ModelFiles(
+        model_bytes=sum(file.num_bytes for file in plan.files),
+        num_tensors=sum(len(file.tensors) for file in plan.files),
+        ranks=tuple(ranks),
+        read_by_host=tuple(reads.of_host(host) for host in hosts),
+        num_files=len(plan.files),
+        largest_file_bytes=max(file.num_bytes for file in plan.files),
+        ranks_per_host=ranks_per_host,
+    )
+
+
+def _sent(plan: FilePlan, degrees: Degrees) -> list[tuple[int, int]]:
+    """Return each rank's (bytes, messages) to the owners of an export."""
+    sent = [[0, 0] for _ in range(degrees.world_size)]
+    for owner, pieces in plan.pieces.items():
+        for piece in pieces:
+            num_bytes = math.prod(piece.size) * piece.dtype.itemsize
+            for source in piece.sources(owner, degrees):
+                if source != owner:
+                    sent[source][0] += num_bytes
+                    sent[source][1] += 1
+    return [(num_bytes, messages) for num_bytes, messages in sent]
+
+
+class _Reads:
+    """Counts the slices that ranks read, by what they hold: part of a stage's layers, part of its experts.
+
+    Counts are [bytes, calls] by (pipeline rank, tensor rank, whether an expert's): all
+    expert-parallel ranks read as much.
+    """
+
+    def __init__(self, shape: ModelShape, degrees: Degrees, dtype: torch.dtype) -> None:
+        self.degrees = degrees
+        self.counts: dict[tuple[int, int, bool], list[int]] = {}
+        self.shared: dict[tuple[int, bool], int] = {}  # bytes that all tensor ranks of a stage read alike
+        for stage in range(shape.num_stages):
+            for entry in stage_entries(shape, stage, degrees.expert_size):
+                self._add(entry, shape, stage % degrees.pipeline_size, dtype)
+
+    def _add(self, entry: Entry, shape: ModelShape, pipeline_rank: int, dtype: torch.dtype) -> None:
+        of_expert = entry.expert is not None
+        ranks = self.degrees.expert_tensor_size if of_expert else self.degrees.tensor_size
+        held = entry.held_by(0, shape, self.degrees.expert_size)
+        itemsize = 4 if entry.frozen else dtype.itemsize
+        for tensor_rank in range(ranks):
+            count = self.counts.setdefault((pipeline_rank, tensor_rank, of_expert), [0, 0])
+            for name, dimension, start, stop in shard_reads(held, shape, tensor_rank, ranks):
+                size = list(hf_size(shape, name))
+                size[dimension] = stop - start
+                count[0] += math.prod(size) * itemsize
+                count[1] += 1
+        if entry.layout is Layout.REPLICATED:
+            shared = math.prod(hf_size(shape, held.hf[0])) * itemsize
+            self.shared[pipeline_rank, of_expert] = self.shared.get((pipeline_rank, of_expert), 0) + shared
+
+    def _places(self, rank: int) -> tuple[tuple[int, int, bool, int], ...]:
+        """Return a rank's places: (pipeline rank, tensor rank, whether of experts, expert-parallel rank)."""
+        degrees = self.degrees
+        stage = rank // (degrees.world_size // degrees.pipeline_size)
+        expert_rank = rank // degrees.expert_tensor_size % degrees.expert_size
+        return (
+            (stage, rank % degrees.tensor_size, False, 0),
+            (stage, rank % degrees.expert_tensor_size, True, expert_rank),
+        )
+
+    def of_rank(self, rank: int) -> tuple[int, int]:
+        """Return the (bytes, calls) of a rank's slices."""
+        counts = [self.counts.get(place[:3], [0, 0]) for place in self._places(rank)]
+        return sum(x for x, _ in counts), sum(x for _, x in counts)
+
+    def of_host(self, ranks: Sequence[int]) -> int:
+        """Return the bytes that a host's ranks read, what several of them read counted once."""
+        places = {place for rank in ranks for place in self._places(rank)}
+        total = sum(self.counts.get(place[:3], [0, 0])[0] for place in places)
+        alike: dict[tuple[int, bool, int], int] = {}
+        for stage, _, of_expert, expert_rank in places:
+            alike[stage, of_expert, expert_rank] = alike.get((stage, of_expert, expert_rank), 0) + 1
+        return total - sum(self.shared.get(key[:2], 0) * (times - 1) for key, times in alike.items())
+
+
+def words(figures: dict[str, Any]) -> list[str]:
+    """Say the figures in two lines, of the load and of an export."""
+    speed = f"at {figures['host_bytes_per_s'] / GB:g} GB/s a host (--host-gb-per-s)"
+    return [
+        f"load: {_gb(figures['model_bytes'])} in {figures['tensors']:,} tensors; a rank reads at most "
+        f"{_gb(figures['most_read_bytes'])} in {figures['most_num_reads']:,} slices, a host "
+        f"{_gb(figures['most_read_bytes_of_a_host'])}: {figures['load_s']:.3g} s {speed}",
+        f"export: {figures['files']:,} files of at most {_gb(figures['largest_file_bytes'])}; a rank writes at most "
+        f"{_gb(figures['most_written_bytes'])} and sends {_gb(figures['most_sent_bytes'])} in "
+        f"{figures['most_num_messages']:,} messages, a host writes {_gb(figures['most_written_bytes_of_a_host'])}: "
+        f"{figures['export_s']:.3g} s (one host alone: {figures['export_by_one_host_s']:.3g} s)",
+    ]
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / GB:.4g} GB" if num_bytes >= GB / 10 else f"{num_bytes / 10**6:.3g} MB"

@@ -1,0 +1,384 @@
+"""A file or folder of an object store, with the methods of ``pathlib.Path`` that this package calls.
+
+An object store has no folders, no rename and no append: an object appears whole when its upload
+ends, and a folder is there as long as an object's name begins with it. Every request is one call of
+fsspec's (2026.9 ``spec.py``: ``info``, ``ls``, ``find``, ``cat_file``, ``open``, ``rm``), made in a
+thread that is waited for at most ``answer_s``; every failure is an OSError with the URL and one
+sentence. No driver's cache is used: what another rank wrote is seen.
+
+``RemotePath`` is no ``pathlib.Path`` and has no ``__fspath__``: code that was not written for URLs
+fails by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import hashlib
+import io
+import posixpath
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megatron_rl.errors import StoreError, shortened
+
+ANSWER_S = 300.0
+LEAVE_S = 2.0  # of a request that clears up behind an error: the other ranks have raised it already
+READ_AHEAD_BYTES = 1 << 23  # fetched for a smaller read
+READ_BYTES = 1 << 26  # the largest range of one request
+WRITE_BYTES = 1 << 25  # of a part of an upload; S3 takes 10,000 of them: objects of up to 312 GiB
+REASON_CHARS = 300
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Holds an object's size in bytes, and its kind as ``os.stat`` tells it."""
+
+    st_size: int
+    st_mode: int = stat.S_IFREG
+
+
+class RemotePath:
+    """Names an object, or a folder of objects. Comparisons and ``/`` ask nothing of the store.
+
+    system: fsspec's file system. scheme: of the URL. key: the name within the system, as the
+    system strips it. answer_s: seconds that the store may take for one request.
+    """
+
+    __slots__ = ("_size", "answer_s", "key", "scheme", "system")
+
+    def __init__(self, system, scheme: str, key: str, *, answer_s: float = ANSWER_S, size: int | None = None) -> None:
+        self.system, self.scheme, self.key, self.answer_s = system, scheme, key, answer_s
+        self._size = size
+
+    def _at(self, key: str, size: int | None = None) -> RemotePath:
+        return RemotePath(self.system, self.scheme, key, answer_s=self.answer_s, size=size)
+
+    # ---- names -----------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """Return the URL without its query, which may hold a signature."""
+        url = self.key if "://" in self.key else f"{self.scheme}://{self.key.lstrip('/')}"
+        return url.partition("?")[0] if self.scheme in ("http", "https") else url
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and (self.scheme, self.key) == (other.scheme, other.key)
+
+    def __hash__(self) -> int:
+        return hash((self.scheme, self.key))
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return self._at(posixpath.join(self.key, name))
+
+    @property
+    def name(self) -> str:
+        return posixpath.basename(self.key.rstrip("/"))
+
+    @property
+    def suffix(self) -> str:
+        return posixpath.splitext(self.name)[1]
+
+    @property
+    def parent(self) -> RemotePath:
+        return self._at(posixpath.dirname(self.key.rstrip("/")))
+
+    def within(self, answer_s: float) -> RemotePath:
+        """Return the same place for requests that may take ``answer_s`` seconds, or fewer where it had fewer."""
+        return RemotePath(self.system, self.scheme, self.key, answer_s=min(answer_s, self.answer_s))
+
+    def bucket(self) -> RemotePath:
+        """Return the bucket, the first part of the key."""
+        return self._at(self.key.strip("/").partition("/")[0])
+
+    def with_name(self, name: str) -> RemotePath:
+        return self.parent / name
+
+    def _below(self, key: str) -> str:
+        """Return an object's name below this folder; drivers differ in the slash that they begin with."""
+        return key.lstrip("/").removeprefix(self.key.strip("/")).lstrip("/")
+
+    # ---- what is there ---------------------------------------------------------------------------------------------
+
+    def stat(self) -> Facts:
+        """Return the object's size. Raises FileNotFoundError where there is none: a folder has no facts."""
+        if self._size is not None:
+            return Facts(self._size)
+        facts = self._ask(lambda: self.system.info(self.key))
+        if facts["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "it is no object but a folder of objects", str(self))
+        return Facts(int(facts["size"] or 0))
+
+    def exists(self) -> bool:
+        """Say whether there is such an object, or an object below it."""
+        return self._ask(lambda: self.system.exists(self.key))
+
+    def is_file(self) -> bool:
+        try:
+            self.stat()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_dir(self) -> bool:
+        return bool(self.children())
+
+    def children(self) -> dict[str, int | None]:
+        """Return the names right below this folder with their bytes, None for a folder; {} where there is nothing."""
+        try:
+            entries = self._ask(lambda: self.system.ls(self.key, detail=True))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        found = {self._below(x["name"].rstrip("/")): x["size"] if x["type"] == "file" else None for x in entries}
+        return {name: found[name] for name in sorted(found) if name}
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        for name, size in self.children().items():
+            yield self._at((self / name).key, size)
+
+    def files(self) -> dict[str, int]:
+        """Return every object below this folder by its relative name, with its bytes; {} where there is none."""
+        try:
+            found = self._ask(lambda: self.system.find(self.key, detail=True))
+        except FileNotFoundError:
+            return {}
+        sizes = {self._below(key): int(facts["size"] or 0) for key, facts in found.items()}
+        return {name: sizes[name] for name in sorted(sizes) if name and not name.endswith("/")}
+
+    def versions(self) -> dict[str, str]:
+        """Return every object below this folder by its relative name, with what changes if it does.
+
+        The object of this very name is ``""``; {} where there is nothing.
+        """
+        try:
+            found = self._ask(lambda: self.system.find(self.key, detail=True))
+        except FileNotFoundError:
+            return {}
+        return {self._below(key): _version(found[key]) for key in sorted(found) if not key.endswith("/")}
+
+    def matches(self) -> list[tuple[RemotePath, str]]:
+        """Return the objects that match this path as a pattern, in the order of their names, each with its version."""
+        found = self._ask(lambda: self.system.glob(self.key, detail=True))
+        return [(self._at(key), _version(found[key])) for key in sorted(found) if found[key]["type"] == "file"]
+
+    def glob(self, pattern: str) -> Iterator[RemotePath]:
+        """Yield the objects right below this folder whose names match, their sizes known."""
+        for path in self.iterdir():
+            if path._size is not None and fnmatch.fnmatchcase(path.name, pattern):
+                yield path
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def open(self, mode: str = "rb") -> io.BufferedReader | io.BufferedWriter:
+        """Open to read ranges (``rb``), or to upload from the start (``wb``).
+
+        A reader holds READ_AHEAD_BYTES. An upload holds a few parts of WRITE_BYTES and appears when
+        it is closed; if its ``with`` block raises, it does not appear.
+        """
+        if mode == "rb":
+            return io.BufferedReader(_Ranges(self, self.stat().st_size), READ_AHEAD_BYTES)
+        if mode == "wb":
+            return Upload(self)
+        raise ValueError(f"{self} can be opened by rb and wb, not by {mode}: an object store appends nothing")
+
+    def read_bytes(self) -> bytes:
+        with self.open("rb") as file:
+            return file.read()
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    # ---- writing ---------------------------------------------------------------------------------------------------
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write an object at once: a reader sees the old one or the new."""
+        with self.open("wb") as file:
+            file.write(content)
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        self.write_bytes(text.encode(encoding))
+
+    def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
+        """Do nothing: a folder of an object store begins with its first object."""
+
+    def unlink(self, *, missing_ok: bool = False) -> None:
+        try:
+            self._ask(lambda: self.system.rm_file(self.key))
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def remove_tree(self) -> None:
+        """Remove every object below this folder, and one of its own name; it is no error if there is none."""
+        if self.files() or self.is_file():
+            with contextlib.suppress(FileNotFoundError):  # another host was faster
+                self._ask(lambda: self.system.rm(self.key, recursive=True))
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return answered(call, self)
+
+
+def answered(call: Callable[[], T], path: RemotePath) -> T:
+    """Return what ``call`` returns, made in a thread. Raises OSError with the path's URL, also behind ``answer_s``.
+
+    A thread that is given up is left to itself: no driver can be interrupted.
+    """
+    results: list[T] = []
+    raised: BaseException | None = None
+
+    def run() -> None:
+        nonlocal raised
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 (raised below, in the thread that asked)
+            raised = error
+
+    thread = threading.Thread(target=run, name="store", daemon=True)
+    thread.start()
+    thread.join(path.answer_s)
+    if thread.is_alive():
+        raise StoreError(errno.ETIMEDOUT, f"the store has not answered for {path.answer_s:g} s", str(path))
+    if raised is not None:
+        raise _named(raised, path) from raised
+    return results[0]
+
+
+def _named(error: BaseException, path: RemotePath) -> BaseException:
+    """Return an error of a driver as an OSError with the path's URL and one sentence."""
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, "there is no such object, folder or bucket", str(path))
+    words = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
+    if isinstance(error, PermissionError):
+        return StoreError(errno.EACCES, f"the store refuses it: {shortened(words, REASON_CHARS)}", str(path))
+    if not isinstance(error, Exception):
+        return error
+    number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+    return StoreError(number, f"{type(error).__name__}: {shortened(words, REASON_CHARS)}", str(path))
+
+
+def _version(facts: Mapping[str, object]) -> str:
+    """Return an object's size and the tags that drivers give it: an ETag, a digest, a time."""
+    tags = ("ETag", "etag", "md5Hash", "generation", "LastModified", "updated", "mtime", "created")
+    return " ".join(str(facts[name]) for name in ("size", *tags) if facts.get(name) is not None)
+
+
+class _Ranges(io.RawIOBase):
+    """Reads ranges of an object: one request for each read, of READ_BYTES at most."""
+
+    def __init__(self, path: RemotePath, size: int) -> None:
+        self.path, self.size, self.position = path, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence] + offset
+        return self.position
+
+    def readinto(self, buffer) -> int:
+        count = max(0, min(len(buffer), READ_BYTES, self.size - self.position))
+        if not count:
+            return 0
+        start, end = self.position, self.position + count
+        content = answered(lambda: self.path.system.cat_file(self.path.key, start=start, end=end), self.path)
+        if len(content) != count:
+            raise StoreError(
+                errno.EIO, f"bytes {start} to {end} were asked for and {len(content)} came", str(self.path)
+            )
+        memoryview(buffer)[:count] = content
+        self.position = end
+        return count
+
+
+class Upload(io.BufferedWriter):
+    """Uploads one object in parts; leaving its ``with`` block by an error, or ``abort``, leaves no object."""
+
+    raw: _Parts
+
+    def __init__(self, path: RemotePath) -> None:
+        super().__init__(_Parts(path), WRITE_BYTES)
+
+    def digest(self) -> dict[str, object]:
+        """Return ``{"bytes": int, "sha256": hex}`` of what was uploaded; the file is closed."""
+        return {"bytes": self.raw.position, "sha256": self.raw.sha.hexdigest()}
+
+    def abort(self) -> None:
+        self.raw.abort()
+        self.close()
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is not None:
+            self.raw.abort()
+        self.close()
+
+
+class _Parts(io.RawIOBase):
+    """Hands parts of WRITE_BYTES to fsspec's file; after ``abort`` it takes bytes and drops them."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self.path, self.position, self.aborted = path, 0, False
+        self.sha = hashlib.sha256()
+        self.file = answered(lambda: path.system.open(path.key, "wb", block_size=WRITE_BYTES), path)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def write(self, content) -> int:
+        part = memoryview(content).cast("B")[:WRITE_BYTES]
+        if not self.aborted:
+            try:
+                answered(lambda: self.file.write(part), self.path)
+            except OSError:
+                self.abort()
+                raise
+        self.sha.update(part)
+        self.position += len(part)
+        return len(part)
+
+    def abort(self) -> None:
+        """Forget the upload. The parts on the store go too, if it answers."""
+        if self.aborted:
+            return
+        self.aborted, file = True, self.file
+        with contextlib.suppress(OSError):  # the error that led here is the one to tell
+            answered(lambda: _discard(file), self.path)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        if not self.aborted:
+            try:
+                answered(self.file.close, self.path)
+            except OSError:
+                self.abort()
+                raise
+
+
+def _discard(file) -> None:
+    """End fsspec's file without its last part, which its ``close`` and its ``__del__`` would upload."""
+    file.autocommit = False
+    try:
+        file.discard()
+    finally:
+        if isinstance(file, io.BytesIO):  # memory://, where an object is there as soon as it is opened
+            file.fs.store.pop(file.path, None)
+        else:
+            file.closed = True

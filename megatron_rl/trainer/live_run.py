@@ -1,0 +1,108 @@
+"""What a run is doing between two steps, read from its parts by a thread that serves its metrics.
+
+Nothing here waits or takes a lock of the run: the main thread writes while it is read, so a value
+may be a moment old, and two values may be of two moments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron_rl.backend.trainable_model import TrainableModel
+from megatron_rl.checkpoint.manager import CheckpointManager
+from megatron_rl.checkpoint.run_state import ResumePoint
+from megatron_rl.config import Config
+from megatron_rl.distributed.watchdog import Watchdog
+from megatron_rl.observability.prometheus.live import EngineReading, LiveValues
+from megatron_rl.rollout.queue import RolloutQueue
+
+
+@dataclass(kw_only=True, eq=False)
+class LiveRun:
+    """Reads the values of now (observability/prometheus/live.py); a call returns them.
+
+    facts: see ``LiveValues``.
+    rank: of this process.
+    resumed_at: seconds since 1970 of the checkpoint that the run goes on from; None: it begins.
+    queue: of rollouts; None while engines start.
+    """
+
+    facts: Mapping[str, str]
+    rank: int
+    watchdog: Watchdog
+    checkpoints: CheckpointManager
+    resumed_at: float | None
+    queue: RolloutQueue | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        backend: TrainableModel,
+        watchdog: Watchdog,
+        checkpoints: CheckpointManager,
+        resume_point: ResumePoint | None,
+    ) -> LiveRun:
+        """Make it for the parts that a run has before its engines start."""
+        return cls(
+            facts=facts_of(config, backend),
+            rank=backend.topology.rank,
+            watchdog=watchdog,
+            checkpoints=checkpoints,
+            resumed_at=None if resume_point is None else resume_point.folder.stat().st_mtime,
+        )
+
+    def __call__(self) -> LiveValues:
+        """Return the values of now."""
+        stage, seconds = self.watchdog.doing
+        values = LiveValues(
+            facts=self.facts,
+            stage=stage,
+            stage_s=seconds,
+            checkpoint_at=self.checkpoints.saved_at or self.resumed_at,
+        )
+        if self.queue is None:
+            return values
+        jobs, manager = list(self.queue.jobs.values()), self.queue.manager
+        totals = manager.metrics.totals
+        return dataclasses.replace(
+            values,
+            rollouts_under_way=len(jobs),
+            groups={
+                "asked": sum(len(job.mine) for job in jobs),
+                "generated": sum(len(job.rollouts) for job in jobs),
+                "scored": sum(len(job.scores) for job in jobs),
+            },
+            sent_version=manager.sent_version,
+            weight_syncs=totals["syncs"],
+            weight_sync_s=totals["sync_s"],
+            engines=dict(self._engines(self.queue)),
+        )
+
+    def _engines(self, queue: RolloutQueue) -> Iterator[tuple[int, EngineReading]]:
+        """Yield every known engine by its number: this rank's as they are now, over those of the last rollout's end."""
+        for rank, engines in enumerate(queue.manager.metrics.engines):
+            for reading in engines:
+                number = rank if reading["number"] is None else reading["number"]
+                yield number, EngineReading(**{**reading, "running": None, "waiting": None, "kv_cache_usage": None})
+        for reading in queue.manager.engine.readings():
+            yield self.rank if reading.number is None else reading.number, reading
+
+
+def facts_of(config: Config, backend: TrainableModel) -> dict[str, str]:
+    """Return what stays the same during a run, as labels of its info metric."""
+    topology = backend.topology
+    engine = "none" if not config.generates else "servers" if config.rollout.servers else config.rollout.engine
+    return {
+        "model_family": backend.shape.family,
+        "world_size": str(topology.world_size),
+        "tensor": str(topology.tensor_size),
+        "pipeline": str(topology.pipeline_size),
+        "context": str(topology.context_size),
+        "expert": str(topology.expert_size),
+        "data": str(topology.data_size),
+        "engine": engine,
+        "dtype": config.model.dtype,
+    }

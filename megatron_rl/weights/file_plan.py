@@ -1,0 +1,266 @@
+"""Plans an export's files from sizes alone: which rank writes which tensors, so that all ranks write at once.
+
+Every parameter of a pipeline stage has one owner, a rank of that stage, that writes all its Hugging
+Face tensors. So shards travel to the owner within its own group: its tensor ranks, or those that
+share an expert. Only a file's tensor that stacks all experts of a layer meets at its owner from all
+expert-parallel ranks. Data-parallel replicas hold equal shards, and share out the parameters.
+
+Invariants (tests/unit/weights/test_file_plan.py):
+
+1. Every tensor of the model is in exactly one file, and every file has one owner.
+2. A file has at most ``FileSizes.most_bytes``, unless it is one tensor.
+3. The plan follows from shape, sizes, dtype and limits: all ranks make the same.
+4. A stage's ranks write equal bytes to within the stage's largest parameter, unless
+   ``FileSizes.least_bytes`` leaves some without work.
+5. A shard that is not split travels from the first rank that holds it, or not at all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_rl.weights.entry import Entry, Layout
+from megatron_rl.weights.families.register import stacking
+from megatron_rl.weights.mapping import TIED_HEAD, hf_size, shard_size, stage_entries
+from megatron_rl.weights.model_shape import ModelShape
+from megatron_rl.weights.shards import Planned, cut_shards, file_name
+
+
+class Sizes(Protocol):
+    """Holds a topology's degrees; a ``Topology`` and the simulator's ``Degrees`` do."""
+
+    world_size: int
+    tensor_size: int
+    pipeline_size: int
+    expert_size: int
+    expert_tensor_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSizes:
+    """Bounds an export's files.
+
+    most_bytes: of a file; a larger tensor has a file of its own.
+    least_bytes: below so many for each rank, a stage's parameters go to fewer ranks.
+    """
+
+    most_bytes: int = 5 * 10**9
+    least_bytes: int = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Describes one Megatron parameter on its way to its owner.
+
+    entry: an expert's stands for that of every expert-parallel rank (``Entry.held_by``).
+    pipeline_rank, chunk: where it is. expert_rank: the expert-parallel rank that holds it; None for
+        any but an expert's.
+    size: the shape of one shard. num_shards: those that the owner needs: 1 if the ranks hold
+        copies.
+    dtype: of the shards and the tensors.
+    """
+
+    entry: Entry
+    pipeline_rank: int
+    chunk: int
+    expert_rank: int | None
+    size: tuple[int, ...]
+    num_shards: int
+    dtype: torch.dtype
+
+    def sources(self, owner: int, sizes: Sizes) -> range:
+        """Return the global ranks that hold the shards, in their order, in the owner's own replica."""
+        span = sizes.tensor_size if self.expert_rank is None else sizes.expert_size * sizes.expert_tensor_size
+        first = owner // span * span + (self.expert_rank or 0) * sizes.expert_tensor_size
+        return range(first, first + self.num_shards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Holds the pieces of tensors that must be written by one rank, in the order in which they come.
+
+    num_bytes: of the tensors.
+
+    Example: q, k and v of a layer, of one piece; a stack of 8 experts' down_proj, of 8 pieces.
+    """
+
+    pieces: tuple[Piece, ...]
+    tensors: tuple[Planned, ...]
+    num_bytes: int
+
+    @property
+    def of_experts(self) -> bool:
+        return self.pieces[0].expert_rank is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """Describes a file: ``PlannedFile(name="model-00002-of-00004.safetensors", owner=1, tensors=(…,))``."""
+
+    name: str
+    owner: int
+    tensors: tuple[Planned, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of its tensors, without the header's."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """Says what each rank writes.
+
+    dtype: of the tensors, frozen buffers aside. files: in the order of their numbers.
+    pieces: of each rank that writes, what it collects in the order of its files: those of the
+        layers that all tokens pass, then experts'.
+    """
+
+    dtype: torch.dtype
+    files: tuple[PlannedFile, ...]
+    pieces: dict[int, tuple[Piece, ...]]
+
+    def of(self, rank: int) -> list[tuple[str, tuple[Planned, ...]]]:
+        """Return the names and tensors of a rank's files."""
+        return [(file.name, file.tensors) for file in self.files if file.owner == rank]
+
+    def collected(self, rank: int, *, of_experts: bool) -> tuple[Piece, ...]:
+        """Return the pieces that a rank collects, experts' or the others."""
+        return tuple(x for x in self.pieces.get(rank, ()) if (x.expert_rank is not None) == of_experts)
+
+
+def plan_files(shape: ModelShape, sizes: Sizes, dtype: torch.dtype, limits: FileSizes) -> FilePlan:
+    """Share a model's tensors out over the ranks, and each rank's over files. dtype: of all but frozen buffers."""
+    if limits.most_bytes < 1 or limits.least_bytes < 1:
+        raise ValueError(f"{limits} must be at least 1 byte each")
+    shares: dict[int, list[Unit]] = {}
+    for pipeline_rank in range(sizes.pipeline_size):
+        units = _units(shape, sizes, pipeline_rank, dtype)
+        shares |= {rank: own for rank, own in _shared_out(units, sizes, pipeline_rank, limits).items() if own}
+    cut = {
+        rank: cut_shards([tensor for unit in own for tensor in unit.tensors], limits.most_bytes)
+        for rank, own in sorted(shares.items())
+    }
+    owned = [(rank, tuple(tensors)) for rank, files in cut.items() for tensors in files]
+    return FilePlan(
+        dtype=dtype,
+        files=tuple(
+            PlannedFile(name=file_name(i, len(owned)), owner=rank, tensors=tensors)
+            for i, (rank, tensors) in enumerate(owned)
+        ),
+        pieces={rank: tuple(piece for unit in shares[rank] for piece in unit.pieces) for rank in cut},
+    )
+
+
+def _units(shape: ModelShape, sizes: Sizes, pipeline_rank: int, dtype: torch.dtype) -> list[Unit]:
+    """Return the units of one pipeline rank, its chunks one after the other, layer by layer."""
+    stacked = stacking(shape.family) is not None
+    units: list[Unit] = []
+    stacks: dict[str, list[tuple[Piece, list[Planned]]]] = {}
+    for stage in range(pipeline_rank, shape.num_stages, sizes.pipeline_size):
+        for piece, tensors, num_bytes in _pieces(shape, sizes, stage, dtype):
+            if stacked and (stack := _stack_of(tensors[0].name, shape.family)) is not None:
+                stacks.setdefault(stack, []).append((piece, tensors))
+            else:
+                units.append(Unit(pieces=(piece,), tensors=tuple(tensors), num_bytes=num_bytes))
+    for parts in stacks.values():
+        from megatron_rl.weights.stacked import joined_plan
+
+        parts.sort(key=lambda part: (part[0].expert_rank, part[0].entry.expert))  # the number among all experts
+        joined = joined_plan([tensor for _, tensors in parts for tensor in tensors], shape.family)
+        num_bytes = sum(tensor.num_bytes for tensor in joined)
+        units.append(Unit(pieces=tuple(piece for piece, _ in parts), tensors=tuple(joined), num_bytes=num_bytes))
+    return units
+
+
+def _stack_of(name: str, family: str) -> str | None:
+    from megatron_rl.weights.stacked import slice_of
+
+    place = slice_of(name, stacking(family))
+    return None if place is None else place.stack
+
+
+def _pieces(
+    shape: ModelShape, sizes: Sizes, stage: int, dtype: torch.dtype
+) -> Iterator[tuple[Piece, list[Planned], int]]:
+    """Yield each parameter of a stage, of every expert-parallel rank, its Hugging Face tensors and their bytes."""
+    chunk, pipeline_rank = divmod(stage, sizes.pipeline_size)
+    for entry in stage_entries(shape, stage, sizes.expert_size):
+        if entry == TIED_HEAD:
+            continue
+        of_expert = entry.expert is not None
+        ranks = sizes.expert_tensor_size if of_expert else sizes.tensor_size
+        kind = torch.float32 if entry.frozen else dtype
+        whole = [hf_size(shape, name) for name in entry.hf]
+        num_bytes = sum(map(math.prod, whole)) * kind.itemsize
+        facts = dict(
+            entry=entry,
+            pipeline_rank=pipeline_rank,
+            chunk=chunk,
+            size=shard_size(entry, shape, ranks),
+            num_shards=1 if entry.layout is Layout.REPLICATED else ranks,
+            dtype=kind,
+        )
+        for expert_rank in range(sizes.expert_size) if of_expert else (None,):
+            names = entry.held_by(expert_rank or 0, shape, sizes.expert_size).hf if of_expert else entry.hf
+            tensors = [Planned(name=name, shape=x, dtype=kind) for name, x in zip(names, whole, strict=True)]
+            yield Piece(expert_rank=expert_rank, **facts), tensors, num_bytes
+
+
+def _shared_out(units: Sequence[Unit], sizes: Sizes, pipeline_rank: int, limits: FileSizes) -> dict[int, list[Unit]]:
+    """Return each rank's units, the largest given first to the rank with the least.
+
+    A stack of experts goes to any rank of the stage, an expert's tensors to one that shares the
+    expert, a copy that all tensor ranks hold to the first of them.
+    """
+    num_ranks = sizes.world_size // sizes.pipeline_size
+    first = pipeline_rank * num_ranks
+    num_bytes = sum(unit.num_bytes for unit in units)
+    owners = _spread(range(first, first + num_ranks), num_bytes, limits)
+    loads = dict.fromkeys(range(first, first + num_ranks), 0)
+    chosen: dict[int, int] = {}
+
+    def give(numbers: list[int], ranks: Sequence[int]) -> None:
+        heap = [(loads[rank], rank) for rank in ranks]
+        heapq.heapify(heap)
+        for number in sorted(numbers, key=lambda x: -units[x].num_bytes):
+            load, rank = heap[0]
+            chosen[number] = rank
+            heapq.heapreplace(heap, (load + units[number].num_bytes, rank))
+        loads.update((rank, load) for load, rank in heap)
+
+    kinds: dict[int | str, list[int]] = {}
+    for number, unit in enumerate(units):
+        kinds.setdefault(_kind(unit), []).append(number)
+    give(kinds.pop("copy", []), [rank for rank in owners if rank % sizes.tensor_size == 0])
+    give(kinds.pop("any", []), owners)
+    for expert_rank, numbers in kinds.items():  # last: their many small tensors level what the large ones left
+        sharing = [x for x in loads if x // sizes.expert_tensor_size % sizes.expert_size == expert_rank]
+        give(numbers, _spread(sharing, sum(units[x].num_bytes for x in numbers), limits))
+    shares: dict[int, list[Unit]] = {rank: [] for rank in loads}
+    for of_experts in (False, True):
+        for number, unit in sorted(enumerate(units), key=lambda x: -x[1].num_bytes):  # so that rounds are even
+            if unit.of_experts == of_experts:
+                shares[chosen[number]].append(unit)
+    return shares
+
+
+def _kind(unit: Unit) -> int | str:
+    if len(unit.pieces) > 1:
+        return "any"
+    (piece,) = unit.pieces
+    if piece.expert_rank is not None:
+        return piece.expert_rank
+    return "copy" if piece.num_shards == 1 else "any"
+
+
+def _spread(ranks: Sequence[int], num_bytes: int, limits: FileSizes) -> list[int]:
+    """Return as many of ``ranks`` as have enough to write, evenly over all of them and so over hosts."""
+    count = min(len(ranks), max(1, num_bytes // limits.least_bytes))
+    return [ranks[i * len(ranks) // count] for i in range(count)]
