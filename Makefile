@@ -181,9 +181,10 @@ $(TINKER)/.installed: $(STAMP) $(TINKER_PINS)
 test-s3: $(S3)/.installed  ## checkpoints and exports on a real S3 server (moto), through kills, cuts and damage, in .venv-s3 (0.4 GB)
 	PATH="$(CURDIR)/$(S3)/bin:$(CALLED_PATH)" VIRTUAL_ENV="$(CURDIR)/$(S3)" $(S3)/bin/python -m pytest tests/s3 $(PYTEST_ARGS)
 
+# s3fs is in .venv; its aiobotocore bounds botocore, and so the boto3 that moto brings.
 $(S3)/.installed: $(STAMP)
 	@$(call SHARING_VENV,$(S3),0.4 GB)
-	$(S3)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[s3]' 'moto[server]==5.2.5'
+	$(S3)/bin/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) 'moto[s3]==5.2.5' flask flask-cors 'boto3<1.43.118'
 	@touch $@
 
 test-extras: $(STAMP)  ## what asks the package index: that each installation of docs/installation.md resolves, three rollouts of a real model

@@ -200,8 +200,7 @@ class RemotePath:
 
     def write_bytes(self, content: bytes) -> None:
         """Write an object at once: a reader sees the old one or the new."""
-        with self.open("wb") as file:
-            file.write(content)
+        self._ask(lambda: self.system.pipe_file(self.key, content))
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
         self.write_bytes(text.encode(encoding))

@@ -145,7 +145,7 @@ def _seen_by_all(folder: pathlib.Path | RemotePath, token: str, *, is_main: bool
     """
     file = folder / TOKEN
     until = time.monotonic() + SEEN_S
-    while not (seen := file.is_file() and file.read_text() == token) and time.monotonic() < until:
+    while not (seen := _reads(file, token)) and time.monotonic() < until:
         time.sleep(0.1)
     blind = [rank for rank, sees in enumerate(gather_json(seen)) if not sees]
     if blind and not isinstance(folder, pathlib.Path):
@@ -160,6 +160,13 @@ def _seen_by_all(folder: pathlib.Path | RemotePath, token: str, *, is_main: bool
             *(folder, len(blind), dist.get_world_size(), blind[0]),
         )
     return not blind
+
+
+def _reads(file: pathlib.Path | RemotePath, token: str) -> bool:
+    try:
+        return file.is_file() and file.read_text() == token
+    except OSError:  # of a disk or store that this rank cannot read; the others must not wait for it
+        return False
 
 
 def _write_own(parameters: Parameters, plan: FilePlan, folder: pathlib.Path | RemotePath) -> None:

@@ -75,6 +75,7 @@ def test_longest_first_equals_drawn_order_bit_for_bit(made, arithmetic, tmp_path
     assert all(row["perf/rollout_tail_s"] >= 0.0 for row in firsts_of(drawn) + firsts_of(longest))
 
 
+@pytest.mark.long
 def test_lengths_go_on_from_a_checkpoint(made, arithmetic, tmp_path):
     """A run that goes on from a checkpoint has the lengths of the whole one, and ends with its queue and weights."""
     data = few_prompts(arithmetic, tmp_path, 16)

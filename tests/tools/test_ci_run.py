@@ -11,7 +11,7 @@ from tests.patience import HANG_S, patient
 from tests.selection import chosen_share, share_of
 
 ROOT = pathlib.Path(__file__).parents[2]
-TARGETS = ("test", "test-oracles", "test-tinker", "test-vllm", "test-extras", "test-long")
+TARGETS = ("test", "test-oracles", "test-tinker", "test-s3", "test-vllm", "test-extras", "test-long")
 STEADY = "def test_steady():\n    pass\n"
 LONG = "import pytest\n\n\n@pytest.mark.long\n@pytest.mark.parametrize('i', range(12))\ndef test_long(i):\n    pass\n"
 BY_CHANCE = """import pathlib
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def project(tmp_path: pathlib.Path) -> pathlib.Path:
-    """Make a project of six targets, each a file of its own, none of which imports anything large."""
+    """Make a project of seven targets, each a file of its own, none of which imports anything large."""
     (tmp_path / ".ci").mkdir()
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")

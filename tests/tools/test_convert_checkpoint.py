@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.checkpoint import convert
 from megatron_rl.checkpoint.folder import DamagedCheckpoint
 from megatron_rl.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
+from megatron_rl.commands.convert.command import parse
 from megatron_rl.errors import ConfigError
 from megatron_rl.model import hf_config
 from megatron_rl.storage.location import location
@@ -38,6 +39,12 @@ LOGPROB_TOLERANCE = 1e-5
 KEY = "model.layers.1.self_attn.k_proj.weight"
 LONG = ("qwen2_untied", "phi3_partial", "qwen3_moe_unnormalised", "moonlight", "llama4_interleaved")  # kin of others
 QUICK = [family for family in (*FAMILIES, *MIXTURES) if family not in LONG]
+
+
+def test_an_import_writes_to_a_folder_and_refuses_a_url(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse(["import", str(tmp_path), "s3://bucket/model"])
+    assert "s3://bucket/model is a URL, and import writes to a disk" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", quick([*FAMILIES, *MIXTURES], *QUICK))

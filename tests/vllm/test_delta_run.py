@@ -24,8 +24,9 @@ def watched_run(rank: int, world: int, given: list[str], moments: tuple[int, ...
     last weights once more, whole and by another sender, and answers again.
     """
     from megatron_rl.rollout.vllm.engine import VllmEngine
+    from megatron_rl.rollout.weight_sync.encoder import WholeEncoder
 
-    syncs, answers, last = [], [], {}
+    syncs, answers, last, taken = [], [], {}, {}
 
     def answer(engine: VllmEngine) -> list[tuple]:
         prompts = make_prompts(4, 9, 14)  # one at a time, so that an engine's batches are the same
@@ -35,7 +36,8 @@ def watched_run(rank: int, world: int, given: list[str], moments: tuple[int, ...
         last.clear()
         report = load(engine, ((name, last.setdefault(name, x.clone())) for name, x in tensors), version)
         for replica in engine._replicas if not report.failed else ():
-            held, sent = replica.control("weights_received", {}, 60.0), engine._sync.encoder.receipts.get(id(replica))
+            held = replica.control("weights_received", {}, 60.0)
+            sent = getattr(engine._sync.encoder, "receipts", taken).get(id(replica))
             kept = [tuple(x[k] for k in ("version", "checksum", "num_tensors")) for x in held]
             sizes = {"bytes": report.num_bytes, "sent_bytes": report.sent_bytes, "changed": report.changed_share}
             sent = sent and (sent.version, sent.checksum, sent.num_tensors)
@@ -55,6 +57,7 @@ def watched_run(rank: int, world: int, given: list[str], moments: tuple[int, ...
         load, shut = VllmEngine.load_weights, VllmEngine.close
         patch.setattr(VllmEngine, "load_weights", load_weights)
         patch.setattr(VllmEngine, "close", close)
+        patch.setattr(WholeEncoder, "took", lambda _, replica, receipt: taken.update({id(replica): receipt}))
         code, said = command_line(rank, world, given)
     return code, said, syncs, answers, len(killed)
 

@@ -186,7 +186,7 @@ def test_an_exporter_that_raises_in_flight_ends_the_call(either):
     with pytest.raises(OSError, match="the exporter broke"):
         either.sync(broken())
     assert not is_paused(either)
-    with pytest.raises(EngineLost, match="the weight update in flight broke off"):
+    with pytest.raises(EngineLost, match="broke off"):  # the update, or a server's samples, whichever is heard first
         call.result()
     assert either.engine.lost == [either.replica.name]
     serves_again(either)

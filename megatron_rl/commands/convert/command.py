@@ -68,11 +68,18 @@ def _place(text: str) -> pathlib.Path | RemotePath:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _on_disk(text: str) -> pathlib.Path:
+    """Return the path of an argument. Raises argparse's error for a URL, which only ``export`` writes to."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is a URL, and import writes to a disk; name a folder, and copy it")
+    return pathlib.Path(text)
+
+
 def _add_conversions(commands) -> None:
     into = _command(
         commands, "import", "Hugging Face directory → Megatron checkpoint, or GGUF file → Hugging Face directory"
     )
-    into.add_argument("target", type=pathlib.Path, help="Megatron-LM folder to write to, or directory (--gguf)")
+    into.add_argument("target", type=_on_disk, help="Megatron-LM folder to write to, or directory (--gguf)")
     into.add_argument(
         "--gguf",
         action="store_true",
